@@ -1,0 +1,319 @@
+"""The wrapper: :func:`accelerate_vlm`, its handle, and the context manager :func:`accelerated`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from .attention import register
+from .door import Door, finish
+from .encoders.merging import EncoderMerging
+from .encoders.taps import Taps
+from .errors import UnsupportedError
+from .families import Family, family_of
+from .layout import Layout
+from .method import EncoderMethod, LayerMethod, Policy
+from .recipe import Recipe
+from .recipe import recipe as find_recipe
+from .reduction import Reduction
+from .scope import Encoded, Scope, current, pop, push
+from .stats import Stats
+
+M = TypeVar("M", bound=nn.Module)
+
+_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+
+
+class Accelerator:
+    """The handle ``model.mmaccel``: what was put on one model, its statistics, and the way back.
+
+    Everything hangs on this one instance: hooks on its modules, four wrapped methods in its ``__dict__``, and the name
+    of the attention implementation in its config. Nothing is patched on a class.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, processor: Any = None) -> None:
+        self.recipe = recipe
+        self.processor = processor
+        self.family: Family = family_of(model, processor)
+        self.built = recipe.build()
+        for _, method in self.built:
+            method.check(self.family)
+        self.cuts = {m.layer: i for i, (_, m) in enumerate(self.built) if isinstance(m, LayerMethod)}
+        self.policy = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, Policy)), None)
+        self.encoder = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, EncoderMethod)), -1)
+        #: whether anything happens between pixels and the cache
+        self.active = any(m.site != "frames" for _, m in self.built)
+        self._check_layers(model)
+        self._check_generation(model.generation_config)
+        self._model = model
+        self._last: Scope | None = None
+        self._restore: list[Callable[[], None]] = []
+        try:
+            self._attach(model)
+        except BaseException:
+            self.remove()
+            raise
+
+    # --- for the user -----------------------------------------------------------------------------------------
+    def stats(self) -> dict[str, Any]:
+        """Figures of the last call, see :meth:`mmaccel.stats.Stats.as_dict`; empty before the first."""
+        return {} if self._last is None else self._last.stats.as_dict()
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the last prompt that had pictures."""
+        return None if self._last is None else self._last.layout
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """What became of the places of the last prompt that had pictures, ``[B, S]``, over all prefill stages."""
+        return None if self._last is None else self._last.reduction
+
+    def remove(self) -> None:
+        """Make the model exactly what it was: hooks, methods, attention implementation, this handle."""
+        for undo in reversed(self._restore):
+            undo()
+        self._restore.clear()
+
+    def __repr__(self) -> str:
+        return f"<mmaccel {self.recipe.name!r} on {self.family.name}>"
+
+    # --- putting it on ----------------------------------------------------------------------------------------
+    def _attach(self, model: Any) -> None:
+        family, inner = self.family, self.family.inner
+        encoder = self.built[self.encoder][1] if self.encoder >= 0 else None
+        assert encoder is None or isinstance(encoder, EncoderMethod)
+        self.taps = Taps(family, [tap for _, m in self.built for tap in m.taps()])
+        self.merging = EncoderMerging(family, encoder, self.built[self.encoder][0].retain if encoder else None)
+        self.door = Door(self)
+        hooks = [*self.taps.handles, *self.merging.handles, *self.door.handles]
+        hooks.append(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
+        for module in (model, inner):
+            hooks.append(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))
+            hooks.append(module.register_forward_hook(self._close, always_call=True))
+        for hook in hooks:
+            self._restore.append(hook.remove)
+        self._wrap(model, "generate", self._generate)
+        for modality in family.modalities:
+            if hasattr(inner, f"get_{modality}_features"):
+                self._wrap(inner, f"get_{modality}_features", functools.partial(self._encode, modality))
+        if self.active:
+            for target, name, wrapper in family.wrappers():
+                self._wrap(target, name, functools.partial(_scoped, wrapper, self))
+            self._switch_attention(model, "text_config", family.text.config, "text")
+            if self.taps.need_attention or encoder is not None:
+                self._switch_attention(model, "vision_config", family.vision, "vision")
+        model.mmaccel = self
+        self._restore.append(functools.partial(model.__dict__.pop, "mmaccel", None))
+
+    def _wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Shadow a method on the instance; undoing it brings back whatever the instance had."""
+        had, before = name in target.__dict__, target.__dict__.get(name)
+        target.__dict__[name] = make(getattr(target, name))
+
+        def undo() -> None:
+            if had:
+                target.__dict__[name] = before
+            else:
+                target.__dict__.pop(name, None)
+
+        self._restore.append(undo)
+
+    def _switch_attention(self, model: Any, key: str, config: Any, kind: str) -> None:
+        base = config._attn_implementation
+        if base not in _BACKENDS:
+            raise UnsupportedError(
+                f"mmaccel does not work on top of attn_implementation={base!r}; load the model with one of "
+                f"{', '.join(_BACKENDS)}."
+            )
+        model.set_attn_implementation({key: register(base, kind)})
+        self._restore.append(functools.partial(model.set_attn_implementation, {key: base}))
+
+    # --- checks -----------------------------------------------------------------------------------------------
+    def _check_layers(self, model: Any) -> None:
+        depth, least = len(self.family.text.layers), max(1, self.family.deepstack)
+        for layer in self.cuts:
+            if not least <= layer < depth:
+                why = ", since its first layers add DeepStack features" if self.family.deepstack else ""
+                raise UnsupportedError(
+                    f"layer={layer} is out of reach: in this {self.family.name} model tokens can be dropped before layers "
+                    f"{least} to {depth - 1}{why}; give layer={min(max(layer, least), depth - 1)}."
+                )
+
+    def _check_generation(self, config: Any) -> None:
+        """Caches and prefill modes that cannot be honoured are refused, not quietly run in full."""
+        if not self.active or config is None:
+            return
+        cache = getattr(config, "cache_implementation", None)
+        if cache not in (None, "dynamic"):
+            raise UnsupportedError(
+                f"cache_implementation={cache!r} cannot hold a reduced prompt; leave it out (a dynamic cache is used)."
+            )
+        if getattr(config, "prefill_chunk_size", None):
+            raise UnsupportedError("prefill_chunk_size would reduce only the first chunk; leave it out.")
+
+    # --- while it runs ----------------------------------------------------------------------------------------
+    def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            for given in (kwargs.get("generation_config"), _Given(kwargs)):
+                self._check_generation(given)
+            scope = Scope(self, Stats(self.recipe.name), cache=kwargs.get("past_key_values"))
+            push(scope)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                pop(scope)
+                self._finish(scope)
+
+        return generate
+
+    def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A direct forward opens a scope of its own; inside ``generate`` there is one already."""
+        if current(self) is not None:
+            return None
+        scope = Scope(self, Stats(self.recipe.name), opened_by=module, cache=kwargs.get("past_key_values"))
+        push(scope)
+        labels = kwargs.get("labels")
+        if self.active and isinstance(labels, Tensor):
+            scope.labels = labels.clone()
+            return args, {**kwargs, "labels": scope.labels}
+        return None
+
+    def _close(self, module: nn.Module, args: Any, output: Any) -> None:
+        scope = current(self)
+        if scope is not None and scope.opened_by is module:
+            pop(scope)
+            self._finish(scope)
+
+    def _finish(self, scope: Scope) -> None:
+        finish(scope)
+        # what was needed only while the call ran must not keep tensors alive
+        scope.encoded.clear()
+        scope.cache = scope.labels = scope.step = scope.input_ids = scope.encoding = None
+        self._last = scope
+
+    def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        scope = current(self)
+        if scope is None:
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        cache = kwargs.get("past_key_values")
+        scope.input_ids = ids
+        scope.cache = cache if cache is not None else scope.cache
+        embeds = kwargs.get("inputs_embeds")
+        if ids is None and embeds is not None and self.active and (cache is None or cache.get_seq_length() == 0):
+            raise UnsupportedError(
+                "With inputs_embeds mmaccel cannot tell visual tokens from text; pass input_ids and pixel values instead."
+            )
+
+    def _encode(self, modality: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def features(*args: Any, **kwargs: Any) -> Any:
+            scope = current(self)
+            if scope is None or scope.encoding is not None:
+                return original(*args, **kwargs)
+            scope.encoding = encoded = Encoded(dict(signature.bind(*args, **kwargs).arguments))
+            try:
+                with scope.stats.clock.measure("encoder", next(self.family.inner.parameters()).device):
+                    output = original(*args, **kwargs)
+            finally:
+                scope.encoding = None
+            made = output.pooler_output
+            parts = [made] if isinstance(made, Tensor) else list(made)
+            encoded.tokens = sum(part.numel() // part.shape[-1] for part in parts)
+            scope.encoded[modality] = encoded
+            return output
+
+        return features
+
+
+class _Given:
+    """Generation arguments given to ``generate`` by keyword, read like a generation config."""
+
+    def __init__(self, kwargs: Mapping[str, Any]) -> None:
+        self.cache_implementation = kwargs.get("cache_implementation")
+        self.prefill_chunk_size = kwargs.get("prefill_chunk_size")
+
+
+def _scoped(wrapper: Any, owner: Accelerator, original: Callable[..., Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = wrapper(original, functools.partial(current, owner))
+    return made
+
+
+def _base(model: Any) -> Any:
+    """The model inside a PEFT model, else the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def accelerate_vlm(
+    model: M, recipe: str | Path | Mapping[str, Any] | Recipe = "balanced", *, processor: Any = None, **overrides: Any
+) -> M:
+    """Make a vision or video LLM skip visual tokens, in place.
+
+    Parameters
+    ----------
+    model : a ``...ForConditionalGeneration`` model of a supported family (or a PEFT model around one). It keeps its class;
+        a model that is accelerated already gets the new recipe instead.
+    recipe : the name of a recipe or method, a path to a JSON file, a mapping, or a :class:`Recipe`.
+    processor : needed by families whose prompt only the tokenizer can read (InternVL, SmolVLM: to know which tiles and
+        frames belong together), and by methods that read the question as text.
+    **overrides : ``retain=`` (a float is the share of visual tokens to keep, an int their number per picture),
+        ``positions=``, ``rounding=``, ``text_retain=``, or an option of one of the recipe's methods.
+
+    Returns
+    -------
+    The same model. ``model.mmaccel`` is its :class:`Accelerator`: ``stats()``, ``recipe``, ``remove()``.
+
+    Raises
+    ------
+    MmaccelError
+        If the recipe, a budget or an option is of no use.
+    UnsupportedError
+        If the family, the attention implementation or the generation config cannot honour the recipe.
+    """
+    chosen = find_recipe(recipe).override(**overrides)
+    target = _base(model)
+    previous = getattr(target, "mmaccel", None)
+    if isinstance(previous, Accelerator):
+        previous.remove()
+    try:
+        Accelerator(target, chosen, processor)
+    except BaseException:
+        if isinstance(previous, Accelerator):
+            Accelerator(target, previous.recipe, previous.processor)
+        raise
+    return model
+
+
+@contextmanager
+def accelerated(
+    model: M, recipe: str | Path | Mapping[str, Any] | Recipe = "balanced", *, processor: Any = None, **overrides: Any
+) -> Iterator[M]:
+    """:func:`accelerate_vlm` for the length of a ``with`` block; afterwards the model is what it was before, bare or
+    accelerated in another way."""
+    target = _base(model)
+    previous = getattr(target, "mmaccel", None)
+    accelerate_vlm(model, recipe, processor=processor, **overrides)
+    try:
+        yield model
+    finally:
+        target.mmaccel.remove()
+        if isinstance(previous, Accelerator):
+            Accelerator(target, previous.recipe, previous.processor)
+
+
+def is_accelerated(model: Any) -> bool:
+    """Whether :func:`accelerate_vlm` is in force on ``model``."""
+    return isinstance(getattr(model, "mmaccel", None), Accelerator)
+
+
+__all__ = ["Accelerator", "accelerate_vlm", "accelerated", "is_accelerated"]

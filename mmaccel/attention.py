@@ -1,0 +1,126 @@
+"""The attention functions mmaccel registers: they delegate to what the model had, and see queries and keys on the way.
+
+One for language models: it builds the mask from where every stored key came from, scores keys when a method asks, and
+lets the cache evict after the layer's attention has run. One for vision towers: it serves the taps and weighs merged
+tokens. Both are registered once per underlying implementation, under names without "flash" (transformers matches such names
+by substring), and find their call through the call scope, never through a module attribute. Outside a call they are
+the function they delegate to.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from .scope import current
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def register(base: str, kind: str) -> str:
+    """Register the ``text`` or ``vision`` function on top of implementation ``base``; returns its name."""
+    name = f"mmaccel_{kind}_{base}".replace("flash_attention", "fa").replace("flash", "fa")
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        function = {"text": _text_attention, "vision": _vision_attention}[kind]
+        AttentionInterface.register(name, functools.partial(function, base))
+        AttentionMaskInterface.register(name, functools.partial(_mask, base))
+    return name
+
+
+def base_function(base: str, module: nn.Module) -> Attention:
+    """The implementation called ``base``; eager attention is defined beside each model."""
+    if base == "eager":
+        function: Attention = sys.modules[type(module).__module__].eager_attention_forward
+        return function
+    function = ALL_ATTENTION_FUNCTIONS[base]
+    return function
+
+
+def _mask(base: str, *args: Any, **kwargs: Any) -> Any:
+    """No mask while mmaccel shapes the forward (the attention function makes it), else what ``base`` would make."""
+    scope = current()
+    if scope is not None and scope.step is not None:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[base](*args, **kwargs)
+
+
+def _text_attention(
+    base: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    scope = current()
+    step = scope.step if scope is not None else None
+    number = getattr(module, "layer_idx", None)
+    if step is None or number is None:
+        return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    phase, index = step.phase(number), step.index(number)
+    window = kwargs.get("sliding_window")
+    visible = index.mask(phase.places, window)
+    groups = query.shape[1] // key.shape[1]
+    if "flash" in base:
+        # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads
+        # store different keys, or a window would count stored instead of original places
+        kwargs.pop("position_ids", None)
+        padding = None
+        if visible is not None:
+            if index.index.dim() == 3 or (window is not None and index.upto > window):
+                base, padding = "sdpa", _for_heads(visible, groups)
+            elif index.padded:
+                padding = index.index >= 0
+        mask = padding
+    else:
+        mask = None if visible is None else _for_heads(visible, groups).to(query.device)
+        if mask is not None and base == "eager":
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    out = base_function(base, module)(module, query, key, value, mask, scaling=scaling, **kwargs)
+    step.after_attention(number, query, key, visible, scaling)
+    return out
+
+
+def _for_heads(mask: Tensor, groups: int) -> Tensor:
+    """``[B, 1 or Hkv, q, K]`` for query heads."""
+    return mask if mask.shape[1] == 1 else mask.repeat_interleave(groups, dim=1)
+
+
+def prompt_attention(query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
+    """``[B, K]`` float32: attention of the last query to every key, mean over heads; nothing larger than ``[B, Hq, K]``."""
+    b, heads, _, d = query.shape
+    kv = key.shape[1]
+    q = query[:, :, -1].reshape(b, kv, heads // kv, d)
+    logits = torch.einsum("bkgd,bkld->bkgl", q.float(), key.float()) * scaling
+    if visible is not None:
+        logits = logits.masked_fill(~visible[:, :, -1:], -torch.inf)
+    return logits.softmax(-1).mean((1, 2))
+
+
+def _vision_attention(
+    base: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    # Qwen towers pass it by this name
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    scope = current()
+    encoded = scope.encoding if scope is not None else None
+    if scope is not None and encoded is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attention_mask = scope.owner.taps.see(encoded, module, query, key, attention_mask, scale)
+    return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

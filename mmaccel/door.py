@@ -1,0 +1,456 @@
+"""The door: every family ends in one call of its text model, and there prefill reductions happen.
+
+:class:`Door` hooks that call and the decoder layers. :class:`Step` is one such call while mmaccel shapes it: which tokens
+are left at each layer, where they came from, and what attention must still do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from .attention import prompt_attention
+from .budget import counts
+from .errors import MmaccelError, UnsupportedError
+from .kv.cache import CacheState, KeyIndex, adopt, cache_bytes, state_of
+from .kv.eviction import evict
+from .layout import Layout, Units
+from .method import LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
+from .reduction import Reduction
+from .scope import Scope, current
+from .stats import Stage
+
+if TYPE_CHECKING:
+    from .accelerate import Accelerator
+
+
+@dataclass
+class Phase:
+    """The layers between two reductions see the same tokens.
+
+    places : ``[B, q]`` long, the place of each token in the unreduced sequence; -1 for padding.
+    padded : whether any is padding.
+    extra : layer arguments that replace the caller's from here on (None in the first phase).
+    """
+
+    places: Tensor
+    padded: bool
+    extra: dict[str, Any] | None = None
+    _index: KeyIndex | None = None
+
+    def shared_index(self, upto: int) -> KeyIndex:
+        """One index of these places for all layers that store them first."""
+        if self._index is None:
+            self._index = KeyIndex(self.places, self.padded, upto)
+        return self._index
+
+
+class Step:
+    """One forward of the text model that mmaccel shapes.
+
+    Parameters
+    ----------
+    seen : tokens the cache has seen before.
+    length : tokens of this forward before any reduction.
+    """
+
+    def __init__(self, owner: Accelerator, scope: Scope, state: CacheState | None, seen: int, length: int) -> None:
+        self.owner, self.scope, self.state = owner, scope, state
+        self.seen, self.length = seen, length
+        self.layout: Layout | None = None
+        self.total: Reduction | None = None
+        self.phases: list[tuple[int, Phase]] = []
+        self.attention: Tensor | None = None
+        self.cache_kept: list[Tensor] = []
+
+    def phase(self, layer: int) -> Phase:
+        """The phase a layer belongs to."""
+        return next(phase for first, phase in reversed(self.phases) if first <= layer)
+
+    def index(self, layer: int) -> KeyIndex:
+        """Where the keys that a layer attends to came from."""
+        if self.state is not None:
+            index = self.state.layers[layer].index
+            if index is None:
+                raise RuntimeError("the layer attends before it has stored its keys")
+            return index
+        return self.phase(layer).shared_index(self.seen + self.length)
+
+    def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
+        """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``."""
+        if self.layout is None:
+            return
+        if number + 1 in self.owner.cuts:
+            self.attention = prompt_attention(query, key, visible, scaling)[:, -query.shape[2] :]
+        if self.owner.policy is not None and self.state is not None:
+            with self.scope.stats.clock.measure("selection", query.device):
+                self.cache_kept.append(evict(self, number, query, scaling))
+
+    # --- reducing ---------------------------------------------------------------------------------------------
+    def reduce(self, stage: int, method: TokenMethod, hidden: Tensor, slots: Tensor | None) -> Reduction:
+        """Run one method on what is left; returns its reduction in place coordinates ``[B, S]``.
+
+        Parameters
+        ----------
+        hidden : ``[B, q, D]``.
+        slots : ``[B, S]`` long, where each place stands in ``hidden``; None when ``hidden`` is not compacted yet.
+        """
+        layout, total = self.layout, self.total
+        assert layout is not None and total is not None
+        device = hidden.device
+        whole = layout.units(method.unit)
+        units = whole.only(total.kept.cpu())
+        retain = self.owner.built[stage][0].retain
+        assert retain is not None
+        official = method.official_count if self.owner.recipe.rounding == "official" else None
+        present = units.valid.sum(1).tolist()
+        count = counts(retain, whole.valid.sum(1).tolist(), present, units.picture, official)
+        rows = units.row.to(device)
+        places = units.places.clamp(min=0).to(device)
+        at = places if slots is None else slots[rows[:, None], places]
+        valid = units.valid.to(device)
+        signals = self.owner.taps.signals(method.taps(), layout, self.scope.encoded, units) if method.taps() else {}
+        if isinstance(method, LayerMethod):
+            assert self.attention is not None
+            signals["prompt_attention"] = self.attention.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
+        tokens = TokenBatch(
+            features=hidden[rows[:, None], at] * valid[..., None],
+            valid=valid,
+            cells=units.cells.to(device),
+            grid=units.grid.to(device),
+            segment=units.segment.to(device),
+            signals={k: v.to(device) for k, v in signals.items()},
+        )
+        made = method.reduce(tokens, count.to(device))
+        _check(method, made, valid, count)
+        record = self.scope.stats.stages.setdefault(stage, Stage(method.site, method.name))
+        record.tokens_in += sum(present)
+        record.resolved = None if method.budget in ("adaptive", "none") else (record.resolved or 0) + int(count.sum())
+        record.tokens_kept += int(made.kept.sum())
+        text = total.kept & ~layout.visual.to(device)
+        return made.relabel(places, rows, total.kept.shape).beside(text)
+
+    def compacted(self, kept: Tensor) -> tuple[Tensor, bool]:
+        """Places that stay, left-padded: ``[B, widest]`` long with -1 for padding, and whether there is any."""
+        width = int(kept.sum(1).max())
+        order = kept.long().argsort(dim=1, stable=True)[:, -width:] if width else kept.new_zeros(len(kept), 0).long()
+        there = kept.gather(1, order)
+        return order.masked_fill(~there, -1), not bool(there.all())
+
+    def begin(self, first: int, chosen: Tensor, padded: bool, extra: dict[str, Any] | None = None) -> None:
+        """From layer ``first`` on the tokens at ``chosen [B, q]`` (places of this forward, -1 padding) are left."""
+        places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
+        self.phases.append((first, Phase(places, padded, extra)))
+
+    def slots(self, chosen: Tensor) -> Tensor:
+        """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""
+        out = torch.zeros(len(chosen), self.length, dtype=torch.long, device=chosen.device)
+        there = chosen >= 0
+        b, slot = there.nonzero(as_tuple=True)
+        out[b, chosen[there]] = slot
+        return out
+
+
+def _check(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) -> None:
+    """A method of somebody else's may be wrong; say so before the answers are."""
+    if made.kept.shape != valid.shape or bool((made.kept & ~valid).any()):
+        raise MmaccelError(f"Method {method.name!r} kept slots that hold no token.")
+    kept, count = made.kept.sum(1).cpu(), count.cpu()
+    empty = (kept == 0) & (count > 0)
+    over = kept != count if method.budget == "exact" else kept > count if method.budget == "at_most" else empty
+    if bool((over | empty).any()):
+        i = int((over | empty).nonzero()[0])
+        raise MmaccelError(
+            f"Method {method.name!r} has the budget class {method.budget!r} but kept {int(kept[i])} of "
+            f"{int(valid[i].sum())} tokens where {int(count[i])} were resolved."
+        )
+
+
+class Door:
+    """The hooks on the text model and its layers."""
+
+    def __init__(self, owner: Accelerator) -> None:
+        self.owner = owner
+        text = owner.family.text
+        self.layers = list(text.layers)
+        self.handles = [
+            text.register_forward_pre_hook(self.enter, with_kwargs=True),
+            text.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
+        ]
+        if owner.cuts:
+            for number in range(min(owner.cuts), len(self.layers)):
+                hook = self._layer(number)
+                self.handles.append(self.layers[number].register_forward_pre_hook(hook, with_kwargs=True))
+
+    # --- into the text model ----------------------------------------------------------------------------------
+    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Reduce, or continue a cache that was reduced; anything else passes through untouched."""
+        scope = current(self.owner)
+        if scope is None:
+            return None
+        scope.step = None
+        embeds = kwargs.get("inputs_embeds")
+        if embeds is None:
+            return None
+        cache = kwargs.get("past_key_values")
+        state = state_of(cache)
+        scope.cache = cache if cache is not None else scope.cache
+        ids, scope.input_ids = scope.input_ids, None
+        length = embeds.shape[1]
+        visual = 0
+        if ids is not None and ids.shape == embeds.shape[:2] and (length > 1 or state is None):
+            visual = int(self.owner.family.visual(ids).sum())
+        prefill = length > 1
+        scope.timer = scope.stats.clock.start(embeds.device), "prefill" if prefill else "decode"
+        scope.stats.prompt_tokens += embeds.shape[0] * length * prefill
+        scope.stats.decode_steps += not prefill
+        scope.stats.visual_tokens += visual
+        if not self.owner.active or not (visual or state is not None):
+            return None
+        if self.owner.family.model.training:
+            raise UnsupportedError("mmaccel accelerates inference; call model.eval() first.")
+        kwargs = dict(kwargs)
+        seen = cache.get_seq_length() if cache is not None else 0
+        valid = self._valid(kwargs.get("attention_mask"), embeds, seen)
+        if visual and state is None:
+            cache, state = self._adopt(kwargs, seen)
+        step = Step(self.owner, scope, state, seen, length)
+        kwargs["attention_mask"] = None
+        if visual and ids is not None:
+            layout_valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid.cpu()
+            step.layout = self.owner.family.layout(ids.cpu(), layout_valid, scope.encoded)
+            self._prefill(step, kwargs, layout_valid.to(embeds.device))
+        else:
+            self._continue(step, kwargs, valid)
+        scope.step = step
+        if state is not None:
+            state.step = step
+        return args, kwargs
+
+    def _valid(self, mask: Any, embeds: Tensor, seen: int) -> Tensor | None:
+        """``[B, q]`` bool of the new tokens, or None if none is padding; a single new token never is."""
+        if mask is None or (seen and embeds.shape[1] == 1):
+            return None
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            raise UnsupportedError("mmaccel needs the 2-D attention mask of the processor, not a prepared 4-D one.")
+        new = mask[:, -embeds.shape[1] :].bool().to(embeds.device)
+        return None if bool(new.all()) else new
+
+    def _adopt(self, kwargs: dict[str, Any], seen: int) -> tuple[Any, CacheState | None]:
+        cache, use = kwargs.get("past_key_values"), kwargs.get("use_cache")
+        config = self.owner.family.text.config
+        if cache is None:
+            if not (config.use_cache if use is None else use):
+                return None, None
+            cache = kwargs["past_key_values"] = DynamicCache(config=config)
+        mask = kwargs.get("attention_mask")
+        return cache, adopt(cache, len(self.layers), mask[:, :seen].bool() if mask is not None and seen else None)
+
+    def _continue(self, step: Step, kwargs: dict[str, Any], valid: Tensor | None) -> None:
+        """New tokens without pictures on a reduced cache: all stay, positions follow the cache's offset."""
+        state, embeds = step.state, kwargs["inputs_embeds"]
+        assert state is not None and state.offset is not None
+        at = torch.arange(step.seen, step.seen + step.length, device=embeds.device)
+        offset = state.offset.to(embeds.device)[:, None]
+        if valid is None:
+            step.begin(0, at.expand(len(embeds), -1) - step.seen, False)
+            positions = at - offset
+        else:
+            step.begin(0, (at - step.seen).expand_as(valid).masked_fill(~valid, -1), True)
+            positions = (step.seen - offset + valid.cumsum(1) - 1).clamp(min=0)
+            state.offset = state.offset + (~valid).sum(1).to(state.offset.device)
+        given = kwargs.get("position_ids")
+        if given is not None and given.dim() == 3:
+            positions = positions.expand(given.shape[0], -1, -1)
+        kwargs["position_ids"] = positions
+
+    def _prefill(self, step: Step, kwargs: dict[str, Any], valid: Tensor) -> None:
+        owner, scope, embeds = self.owner, step.scope, kwargs["inputs_embeds"]
+        assert step.layout is not None
+        batch, device = embeds.shape[0], embeds.device
+        step.total = Reduction.identity(valid)
+        deepstack = kwargs.get("deepstack_visual_embeds")
+        planes = _planes(kwargs["visual_pos_masks"], deepstack) if deepstack is not None else []
+        with scope.stats.clock.measure("selection", device):
+            if (kept := owner.merging.survivors(step.layout, scope.encoded)) is not None:
+                step.total = Reduction(valid & (kept.to(device) | ~step.layout.visual.to(device)), valid)
+                record = scope.stats.stages.setdefault(
+                    owner.encoder, Stage("encoder", owner.built[owner.encoder][1].name)
+                )
+                record.tokens_in += int(step.layout.visual.sum())
+                record.resolved = None
+                record.tokens_kept += int(kept.sum())
+            for number, (_, method) in enumerate(owner.built):
+                if not isinstance(method, ProjectorMethod):
+                    continue
+                made = step.reduce(number, method, embeds, None)
+                embeds = made.substitute(embeds)
+                planes = [made.substitute(plane) for plane in planes]
+                step.total = step.total.then(made)
+        chosen, padded = step.compacted(step.total.kept)
+        at = chosen.clamp(min=0)
+        step.begin(0, chosen, padded)
+        kwargs["inputs_embeds"] = _rows(embeds, at)
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(step.seen, step.seen + step.length, device=device).expand(batch, -1)
+        positions = positions.to(device)
+        if positions.shape[-2] == 1 and batch > 1:
+            positions = positions.expand(*positions.shape[:-2], batch, -1)
+        axes = positions[-3:] if positions.dim() == 3 else positions[None]
+        after = axes.amax(0).masked_fill(~valid, -1).amax(1) + 1
+        kept_positions = positions[..., torch.arange(batch, device=device)[:, None], at]
+        if owner.recipe.positions == "paper":
+            start = step.seen - step.state.offset.to(device) if step.state and step.state.offset is not None else 0
+            rank = (chosen >= 0).cumsum(1) - 1
+            kept_positions = (rank + (start[:, None] if isinstance(start, Tensor) else start)).clamp(min=0)
+            after = kept_positions.amax(1) + 1
+            if positions.dim() == 3:
+                kept_positions = kept_positions.expand(positions.shape[0], -1, -1)
+        kwargs["position_ids"] = kept_positions
+        if step.state is not None:
+            step.state.offset = step.seen + step.length - after
+            for cut in owner.cuts:
+                step.state.split(cut)
+        if planes:
+            visual = (step.layout.visual.to(device)[torch.arange(batch, device=device)[:, None], at]) & (chosen >= 0)
+            kwargs["visual_pos_masks"] = visual
+            kwargs["deepstack_visual_embeds"] = [_rows(plane, at)[visual] for plane in planes]
+        scope.stats.layer_tokens = [int((step.total.kept & step.layout.visual.to(device)).sum())] * len(self.layers)
+
+    # --- between layers ---------------------------------------------------------------------------------------
+    def _layer(self, number: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            scope = current(self.owner)
+            step = scope.step if scope is not None else None
+            if scope is None or step is None or step.layout is None:
+                return None
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if number in self.owner.cuts:
+                with scope.stats.clock.measure("selection", hidden.device):
+                    hidden = self._cut(step, number, hidden, kwargs)
+            extra = step.phase(number).extra
+            kwargs = {**kwargs, **extra} if extra is not None else kwargs
+            if args:
+                return (hidden, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": hidden}
+
+        return hook
+
+    def _cut(self, step: Step, number: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Run the method at layer ``number``: the tokens it drops are gone from here on."""
+        stage = self.owner.cuts[number]
+        method = self.owner.built[stage][1]
+        assert isinstance(method, LayerMethod) and step.total is not None and step.layout is not None
+        _, phase = step.phases[-1]
+        before = torch.where(phase.places < 0, -1, phase.places - step.seen).long().to(hidden.device)
+        made = step.reduce(stage, method, hidden, step.slots(before))
+        step.total = step.total.then(made)
+        if made.links is not None:
+            # merge where the tokens stand now
+            wide = hidden.new_zeros(len(hidden), step.length, hidden.shape[-1])
+            rows = torch.arange(len(hidden), device=hidden.device)[:, None].expand_as(before)
+            there = before >= 0
+            wide[rows[there], before[there]] = hidden[there]
+            hidden = made.substitute(wide)[rows, before.clamp(min=0)]
+        chosen, padded = step.compacted(made.kept)
+        at = step.slots(before)[torch.arange(len(hidden), device=hidden.device)[:, None], chosen.clamp(min=0)]
+        extra: dict[str, Any] = {}
+        previous = {**kwargs, **(phase.extra or {})}
+        if previous.get("position_embeddings") is not None:
+            extra["position_embeddings"] = tuple(
+                _rows(_batched(x, hidden), at) for x in previous["position_embeddings"]
+            )
+        if isinstance(previous.get("position_ids"), Tensor):
+            extra["position_ids"] = previous["position_ids"].expand(len(hidden), -1).gather(1, at)
+        step.begin(number, chosen, padded, extra)
+        tokens = step.scope.stats.layer_tokens
+        left = int((made.kept & step.layout.visual.to(hidden.device)).sum())
+        tokens[number:] = [left] * (len(tokens) - number)
+        return _rows(hidden, at)
+
+    # --- out of the text model --------------------------------------------------------------------------------
+    def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """Give the caller the length that was asked for, and settle the statistics."""
+        scope = current(self.owner)
+        if scope is None:
+            return None
+        step, scope.step = scope.step, None
+        if scope.timer is not None:
+            scope.stats.clock.stop(scope.timer[1], scope.timer[0])
+            scope.timer = None
+        if step is not None and step.state is not None:
+            step.state.step = None
+        if output is None:
+            return None
+        cache = getattr(output, "past_key_values", None)
+        scope.cache = cache if cache is not None else scope.cache
+        if step is None or step.layout is None or step.total is None:
+            return None
+        scope.reduction = step.total
+        scope.layout = step.layout
+        if step.cache_kept:
+            self._record_cache(step)
+        if not scope.generating:
+            output.last_hidden_state = self._widen(step, output.last_hidden_state)
+        return output
+
+    def _record_cache(self, step: Step) -> None:
+        assert step.layout is not None and self.owner.policy is not None
+        stage = self.owner.policy
+        record = step.scope.stats.stages.setdefault(stage, Stage("cache", self.owner.built[stage][1].name))
+        figures = torch.stack(step.cache_kept).double().mean(0).tolist()
+        record.tokens_in += round(figures[0])
+        record.resolved = (record.resolved or 0) + round(figures[1])
+        record.tokens_kept += round(figures[2])
+
+    def _widen(self, step: Step, hidden: Tensor) -> Tensor:
+        """Back to the caller's length: NaN where a token was dropped, zero where there was none."""
+        assert step.total is not None
+        _, phase = step.phases[-1]
+        places = torch.where(phase.places < 0, -1, phase.places - step.seen).long().to(hidden.device)
+        wide = hidden.new_zeros(len(hidden), step.length, hidden.shape[-1])
+        valid, kept = step.total.valid.to(hidden.device), step.total.kept.to(hidden.device)
+        dropped = valid & ~kept
+        wide[dropped] = torch.nan
+        there = places >= 0
+        rows = there.nonzero(as_tuple=True)[0]
+        wide[rows, places[there]] = hidden[there]
+        labels = step.scope.labels
+        if labels is not None:
+            # a row predicts the label behind it
+            lost = torch.zeros_like(labels, dtype=torch.bool)
+            lost[:, 1:] = dropped[:, :-1].to(labels.device)
+            lost &= labels != -100
+            step.scope.stats.labels_ignored += int(lost.sum())
+            labels.masked_fill_(lost, -100)
+        return wide
+
+
+def _rows(x: Tensor, at: Tensor) -> Tensor:
+    """``x [B, S, D]`` at ``at [B, q]``."""
+    return x.gather(1, at.to(x.device)[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _batched(x: Tensor, like: Tensor) -> Tensor:
+    return x.expand(len(like), -1, -1)
+
+
+def _planes(mask: Tensor, deepstack: list[Tensor]) -> list[Tensor]:
+    """DeepStack features ``[visual tokens, D]`` laid out over the sequence, ``[B, S, D]``."""
+    planes = []
+    for features in deepstack:
+        plane = features.new_zeros(*mask.shape, features.shape[-1])
+        plane[mask] = features
+        planes.append(plane)
+    return planes
+
+
+def finish(scope: Scope) -> None:
+    """What a call leaves behind in its statistics."""
+    scope.stats.kv_bytes = cache_bytes(scope.cache) if scope.cache is not None else 0

@@ -1,0 +1,55 @@
+"""Drawing a reduction over the picture it was made from."""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+#: Okabe and Ito's colours, which remain apart for colour-blind readers (without black)
+_COLOURS = np.array(
+    [[230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [0, 114, 178], [213, 94, 0], [204, 121, 167]]
+)
+
+
+def overlay(image: Image.Image, grid: tuple[int, int], owner: Tensor) -> Image.Image:
+    """The picture with dropped cells dark, cells that stay alone untouched and merged groups tinted and outlined.
+
+    Parameters
+    ----------
+    image : any size and mode; the result is RGB of the same size.
+    grid : (height, width) in cells.
+    owner : ``[height * width]`` long, for every cell in raster order the cell it flows into; -1 where it was dropped.
+        A group has the colour of its place in the grid, whatever else is kept.
+    """
+    height, width = grid
+    owners = owner.detach().cpu().numpy().astype(np.int64).reshape(height, width)
+    pixels = np.asarray(image.convert("RGB")).astype(np.float32)
+    rows = np.arange(pixels.shape[0]) * height // pixels.shape[0]
+    columns = np.arange(pixels.shape[1]) * width // pixels.shape[1]
+
+    # neighbouring groups differ in colour: one step along a row is 1, one along a column 3, of 7
+    colours = _COLOURS[(owners // width * 3 + owners % width) % len(_COLOURS)]
+    _, group, size = np.unique(owners, return_inverse=True, return_counts=True)
+    merged = (size[group.reshape(-1)].reshape(owners.shape) > 1) & (owners >= 0)
+
+    big = owners[rows][:, columns]
+    tint = merged[rows][:, columns]
+    colour = colours[rows][:, columns].astype(np.float32)
+    edge = tint & _border(big, max(1, min(pixels.shape[0] // height, pixels.shape[1] // width) // 12))
+    strength = np.where(edge, 1.0, np.where(tint, 0.25, 0.0))[..., None]
+    out = pixels * (1.0 - strength) + colour * strength
+    out[big < 0] *= 0.25
+    return Image.fromarray(out.round().clip(0, 255).astype(np.uint8))
+
+
+def _border(groups: np.ndarray, thick: int) -> np.ndarray:
+    """Pixels at most ``thick`` away, along a row or column, from another group or from the picture's edge."""
+    height, width = groups.shape
+    wide = np.pad(groups, thick, constant_values=-2)
+    edge = np.zeros(groups.shape, dtype=bool)
+    for step in range(1, thick + 1):
+        for down, right in ((step, 0), (-step, 0), (0, step), (0, -step)):
+            beside = wide[thick + down : thick + down + height, thick + right : thick + right + width]
+            edge |= beside != groups
+    return edge

@@ -1,0 +1,171 @@
+"""What the library must know of one model family; everything else is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..layout import Layout, Modality, Picture
+
+if TYPE_CHECKING:
+    from ..scope import Encoded, Scope
+
+#: a function that makes the replacement of an instance's method: (original, scope getter) -> replacement
+Wrapper = Callable[[Callable[..., Any], Callable[[], "Scope | None"]], Callable[..., Any]]
+
+
+class Family:
+    """Base adapter, right for LLaVA-like models: one tower of equal square tiles, one text model behind it.
+
+    Parameters
+    ----------
+    model : the ``...ForConditionalGeneration`` model.
+    processor : its processor, for families whose prompt cannot be understood without the tokenizer.
+    """
+
+    name: ClassVar[str]
+    #: ``config.model_type`` of the models it serves
+    model_types: ClassVar[tuple[str, ...]]
+    modalities: ClassVar[tuple[Modality, ...]] = ("image",)
+    #: attribute names of the text model and of the tower of each modality on the inner model
+    text_name: ClassVar[str] = "language_model"
+    tower_names: ClassVar[dict[Modality, str]] = {"image": "vision_tower", "video": "vision_tower"}
+    #: text layers that add visual features (DeepStack), after which tokens may be dropped inside the language model
+    deepstack: int = 0
+    #: the tower runs over ``[tiles, tokens, width]``, so that tokens can be merged between its layers
+    mergeable: ClassVar[bool] = True
+    #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
+    needs_processor: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module, processor: Any = None) -> None:
+        self.model = model
+        self.processor = processor
+        self.config: Any = model.config
+        self.inner: Any = model.model
+        self.text: Any = getattr(self.inner, self.text_name)
+        if "gemma3" in str(getattr(self.config, "model_type", "")):
+            raise UnsupportedError("Gemma 3 builds its masks before the language model; it is not supported yet.")
+
+    # --- towers -----------------------------------------------------------------------------------------------
+    @property
+    def vision(self) -> Any:
+        """The vision tower's config."""
+        return self.config.vision_config
+
+    @property
+    def side(self) -> int:
+        """Patches along one side of a tile."""
+        size, patch = self.vision.image_size, self.vision.patch_size
+        return int((size[0] if isinstance(size, (list, tuple)) else size)) // int(
+            patch[0] if isinstance(patch, (list, tuple)) else patch
+        )
+
+    @property
+    def has_cls(self) -> bool:
+        """Whether the tower puts a CLS token in front of the patches."""
+        return "clip_vision" in str(self.vision.model_type) or "internvl_vision" in str(self.vision.model_type)
+
+    def towers(self) -> list[Any]:
+        """The distinct vision towers."""
+        return list({id(t): t for t in (getattr(self.inner, self.tower_names[m]) for m in self.modalities)}.values())
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """The tower's transformer layers, in order."""
+        return list(tower.encoder.layers)
+
+    def attention_of(self, layer: Any) -> nn.Module:
+        """The self-attention of a tower layer."""
+        return layer.self_attn
+
+    @property
+    def feature_layer(self) -> int:
+        """The tower layer (counted from 0) whose output the language model reads.
+
+        Raises
+        ------
+        UnsupportedError
+            If features of several layers are joined.
+        """
+        layer = getattr(self.config, "vision_feature_layer", -1)
+        depth = len(self.tower_layers(self.towers()[0]))
+        if isinstance(layer, (list, tuple)):
+            if len(layer) != 1:
+                raise UnsupportedError(f"{self.name}: the model joins features of several tower layers {list(layer)}.")
+            layer = layer[0]
+        # hidden_states[i] is the output of layer i - 1
+        return layer - 1 if layer >= 0 else depth + layer
+
+    def tap_layer(self, layer: int | None) -> int:
+        """The tower layer a tap means; None is the layer whose attention shaped the features."""
+        depth = len(self.tower_layers(self.towers()[0]))
+        number = self.feature_layer if layer is None else layer + depth if layer < 0 else layer
+        if not 0 <= number < depth:
+            raise UnsupportedError(f"{self.name}: the vision tower has {depth} layers, there is no layer {layer}.")
+        return number
+
+    # --- layout -----------------------------------------------------------------------------------------------
+    def token_id(self, modality: Modality) -> int | None:
+        """The placeholder id of a modality."""
+        found = getattr(self.config, f"{modality}_token_id", None)
+        return found if found is not None else getattr(self.config, f"{modality}_token_index", None)
+
+    def visual(self, ids: Tensor) -> Tensor:
+        """``[B, S]`` bool: the placeholders in ``ids``."""
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        for modality in self.modalities:
+            mask |= ids == self.token_id(modality)
+        return mask
+
+    def layout(self, ids: Tensor, valid: Tensor, encoded: dict[Modality, Encoded]) -> Layout:
+        """The layout of a prompt (or of the new part of one). ``ids``, ``valid`` ``[B, S]`` on the CPU.
+
+        Raises
+        ------
+        UnsupportedError
+            If placeholders have no encoded picture in this call, or counts do not match.
+        """
+        found, offset = [], 0
+        for modality in self.modalities:
+            token = self.token_id(modality)
+            if not bool(((ids == token) & valid).any()):
+                continue
+            seen = encoded.get(modality)
+            if seen is None:
+                raise UnsupportedError(
+                    f"The prompt has {modality} placeholders, but no {modality} was encoded in this call; pass the pixels "
+                    "to the model instead of encoder outputs, and on a second turn only the new tokens and pixels."
+                )
+            found.append((modality, int(token or 0), self.pictures(modality, seen, ids), offset))
+            offset += seen.tokens
+        return Layout.walk(ids, valid, found, self.name)
+
+    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+        """The pictures or clips of this call in feature order, each a list of tiles with its tokens' cells and sources."""
+        raise NotImplementedError
+
+    # --- taps -------------------------------------------------------------------------------------------------
+    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+        """What a tap delivered, one value per language model token: ``[tokens, ...]`` in source order.
+
+        ``values`` are the tapped tensors ``[tiles, patches, ...]`` of the tower's attention calls, CLS removed.
+        """
+        return torch.cat(values).flatten(0, 1)
+
+    # --- what the family's own code gets wrong under a kept cache ---------------------------------------------
+    def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
+        """Instance methods to wrap while a model is accelerated: (object, method name, wrapper)."""
+        return []
+
+
+def block_mean(values: Tensor, side: int, factor: int) -> Tensor:
+    """Mean over ``factor`` x ``factor`` blocks of a square raster: ``[N, side * side, ...] -> [N, (side // factor)**2, ...]``.
+
+    An odd last row and column are left out, as average pooling does.
+    """
+    n, rest, m = len(values), values.shape[2:], side // factor
+    grid = values.reshape(n, side, side, *rest)[:, : m * factor, : m * factor]
+    return grid.reshape(n, m, factor, m, factor, *rest).mean((2, 4)).reshape(n, m * m, *rest)

@@ -1,0 +1,96 @@
+"""InternVL: tiles with a thumbnail, pixel shuffle 2x2; a clip is a run of frames, each introduced by text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layout import Modality, Picture, Tile
+from ..scope import Encoded
+from .base import Family, block_mean
+
+_FRAME = re.compile(r"Frame\s*(\d+)\s*:\s*(?:<img>)?\s*$")
+
+
+class TiledByText(Family):
+    """Families whose tiles and frames stand in the prompt as separate runs of placeholders, all of equal length."""
+
+    needs_processor = True
+
+    @property
+    def shuffle(self) -> int:
+        """Patches along one side of the block that becomes one token."""
+        return int(round(1 / self.config.downsample_ratio))
+
+    def runs(self, ids: Tensor) -> list[tuple[int, int, int]]:
+        """Runs of image placeholders: (row, first, last + 1), row by row."""
+        found = []
+        for b, row in enumerate(self.visual(ids).tolist()):
+            start = None
+            for i, inside in enumerate([*row, False]):
+                if inside and start is None:
+                    start = i
+                elif not inside and start is not None:
+                    found.append((b, start, i))
+                    start = None
+        return found
+
+    def text_before(self, ids: Tensor, row: int, place: int, most: int = 24) -> str:
+        """The prompt's text just before a place; empty without a processor."""
+        if self.processor is None:
+            return ""
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        return str(tokenizer.decode(ids[row, max(0, place - most) : place].tolist()))
+
+    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+        """The mean of each block."""
+        return block_mean(torch.cat(values), self.side, self.shuffle).flatten(0, 1)
+
+
+class InternVL(TiledByText):
+    """A run of ``tiles * L`` tokens is an image. With a processor, runs that follow "Frame1: ", "Frame2: ", ... are one
+    clip; without it every frame is an image."""
+
+    name = "internvl"
+    model_types = ("internvl",)
+    deepstack = 0
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """InternVL names the list ``layer``."""
+        return list(tower.encoder.layer)
+
+    def attention_of(self, layer: Any) -> nn.Module:
+        """InternVL names it ``attention``."""
+        found: nn.Module = layer.attention
+        return found
+
+    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+        """One segment a tile or frame."""
+        m = self.side // self.shuffle
+        pictures: list[Picture] = []
+        offset = expected = 0
+        for row, start, stop in self.runs(ids):
+            frame = _FRAME.search(self.text_before(ids, row, start))
+            number = int(frame.group(1)) if frame else 0
+            if number > 1 and number == expected:
+                pictures[-1].append(Tile.raster(1, m, m, offset, frame=number - 1))
+            else:
+                count = (stop - start) // (m * m)
+                pictures.append([Tile.raster(1, m, m, offset + i * m * m) for i in range(count)])
+            expected = number + 1
+            offset += stop - start
+        return first(pictures, encoded.tokens)
+
+
+def first(pictures: list[Picture], tokens: int) -> list[Picture]:
+    """The leading pictures that make up ``tokens`` tokens: those that were encoded, before rows were repeated."""
+    out = []
+    for picture in pictures:
+        if tokens <= 0:
+            break
+        out.append(picture)
+        tokens -= sum(map(len, picture))
+    return out

@@ -1,0 +1,39 @@
+"""LLaVA 1.5: one square image, CLIP tower, every patch a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..layout import Modality, Picture, Tile
+from ..scope import Encoded
+from .base import Family
+
+
+class Llava(Family):
+    """``n * n`` tokens an image, raster order; with the select strategy ``full`` the CLS token comes first."""
+
+    name = "llava"
+    model_types = ("llava",)
+
+    def __init__(self, model: object, processor: object = None) -> None:
+        super().__init__(model, processor)  # type: ignore[arg-type]
+        if self.vision.model_type not in ("clip_vision_model", "siglip_vision_model"):
+            raise UnsupportedError(
+                f"LLaVA with a {self.vision.model_type} tower is not supported; CLIP and SigLIP towers are."
+            )
+
+    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+        """One tile an image."""
+        n = self.side
+        leading = int(self.has_cls and self.config.vision_feature_select_strategy == "full")
+        return [
+            [with_cls(Tile.raster(1, n, n, i * n * n), leading)] for i in range(encoded.tokens // (n * n + leading))
+        ]
+
+
+def with_cls(tile: Tile, leading: int) -> Tile:
+    """The tile with ``leading`` CLS tokens in front, which have no cell."""
+    none = torch.full((leading,), -1)
+    return Tile(tile.grid, torch.cat([none[:, None].expand(-1, 3), tile.cells]), torch.cat([none, tile.source]))

@@ -1,0 +1,57 @@
+"""LLaVA-OneVision: one image tiled as LLaVA-NeXT, several images plain, clips bilinearly pooled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..layout import Modality, Picture, Tile
+from ..scope import Encoded
+from .llava_next import LlavaNext, sizes
+
+
+class LlavaOneVision(LlavaNext):
+    """A row with one image has it tiled (at most ``anyres_max_k`` tiles' worth of tokens); in a row with several, each is
+    ``n * n`` tokens and a newline. A clip ends in one newline."""
+
+    name = "llava_onevision"
+    model_types = ("llava_onevision",)
+    modalities = ("image", "video")
+
+    @property
+    def pooled(self) -> int:
+        """Cells along one side of a pooled frame."""
+        return -(-self.side // 2)
+
+    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+        """From sizes, images per row, and frames."""
+        n, m = self.side, self.pooled
+        if modality == "video":
+            clips, frames = encoded.arguments["pixel_values_videos"].shape[:2]
+            return [[Tile.raster(frames, m, m, i * frames * m * m, newline=True)] for i in range(clips)]
+        per_row: Any = encoded.arguments.get("batch_num_images")
+        found = sizes(encoded)
+        alone = [True] * len(found) if per_row is None else [int(k) == 1 for k in per_row for _ in range(int(k))]
+        aspect = encoded.arguments.get("vision_aspect_ratio") or self.config.vision_aspect_ratio
+        offset, pictures = 0, []
+        for size, single in zip(found, alone, strict=True):
+            if single:
+                tiles, used = self.anyres(size, offset, int(aspect.removeprefix("anyres_max_")))
+            else:
+                tiles, used = [Tile.raster(1, n, n, offset, newline=True)], n * n
+            pictures.append(tiles)
+            offset += used
+        return pictures
+
+    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+        """Frames are interpolated as the model does it."""
+        flat = torch.cat(values)
+        if modality == "image":
+            return flat.flatten(0, 1)
+        frames, rest = len(flat), flat.shape[2:]
+        grid = flat.reshape(frames, self.side, self.side, -1).permute(0, 3, 1, 2).float()
+        grid = functional.interpolate(grid, size=(self.pooled, self.pooled), mode="bilinear")
+        return grid.permute(0, 2, 3, 1).reshape(-1, *rest)

@@ -1,0 +1,192 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: dynamic resolution, 2x2 merger, M-RoPE; Qwen3-VL adds DeepStack."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kv.cache import state_of
+from ..layout import Modality, Picture, Tile
+from ..scope import Encoded, Scope
+from .base import Family, Wrapper
+
+
+class Qwen2VL(Family):
+    """One token per merged 2x2 block, in raster order t, h, w; a clip is one run of placeholders."""
+
+    name = "qwen2_vl"
+    model_types = ("qwen2_vl",)
+    modalities = ("image", "video")
+    tower_names = {"image": "visual", "video": "visual"}
+    mergeable = False
+
+    @property
+    def merge(self) -> int:
+        """Patches along one side of a merged block."""
+        return int(self.vision.spatial_merge_size)
+
+    @property
+    def has_cls(self) -> bool:
+        """No CLS token."""
+        return False
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """Qwen names them blocks."""
+        return list(tower.blocks)
+
+    def attention_of(self, layer: Any) -> nn.Module:
+        """Qwen names it attn."""
+        return layer.attn
+
+    @property
+    def feature_layer(self) -> int:
+        """The last block."""
+        return len(self.tower_layers(self.towers()[0])) - 1
+
+    def grids(self, modality: Modality, encoded: Encoded) -> list[tuple[int, int, int]]:
+        """(t, h, w) of every picture in tokens."""
+        # Qwen3-VL encodes clips with the function for images
+        given: Any = encoded.arguments.get(f"{modality}_grid_thw", encoded.arguments.get("image_grid_thw"))
+        return [(int(t), int(h) // self.merge, int(w) // self.merge) for t, h, w in given.tolist()]
+
+    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+        """From the grids the tower was given."""
+        offset, pictures = 0, []
+        for t, h, w in self.grids(modality, encoded):
+            pictures.append(self.clip(t, h, w, offset))
+            offset += t * h * w
+        return pictures
+
+    def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
+        """The segments of one picture or clip."""
+        return [Tile.raster(t, h, w, offset)]
+
+    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+        """The mean of each merged block; the tower runs over ``[1, patches of a frame or window]`` at a time."""
+        flat = torch.cat([v[0] for v in values])
+        return flat.reshape(-1, self.merge**2, *flat.shape[1:]).mean(1)
+
+    def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
+        """Positions under a kept cache: stock code reads ``rope_deltas`` off the module, which belongs to whoever called
+        last, and cannot place new pictures behind cached ones."""
+        return [
+            (self.model, "_prepare_position_ids_for_generation", _continue_generate),
+            (self.inner, "compute_3d_position_ids", _continue_forward),
+            (self.inner, "get_rope_index", _place_new_pictures),
+        ]
+
+
+class Qwen25VL(Qwen2VL):
+    """As Qwen2-VL, but the tower works in windows: every block sees window order, most attend only inside a window."""
+
+    name = "qwen2_5_vl"
+    model_types = ("qwen2_5_vl",)
+
+    def tap_layer(self, layer: int | None) -> int:
+        """By default the last block that attends to a whole frame."""
+        if layer is not None:
+            return super().tap_layer(layer)
+        return max(self.vision.fullatt_block_indexes)
+
+    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+        """Back from window order."""
+        merged = super().to_tokens(modality, encoded, values)
+        order = torch.cat(self.window_order(modality, encoded)).to(merged.device)
+        return torch.empty_like(merged).index_copy_(0, order, merged)
+
+    def window_order(self, modality: Modality, encoded: Encoded) -> list[Tensor]:
+        """Which token stands at each place of the tower's sequence: windows in raster order, cells in raster order in
+        each; one tensor a picture."""
+        side = self.vision.window_size // self.merge // self.vision.patch_size
+        offset, out = 0, []
+        for t, h, w in self.grids(modality, encoded):
+            frame, row, col = torch.cartesian_prod(torch.arange(t), torch.arange(h), torch.arange(w)).view(-1, 3).T
+            window = (frame * -(-h // side) + row // side) * -(-w // side) + col // side
+            out.append(offset + window.argsort(stable=True))
+            offset += t * h * w
+        return out
+
+
+class Qwen3VL(Qwen2VL):
+    """A clip's frames are separate runs with time stamps between them; DeepStack adds features to the first layers."""
+
+    name = "qwen3_vl"
+    model_types = ("qwen3_vl",)
+
+    def __init__(self, model: nn.Module, processor: Any = None) -> None:
+        super().__init__(model, processor)
+        self.deepstack = len(self.vision.deepstack_visual_indexes)
+
+    def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
+        """One segment a frame."""
+        return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
+
+
+def _kept(scope: Scope | None, cache: Any = None) -> Any:
+    """The state of the kept cache this call continues, or None."""
+    state = state_of(cache if cache is not None else scope.cache) if scope is not None else None
+    return state if state is not None and state.seen > 0 and state.offset is not None else None
+
+
+def _next_positions(state: Any, length: int) -> Tensor:
+    """``[1, B, length]``: positions of the tokens that follow the cache; the door has the last word on padding."""
+    at = torch.arange(state.seen, state.seen + length, device=state.offset.device)
+    return (at - state.offset[:, None])[None]
+
+
+def _continue_generate(original: Callable[..., Any], scope: Callable[[], Scope | None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def positions(inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+        state = _kept(scope(), model_kwargs.get("past_key_values"))
+        types = model_kwargs.get("mm_token_type_ids")
+        ids = model_kwargs.get("input_ids")
+        length = (ids if ids is not None and ids.shape[1] > 0 else inputs_tensor).shape[1]
+        mask = model_kwargs.get("attention_mask")
+        whole = length if mask is None else mask.shape[1]
+        if state is None or (types is not None and bool(types[:, state.seen :].any())):
+            return original(inputs_tensor, model_kwargs)
+        new = _next_positions(state, max(whole - state.seen, 1))
+        rest = new.new_zeros(1, new.shape[1], whole - new.shape[2])
+        return torch.cat([rest, new], dim=-1).to(inputs_tensor.device)
+
+    return positions
+
+
+def _continue_forward(original: Callable[..., Any], scope: Callable[[], Scope | None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def positions(*args: Any, **kwargs: Any) -> Tensor | None:
+        state = _kept(scope(), kwargs.get("past_key_values"))
+        types = kwargs.get("mm_token_type_ids")
+        embeds = kwargs.get("inputs_embeds")
+        if state is None or embeds is None or (types is not None and bool(types[:, -embeds.shape[1] :].any())):
+            return original(*args, **kwargs)
+        return _next_positions(state, embeds.shape[1]).expand(3, -1, -1).to(embeds.device)
+
+    return positions
+
+
+def _place_new_pictures(original: Callable[..., Any], scope: Callable[[], Scope | None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def rope_index(input_ids: Tensor, mm_token_type_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        state = _kept(scope(), kwargs.get("past_key_values"))
+        if state is None or input_ids.shape[1] <= state.seen:
+            return original(input_ids, mm_token_type_ids, *args, **kwargs)
+        # only the new part: its grids are all that was given, and it starts where the cache ends
+        seen, mask = state.seen, kwargs.pop("attention_mask", None)
+        new, _ = original(
+            input_ids[:, seen:],
+            mm_token_type_ids[:, seen:],
+            *args,
+            attention_mask=None if mask is None else mask[:, seen:],
+            **kwargs,
+        )
+        new = new + (seen - state.offset).to(new.device)[None, :, None]
+        positions = torch.cat([new.new_zeros(3, len(input_ids), seen), new], dim=-1)
+        length = torch.full((len(input_ids),), input_ids.shape[1]) if mask is None else mask.sum(-1)
+        return positions, (new.amax((0, 2)) + 1 - length.to(new.device))[:, None]
+
+    return rope_index

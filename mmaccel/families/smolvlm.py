@@ -1,0 +1,60 @@
+"""SmolVLM (Idefics3-like): split images with row and column tokens, a global view, pixel shuffle; SigLIP tower."""
+
+from __future__ import annotations
+
+import re
+
+from torch import Tensor
+
+from ..layout import Modality, Picture, Tile
+from ..scope import Encoded
+from .internvl import TiledByText, first
+
+_TILE = re.compile(r"<row_(\d+)_col_(\d+)>\s*$")
+_GLOBAL = re.compile(r"<global-img>\s*$")
+_FRAME = re.compile(r"Frame from \d+:\d+:\s*(?:<fake_token_around_image>)?\s*(?:<global-img>)?\s*$")
+
+
+class SmolVLM(TiledByText):
+    """``L`` tokens a tile or frame. With a processor, tiles up to their global view are one picture and frames of a clip
+    belong together; without it every tile stands for itself."""
+
+    name = "smolvlm"
+    model_types = ("smolvlm",)
+    text_name = "text_model"
+    tower_names = {"image": "vision_model", "video": "vision_model"}
+
+    @property
+    def shuffle(self) -> int:
+        """The connector's scale factor."""
+        return int(self.config.scale_factor)
+
+    @property
+    def feature_layer(self) -> int:
+        """The last layer."""
+        return len(self.tower_layers(self.towers()[0])) - 1
+
+    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+        """One segment a tile or frame."""
+        m = self.side // self.shuffle
+        pictures: list[Picture] = []
+        offset, row_before = 0, -1
+        open_tiles, frame = False, 0
+        for row, start, stop in self.runs(ids):
+            text = self.text_before(ids, row, start)
+            is_frame, is_tile = bool(_FRAME.search(text)), bool(_TILE.search(text))
+            joins = row == row_before and (open_tiles if not is_frame else frame > 0)
+            frame = frame + 1 if is_frame and joins else int(is_frame)
+            tiles = [
+                Tile.raster(1, m, m, offset + i * m * m, frame=max(frame - 1, 0))
+                for i in range((stop - start) // (m * m))
+            ]
+            if joins:
+                pictures[-1].extend(tiles)
+            else:
+                pictures.append(tiles)
+            # tiles stay open until their global view has come
+            open_tiles = is_tile and not _GLOBAL.search(text)
+            row_before = row
+            offset += stop - start
+        return first(pictures, encoded.tokens)

@@ -1,0 +1,41 @@
+"""Video-LLaVA: an image tower and a video tower; every frame keeps its CLS token."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import torch
+
+from ..layout import Modality, Picture, Tile
+from ..scope import Encoded
+from .base import Family
+from .llava import with_cls
+
+
+class VideoLlava(Family):
+    """``n * n`` tokens an image; ``frames * (n * n + 1)`` a clip, the CLS token of each frame first and without a cell."""
+
+    name = "video_llava"
+    model_types = ("video_llava",)
+    modalities = ("image", "video")
+    tower_names = {"image": "image_tower", "video": "video_tower"}
+
+    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+        """One segment an image or clip."""
+        n = self.side
+        if modality == "image":
+            return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]
+        clips, frames = encoded.arguments["pixel_values_videos"].shape[:2]
+        pictures: list[Picture] = []
+        for i in range(clips):
+            parts = [with_cls(Tile.raster(1, n, n, (i * frames + f) * n * n, frame=f), 1) for f in range(frames)]
+            pictures.append(
+                [
+                    Tile(
+                        (frames, n, n),
+                        torch.cat([p.cells for p in parts]),
+                        torch.cat([p.source for p in parts]),
+                    )
+                ]
+            )
+        return pictures

@@ -1,0 +1,355 @@
+"""A cache whose layers, and heads within a layer, store fewer keys than the tokens they have seen.
+
+``generate`` makes an ordinary ``DynamicCache`` (or the caller brings one); :func:`adopt` swaps its layers in place. From
+then on ``get_seq_length()`` answers with tokens *seen*, while each layer stores what it was told to keep. Where every stored
+key came from is its :class:`KeyIndex`, from which causal, padding and sliding-window masks follow for any mix of lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from ..door import Step
+
+
+class KeyIndex:
+    """The place in the unreduced, padded sequence of every stored key; shared by layers that store the same keys.
+
+    Parameters
+    ----------
+    index : ``[B, K]``, or ``[B, Hkv, K]`` where heads differ; -1 marks a slot without a key.
+    padded : whether any slot is -1 (known without asking the device).
+    upto : logical length: tokens seen when the index was last extended.
+    """
+
+    def __init__(self, index: Tensor, padded: bool, upto: int) -> None:
+        self.index = index.to(torch.int32)
+        self.padded = padded
+        self.upto = upto
+        self._mask: tuple[Tensor, int | None, Tensor] | None = None
+        self._slots: Tensor | None = None
+
+    def clone(self) -> KeyIndex:
+        """An index of its own with the same content."""
+        return KeyIndex(self.index, self.padded, self.upto)
+
+    def __len__(self) -> int:
+        return self.index.shape[-1]
+
+    def extend(self, new: Tensor, padded: bool, upto: int) -> None:
+        """Append ``new [B, q]``; layers that share this index call it one after the other, the first one counts."""
+        if self.upto >= upto:
+            return
+        new = new.to(self.index)
+        if self.index.dim() == 3:
+            new = new[:, None].expand(-1, self.index.shape[1], -1)
+        self.index = torch.cat([self.index, new], dim=-1)
+        self.padded |= padded
+        self.upto, self._slots = upto, None
+
+    def mask(self, queries: Tensor, window: int | None) -> Tensor | None:
+        """Who may attend to what: ``[B, 1 or Hkv, q, K]`` bool, or None where plain causal attention says it all.
+
+        ``queries [B, q]`` are the places of the queries, -1 for padding. ``window`` counts original places.
+        """
+        q = queries.shape[1]
+        windowed = window is not None and self.upto > window
+        if not self.padded and not windowed and (q == 1 or q == len(self)):
+            return None
+        if self._mask is None or self._mask[0] is not queries or self._mask[1] != window:
+            keys = self.index if self.index.dim() == 3 else self.index[:, None]
+            keys, at = keys[:, :, None], queries.to(self.index)[:, None, :, None]
+            mask = (keys >= 0) & (keys <= at)
+            if window is not None and windowed:
+                mask &= at - keys < window
+            self._mask = (queries, window, mask)
+        return self._mask[2]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch."""
+        self.index = self.index.index_select(0, rows.to(self.index.device))
+        self._mask = self._slots = None
+
+    def crop(self, upto: int) -> Tensor:
+        """Forget everything from place ``upto`` on; returns the slots that stay for any row or head, ``[K]`` bool.
+
+        Layers that share this index call it one after the other and get the same answer.
+        """
+        if self.upto > upto or self._slots is None:
+            stays = self.index < upto
+            self._slots = stays.flatten(0, -2).any(0)
+            self.index = self.index.masked_fill(~stays, -1)[..., self._slots]
+            self.padded |= bool((self.index < 0).any())
+            self.upto, self._mask = upto, None
+        return self._slots
+
+
+@dataclass
+class Ragged:
+    """Keys and values of heads that store different counts, one after the other: ``[total, D]``, ``lengths [B, Hkv]``."""
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """``[B, Hkv, longest, D]`` each; short heads end in zeros."""
+        b, h = self.lengths.shape
+        there = torch.arange(int(self.lengths.max()), device=self.keys.device) < self.lengths[..., None]
+        shape = (b, h, there.shape[-1], self.keys.shape[-1])
+        keys, values = self.keys.new_zeros(shape), self.values.new_zeros((*shape[:3], self.values.shape[-1]))
+        keys[there], values[there] = self.keys, self.values
+        return keys, values
+
+    def select(self, rows: Tensor) -> Ragged:
+        """Keep, repeat or reorder rows of the batch."""
+        flat = self.lengths.flatten()
+        start = (torch.cumsum(flat, 0) - flat).view_as(self.lengths)[rows].flatten()
+        lengths = self.lengths[rows]
+        reps = lengths.flatten()
+        at = torch.arange(int(reps.sum()), device=reps.device)
+        at = at + torch.repeat_interleave(start - (torch.cumsum(reps, 0) - reps), reps)
+        return Ragged(self.keys[at], self.values[at], lengths)
+
+
+class CompressedLayer(DynamicLayer):
+    """One layer's keys and values: ``keys``/``values [B, Hkv, K, D]``, after head-wise eviction behind a ragged part."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, state: CacheState, number: int) -> None:
+        super().__init__()
+        self.state = state
+        self.number = number
+        self.seen = 0
+        self.index: KeyIndex | None = None
+        self.ragged: Ragged | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values; returns all that are stored, ``[B, Hkv, K, D]``."""
+        step = self.state.step
+        phase = step.phase(self.number) if step is not None else None
+        if step is not None and phase is not None:
+            places, padded, length = phase.places, phase.padded, step.length
+        else:
+            length, padded = key_states.shape[-2], False
+            places = torch.arange(self.seen, self.seen + length, device=key_states.device).expand(len(key_states), -1)
+        self.seen += length
+        if self.index is not None:
+            self.index.extend(places, padded, self.seen)
+        elif phase is not None:
+            self.index = phase.shared_index(self.seen)
+        else:
+            self.index = KeyIndex(places, padded, self.seen)
+        super().update(key_states, value_states)
+        return self.stored()
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """All keys and values as ``[B, Hkv, K, D]``; heads that store fewer are padded (see ``index``)."""
+        if self.ragged is None:
+            return self.keys, self.values
+        old_keys, old_values = self.ragged.padded()
+        return torch.cat([old_keys, self.keys], dim=2), torch.cat([old_values, self.values], dim=2)
+
+    def evict(self, kept: Tensor) -> None:
+        """Free everything but ``kept [B, Hkv, K]`` bool, slots of :meth:`stored`. Heads may keep different counts."""
+        if self.index is None:
+            raise RuntimeError("an empty layer has nothing to evict")
+        keys, values = self.stored()
+        b, h = keys.shape[:2]
+        index = self.index.index if self.index.index.dim() == 3 else self.index.index[:, None].expand(-1, h, -1)
+        kept = kept & (index >= 0)
+        lengths = kept.sum(-1)
+        longest = int(lengths.max())
+        order = (~kept).long().argsort(dim=-1, stable=True)[..., :longest]
+        there = torch.arange(longest, device=kept.device) < lengths[..., None]
+        self.index = KeyIndex(index.gather(2, order).masked_fill(~there, -1), not bool(there.all()), self.seen)
+        if not self.index.padded:
+            self.ragged = None
+            self.keys = keys.gather(2, order[..., None].expand(-1, -1, -1, keys.shape[-1]))
+            self.values = values.gather(2, order[..., None].expand(-1, -1, -1, values.shape[-1]))
+        else:
+            self.ragged = Ragged(keys[kept], values[kept], lengths)
+            self.keys = keys.new_empty(b, h, 0, keys.shape[-1])
+            self.values = values.new_empty(b, h, 0, values.shape[-1])
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, stored or not."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(stored + new, tokens no longer stored): what the bare model's mask needs if it continues this cache."""
+        stored = len(self.index) if self.index is not None else 0
+        return stored + query_length, self.seen - stored
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Every tensor this layer holds."""
+        if self.is_initialized:
+            yield from (self.keys, self.values)
+        if self.ragged is not None:
+            yield from (self.ragged.keys, self.ragged.values, self.ragged.lengths)
+        if self.index is not None:
+            yield self.index.index
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens seen (transformers counts them as a negative number)."""
+        if tokens_to_remove > 0:
+            raise ValueError("crop takes a negative number of tokens to remove")
+        if tokens_to_remove == 0 or self.index is None:
+            return
+        self.seen += tokens_to_remove
+        if self.ragged is not None:
+            index = self.index.index
+            self.evict((index >= 0) & (index < self.seen))
+            self.index.upto = self.seen
+            return
+        slots = self.index.crop(self.seen)
+        self.keys, self.values = self.keys[:, :, slots], self.values[:, :, slots]
+
+    def _select(self, rows: Tensor) -> None:
+        if self.number == 0:
+            self.state.select(rows)
+        if self.is_initialized and self.keys.numel() + self.values.numel() > 0:
+            rows = rows.to(self.keys.device)
+            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+        elif self.is_initialized:
+            self.keys = self.keys.new_empty(len(rows), *self.keys.shape[1:])
+            self.values = self.values.new_empty(len(rows), *self.values.shape[1:])
+        if self.ragged is not None:
+            self.ragged = self.ragged.select(rows.to(self.ragged.keys.device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder rows for beam search."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        if self.index is not None:
+            self._select(torch.arange(self.state.rows, device=self.keys.device).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Back to empty, ready for another prompt."""
+        super().reset()
+        self.seen, self.index, self.ragged = 0, None, None
+        self.state.offset = None
+
+
+class CacheState:
+    """What the layers of one cache share.
+
+    offset : ``[B]`` long: logical length minus next position. The next token of row b stands at
+        ``get_seq_length() - offset[b]``; M-RoPE, left padding and renumbering are all in this one number.
+    step : the forward being run, while one is.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [CompressedLayer(self, i) for i in range(layers)]
+        self.offset: Tensor | None = None
+        self.step: Step | None = None
+
+    @property
+    def seen(self) -> int:
+        """Tokens seen."""
+        return self.layers[0].seen
+
+    @property
+    def rows(self) -> int:
+        """Batch size."""
+        index = self.layers[0].index
+        return 0 if index is None else len(index.index)
+
+    def split(self, at: int) -> None:
+        """Let layers from ``at`` on have indices of their own: they are about to store other tokens than those before."""
+        clones: dict[int, KeyIndex] = {}
+        for layer in self.layers[at:]:
+            if layer.index is not None:
+                layer.index = clones.setdefault(id(layer.index), layer.index.clone())
+
+    def select(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of what is shared."""
+        for index in {id(layer.index): layer.index for layer in self.layers if layer.index is not None}.values():
+            index.select(rows)
+        if self.offset is not None:
+            self.offset = self.offset[rows.to(self.offset.device)]
+
+    def nbytes(self) -> int:
+        """Bytes held, counted on unique storages."""
+        tensors = [t for layer in self.layers for t in layer.tensors()]
+        if self.offset is not None:
+            tensors.append(self.offset)
+        return sum(
+            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values()
+        )
+
+
+def state_of(cache: Any) -> CacheState | None:
+    """The state of an adopted cache, or None."""
+    return getattr(cache, "mmaccel", None)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that any transformers cache holds, adopted or not, counted on unique storages."""
+    state = state_of(cache)
+    if state is not None:
+        return state.nbytes()
+    tensors = [t for layer in getattr(cache, "layers", ()) for t in (layer.keys, layer.values) if t is not None]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def adopt(cache: Cache, layers: int, valid: Tensor | None) -> CacheState:
+    """Swap the layers of a dynamic cache in place; what it already holds stays.
+
+    Parameters
+    ----------
+    layers : how many layers the language model has.
+    valid : ``[B, stored]`` bool, which of the stored tokens are no padding; None if none is.
+
+    Raises
+    ------
+    UnsupportedError
+        If the cache is static, quantised, offloaded, or has slid already.
+    """
+    if getattr(cache, "offloading", False) or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        kinds = {type(layer).__name__ for layer in cache.layers}
+        raise UnsupportedError(
+            f"mmaccel needs a plain DynamicCache, not {type(cache).__name__} with {', '.join(sorted(kinds)) or 'offloading'}; "
+            "leave out past_key_values and cache_implementation."
+        )
+    state, first = CacheState(layers), None
+    held: list[Any] = list(cache.layers)
+    for old, new in zip(held, state.layers, strict=False):
+        if not old.is_initialized or old.get_seq_length() == 0:
+            continue
+        if isinstance(old, DynamicSlidingWindowLayer) and old.keys.shape[-2] != old.get_seq_length():
+            raise UnsupportedError(
+                "This cache has already dropped keys beyond its sliding window; start a new cache with the picture in it."
+            )
+        stored = old.keys.shape[-2]
+        if first is None:
+            places = torch.arange(stored, device=old.keys.device).expand(len(old.keys), -1)
+            padded = valid is not None and not bool(valid.all())
+            first = KeyIndex(places if valid is None else places.masked_fill(~valid, -1), padded, stored)
+            lengths = valid.sum(1) if valid is not None else torch.full((len(old.keys),), stored)
+            state.offset = stored - lengths.to(old.keys.device)
+        new.keys, new.values, new.dtype, new.device = old.keys, old.values, old.dtype, old.device
+        new.is_initialized, new.seen, new.index = True, stored, first
+    cache.layers = list(state.layers)
+    cache.layer_class_to_replicate = None
+    cache.__dict__["mmaccel"] = state
+    return state

@@ -1,0 +1,78 @@
+"""SnapKV: keep the keys that the end of the prompt attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from ...errors import MmaccelError
+from ...method import KeyBatch, Policy
+from ...registry import register
+
+
+@register
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    """Score keys by the attention of the prompt's last queries, smoothed along the sequence.
+
+    *SnapKV: LLM Knows What You are Looking for Before Generation*, NeurIPS 2024, arXiv 2404.14469.
+
+    ``s_k = pool( reduce_{h in group} mean_{q in window} A[h, q, k] )`` for the keys before the window; the window's own
+    keys always stay. ``A`` is the softmax over all keys a query may see, in float32.
+
+    Parameters
+    ----------
+    window : queries at the end of the prompt that vote. 32 as in the authors' configurations.
+    kernel : odd width of the pooling, which keeps neighbours of an important key. 5 as in the program.
+    pooling : ``avg`` as in the program, ``max`` as in the paper.
+    gqa : how the query heads of one key head are joined, before pooling. ``mean`` as in kvpress; for ``avg`` the order
+        of joining and pooling makes no difference to ``mean`` and ``sum``.
+
+    Paper and program: the paper describes max pooling (of width 7 in most of its runs), the program averages by
+    default and counts the zeros beyond the ends, so keys at the ends score lower; so does this one. The program repeats
+    the key heads first and stores one selection per query head; here there is one per key head, and memory is really
+    freed. It sums over the window; the mean taken here ranks alike.
+    """
+
+    name = "snapkv"
+    summary = "keys the last prompt queries attend to"
+    paper = "arXiv 2404.14469"
+    default_retain = 0.25
+
+    window: int = 32
+    kernel: int = 5
+    pooling: Literal["avg", "max"] = "avg"
+    gqa: Literal["mean", "max", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise MmaccelError(f"snapkv needs window >= 1 and an odd kernel, not {self.window} and {self.kernel}.")
+        if self.pooling not in ("avg", "max") or self.gqa not in ("mean", "max", "sum"):
+            raise MmaccelError(
+                f"snapkv knows pooling 'avg' and 'max', and gqa 'mean', 'max' and 'sum'; "
+                f"not {self.pooling!r} and {self.gqa!r}."
+            )
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
+        heads, window = keys.keys.shape[1], keys.queries.shape[2]
+        queries = keys.queries.float().unflatten(1, (heads, -1))
+        logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, keys.keys.float()) * keys.scaling
+        # the queries are those of the last keys; one that is padding has no vote
+        place, votes = keys.index[:, -window:], keys.valid[:, -window:]
+        seen = keys.valid[:, None, :] & (keys.index[:, None, :] <= place[:, :, None]) & votes[:, :, None]
+        attention = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+        attention = attention.masked_fill(~seen[:, None, None], 0.0)
+        score = attention.sum(3) / votes.sum(1).clamp(min=1)[:, None, None, None]
+        score = score.amax(2) if self.gqa == "max" else score.mean(2) if self.gqa == "mean" else score.sum(2)
+
+        own = torch.zeros_like(keys.valid)
+        own[:, -window:] = True
+        score = score.masked_fill(own[:, None], 0.0)
+        pool = avg_pool1d if self.pooling == "avg" else max_pool1d
+        score = pool(score, self.kernel, stride=1, padding=self.kernel // 2)
+        return score.masked_fill(own[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)

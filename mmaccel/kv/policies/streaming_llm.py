@@ -1,0 +1,49 @@
+"""StreamingLLM: keep the first few keys and the newest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import MmaccelError
+from ...method import KeyBatch, Policy
+from ...registry import register
+
+
+@register
+@dataclass(frozen=True)
+class StreamingLLM(Policy):
+    """Attention sinks and recency: the first ``sinks`` keys always stay, of the others the newest.
+
+    *Efficient Streaming Language Models with Attention Sinks*, ICLR 2024, arXiv 2309.17453.
+
+    The score of a key is its place in the prompt, the same for all heads; no query is needed. Pictures stand before the
+    question, so their early part leaves first: a lower baseline for visual tokens.
+
+    Parameters
+    ----------
+    sinks : keys at the start of the prompt that stay. 4 as in the paper.
+
+    Paper and program: the program evicts at every step and rotates the kept keys anew, so that positions count cache
+    slots and the text may grow without end. Here keys are evicted once, at the end of prefill, and keep their
+    positions.
+    """
+
+    name = "streaming-llm"
+    summary = "attention sinks and the newest keys (baseline)"
+    paper = "arXiv 2309.17453"
+    default_retain = 0.25
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise MmaccelError(f"streaming-llm cannot keep sinks={self.sinks} keys; give 0 or more.")
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``index [B, K]`` -> ``[B, Hkv, K]``."""
+        score = keys.index.float()
+        score = score.masked_fill(keys.valid.cumsum(1) <= self.sinks, torch.inf).masked_fill(~keys.valid, -torch.inf)
+        return score[:, None].expand(-1, keys.keys.shape[1], -1)

@@ -1,0 +1,5 @@
+"""Pruning and merging between the layers of the language model, one method a file."""
+
+from . import fastv
+
+__all__ = ["fastv"]

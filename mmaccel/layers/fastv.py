@@ -1,0 +1,53 @@
+"""FastV: after a few layers keep the visual tokens that the prompt's last token attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import MmaccelError
+from ..method import LayerMethod, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class FastV(LayerMethod):
+    """Rank visual tokens by the attention of the last prompt token, one layer before they are dropped.
+
+    *An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for Large Vision-Language Models*,
+    ECCV 2024, arXiv 2403.06764.
+
+    ``s_j = mean_h A_{K-1}[h, last, j]`` over the visual tokens ``j``; at the input of layer ``K`` the ``count`` highest
+    stay, in order, at their original positions. Text always stays. Layers below ``K`` see and cache everything.
+
+    Parameters
+    ----------
+    layer : ``K``, counted from 0. 2 as in the paper, with half of the tokens kept (``default_retain``).
+
+    Paper and program: the program runs layer ``K - 1`` with eager attention to see its probabilities, and its ports to
+    other stacks run that layer a second time. Here the scores come from the one query row that is needed, with the keys
+    the layer holds already: no second forward and no attention matrix. The program knows one image at a fixed place of
+    a batch of one, and rounds the count half to even.
+    """
+
+    name = "fastv"
+    summary = "tokens the last prompt token attends to, from layer 2 on"
+    paper = "arXiv 2403.06764"
+    default_retain = 0.5
+
+    layer: int = 2
+
+    def __post_init__(self) -> None:
+        if self.layer < 1:
+            raise MmaccelError(f"fastv cannot prune before layer {self.layer}; give layer=1 or more.")
+
+    def official_count(self, retain: float, size: int) -> int:
+        """The program is given the share to drop, and rounds what stays half to even."""
+        return retain if isinstance(retain, int) else max(1, round(size * (1 - (1 - retain))))
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``prompt_attention [N, n]``, ``count [N]`` -> the highest."""
+        return Reduction.top(tokens.signals["prompt_attention"], tokens.valid, count)

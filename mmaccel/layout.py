@@ -1,0 +1,177 @@
+"""Which places of every row hold text, and which belong to which picture, segment and grid cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from .errors import UnsupportedError
+
+Modality = Literal["image", "video"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of one segment, before it is known where it stands.
+
+    grid : (t, h, w) in tokens.
+    cells : ``[n, 3]`` long, (t, row, column) of each token; -1 for tokens without a cell.
+    source : ``[n]`` long, each token's index in what the tower taps of this modality deliver; -1 if it has none.
+    """
+
+    grid: tuple[int, int, int]
+    cells: Tensor
+    source: Tensor
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @staticmethod
+    def raster(t: int, h: int, w: int, offset: int, newline: bool = False, frame: int = 0) -> Tile:
+        """``t * h * w`` tokens in raster order whose sources start at ``offset``; perhaps a newline token behind."""
+        cells = torch.cartesian_prod(torch.arange(frame, frame + t), torch.arange(h), torch.arange(w)).view(-1, 3)
+        source = torch.arange(offset, offset + len(cells))
+        if newline:
+            cells = torch.cat([cells, torch.full((1, 3), -1)])
+            source = torch.cat([source, torch.tensor([-1])])
+        return Tile((t, h, w), cells, source)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One image, one tile of a tiled image, one clip, or one frame of a clip that the prompt spreads out."""
+
+    row: int
+    modality: Modality
+    picture: int
+    tile: Tile
+    places: Tensor
+
+
+Picture = list[Tile]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The prompt as mmaccel sees it. All tensors are on the CPU.
+
+    valid : ``[B, S]`` bool, False for padding.
+    segments : in order of modality, row and place.
+    """
+
+    valid: Tensor
+    segments: list[Segment]
+
+    @cached_property
+    def visual(self) -> Tensor:
+        """``[B, S]`` bool: places that hold visual tokens, newlines included."""
+        mask = torch.zeros_like(self.valid)
+        for segment in self.segments:
+            mask[segment.row, segment.places] = True
+        return mask
+
+    @staticmethod
+    def walk(
+        ids: Tensor, valid: Tensor, found: Sequence[tuple[Modality, int, list[Picture], int]], family: str
+    ) -> Layout:
+        """Assign pictures to the placeholders of ``ids [B, S]``, in feature order.
+
+        Parameters
+        ----------
+        found : per modality (name, placeholder id, its pictures, offset of its sources). Pictures fill the
+            placeholders row by row. When ``generate`` repeated every row m times after the pictures were encoded, all m
+            copies share theirs.
+        """
+        segments: list[Segment] = []
+        picture = 0
+        for modality, token, pictures, offset in found:
+            rows = [((ids[b] == token) & valid[b]).nonzero()[:, 0] for b in range(len(ids))]
+            there, known = sum(map(len, rows)), sum(len(t) for p in pictures for t in p)
+            copies = there // known if known else 0
+            if copies * known != there or (copies and len(rows) % copies):
+                raise UnsupportedError(
+                    f"{family}: the prompt has {there} {modality} placeholders but the encoded {modality}s make {known} "
+                    "tokens; pass the pixels that belong to exactly the new tokens of this call."
+                )
+            queue = iter(pictures)
+            mine: list[Picture] = []
+            for b, places in enumerate(rows):
+                if not copies or b % copies == 0:
+                    mine, room = [], len(places)
+                    while room > 0 and (tiles := next(queue, None)) is not None:
+                        mine.append(tiles)
+                        room -= sum(map(len, tiles))
+                start = 0
+                for tiles in mine:
+                    for tile in tiles:
+                        at = places[start : start + len(tile)]
+                        lifted = Tile(tile.grid, tile.cells, torch.where(tile.source < 0, -1, tile.source + offset))
+                        segments.append(Segment(b, modality, picture, lifted, at))
+                        start += len(tile)
+                    picture += 1
+                if start != len(places):
+                    raise UnsupportedError(
+                        f"{family}: the {modality} placeholders of row {b} do not match the pictures given for it."
+                    )
+        return Layout(valid, segments)
+
+    def units(self, unit: Literal["segment", "picture"]) -> Units:
+        """The segments, or whole pictures and clips, as one padded batch."""
+        groups: dict[tuple[int, int], list[Segment]] = {}
+        for i, segment in enumerate(self.segments):
+            groups.setdefault((segment.picture, i if unit == "segment" else 0), []).append(segment)
+        parts = list(groups.values())
+
+        def pad(tensors: list[list[Tensor]], value: int = -1) -> Tensor:
+            return pad_sequence([torch.cat(t) for t in tensors], batch_first=True, padding_value=value)
+
+        grids = [[max(g) for g in zip(*(s.tile.grid for s in part), strict=True)] for part in parts]
+        for grid, part in zip(grids, parts, strict=True):
+            grid[0] = max(int(s.tile.cells[:, 0].max()) + 1 for s in part)
+        return Units(
+            row=torch.tensor([part[0].row for part in parts]),
+            picture=[part[0].picture for part in parts],
+            places=pad([[s.places for s in part] for part in parts]),
+            cells=pad([[s.tile.cells for s in part] for part in parts]),
+            source=pad([[s.tile.source for s in part] for part in parts]),
+            segment=pad([[torch.full((len(s.places),), i) for i, s in enumerate(part)] for part in parts]),
+            grid=torch.tensor(grids),
+        )
+
+
+@dataclass(frozen=True)
+class Units:
+    """Segments or pictures as a padded batch: ``row [N]``, ``grid [N, 3]``, the rest ``[N, n]`` (cells ``[N, n, 3]``),
+    padded with -1 at the end."""
+
+    row: Tensor
+    picture: list[int]
+    places: Tensor
+    cells: Tensor
+    source: Tensor
+    segment: Tensor
+    grid: Tensor
+
+    @property
+    def valid(self) -> Tensor:
+        """``[N, n]`` bool."""
+        return self.places >= 0
+
+    def only(self, kept: Tensor) -> Units:
+        """The same units without the places that ``kept [B, S]`` no longer holds."""
+        stays = self.valid & kept[self.row[:, None], self.places.clamp(min=0)]
+        width = int(stays.sum(1).max())
+        order = (~stays).long().argsort(dim=1, stable=True)[:, :width]
+        gone = ~stays.gather(1, order)
+
+        def take(x: Tensor) -> Tensor:
+            return x.gather(1, order).masked_fill(gone, -1)
+
+        cells = torch.stack([take(c) for c in self.cells.unbind(-1)], dim=-1)
+        return Units(self.row, self.picture, take(self.places), cells, take(self.source), take(self.segment), self.grid)

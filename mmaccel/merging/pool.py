@@ -1,0 +1,69 @@
+"""Pooling: neighbouring grid cells are averaged, the baseline of merging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..method import ProjectorMethod, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Pool(ProjectorMethod):
+    """Average-pool the grid into ``t' x a x b`` windows, at most ``count`` of them.
+
+    A cell ``(f, r, c)`` of a grid ``(t, h, w)`` falls into window ``(f t' // t, r a // h, c b // w)``, so windows tile
+    the grid and differ by at most one cell a side. Every frame is pooled by itself (``t' = t``) unless there are more
+    frames than the budget has tokens. Among the ``a x b`` that fit, the one with the largest
+    ``a b min(h b, w a) / max(h b, w a)`` is taken: many windows, near to square ones, the lower ``a`` on a tie.
+    A window takes the slot and position of its first token.
+
+    Tokens without a cell (newlines) are dropped, unless the whole unit stays or has no cells at all. The weights of a
+    window sum to its cells. Plain averaging is what LLaVA-OneVision and others do to frames; a choice of windows for
+    any budget is ours.
+    """
+
+    name = "pool"
+    summary = "average of neighbouring grid cells (baseline)"
+    budget = "at_most"
+    conserves_mass = True
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``cells [N, n, 3]``, ``grid [N, 3]``, ``count [N]`` -> ``target [N, n]``, the first slot of each window."""
+        valid, cells = tokens.valid, tokens.cells
+        slots = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
+        size, count = valid.sum(1), count.to(valid.device)
+        windows = window_grid(tokens.grid.to(valid.device), count)
+
+        here = valid & (cells >= 0).all(-1) & (count > 0)[:, None]
+        at = (cells * windows[:, None] // tokens.grid.to(valid.device)[:, None].clamp(min=1)).clamp(min=0)
+        window = (at[..., 0] * windows[:, None, 1] + at[..., 1]) * windows[:, None, 2] + at[..., 2]
+        # tokens of no window are collected in one more, at the end
+        last = int(windows.prod(1).max()) if len(windows) else 0
+        window = window.masked_fill(~here, last)
+        first = slots.new_full((len(slots), last + 1), slots.shape[1])
+        first = first.scatter_reduce(1, window, slots, "amin")
+        target = first.gather(1, window).masked_fill(~here, -1)
+
+        whole = (count >= size)[:, None]
+        bare = ~here.any(1, keepdim=True) & (slots < count[:, None])
+        return Reduction.merge(torch.where(whole | bare, slots, target), valid)
+
+
+def window_grid(grid: Tensor, count: Tensor) -> Tensor:
+    """``[N, 3]`` long: the windows (t', a, b) for grids ``[N, 3]`` and budgets ``[N]``; see :class:`Pool`."""
+    t, h, w = grid.clamp(min=1).unbind(1)
+    frames = torch.minimum(t, count.clamp(min=1))
+    share = (count // frames).clamp(min=1)
+    a = torch.arange(1, int(h.max()) + 1 if h.numel() else 1, device=grid.device)[None]
+    b = torch.minimum(w[:, None], share[:, None] // a)
+    tall, wide = (h[:, None] * b).double(), (w[:, None] * a).double()
+    merit = a * b * torch.minimum(tall, wide) / torch.maximum(tall, wide)
+    merit = merit.masked_fill((a > h[:, None]) | (b < 1), -1.0)
+    best = merit.argmax(1)
+    return torch.stack([frames, best + 1, b.gather(1, best[:, None])[:, 0]], 1)

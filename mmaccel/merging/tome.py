@@ -1,0 +1,141 @@
+"""ToMe: the most similar pairs of tokens are merged, layer by layer, inside the vision tower."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..errors import MmaccelError
+from ..method import EncoderMethod
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class ToMe(EncoderMethod):
+    """Bipartite soft matching before every layer of the encoder.
+
+    *Token Merging: Your ViT But Faster*, ICLR 2023, arXiv 2210.09461.
+
+    Tokens alternate between a set A (even places) and a set B (odd places). Every token of A proposes the token of B
+    whose key (mean over heads) is nearest by cosine; the ``r`` best proposals are carried out, several of them into the
+    same token of B if they so wish. Merged tokens are means weighted by the patches they stand for, and attention adds
+    the logarithm of that number (the encoder's part). CLS is never merged.
+
+    Parameters
+    ----------
+    pace : ``constant`` removes equally many before every layer, ``decreasing`` many at first and none at the end, on a
+        straight line. The paper has both; constant is its default.
+
+    Paper and program: the program is given ``r`` and takes what comes out; here the wanted number of tokens is met
+    exactly (:meth:`schedule`). It orders the tokens of A that stay by similarity when there is no CLS token; here every
+    token keeps its slot. Its sort is not stable; here equal scores go to the lower slot.
+    """
+
+    name = "tome"
+    summary = "similar tokens merged inside the vision tower"
+    paper = "arXiv 2210.09461"
+    conserves_mass: ClassVar[bool] = True
+
+    pace: Literal["constant", "decreasing"] = "constant"
+
+    def __post_init__(self) -> None:
+        if self.pace not in ("constant", "decreasing"):
+            raise MmaccelError(f"tome knows pace 'constant' and 'decreasing', not {self.pace!r}.")
+
+    def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
+        """How many to remove before each layer, ``tokens - kept`` in all; ``tokens`` without the protected ones.
+
+        A layer removes at most half of what it finds. Where that binds, the layers before it remove more.
+        """
+        removed = tokens - kept
+        # shares of a straight line; whole numbers, so that every machine rounds alike
+        share = [1] * layers if self.pace == "constant" else [max(1, layers - 1) - i for i in range(layers)]
+        if layers == 1:
+            share = [1]
+
+        def spread(total: int) -> list[int]:
+            out, left, done = [], tokens, 0
+            for i in range(layers):
+                upto = total * sum(share[: i + 1]) // sum(share)
+                out.append(min(upto - done, left // 2))
+                left, done = left - out[-1], upto
+            return out
+
+        most = 2 * tokens * max(1, sum(share))
+        if removed < 0 or layers < 1 or sum(spread(most)) < removed:
+            raise MmaccelError(
+                f"tome cannot leave {kept} of {tokens} tokens in {layers} layers, each of which halves them at most; "
+                "give a larger budget."
+            )
+        # the smallest total whose capped shares remove enough
+        out = spread(bisect_left(range(most + 1), True, lo=removed, key=lambda total: sum(spread(total)) >= removed))
+        excess = sum(out) - removed
+        for i in reversed(range(layers)):
+            cut = min(excess, out[i])
+            out[i], excess = out[i] - cut, excess - cut
+        return out
+
+    def match(self, metric: Tensor, remove: int, protected: int) -> Tensor:
+        """``metric [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
+        return bipartite_soft_matching(metric, remove, protected)
+
+
+def bipartite_soft_matching(metric: Tensor, remove: int, protected: int = 0) -> Tensor:
+    """The slot each token flows into, ``[N, T]`` long; ``remove`` of them flow into another one.
+
+    Parameters
+    ----------
+    metric : ``[N, T, d]``, what similarity is measured on.
+    remove : at most half of the unprotected tokens; more is cut to that, as in the paper.
+    protected : leading tokens (class, distillation, registers) that neither flow nor receive.
+    """
+    rows, tokens = metric.shape[:2]
+    target = torch.arange(tokens, device=metric.device).repeat(rows, 1)
+    remove = min(remove, (tokens - protected) // 2)
+    if remove <= 0:
+        return target
+    x = normalize(metric.float(), dim=-1)
+    score = x[:, 0::2] @ x[:, 1::2].transpose(1, 2)
+    # of the first p places, ceil(p / 2) are even and floor(p / 2) odd
+    score[:, : (protected + 1) // 2] = -torch.inf
+    score[:, :, : protected // 2] = -torch.inf
+    best, partner = score.max(2).values, score.argmax(2)
+    giver = best.argsort(dim=1, descending=True, stable=True)[:, :remove]
+    return target.scatter(1, 2 * giver, 2 * partner.gather(1, giver) + 1)
+
+
+def kth_bipartite_matching(metric: Tensor, k: int) -> Tensor:
+    """The coarse variant: the last of every ``k`` tokens receives, all others flow to the nearest receiver.
+
+    ``metric [N, T, d]`` -> ``[N, T]`` long; the ``T % k`` tokens behind the last full group are dropped (-1).
+    """
+    rows, tokens = metric.shape[:2]
+    place = torch.arange(tokens, device=metric.device)
+    full = tokens - tokens % k
+    x = normalize(metric.float(), dim=-1)[:, :full]
+    nearest = (x @ x[:, k - 1 :: k].transpose(1, 2)).argmax(2) * k + k - 1
+    target = torch.full((rows, tokens), -1, device=metric.device)
+    target[:, :full] = torch.where(place[:full] % k == k - 1, place[:full], nearest)
+    return target
+
+
+def layer_removals(layers: int, r: int | Sequence[int], inflect: float = 0.0) -> list[int]:
+    """The paper's own way to say how many tokens each layer removes; :meth:`ToMe.schedule` meets a budget instead.
+
+    Parameters
+    ----------
+    r : mean number per layer, or the numbers of the first layers (none after them).
+    inflect : from -1 (a line from ``2 r`` down to 0) over 0 (constant) to 1 (a line from 0 up to ``2 r``).
+    """
+    if not isinstance(r, int):
+        return list(r) + [0] * (layers - len(r))
+    low = int(r * (1.0 - inflect))
+    step = (2 * r - 2 * low) / max(1, layers - 1)
+    return [int(low + step * i) for i in range(layers)]

@@ -1,0 +1,197 @@
+"""What a method is: one published idea at one site, a pure function of tensors.
+
+Write a subclass as a frozen dataclass (its fields are the method's options), give it a ``name``, decorate it with
+:func:`mmaccel.register`, and use it by name. The base owns guards, budgets, rounding, gathering and positions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from torch import Tensor
+
+from .budget import resolve
+from .reduction import Reduction
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image as PILImage
+
+    from .families.base import Family
+
+Site = Literal["frames", "encoder", "projector", "layers", "cache"]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Something a method wants to see of the vision tower. A tap nobody asks for does not run.
+
+    kind
+        ``cls_attention``: attention the CLS token pays to each patch, mean over heads. ``received_attention``: attention
+        each token receives, mean over heads and queries. ``keys``: keys, mean over heads. ``features``: hidden states
+        before the projector.
+    layers
+        tower layers, counted as Python counts; ``None`` stands for the layer whose output the language model reads (for
+        towers with windowed attention: the last full-attention layer up to it).
+    """
+
+    kind: Literal["cls_attention", "received_attention", "keys", "features"]
+    layers: tuple[int | None, ...] = (None,)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The visual tokens a method sees: ``N`` ragged units (segments or whole pictures) padded to ``n`` slots.
+
+    features : ``[N, n, D]``, what the language model would read at these slots (at site ``layers``: hidden states).
+    valid : ``[N, n]`` bool. Padding is at the end of a row.
+    cells : ``[N, n, 3]`` long, (t, row, column) of each token in its grid; -1 for tokens without a cell (newlines).
+    grid : ``[N, 3]`` long, (t, h, w).
+    segment : ``[N, n]`` long, which segment (tile, image, frame run) of the unit a token belongs to, counted from 0.
+    signals : what the method's taps saw, per kind: ``cls_attention`` and ``received_attention`` ``[N, layers, n]``,
+        ``keys`` and ``features`` ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
+        At site ``layers``: ``prompt_attention [N, n]``.
+    """
+
+    features: Tensor
+    valid: Tensor
+    cells: Tensor
+    grid: Tensor
+    segment: Tensor
+    signals: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Method(ABC):
+    """Base of every method. Class attributes describe it; instance fields are its options."""
+
+    name: ClassVar[str]
+    site: ClassVar[Site]
+    summary: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    #: ``exact``: kept = resolved; ``at_most``: never more; ``adaptive``: decided by the content
+    budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "exact"
+    #: the weights of every kept token sum to the tokens it stands for
+    conserves_mass: ClassVar[bool] = False
+    #: what a recipe made of this method alone keeps by default
+    default_retain: ClassVar[float | None] = 0.25
+
+    def taps(self) -> tuple[Tap, ...]:
+        """What this method asks of the vision tower."""
+        return ()
+
+    def check(self, family: Family) -> None:
+        """Raise :class:`UnsupportedError` when the family lacks what the method needs."""
+
+    def official_count(self, retain: float, size: int) -> int:
+        """The authors' rounding of a budget (``rounding="official"``); by default the exact one."""
+        return resolve(retain, size)
+
+
+class TokenMethod(Method):
+    """A method at site ``projector`` or ``layers``: sees units of visual tokens, returns a reduction."""
+
+    #: ``segment``: tiles and frames are reduced one by one; ``picture``: all tokens of an image or clip together
+    unit: ClassVar[Literal["segment", "picture"]] = "segment"
+
+    @abstractmethod
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """Choose what stays.
+
+        Parameters
+        ----------
+        tokens : the units, see :class:`TokenBatch`.
+        count : ``[N]`` long, how many tokens of each unit stay, on the device of the tokens.
+        """
+
+
+class ProjectorMethod(TokenMethod):
+    """Between the encoder and the language model."""
+
+    site = "projector"
+
+
+class LayerMethod(TokenMethod):
+    """Between two layers of the language model: at the input of layer ``layer`` (counted from 0, at least 1).
+
+    ``tokens.signals["prompt_attention"]`` holds the attention that the last prompt token pays in layer ``layer - 1``.
+    """
+
+    site = "layers"
+    unit = "picture"
+    layer: int
+
+
+class EncoderMethod(Method):
+    """Merging between the layers of the vision tower; see :mod:`mmaccel.encoders.merging`."""
+
+    site = "encoder"
+
+    @abstractmethod
+    def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
+        """Tokens to remove before each of ``layers`` layers, so that ``kept`` of ``tokens`` remain."""
+
+    @abstractmethod
+    def match(self, metric: Tensor, remove: int, protected: int) -> Tensor:
+        """Which token flows into which.
+
+        Parameters
+        ----------
+        metric : ``[N, T, d]``, keys of the layer, mean over heads.
+        remove : tokens to remove.
+        protected : leading tokens (CLS) that take no part.
+
+        Returns
+        -------
+        ``[N, T]`` long: the slot each token flows into; itself when it stays.
+        """
+
+
+@dataclass(frozen=True)
+class KeyBatch:
+    """What a cache policy sees of one layer at the end of prefill. All keys are post-RoPE.
+
+    keys, values : ``[B, Hkv, K, D]``.
+    queries : ``[B, Hq, W, D]``, the last ``W = min(window, new tokens)`` queries of the prompt.
+    valid : ``[B, K]`` bool, False for padding (always evicted first).
+    visual : ``[B, K]`` bool.
+    index : ``[B, K]`` long, the place of each key in the unreduced, padded prompt; ascending.
+    scaling : what attention multiplies ``q . k`` with.
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    valid: Tensor
+    visual: Tensor
+    index: Tensor
+    scaling: float
+
+
+class Policy(Method):
+    """A method at site ``cache``: scores keys; the base keeps the best visual ones (and text, if a text budget is given)."""
+
+    site = "cache"
+    #: how many of the prompt's last queries the policy looks at
+    window: int = 0
+
+    @abstractmethod
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``[B, Hkv, K]`` float: higher stays longer; ``inf`` for keys that must stay."""
+
+
+class FramesMethod(Method):
+    """A method at site ``frames``: works on pixels, before the processor. Applied by :func:`mmaccel.prepare`."""
+
+    site = "frames"
+    budget = "adaptive"
+
+    @abstractmethod
+    def picture(self, image: PILImage, retain: float) -> PILImage:
+        """One picture."""
+
+    @abstractmethod
+    def clip(self, frames: np.ndarray, retain: float) -> np.ndarray:
+        """The frames of one clip, ``[T, H, W, 3]`` uint8."""

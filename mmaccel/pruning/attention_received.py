@@ -1,0 +1,49 @@
+"""Attention received: keep what the patches of the vision tower look at; needs no CLS token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import MmaccelError
+from ..method import ProjectorMethod, Tap, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class AttentionReceived(ProjectorMethod):
+    """Rank tokens by the attention they receive from all tokens of the vision tower.
+
+    ``s_j = sum_l mean_h mean_i A_l[h, i, j]``; the ``count`` highest stay, in raster order. It is the selector that
+    VisionZip (CVPR 2025, arXiv 2412.04467) and VisPruner (arXiv 2412.01818) fall back on for towers without a CLS
+    token (SigLIP, Qwen, InternViT read through its patches), and the ranking of FoPru (arXiv 2411.14164).
+
+    Parameters
+    ----------
+    layers : tower layers to sum over, counted as Python counts; ``None`` is the layer whose output the language model
+        reads (for towers with windowed attention the last full-attention layer up to it), as VisionZip does.
+
+    Differences: no merging of the rest (VisionZip's contextual tokens) and no diverse share (VisPruner); where a place
+    of the language model holds several patches, the tap has averaged them. FoPru publishes no program to compare with.
+    """
+
+    name = "attention-received"
+    summary = "tokens that receive most attention in the vision tower"
+    paper = "arXiv 2412.04467"
+
+    layers: tuple[int | None, ...] = (None,)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise MmaccelError("attention-received needs at least one layer; give layers=(None,) for the one read.")
+
+    def taps(self) -> tuple[Tap, ...]:
+        """Received attention of ``layers``."""
+        return (Tap("received_attention", tuple(self.layers)),)
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``received_attention [N, layers, n]``, ``count [N]`` -> the highest; tokens without a source go first."""
+        return Reduction.top(tokens.signals["received_attention"].float().sum(1), tokens.valid, count)

@@ -1,0 +1,43 @@
+"""Random choice, the baseline every selector has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..method import ProjectorMethod, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Random(ProjectorMethod):
+    """Keep tokens drawn uniformly without replacement; the tokens of a picture are drawn together.
+
+    Every slot gets a number from a generator of its own, seeded with ``seed``, and the ``count`` highest stay. The
+    numbers depend on the slot only, so a picture keeps the same tokens alone and in any batch, on the CPU and on a GPU,
+    and the tokens of a smaller budget are among those of a larger one. Two pictures of equal size keep the same slots;
+    average over seeds where that matters.
+
+    Parameters
+    ----------
+    seed : draws of different seeds are independent. The default 0 is ours.
+    """
+
+    name = "random"
+    summary = "a seeded random choice (baseline)"
+    unit = "picture"
+
+    seed: int = 0
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``[N, n]`` valid slots, ``count [N]`` of each row stay."""
+        rows, slots = tokens.valid.shape
+        generator = torch.Generator(device="cpu").manual_seed(self.seed)
+        # double precision: no ties; drawn one after the other, so that more slots only append
+        draw = torch.rand(slots, generator=generator, dtype=torch.float64).argsort(stable=True).argsort()
+        # a longer row changes the ranks but not their order
+        return Reduction.top(draw.to(tokens.valid.device).expand(rows, -1), tokens.valid, count)

@@ -1,0 +1,64 @@
+"""VTC-CLS: keep what the CLS token of the vision tower looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..errors import MmaccelError, UnsupportedError
+from ..method import ProjectorMethod, Tap, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+
+if TYPE_CHECKING:
+    from ..families.base import Family
+
+
+@register
+@dataclass(frozen=True)
+class VtcCls(ProjectorMethod):
+    """Rank tokens by CLS attention, summed over layers of the vision tower.
+
+    *[CLS] Token Tells Everything Needed for Training-free Efficient MLLMs*, arXiv 2412.05819.
+
+    ``s_j = sum_l mean_h A_l[h, CLS, j]``; the ``count`` highest stay, in raster order. One softmax row per layer and
+    head, so the scores of a layer sum to at most one over the patches.
+
+    Parameters
+    ----------
+    layers : tower layers to sum over, counted as Python counts; ``None`` is the layer whose output the language model
+        reads. The default, that layer alone, is ours: the program takes a first layer from the command line, without a
+        default, and sums from there to the last layer but one. For CLIP-L its ``start_layer=15`` is
+        ``layers=tuple(range(15, 23))``.
+
+    Paper and program: the program assumes one picture of one 24x24 grid; here every tile has its own CLS token and is
+    ranked for itself. Layers are not normalised against each other, so one with a peaked CLS row counts for more.
+    """
+
+    name = "vtc-cls"
+    summary = "tokens the vision tower's CLS token attends to"
+    paper = "arXiv 2412.05819"
+
+    layers: tuple[int | None, ...] = (None,)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise MmaccelError("vtc-cls needs at least one layer; give layers=(None,) for the one the model reads.")
+
+    def taps(self) -> tuple[Tap, ...]:
+        """CLS attention of ``layers``."""
+        return (Tap("cls_attention", tuple(self.layers)),)
+
+    def check(self, family: Family) -> None:
+        """Refuse towers without a CLS token."""
+        if not family.has_cls:
+            raise UnsupportedError(
+                f"vtc-cls needs a CLS token, which the vision tower of {family.name} lacks; "
+                "use 'attention-received' or 'divprune'."
+            )
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``cls_attention [N, layers, n]``, ``count [N]`` -> the highest sums; tokens without a source go first."""
+        return Reduction.top(tokens.signals["cls_attention"].float().sum(1), tokens.valid, count)

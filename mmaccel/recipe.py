@@ -1,0 +1,297 @@
+"""Recipes: named compositions of methods over sites with their budgets. Every paper is one; ``balanced`` is the default."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .budget import Retain, check_retain
+from .errors import MmaccelError
+from .method import LayerMethod, Method
+from .registry import method, methods, suggest
+
+_SITES = ("frames", "encoder", "projector", "layers", "cache")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One method with its options and its budget. ``retain``: a float is a ratio of the original, an int a count."""
+
+    method: str
+    retain: Retain | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Method:
+        """The method, checked.
+
+        Raises
+        ------
+        MmaccelError
+            If the method is unknown, an option does not exist, or a value is of no use.
+        """
+        cls = method(self.method)
+        names = _options(cls)
+        for option in self.options:
+            if option not in names:
+                raise MmaccelError(
+                    f"Method {self.method!r} has no option {option!r}; it has {', '.join(sorted(names)) or 'none'}."
+                )
+        try:
+            return cls(**self.options)
+        except (TypeError, ValueError) as error:
+            raise (
+                error if isinstance(error, MmaccelError) else MmaccelError(f"Method {self.method!r}: {error}")
+            ) from error
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A frozen value: stages in the order of their sites, and what holds for all of them.
+
+    Parameters
+    ----------
+    name : what it is called.
+    stages : at most one ``encoder`` stage; any number at ``projector``; ``layers`` stages at rising layers.
+    positions : ``keep`` (kept tokens keep their original positions and decoding continues after the unreduced prompt)
+        or ``paper`` (what the authors did: most renumber the kept tokens 0, 1, 2, ...).
+    rounding : ``exact`` (a ratio is rounded half up per picture) or ``official`` (the authors' rounding).
+    text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
+    """
+
+    name: str
+    stages: tuple[Stage, ...] = ()
+    positions: str = "keep"
+    rounding: str = "exact"
+    text_retain: Retain | None = None
+    summary: str = ""
+    paper: str = ""
+
+    def __post_init__(self) -> None:
+        if self.positions not in ("keep", "paper"):
+            raise MmaccelError(f"positions={self.positions!r} is unknown; use 'keep' or 'paper'.")
+        if self.rounding not in ("exact", "official"):
+            raise MmaccelError(f"rounding={self.rounding!r} is unknown; use 'exact' or 'official'.")
+        if self.text_retain is not None:
+            check_retain(self.text_retain, "text_retain")
+        order = [_SITES.index(method(stage.method).site) for stage in self.stages]
+        if order != sorted(order):
+            raise MmaccelError(
+                f"Recipe {self.name!r}: stages must follow the order of the sites, {' -> '.join(_SITES)}."
+            )
+        if order.count(_SITES.index("encoder")) > 1 or order.count(_SITES.index("cache")) > 1:
+            raise MmaccelError(
+                f"Recipe {self.name!r}: one method at site 'encoder' and one at site 'cache' is the most."
+            )
+        for stage in self.stages:
+            if stage.retain is not None:
+                check_retain(stage.retain)
+
+    @property
+    def primary(self) -> int | None:
+        """The stage that ``retain`` sets: the last before or inside the language model, else the cache stage."""
+        sites = [method(stage.method).site for stage in self.stages]
+        for wanted in (("encoder", "projector", "layers"), ("cache",), ("frames",)):
+            found = [
+                i for i, site in enumerate(sites) if site in wanted and method(self.stages[i].method).budget != "none"
+            ]
+            if found:
+                return found[-1]
+        return None
+
+    @property
+    def retain(self) -> Retain | None:
+        """The primary budget."""
+        return None if self.primary is None else self.stages[self.primary].retain
+
+    def override(self, **changes: Any) -> Recipe:
+        """The same recipe with other values: ``retain=``, a field of the recipe, or an option of one of its methods.
+
+        Raises
+        ------
+        MmaccelError
+            If nothing in the recipe has that name, or two methods do.
+        """
+        recipe = self
+        for key, value in changes.items():
+            if key == "retain":
+                recipe = recipe._with_retain(check_retain(value))
+            elif key in ("positions", "rounding", "text_retain"):
+                recipe = dataclasses.replace(recipe, **{key: value})
+            else:
+                recipe = recipe._with_option(key, value)
+        return recipe
+
+    def _with_retain(self, retain: Retain) -> Recipe:
+        if self.primary is None:
+            raise MmaccelError(f"Recipe {self.name!r} drops nothing, so retain={retain} has no meaning; leave it out.")
+        stages = list(self.stages)
+        for i in range(self.primary + 1):
+            mine = stages[i].retain
+            # ratios never grow from site to site: earlier stages must leave room for what the last one keeps
+            if i == self.primary or (type(mine) is type(retain) and mine < retain):
+                stages[i] = dataclasses.replace(stages[i], retain=retain)
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    def _with_option(self, key: str, value: Any) -> Recipe:
+        having = [i for i, s in enumerate(self.stages) if key in _options(method(s.method))]
+        if len(having) != 1:
+            options = sorted({name for s in self.stages for name in _options(method(s.method))})
+            what = "is ambiguous" if having else "is no option"
+            known = ", ".join(["retain", "positions", "rounding", "text_retain", *options])
+            raise MmaccelError(f"{key!r} {what} of recipe {self.name!r}; it takes {known}.")
+        stages = list(self.stages)
+        stages[having[0]] = dataclasses.replace(stages[having[0]], options={**stages[having[0]].options, key: value})
+        stages[having[0]].build()
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    def build(self) -> list[tuple[Stage, Method]]:
+        """Every stage with its method, checked together.
+
+        Raises
+        ------
+        MmaccelError
+            If a stage needs a budget and has none, or ``layers`` stages do not rise.
+        """
+        built = [(stage, stage.build()) for stage in self.stages]
+        at = [m.layer for _, m in built if isinstance(m, LayerMethod)]
+        if at != sorted(set(at)):
+            raise MmaccelError(f"Recipe {self.name!r}: methods inside the language model need rising layers, not {at}.")
+        for stage, m in built:
+            if stage.retain is None and m.budget != "none":
+                raise MmaccelError(f"Method {m.name!r} needs a budget; give retain=0.25 or a count such as retain=64.")
+        return built
+
+    # --- as data ----------------------------------------------------------------------------------------------
+    def to_json(self) -> str:
+        """JSON that :meth:`from_json` reads back to an equal recipe."""
+        return json.dumps(dataclasses.asdict(self), indent=2, default=dict)
+
+    @staticmethod
+    def from_json(text: str) -> Recipe:
+        """A recipe from JSON, validated. Nothing in it is ever run as code.
+
+        Raises
+        ------
+        MmaccelError
+            If it is no JSON object, a field is unknown or of the wrong type, or a method does not exist.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise MmaccelError(f"The recipe is no valid JSON: {error}.") from error
+        data = _fields(data, Recipe, "recipe")
+        if not isinstance(data.get("name"), str):
+            raise MmaccelError("The recipe needs a name, a string.")
+        if not isinstance(stages := data.get("stages", []), list):
+            raise MmaccelError('stages must be a list of objects such as {"method": "divprune", "retain": 0.25}.')
+        for key in ("summary", "paper"):
+            if not isinstance(data.get(key, ""), str):
+                raise MmaccelError(f"{key} must be a string.")
+        built = []
+        for item in stages:
+            item = _fields(item, Stage, "stage")
+            if not isinstance(item.get("method"), str) or not isinstance(item.get("options", {}), dict):
+                raise MmaccelError("Every stage needs a method (a string); its options are an object.")
+            built.append(Stage(item["method"], item.get("retain"), dict(item.get("options", {}))))
+        recipe = Recipe(**{**data, "stages": tuple(built)})
+        recipe.build()
+        return recipe
+
+    def describe(self) -> str:
+        """The recipe in words, a line per stage."""
+        lines = [f"{self.name}: {self.summary}" if self.summary else self.name]
+        if self.paper:
+            lines.append(f"  paper: {self.paper}")
+        for stage in self.stages:
+            m = method(stage.method)
+            budget = (
+                ""
+                if stage.retain is None
+                else (
+                    f", keeps {stage.retain:.0%}"
+                    if isinstance(stage.retain, float)
+                    else f", keeps {stage.retain} a picture"
+                )
+            )
+            options = "".join(f", {k}={v}" for k, v in stage.options.items())
+            lines.append(f"  {m.site}: {m.name}{budget}{options} - {m.summary}")
+        lines.append(f"  positions: {self.positions}; rounding: {self.rounding}")
+        return "\n".join(lines)
+
+
+def _options(cls: type[Method]) -> set[str]:
+    """The names of a method's options."""
+    return {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+
+
+def _fields(data: Any, cls: type, what: str) -> dict[str, Any]:
+    names = [f.name for f in dataclasses.fields(cls)]
+    if not isinstance(data, dict):
+        raise MmaccelError(f"A {what} must be a JSON object with {', '.join(names)}.")
+    for key in data:
+        if key not in names:
+            raise MmaccelError(f"A {what} has no field {key!r}; it has {', '.join(names)}.")
+    return data
+
+
+_named: dict[str, Recipe] = {}
+
+
+def add_recipe(recipe: Recipe) -> Recipe:
+    """Make a recipe usable by its name."""
+    _named[recipe.name] = recipe
+    return recipe
+
+
+def recipes() -> dict[str, Recipe]:
+    """All recipes by name: the composed ones, and one for every method alone."""
+    alone = {
+        name: Recipe(name, (Stage(name, m.default_retain),), summary=m.summary, paper=m.paper)
+        for name, m in methods().items()
+    }
+    return dict(sorted({**alone, **_named}.items()))
+
+
+def recipe(which: str | Path | Mapping[str, Any] | Recipe | Stage | Iterable[Stage]) -> Recipe:
+    """A recipe from a name, a JSON file, a mapping, a stage or several, or a recipe itself.
+
+    Raises
+    ------
+    MmaccelError
+        If the name is unknown (the nearest are suggested) or the content is not valid.
+    """
+    if isinstance(which, Recipe):
+        return which
+    if isinstance(which, Stage):
+        return Recipe(which.method, (which,))
+    if isinstance(which, Mapping):
+        return Recipe.from_json(json.dumps(which))
+    if isinstance(which, Path) or (isinstance(which, str) and which.endswith(".json")):
+        try:
+            return Recipe.from_json(Path(which).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise MmaccelError(f"Cannot read the recipe {str(which)!r}: {error}.") from error
+    if isinstance(which, str):
+        known = recipes()
+        if which not in known:
+            raise MmaccelError(f"There is no recipe {which!r}{suggest(which, known)}.")
+        return known[which]
+    if isinstance(which, Iterable):
+        stages = tuple(which)
+        if all(isinstance(stage, Stage) for stage in stages):
+            return Recipe("+".join(stage.method for stage in stages) or "none", stages)
+    raise MmaccelError(f"{which!r} is no recipe; give a name, a path to JSON, a mapping or Stage values.")
+
+
+add_recipe(Recipe("none", summary="The unaccelerated model, with statistics."))
+add_recipe(
+    Recipe(
+        "balanced",
+        (Stage("divprune", 0.25),),
+        summary="The default: a quarter of the visual tokens, chosen for diversity before the language model.",
+    )
+)

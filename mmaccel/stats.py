@@ -1,0 +1,101 @@
+"""What the last call did: tokens in and kept per stage, bytes of KV, time per stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Stage:
+    """One stage of the recipe in one call: visual tokens seen, resolved by the budget, and kept, summed over rows."""
+
+    site: str
+    method: str
+    tokens_in: int = 0
+    resolved: int | None = 0
+    tokens_kept: int = 0
+
+
+class Clock:
+    """Seconds per name. On CUDA it records events and waits for them only when it is read."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self, name: str, device: torch.device | None = None) -> Iterator[None]:
+        """Add the time of the block to ``name``."""
+        begin = self.start(device)
+        try:
+            yield
+        finally:
+            self.stop(name, begin)
+
+    @staticmethod
+    def start(device: torch.device | None) -> torch.cuda.Event | float:
+        """A point in time, to be given to :meth:`stop`."""
+        if device is not None and device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(device))
+            return event
+        return time.perf_counter()
+
+    def stop(self, name: str, begin: torch.cuda.Event | float) -> None:
+        """Add the time since ``begin`` to ``name``."""
+        if isinstance(begin, float):
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+        else:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._events.append((name, begin, end))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by name, those on the device included."""
+        for name, begin, end in self._events:
+            end.synchronize()
+            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return dict(self._seconds)
+
+
+@dataclass
+class Stats:
+    """The figures of one call. :meth:`as_dict` is what ``model.mmaccel.stats()`` returns."""
+
+    recipe: str
+    stages: dict[int, Stage] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    visual_tokens: int = 0
+    layer_tokens: list[int] = field(default_factory=list)
+    kv_bytes: int = 0
+    labels_ignored: int = 0
+    decode_steps: int = 0
+    clock: Clock = field(default_factory=Clock)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers.
+
+        ``visual_tokens`` came in; ``visual_tokens_kept`` reach the last layer; ``visual_tokens_per_layer`` is their mean
+        over the decoder layers (the fair x-axis when recipes work at different sites); ``kv_bytes`` is what the cache
+        holds at the end of the call; ``seconds`` are per stage.
+        """
+        layers = self.layer_tokens
+        return {
+            "recipe": self.recipe,
+            "prompt_tokens": self.prompt_tokens,
+            "visual_tokens": self.visual_tokens,
+            "visual_tokens_kept": layers[-1] if layers else self.visual_tokens,
+            "visual_tokens_per_layer": sum(layers) / len(layers) if layers else float(self.visual_tokens),
+            "stages": [vars(stage).copy() for _, stage in sorted(self.stages.items())],
+            "kv_bytes": self.kv_bytes,
+            "labels_ignored": self.labels_ignored,
+            "decode_steps": self.decode_steps,
+            "seconds": self.clock.seconds(),
+        }

@@ -1,0 +1,743 @@
+"""Ten tiny vision language models with random weights, real configurations, real processors, and inputs for them.
+
+Nothing is downloaded. The weights depend on the seed and on the parameter's name alone, so every supported version of
+transformers gets the same model. Sequences are short: 16 to about 150 visual tokens a row.
+
+    python tests/zoo.py [family ...]      # build and run everything once, print sizes
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import string
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    BatchFeature,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
+from transformers.models.smolvlm import processing_smolvlm
+from transformers.video_utils import VideoMetadata
+
+VIDEO_FPS = 2.0
+QUESTION = "what is it?"
+PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one family needs to be built, and the pictures and clips that suit it."""
+
+    config: Callable[[dict[str, Any], int], PreTrainedConfig]
+    """From overrides of the text configuration and the special tokens' ids to the family's configuration."""
+    processor: Callable[[], ProcessorMixin]
+    tokens: dict[str, str]
+    """Attributes of the tokenizer and the special tokens they name."""
+    image: str
+    """What stands for a picture in the prompt, before the processor expands it."""
+    video: str | None = None
+    """The same for a clip; None where the family takes none."""
+    mixed: bool = False
+    """Whether one prompt may hold both."""
+    sizes: tuple[tuple[int, int], tuple[int, int]] = ((60, 48), (40, 64))
+    """Width and height of the usual picture and of the other one."""
+    clip: tuple[int, int, int] = (4, 64, 48)
+    """Frames, width and height of a clip."""
+    extra_tokens: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------------------- tokenizer
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] | upper }}: "
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}IMAGE{% elif c['type'] == 'video' %}VIDEO{% else %}{{ c['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+
+
+@functools.cache
+def tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """One token a character, left padded, with the family's special tokens and attributes such as `image_token`."""
+    spec = _family(family)
+    special = list(dict.fromkeys([PAD, BOS, EOS, UNK, *spec.tokens.values(), *spec.extra_tokens]))
+    vocabulary = [*special, *string.printable[:95], "\n"]
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    result = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        padding_side="left",
+        model_max_length=4096,
+        extra_special_tokens=dict(spec.tokens),
+    )
+    result.add_special_tokens({"extra_special_tokens": special[4:]})
+    return result
+
+
+def _chat_template(family: str) -> str:
+    spec = _family(family)
+    return CHAT_TEMPLATE.replace("IMAGE", spec.image).replace("VIDEO", spec.video or "")
+
+
+# ----------------------------------------------------------------------------------------------------- configurations
+
+
+def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_defaults: Any) -> PreTrainedConfig:
+    """A text configuration of 4 layers; `sliding_window` turns on windows where the text model can have them."""
+    values: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **family_defaults,
+        **overrides,
+    }
+    if overrides.get("sliding_window") is not None:
+        if model_type == "llama":
+            model_type = "mistral"
+        elif "qwen2" in model_type:
+            values = {"use_sliding_window": True, "max_window_layers": 0, **values}
+        else:
+            raise ValueError(f"the text model {model_type} has no sliding window")
+    if model_type in ("llama", "mistral", "qwen3_vl_text"):
+        values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    return transformers.AutoConfig.for_model(model_type, **values)
+
+
+def _mrope(**extra: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], **extra}
+
+
+def _tower(model_type: str, image_size: Any, patch_size: Any, **extra: Any) -> PreTrainedConfig:
+    return transformers.AutoConfig.for_model(
+        model_type,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        image_size=image_size,
+        patch_size=patch_size,
+        **extra,
+    )
+
+
+def _clip_tower(image_size: int) -> PreTrainedConfig:
+    return _tower("clip_vision_model", image_size, 7, projection_dim=32)
+
+
+def _ids(family: str) -> dict[str, int]:
+    """Ids of the family's special tokens by the tokenizer's attribute."""
+    return {name: tokenizer(family).convert_tokens_to_ids(token) for name, token in _family(family).tokens.items()}
+
+
+def _llava_like(
+    family: str, config: str, image_size: int, pinpoints: list[list[int]] | None = None
+) -> Callable[[dict[str, Any], int], PreTrainedConfig]:
+    """The configuration of a CLIP and LLaMA family."""
+
+    def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+        ids = _ids(family)
+        tokens = (image_size // 7) ** 2
+        extra: dict[str, Any] = {"image_seq_length": tokens}
+        if pinpoints:
+            extra["image_grid_pinpoints"] = pinpoints
+        if "video_token" in ids:
+            extra["video_token_index"] = ids["video_token"]
+        return getattr(transformers, config)(
+            vision_config=_clip_tower(image_size),
+            text_config=_text("llama", overrides, vocabulary),
+            image_token_index=ids["image_token"],
+            **extra,
+        )
+
+    return build
+
+
+def _llava_onevision(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    ids = _ids("llava_onevision")
+    return transformers.LlavaOnevisionConfig(
+        vision_config=_tower("siglip_vision_model", 35, 7, vision_use_head=False),
+        text_config=_text("qwen2", overrides, vocabulary),
+        image_token_index=ids["image_token"],
+        video_token_index=ids["video_token"],
+        image_grid_pinpoints=ONEVISION_PINPOINTS,
+    )
+
+
+def _qwen(family: str, config: str, vision: dict[str, Any], **rope: Any) -> Callable[..., PreTrainedConfig]:
+    """The configuration of a Qwen family: patch 8, merge 2, temporal patch 2."""
+
+    def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+        text = _text(f"{family}_text", overrides, vocabulary, rope_parameters=_mrope(**rope))
+        common = {"depth": 4, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+        return getattr(transformers, config)(
+            vision_config={**common, **vision},
+            text_config=text.to_dict(),
+            **{f"{name}_id": token for name, token in _ids(family).items()},
+        )
+
+    return build
+
+
+def _internvl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    return transformers.InternVLConfig(
+        vision_config=_tower("internvl_vision", [64, 64], [8, 8]),
+        text_config=_text("qwen2", overrides, vocabulary),
+        image_token_id=_ids("internvl")["context_image_token"],
+        image_seq_length=16,
+        downsample_ratio=0.5,
+        tie_word_embeddings=False,
+    )
+
+
+def _smolvlm(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    return transformers.SmolVLMConfig(
+        vision_config=_tower("smolvlm_vision", 48, 8),
+        text_config=_text("llama", overrides, vocabulary),
+        image_token_id=_ids("smolvlm")["image_token"],
+        scale_factor=2,
+        pad_token_id=0,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- processors
+
+
+def _square(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
+
+
+def _clip_sizes(side: int) -> dict[str, Any]:
+    """Resize and crop as CLIP's image processors want it."""
+    return {"size": {"shortest_edge": side}, "crop_size": _square(side)}
+
+
+def _real(family: str, name: str, **parts: Any) -> Callable[[], ProcessorMixin]:
+    """The family's processor class around the hand-built tokenizer; parts that are callables are built first."""
+
+    def build() -> ProcessorMixin:
+        built = {key: part() if callable(part) else part for key, part in parts.items()}
+        cls = getattr(transformers, name)
+        return cls(tokenizer=tokenizer(family), chat_template=_chat_template(family), **built)
+
+    return build
+
+
+def _part(name: str, **values: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, name)(**values)
+
+
+def _qwen_pixels(family: str, name: str, video: str, longest: int) -> Callable[[], ProcessorMixin]:
+    """A Qwen processor: one token is 16 x 16 pixels, 4 to 64 tokens a picture."""
+    grid = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
+    return _real(
+        family,
+        name,
+        image_processor=_part("Qwen2VLImageProcessor", size={"shortest_edge": 1024, "longest_edge": 16384}, **grid),
+        video_processor=_part(
+            video,
+            size={"shortest_edge": 1024, "longest_edge": longest},
+            do_sample_frames=False,
+            cap_pixels_per_frame=False,
+            **grid,
+        ),
+    )
+
+
+def _smolvlm_processor() -> ProcessorMixin:
+    if processing_smolvlm.num2words is None:  # not installed: the number of frames is then written in digits
+        processing_smolvlm.num2words = str
+    sampling = {"max_frames": 8, "fps": 1, "video_size": {"longest_edge": 48}}
+    sizes = {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}
+    return _real(
+        "smolvlm",
+        "SmolVLMProcessor",
+        image_processor=_part("SmolVLMImageProcessor", **sizes),
+        video_processor=_part("SmolVLMVideoProcessor", **sizes, video_sampling=sampling),
+        image_seq_len=9,
+    )()
+
+
+# ----------------------------------------------------------------------------------------------------------- families
+
+
+NEXT_PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+ONEVISION_PINPOINTS = [[35 * rows, 35 * columns] for rows in range(1, 5) for columns in range(1, 5)]
+CLIP_SELECTION = {"patch_size": 7, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+IMAGE_TOKEN = {"image_token": "<image>"}
+MEDIA_TOKENS = {**IMAGE_TOKEN, "video_token": "<video>"}
+QWEN_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+QWEN_MEDIA: dict[str, Any] = {"mixed": True, "sizes": ((112, 80), (64, 96)), "clip": (6, 64, 48)}
+
+_TABLE: dict[str, Family] = {
+    "llava": Family(
+        config=_llava_like("llava", "LlavaConfig", 42),
+        processor=_real(
+            "llava", "LlavaProcessor", image_processor=_part("CLIPImageProcessor", **_clip_sizes(42)), **CLIP_SELECTION
+        ),
+        tokens=IMAGE_TOKEN,
+        image="<image>\n",
+    ),
+    "llava_next": Family(
+        config=_llava_like("llava_next", "LlavaNextConfig", 28, NEXT_PINPOINTS),
+        processor=_real(
+            "llava_next",
+            "LlavaNextProcessor",
+            image_processor=_part("LlavaNextImageProcessor", image_grid_pinpoints=NEXT_PINPOINTS, **_clip_sizes(28)),
+            **CLIP_SELECTION,
+        ),
+        tokens=IMAGE_TOKEN,
+        image="<image>\n",
+        sizes=((60, 48), (30, 80)),
+    ),
+    "llava_onevision": Family(
+        config=_llava_onevision,
+        processor=_real(
+            "llava_onevision",
+            "LlavaOnevisionProcessor",
+            image_processor=_part(
+                "LlavaOnevisionImageProcessor", image_grid_pinpoints=ONEVISION_PINPOINTS, size=_square(35)
+            ),
+            video_processor=_part("LlavaOnevisionVideoProcessor", size=_square(35)),
+            num_image_tokens=25,
+            vision_feature_select_strategy="full",
+        ),
+        tokens=MEDIA_TOKENS,
+        image="<image>\n",
+        video="<video>\n",
+        mixed=True,
+        sizes=((70, 50), (30, 60)),
+    ),
+    "llava_next_video": Family(
+        config=_llava_like("llava_next_video", "LlavaNextVideoConfig", 28, NEXT_PINPOINTS),
+        processor=_real(
+            "llava_next_video",
+            "LlavaNextVideoProcessor",
+            image_processor=_part("LlavaNextImageProcessor", image_grid_pinpoints=NEXT_PINPOINTS, **_clip_sizes(28)),
+            video_processor=_part("LlavaNextVideoVideoProcessor", **_clip_sizes(28)),
+            **CLIP_SELECTION,
+        ),
+        tokens=MEDIA_TOKENS,
+        image="<image>\n",
+        video="<video>\n",
+        mixed=True,
+        sizes=((60, 48), (30, 80)),
+        clip=(6, 64, 48),
+    ),
+    "video_llava": Family(
+        config=_llava_like("video_llava", "VideoLlavaConfig", 28),
+        processor=_real(
+            "video_llava",
+            "VideoLlavaProcessor",
+            image_processor=_part("VideoLlavaImageProcessor", **_clip_sizes(28)),
+            video_processor=_part("VideoLlavaVideoProcessor", **_clip_sizes(28)),
+            **CLIP_SELECTION,
+        ),
+        tokens=MEDIA_TOKENS,
+        image="<image>\n",
+        video="<video>\n",
+        mixed=True,
+    ),
+    "qwen2_vl": Family(
+        config=_qwen("qwen2_vl", "Qwen2VLConfig", {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
+        processor=_qwen_pixels("qwen2_vl", "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 16384),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video=QWEN_VIDEO,
+        **QWEN_MEDIA,
+    ),
+    "qwen2_5_vl": Family(
+        config=_qwen(
+            "qwen2_5_vl",
+            "Qwen2_5_VLConfig",
+            {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "out_hidden_size": 64,
+                "window_size": 32,
+                "fullatt_block_indexes": [1, 3],
+            },
+        ),
+        processor=_qwen_pixels("qwen2_5_vl", "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 16384),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video=QWEN_VIDEO,
+        **QWEN_MEDIA,
+    ),
+    "qwen3_vl": Family(
+        config=_qwen(
+            "qwen3_vl",
+            "Qwen3VLConfig",
+            {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1, 2],
+            },
+            mrope_interleaved=True,
+        ),
+        processor=_qwen_pixels("qwen3_vl", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 131072),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video="<|video_pad|>",
+        **QWEN_MEDIA,
+    ),
+    "internvl": Family(
+        config=_internvl,
+        processor=_real(
+            "internvl",
+            "InternVLProcessor",
+            image_processor=_part(
+                "GotOcr2ImageProcessor", size=_square(64), crop_to_patches=True, min_patches=1, max_patches=4
+            ),
+            video_processor=_part("InternVLVideoProcessor", size=_square(64)),
+            image_seq_length=16,
+        ),
+        tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        image="<IMG_CONTEXT>\n",
+        video="<video>\n",
+        mixed=True,
+        sizes=((130, 60), (50, 60)),
+    ),
+    "smolvlm": Family(
+        config=_smolvlm,
+        processor=_smolvlm_processor,
+        tokens={
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+        image="<image>",
+        video="<video>",
+        sizes=((90, 60), (40, 100)),
+        extra_tokens=tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    ),
+}
+
+FAMILIES: tuple[str, ...] = tuple(_TABLE)
+VIDEO_FAMILIES: tuple[str, ...] = tuple(name for name, spec in _TABLE.items() if spec.video)
+
+
+def _family(family: str) -> Family:
+    if family not in _TABLE:
+        raise ValueError(f"unknown family {family!r}; the zoo has {', '.join(FAMILIES)}")
+    return _TABLE[family]
+
+
+# -------------------------------------------------------------------------------------------------------- the models
+
+
+@functools.cache
+def processor(family: str) -> ProcessorMixin:
+    """The family's real processor around a hand-built tokenizer, with a simple chat template."""
+    return _family(family).processor()
+
+
+def model(family: str, seed: int = 0, **text_overrides: Any) -> PreTrainedModel:
+    """A fresh tiny model on the CPU: eval mode, float32, sdpa.
+
+    Parameters
+    ----------
+    family
+        One of `FAMILIES`.
+    seed
+        Of the weights. The same seed gives the same weights in every process and version of transformers.
+    text_overrides
+        Fields of the text configuration. `sliding_window=24` makes the text model of a LLaMA family a Mistral and
+        turns on the windows of a Qwen2 in all layers (`max_window_layers=2` for half of them).
+    """
+    words = tokenizer(family)
+    config = _family(family).config(text_overrides, len(words))
+    config._attn_implementation = "sdpa"
+    with torch.random.fork_rng(devices=[]):
+        result = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    _fill(result, seed)
+    with torch.no_grad():  # special tokens never win: no early end, no stray placeholder
+        result.lm_head.weight[words.all_special_ids] = 0.0
+    result.generation_config = GenerationConfig(
+        pad_token_id=words.pad_token_id, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id
+    )
+    return result.eval()
+
+
+@torch.no_grad()
+def _fill(result: PreTrainedModel, seed: int) -> None:
+    """Random weights, large enough that attention and logits are far from uniform."""
+    for name, parameter in result.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 1:
+            if name.endswith("weight") or "lambda" in name:  # norms and layer scales
+                noise = 1 + 0.1 * noise
+            else:  # biases, class and newline embeddings
+                noise *= 0.1 if name.endswith("bias") else 0.5
+        elif parameter.ndim < 4 and ("embed" in name or "cls_token" in name):
+            noise *= 0.5
+        else:
+            noise *= 1.2 / math.sqrt(parameter[0].numel())
+        parameter.copy_(noise)
+
+
+# --------------------------------------------------------------------------------------------------------- the inputs
+
+
+def image(width: int, height: int, seed: int) -> Image.Image:
+    """A picture with a gradient, some rectangles of one colour, and noise."""
+    return Image.fromarray(clip(1, width, height, seed)[0])
+
+
+def clip(frames: int, width: int, height: int, seed: int) -> np.ndarray:
+    """Frames `[frames, height, width, 3]` of uint8: a still background with rectangles, and one that moves."""
+    random = np.random.default_rng([seed, frames, width, height])
+    rows, columns = np.mgrid[0:height, 0:width]
+    slope = random.uniform(-1, 1, (3, 2))
+    scene = 128 + 80 * (slope[:, 0] * (rows / height)[..., None] + slope[:, 1] * (columns / width)[..., None])
+    for _ in range(4):
+        top, left = random.integers(0, height), random.integers(0, width)
+        scene[top : top + height // 3, left : left + width // 3] = random.uniform(0, 255, 3)
+    colour, top = random.uniform(0, 255, 3), random.integers(0, max(1, height // 2))
+    film = np.repeat(scene[None], frames, axis=0)
+    for frame in range(frames):
+        left = frame * width // max(1, frames)
+        film[frame, top : top + height // 3, left : left + width // 4] = colour
+    return np.clip(film + random.normal(0, 12, film.shape), 0, 255).astype(np.uint8)
+
+
+def kinds(family: str) -> tuple[str, ...]:
+    """The kinds of `inputs` that the family can take."""
+    spec = _family(family)
+    return (
+        "image",
+        "images",
+        *(("video",) if spec.video else ()),
+        *(("mixed",) if spec.mixed else ()),
+        "uneven",
+        "textrow",
+        "text",
+    )
+
+
+def _rows(family: str, kind: str, batch: int, question: str) -> list[tuple[list[int], int, str]]:
+    """Of every row: which of the family's picture sizes it shows, its number of clips, and its question."""
+    longer = f"{question} and where, and why?"
+    pattern: list[tuple[list[int], int, str]] = {
+        "image": [([0], 0, question)],
+        "images": [([0, 1], 0, question)],
+        "video": [([], 1, question)],
+        "mixed": [([0], 1, question)],
+        "uneven": [([1], 0, longer), ([0, 1], 0, question)],
+        "textrow": [([0], 0, question), ([], 0, longer)],
+        "text": [([], 0, question)],
+    }[kind]
+    count = max(batch, len(pattern))
+    return [pattern[row % len(pattern)] for row in range(count)]
+
+
+def messages(pictures: list[Any], clips: list[Any], question: str) -> list[dict[str, Any]]:
+    """One user turn with its pictures and clips before the question, as `apply_chat_template` takes it."""
+    content = [{"type": "image", "image": one} for one in pictures] + [{"type": "video", "video": one} for one in clips]
+    return [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]
+
+
+def encode(family: str, rows: list[tuple[list[Image.Image], list[np.ndarray], str]]) -> BatchFeature:
+    """The real processor's output for rows of pictures, clips and a question, padded on the left."""
+    worker = processor(family)
+    template = {"chat_template": _chat_template(family), "tokenize": False, "add_generation_prompt": True}
+    text = [worker.tokenizer.apply_chat_template(messages(*row), **template) for row in rows]
+    clips = [one for row in rows for one in row[1]]
+    media: dict[str, Any] = {}
+    if any(row[0] for row in rows):
+        media["images"] = [row[0] for row in rows]
+    if clips:
+        media["videos"] = [row[1] for row in rows]
+        media["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [_metadata(one) for one in clips]}
+    return worker(text=text, padding=True, return_tensors="pt", **media)
+
+
+def _metadata(frames: np.ndarray) -> VideoMetadata:
+    count, height, width, _ = frames.shape
+    return VideoMetadata(
+        total_num_frames=count,
+        fps=VIDEO_FPS,
+        width=width,
+        height=height,
+        duration=count / VIDEO_FPS,
+        frames_indices=list(range(count)),
+    )
+
+
+def inputs(family: str, kind: str = "image", batch: int = 1, seed: int = 0, question: str = QUESTION) -> BatchFeature:
+    """Inputs of `generate` on the CPU.
+
+    Parameters
+    ----------
+    family
+        One of `FAMILIES`.
+    kind
+        `image`: a picture a row; `images`: two pictures of different sizes a row; `video`: a clip a row; `mixed`: a
+        picture and a clip a row; `uneven`: rows with one and with two pictures and questions of different length, left
+        padded; `textrow`: an image row and a (longer asked) text row; `text`: no picture. See `kinds`.
+    batch
+        Rows; `uneven` and `textrow` have at least two. Every row has its own pictures.
+    seed
+        Of the pictures.
+    question
+        Of every row; the first row of `uneven` and the second of `textrow` ask a longer one.
+    """
+    if kind not in kinds(family):
+        raise ValueError(f"{family} has no inputs of kind {kind!r}; it has {', '.join(kinds(family))}")
+    spec = _family(family)
+    rows = []
+    for row, (pictures, clips, words) in enumerate(_rows(family, kind, batch, question)):
+        start = 1000 * seed + 10 * row
+        rows.append(
+            (
+                [image(*spec.sizes[size], start + place) for place, size in enumerate(pictures)],
+                [clip(*spec.clip, start + 5 + place) for place in range(clips)],
+                words,
+            )
+        )
+    return encode(family, rows)
+
+
+def visual_mask(family: str, model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    """Which positions of `input_ids` are placeholders of pictures or clips, bool `[batch, length]`."""
+    config = model.config
+    tokens = [config.image_token_id, getattr(config, "video_token_id", config.image_token_id)]
+    return torch.isin(input_ids, torch.tensor(tokens, device=input_ids.device))
+
+
+# ------------------------------------------------------------------------------------------------------- single rows
+
+
+def _placeholder(family: str, modality: str) -> int | None:
+    """The id that this modality's pixels fill; InternVL's frames and SmolVLM's travel as pictures."""
+    ids = _ids(family)
+    if "context_image_token" in ids:
+        return ids["context_image_token"] if modality == "image" else None
+    return ids.get(f"{modality}_token")
+
+
+_PIXELS = {"image": ("pixel_values", "pixel_values_images"), "video": ("pixel_values_videos",)}
+_PER_ITEM = {"image": ("image_sizes", "image_grid_thw"), "video": ("video_grid_thw", "second_per_grid_ts")}
+
+
+def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels: torch.Tensor, total: int) -> list[int]:
+    """How many placeholders every picture or clip of the batch fills, in order (for InternVL: every tile)."""
+    grids = values.get(f"{modality}_grid_thw")
+    if grids is not None:
+        return (grids.prod(-1) // 4).tolist()
+    if modality == "video" or "image_sizes" not in values:
+        return [total // len(pixels)] * len(pixels)
+    worker, side = processor(family), pixels.shape[-1]
+    alone = [worker._get_number_of_features(*size, side, side) for size in values["image_sizes"].tolist()]
+    if worker.vision_feature_select_strategy == "default":
+        alone = [count - 1 for count in alone]
+    if "batch_num_images" not in values:
+        return alone
+    several = [n != 1 for n in values["batch_num_images"].tolist() for _ in range(n)]
+    return [worker.num_image_tokens + 1 if many else count for many, count in zip(several, alone, strict=True)]
+
+
+def single(family: str, batch_inputs: BatchFeature | dict[str, Any], row: int) -> dict[str, Any]:
+    """The inputs of one row alone, without padding and with its own pictures and clips only."""
+    values = dict(batch_inputs)
+    ids = values["input_ids"]
+    real = values["attention_mask"][row].bool()
+    result = {key: value[row : row + 1, real] for key, value in values.items() if _is_sequence(value, ids)}
+    for modality, names in _PIXELS.items():
+        name = next((name for name in names if values.get(name) is not None), None)
+        token = _placeholder(family, modality)
+        if name is None or token is None:
+            continue
+        pixels, counts = values[name], (ids == token).sum(-1).tolist()
+        if pixels.ndim == 5 and family == "smolvlm":  # [batch, tiles, ...], filled up with empty tiles
+            tiles = counts[row] // processor(family).image_seq_len
+            if tiles:
+                result.update({key: values[key][row : row + 1, :tiles] for key in values if key.startswith("pixel_")})
+            continue
+        filled = _tokens_per_item(family, modality, values, pixels, sum(counts))
+        ends = np.cumsum([0, *filled])
+        first, last = np.searchsorted(ends, [sum(counts[:row]), sum(counts[: row + 1])]).tolist()
+        if first == last:
+            continue
+        grids = values.get(f"{modality}_grid_thw")
+        edges = np.cumsum([0, *grids.prod(-1).tolist()]) if grids is not None else np.arange(len(pixels) + 1)
+        result[name] = pixels[edges[first] : edges[last]]
+        result.update({key: values[key][first:last] for key in _PER_ITEM[modality] if key in values})
+        if modality == "image" and "batch_num_images" in values:
+            result["batch_num_images"] = values["batch_num_images"].new_tensor([last - first])
+    return result
+
+
+def _is_sequence(value: Any, ids: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == ids.shape
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+
+def _check(family: str) -> None:
+    """Run every kind once: the prompt comes back, and every row alone gives the batch's logits."""
+    tiny = model(family)
+    print(f"{family}: {sum(parameter.numel() for parameter in tiny.parameters()):,} parameters")
+    for kind in kinds(family):
+        feed = inputs(family, kind)
+        ids = feed["input_ids"]
+        visual = visual_mask(family, tiny, ids).sum(-1).tolist()
+        out = tiny.generate(**feed, max_new_tokens=4, do_sample=False)
+        assert out.shape[1] == ids.shape[1] + 4, f"{family} {kind}: ended early"
+        assert torch.equal(out[:, : ids.shape[1]], ids), f"{family} {kind}: the prompt did not come back"
+        with torch.no_grad():
+            logits = tiny(**feed).logits[:, -1]
+            alone = torch.cat([tiny(**single(family, feed, row)).logits[:, -1] for row in range(len(ids))])
+        gap = (logits - alone).abs().max().item()
+        assert gap < 1e-4, f"{family} {kind}: a row alone differs by {gap}"
+        print(f"  {kind:8} length {ids.shape[1]:4} visual {visual} row alone {gap:.1e} -> {out[:, -4:].tolist()}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print("transformers", transformers.__version__, "torch", torch.__version__)
+    for chosen in sys.argv[1:] or FAMILIES:
+        _check(chosen)
