@@ -1,11 +1,16 @@
 """mmaccel: pretrained vision and video LLMs, faster and smaller at inference, without retraining."""
 
-from .accelerate import Accelerator, accelerate_vlm, accelerated, is_accelerated
+from typing import TYPE_CHECKING, Any
+
 from .errors import MmaccelError, UnsupportedError
 from .method import Method
+from .prepare import prepare
 from .recipe import Recipe, Stage, recipe, recipes
 from .reduction import Reduction
 from .registry import method, methods, register
+
+if TYPE_CHECKING:
+    from .accelerate import Accelerator, accelerate_vlm, accelerated, is_accelerated
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,7 +26,17 @@ __all__ = [
     "is_accelerated",
     "method",
     "methods",
+    "prepare",
     "recipe",
     "recipes",
     "register",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # transformers is slow to import, and what only lists methods can do without
+    if name in ("Accelerator", "accelerate_vlm", "accelerated", "is_accelerated"):
+        from . import accelerate
+
+        return getattr(accelerate, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

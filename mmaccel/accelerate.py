@@ -80,6 +80,11 @@ class Accelerator:
         for undo in reversed(self._restore):
             undo()
         self._restore.clear()
+        self._drop_stale(None)
+
+    def __reduce__(self) -> Any:
+        # a copied or unpickled model would go on calling the wrapped methods of the model it came from
+        raise UnsupportedError("An accelerated model cannot be copied or pickled; call model.mmaccel.remove() first.")
 
     def __repr__(self) -> str:
         return f"<mmaccel {self.recipe.name!r} on {self.family.name}>"
@@ -90,15 +95,15 @@ class Accelerator:
         encoder = self.built[self.encoder][1] if self.encoder >= 0 else None
         assert encoder is None or isinstance(encoder, EncoderMethod)
         self.taps = Taps(family, [tap for _, m in self.built for tap in m.taps()])
+        self._hook(*self.taps.handles)
         self.merging = EncoderMerging(family, encoder, self.built[self.encoder][0].retain if encoder else None)
+        self._hook(*self.merging.handles)
         self.door = Door(self)
-        hooks = [*self.taps.handles, *self.merging.handles, *self.door.handles]
-        hooks.append(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
+        self._hook(*self.door.handles)
+        self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):
-            hooks.append(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))
-            hooks.append(module.register_forward_hook(self._close, always_call=True))
-        for hook in hooks:
-            self._restore.append(hook.remove)
+            self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))
+            self._hook(module.register_forward_hook(self._close, always_call=True))
         self._wrap(model, "generate", self._generate)
         for modality in family.modalities:
             if hasattr(inner, f"get_{modality}_features"):
@@ -111,6 +116,9 @@ class Accelerator:
                 self._switch_attention(model, "vision_config", family.vision, "vision")
         model.mmaccel = self
         self._restore.append(functools.partial(model.__dict__.pop, "mmaccel", None))
+
+    def _hook(self, *handles: Any) -> None:
+        self._restore.extend(handle.remove for handle in handles)
 
     def _wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Shadow a method on the instance; undoing it brings back whatever the instance had."""
@@ -164,6 +172,7 @@ class Accelerator:
         def generate(*args: Any, **kwargs: Any) -> Any:
             for given in (kwargs.get("generation_config"), _Given(kwargs)):
                 self._check_generation(given)
+            self._drop_stale(None)
             scope = Scope(self, Stats(self.recipe.name), cache=kwargs.get("past_key_values"))
             push(scope)
             try:
@@ -176,6 +185,7 @@ class Accelerator:
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A direct forward opens a scope of its own; inside ``generate`` there is one already."""
+        self._drop_stale(module)
         if current(self) is not None:
             return None
         scope = Scope(self, Stats(self.recipe.name), opened_by=module, cache=kwargs.get("past_key_values"))
@@ -185,6 +195,13 @@ class Accelerator:
             scope.labels = labels.clone()
             return args, {**kwargs, "labels": scope.labels}
         return None
+
+    def _drop_stale(self, module: nn.Module | None) -> None:
+        """A forward that was interrupted from the keyboard runs no hook at its end and leaves its scope open; it is stale
+        when the same module, or ``generate`` (None), starts again."""
+        scope = current(self)
+        if scope is not None and scope.opened_by is not None and (module is None or scope.opened_by is module):
+            pop(scope)
 
     def _close(self, module: nn.Module, args: Any, output: Any) -> None:
         scope = current(self)
@@ -306,7 +323,8 @@ def accelerated(
     try:
         yield model
     finally:
-        target.mmaccel.remove()
+        if is_accelerated(target):
+            target.mmaccel.remove()
         if isinstance(previous, Accelerator):
             Accelerator(target, previous.recipe, previous.processor)
 

@@ -84,6 +84,9 @@ def _text_attention(
         mask = padding
     else:
         mask = None if visible is None else _for_heads(visible, groups).to(query.device)
+        if mask is None and base == "eager" and query.shape[2] > 1:
+            # eager attention is causal by its mask alone; without one all keys are those of the queries
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
         if mask is not None and base == "eager":
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     out = base_function(base, module)(module, query, key, value, mask, scaling=scaling, **kwargs)
@@ -122,5 +125,9 @@ def _vision_attention(
     encoded = scope.encoding if scope is not None else None
     if scope is not None and encoded is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attention_mask = scope.owner.taps.see(encoded, module, query, key, attention_mask, scale)
+        weighed = scope.owner.taps.see(encoded, module, query, key, attention_mask, scale)
+        if weighed is not attention_mask and "flash" in base:
+            # flash attention cannot add the weight of merged tokens to its logits
+            base = "sdpa"
+        attention_mask = weighed
     return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -28,7 +28,7 @@ def check_retain(retain: Retain, what: str = "retain") -> Retain:
         if retain < 1:
             raise MmaccelError(f"{what}={retain} keeps no token; give a count of 1 or more, or a ratio such as 0.25.")
     elif not 0.0 < retain <= 1.0:
-        hint = f" (for a count of tokens write {what}={int(retain)})" if retain >= 2 else ""
+        hint = f" (for a count of tokens write {what}={int(retain)})" if 2 <= retain < float("inf") else ""
         raise MmaccelError(f"{what}={retain} is outside (0, 1]; a ratio is the share of tokens to keep{hint}.")
     return retain
 

@@ -19,7 +19,7 @@ from .budget import counts
 from .errors import MmaccelError, UnsupportedError
 from .kv.cache import CacheState, KeyIndex, adopt, cache_bytes, state_of
 from .kv.eviction import evict
-from .layout import Layout, Units
+from .layout import Layout
 from .method import LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
 from .reduction import Reduction
 from .scope import Scope, current
@@ -118,7 +118,10 @@ class Step:
         if isinstance(method, LayerMethod):
             assert self.attention is not None
             signals["prompt_attention"] = self.attention.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
+        question, asked = self.question(hidden, slots, rows) if method.needs_question else (None, None)
         tokens = TokenBatch(
+            question=question,
+            question_valid=asked,
             features=hidden[rows[:, None], at] * valid[..., None],
             valid=valid,
             cells=units.cells.to(device),
@@ -134,6 +137,18 @@ class Step:
         record.tokens_kept += int(made.kept.sum())
         text = total.kept & ~layout.visual.to(device)
         return made.relabel(places, rows, total.kept.shape).beside(text)
+
+    def question(self, hidden: Tensor, slots: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The text behind the last picture of each unit's row, ``[N, q, D]`` and ``[N, q]`` bool; where none is, all text."""
+        assert self.layout is not None
+        visual = self.layout.visual
+        text = self.layout.valid & ~visual
+        behind = text & (visual.flip(1).cumsum(1).flip(1) == 0)
+        asked = torch.where(behind.any(1, keepdim=True), behind, text).to(hidden.device)
+        chosen, _ = self.compacted(asked)
+        at = chosen.clamp(min=0)
+        at = at if slots is None else slots.gather(1, at)
+        return _rows(hidden, at)[rows], (chosen >= 0)[rows]
 
     def compacted(self, kept: Tensor) -> tuple[Tensor, bool]:
         """Places that stay, left-padded: ``[B, widest]`` long with -1 for padding, and whether there is any."""
@@ -203,9 +218,10 @@ class Door:
         ids, scope.input_ids = scope.input_ids, None
         length = embeds.shape[1]
         visual = 0
-        if ids is not None and ids.shape == embeds.shape[:2] and (length > 1 or state is None):
-            visual = int(self.owner.family.visual(ids).sum())
+        # one new token is a decode step; looking for placeholders in it would cost every step
         prefill = length > 1
+        if prefill and ids is not None and ids.shape == embeds.shape[:2]:
+            visual = int(self.owner.family.visual(ids).sum())
         scope.timer = scope.stats.clock.start(embeds.device), "prefill" if prefill else "decode"
         scope.stats.prompt_tokens += embeds.shape[0] * length * prefill
         scope.stats.decode_steps += not prefill

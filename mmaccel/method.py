@@ -51,6 +51,8 @@ class TokenBatch:
     cells : ``[N, n, 3]`` long, (t, row, column) of each token in its grid; -1 for tokens without a cell (newlines).
     grid : ``[N, 3]`` long, (t, h, w).
     segment : ``[N, n]`` long, which segment (tile, image, frame run) of the unit a token belongs to, counted from 0.
+    question, question_valid : ``[N, q, D]`` and ``[N, q]`` bool, the text behind the row's last picture as the language
+        model embeds it; only for methods with ``needs_question``.
     signals : what the method's taps saw, per kind: ``cls_attention`` and ``received_attention`` ``[N, layers, n]``,
         ``keys`` and ``features`` ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
         At site ``layers``: ``prompt_attention [N, n]``.
@@ -61,6 +63,8 @@ class TokenBatch:
     cells: Tensor
     grid: Tensor
     segment: Tensor
+    question: Tensor | None = None
+    question_valid: Tensor | None = None
     signals: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -95,6 +99,8 @@ class TokenMethod(Method):
 
     #: ``segment``: tiles and frames are reduced one by one; ``picture``: all tokens of an image or clip together
     unit: ClassVar[Literal["segment", "picture"]] = "segment"
+    #: whether :attr:`TokenBatch.question` is to be filled
+    needs_question: ClassVar[bool] = False
 
     @abstractmethod
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
@@ -195,3 +201,12 @@ class FramesMethod(Method):
     @abstractmethod
     def clip(self, frames: np.ndarray, retain: float) -> np.ndarray:
         """The frames of one clip, ``[T, H, W, 3]`` uint8."""
+
+    def choose(self, frames: np.ndarray, retain: float) -> np.ndarray:
+        """Which of ``frames [T, H, W, 3]`` the result of :meth:`clip` shows, ``[T']`` ascending; by default all.
+
+        A method that drops frames overrides it, so that time stamps stay right.
+        """
+        import numpy as np
+
+        return np.arange(len(frames))

@@ -60,7 +60,7 @@ class Family:
     def side(self) -> int:
         """Patches along one side of a tile."""
         size, patch = self.vision.image_size, self.vision.patch_size
-        return int((size[0] if isinstance(size, (list, tuple)) else size)) // int(
+        return int(size[0] if isinstance(size, (list, tuple)) else size) // int(
             patch[0] if isinstance(patch, (list, tuple)) else patch
         )
 
@@ -159,6 +159,14 @@ class Family:
     def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
         """Instance methods to wrap while a model is accelerated: (object, method name, wrapper)."""
         return []
+
+
+def clip_frames(encoded: Encoded) -> tuple[int, int]:
+    """Clips, and frames of each, of ``pixel_values_videos [clips, frames, ...]``; in transformers 5.17 some families name
+    the argument ``pixel_values``."""
+    given = encoded.arguments
+    clips, frames = given["pixel_values_videos" if "pixel_values_videos" in given else "pixel_values"].shape[:2]
+    return int(clips), int(frames)
 
 
 def block_mean(values: Tensor, side: int, factor: int) -> Tensor:

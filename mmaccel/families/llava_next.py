@@ -11,7 +11,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from ..layout import Modality, Picture, Tile
 from ..scope import Encoded
-from .base import Family, block_mean
+from .base import Family, block_mean, clip_frames
 
 
 class LlavaNext(Family):
@@ -75,7 +75,7 @@ class LlavaNextVideo(LlavaNext):
         """One segment a clip."""
         if modality == "image":
             return super().pictures(modality, encoded, ids)
-        clips, frames = encoded.arguments["pixel_values_videos"].shape[:2]
+        clips, frames = clip_frames(encoded)
         m = self.side // 2
         return [[Tile.raster(frames, m, m, i * frames * m * m)] for i in range(clips)]
 

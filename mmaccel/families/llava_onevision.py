@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ..layout import Modality, Picture, Tile
 from ..scope import Encoded
+from .base import clip_frames
 from .llava_next import LlavaNext, sizes
 
 
@@ -30,7 +31,7 @@ class LlavaOneVision(LlavaNext):
         """From sizes, images per row, and frames."""
         n, m = self.side, self.pooled
         if modality == "video":
-            clips, frames = encoded.arguments["pixel_values_videos"].shape[:2]
+            clips, frames = clip_frames(encoded)
             return [[Tile.raster(frames, m, m, i * frames * m * m, newline=True)] for i in range(clips)]
         per_row: Any = encoded.arguments.get("batch_num_images")
         found = sizes(encoded)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from ..kv.cache import state_of
 from ..layout import Modality, Picture, Tile
@@ -141,15 +142,28 @@ def _next_positions(state: Any, length: int) -> Tensor:
 def _continue_generate(original: Callable[..., Any], scope: Callable[[], Scope | None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def positions(inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-        state = _kept(scope(), model_kwargs.get("past_key_values"))
-        types = model_kwargs.get("mm_token_type_ids")
-        ids = model_kwargs.get("input_ids")
-        length = (ids if ids is not None and ids.shape[1] > 0 else inputs_tensor).shape[1]
-        mask = model_kwargs.get("attention_mask")
-        whole = length if mask is None else mask.shape[1]
-        if state is None or (types is not None and bool(types[:, state.seen :].any())):
+        call, cache = scope(), model_kwargs.get("past_key_values")
+        seen = cache.get_seq_length() if cache is not None else 0
+        ids, types = model_kwargs.get("input_ids"), model_kwargs.get("mm_token_type_ids")
+        if ids is None or ids.shape[1] == 0:
+            ids = inputs_tensor
+        if call is None or not seen:
             return original(inputs_tensor, model_kwargs)
-        new = _next_positions(state, max(whole - state.seen, 1))
+        state, family = _kept(call, cache), call.owner.family
+        if types is not None and bool(types[:, seen:].any()):
+            # transformers 5.17 would go on with `rope_deltas` here
+            text = GenerationMixin._prepare_position_ids_for_generation(family.model, inputs_tensor, model_kwargs)
+            rest = {key: value for key, value in model_kwargs.items() if key != "input_ids"}
+            vision, _ = family.inner.get_rope_index(ids, **rest)
+            return torch.cat([text[None].expand(1, *vision.shape[1:]), vision])
+        if state is None:
+            if bool(family.visual(ids[:, :seen]).any()):
+                # the cache was filled before the model was accelerated
+                return original(inputs_tensor, model_kwargs)
+            return GenerationMixin._prepare_position_ids_for_generation(family.model, inputs_tensor, model_kwargs)[None]
+        mask = model_kwargs.get("attention_mask")
+        whole = ids.shape[1] if mask is None else mask.shape[1]
+        new = _next_positions(state, max(whole - seen, 1))
         rest = new.new_zeros(1, new.shape[1], whole - new.shape[2])
         return torch.cat([rest, new], dim=-1).to(inputs_tensor.device)
 
@@ -159,12 +173,26 @@ def _continue_generate(original: Callable[..., Any], scope: Callable[[], Scope |
 def _continue_forward(original: Callable[..., Any], scope: Callable[[], Scope | None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def positions(*args: Any, **kwargs: Any) -> Tensor | None:
-        state = _kept(scope(), kwargs.get("past_key_values"))
-        types = kwargs.get("mm_token_type_ids")
-        embeds = kwargs.get("inputs_embeds")
-        if state is None or embeds is None or (types is not None and bool(types[:, -embeds.shape[1] :].any())):
+        call, cache = scope(), kwargs.get("past_key_values")
+        ids, embeds, types = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("mm_token_type_ids")
+        if call is None or cache is None or embeds is None:
             return original(*args, **kwargs)
-        return _next_positions(state, embeds.shape[1]).expand(3, -1, -1).to(embeds.device)
+        length, seen, state = embeds.shape[1], cache.get_seq_length(), _kept(call, cache)
+        pictures = types is not None and bool(types[:, -length:].any())
+        if not seen:
+            # a conversation that begins without pictures has no use for another one's `rope_deltas`
+            cache.mmaccel_text = not pictures
+            return original(*args, **kwargs)
+        if pictures and ids is not None and (state is not None or getattr(cache, "mmaccel_text", False)):
+            mask = kwargs.pop("attention_mask", None)
+            rest = {**kwargs, "mm_token_type_ids": types[:, -length:]}
+            del rest["input_ids"], rest["inputs_embeds"]
+            rest["attention_mask"] = None if mask is None else mask[:, -length:]
+            new, _ = call.owner.family.inner.get_rope_index.__wrapped__(ids, **rest)
+            return new + (seen - (state.offset.to(new.device)[:, None] if state is not None else 0))
+        if state is not None:
+            return _next_positions(state, length).expand(3, -1, -1).to(embeds.device)
+        return None if getattr(cache, "mmaccel_text", False) else original(*args, **kwargs)
 
     return positions
 

@@ -13,6 +13,8 @@ from .internvl import TiledByText, first
 _TILE = re.compile(r"<row_(\d+)_col_(\d+)>\s*$")
 _GLOBAL = re.compile(r"<global-img>\s*$")
 _FRAME = re.compile(r"Frame from \d+:\d+:\s*(?:<fake_token_around_image>)?\s*(?:<global-img>)?\s*$")
+#: all that stands between two frames of one clip; every clip is introduced by a sentence
+_NEXT = re.compile(r"\s*(?:<fake_token_around_image>)?\s*" + _FRAME.pattern)
 
 
 class SmolVLM(TiledByText):
@@ -38,12 +40,16 @@ class SmolVLM(TiledByText):
         """One segment a tile or frame."""
         m = self.side // self.shuffle
         pictures: list[Picture] = []
-        offset, row_before = 0, -1
+        offset, row_before, stop_before = 0, -1, 0
         open_tiles, frame = False, 0
         for row, start, stop in self.runs(ids):
             text = self.text_before(ids, row, start)
             is_frame, is_tile = bool(_FRAME.search(text)), bool(_TILE.search(text))
-            joins = row == row_before and (open_tiles if not is_frame else frame > 0)
+            if is_frame:
+                between = self.text_before(ids, row, start, start - stop_before)
+                joins = row == row_before and frame > 0 and bool(_NEXT.match(between))
+            else:
+                joins = row == row_before and open_tiles
             frame = frame + 1 if is_frame and joins else int(is_frame)
             tiles = [
                 Tile.raster(1, m, m, offset + i * m * m, frame=max(frame - 1, 0))
@@ -55,6 +61,6 @@ class SmolVLM(TiledByText):
                 pictures.append(tiles)
             # tiles stay open until their global view has come
             open_tiles = is_tile and not _GLOBAL.search(text)
-            row_before = row
+            row_before, stop_before = row, stop
             offset += stop - start
         return first(pictures, encoded.tokens)

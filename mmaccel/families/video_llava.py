@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 import torch
+from torch import Tensor
 
 from ..layout import Modality, Picture, Tile
 from ..scope import Encoded
-from .base import Family
+from .base import Family, clip_frames
 from .llava import with_cls
 
 
@@ -25,7 +24,7 @@ class VideoLlava(Family):
         n = self.side
         if modality == "image":
             return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]
-        clips, frames = encoded.arguments["pixel_values_videos"].shape[:2]
+        clips, frames = clip_frames(encoded)
         pictures: list[Picture] = []
         for i in range(clips):
             parts = [with_cls(Tile.raster(1, n, n, (i * frames + f) * n * n, frame=f), 1) for f in range(frames)]

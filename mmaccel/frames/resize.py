@@ -52,15 +52,19 @@ class Resize(FramesMethod):
         image = image.convert("RGB") if image.mode in ("P", "1") else image
         return image.resize(size, Image.Resampling.BICUBIC, reducing_gap=3.0)
 
-    def clip(self, frames: np.ndarray, retain: float) -> np.ndarray:
-        """``[T, H, W, 3]`` uint8 -> ``[T', H', W', 3]``; all frames get the same size."""
+    def choose(self, frames: np.ndarray, retain: float) -> np.ndarray:
+        """``[T']``: the middle of each of ``T'`` equal stretches of the clip."""
         total = len(frames)
         stay = max(1, int(total * self.frames + 0.5)) if total else 0
-        frames = frames[(2 * np.arange(stay) + 1) * total // max(1, 2 * stay)]
-        if not total:
+        return (2 * np.arange(stay) + 1) * total // max(1, 2 * stay)
+
+    def clip(self, frames: np.ndarray, retain: float) -> np.ndarray:
+        """``[T, H, W, 3]`` uint8 -> ``[T', H', W', 3]``; all frames get the same size."""
+        stay = self.choose(frames, retain)
+        if not len(stay):
             return frames
-        area = min(1.0, retain * total / stay)
-        return np.stack([np.asarray(self.picture(Image.fromarray(frame), area)) for frame in frames])
+        area = min(1.0, retain * len(frames) / len(stay))
+        return np.stack([np.asarray(self.picture(Image.fromarray(frame), area)) for frame in frames[stay]])
 
 
 def _shrunk(size: tuple[int, int], retain: float) -> tuple[int, int]:

@@ -336,7 +336,8 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None) -> CacheState:
     for old, new in zip(held, state.layers, strict=False):
         if not old.is_initialized or old.get_seq_length() == 0:
             continue
-        if isinstance(old, DynamicSlidingWindowLayer) and old.keys.shape[-2] != old.get_seq_length():
+        slid = isinstance(old, DynamicSlidingWindowLayer)
+        if slid and old.keys.shape[-2] != old.get_seq_length():
             raise UnsupportedError(
                 "This cache has already dropped keys beyond its sliding window; start a new cache with the picture in it."
             )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from comparators import COMPARATORS, Fault, NotBuilt
+
+# one file an area: compare_pruning.py, compare_merging.py, ...
+for path in sorted(Path(__file__).parent.glob("compare_*.py")):
+    COMPARATORS.update(import_module(path.stem).COMPARATORS)
 
 
 def test_vectors_are_there(request: pytest.FixtureRequest) -> None:

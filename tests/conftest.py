@@ -1,0 +1,19 @@
+"""What all tests share: one thread, and the option that chooses the golden vectors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+SHIPPED = Path(__file__).parent / "conformance" / "golden"
+
+# sums do not depend on the machine, and several pytest workers do not fight over the cores
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden", type=Path, default=SHIPPED, help="folder of golden vectors (default: the few shipped ones)"
+    )
