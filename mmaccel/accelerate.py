@@ -154,24 +154,29 @@ class Accelerator:
                     f"{least} to {depth - 1}{why}; give layer={min(max(layer, least), depth - 1)}."
                 )
 
-    def _check_generation(self, config: Any) -> None:
-        """Caches and prefill modes that cannot be honoured are refused, not quietly run in full."""
-        if not self.active or config is None:
+    def _check_generation(self, *configs: Any) -> None:
+        """Caches and prefill modes that cannot be honoured are refused, not quietly run in full; the first config that
+        says something counts."""
+        if not self.active:
             return
-        cache = getattr(config, "cache_implementation", None)
-        if cache not in (None, "dynamic"):
+
+        def said(name: str) -> Any:
+            values = (getattr(config, name, None) for config in configs)
+            return next((value for value in values if value is not None), None)
+
+        if (cache := said("cache_implementation")) not in (None, "dynamic"):
             raise UnsupportedError(
                 f"cache_implementation={cache!r} cannot hold a reduced prompt; leave it out (a dynamic cache is used)."
             )
-        if getattr(config, "prefill_chunk_size", None):
+        if said("prefill_chunk_size"):
             raise UnsupportedError("prefill_chunk_size would reduce only the first chunk; leave it out.")
 
     # --- while it runs ----------------------------------------------------------------------------------------
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def generate(*args: Any, **kwargs: Any) -> Any:
-            for given in (kwargs.get("generation_config"), _Given(kwargs)):
-                self._check_generation(given)
+            config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+            self._check_generation(_Given(kwargs), config, self._model.generation_config)
             self._drop_stale(None)
             scope = Scope(self, Stats(self.recipe.name), cache=kwargs.get("past_key_values"))
             push(scope)

@@ -40,7 +40,22 @@ def base_function(base: str, module: nn.Module) -> Attention:
         function: Attention = sys.modules[type(module).__module__].eager_attention_forward
         return function
     function = ALL_ATTENTION_FUNCTIONS[base]
-    return function
+    return functools.partial(_flash, base, function) if "flash" in base else function
+
+
+def _flash(base: str, function: Attention, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Flash attention looks for its kernels by the name in the module's config, which is ours now."""
+    return function(_As(module, config=_As(module.config, _attn_implementation=base)), *args, **kwargs)
+
+
+class _As:
+    """An object with some attributes replaced."""
+
+    def __init__(self, thing: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced, _thing=thing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._thing, name)
 
 
 def _mask(base: str, *args: Any, **kwargs: Any) -> Any:
@@ -97,17 +112,6 @@ def _text_attention(
 def _for_heads(mask: Tensor, groups: int) -> Tensor:
     """``[B, 1 or Hkv, q, K]`` for query heads."""
     return mask if mask.shape[1] == 1 else mask.repeat_interleave(groups, dim=1)
-
-
-def prompt_attention(query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
-    """``[B, K]`` float32: attention of the last query to every key, mean over heads; nothing larger than ``[B, Hq, K]``."""
-    b, heads, _, d = query.shape
-    kv = key.shape[1]
-    q = query[:, :, -1].reshape(b, kv, heads // kv, d)
-    logits = torch.einsum("bkgd,bkld->bkgl", q.float(), key.float()) * scaling
-    if visible is not None:
-        logits = logits.masked_fill(~visible[:, :, -1:], -torch.inf)
-    return logits.softmax(-1).mean((1, 2))
 
 
 def _vision_attention(

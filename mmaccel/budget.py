@@ -94,7 +94,8 @@ def counts(
     out = torch.zeros(len(present), dtype=torch.long)
     for p in dict.fromkeys(picture):
         units = [i for i, q in enumerate(picture) if q == p]
-        total = (rounding or resolve)(retain, sum(original[i] for i in units))
+        size = sum(original[i] for i in units)
+        total = resolve(retain, size) if rounding is None or isinstance(retain, int) else rounding(retain, size)
         sizes = [present[i] for i in units]
         for i, k in zip(units, split(total, sizes), strict=True):
             out[i] = k

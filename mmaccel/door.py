@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from .attention import prompt_attention
 from .budget import counts
 from .errors import MmaccelError, UnsupportedError
 from .kv.cache import CacheState, KeyIndex, adopt, cache_bytes, state_of
 from .kv.eviction import evict
 from .layout import Layout
-from .method import LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
+from .method import LayerAttention, LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
 from .reduction import Reduction
 from .scope import Scope, current
 from .stats import Stage
@@ -65,7 +64,7 @@ class Step:
         self.layout: Layout | None = None
         self.total: Reduction | None = None
         self.phases: list[tuple[int, Phase]] = []
-        self.attention: Tensor | None = None
+        self.looked: dict[str, Tensor] = {}
         self.cache_kept: list[Tensor] = []
 
     def phase(self, layer: int) -> Phase:
@@ -86,7 +85,13 @@ class Step:
         if self.layout is None:
             return
         if number + 1 in self.owner.cuts:
-            self.attention = prompt_attention(query, key, visible, scaling)[:, -query.shape[2] :]
+            method = self.owner.built[self.owner.cuts[number + 1]][1]
+            assert isinstance(method, LayerMethod)
+            places = self.phase(number).places.to(query.device).long() - self.seen
+            text = (places >= 0) & ~self.layout.visual.to(query.device).gather(1, places.clamp(min=0))
+            with self.scope.stats.clock.measure("selection", query.device):
+                seen = method.look(LayerAttention(query, key, visible, scaling, text))
+            self.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
         if self.owner.policy is not None and self.state is not None:
             with self.scope.stats.clock.measure("selection", query.device):
                 self.cache_kept.append(evict(self, number, query, scaling))
@@ -116,8 +121,8 @@ class Step:
         valid = units.valid.to(device)
         signals = self.owner.taps.signals(method.taps(), layout, self.scope.encoded, units) if method.taps() else {}
         if isinstance(method, LayerMethod):
-            assert self.attention is not None
-            signals["prompt_attention"] = self.attention.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
+            for name, figures in self.looked.items():
+                signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
         question, asked = self.question(hidden, slots, rows) if method.needs_question else (None, None)
         tokens = TokenBatch(
             question=question,
@@ -220,7 +225,9 @@ class Door:
         visual = 0
         # one new token is a decode step; looking for placeholders in it would cost every step
         prefill = length > 1
-        if prefill and ids is not None and ids.shape == embeds.shape[:2]:
+        # a candidate of prompt lookup may repeat a placeholder, when the pictures of this call are in the cache already
+        guessed = scope.generating and state is not None and scope.layout is not None
+        if prefill and not guessed and ids is not None and ids.shape == embeds.shape[:2]:
             visual = int(self.owner.family.visual(ids).sum())
         scope.timer = scope.stats.clock.start(embeds.device), "prefill" if prefill else "decode"
         scope.stats.prompt_tokens += embeds.shape[0] * length * prefill
@@ -401,7 +408,7 @@ class Door:
             scope.stats.clock.stop(scope.timer[1], scope.timer[0])
             scope.timer = None
         if step is not None and step.state is not None:
-            step.state.step = None
+            step.state.settle()
         if output is None:
             return None
         cache = getattr(output, "past_key_values", None)

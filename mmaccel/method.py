@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from .budget import resolve
@@ -55,7 +56,7 @@ class TokenBatch:
         model embeds it; only for methods with ``needs_question``.
     signals : what the method's taps saw, per kind: ``cls_attention`` and ``received_attention`` ``[N, layers, n]``,
         ``keys`` and ``features`` ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
-        At site ``layers``: ``prompt_attention [N, n]``.
+        At site ``layers``: what the method's ``look`` returned, ``[N, n]``.
     """
 
     features: Tensor
@@ -119,15 +120,54 @@ class ProjectorMethod(TokenMethod):
     site = "projector"
 
 
+@dataclass(frozen=True)
+class LayerAttention:
+    """The attention of one language model layer over a prompt, to be looked at in slices; the whole map never exists.
+
+    query : ``[B, Hq, q, D]``, key : ``[B, Hkv, K, D]``, post-RoPE. The prompt's own keys are the last ``q`` of the ``K``.
+    visible : ``[B, 1 or Hkv, q, K]`` bool, or None for plain causal attention.
+    text : ``[B, q]`` bool, the prompt tokens that are neither visual nor padding.
+    """
+
+    query: Tensor
+    key: Tensor
+    visible: Tensor | None
+    scaling: float
+    text: Tensor
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """``[B, Hq, stop - start, K]`` float32 of query rows ``start`` to ``stop``; ``-inf`` where a row may not look."""
+        rows, keys, heads = self.query[:, :, start:stop], self.key.shape[2], self.query.shape[1]
+        grouped = rows.unflatten(1, (self.key.shape[1], -1)).float()
+        logits = torch.einsum("bkgqd,bkld->bkgql", grouped, self.key.float()) * self.scaling
+        if self.visible is not None:
+            seen = self.visible[:, :, None, start:stop]
+        else:
+            at = torch.arange(start, stop, device=rows.device) + keys - self.query.shape[2]
+            seen = torch.arange(keys, device=rows.device) <= at[:, None]
+        return logits.masked_fill(~seen, -torch.inf).reshape(len(rows), heads, -1, keys)
+
+    def attention(self, start: int, stop: int) -> Tensor:
+        """``[B, Hq, stop - start, K]``: the softmax of :meth:`logits`; NaN in rows of padding."""
+        return self.logits(start, stop).softmax(-1)
+
+
 class LayerMethod(TokenMethod):
     """Between two layers of the language model: at the input of layer ``layer`` (counted from 0, at least 1).
 
-    ``tokens.signals["prompt_attention"]`` holds the attention that the last prompt token pays in layer ``layer - 1``.
+    What :meth:`look` makes of the attention of layer ``layer - 1`` reaches :meth:`reduce` as ``tokens.signals``, gathered
+    at the tokens of each unit.
     """
 
     site = "layers"
     unit = "picture"
     layer: int
+
+    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+        """Figures per key, ``[B, K]`` float32 each. By default ``prompt_attention``: the attention the last prompt token
+        pays, mean over heads."""
+        last = attention.query.shape[2]
+        return {"prompt_attention": attention.attention(last - 1, last).mean((1, 2))}
 
 
 class EncoderMethod(Method):

@@ -122,7 +122,7 @@ def _pictures(images: Any, stages: Stages) -> Any:
     if isinstance(images, (np.ndarray, torch.Tensor)):
         bytes_, back = _as_frames(images[None])
         frame = bytes_[0, :, :, 0] if bytes_.shape[-1] == 1 else bytes_[0]
-        small = np.asarray(_reduced(Image.fromarray(frame), stages))
+        small = np.array(_reduced(Image.fromarray(frame), stages))
         return back(small[None, ..., None] if small.ndim == 2 else small[None])[0]
     return _reduced(images, stages) if isinstance(images, PILImage) else images
 

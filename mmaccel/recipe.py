@@ -278,7 +278,7 @@ def recipe(which: str | Path | Mapping[str, Any] | Recipe | Stage | Iterable[Sta
     if isinstance(which, str):
         known = recipes()
         if which not in known:
-            raise MmaccelError(f"There is no recipe {which!r}{suggest(which, known)}.")
+            raise MmaccelError(f"There is no recipe {which!r}{suggest(which, known)}")
         return known[which]
     if isinstance(which, Iterable):
         stages = tuple(which)

@@ -49,15 +49,15 @@ def method(name: str) -> type[Method]:
     """The method class called ``name``; an unknown name gets the nearest known ones."""
     _load()
     if name not in _methods:
-        raise MmaccelError(f"There is no method {name!r}{suggest(name, _methods)}.")
+        raise MmaccelError(f"There is no method {name!r}{suggest(name, _methods)}")
     return _methods[name]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean ...?`` for an unknown name, or the list of what there is."""
+    """``; did you mean ...?`` for an unknown name, or the list of what there is: the end of a sentence."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known are {', '.join(known)}"
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known are {', '.join(known)}."
 
 
 def _load() -> None:

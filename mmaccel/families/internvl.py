@@ -25,12 +25,17 @@ class TiledByText(Family):
         """Patches along one side of the block that becomes one token."""
         return int(round(1 / self.config.downsample_ratio))
 
-    def runs(self, ids: Tensor) -> list[tuple[int, int, int]]:
-        """Runs of image placeholders: (row, first, last + 1), row by row."""
+    def runs(self, ids: Tensor, tokens: int) -> list[tuple[int, int, int]]:
+        """Runs of image placeholders: (row, first, last + 1), row by row, of the rows whose pictures were encoded.
+
+        ``tokens`` were encoded: where ``generate`` has repeated every row since (beams), only the first copy counts.
+        """
+        visual = self.visual(ids)
+        copies = max(1, int(visual.sum()) // max(1, tokens))
         found = []
-        for b, row in enumerate(self.visual(ids).tolist()):
+        for b in range(0, len(ids), copies):
             start = None
-            for i, inside in enumerate([*row, False]):
+            for i, inside in enumerate([*visual[b].tolist(), False]):
                 if inside and start is None:
                     start = i
                 elif not inside and start is not None:
@@ -72,7 +77,7 @@ class InternVL(TiledByText):
         m = self.side // self.shuffle
         pictures: list[Picture] = []
         offset = expected = 0
-        for row, start, stop in self.runs(ids):
+        for row, start, stop in self.runs(ids, encoded.tokens):
             frame = _FRAME.search(self.text_before(ids, row, start))
             number = int(frame.group(1)) if frame else 0
             if number > 1 and number == expected:
@@ -82,15 +87,4 @@ class InternVL(TiledByText):
                 pictures.append([Tile.raster(1, m, m, offset + i * m * m) for i in range(count)])
             expected = number + 1
             offset += stop - start
-        return first(pictures, encoded.tokens)
-
-
-def first(pictures: list[Picture], tokens: int) -> list[Picture]:
-    """The leading pictures that make up ``tokens`` tokens: those that were encoded, before rows were repeated."""
-    out = []
-    for picture in pictures:
-        if tokens <= 0:
-            break
-        out.append(picture)
-        tokens -= sum(map(len, picture))
-    return out
+        return pictures

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -139,6 +139,11 @@ def _next_positions(state: Any, length: int) -> Tensor:
     return (at - state.offset[:, None])[None]
 
 
+def _grids(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call comes with pictures; placeholders without them are refused at the door."""
+    return any(kwargs.get(f"{modality}_grid_thw") is not None for modality in ("image", "video"))
+
+
 def _continue_generate(original: Callable[..., Any], scope: Callable[[], Scope | None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def positions(inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
@@ -150,7 +155,7 @@ def _continue_generate(original: Callable[..., Any], scope: Callable[[], Scope |
         if call is None or not seen:
             return original(inputs_tensor, model_kwargs)
         state, family = _kept(call, cache), call.owner.family
-        if types is not None and bool(types[:, seen:].any()):
+        if _grids(model_kwargs) and types is not None and bool(types[:, seen:].any()):
             # transformers 5.17 would go on with `rope_deltas` here
             text = GenerationMixin._prepare_position_ids_for_generation(family.model, inputs_tensor, model_kwargs)
             rest = {key: value for key, value in model_kwargs.items() if key != "input_ids"}
@@ -178,7 +183,7 @@ def _continue_forward(original: Callable[..., Any], scope: Callable[[], Scope | 
         if call is None or cache is None or embeds is None:
             return original(*args, **kwargs)
         length, seen, state = embeds.shape[1], cache.get_seq_length(), _kept(call, cache)
-        pictures = types is not None and bool(types[:, -length:].any())
+        pictures = _grids(kwargs) and types is not None and bool(types[:, -length:].any())
         if not seen:
             # a conversation that begins without pictures has no use for another one's `rope_deltas`
             cache.mmaccel_text = not pictures

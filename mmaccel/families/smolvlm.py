@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..layout import Modality, Picture, Tile
 from ..scope import Encoded
-from .internvl import TiledByText, first
+from .internvl import TiledByText
 
 _TILE = re.compile(r"<row_(\d+)_col_(\d+)>\s*$")
 _GLOBAL = re.compile(r"<global-img>\s*$")
@@ -42,7 +42,7 @@ class SmolVLM(TiledByText):
         pictures: list[Picture] = []
         offset, row_before, stop_before = 0, -1, 0
         open_tiles, frame = False, 0
-        for row, start, stop in self.runs(ids):
+        for row, start, stop in self.runs(ids, encoded.tokens):
             text = self.text_before(ids, row, start)
             is_frame, is_tile = bool(_FRAME.search(text)), bool(_TILE.search(text))
             if is_frame:
@@ -63,4 +63,4 @@ class SmolVLM(TiledByText):
             open_tiles = is_tile and not _GLOBAL.search(text)
             row_before, stop_before = row, stop
             offset += stop - start
-        return first(pictures, encoded.tokens)
+        return pictures

@@ -7,7 +7,7 @@ key came from is its :class:`KeyIndex`, from which causal, padding and sliding-w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,16 @@ class KeyIndex:
             self._mask = (queries, window, mask)
         return self._mask[2]
 
+    def forget(self) -> None:
+        """Let go of the mask of the last forward, which may be many times as large as the index."""
+        self._mask = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor the index holds between two forwards."""
+        yield self.index
+        if self._slots is not None:
+            yield self._slots
+
     def select(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
         self.index = self.index.index_select(0, rows.to(self.index.device))
@@ -95,16 +105,21 @@ class KeyIndex:
 
 @dataclass
 class Ragged:
-    """Keys and values of heads that store different counts, one after the other: ``[total, D]``, ``lengths [B, Hkv]``."""
+    """Keys and values of heads that store different counts, one after the other: ``[total, D]``, ``lengths [B, Hkv]``.
+
+    ``longest`` is the width of :meth:`padded`, at least the longest head; it does not change when rows are selected, as the
+    width of the index does not.
+    """
 
     keys: Tensor
     values: Tensor
     lengths: Tensor
+    longest: int
 
     def padded(self) -> tuple[Tensor, Tensor]:
         """``[B, Hkv, longest, D]`` each; short heads end in zeros."""
         b, h = self.lengths.shape
-        there = torch.arange(int(self.lengths.max()), device=self.keys.device) < self.lengths[..., None]
+        there = torch.arange(self.longest, device=self.keys.device) < self.lengths[..., None]
         shape = (b, h, there.shape[-1], self.keys.shape[-1])
         keys, values = self.keys.new_zeros(shape), self.values.new_zeros((*shape[:3], self.values.shape[-1]))
         keys[there], values[there] = self.keys, self.values
@@ -118,7 +133,7 @@ class Ragged:
         reps = lengths.flatten()
         at = torch.arange(int(reps.sum()), device=reps.device)
         at = at + torch.repeat_interleave(start - (torch.cumsum(reps, 0) - reps), reps)
-        return Ragged(self.keys[at], self.values[at], lengths)
+        return Ragged(self.keys[at], self.values[at], lengths, self.longest)
 
 
 class CompressedLayer(DynamicLayer):
@@ -179,7 +194,7 @@ class CompressedLayer(DynamicLayer):
             self.keys = keys.gather(2, order[..., None].expand(-1, -1, -1, keys.shape[-1]))
             self.values = values.gather(2, order[..., None].expand(-1, -1, -1, values.shape[-1]))
         else:
-            self.ragged = Ragged(keys[kept], values[kept], lengths)
+            self.ragged = Ragged(keys[kept], values[kept], lengths, longest)
             self.keys = keys.new_empty(b, h, 0, keys.shape[-1])
             self.values = values.new_empty(b, h, 0, values.shape[-1])
 
@@ -199,7 +214,7 @@ class CompressedLayer(DynamicLayer):
         if self.ragged is not None:
             yield from (self.ragged.keys, self.ragged.values, self.ragged.lengths)
         if self.index is not None:
-            yield self.index.index
+            yield from self.index.tensors()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens seen (transformers counts them as a negative number)."""
@@ -273,6 +288,13 @@ class CacheState:
         """Batch size."""
         index = self.layers[0].index
         return 0 if index is None else len(index.index)
+
+    def settle(self) -> None:
+        """The forward is over: let go of it, and of the masks that were made for it."""
+        self.step = None
+        for layer in self.layers:
+            if layer.index is not None:
+                layer.index.forget()
 
     def split(self, at: int) -> None:
         """Let layers from ``at`` on have indices of their own: they are about to store other tokens than those before."""
