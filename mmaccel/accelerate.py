@@ -41,10 +41,10 @@ class Accelerator:
         self.recipe = recipe
         self.processor = processor
         self.family: Family = family_of(model, processor)
-        self.built = recipe.build()
+        self.built = [(stage, method.fit(self.family)) for stage, method in recipe.build()]
         for _, method in self.built:
             method.check(self.family)
-        self.cuts = {m.layer: i for i, (_, m) in enumerate(self.built) if isinstance(m, LayerMethod)}
+        self.cuts = {int(m.layer): i for i, (_, m) in enumerate(self.built) if isinstance(m, LayerMethod)}
         self.policy = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, Policy)), None)
         self.encoder = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, EncoderMethod)), -1)
         #: whether anything happens between pixels and the cache

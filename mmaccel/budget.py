@@ -80,6 +80,7 @@ def counts(
     original: list[int],
     present: list[int],
     picture: list[int],
+    least: Retain | None = None,
     rounding: Callable[[Retain, int], int] | None = None,
 ) -> Tensor:
     """The count of every unit (segment, or whole picture) of one stage, ``[N]`` long on the CPU.
@@ -89,6 +90,7 @@ def counts(
     retain : ratio of the *original* tokens, or a count, per picture or clip.
     original, present : tokens each unit had at first and has now.
     picture : which picture or clip each unit belongs to; the budget of a picture is split over its units.
+    least : what a later stage is going to keep; this one leaves at least as many.
     rounding : how a picture's budget becomes a whole number; default :func:`resolve`.
     """
     out = torch.zeros(len(present), dtype=torch.long)
@@ -96,6 +98,7 @@ def counts(
         units = [i for i, q in enumerate(picture) if q == p]
         size = sum(original[i] for i in units)
         total = resolve(retain, size) if rounding is None or isinstance(retain, int) else rounding(retain, size)
+        total = total if least is None else max(total, resolve(least, size))
         sizes = [present[i] for i in units]
         for i, k in zip(units, split(total, sizes), strict=True):
             out[i] = k

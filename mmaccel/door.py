@@ -114,12 +114,14 @@ class Step:
         assert retain is not None
         official = method.official_count if self.owner.recipe.rounding == "official" else None
         present = units.valid.sum(1).tolist()
-        count = counts(retain, whole.valid.sum(1).tolist(), present, units.picture, official)
+        primary = self.owner.recipe.primary
+        least = self.owner.recipe.retain if primary is not None and stage < primary else None
+        count = counts(retain, whole.valid.sum(1).tolist(), present, units.picture, least, official)
         rows = units.row.to(device)
         places = units.places.clamp(min=0).to(device)
         at = places if slots is None else slots[rows[:, None], places]
         valid = units.valid.to(device)
-        signals = self.owner.taps.signals(method.taps(), layout, self.scope.encoded, units) if method.taps() else {}
+        signals = self.owner.taps.signals(method.taps(), self.scope.encoded, units) if method.taps() else {}
         if isinstance(method, LayerMethod):
             for name, figures in self.looked.items():
                 signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
@@ -328,7 +330,7 @@ class Door:
         axes = positions[-3:] if positions.dim() == 3 else positions[None]
         after = axes.amax(0).masked_fill(~valid, -1).amax(1) + 1
         kept_positions = positions[..., torch.arange(batch, device=device)[:, None], at]
-        if owner.recipe.positions == "paper":
+        if owner.recipe.positions == "paper" and any(m.site in ("encoder", "projector") for _, m in owner.built):
             start = step.seen - step.state.offset.to(device) if step.state and step.state.offset is not None else 0
             rank = (chosen >= 0).cumsum(1) - 1
             kept_positions = (rank + (start[:, None] if isinstance(start, Tensor) else start)).clamp(min=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -77,20 +77,18 @@ class Layout:
         return mask
 
     @staticmethod
-    def walk(
-        ids: Tensor, valid: Tensor, found: Sequence[tuple[Modality, int, list[Picture], int]], family: str
-    ) -> Layout:
+    def walk(ids: Tensor, valid: Tensor, found: Sequence[tuple[Modality, int, list[Picture]]], family: str) -> Layout:
         """Assign pictures to the placeholders of ``ids [B, S]``, in feature order.
 
         Parameters
         ----------
-        found : per modality (name, placeholder id, its pictures, offset of its sources). Pictures fill the
+        found : per modality (name, placeholder id, its pictures). Pictures fill the
             placeholders row by row. When ``generate`` repeated every row m times after the pictures were encoded, all m
             copies share theirs.
         """
         segments: list[Segment] = []
         picture = 0
-        for modality, token, pictures, offset in found:
+        for modality, token, pictures in found:
             rows = [((ids[b] == token) & valid[b]).nonzero()[:, 0] for b in range(len(ids))]
             there, known = sum(map(len, rows)), sum(len(t) for p in pictures for t in p)
             copies = there // known if known else 0
@@ -111,8 +109,7 @@ class Layout:
                 for tiles in mine:
                     for tile in tiles:
                         at = places[start : start + len(tile)]
-                        lifted = Tile(tile.grid, tile.cells, torch.where(tile.source < 0, -1, tile.source + offset))
-                        segments.append(Segment(b, modality, picture, lifted, at))
+                        segments.append(Segment(b, modality, picture, tile, at))
                         start += len(tile)
                     picture += 1
                 if start != len(places):
@@ -137,6 +134,7 @@ class Layout:
         return Units(
             row=torch.tensor([part[0].row for part in parts]),
             picture=[part[0].picture for part in parts],
+            modality=[part[0].modality for part in parts],
             places=pad([[s.places for s in part] for part in parts]),
             cells=pad([[s.tile.cells for s in part] for part in parts]),
             source=pad([[s.tile.source for s in part] for part in parts]),
@@ -152,6 +150,7 @@ class Units:
 
     row: Tensor
     picture: list[int]
+    modality: list[Modality]
     places: Tensor
     cells: Tensor
     source: Tensor
@@ -174,4 +173,10 @@ class Units:
             return x.gather(1, order).masked_fill(gone, -1)
 
         cells = torch.stack([take(c) for c in self.cells.unbind(-1)], dim=-1)
-        return Units(self.row, self.picture, take(self.places), cells, take(self.source), take(self.segment), self.grid)
+        return replace(
+            self,
+            places=take(self.places),
+            cells=cells,
+            source=take(self.source),
+            segment=take(self.segment),
+        )

@@ -6,6 +6,7 @@ Write a subclass as a frozen dataclass (its fields are the method's options), gi
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .budget import resolve
+from .errors import MmaccelError
 from .reduction import Reduction
 
 if TYPE_CHECKING:
@@ -82,6 +84,10 @@ class Method(ABC):
     conserves_mass: ClassVar[bool] = False
     #: what a recipe made of this method alone keeps by default
     default_retain: ClassVar[float | None] = 0.25
+
+    def fit(self, family: Family) -> Method:
+        """This method with the options that depend on the model filled in; called once, before :meth:`check`."""
+        return self
 
     def taps(self) -> tuple[Tap, ...]:
         """What this method asks of the vision tower."""
@@ -153,7 +159,10 @@ class LayerAttention:
 
 
 class LayerMethod(TokenMethod):
-    """Between two layers of the language model: at the input of layer ``layer`` (counted from 0, at least 1).
+    """Between two layers of the language model: at the input of layer ``layer``.
+
+    ``layer`` is counted from 0 and at least 1; a float is a share of the model's depth, rounded half up and moved to the
+    nearest layer at which tokens can be dropped, so that a recipe fits any model.
 
     What :meth:`look` makes of the attention of layer ``layer - 1`` reaches :meth:`reduce` as ``tokens.signals``, gathered
     at the tokens of each unit.
@@ -161,7 +170,24 @@ class LayerMethod(TokenMethod):
 
     site = "layers"
     unit = "picture"
-    layer: int
+    layer: float
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.layer, int)
+        if self.layer < 1 if whole else not 0 < self.layer < 1:
+            raise MmaccelError(
+                f"{self.name} cannot work at layer={self.layer}; give a layer of 1 or more, or a share of the depth "
+                "between 0 and 1."
+            )
+
+    def fit(self, family: Family) -> Method:
+        """A share of the depth becomes a layer."""
+        if isinstance(self.layer, int):
+            return self
+        depth = len(family.text.layers)
+        layer = min(max(int(self.layer * depth + 0.5), 1, family.deepstack), depth - 1)
+        # methods are frozen dataclasses with a field `layer`
+        return dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
 
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Figures per key, ``[B, K]`` float32 each. By default ``prompt_attention``: the attention the last prompt token

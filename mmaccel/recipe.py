@@ -57,7 +57,7 @@ class Recipe:
     name : what it is called.
     stages : at most one ``encoder`` stage; any number at ``projector``; ``layers`` stages at rising layers.
     positions : ``keep`` (kept tokens keep their original positions and decoding continues after the unreduced prompt)
-        or ``paper`` (what the authors did: most renumber the kept tokens 0, 1, 2, ...).
+        or ``paper`` (what the authors did: most renumber what enters the language model 0, 1, 2, ...).
     rounding : ``exact`` (a ratio is rounded half up per picture) or ``official`` (the authors' rounding).
     text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
     """
@@ -129,11 +129,7 @@ class Recipe:
         if self.primary is None:
             raise MmaccelError(f"Recipe {self.name!r} drops nothing, so retain={retain} has no meaning; leave it out.")
         stages = list(self.stages)
-        for i in range(self.primary + 1):
-            mine = stages[i].retain
-            # ratios never grow from site to site: earlier stages must leave room for what the last one keeps
-            if i == self.primary or (type(mine) is type(retain) and mine < retain):
-                stages[i] = dataclasses.replace(stages[i], retain=retain)
+        stages[self.primary] = dataclasses.replace(stages[self.primary], retain=retain)
         return dataclasses.replace(self, stages=tuple(stages))
 
     def _with_option(self, key: str, value: Any) -> Recipe:
@@ -158,7 +154,7 @@ class Recipe:
         """
         built = [(stage, stage.build()) for stage in self.stages]
         at = [m.layer for _, m in built if isinstance(m, LayerMethod)]
-        if at != sorted(set(at)):
+        if len({type(layer) for layer in at}) == 1 and at != sorted(set(at)):
             raise MmaccelError(f"Recipe {self.name!r}: methods inside the language model need rising layers, not {at}.")
         for stage, m in built:
             if stage.retain is None and m.budget != "none":
@@ -249,6 +245,8 @@ def add_recipe(recipe: Recipe) -> Recipe:
 
 def recipes() -> dict[str, Recipe]:
     """All recipes by name: the composed ones, and one for every method alone."""
+    from . import cookbook  # noqa: F401  (its recipes are added when it is imported)
+
     alone = {
         name: Recipe(name, (Stage(name, m.default_retain),), summary=m.summary, paper=m.paper)
         for name, m in methods().items()

@@ -133,15 +133,14 @@ class EncoderMerging:
         """``[B, S]`` bool: visual places that stay, those that hold the first patch of some group; None without merging."""
         if self.method is None:
             return None
-        order = [m for m in self.family.modalities if any(s.modality == m for s in layout.segments)]
-        parts = []
-        for modality in order:
+        first: dict[Modality, Tensor] = {}
+        for modality in dict.fromkeys(segment.modality for segment in layout.segments):
             merged = encoded[modality].merged
             assert merged is not None
-            parts.append(self.family.to_tokens(modality, encoded[modality], [merged.first().float()]) > 0)
-        flat = torch.cat(parts).cpu()
+            values = [merged.first().float()]
+            first[modality] = (self.family.to_tokens(modality, encoded[modality], values) > 0).cpu()
         kept = torch.zeros_like(layout.valid)
         for segment in layout.segments:
             source = segment.tile.source
-            kept[segment.row, segment.places] = flat[source.clamp(min=0)] | (source < 0)
+            kept[segment.row, segment.places] = first[segment.modality][source.clamp(min=0)] | (source < 0)
         return kept

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..families import Family
-from ..layout import Layout, Units
+from ..layout import Modality, Units
 from ..method import Tap
 from ..scope import Encoded, current
 
@@ -84,20 +84,25 @@ class Taps:
             values = encoded.merged.restore(values)
         encoded.taps.setdefault((kind, int(number or 0)), []).append(values)
 
-    def signals(
-        self, wanted: Sequence[Tap], layout: Layout, encoded: dict[Any, Encoded], units: Units
-    ) -> dict[str, Tensor]:
+    def signals(self, wanted: Sequence[Tap], encoded: dict[Modality, Encoded], units: Units) -> dict[str, Tensor]:
         """What one method asked for, per unit: ``[N, layers, n, ...]`` float32; NaN without a source."""
-        order = [m for m in self.family.modalities if any(s.modality == m for s in layout.segments)]
         out: dict[str, Tensor] = {}
         for tap in wanted:
             stack = []
             for layer in tap.layers:
                 number = self.family.tap_layer(layer)
-                parts = [self.family.to_tokens(m, encoded[m], encoded[m].taps[tap.kind, number]).float() for m in order]
-                flat = torch.cat(parts)
+                parts = {
+                    m: self.family.to_tokens(m, encoded[m], encoded[m].taps[tap.kind, number]).float()
+                    for m in dict.fromkeys(units.modality)
+                }
+                # sources count within a modality; the modalities stand one behind the other
+                starts, start = {}, 0
+                for modality, part in parts.items():
+                    starts[modality], start = start, start + len(part)
+                flat = torch.cat(list(parts.values()))
+                first = torch.tensor([starts[m] for m in units.modality], device=flat.device)
                 source = units.source.to(flat.device)
-                values = flat[source.clamp(min=0)]
+                values = flat[source.clamp(min=0) + first[:, None]]
                 nothing = (source < 0).view(*source.shape, *[1] * (values.dim() - 2))
                 stack.append(values.masked_fill(nothing, torch.nan))
             out[tap.kind] = torch.stack(stack, dim=1)

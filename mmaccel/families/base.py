@@ -128,7 +128,7 @@ class Family:
         UnsupportedError
             If placeholders have no encoded picture in this call, or counts do not match.
         """
-        found, offset = [], 0
+        found = []
         for modality in self.modalities:
             token = self.token_id(modality)
             if not bool(((ids == token) & valid).any()):
@@ -139,8 +139,13 @@ class Family:
                     f"The prompt has {modality} placeholders, but no {modality} was encoded in this call; pass the pixels "
                     "to the model instead of encoder outputs, and on a second turn only the new tokens and pixels."
                 )
-            found.append((modality, int(token or 0), self.pictures(modality, seen, ids), offset))
-            offset += seen.tokens
+            pictures = self.pictures(modality, seen, ids)
+            if (made := sum(len(tile) for picture in pictures for tile in picture)) < seen.tokens:
+                raise UnsupportedError(
+                    f"{self.name}: the prompt has room for {made} {modality} tokens but the encoded {modality}s make "
+                    f"{seen.tokens}; pass the pixels that belong to exactly the new tokens of this call."
+                )
+            found.append((modality, int(token or 0), pictures))
         return Layout.walk(ids, valid, found, self.name)
 
     def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:

@@ -169,8 +169,8 @@ def _continue_generate(original: Callable[..., Any], scope: Callable[[], Scope |
         mask = model_kwargs.get("attention_mask")
         whole = ids.shape[1] if mask is None else mask.shape[1]
         new = _next_positions(state, max(whole - seen, 1))
-        rest = new.new_zeros(1, new.shape[1], whole - new.shape[2])
-        return torch.cat([rest, new], dim=-1).to(inputs_tensor.device)
+        cached = new.new_zeros(1, new.shape[1], whole - new.shape[2])
+        return torch.cat([cached, new], dim=-1).to(inputs_tensor.device)
 
     return positions
 
@@ -183,14 +183,15 @@ def _continue_forward(original: Callable[..., Any], scope: Callable[[], Scope | 
         if call is None or cache is None or embeds is None:
             return original(*args, **kwargs)
         length, seen, state = embeds.shape[1], cache.get_seq_length(), _kept(call, cache)
-        pictures = _grids(kwargs) and types is not None and bool(types[:, -length:].any())
+        new_types = types[:, -length:] if types is not None else None
+        pictures = _grids(kwargs) and new_types is not None and bool(new_types.any())
         if not seen:
             # a conversation that begins without pictures has no use for another one's `rope_deltas`
             cache.mmaccel_text = not pictures
             return original(*args, **kwargs)
         if pictures and ids is not None and (state is not None or getattr(cache, "mmaccel_text", False)):
             mask = kwargs.pop("attention_mask", None)
-            rest = {**kwargs, "mm_token_type_ids": types[:, -length:]}
+            rest = {**kwargs, "mm_token_type_ids": new_types}
             del rest["input_ids"], rest["inputs_embeds"]
             rest["attention_mask"] = None if mask is None else mask[:, -length:]
             new, _ = call.owner.family.inner.get_rope_index.__wrapped__(ids, **rest)

@@ -218,6 +218,8 @@ class CompressedLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens seen (transformers counts them as a negative number)."""
+        # 5.17 counts them in a tensor
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError("crop takes a negative number of tokens to remove")
         if tokens_to_remove == 0 or self.index is None:

@@ -1,5 +1,5 @@
 """Pruning and merging between the layers of the language model, one method a file."""
 
-from . import fastv
+from . import aim, fastv, framefusion, holitom, mustdrop, promptdistill
 
-__all__ = ["fastv"]
+__all__ = ["aim", "fastv", "framefusion", "holitom", "mustdrop", "promptdistill"]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import MmaccelError
 from ..method import LayerMethod, TokenBatch
 from ..reduction import Reduction
 from ..registry import register
@@ -38,11 +37,7 @@ class FastV(LayerMethod):
     paper = "arXiv 2403.06764"
     default_retain = 0.5
 
-    layer: int = 2
-
-    def __post_init__(self) -> None:
-        if self.layer < 1:
-            raise MmaccelError(f"fastv cannot prune before layer {self.layer}; give layer=1 or more.")
+    layer: float = 2
 
     def official_count(self, retain: float, size: int) -> int:
         """The program is given the share to drop, and rounds what stays half to even."""

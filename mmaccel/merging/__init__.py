@@ -1,5 +1,5 @@
-"""Merging: several tokens become one, in space or inside the vision tower, one method a file."""
+"""Merging: several tokens become one, in space, over time or inside the vision tower, one method a file."""
 
-from . import pool, tome
+from . import aim, centerclip, dycoke, evs, holitom, moviechat, pitome, pool, tome
 
-__all__ = ["pool", "tome"]
+__all__ = ["aim", "centerclip", "dycoke", "evs", "holitom", "moviechat", "pitome", "pool", "tome"]

@@ -1,0 +1,79 @@
+"""The command ``mmaccel``; one file a subcommand. Heavy imports happen in the subcommand that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import MmaccelError
+from . import ask, doctor, methods, selfcheck
+
+#: exit status of an error that the user can mend; argparse uses the same
+USAGE = 2
+
+_ABOUT = """\
+Make pretrained vision and video LLMs faster by dropping visual tokens.
+
+  mmaccel selfcheck                                            does it work here?
+  mmaccel methods                                              what is there to choose from?
+  mmaccel ask --model FOLDER photo.jpg "What is on the table?" full against accelerated, side by side
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="mmaccel", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"mmaccel {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for module in (ask, methods, doctor, selfcheck):
+        command = commands.add_parser(
+            module.__name__.rpartition(".")[2],
+            help=module.HELP,
+            description=module.__doc__,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status: 0, 1 (a check failed, or a fault of ours), 2 (an error to mend)."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return USAGE
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # the reader (`| head`) has gone; keep the interpreter from complaining about it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except MmaccelError as error:
+        if options.debug:
+            traceback.print_exc()
+        print(f"mmaccel {options.command}: {error}", file=sys.stderr)
+        return USAGE
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        first = (str(error).strip().splitlines() or [""])[0]
+        print(
+            f"mmaccel {options.command}: unexpected {type(error).__name__}: {first} (--debug shows where)",
+            file=sys.stderr,
+        )
+        return 1

@@ -1,0 +1,506 @@
+"""Ask a model about pictures or a video, in full and accelerated, and print both side by side.
+
+PATH is one or more pictures, a video file, or a folder of frames (taken in the order of their names). Weights are read from
+safetensors only, and code that comes with a model is not run unless --trust-remote-code is given. Both runs are greedy and
+are timed after a warm-up of one token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MmaccelError, UnsupportedError
+from .text import nbytes, seconds, table
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..recipe import Recipe
+
+HELP = "ask about a picture or video, full against accelerated"
+EXAMPLES = """\
+examples:
+  mmaccel ask --model ./my-llava photo.jpg "What is on the table?"
+  mmaccel ask --model Qwen/Qwen2.5-VL-3B-Instruct --recipe divprune --retain 0.1 a.png b.png "What has changed?"
+  mmaccel ask --model ./my-qwen --frames 32 clip.mp4 "What happens?" --json
+"""
+
+SHIPPED = Path(__file__).parent.parent / "models" / "mini-llava"
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts")
+
+
+def retain(text: str) -> float:
+    """A budget from the command line: digits alone are a count, anything else a ratio."""
+    try:
+        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no budget; give a ratio such as 0.25 or a count such as 64"
+        ) from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``mmaccel ask``."""
+    parser.add_argument("media", nargs="+", metavar="PATH", help="pictures, or one video file or folder of frames")
+    parser.add_argument("question", help="the question, in quotes")
+    shipped = " (default: the small one that comes with mmaccel)" if SHIPPED.is_dir() else ""
+    parser.add_argument("--model", metavar="MODEL", help=f"folder or hub id of the model{shipped}")
+    parser.add_argument("--recipe", default="balanced", help="recipe, method or JSON file (default: balanced)")
+    parser.add_argument(
+        "--retain", type=retain, help="0.25: share of visual tokens to keep; 64: their number a picture"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="OPTION=VALUE", help="another option of the recipe, e.g. layer=3"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: 64)")
+    parser.add_argument("--frames", type=int, default=16, help="frames to show of a video, evenly spaced (default: 16)")
+    parser.add_argument("--fps", type=float, default=1.0, help="frames a second in a folder of frames (default: 1)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="of the weights (default: as stored, on the CPU float32)",
+    )
+    parser.add_argument("--attn", choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3"), help="attention")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load, ask twice, print."""
+    if not options.question.strip():
+        raise MmaccelError('The question is empty; write it last and in quotes, such as "What is this?".')
+    if options.max_new_tokens < 1 or options.frames < 1 or options.fps <= 0:
+        raise MmaccelError("--max-new-tokens and --frames must be 1 or more, and --fps above 0.")
+    overrides = _overrides(options)
+    from ..recipe import recipe
+
+    chosen = recipe(options.recipe).override(**overrides)
+    chosen.build()
+    media = load_media([Path(path) for path in options.media], options.frames, options.fps)
+    model, processor = load_model(options)
+
+    from .. import accelerated, prepare
+
+    with accelerated(model, chosen, processor=processor):
+        pass  # what the model cannot do is said before the long run, not after it
+    full = answer(model, processor, encode(processor, media, options.question), "none", options.max_new_tokens)
+    small = encode(prepare(processor, chosen), media, options.question)
+    fast = answer(model, processor, small, chosen, options.max_new_tokens)
+    report = {
+        "model": str(options.model or SHIPPED),
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "question": options.question,
+        "recipe": dataclasses.asdict(chosen),
+        "agreement": agreement(full, fast),
+        "full": full.public(),
+        "accelerated": fast.public(),
+    }
+    print(json.dumps(report, indent=2, default=str) if options.json else render(report))
+    return 0
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {} if options.retain is None else {"retain": options.retain}
+    for text in options.set:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise MmaccelError(f"--set {text!r} is no option; write OPTION=VALUE, such as --set layer=3.")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+        if isinstance(found[key], list):
+            found[key] = tuple(found[key])
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- media
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Frames ``[T, H, W, 3]`` uint8 of a video, which of its frames they are, how many it has, and its frame rate."""
+
+    frames: np.ndarray
+    indices: list[int]
+    total: int
+    fps: float
+
+    def metadata(self) -> Any:
+        """What processors of transformers want to know."""
+        from transformers.video_utils import VideoMetadata
+
+        return VideoMetadata(
+            total_num_frames=self.total,
+            fps=self.fps,
+            width=self.frames.shape[2],
+            height=self.frames.shape[1],
+            duration=self.total / self.fps,
+            frames_indices=self.indices,
+        )
+
+
+def load_media(paths: list[Path], frames: int, fps: float) -> tuple[list[Any], Clip | None]:
+    """The pictures (PIL) and the clip among ``paths``.
+
+    Raises
+    ------
+    MmaccelError
+        If something is missing or broken, or there are several clips.
+    """
+    from ..prepare import load_picture
+
+    clips = [p for p in paths if p.is_dir() or p.suffix.lower() in VIDEO_SUFFIXES]
+    if len(clips) > 1:
+        raise MmaccelError(f"One video at a time, please; {clips[0]} and {clips[1]} are two.")
+    pictures = [load_picture(p) for p in paths if p not in clips]
+    if not clips:
+        return pictures, None
+    path = clips[0]
+    if path.is_dir():
+        return pictures, read_folder(path, frames, fps)
+    if not path.is_file():
+        raise MmaccelError(f"The video {str(path)!r} does not exist; give the path of a video file.")
+    return pictures, read_video(path, frames)
+
+
+def spaced(total: int, count: int) -> list[int]:
+    """At most ``count`` of ``total`` frames, each in the middle of its stretch."""
+    count = min(total, count)
+    return [(2 * i + 1) * total // (2 * count) for i in range(count)]
+
+
+def read_folder(folder: Path, count: int, fps: float) -> Clip:
+    """A folder of pictures of one size as a clip; ``frame10`` comes after ``frame9``."""
+    import numpy as np
+
+    from ..prepare import load_picture
+
+    def natural(path: Path) -> list[Any]:
+        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path.name)]
+
+    suffixes = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
+    paths = sorted((p for p in folder.iterdir() if p.suffix.lower() in suffixes), key=natural)
+    if not paths:
+        raise MmaccelError(f"The folder {str(folder)!r} holds no frames; it needs files such as 0001.png.")
+    indices = spaced(len(paths), count)
+    pictures = [load_picture(paths[i]) for i in indices]
+    sizes = {p.size for p in pictures}
+    if len(sizes) > 1:
+        raise MmaccelError(
+            f"The frames in {str(folder)!r} differ in size ({sizes.pop()}, {sizes.pop()}); a clip has one."
+        )
+    return Clip(np.stack([np.asarray(p) for p in pictures]), indices, len(paths), fps)
+
+
+def read_video(path: Path, count: int) -> Clip:
+    """At most ``count`` evenly spaced frames of a video file, through decord, else PyAV.
+
+    Raises
+    ------
+    MmaccelError
+        If neither is installed, or the file is broken or breaks off.
+    """
+    reader: Any
+    try:
+        import decord  # noqa: F401
+
+        reader = _read_decord
+    except Exception:  # it may be installed and yet not load
+        try:
+            import av  # noqa: F401
+
+            reader = _read_av
+        except Exception:
+            raise MmaccelError("Reading video files needs PyAV or decord; run: pip install av") from None
+    try:
+        clip: Clip = reader(path, count)
+        return clip
+    except MmaccelError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise MmaccelError(
+            f"The video {str(path)!r} is broken or no video ({first}); play or convert it first."
+        ) from error
+
+
+def _read_decord(path: Path, count: int) -> Clip:
+    import decord
+
+    reader = decord.VideoReader(str(path), num_threads=1)
+    indices = spaced(len(reader), count)
+    return Clip(reader.get_batch(indices).asnumpy(), indices, len(reader), float(reader.get_avg_fps()) or 1.0)
+
+
+def _read_av(path: Path, count: int) -> Clip:
+    import av
+    import numpy as np
+
+    with av.open(str(path)) as container:
+        if not container.streams.video:
+            raise MmaccelError(f"{str(path)!r} has no video stream; give a video file.")
+        stream = container.streams.video[0]
+        fps = float(stream.average_rate or 1)
+        total = stream.frames or sum(p.pts is not None for p in container.demux(stream))
+        container.seek(0)
+        indices = spaced(total, count)
+        wanted, found = set(indices), []
+        decoded = 0
+        try:
+            for decoded, frame in enumerate(container.decode(stream), 1):
+                if decoded - 1 in wanted:
+                    found.append(frame.to_ndarray(format="rgb24"))
+                if len(found) == len(indices):
+                    break
+        except av.error.FFmpegError as error:
+            raise MmaccelError(
+                f"The video {str(path)!r} breaks off after {decoded} of {total} frames ({error.strerror}); "
+                "copy or convert it again."
+            ) from error
+    if len(found) < len(indices) or not found:
+        raise MmaccelError(
+            f"The video {str(path)!r} breaks off after {decoded} of {total} frames; copy or convert it again."
+        )
+    return Clip(np.stack(found), indices, total, fps)
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Model and processor, ready to generate.
+
+    Raises
+    ------
+    MmaccelError
+        If there is no such model, its family is not supported, or it does not load.
+    """
+    name = options.model or (str(SHIPPED) if SHIPPED.is_dir() else None)
+    if name is None:
+        raise MmaccelError("Which model? Give --model with a folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct.")
+    if name.startswith((".", "~", "/")) and not Path(name).is_dir():
+        raise MmaccelError(f"There is no folder {name!r}; give the folder of a model, or a hub id.")
+    import torch
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+    from transformers.utils import logging
+
+    from ..families import FAMILIES
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
+    known = [kind for family in FAMILIES for kind in family.model_types]
+    remote = {"trust_remote_code": options.trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(name, **remote)
+        if config.model_type not in known:
+            raise UnsupportedError(
+                f"{name!r} is a model of type {config.model_type!r}; mmaccel supports {', '.join(known)}."
+            )
+        processor = AutoProcessor.from_pretrained(name, **remote)
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        on_cpu = options.dtype == "auto" and device.type == "cpu"
+        model = AutoModelForImageTextToText.from_pretrained(
+            name,
+            dtype="float32" if on_cpu else options.dtype,
+            use_safetensors=True,
+            **({"attn_implementation": options.attn} if options.attn else {}),
+            **remote,
+        )
+        model = model.to(device).eval()
+    except MmaccelError:
+        raise
+    except ImportError as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise MmaccelError(f"Loading {name!r} needs something that is not installed: {first}") from error
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise MmaccelError(
+            f"Cannot load {name!r} ({first.rstrip('.')}); give a folder with config, safetensors and processor files, or "
+            "a hub id that this machine can reach."
+        ) from error
+    return model, processor
+
+
+def encode(processor: Any, media: tuple[list[Any], Clip | None], question: str) -> Any:
+    """Inputs of ``generate`` for one user turn: the pictures, the clip, the question.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is a clip and the processor takes none.
+    """
+    pictures, clip = media
+    if clip is not None and getattr(processor, "video_processor", None) is None:
+        raise UnsupportedError("This model takes no video; give it single frames as pictures.")
+    content = [{"type": "image"}] * len(pictures) + [{"type": "video"}] * (clip is not None)
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]
+    if getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None):
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    else:
+        holders = [processor.image_token] * len(pictures) + [processor.video_token] * (clip is not None)
+        text = f"USER: {' '.join(holders)}\n{question} ASSISTANT:"
+    bos = getattr(processor.tokenizer, "bos_token", None)
+    given: dict[str, Any] = {"images": [pictures]} if pictures else {}
+    if clip is not None:
+        given["videos"] = [[clip.frames]]
+        given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [clip.metadata()]}
+    if bos and text.startswith(bos):
+        given["text_kwargs"] = {"add_special_tokens": False}
+    return processor(text=[text], return_tensors="pt", **given)
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+@dataclasses.dataclass
+class Answer:
+    """One run. Seconds count from the call of ``generate``, the vision tower included."""
+
+    answer: str
+    prompt_tokens: int
+    visual_tokens: int
+    visual_tokens_kept: int
+    visual_tokens_per_layer: float
+    new_tokens: int
+    first_token_seconds: float
+    total_seconds: float
+    tokens_per_second: float | None
+    kv_bytes: int
+    peak_memory_bytes: int | None
+    stats: dict[str, Any]
+    ids: Any
+    first_logits: Any
+
+    def public(self) -> dict[str, Any]:
+        """Without tensors."""
+        return {k: v for k, v in vars(self).items() if k not in ("ids", "first_logits")}
+
+
+class _Watch:
+    """A streamer that notes when tokens arrive. The first thing it is given is the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """Tokens on the CPU: the device has finished them."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is buffered."""
+
+
+def answer(model: Any, processor: Any, inputs: Any, recipe: str | Recipe, longest: int) -> Answer:
+    """Generate with a recipe and measure."""
+    import torch
+
+    from .. import accelerated
+
+    inputs = inputs.to(model.device)
+    floats = {k: v.to(model.dtype) for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
+    inputs = {**inputs, **floats}
+    cuda = model.device.type == "cuda"
+    watch = _Watch()
+    with torch.no_grad(), accelerated(model, recipe, processor=processor):
+        try:
+            model.generate(**inputs, max_new_tokens=1, do_sample=False)
+            if cuda:
+                torch.cuda.synchronize(model.device)
+                torch.cuda.reset_peak_memory_stats(model.device)
+            begin = time.perf_counter()
+            out = model.generate(
+                **inputs,
+                max_new_tokens=longest,
+                do_sample=False,
+                streamer=watch,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            total = time.perf_counter() - begin
+        except torch.OutOfMemoryError as error:
+            raise MmaccelError(
+                "The device ran out of memory; give fewer --frames, a smaller picture, or --dtype bfloat16."
+            ) from error
+        stats = model.mmaccel.stats()
+    prompt = inputs["input_ids"].shape[1]
+    ids = out.sequences[0, prompt:]
+    first = watch.times[1] - begin
+    return Answer(
+        answer=processor.tokenizer.decode(ids, skip_special_tokens=True).strip(),
+        prompt_tokens=prompt,
+        visual_tokens=stats["visual_tokens"],
+        visual_tokens_kept=stats["visual_tokens_kept"],
+        visual_tokens_per_layer=stats["visual_tokens_per_layer"],
+        new_tokens=len(ids),
+        first_token_seconds=first,
+        total_seconds=total,
+        tokens_per_second=(len(ids) - 1) / (total - first) if len(ids) > 1 else None,
+        kv_bytes=stats["kv_bytes"],
+        peak_memory_bytes=torch.cuda.max_memory_allocated(model.device) if cuda else None,
+        stats=stats,
+        ids=ids.cpu(),
+        first_logits=out.logits[0][0].float().cpu(),
+    )
+
+
+def agreement(full: Answer, fast: Answer) -> dict[str, Any]:
+    """How near the accelerated answer is to the full one: equal text, equal leading tokens, and the KL divergence of the
+    distribution of the first new token (nats), the only one that both runs condition on the same text."""
+    from torch.nn.functional import kl_div
+
+    pairs = zip(full.ids.tolist(), fast.ids.tolist(), strict=False)
+    leading = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(full.ids), len(fast.ids)))
+    p, q = full.first_logits.log_softmax(-1), fast.first_logits.log_softmax(-1)
+    return {
+        "same_answer": full.answer == fast.answer,
+        "same_leading_tokens": leading,
+        "kl_first_token": max(0.0, float(kl_div(q, p, reduction="sum", log_target=True))),
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text."""
+    full, fast, agree = report["full"], report["accelerated"], report["agreement"]
+    rows = [["", "full", report["recipe"]["name"], ""]]
+
+    def add(name: str, key: str, show: Any, ratio: bool = True) -> None:
+        a, b = full[key], fast[key]
+        if a is not None and b is not None:
+            rows.append([name, show(a), show(b), f"{a / b:.2f}x" if ratio and b else ""])
+
+    add("prompt tokens", "prompt_tokens", str, False)
+    add("visual tokens in", "visual_tokens", str, False)
+    add("visual tokens kept", "visual_tokens_kept", str, False)
+    add("time to first token", "first_token_seconds", seconds)
+    add("total time", "total_seconds", seconds)
+    add("new tokens", "new_tokens", str, False)
+    rates = [full["tokens_per_second"], fast["tokens_per_second"]]
+    if None not in rates:
+        rows.append(["tokens per second", *(f"{r:.1f}" for r in rates), f"{rates[1] / rates[0]:.2f}x"])
+    add("KV cache", "kv_bytes", nbytes)
+    add("peak memory", "peak_memory_bytes", nbytes)
+    verdict = "the answers are equal" if agree["same_answer"] else "the answers differ"
+    return "\n".join(
+        [
+            f"{report['model']} on {report['device']}, {report['dtype']}",
+            "",
+            f"full:  {full['answer']}",
+            f"{report['recipe']['name']}:  {fast['answer']}",
+            "",
+            table(rows, numbers=(1, 2, 3)),
+            "",
+            f"agreement: {verdict}; {agree['same_leading_tokens']} leading tokens are the same; KL divergence of the first "
+            f"token {agree['kl_first_token']:.4f} nats",
+        ]
+    )

@@ -1,0 +1,315 @@
+"""Run every model family, full and accelerated, on tiny models with random weights. Nothing is downloaded.
+
+The models are built from the families' real configurations. For each one: recipe "none" must answer as the bare model does,
+to the token; the recipe must keep what its budget says and store fewer keys; and remove() must give the bare model back, to
+the bit. This shows that acceleration works with the installed versions and on this device. It says nothing about how good
+answers are: random weights have none to give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MmaccelError
+from .text import nbytes, table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HELP = "run all model families on tiny random models, full and accelerated"
+EXAMPLES = """\
+examples:
+  mmaccel selfcheck
+  mmaccel selfcheck --recipe pool --retain 0.1
+  mmaccel selfcheck --device cuda --dtype bfloat16 --families llava qwen2_5_vl
+"""
+
+IMAGE, VIDEO, START, END = 3, 4, 5, 6
+NEW_TOKENS = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``mmaccel selfcheck``."""
+    from .ask import retain
+
+    parser.add_argument("--recipe", default="balanced", help="recipe or method (default: balanced)")
+    parser.add_argument(
+        "--retain", type=retain, help="share or number of visual tokens to keep (default: the recipe's)"
+    )
+    parser.add_argument("--families", nargs="+", metavar="FAMILY", help="only these families")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, ...")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check and print."""
+    import torch
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    for name in options.families or ():
+        if name not in TINY:
+            raise MmaccelError(f"There is no family {name!r}; known are {', '.join(TINY)}.")
+    torch.set_grad_enabled(False)
+    try:
+        results = [check(name, options) for name in options.families or TINY]
+    finally:
+        torch.set_grad_enabled(True)
+    failed = [r["family"] for r in results if r["problem"]]
+    if options.json:
+        print(json.dumps({"recipe": options.recipe, "retain": options.retain, "families": results}, indent=2))
+        return 1 if failed else 0
+    head = ["family", "visual tokens", "kept", "KV full", "KV kept", "none = bare", "remove() restores", "time"]
+    rows = [
+        [
+            r["family"],
+            str(r["visual_tokens"]),
+            str(r["visual_tokens_kept"]),
+            nbytes(r["kv_bytes_full"]),
+            nbytes(r["kv_bytes"]),
+            "yes" if r["none_equals_bare"] else "NO",
+            "yes" if r["restored"] else "NO",
+            f"{r['seconds']:.1f} s",
+        ]
+        for r in results
+    ]
+    budget = "" if options.retain is None else f", retain {options.retain}"
+    print(f"recipe {options.recipe}{budget}, {options.device}, {options.dtype}; random weights\n")
+    print(table([head, *rows], numbers=(1, 2, 3, 4, 7)))
+    for r in results:
+        if r["problem"]:
+            print(f"\nFAILED {r['family']}: {r['problem']}")
+    print(f"\n{len(results) - len(failed)} of {len(results)} families pass.")
+    return 1 if failed else 0
+
+
+def check(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One family; ``problem`` is None if all is well."""
+    import torch
+
+    from .. import accelerate_vlm
+    from ..kv.cache import cache_bytes
+
+    begin = time.perf_counter()
+    torch.manual_seed(0)
+    model, inputs = build(name, options.device, getattr(torch, options.dtype))
+    greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
+    bare, full = model(**inputs).logits, model.generate(**inputs, **greedy)
+    # transformers leaves hooks of its own at the first call
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+    accelerate_vlm(model, "none")
+    none = model.generate(**inputs, **greedy)
+    accelerate_vlm(model, options.recipe, **({} if options.retain is None else {"retain": options.retain}))
+    out = model.generate(**inputs, **greedy)
+    stats = model.mmaccel.stats()
+    model.mmaccel.remove()
+
+    restored = (
+        bool(torch.equal(model(**inputs).logits, bare))
+        and not hasattr(model, "mmaccel")
+        and hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    )
+    kv_full = cache_bytes(full.past_key_values)
+    same = bool(torch.equal(none.sequences, full.sequences))
+    prompt = inputs["input_ids"]
+    problem = next(
+        (
+            text
+            for wrong, text in (
+                (not same, "recipe 'none' answers otherwise than the bare model"),
+                (not restored, "remove() left something behind"),
+                (not torch.equal(out.sequences[:, : prompt.shape[1]], prompt), "the prompt did not come back"),
+                (not 0 < stats["visual_tokens_kept"] <= stats["visual_tokens"], "the count of kept tokens is off"),
+                (stats["kv_bytes"] > 2 * kv_full, "the cache grew"),
+            )
+            if wrong
+        ),
+        None,
+    )
+    return {
+        "family": name,
+        "visual_tokens": stats["visual_tokens"],
+        "visual_tokens_kept": stats["visual_tokens_kept"],
+        "kv_bytes_full": kv_full,
+        "kv_bytes": stats["kv_bytes"],
+        "none_equals_bare": same,
+        "restored": restored,
+        "seconds": time.perf_counter() - begin,
+        "problem": problem,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------- the tiny models
+
+
+def build(name: str, device: str = "cpu", dtype: Any = None) -> tuple[Any, dict[str, Tensor]]:
+    """A tiny model of a family with random weights, and inputs for it: some text, a picture or clip, some text."""
+    import torch
+    from transformers import AutoModelForImageTextToText, GenerationConfig
+
+    config, token, count, pixels = TINY[name]()
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    visual = [token] * count
+    if "qwen" in name:
+        visual = [START, *visual, END]
+    ids = torch.tensor([[1, *range(10, 20), *visual, *range(20, 30)]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
+    if "qwen" in name:
+        inputs["mm_token_type_ids"] = (ids == token).long()
+    dtype = dtype or torch.float32
+    return model.eval().to(device, dtype), {
+        key: value.to(device, dtype) if value.is_floating_point() else value.to(device) for key, value in inputs.items()
+    }
+
+
+def _config(kind: str, **values: Any) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **values)
+
+
+def _text(kind: str = "llama", **values: Any) -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return _config(kind, **sizes, **heads, **values)
+
+
+def _tower(kind: str, image: Any, patch: Any, **values: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return _config(kind, **sizes, image_size=image, patch_size=patch, **values)
+
+
+def _noise(*shape: int) -> Tensor:
+    import torch
+
+    return torch.rand(shape)
+
+
+def _long(*values: Any) -> Tensor:
+    import torch
+
+    return torch.tensor(values)
+
+
+Tiny = tuple[Any, int, int, dict[str, Any]]
+
+
+def _llava() -> Tiny:
+    config = _config(
+        "llava", vision_config=_tower("clip_vision_model", 42, 7), text_config=_text(), image_token_index=IMAGE
+    )
+    return config, IMAGE, 36, {"pixel_values": _noise(1, 3, 42, 42)}
+
+
+def _llava_next(kind: str = "llava_next", **values: Any) -> Tiny:
+    config = _config(
+        kind,
+        vision_config=_tower("clip_vision_model", 28, 7),
+        text_config=_text(),
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[28, 56]],
+        **values,
+    )
+    # the base image, then two tiles side by side with a newline behind every row
+    return config, IMAGE, 16 + 4 * 9, {"pixel_values": _noise(1, 3, 3, 28, 28), "image_sizes": _long([28, 56])}
+
+
+def _llava_next_video() -> Tiny:
+    config = _llava_next("llava_next_video", video_token_index=VIDEO)[0]
+    return config, VIDEO, 4 * 4, {"pixel_values_videos": _noise(1, 4, 3, 28, 28)}
+
+
+def _llava_onevision() -> Tiny:
+    config = _config(
+        "llava_onevision",
+        vision_config=_tower("siglip_vision_model", 35, 7, vision_use_head=False),
+        text_config=_text("qwen2"),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[35, 70]],
+    )
+    pixels = {"pixel_values": _noise(1, 3, 3, 35, 35), "image_sizes": _long([35, 70]), "batch_num_images": _long(1)}
+    return config, IMAGE, 25 + 5 * 11, pixels
+
+
+def _video_llava() -> Tiny:
+    config = _config(
+        "video_llava",
+        vision_config=_tower("clip_vision_model", 28, 7),
+        text_config=_text(),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+    )
+    return config, VIDEO, 4 * 17, {"pixel_values_videos": _noise(1, 4, 3, 28, 28)}
+
+
+def _qwen(kind: str, **vision: Any) -> Callable[[], Tiny]:
+    def build() -> Tiny:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        if kind == "qwen3_vl":
+            rope["mrope_interleaved"] = True
+        text = _text(f"{kind}_text", rope_parameters=rope, **({"head_dim": 16} if kind == "qwen3_vl" else {}))
+        sizes = {"depth": 4, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+        config = _config(
+            kind,
+            vision_config={**sizes, **vision},
+            text_config=text.to_dict(),
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=START,
+            vision_end_token_id=END,
+        )
+        return config, IMAGE, 4 * 6, {"pixel_values": _noise(8 * 12, 384), "image_grid_thw": _long([1, 8, 12])}
+
+    return build
+
+
+def _internvl() -> Tiny:
+    config = _config(
+        "internvl",
+        vision_config=_tower("internvl_vision", [64, 64], [8, 8]),
+        text_config=_text("qwen2"),
+        image_token_id=IMAGE,
+        image_seq_length=16,
+        downsample_ratio=0.5,
+    )
+    return config, IMAGE, 2 * 16, {"pixel_values": _noise(2, 3, 64, 64)}
+
+
+def _smolvlm() -> Tiny:
+    config = _config(
+        "smolvlm",
+        vision_config=_tower("smolvlm_vision", 64, 8),
+        text_config=_text(),
+        image_token_id=IMAGE,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    return config, IMAGE, 2 * 16, {"pixel_values": _noise(1, 2, 3, 64, 64)}
+
+
+_QWEN_25 = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
+TINY: dict[str, Callable[[], Tiny]] = {
+    "llava": _llava,
+    "llava_next": _llava_next,
+    "llava_onevision": _llava_onevision,
+    "llava_next_video": _llava_next_video,
+    "video_llava": _video_llava,
+    "qwen2_vl": _qwen("qwen2_vl", embed_dim=32, hidden_size=64, mlp_ratio=2),
+    "qwen2_5_vl": _qwen("qwen2_5_vl", window_size=32, fullatt_block_indexes=[1, 3], **_QWEN_25),
+    "qwen3_vl": _qwen("qwen3_vl", num_position_embeddings=64, deepstack_visual_indexes=[0, 1, 2], **_QWEN_25),
+    "internvl": _internvl,
+    "smolvlm": _smolvlm,
+}

@@ -1,0 +1,90 @@
+"""AIM, inside the language model: page rank on a layer's attention says which visual tokens matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import MmaccelError
+from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+from .streaming import row_blocks, upto
+
+
+@register
+@dataclass(frozen=True)
+class AimPageRank(LayerMethod):
+    """Keep the visual tokens that attention flows to, whoever it starts from.
+
+    *AIM: Adaptive Inference of Multi-Modal LLMs via Token Merging and Pruning*, ICCV 2025, arXiv 2412.03248.
+
+    ``M = softmax(logits / tau)`` per head over the whole prompt, ``p = 1 / L``, then ``iterations`` times ``p <- p M``;
+    a token's importance is ``sqrt(mean_h p_h^2)``. At the input of layer ``layer`` the ``count`` most
+    important visual tokens stay, at their original positions. Text takes part in the walk and always stays.
+
+    Attention is causal, so ``p <- p M`` moves weight to earlier tokens only: once all rows from ``r`` on have passed it
+    on, what reaches row ``r`` is known, for every iteration. Blocks of rows are therefore made once each, from the last
+    to the first, and serve all iterations; nothing larger than a block of ``M`` and ``[iterations + 1, B, H, K]`` exists.
+
+    Parameters
+    ----------
+    layer : the input of this layer, counted from 0. The recipe ``aim`` has a stage at each of layers 15 to 22 of 28.
+    tau : temperature of the walk; 0.1 and five ``iterations`` as in the program.
+    teleport : share of the weight that starts anew everywhere in each iteration, ``p <- (1 - teleport) p M + teleport / L``;
+        0 as in the program, which has it and leaves it out.
+
+    Paper and program: after each layer ``l >= 14`` of 28 the program keeps ``max(0, 1 - (l - 13) / 8)`` of the tokens
+    that entered the language model, ranked by the map of layer ``l``, so that none is left after layer 21; here one per
+    picture stays. It only masks what it drops (its figures are computed from operation counts) and takes one image; here
+    tokens are really gone, every picture has its budget, and keys of an earlier turn receive but do not pass on.
+    """
+
+    name = "aim-pagerank"
+    summary = "visual tokens that a page rank walk over a layer's attention ends at"
+    paper = "arXiv 2412.03248"
+    default_retain = 0.25
+
+    layer: float = 15
+    tau: float = 0.1
+    iterations: int = 5
+    teleport: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.tau > 0 and self.iterations >= 1 and 0 <= self.teleport < 1):
+            raise MmaccelError(
+                "aim-pagerank needs tau > 0, iterations >= 1 and teleport in [0, 1), not "
+                f"{self.tau}, {self.iterations} and {self.teleport}."
+            )
+
+    def official_count(self, retain: float, size: int) -> int:
+        """The program rounds down."""
+        return retain if isinstance(retain, int) else max(1, int(retain * size))
+
+    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+        """``importance [B, K]``; 0 for padding."""
+        batch, heads, rows, _ = attention.query.shape
+        keys = attention.key.shape[2]
+        before = keys - rows
+        walk = attention.query.new_zeros(self.iterations + 1, batch, heads, keys, dtype=torch.float32)
+        length = walk.new_zeros(batch)
+        for start, stop in reversed(row_blocks(attention)):
+            # a row of padding sees nothing, and passes nothing on
+            flow = upto(attention, stop).logits(start, stop).div_(self.tau).softmax(-1).nan_to_num(0.0)
+            real = flow[:, 0].sum(-1) > 0
+            length += real.sum(1)
+            here = slice(before + start, before + stop)
+            walk[0, :, :, here] = real[:, None].float()
+            walk[1:, :, :, here] += self.teleport * real[:, None]
+            for i in range(self.iterations):
+                on = (1 - self.teleport) * walk[i, :, :, here]
+                walk[i + 1, :, :, : before + stop] += torch.einsum("bhr,bhrk->bhk", on, flow)
+        importance = walk[-1].square().mean(1).sqrt()
+        return {"importance": importance / length.clamp(min=1)[:, None]}
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``importance [N, n]``, ``count [N]`` -> the highest."""
+        return Reduction.top(tokens.signals["importance"], tokens.valid, count)

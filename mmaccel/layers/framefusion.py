@@ -1,0 +1,120 @@
+"""FrameFusion: tokens that repeat those of the frame before are merged, the least attended of the rest are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..errors import MmaccelError
+from ..method import LayerMethod, TokenBatch
+from ..reduction import Reduction, top_mask
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class FrameFusion(LayerMethod):
+    """Merge along time by hidden states, then prune by attention, in one step.
+
+    *FrameFusion: Combining Similarity and Importance for Video Token Reduction on Large Vision Language Models*, ICCV
+    2025, arXiv 2501.01986.
+
+    Tokens of the same row and column are compared with the one that stands before them in time (the last frame that still
+    has one). Those whose hidden states have a cosine of at least ``similarity`` are merged, consecutive ones as one run:
+    the first token becomes the plain mean of the run. If more are similar than the budget asks to go, only the most
+    similar of them are merged; if fewer, the rest is dropped by the attention of the last prompt token in layer
+    ``layer - 1``, mean over heads (for a run: mean over its tokens). So the count is met exactly. Newline tokens have no
+    neighbour in time: they are never merged but may be dropped. A single picture has none at all, and is pruned.
+
+    Parameters
+    ----------
+    layer : the input of this layer, 1 or more.
+    similarity : 0.6 as in the program; above 1 nothing is merged.
+
+    Paper and program: the authors merge before the attention of layer 0 and then behind every layer's attention, until
+    fewer than a tenth of the tokens are similar, and prune once at the layer behind that; here both happen at one layer,
+    which sees the attention of the layer below. Merging before layer 0 is what methods at site ``projector`` do. Their
+    budget is ``cost``, the mean share of tokens per layer, 0.3 of 28 layers; :func:`sparsity_needed` turns it into a
+    share to drop: 27.4 % stay from layer 1 on, the ``default_retain``. Merging rounds what goes down, pruning rounds what
+    stays half to even; ``rounding="official"`` does the latter.
+    """
+
+    name = "framefusion"
+    summary = "similar tokens of neighbouring frames merged, then the attended ones kept"
+    paper = "arXiv 2501.01986"
+    default_retain = 0.274
+
+    layer: float = 1
+    similarity: float = 0.6
+
+    def official_count(self, retain: float, size: int) -> int:
+        """The program rounds what its pruning keeps half to even."""
+        return retain if isinstance(retain, int) else max(1, round(retain * size))
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``features [N, n, D]``, ``cells [N, n, 3]``, ``prompt_attention [N, n]``, ``count [N]`` -> runs and the rest."""
+        valid, count = tokens.valid, count.to(tokens.valid.device)
+        excess = (valid.sum(1) - count).clamp(min=0)
+        merged = merge_runs(tokens.features, valid, tokens.cells, self.similarity, excess)
+        attended = merged.substitute(tokens.signals["prompt_attention"].float())
+        return merged.then(Reduction.top(attended, merged.kept, count))
+
+
+def merge_runs(features: Tensor, valid: Tensor, cells: Tensor, similarity: float, most: Tensor) -> Reduction:
+    """Merge tokens into the one before them in time where their cosine is at least ``similarity``.
+
+    Parameters
+    ----------
+    features : ``[N, n, D]``; ``valid [N, n]`` bool; ``cells [N, n, 3]`` (t, row, column), -1 for tokens without a cell.
+    most : ``[N]`` long, how many may go; the most similar do, the lower slot on a tie.
+    """
+    n = valid.shape[1]
+    at = torch.arange(n, device=valid.device).expand_as(valid)
+    placed = valid & (cells >= 0).all(-1)
+    time, row, column = cells.long().unbind(-1)
+    lane = (row * (column.max() + 1) + column).masked_fill(~placed, -1)
+    # by lane, then by time; a token without a place is in no lane
+    order = (lane * (time.max() + 1) + time).masked_fill(~placed, -1).argsort(dim=1, stable=True)
+    lane, time = lane.gather(1, order), time.gather(1, order)
+    follows = torch.zeros_like(valid)
+    follows[:, 1:] = (lane[:, 1:] >= 0) & (lane[:, 1:] == lane[:, :-1]) & (time[:, 1:] > time[:, :-1])
+
+    x = normalize(features.float(), dim=-1).gather(1, order[..., None].expand_as(features))
+    cosine = torch.full(valid.shape, -torch.inf, device=valid.device)
+    cosine[:, 1:] = (x[:, 1:] * x[:, :-1]).sum(-1)
+    # back to slots, where ties are broken
+    back = order.argsort(dim=1)
+    cosine, follows = cosine.gather(1, back), follows.gather(1, back)
+    goes = top_mask(cosine, follows & (cosine >= similarity), most)
+    if not bool(goes.any()):
+        return Reduction(valid, valid)
+    # a run starts at the last token of its lane that stays
+    first = at.masked_fill(goes.gather(1, order), 0).cummax(1).values
+    target = order.gather(1, first).gather(1, back)
+    return Reduction.merge(target, valid)
+
+
+def sparsity_needed(cost: float, layers: int, done: Sequence[float] = ()) -> float:
+    """The share of the tokens left that must go at the next layer, for ``cost`` of the tokens per layer on average.
+
+    With ``done[i]`` the share dropped at layer ``i`` so far and ``s = prod (1 - done[i])`` what is left of all, every one
+    of the remaining layers may have ``r`` of what is left: ``sum_i prod_{j <= i} (1 - done[j]) + (layers - len(done)) s r =
+    layers cost``. Returns ``1 - r``, or 0 if there is nothing to drop.
+
+    Raises
+    ------
+    MmaccelError
+        If the layers done have cost more than that already.
+    """
+    left, spent = 1.0, 0.0
+    for share in done:
+        left *= 1 - share
+        spent += left
+    room = layers * cost - spent
+    if room < 0:
+        raise MmaccelError(f"cost={cost} of {layers} layers is spent after {len(done)} of them; give a higher cost.")
+    return max(0.0, 1 - room / ((layers - len(done)) * left))

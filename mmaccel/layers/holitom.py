@@ -1,0 +1,97 @@
+"""HoliTom, inside the language model: what is dropped by FastV's ranking is merged into its nearest kept token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..method import LayerMethod, TokenBatch
+from ..reduction import Links, Reduction, top_mask
+from ..registry import register
+
+#: entries of the block of similarities held at once
+_BLOCK = 1 << 24
+
+
+@register
+@dataclass(frozen=True)
+class HoliTomInner(LayerMethod):
+    """Rank by the attention of the last prompt token, and merge instead of dropping.
+
+    *HoliTom: Holistic Token Merging for Fast Video Large Language Models*, NeurIPS 2025, arXiv 2505.21334.
+
+    The ``count`` visual tokens with the highest ``mean_h A_{layer - 1}[h, last, j]`` stay. Every other token flows into the
+    kept one of largest cosine similarity between hidden states (the lower slot on a tie), one after the other in
+    ascending order, each time ``h <- (h + x) / 2``. For a kept token with members ``x_1 .. x_m`` that is
+
+        ``2^-m h + sum_i 2^-(m - i + 1) x_i``,
+
+    whose weights sum to one: later members weigh more, it is no mean. Similarities are those before any merging, in
+    blocks of rows. Positions are original; the layers below keep all tokens.
+
+    Parameters
+    ----------
+    layer : the input of this layer, counted from 0: 18 of 28 as in the authors' 7B runs, where half of the tokens that
+        their outer merging left stay.
+
+    Paper and program: the paper speaks of merging into the most similar token; that the average is a running one comes
+    from the program. Its script for the 72B model sets variables that are no longer read, so no inner merging happened
+    there. It takes one video at a fixed place of a batch of one, and rounds the count half to even.
+    """
+
+    name = "holitom-inner"
+    summary = "tokens the last prompt token attends to, the others merged into the nearest of them"
+    paper = "arXiv 2505.21334"
+    conserves_mass = True
+    default_retain = 0.5
+
+    layer: float = 18
+
+    def official_count(self, retain: float, size: int) -> int:
+        """The program is given the share to drop, and rounds what stays half to even."""
+        return retain if isinstance(retain, int) else max(1, round(size * (1 - (1 - retain))))
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``prompt_attention [N, n]``, ``features [N, n, D]``, ``count [N]`` -> kept slots and what flows into them."""
+        kept = top_mask(tokens.signals["prompt_attention"], tokens.valid, count)
+        flows = tokens.valid & ~kept & kept.any(1, keepdim=True)
+        if not bool(flows.any()):
+            return Reduction(kept, tokens.valid)
+        return Reduction(kept, tokens.valid, _halving(nearest_kept(tokens.features, kept), kept, flows))
+
+
+def nearest_kept(features: Tensor, kept: Tensor) -> Tensor:
+    """``[N, n]`` long: for every slot of ``features [N, n, D]`` the slot in ``kept [N, n]`` of largest cosine similarity."""
+    x = normalize(features.float(), dim=-1)
+    # only the kept ones are candidates; short rows are filled up with others, which cannot win
+    slots = (~kept).long().argsort(dim=1, stable=True)[:, : int(kept.sum(1).max())]
+    other = x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1])).transpose(1, 2)
+    gap = ~kept.gather(1, slots)[:, None]
+    height = max(1, _BLOCK // max(1, slots.numel()))
+    parts = [
+        torch.bmm(x[:, top : top + height], other).masked_fill(gap, -torch.inf).argmax(2)
+        for top in range(0, kept.shape[1], height)
+    ]
+    return slots.gather(1, torch.cat(parts, 1))
+
+
+def _halving(target: Tensor, kept: Tensor, flows: Tensor) -> Links:
+    """Links of ``h <- (h + x) / 2`` over the members ``flows`` of each kept slot, in ascending order."""
+    width = kept.shape[1]
+    batch, source = flows.nonzero(as_tuple=True)
+    into = batch * width + target[batch, source]
+    # stable, so members of one slot stay in ascending order
+    order = into.argsort(stable=True)
+    batch, source, into = batch[order], source[order], into[order]
+    _, group, sizes = torch.unique_consecutive(into, return_inverse=True, return_counts=True)
+    rank = torch.arange(len(into), device=into.device) - (sizes.cumsum(0) - sizes)[group]
+    ends = (sizes.cumsum(0) - 1).long()
+    return Links(
+        torch.cat([batch, batch[ends]]),
+        torch.cat([into % width, into[ends] % width]),
+        torch.cat([source, into[ends] % width]),
+        torch.exp2(-torch.cat([sizes[group] - rank, sizes]).float()),
+    )

@@ -1,0 +1,69 @@
+"""PromptDistill: deep in the language model keep what the end of the prompt looks for, by logits instead of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from ..errors import MmaccelError
+from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class PromptDistill(LayerMethod):
+    """Rank visual tokens by the scaled products of the last prompt token's query with their keys, before any softmax.
+
+    *PromptDistill: Query-based Selective Token Retention in Intermediate Layers for Efficient Large Language Model
+    Inference*, arXiv 2503.23274.
+
+    ``s_j = mean_h q_h . k_hj * scaling`` in layer ``layer - 1``. With ``pooling`` the scores are averaged along the
+    sequence over ``kernel`` neighbours, text among them; what lies outside, padding, and the last prompt token itself
+    count as zero. The ``count`` highest of each picture stay, at their original positions, and all text.
+
+    Parameters
+    ----------
+    layer : the input of this layer. The program selects behind its layer 13 (of 32), on the queries and keys of that
+        layer; that is 14 here. Stages at several layers make its multi-stage form.
+    pooling, kernel : on and 5 as in the program.
+
+    Paper and program: the method is for text models and ranks every token of the prompt, keeping an absolute number of
+    them (1,024; 100 in its library) and everything behind the prompt; here visual tokens compete, each picture for its
+    own budget, and text stays. Its option to cut the cache of the layers before the selection as well
+    (``cache_truncation_end``; off by default, on in its scripts) is not offered here. The logits of a sliding window layer are
+    ranked only inside the window.
+    """
+
+    name = "promptdistill"
+    summary = "tokens the last prompt token's query matches, from layer 14 on"
+    paper = "arXiv 2503.23274"
+    default_retain = 0.25
+
+    layer: float = 14
+    pooling: bool = True
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise MmaccelError(f"promptdistill needs an odd kernel, not {self.kernel}.")
+
+    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+        """``prompt_logits [B, K]``, mean over heads; ``-inf`` where the last token may not look."""
+        rows = attention.query.shape[2]
+        logits = attention.logits(rows - 1, rows)[:, :, 0].mean(1)
+        if not self.pooling:
+            return {"prompt_logits": logits}
+        hidden = logits.isneginf()
+        logits = logits.masked_fill(hidden, 0.0)
+        logits[:, -1] = 0.0
+        smooth = avg_pool1d(logits[:, None], self.kernel, stride=1, padding=self.kernel // 2)[:, 0]
+        return {"prompt_logits": smooth.masked_fill(hidden, float("-inf"))}
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``prompt_logits [N, n]``, ``count [N]`` -> the highest."""
+        return Reduction.top(tokens.signals["prompt_logits"], tokens.valid, count)

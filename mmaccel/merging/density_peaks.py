@@ -1,0 +1,86 @@
+"""Density peaks (DPC-KNN): cluster centres are dense tokens that are far from any denser one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .film import BLOCK
+
+
+def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = False) -> Tensor:
+    """How good a centre every token is, ``[F, m]`` float32; -inf where there is none.
+
+    Rodriguez and Laio, *Clustering by fast search and find of density peaks*, Science 2014, with the density of Du et
+    al. (DPC-KNN) as token clustering uses it:
+
+    - ``d_ij = ||x_i - x_j|| / sqrt(D)``
+    - ``rho_i = exp(-mean of the k smallest d_ij^2)``, itself among them
+    - ``delta_i = min d_ij over j with rho_j > rho_i``; the largest distance of the sample where there is none
+    - score ``rho delta``
+
+    Distances are made in blocks of rows, twice; no ``m x m`` matrix is kept unless it is one block.
+
+    Parameters
+    ----------
+    x : ``[F, m, D]``, ``F`` sets that are clustered each for itself.
+    valid : ``[F, m]`` bool.
+    neighbours : ``k``, cut to the tokens there are.
+    strict : equally dense tokens do not rank, so that copies of a token are all centres. The programs avoid that with
+        noise on the density; here, by default, the lower slot counts as denser.
+    """
+    x = x.float().masked_fill(~valid[..., None], 0.0)
+    frames, size = valid.shape
+    if size == 0:
+        return x.new_zeros(frames, 0)
+    scale, place = x.shape[-1] ** -0.5, torch.arange(size, device=x.device)
+    height = max(1, BLOCK // max(1, frames * size))
+    tops = range(0, size, height)
+
+    def distance(top: int) -> Tensor:
+        away = torch.cdist(x[:, top : top + height], x) * scale
+        # rounding must not make a token differ from itself
+        return away.masked_fill(place[top : top + height, None] == place, 0.0)
+
+    once = distance(0) if len(tops) == 1 else None
+    number = valid.sum(1)
+    within = torch.arange(min(neighbours, size), device=x.device) < number[:, None]
+    density, far = [], x.new_zeros(frames)
+    for top in tops:
+        away = distance(top) if once is None else once
+        near = away.masked_fill(~valid[:, None], torch.inf).topk(within.shape[1], dim=2, largest=False).values
+        near = near.masked_fill(~within[:, None], 0.0)
+        density.append((-near.square().sum(2) / within.sum(1, keepdim=True).clamp(min=1)).exp())
+        both = valid[:, None] & valid[:, top : top + height, None]
+        far = torch.maximum(far, away.masked_fill(~both, 0.0).amax((1, 2)))
+    rho = torch.cat(density, 1)
+    delta = []
+    for top in tops:
+        away = distance(top) if once is None else once
+        mine = rho[:, top : top + height, None]
+        denser = rho[:, None] > mine
+        if not strict:
+            denser |= (rho[:, None] == mine) & (place < place[top : top + height, None])
+        to_denser = away.masked_fill(~(denser & valid[:, None]), torch.inf).amin(2)
+        delta.append(torch.minimum(to_denser, far[:, None]))
+    return (torch.cat(delta, 1) * rho).masked_fill(~valid, -torch.inf)
+
+
+def centres(score: Tensor, count: int) -> Tensor:
+    """The ``count`` best of every row of ``score [F, m]``, ascending; the lower slot on a tie."""
+    return score.argsort(dim=1, descending=True, stable=True)[:, :count].sort(1).values
+
+
+def nearest_centre(x: Tensor, chosen: Tensor) -> Tensor:
+    """``[F, m]`` long: which of the centres ``chosen [F, k]`` every token of ``x [F, m, D]`` is nearest to.
+
+    A centre is its own; of equally near ones the first.
+    """
+    x = x.float()
+    middle = x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1]))
+    height = max(1, BLOCK // max(1, len(x) * chosen.shape[1]))
+    near = torch.cat(
+        [torch.cdist(x[:, top : top + height], middle).argmin(2) for top in range(0, x.shape[1], height)], 1
+    )
+    number = torch.arange(chosen.shape[1], device=x.device).expand_as(chosen)
+    return near.scatter(1, chosen, number)

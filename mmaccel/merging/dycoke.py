@@ -1,0 +1,93 @@
+"""DyCoke's temporal merging: in every group of four frames, tokens that repeat an earlier frame are dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..budget import split
+from ..method import ProjectorMethod, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+from .film import Film, cosine_to, even_in_groups, group_sizes, top_in_groups
+
+
+@register
+@dataclass(frozen=True)
+class DyCoke(ProjectorMethod):
+    """Frames in groups of four: the first stays whole, the others keep what is least like an earlier frame.
+
+    *DyCoke: Dynamic Compression of Tokens for Fast Video Large Language Models*, CVPR 2025, arXiv 2411.15024; its first
+    stage, TTM. (The second prunes the cache while decoding.)
+
+    Of the frames ``0 1 2 3`` of a group, 1 is compared with 0, 2 with 0 and 3 with 2, cell by cell, by cosine of the
+    original features; each keeps its ``k`` least similar tokens. Frame 0 stays whole. Despite its name nothing is
+    averaged. The authors drop ``K = 0.7`` of the three frames, which keeps 47.5 %.
+
+    Budget: whole frames first, the rest is split over the others, so ``k`` differs by one at most. A budget below the
+    whole frames (less than a quarter, or an image, which is one whole frame) thins them evenly and drops the others.
+    A cell that the frame compared with does not have (any more) counts as new. Newlines go first.
+
+    Parameters
+    ----------
+    official_tail : what the program does at the end of a clip: an odd last frame is dropped, and the last
+        full group of four (all frames from ``T - 4`` on) keeps its third frame whole.
+
+    Paper and program: the program cannot take four frames or fewer, and emits the tokens of a pruned frame in ascending
+    similarity; here in raster order. Its count is ``int((1 - K) n)`` a frame.
+    """
+
+    name = "dycoke"
+    summary = "groups of four frames; tokens that repeat an earlier frame are dropped"
+    paper = "arXiv 2411.15024"
+    unit = "picture"
+    default_retain: ClassVar[float | None] = 0.475
+
+    official_tail: bool = False
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> what stays of every frame."""
+        film, valid = Film.of(tokens), tokens.valid
+        lengths = tokens.grid[:, 0].tolist()
+        longest = film.slots.shape[1]
+        # tokens without a cell are a frame of their own, behind all others
+        frame = torch.where(film.frame < 0, longest, film.frame).masked_fill(~valid, -1)
+        plans = [references(length, self.official_tail) for length in lengths]
+        sizes = group_sizes(frame, longest + 1).tolist()
+        kept = [self._counts(k, plan, size) for k, plan, size in zip(count.tolist(), plans, sizes, strict=True)]
+        counts = torch.tensor(kept, device=valid.device).view(len(valid), longest + 1)
+
+        padded = [[*plan, *[None] * (longest + 1 - len(plan))] for plan in plans]
+        refer = torch.tensor([[-1 if r is None else r for r in plan] for plan in padded], device=valid.device)
+        refer = refer.gather(1, frame.clamp(min=0))
+        other = film.same_cell(refer)
+        score = (1.0 - cosine_to(tokens.features, other)).masked_fill(other < 0, torch.inf)
+        itself = (refer == frame) & (frame >= 0)
+        return Reduction(torch.where(itself, even_in_groups(frame, counts), top_in_groups(score, frame, counts)), valid)
+
+    @staticmethod
+    def _counts(count: int, plan: list[int | None], sizes: list[int]) -> list[int]:
+        """What each frame keeps, and at the end the tokens without a cell: whole frames, compared, dropped, the rest."""
+        kind = [0 if r == f else 2 if r is None else 1 for f, r in enumerate(plan)] + [2] * (len(sizes) - 1 - len(plan))
+        kind.append(3)
+        out = [0] * len(sizes)
+        for step in range(4):
+            mine = [f for f, k in enumerate(kind) if k == step]
+            for f, kept in zip(mine, split(count - sum(out), [sizes[f] for f in mine]), strict=True):
+                out[f] = kept
+        return out
+
+
+def references(frames: int, official_tail: bool = False) -> list[int | None]:
+    """The frame each of ``frames`` is compared with: itself when it stays whole, None when it is dropped."""
+    out: list[int | None] = [f - 1 if f % 2 else f - f % 4 for f in range(frames)]
+    if official_tail:
+        for f in range(2, frames, 4):
+            if f - 2 not in range(0, frames - 4, 4):
+                out[f] = f
+        if frames % 2 and frames > 1:
+            out[-1] = None
+    return out

@@ -1,0 +1,53 @@
+"""EVS: tokens that look like the frame before are dropped, as vLLM has it in production."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..method import ProjectorMethod, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+from .film import Film, celled, cosine_to, even_in_groups
+
+
+@register
+@dataclass(frozen=True)
+class Evs(ProjectorMethod):
+    """Keep what changed since the frame before.
+
+    *Efficient Video Sampling: Pruning Temporally Redundant Tokens for Faster VLM Inference*, arXiv 2510.14624;
+    ``--video-pruning-rate`` of vLLM (PR 22980) and SGLang.
+
+    ``s_{t,p} = 1 - cos(x_{t,p}, x_{t-1,p})``; the ``count`` highest of the whole clip stay, equal scores in favour of
+    the lower slot. Tokens of the first frame have no frame before them and score infinity: they all stay. vLLM knows
+    the count before it encodes, ``max(tokens a frame, int(T P retain))``; here the budget is met in any case, and one
+    that does not hold the first frame, as always with a single image, keeps evenly spaced tokens of the whole unit.
+
+    Where an earlier stage dropped the cell in the frame before, the latest frame that has it counts. Tokens without a
+    cell (newlines) go first. Similarity is of what the language model reads, in float32.
+
+    Paper and program: the paper compares patches of pixels, by the L1 norm of their difference; vLLM and SGLang compare
+    embeddings by cosine. This is theirs.
+    """
+
+    name = "evs"
+    summary = "tokens that differ from the same cell of the frame before"
+    paper = "arXiv 2510.14624"
+    unit = "picture"
+
+    def official_count(self, retain: float, size: int) -> int:
+        """The program cuts off; it also never keeps less than one frame, which a size alone does not tell."""
+        return retain if isinstance(retain, int) else max(1, int(retain * size))
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the tokens that changed most."""
+        here, count = celled(tokens), count.to(tokens.valid.device)
+        earlier = Film.of(tokens).earlier()
+        score = (1.0 - cosine_to(tokens.features, earlier)).masked_fill(earlier < 0, torch.inf)
+        changed = Reduction.top(score.masked_fill(~here, -torch.inf), tokens.valid, count).kept
+        even = even_in_groups(torch.where(here, 0, -1), count[:, None])
+        short = count < (here & (earlier < 0)).sum(1)
+        return Reduction(torch.where(short[:, None], even, changed), tokens.valid)

@@ -1,0 +1,145 @@
+"""MovieChat's memory: the two most similar neighbouring frames are averaged until the budget holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..errors import MmaccelError
+from ..method import ProjectorMethod, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+from .film import Film, celled, frame_numbers
+from .pool import Pool
+
+
+@register
+@dataclass(frozen=True)
+class MovieChat(ProjectorMethod):
+    """Consolidation of adjacent frames.
+
+    *MovieChat: From Dense Token to Sparse Memory for Long Video Understanding*, CVPR 2024, arXiv 2307.16449.
+
+    Similarity of neighbours: the mean over cells of ``cos(x_{t,p}, x_{t+1,p})``. The most similar pair (the earlier on a
+    tie) becomes its plain average, again and again, until ``count // P`` frames of ``P`` tokens are left. Frames are not
+    weighed by how many they stand for, so what was merged early fades; weights still sum to one. A merged
+    frame stands at the first of its frames.
+
+    The method knows time only. What is left of the budget after whole frames goes unused (``at_most``), and a budget
+    below one frame, as always with a single image, pools cells on top of it (:class:`Pool`), the tiles of a picture each
+    for itself. Newlines are dropped.
+
+    The paper consolidates its short memory of 18 frames to 2 whenever it is full; :func:`memory` does that. Here the
+    clip is at hand, and the whole of it is consolidated at once.
+
+    Parameters
+    ----------
+    similarity : ``cosine`` as in the paper, or ``official_dot``: the program takes the mean over all pairs of cells of
+        the plain dot product.
+    """
+
+    name = "moviechat"
+    summary = "most similar neighbouring frames averaged"
+    paper = "arXiv 2307.16449"
+    unit = "picture"
+    budget = "at_most"
+    conserves_mass: ClassVar[bool] = True
+
+    similarity: Literal["cosine", "official_dot"] = "cosine"
+
+    def __post_init__(self) -> None:
+        if self.similarity not in ("cosine", "official_dot"):
+            raise MmaccelError(f"moviechat knows similarity 'cosine' and 'official_dot', not {self.similarity!r}.")
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> frames averaged, then perhaps cells."""
+        film, here, valid = Film.of(tokens), celled(tokens), tokens.valid
+        slot = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
+        target = torch.where(here, slot, -1)
+        weight = torch.ones(valid.shape, device=valid.device)
+        size, count = valid.sum(1), count.to(valid.device)
+        whole, bare = count >= size, ~here.any(1)
+        target = torch.where(whole[:, None], torch.where(valid, slot, -1), target)
+        target = torch.where((bare & ~whole)[:, None] & (slot < count[:, None]), slot, target)
+        pooled = torch.where(whole | bare, size, count)
+        # the frames that are pooled if the budget asks for it: tiles of a picture, or the one frame left of a clip
+        number = frame_numbers(tokens)
+        lengths = number.amax(1) + 1
+        for row, wanted in enumerate(count.tolist()):
+            slots = film.slots[row, : int(tokens.grid[row, 0])]
+            there = slots >= 0
+            slots = slots[there.any(1)]
+            there, at = slots >= 0, slots.clamp(min=0)
+            places = int(there.any(0).sum())
+            if len(slots) < 2 or bool(whole[row]) or not wanted:
+                continue
+            frames = max(1, wanted // places)
+            run, much = consolidate(tokens.features[row, at] * there[..., None], frames, self.similarity)
+            # the first frame of a run that has the cell receives it
+            first = at.masked_fill(~there, valid.shape[1])
+            onto = torch.full_like(first[:frames], valid.shape[1]).scatter_reduce(
+                0, run[:, None].expand_as(first), first, "amin"
+            )
+            target[row, slots[there]] = onto[run][there]
+            weight[row, slots[there]] = much[:, None].expand_as(there)[there]
+            if frames * places <= wanted:
+                pooled[row] = size[row]
+            else:
+                number[row], lengths[row] = number[row].clamp(max=0), 1
+        made = Reduction.merge(target, valid, weight)
+        if bool((pooled >= size).all()):
+            return made
+        cells = torch.cat([number[..., None], tokens.cells[..., 1:]], -1)
+        grid = torch.cat([lengths.clamp(min=1)[:, None], tokens.grid[:, 1:].to(valid.device)], 1)
+        left = replace(tokens, valid=made.kept, cells=cells, grid=grid)
+        return made.then(Pool().reduce(left, pooled))
+
+
+def consolidate(x: Tensor, frames: int, similarity: str = "cosine") -> tuple[Tensor, Tensor]:
+    """Average the most similar neighbours of ``x [T, P, D]`` until ``frames`` are left.
+
+    Returns the frame that each flows into, ``[T]`` long ascending from 0, and its weight there, ``[T]``.
+    """
+    x = x.float().clone()
+    length = len(x)
+    now, weight = torch.arange(length, device=x.device), torch.ones(length, device=x.device)
+
+    def alike(a: Tensor, b: Tensor) -> Tensor:
+        if similarity == "cosine":
+            return (normalize(a, dim=-1) * normalize(b, dim=-1)).sum(-1).mean(-1)
+        # the mean over all pairs of cells is the product of the means
+        return (a.mean(-2) * b.mean(-2)).sum(-1)
+
+    near = alike(x[:-1], x[1:]) if length > 1 else x.new_zeros(0)
+    for left in range(length, max(1, frames), -1):
+        pair = near.argmax()
+        x[pair] = (x[pair] + x[pair + 1]) / 2
+        weight = torch.where((now == pair) | (now == pair + 1), weight / 2, weight)
+        now = now - (now > pair).long()
+        stay = torch.arange(left - 1, device=x.device)
+        x = x[stay + (stay > pair)]
+        near = near[(stay[:-1] + (stay[:-1] >= pair)).clamp(max=max(0, left - 2))]
+        if left > 2:
+            # the new frame has new neighbours on both sides
+            for other in ((pair - 1).clamp(min=0), pair.clamp(max=left - 3)):
+                near[other] = alike(x[other], x[other + 1])
+    return now, weight
+
+
+def memory(fragments: list[Tensor], short: int = 18, merged: int = 2, similarity: str = "cosine") -> Tensor:
+    """The long memory ``[L, P, D]`` after fragments ``[T, P, D]`` have passed through the short one.
+
+    Of every fragment the newest ``short`` frames fill the short memory, which is consolidated to ``merged`` frames.
+    """
+    out = []
+    for fragment in fragments:
+        x = fragment[-short:]
+        run, weight = consolidate(x, merged, similarity)
+        mixed = torch.zeros(int(run.max()) + 1, len(x), device=x.device)
+        mixed[run, torch.arange(len(x), device=x.device)] = weight
+        out.append(torch.einsum("lt,tpd->lpd", mixed, x.float()))
+    return torch.cat(out)

@@ -1,0 +1,133 @@
+"""PiToMe: only tokens that have many like them are merged, isolated ones are protected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import elu, normalize
+
+from ..errors import MmaccelError
+from ..method import EncoderMethod
+from ..registry import register
+from .film import BLOCK, nearest
+
+
+@register
+@dataclass(frozen=True)
+class PiToMe(EncoderMethod):
+    """Merging by energy before every layer of the encoder.
+
+    *Accelerating Transformers with Spectrum-Preserving Token Merging*, NeurIPS 2024, arXiv 2405.16148.
+
+    Energy of a token: ``E_i = mean_j ELU(cos(k_i, k_j) - margin)``, itself among the ``j``: high where many are alike.
+    To remove ``r`` tokens, the ``2 r`` of highest energy are candidates, the rest is protected. Candidates alternate by
+    rank between A and B, and every token of A flows into the nearest of B. Merged tokens are means weighted by the
+    patches they stand for. CLS takes no part.
+
+    Parameters
+    ----------
+    margin : the similarity that counts as alike. The program has 0.9 (1 - l / L) in layer l of L for CLIP of
+        transformers and for BLIP, 0.95 for its other CLIP, 0.75 for DeiT and MAE. A method does not learn
+        which layer it is in, so here it is one number; the default is the mean of the first.
+    variant : ``energy``; or ``bsm``: all tokens, in the order of their energy, alternate between A and B, and the ``r``
+        best proposals are carried out, as in ToMe. The program takes it for the first half of its layers (DeiT).
+
+    Paper and program: the paper keeps a share of the tokens in every layer; so does :meth:`schedule`, with the share
+    that meets the budget. The program's sorts are not stable; here equal values go to the lower slot.
+    """
+
+    name = "pitome"
+    summary = "tokens that have many like them merged inside the vision tower"
+    paper = "arXiv 2405.16148"
+    conserves_mass: ClassVar[bool] = True
+
+    margin: float = 0.45
+    variant: Literal["energy", "bsm"] = "energy"
+
+    def __post_init__(self) -> None:
+        if self.variant not in ("energy", "bsm"):
+            raise MmaccelError(f"pitome knows the variants 'energy' and 'bsm', not {self.variant!r}.")
+
+    def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
+        """The same share of what is left before each layer; whole numbers that remove ``tokens - kept`` in all."""
+        if kept > tokens or kept < 1 or layers < 1 or tokens > kept * 2**layers:
+            raise MmaccelError(
+                f"pitome cannot leave {kept} of {tokens} tokens in {layers} layers, each of which halves them at most; "
+                "give a larger budget."
+            )
+        out, left = [], tokens
+        for layer in range(1, layers + 1):
+            # rounded first, so that every machine cuts alike
+            wanted = math.floor(round(tokens * (kept / tokens) ** (layer / layers), 6))
+            # no more than half goes, and no more stay than later layers can still halve
+            after = min(max(wanted, left - left // 2, kept), left, kept * 2 ** (layers - layer))
+            out.append(left - after)
+            left = after
+        return out
+
+    def match(self, metric: Tensor, remove: int, protected: int) -> Tensor:
+        """``metric [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
+        matching = energy_matching if self.variant == "energy" else energy_bipartite_matching
+        return matching(metric, remove, self.margin, protected)
+
+
+def energy(metric: Tensor, margin: float, alpha: float = 1.0) -> Tensor:
+    """``[N, T]``: the mean over all tokens of ``ELU(cos - margin)`` for ``metric [N, T, d]``, in blocks of rows."""
+    return _mean_of_similarity(metric, lambda s: elu(s - margin, alpha=alpha))
+
+
+def text_energy(metric: Tensor, margin: float) -> Tensor:
+    """The energy of the text variant: a Gaussian of width ``1 - margin`` around a cosine of one."""
+    sigma = 1.0 - margin
+    bell = sigma * math.sqrt(2.0 * math.pi)
+    return _mean_of_similarity(metric, lambda s: (-(((1.0 - s) / sigma) ** 2) / 2.0).exp() / bell)
+
+
+def energy_matching(metric: Tensor, remove: int, margin: float, protected: int = 0, alpha: float = 1.0) -> Tensor:
+    """The slot each token flows into, ``[N, T]`` long: ``2 remove`` candidates of highest energy, by turns A and B."""
+    ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin, alpha))
+    return _flow(metric, ranked[:, : 2 * remove : 2], ranked[:, 1 : 2 * remove : 2], remove)
+
+
+def text_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
+    """The text variant: of the ``2 remove`` candidates the half of higher energy flows into the lower half."""
+    ranked, remove = _ranked(metric, remove, protected, text_energy(metric[:, protected:], margin))
+    return _flow(metric, ranked[:, :remove], ranked[:, remove : 2 * remove], remove)
+
+
+def energy_bipartite_matching(
+    metric: Tensor, remove: int, margin: float, protected: int = 0, alpha: float = 1.0
+) -> Tensor:
+    """All tokens by turns A and B in the order of their energy; the ``remove`` best proposals of A are carried out."""
+    ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin, alpha))
+    return _flow(metric, ranked[:, 0::2], ranked[:, 1::2], remove)
+
+
+def _ranked(metric: Tensor, remove: int, protected: int, values: Tensor) -> tuple[Tensor, int]:
+    """Slots by falling energy, and how many can be removed."""
+    order = values.argsort(dim=1, descending=True, stable=True) + protected
+    return order, max(0, min(remove, (metric.shape[1] - protected) // 2))
+
+
+def _flow(metric: Tensor, a: Tensor, b: Tensor, remove: int) -> Tensor:
+    """The ``remove`` tokens among the slots ``a [N, p]`` that are nearest to one of ``b [N, q]`` flow into it."""
+    target = torch.arange(metric.shape[1], device=metric.device).repeat(len(metric), 1)
+    if remove == 0:
+        return target
+    x = normalize(metric.float(), dim=-1)
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    best, partner = nearest(x[rows, a], x[rows, b])
+    giver = best.argsort(dim=1, descending=True, stable=True)[:, :remove]
+    return target.scatter(1, a.gather(1, giver), b.gather(1, partner.gather(1, giver)))
+
+
+def _mean_of_similarity(metric: Tensor, what: Callable[[Tensor], Tensor]) -> Tensor:
+    x = normalize(metric.float(), dim=-1)
+    height = max(1, BLOCK // max(1, x.shape[0] * x.shape[1]))
+    rows = [what(x[:, top : top + height] @ x.transpose(1, 2)).mean(2) for top in range(0, x.shape[1], height)]
+    return torch.cat(rows, 1) if rows else x.new_zeros(x.shape[:2])

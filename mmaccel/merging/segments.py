@@ -1,0 +1,49 @@
+"""Cutting a clip into segments of consecutive frames."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def static_segments(similar: Tensor, longest: int = 1024) -> tuple[list[tuple[int, int]], int]:
+    """The segments that save most tokens when what does not change within a segment is kept once.
+
+    Dynamic programming of HoliTom: a segment of frames ``s .. e`` saves ``(e - s)`` times the places at which every two
+    neighbouring frames of it are similar, and the sum over segments is as large as possible. On equal sums a frame
+    stays alone, and shorter segments win.
+
+    Parameters
+    ----------
+    similar : ``[T - 1, P]`` bool, whether frames t and t + 1 are alike at each place.
+    longest : frames a segment may have.
+
+    Returns
+    -------
+    First and last frame of every segment, and the tokens they save.
+    """
+    frames, places = similar.shape[0] + 1, similar.shape[1]
+    # how many frames back each place has not changed
+    run = torch.zeros(frames, places, dtype=torch.long, device=similar.device)
+    for t in range(1, frames):
+        run[t] = (run[t - 1] + 1) * similar[t - 1]
+    ends = torch.zeros(frames, frames, dtype=torch.long, device=similar.device)
+    ends.scatter_add_(1, run, torch.ones_like(run))
+    # still[e, w]: places that have not changed during the last w steps before frame e
+    still = ends.flip(1).cumsum(1).flip(1).cpu().numpy()
+
+    best = np.zeros(frames + 1, dtype=np.int64)
+    width = np.ones(frames, dtype=np.int64)
+    for e in range(frames):
+        steps = np.arange(0, min(e + 1, longest))
+        gain = best[e - steps] + still[e, steps] * steps
+        # argmax takes the first: the narrowest
+        width[e] = int(gain.argmax()) + 1
+        best[e + 1] = gain.max()
+    out = []
+    e = frames - 1
+    while e >= 0:
+        out.append((int(e - width[e] + 1), e))
+        e -= int(width[e])
+    return out[::-1], int(best[-1])

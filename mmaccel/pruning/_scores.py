@@ -1,0 +1,98 @@
+"""What several selectors share: attention scores of the vision tower, and similarities in blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import MmaccelError, UnsupportedError
+from ..method import ProjectorMethod, Tap, TokenBatch
+from ..reduction import top_mask
+
+if TYPE_CHECKING:
+    from ..families.base import Family
+
+#: entries of a block of similarities held at once
+BLOCK = 1 << 24
+
+
+@dataclass(frozen=True)
+class AttentionGuided(ProjectorMethod):
+    """Base of selectors that rank tokens by the attention they get in one layer of the vision tower.
+
+    Parameters
+    ----------
+    query : whose attention counts: ``cls``, the CLS token's; ``all``, the mean over all tokens; ``auto``, the CLS token's
+        where the tower has one, else all tokens'.
+    layer : tower layer, counted as Python counts; ``None`` is the one whose output the language model reads.
+    """
+
+    query: Literal["auto", "cls", "all"] = "auto"
+    layer: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.query not in ("auto", "cls", "all"):
+            raise MmaccelError(f"{self.name} knows query 'auto', 'cls' and 'all', not {self.query!r}.")
+
+    def fit(self, family: Family) -> AttentionGuided:
+        """``auto`` becomes ``cls`` or ``all``."""
+        return replace(self, query="cls" if family.has_cls else "all") if self.query == "auto" else self
+
+    @property
+    def _kind(self) -> Literal["cls_attention", "received_attention"]:
+        return "received_attention" if self.query == "all" else "cls_attention"
+
+    def taps(self) -> tuple[Tap, ...]:
+        """The attention of ``layer``."""
+        return (Tap(self._kind, (self.layer,)),)
+
+    def check(self, family: Family) -> None:
+        """Refuse ``query="cls"`` on towers without a CLS token."""
+        if self.query == "cls" and not family.has_cls:
+            raise UnsupportedError(
+                f"{self.name} asks the CLS token, which the vision tower of {family.name} lacks; "
+                "give query='all' to rank by the attention received from all tokens."
+            )
+
+    def attention(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """``[N, n]`` float32 scores, NaN where there are none, and ``[N, n]`` bool, the valid tokens that have one."""
+        score = tokens.signals[self._kind][:, 0].float().masked_fill(~tokens.valid, torch.nan)
+        return score, ~score.isnan()
+
+
+def on_grid(tokens: TokenBatch) -> Tensor:
+    """``[N, n]`` bool: tokens with a cell (not newlines); in a unit without any cells, all."""
+    cell = tokens.valid & (tokens.cells >= 0).all(-1)
+    return torch.where(cell.any(1, keepdim=True), cell, tokens.valid)
+
+
+def filled(kept: Tensor, valid: Tensor, count: Tensor) -> Tensor:
+    """``kept [N, n]`` and, where it falls short of ``count [N]``, the first others: budgets larger than the picture proper
+    fall back on newline tokens."""
+    return kept | top_mask(kept.float(), valid & ~kept, count - kept.sum(1))
+
+
+def most_similar(x: Tensor, y: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest ``x . y`` of every row of ``x [N, a, d]`` over ``y [N, b, d]`` and where it is, two ``[N, a]``.
+
+    ``there [N, b]`` bool masks padding of ``y``; equal products go to the lower place. No ``a x b`` matrix is kept.
+    """
+    if y.shape[1] == 0:
+        return x.new_full(x.shape[:2], -torch.inf), torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
+    height = max(1, BLOCK // max(1, len(x) * y.shape[1]))
+    values, places = [], []
+    for part in x.split(height, 1):
+        product = torch.bmm(part, y.transpose(1, 2)).masked_fill(~there[:, None], -torch.inf)
+        # argmax takes the first of equals, max leaves open which
+        place = product.argmax(2)
+        places.append(place)
+        values.append(product.gather(2, place[..., None])[..., 0])
+    return torch.cat(values, 1), torch.cat(places, 1)
+
+
+def gather(x: Tensor, slots: Tensor) -> Tensor:
+    """``x [N, n, d]`` at ``slots [N, m]``: ``[N, m, d]``."""
+    return x.gather(1, slots[..., None].expand(-1, -1, x.shape[2]))

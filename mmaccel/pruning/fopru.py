@@ -1,0 +1,78 @@
+"""FoPru: keep the patches, or the rows of patches, that the vision tower attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import MmaccelError
+from ..method import TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+from ._scores import AttentionGuided
+
+
+@register
+@dataclass(frozen=True)
+class FoPru(AttentionGuided):
+    """Focal pruning: rank by attention in the vision tower, tokens one by one or whole rows of the grid.
+
+    *FoPru: Focal Pruning for Efficient Large Vision-Language Models*, arXiv 2411.14164.
+
+    ``s_j = mean_h mean_i A[h, i, j]`` in the layer the language model reads. ``rank`` keeps the ``count`` highest; ``row``
+    keeps the rows of the grid with the highest mean of ``s`` until the budget is spent; of the row in which it runs out
+    the best tokens stay, so that the count is met. Equal rows go to the upper one. Rows of later frames are rows of
+    their own.
+
+    Parameters
+    ----------
+    strategy : ``rank`` or ``row``.
+    query : ``all`` (the default) needs no CLS token; ``cls`` with ``rank`` is ``vtc-cls``.
+    layer : tower layer; the default is the one read, CLIP's last but one.
+
+    Paper and program: no program is public. Which rows of the map the paper averages, its rounding and the cut row are
+    our reading; ``rounding="official"`` takes ``int(retain * n)``. There are no authors' numbers to compare with.
+    """
+
+    name = "fopru"
+    summary = "tokens or rows of tokens that get most attention in the vision tower"
+    paper = "arXiv 2411.14164"
+
+    query: Literal["cls", "all"] = "all"
+    strategy: Literal["rank", "row"] = "rank"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.strategy not in ("rank", "row"):
+            raise MmaccelError(f"fopru knows strategy 'rank' and 'row', not {self.strategy!r}.")
+
+    def official_count(self, retain: float, size: int) -> int:
+        """Rounded down."""
+        return max(1, int(retain * size))
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """Attention ``[N, n]``, ``count [N]`` -> the highest tokens or rows; tokens without a source go first."""
+        score, seen = self.attention(tokens)
+        if self.strategy == "row":
+            score = _by_rows(score, seen & (tokens.cells >= 0).all(-1), tokens)
+        return Reduction.top(score, tokens.valid, count)
+
+
+def _by_rows(score: Tensor, here: Tensor, tokens: TokenBatch) -> Tensor:
+    """``[N, n]``: minus each token's rank, ordered by the mean of its row, then row, then its own score."""
+    slots = torch.arange(score.shape[1], device=score.device).expand_as(score)
+    row = tokens.cells[..., 0] * tokens.grid[:, None, 1].to(score.device) + tokens.cells[..., 1]
+    # tokens of no row are collected in one more, at the end
+    last = int(row.max()) + 1 if row.numel() else 0
+    row = row.masked_fill(~here, last)
+    first = slots.new_full((len(slots), last + 1), slots.shape[1]).scatter_reduce(1, row, slots, "amin")
+    target = first.gather(1, row).masked_fill(~here, -1)
+    means = Reduction.merge(target, here).substitute(score.nan_to_num())
+    mean = means.gather(1, target.clamp(min=0)).masked_fill(~here, -torch.inf)
+    order = score.nan_to_num(nan=-torch.inf).argsort(dim=1, descending=True, stable=True)
+    order = order.gather(1, row.gather(1, order).argsort(dim=1, stable=True))
+    order = order.gather(1, mean.gather(1, order).argsort(dim=1, descending=True, stable=True))
+    return -torch.empty_like(order).scatter_(1, order, slots).float()

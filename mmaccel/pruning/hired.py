@@ -1,0 +1,170 @@
+"""HiRED: tiles get budgets by what the whole image attends to early, tokens stay by what a tile attends to late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from ..budget import split
+from ..errors import MmaccelError, UnsupportedError
+from ..method import ProjectorMethod, Tap, TokenBatch
+from ..reduction import Reduction, top_mask
+from ..registry import register
+from ._scores import on_grid
+
+if TYPE_CHECKING:
+    from ..families.base import Family
+
+
+@register
+@dataclass(frozen=True)
+class HiRED(ProjectorMethod):
+    """A fixed budget for a tiled image, split over the whole image and its tiles by attention.
+
+    *HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution Vision-Language Models*, AAAI 2025,
+    arXiv 2408.10945.
+
+    Of a budget ``B`` the base image (the whole picture as one tile) gets ``int(alpha B)``. The ``int((1 - alpha) n)`` of its
+    ``n`` tokens with most CLS attention in the first layer are marked, and the rest of ``B`` is split over the tiles in
+    proportion to the marks in the area that each covers. In every tile the tokens with most CLS attention in the late
+    layer stay. A picture of one tile keeps its best ``B``; in a clip every frame is a tile of equal share, and so is
+    every tile of families that do not tell where a tile lies (InternVL).
+
+    Parameters
+    ----------
+    layout : ``grid2d``, as in the paper: a tile covers its rectangle of the picture. ``official_bands``, as in the program:
+        the ``i``-th tile covers the ``i``-th run of the base image in raster order, a band of rows, and shares are rounded
+        down, so that some of the budget is not spent (hence ``at_most``). With ``grid2d`` all of it is spent.
+    alpha : the base image's share; the program's default 0.5.
+    early, late : tower layers, counted as Python counts; ``None`` is the one the language model reads. The program's are 0
+        and, for CLIP-L, 22.
+
+    Paper and program: see ``layout``. The program counts tokens before it cuts off the padding of the tiles, and loses the
+    budget spent there; here padding was never seen. Newline tokens are dropped first, as it does. Where the tiles' padding
+    lies follows from the size of the stitched grid; where it takes a tile's side or more, the fewest tiles are assumed.
+    """
+
+    name = "hired"
+    summary = "tiles by early CLS attention, tokens by late CLS attention"
+    paper = "arXiv 2408.10945"
+    unit = "picture"
+    budget = "at_most"
+    default_retain = 0.2
+
+    layout: Literal["grid2d", "official_bands"] = "grid2d"
+    alpha: float = 0.5
+    early: int | None = 0
+    late: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("grid2d", "official_bands"):
+            raise MmaccelError(f"hired knows layout 'grid2d' and 'official_bands', not {self.layout!r}.")
+        if not 0.0 <= self.alpha <= 1.0:
+            raise MmaccelError(f"alpha={self.alpha} is no share of the budget, which lies between 0 and 1.")
+
+    def taps(self) -> tuple[Tap, ...]:
+        """CLS attention of the two layers."""
+        return (Tap("cls_attention", (self.early, self.late)),)
+
+    def check(self, family: Family) -> None:
+        """Refuse towers without a CLS token."""
+        if not family.has_cls:
+            raise UnsupportedError(
+                f"hired needs a CLS token, which the vision tower of {family.name} lacks; "
+                "use 'fopru', 'attention-received' or 'divprune'."
+            )
+
+    def official_count(self, retain: float, size: int) -> int:
+        """The program rounds down."""
+        return max(1, int(retain * size))
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``cls_attention [N, 2, n]``, ``segment``, ``cells``, ``count [N]`` -> the best of every tile."""
+        early, late = tokens.signals["cls_attention"].float().unbind(1)
+        cell = on_grid(tokens)
+        part, covered, tiled = _parts(tokens, cell, self.layout)
+        base = cell & tiled[:, None] & (part == 0)
+        covered = covered.masked_fill(~base, 0)
+        parts = int(torch.maximum(part, covered).max()) + 1 if part.numel() else 0
+
+        # marks of the base image, counted by the tile that covers them
+        most = [int(size * (1 - self.alpha)) for size in base.sum(1).tolist()]
+        marked = top_mask(early, base, torch.tensor(most, device=base.device))
+        marks = _tally(covered, marked, parts).tolist()
+        sizes = _tally(part, cell, parts).tolist()
+        totals = torch.minimum(count.to(cell.device), tokens.valid.sum(1)).tolist()
+        share = [self._budgets(*row) for row in zip(totals, sizes, marks, tiled.tolist(), strict=True)]
+        budgets = torch.tensor(share, device=cell.device).reshape(len(share), parts + 1)
+
+        # newline tokens are one more part, behind the others, and padding comes last in it
+        late = late.masked_fill(~tokens.valid, torch.nan)
+        kept = _top_of_parts(late, part.masked_fill(~cell, parts), budgets)
+        whole = (count.to(cell.device) >= tokens.valid.sum(1))[:, None]
+        return Reduction((kept | whole) & tokens.valid, tokens.valid)
+
+    def _budgets(self, total: int, sizes: list[int], marks: list[int], tiled: bool) -> list[int]:
+        """How many tokens of each part stay; the last figure is for tokens without a cell."""
+        room = min(total, sum(sizes))
+        if not tiled:
+            return [*split(room, sizes), total - room]
+        full = min(int(room * self.alpha), sizes[0])
+        rest = min(room - full, sum(sizes[1:]))
+        if self.layout == "grid2d":
+            return [room - rest, *split(rest, sizes[1:], [float(m) for m in marks[1:]]), total - room]
+        # in float32, as the program divides and multiplies before it cuts
+        counted = torch.tensor(marks[1:])
+        cut = (counted / counted.sum().clamp(min=1) * rest).int().tolist()
+        tiles = [min(k, size) for k, size in zip(cut, sizes[1:], strict=True)]
+        return [max(full, int(total > 0 and not any(tiles))), *tiles, 0]
+
+
+def _parts(tokens: TokenBatch, cell: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Which part (tile or frame) of its picture each token belongs to, which part covers what it shows (for tokens of a
+    base image), both ``[N, n]`` long, and which pictures have a base image and tiles around it, ``[N]`` bool.
+
+    A picture of two segments in one frame is a base image and the stitched grid of its tiles, as in LLaVA-NeXT.
+    """
+    t, row, col = tokens.cells.masked_fill(~cell[..., None], 0).clamp(min=0).unbind(-1)
+    segment = tokens.segment.clamp(min=0)
+    first, second = cell & (segment == 0), cell & (segment == 1)
+    tiled = (segment.amax(1) == 1) & (t.amax(1) == 0) & first.any(1)
+
+    def side(where: Tensor, index: Tensor) -> Tensor:
+        return (index + 1).masked_fill(~where, 0).amax(1, keepdim=True).clamp(min=1)
+
+    h0, w0, h, w = side(first, row), side(first, col), side(second, row), side(second, col)
+
+    def tiles(length: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
+        # tiles along a side, and the cells of padding in front; padding is the same on both ends, so its sum is even
+        number = -(-length // one)
+        number = number + (number * one - length) % 2 * (one % 2)
+        return number, (number * one - length) // 2
+
+    (rows, top), (cols, left) = tiles(h, h0), tiles(w, w0)
+    own = 1 + (row + top) // h0 * cols + (col + left) // w0
+    part = torch.where(tiled[:, None], own.masked_fill(segment == 0, 0), segment * (t.max() + 1) + t)
+    if layout == "grid2d":
+        # the middle of a base cell, in cells of the stitched grid
+        down, across = (2 * row + 1) * h // (2 * h0), (2 * col + 1) * w // (2 * w0)
+        covered = 1 + (down + top) // h0 * cols + (across + left) // w0
+    else:
+        covered = 1 + (row * w0 + col) * (rows * cols) // (h0 * w0)
+    return part.masked_fill(~cell, 0), covered, tiled
+
+
+def _tally(part: Tensor, where: Tensor, parts: int) -> Tensor:
+    """``[N, parts]`` long: how many of the slots ``where`` lie in each part."""
+    return torch.zeros(len(part), parts, dtype=torch.long, device=part.device).scatter_add_(1, part, where.long())
+
+
+def _top_of_parts(score: Tensor, part: Tensor, budgets: Tensor) -> Tensor:
+    """``[N, n]`` bool: the ``budgets [N, G]`` highest of each part; equal scores go to the lower slot, NaN last."""
+    order = score.nan_to_num(nan=-torch.inf).argsort(dim=1, descending=True, stable=True)
+    order = order.gather(1, part.gather(1, order).argsort(dim=1, stable=True))
+    sizes = _tally(part, torch.ones_like(part, dtype=torch.bool), budgets.shape[1])
+    start = (sizes.cumsum(1) - sizes).gather(1, part.gather(1, order))
+    rank = torch.arange(score.shape[1], device=score.device) - start
+    return torch.zeros_like(part, dtype=torch.bool).scatter_(1, order, rank < budgets.gather(1, part.gather(1, order)))

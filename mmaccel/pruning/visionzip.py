@@ -1,0 +1,108 @@
+"""VisionZip: dominant tokens stay, the others are merged into a few contextual ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..errors import MmaccelError
+from ..method import Tap, TokenBatch
+from ..reduction import Links, Reduction, compact, top_mask
+from ..registry import register
+from ._scores import AttentionGuided, filled, gather, most_similar
+
+
+@register
+@dataclass(frozen=True)
+class VisionZip(AttentionGuided):
+    """Most of the budget goes to the tokens with most attention, the rest of it to merged ones.
+
+    *VisionZip: Longer is Better but Not Necessary in Vision Language Models*, CVPR 2025, arXiv 2412.04467.
+
+    Of ``count`` tokens, ``c = contextual`` are contextual and the others dominant: the highest by CLS attention (mean over
+    heads) of the layer the language model reads. Among the ``R`` tokens left, in raster order, every
+    ``max(1, R // c)``-th is a target until there are ``c``; each other one flows to the target with the most similar key
+    (cosine of keys, mean over heads). With ``m`` members ``x_i``, a target ``y`` becomes ``y + (1/m) sum x_i``, in its own
+    slot; a target without members stays as it is.
+
+    Parameters
+    ----------
+    contextual : a float is the share of the budget, rounded half up, an int the number in each segment. The default is the
+        paper's 10 of 64 (also 20 of 128 and 30 of 192).
+    weights : ``program`` as above: the weights of a target with members sum to two, so it is about twice as long as a
+        token; ``mean`` averages target and members.
+    query, layer : ``query="all"`` ranks by the attention received from all tokens, as the authors do for towers
+        without a CLS token; keys are those of the same layer.
+
+    Paper and program: the program also keeps the CLS token and projects it, which the language model of a Hugging Face
+    model has no place for; here all of the budget goes to patches. It merges what enters the projector, here what
+    leaves it is merged. Newline tokens are dropped first, as it does. The stitched tiles of LLaVA-NeXT are one segment
+    here, whose tokens compete; the program treats tile by tile.
+    """
+
+    name = "visionzip"
+    summary = "dominant tokens by attention, the rest merged into contextual ones"
+    paper = "arXiv 2412.04467"
+
+    contextual: float = 10 / 64
+    weights: Literal["program", "mean"] = "program"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights not in ("program", "mean"):
+            raise MmaccelError(f"visionzip knows weights 'program' and 'mean', not {self.weights!r}.")
+        most = float("inf") if isinstance(self.contextual, int) else 1.0
+        if isinstance(self.contextual, bool) or not 0 <= self.contextual <= most:
+            raise MmaccelError(
+                f"contextual={self.contextual} is no share of the budget (0.0 to 1.0) and no number of tokens."
+            )
+
+    def taps(self) -> tuple[Tap, ...]:
+        """Attention and keys of ``layer``."""
+        return (*super().taps(), Tap("keys", (self.layer,)))
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """Attention ``[N, n]``, keys ``[N, n, d]``, ``count [N]`` -> dominant and contextual tokens."""
+        (score, seen), valid, count = self.attention(tokens), tokens.valid, count.to(tokens.valid.device)
+        room = torch.minimum(count, seen.sum(1))
+        if isinstance(self.contextual, int):
+            merged = room.clamp(max=self.contextual)
+        else:
+            merged = (room * self.contextual + 0.5).long()
+        dominant = top_mask(score, seen, room - merged)
+        target = strided(seen & ~dominant, merged)
+        kept = filled(dominant | target, valid, count)
+        member = seen & ~kept & (merged > 0)[:, None]
+        if not bool(member.any()):
+            return Reduction(kept, valid)
+
+        key = normalize(tokens.signals["keys"][:, 0].float().masked_fill(~seen[..., None], 0.0), dim=-1)
+        slots = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
+        at = compact(slots, target)
+        there = torch.arange(at.shape[1], device=at.device) < merged[:, None]
+        into = at.gather(1, most_similar(key, gather(key, at), there)[1])
+
+        batch, source = member.nonzero(as_tuple=True)
+        slot = into[batch, source]
+        members = torch.zeros_like(slots).scatter_add_(1, into, member.long())
+        home, self_ = (target & (members > 0)).nonzero(as_tuple=True)
+        extra = int(self.weights == "mean")
+        weight = torch.cat(
+            [
+                1.0 / (members[batch, slot] + extra).float(),
+                1.0 / (members[home, self_] * extra + 1).float(),
+            ]
+        )
+        links = Links(torch.cat([batch, home]), torch.cat([slot, self_]), torch.cat([source, self_]), weight)
+        return Reduction(kept, valid, links)
+
+
+def strided(among: Tensor, count: Tensor) -> Tensor:
+    """``[N, n]`` bool: of the ``R`` slots in ``among``, every ``max(1, R // count)``-th, at most ``count [N]``."""
+    place = among.cumsum(1) - 1
+    step = (among.sum(1) // count.clamp(min=1)).clamp(min=1)[:, None]
+    return among & (place % step == 0) & (place // step < count[:, None])

@@ -1,0 +1,107 @@
+"""VisPruner: some tokens stay because they are important, some because they are different."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..errors import MmaccelError
+from ..method import Tap, TokenBatch
+from ..reduction import Reduction, top_mask
+from ..registry import register
+from ._scores import AttentionGuided, filled, gather, most_similar
+
+
+@register
+@dataclass(frozen=True)
+class VisPruner(AttentionGuided):
+    """Important tokens by attention; from the rest, near copies are removed round by round.
+
+    *Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in VLMs* (VisPruner), ICCV 2025,
+    arXiv 2412.01818.
+
+    ``int(count * important)`` tokens stay for their CLS attention (mean over heads). The others stand in a list, by
+    descending attention. In every round the tokens at even places look for their most similar one at an odd place
+    (cosine of what the tower hands to the projector); the ``step`` with the most similar ones go, the other even ones,
+    by falling similarity, and behind them the odd ones are the next list. It ends when as many are left as the budget has.
+
+    Parameters
+    ----------
+    important : share of the budget for important tokens, rounded down. The paper's default is 0.5.
+    step : tokens that go in a round. ``None`` is the program's 8 on up to 576 tokens and a 72nd of them on more, so that
+        the number of rounds does not grow with the picture; that growth is ours.
+    query, layer : ``query="all"`` ranks by the attention received from all tokens, for towers without a CLS token.
+
+    Paper and program: the program fails when a list is of odd length or shorter than it removes; here the last even
+    place may be unpaired and a round removes no more than the even places. Newline tokens are dropped first, as it does.
+    The stitched tiles of LLaVA-NeXT are one segment here; the program prunes tile by tile.
+    """
+
+    name = "vispruner"
+    summary = "important tokens by attention, and different ones from the rest"
+    paper = "arXiv 2412.01818"
+
+    important: float = 0.5
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.important <= 1.0:
+            raise MmaccelError(f"important={self.important} is no share of the budget, which lies between 0 and 1.")
+        if self.step is not None and self.step < 1:
+            raise MmaccelError(f"step={self.step} removes nothing; give 1 or more.")
+
+    def taps(self) -> tuple[Tap, ...]:
+        """Attention of ``layer``, and what the tower hands to the projector."""
+        return (*super().taps(), Tap("features", (None,)))
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """Attention ``[N, n]``, tower features ``[N, n, d]``, ``count [N]`` -> important and diverse tokens."""
+        (score, seen), count = self.attention(tokens), count.to(tokens.valid.device)
+        size = seen.sum(1)
+        room = torch.minimum(count, size)
+        # float64, as in Python: 0.29 * 100 is cut to 28 there too
+        first = torch.tensor([int(k * self.important) for k in room.tolist()], device=room.device)
+        important = top_mask(score, seen, first)
+        step = torch.full_like(size, self.step) if self.step else (-(-size // 72)).clamp(min=8)
+        rest = seen & ~important
+        different = drop_similar(tokens.signals["features"][:, 0], score, rest, room - first, step)
+        return Reduction(filled(important | different, tokens.valid, count), tokens.valid)
+
+
+def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, step: Tensor) -> Tensor:
+    """``[N, n]`` bool: ``count [N]`` of the slots ``among [N, n]`` that rounds of matching leave (see :class:`VisPruner`).
+
+    Parameters
+    ----------
+    features : ``[N, n, d]``.
+    score : ``[N, n]``, the order of the first list, highest first.
+    step : ``[N]`` long, how many go in one round.
+    """
+    x = normalize(features.float().masked_fill(~among[..., None], 0.0), dim=-1)
+    order = score.masked_fill(~among, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    # a token among them may score -inf too
+    order = order.gather(1, (~among).gather(1, order).long().argsort(dim=1, stable=True))
+    # lengths follow from numbers alone, so the device is not asked again
+    length, left, most = among.sum(1).cpu(), count.cpu(), step.cpu()
+    while bool(((length > left) & (left > 0)).any()):
+        evens, odds = (length + 1) // 2, length // 2
+        drop = torch.minimum((length - left).clamp(min=0), torch.minimum(most, evens)).masked_fill(left == 0, 0)
+        order = order[:, : int(length.max())]
+        even, odd = order[:, 0::2], order[:, 1::2]
+        places = torch.arange(even.shape[1])
+        real_even, real_odd = places < evens[:, None], places[: odd.shape[1]] < odds[:, None]
+        stays = torch.cat([real_even & (places >= drop[:, None]), real_odd], 1).to(x.device)
+        similar, _ = most_similar(gather(x, even), gather(x, odd), real_odd.to(x.device))
+        similar = similar.masked_fill(~real_even.to(x.device), -torch.inf)
+        even = even.gather(1, similar.argsort(dim=1, descending=True, stable=True))
+        order = torch.cat([even, odd], 1).gather(1, (~stays).long().argsort(dim=1, stable=True))
+        length = length - drop
+    kept = (torch.arange(order.shape[1]) < torch.minimum(length, left)[:, None]).to(x.device)
+    batch, place = kept.nonzero(as_tuple=True)
+    out = torch.zeros_like(among)
+    out[batch, order[batch, place]] = True
+    return out

@@ -1,0 +1,280 @@
+"""The command line: what it prints, as text and as JSON, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zoo
+from PIL import Image
+
+import mmaccel
+from mmaccel.cli import ask, doctor, main, selfcheck
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models with their processors, pictures, a folder of frames."""
+    root = tmp_path_factory.mktemp("ask")
+    for family in ("llava", "qwen2_5_vl", "llava_onevision"):
+        zoo.model(family).save_pretrained(root / family)
+        zoo.processor(family).save_pretrained(root / family)
+    zoo.image(120, 90, 0).save(root / "a.png")
+    zoo.image(60, 90, 1).save(root / "b.jpg")
+    (root / "cut.jpg").write_bytes((root / "b.jpg").read_bytes()[:200])
+    (root / "frames").mkdir()
+    for i, frame in enumerate(zoo.clip(12, 96, 64, 0)):
+        Image.fromarray(frame).save(root / "frames" / f"f{i}.png")
+    (root / "empty").mkdir()
+    return root
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:
+    """What a command prints; on an error what it says on stderr, which must be one line."""
+    capsys.readouterr()
+    assert main([str(a) for a in argv]) == status
+    out, err = capsys.readouterr()
+    if status:
+        assert out == ""
+        assert err.count("\n") == 1
+        assert "Traceback" not in err
+    return err if status else out
+
+
+# --- ask --------------------------------------------------------------------------------------------------------------
+def test_ask_compares_full_and_accelerated(folder, capsys):
+    argv = ["ask", "--model", folder / "llava", "--max-new-tokens", 4, folder / "a.png", "what?"]
+    report = json.loads(output(capsys, *argv, "--json"))
+    full, fast = report["full"], report["accelerated"]
+    assert (full["visual_tokens"], full["visual_tokens_kept"]) == (36, 36)
+    assert (fast["visual_tokens"], fast["visual_tokens_kept"]) == (36, 9)
+    assert full["prompt_tokens"] == fast["prompt_tokens"]
+    assert fast["kv_bytes"] < full["kv_bytes"]
+    for run in (full, fast):
+        assert 0 < run["first_token_seconds"] < run["total_seconds"]
+        assert run["new_tokens"] == 4
+        assert run["tokens_per_second"] > 0
+    assert report["agreement"].keys() == {"same_answer", "same_leading_tokens", "kl_first_token"}
+    assert report["recipe"]["name"] == "balanced"
+
+    text = output(capsys, *argv)
+    for words in ("visual tokens kept", "time to first token", "KV cache", "agreement"):
+        assert words in text
+
+
+def test_ask_with_everything_kept_agrees(folder, capsys):
+    argv = ["ask", "--model", folder / "qwen2_5_vl", "--max-new-tokens", 4, folder / "a.png", folder / "b.jpg", "what?"]
+    report = json.loads(output(capsys, *argv, "--retain", "1.0", "--json"))
+    assert report["agreement"]["same_answer"]
+    assert report["agreement"]["same_leading_tokens"] == 4
+    assert report["agreement"]["kl_first_token"] < 1e-6
+
+
+def test_ask_passes_budget_and_options_on(folder, capsys):
+    argv = ["ask", "--model", folder / "llava", "--max-new-tokens", 2, folder / "a.png", "what?", "--json"]
+    report = json.loads(output(capsys, *argv, "--recipe", "fastv", "--retain", 6, "--set", "layer=3"))
+    assert report["accelerated"]["visual_tokens_kept"] == 6
+    assert report["recipe"]["stages"][0]["options"] == {"layer": 3}
+
+
+def test_ask_about_a_folder_of_frames(folder, capsys):
+    argv = ["ask", "--model", folder / "qwen2_5_vl", "--max-new-tokens", 2, "--frames", 4, folder / "frames", "what?"]
+    report = json.loads(output(capsys, *argv, "--json"))
+    assert report["full"]["visual_tokens"] == 2 * 4 * 6
+    smaller = json.loads(output(capsys, *argv, "--recipe", "resize", "--set", "frames=0.5", "--retain", 0.5, "--json"))
+    assert smaller["accelerated"]["visual_tokens"] == 4 * 6
+    assert smaller["full"]["visual_tokens"] == 2 * 4 * 6
+
+
+def test_frames_come_in_the_order_of_their_numbers(folder):
+    clip = ask.read_folder(folder / "frames", 12, 1.0)
+    assert np.array_equal(clip.frames, zoo.clip(12, 96, 64, 0))
+    assert ask.spaced(12, 4) == [1, 4, 7, 10]
+    assert ask.spaced(2, 4) == [0, 1]
+
+
+def test_ask_about_a_video_file(folder, tmp_path, capsys):
+    av = pytest.importorskip("av")
+    clip = zoo.clip(16, 96, 64, 0)
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
+        stream = container.add_stream("libx264", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        for frame in clip:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    read = ask._read_av(path, 8)
+    assert (read.total, read.fps, read.indices) == (16, 4.0, [1, 3, 5, 7, 9, 11, 13, 15])
+    assert np.abs(read.frames.astype(int) - clip[1::2]).mean() < 12
+    argv = ["ask", "--model", folder / "qwen2_5_vl", "--max-new-tokens", 2, "--frames", 4, path, "what?", "--json"]
+    assert json.loads(output(capsys, *argv))["full"]["visual_tokens"] == 2 * 4 * 6
+
+    data = path.read_bytes()
+    for share in (0.1, 0.6):
+        (tmp_path / "cut.mp4").write_bytes(data[: int(len(data) * share)])
+        with pytest.raises(mmaccel.MmaccelError, match=r"cut\.mp4.*(breaks off after|broken)"):
+            ask.read_video(tmp_path / "cut.mp4", 16)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["{}/gone.png", "what?"], "does not exist"),
+        (["{}/cut.jpg", "what?"], "cannot be read"),
+        (["{}/gone.mp4", "what?"], "does not exist"),
+        (["{}/empty", "what?"], "holds no frames"),
+        (["{}/frames", "{}/empty", "what?"], "One video at a time"),
+        (["{}/frames", "what?"], "takes no video"),
+        (["{}/a.png", " "], "question is empty"),
+        (["{}/a.png", "what?", "--recipe", "divprun"], "did you mean 'divprune'"),
+        (["{}/a.png", "what?", "--retain", "0"], "keeps no token"),
+        (["{}/a.png", "what?", "--retain", "100"], "has only 36"),
+        (["{}/a.png", "what?", "--set", "layer"], "OPTION=VALUE"),
+        (["{}/a.png", "what?", "--frames", "0"], "1 or more"),
+        (["{}/a.png", "what?", "--model", "{}/nowhere"], "There is no folder"),
+        (["{}/a.png", "what?", "--model", "{}/empty"], "Cannot load"),
+        (["{}/a.png", "what?", "--model", "{}/llava_onevision", "--recipe", "vtc-cls"], "CLS"),
+    ],
+)
+def test_ask_says_what_is_wrong(folder, capsys, argv, words):
+    model = [] if "--model" in argv else ["--model", folder / "llava"]
+    error = output(capsys, "ask", *[a.format(folder) for a in argv], *model, status=2)
+    assert words in error
+    assert error.startswith("mmaccel ask: ")
+
+
+def test_ask_refuses_families_it_does_not_know(folder, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    error = output(capsys, "ask", "--model", tmp_path, folder / "a.png", "what?", status=2)
+    assert "'bert'" in error
+    assert "qwen2_5_vl" in error
+
+
+def test_ask_reads_safetensors_only(folder, tmp_path, capsys):
+    import shutil
+
+    import torch
+
+    shutil.copytree(folder / "llava", tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    torch.save(zoo.model("llava").state_dict(), tmp_path / "m" / "pytorch_model.bin")
+    assert "Cannot load" in output(capsys, "ask", "--model", tmp_path / "m", folder / "a.png", "what?", status=2)
+
+
+def test_ask_wants_a_model(folder, capsys, monkeypatch):
+    monkeypatch.setattr(ask, "SHIPPED", folder / "nowhere")
+    assert "--model" in output(capsys, "ask", folder / "a.png", "what?", status=2)
+    monkeypatch.setattr(ask, "SHIPPED", folder / "llava")
+    out = output(capsys, "ask", folder / "a.png", "what?", "--max-new-tokens", 1)
+    assert "on cpu" in out or "on cuda" in out
+
+
+def test_errors_can_be_traced(folder, capsys):
+    assert main(["ask", "--debug", "--model", str(folder / "llava"), str(folder / "gone.png"), "what?"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+def test_methods_lists_what_there_is(capsys):
+    listed = json.loads(output(capsys, "methods", "--json"))
+    known = mmaccel.methods()
+    assert {m["name"] for m in listed["methods"]} == set(known)
+    assert {r["name"] for r in listed["recipes"]} == set(mmaccel.recipes()) - set(known)
+    by_name = {m["name"]: m for m in listed["methods"]}
+    assert by_name["vtc-cls"]["needs"] == ["CLS attention"]
+    assert by_name["fastv"]["needs"] == ["prompt attention"]
+    assert by_name["divprune"]["needs"] == []
+    assert by_name["snapkv"]["options"]["window"] == 32
+    text = output(capsys, "methods", "--site", "cache")
+    assert "snapkv" in text
+    assert "divprune" not in text
+    for name, cls in known.items():
+        if cls.__module__.startswith("mmaccel."):
+            assert cls.summary, f"{name} has no summary"
+
+
+def test_readme_tables_are_current():
+    from mmaccel.cli.methods import readme_tables
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme_tables() in readme, "run: python -m mmaccel methods --update README.md"
+
+
+def test_tables_are_written_between_the_markers(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- methods -->\nold\n<!-- /methods -->\nafter\n")
+    output(capsys, "methods", "--update", page)
+    text = page.read_text()
+    assert text.startswith("before\n<!-- methods -->\n| method |")
+    assert text.endswith("<!-- /methods -->\nafter\n")
+    page.write_text("nothing")
+    assert "no markers" in output(capsys, "methods", "--update", page, status=2)
+
+
+def test_readme_names_every_family():
+    from mmaccel.families import FAMILIES
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.split("<!-- families -->")[1].split("<!-- /families -->")[0]
+    assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")] == [f.name for f in FAMILIES]
+    assert list(selfcheck.TINY) == [f.name for f in FAMILIES]
+
+
+def test_doctor_reports(capsys):
+    status = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert status == (1 if report["problems"] else 0)
+    assert len(report["families"]) == 10
+    assert report["versions"]["torch"]
+    assert "families are ready" in doctor.render(report)
+
+
+def test_doctor_names_a_mismatched_torchvision(capsys, monkeypatch):
+    import torchvision
+
+    def missing(*args):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(torchvision.ops, "nms", missing)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "DOES NOT match torch" in out
+    assert "install both from one index" in out
+
+
+def test_selfcheck_runs_families(capsys):
+    report = json.loads(output(capsys, "selfcheck", "--families", "llava", "qwen3_vl", "--json"))
+    assert [f["visual_tokens_kept"] for f in report["families"]] == [9, 6]
+    assert all(f["problem"] is None and f["kv_bytes"] < f["kv_bytes_full"] for f in report["families"])
+    out = output(capsys, "selfcheck", "--families", "smolvlm", "--recipe", "uniform", "--retain", 4)
+    assert "1 of 1 families pass" in out
+    assert "known are llava" in output(capsys, "selfcheck", "--families", "lava", status=2)
+
+
+def test_help_teaches_with_examples(capsys):
+    for command in ("ask", "methods", "doctor", "selfcheck"):
+        with pytest.raises(SystemExit) as stop:
+            main([command, "--help"])
+        assert stop.value.code == 0
+        out = capsys.readouterr().out
+        assert "examples:" in out
+        assert "--json" in out
+    assert main([]) == 2
+    with pytest.raises(SystemExit):
+        main(["ask", "a.png", "what?", "--retain", "much"])
+    assert "is no budget" in capsys.readouterr().err
+
+
+def test_listing_methods_does_not_import_transformers():
+    code = "import sys; from mmaccel.cli import main; main(['methods']); sys.exit('transformers' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={"PATH": "", "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"divprune" in done.stdout

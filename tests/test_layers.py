@@ -1,0 +1,400 @@
+"""Methods inside the language model: what they see of a layer, what they choose, and what becomes of it in a model."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import zoo
+from test_methods import UNITS, batch_of, dense, row_of
+from torch import Tensor
+
+import mmaccel
+from mmaccel import MmaccelError, Recipe, Stage, accelerate_vlm, accelerated
+from mmaccel.layers.aim import AimPageRank
+from mmaccel.layers.framefusion import FrameFusion, merge_runs, sparsity_needed
+from mmaccel.layers.holitom import HoliTomInner, nearest_kept
+from mmaccel.layers.mustdrop import MustDropFilter
+from mmaccel.layers.promptdistill import PromptDistill
+from mmaccel.method import LayerAttention, LayerMethod, TokenBatch
+
+METHODS = [
+    AimPageRank(),
+    FrameFusion(),
+    FrameFusion(similarity=2.0),
+    HoliTomInner(),
+    MustDropFilter(),
+    MustDropFilter(adaptive=True, global_threshold=0.02, individual_threshold=0.3),
+    PromptDistill(),
+]
+named = pytest.mark.parametrize("method", METHODS, ids=repr)
+#: the first layer behind DeepStack
+FAMILIES = {"llava": 2, "qwen2_5_vl": 2, "qwen3_vl": 3}
+
+
+def tokens_of(units=UNITS, seed: int = 0) -> TokenBatch:
+    """A ragged batch with every figure that ``look`` may give, and frames that resemble each other."""
+    tokens = batch_of(units, seed)
+    random = torch.Generator().manual_seed(seed + 1)
+    shape = tokens.valid.shape
+    # row by row, as in batch_of
+    figures = {
+        name: torch.stack([torch.rand(shape[1], generator=random) for _ in range(shape[0])])
+        for name in ("importance", "text_sum", "text_max", "prompt_logits")
+    }
+    features = tokens.features.clone()
+    for unit, (t, h, w) in enumerate(tokens.grid.tolist()):
+        if t > 1:
+            still = features[unit, : h * w].repeat(t, 1)
+            features[unit, : t * h * w] = still + 0.4 * features[unit, : t * h * w]
+    return replace(tokens, features=features, signals={**tokens.signals, **figures})
+
+
+# --- what they choose -------------------------------------------------------------------------------------------------
+@named
+def test_meets_its_budget(method: LayerMethod) -> None:
+    tokens = tokens_of()
+    sizes = tokens.valid.sum(1)
+    for share in (0.01, 0.3, 0.5, 0.99, 1.0):
+        count = (sizes * share).long().clamp(min=1)
+        made = method.reduce(tokens, count)
+        before, after = made.counts()
+        assert torch.equal(before, sizes) and not (made.kept & ~tokens.valid).any()
+        exact = method.budget == "exact" or not method.adaptive
+        assert torch.equal(after, count) if exact else ((after <= count) & (after >= 1)).all()
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if not getattr(m, "adaptive", False)], ids=repr)
+def test_whole_budget_keeps_everything(method: LayerMethod) -> None:
+    tokens = tokens_of()
+    made = method.reduce(tokens, tokens.valid.sum(1))
+    assert torch.equal(made.kept, tokens.valid)
+    assert torch.equal(made.apply(tokens.features), tokens.features * tokens.valid[..., None])
+
+
+@named
+def test_row_of_a_batch_is_the_row_alone_and_again(method: LayerMethod) -> None:
+    tokens, untouched = tokens_of(), tokens_of()
+    count = torch.tensor([9, 5, 7, 1, 11])
+    together = method.reduce(tokens, count)
+    assert torch.equal(dense(together), dense(method.reduce(tokens, count)))
+    assert torch.equal(tokens.features, untouched.features) and torch.equal(tokens.valid, untouched.valid)
+    for row in range(len(count)):
+        alone = method.reduce(row_of(tokens, row), count[row : row + 1])
+        n = alone.kept.shape[1]
+        assert torch.equal(together.kept[row, :n], alone.kept[0])
+        assert torch.equal(dense(together)[row, :n, :n], dense(alone)[0])
+
+
+@named
+def test_half_precision_and_empty_budgets(method: LayerMethod) -> None:
+    tokens = replace(tokens_of(), features=tokens_of().features.bfloat16())
+    made = method.reduce(tokens, torch.tensor([3, 0, 2, 1, 4]))
+    assert made.kept[0].any() and not made.kept[1].any()
+    assert made.apply(tokens.features).dtype == torch.bfloat16
+
+
+@named
+def test_describes_itself(method: LayerMethod) -> None:
+    assert mmaccel.method(method.name) is type(method)
+    assert method.summary and method.paper and method.layer >= 1
+    with pytest.raises(MmaccelError, match="layer=1"):
+        replace(method, layer=0)
+
+
+def test_holitom_halves_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, count = tokens_of(), torch.tensor([3, 5, 2, 1, 6])
+    made = HoliTomInner().reduce(tokens, count)
+    assert torch.equal(made.mass().sum(1), tokens.valid.sum(1).float())
+    torch.testing.assert_close(dense(made).sum(2), made.kept.double())
+    for row, kept in enumerate(made.kept):
+        x, valid = tokens.features[row].clone(), tokens.valid[row]
+        cosine = torch.cosine_similarity(x[:, None], x[None], dim=-1).masked_fill(~kept, -9)
+        for slot in (valid & ~kept).nonzero()[:, 0].tolist():
+            into = int(cosine[slot].argmax())
+            x[into] = (x[into] + tokens.features[row, slot]) / 2
+        torch.testing.assert_close(made.substitute(tokens.features)[row, kept], x[kept])
+    whole = nearest_kept(tokens.features, made.kept)
+    monkeypatch.setattr("mmaccel.layers.holitom._BLOCK", 400)
+    assert torch.equal(nearest_kept(tokens.features, made.kept), whole)
+
+
+def test_holitom_with_more_members_than_float32_can_halve() -> None:
+    tokens = tokens_of([((1, 20, 20), False)])
+    made = HoliTomInner().reduce(tokens, torch.tensor([1]))
+    torch.testing.assert_close(dense(made).sum(), torch.tensor(1.0, dtype=torch.float64))
+    assert made.mass().sum() == 400 and made.apply(tokens.features).isfinite().all()
+
+
+@pytest.mark.parametrize("most", [0, 1, 7, 99])
+def test_framefusion_merges_runs_of_frames(most: int) -> None:
+    tokens = tokens_of([((5, 3, 4), False), ((3, 2, 2), False), ((4, 2, 3), True)])
+    # tokens that are gone leave gaps, and the next in time becomes the neighbour
+    valid = tokens.valid & (torch.rand(tokens.valid.shape, generator=torch.Generator().manual_seed(3)) < 0.8)
+    made = merge_runs(tokens.features, valid, tokens.cells, 0.75, torch.full((3,), most))
+    lost = (valid & ~made.kept).sum(1)
+    assert (lost <= most).all() and (lost[0] == most if most < 10 else 10 < lost[0] < most)
+    for row in range(3):
+        similar = {}
+        for slot in valid[row].nonzero()[:, 0].tolist():
+            t, r, c = tokens.cells[row, slot].tolist()
+            past = [
+                (int(tokens.cells[row, s, 0]), s)
+                for s in valid[row].nonzero()[:, 0].tolist()
+                if tokens.cells[row, s, 1:].tolist() == [r, c] and 0 <= tokens.cells[row, s, 0] < t
+            ]
+            if t >= 0 and past:
+                one = max(past)[1]
+                near = torch.cosine_similarity(tokens.features[row, slot], tokens.features[row, one], dim=0)
+                if near >= 0.75:
+                    similar[slot] = (float(near), one)
+        gone = sorted(similar, key=lambda slot: -similar[slot][0])[:most]
+        assert sorted(gone) == (valid[row] & ~made.kept[row]).nonzero()[:, 0].tolist()
+        runs: dict[int, list[int]] = {slot: [slot] for slot in made.kept[row].nonzero()[:, 0].tolist()}
+        for slot in sorted(gone):
+            start = slot
+            while start in gone:
+                start = similar[start][1]
+            runs[start].append(slot)
+        for start, run in runs.items():
+            mean = tokens.features[row, run].mean(0)
+            torch.testing.assert_close(made.substitute(tokens.features)[row, start], mean)
+
+
+def test_framefusion_takes_still_frames_for_one() -> None:
+    tokens = tokens_of([((4, 3, 3), False)])
+    still = replace(tokens, features=tokens.features[:, :9].repeat(1, 4, 1))
+    made = FrameFusion().reduce(still, torch.tensor([9]))
+    assert made.kept[0].nonzero()[:, 0].tolist() == list(range(9))
+    assert (made.mass()[0, :9] == 4).all()
+    torch.testing.assert_close(made.apply(still.features), still.features[:, :9])
+    # the same cells in two tiles of a picture are no neighbours in time
+    tiles = replace(still, cells=still.cells * torch.tensor([0, 1, 1]))
+    best = still.signals["prompt_attention"][0].topk(9).indices.sort().values
+    assert torch.equal(FrameFusion().reduce(tiles, torch.tensor([9])).kept[0].nonzero()[:, 0], best)
+
+
+def test_framefusion_turns_a_cost_into_a_share() -> None:
+    assert sparsity_needed(0.3, 28, [0.0]) == pytest.approx(1 - FrameFusion.default_retain, abs=1e-3)
+    assert sparsity_needed(1.0, 28) == 0.0 and sparsity_needed(0.9, 4, [0.9]) == 0.0
+    with pytest.raises(MmaccelError, match="higher cost"):
+        sparsity_needed(0.05, 28, [0.0, 0.0])
+
+
+def test_mustdrop_thresholds_and_budget_are_one_filter() -> None:
+    tokens = tokens_of()
+    g, m = tokens.signals["text_sum"] * tokens.valid, tokens.signals["text_max"]
+    for low, high in ((0.02, 0.3), (0.05, 0.9), (5.0, 5.0)):
+        options = {"global_threshold": low, "individual_threshold": high}
+        free = MustDropFilter(adaptive=True, **options).reduce(tokens, tokens.valid.sum(1))
+        passed = tokens.valid & ((g >= low * g.sum(1, keepdim=True)) | (m >= high))
+        some = passed.any(1)
+        assert torch.equal(free.kept[some], passed[some]) and (free.kept.sum(1) >= 1).all()
+        exact = MustDropFilter(**options).reduce(tokens, free.kept.sum(1))
+        assert torch.equal(exact.kept, free.kept)
+        capped = MustDropFilter(adaptive=True, **options).reduce(tokens, torch.tensor([2, 2, 2, 1, 2]))
+        assert not (capped.kept & ~free.kept).any() and (capped.kept.sum(1) <= 2).all()
+
+
+# --- what they see ----------------------------------------------------------------------------------------------------
+def layer_of(lengths: list[int], old: int = 0, heads: int = 4, groups: int = 2, seed: int = 0) -> LayerAttention:
+    """Rows of these lengths, left padded, behind ``old`` keys of an earlier turn; every third token is visual."""
+    random = torch.Generator().manual_seed(seed)
+    most = max(lengths)
+
+    def noise(count: int) -> list[Tensor]:
+        return [torch.randn(count, old + length, 8, generator=random) for length in lengths]
+
+    def pad(parts: list[Tensor]) -> Tensor:
+        return torch.stack([torch.cat([x.new_zeros(len(x), old + most - x.shape[1], 8), x], 1) for x in parts])
+
+    query, key = pad(noise(heads))[:, :, old:], pad(noise(heads // groups))
+    keys = old + most
+    real = torch.arange(keys) >= torch.tensor([[most - length] for length in lengths])
+    visible = (real[:, None] & torch.ones(keys, keys, dtype=torch.bool).tril())[:, old:] & real[:, old:, None]
+    text = real[:, old:] & (torch.arange(most).flip(0) % 3 != 1)
+    padded = len(set(lengths)) > 1 or old > 0
+    return LayerAttention(query, key, visible[:, None] if padded else None, 0.6, text)
+
+
+def full_map(layer: LayerAttention, tau: float = 1.0) -> Tensor:
+    """The whole ``[B, H, q, K]`` that no method may make, written out."""
+    batch, heads, rows, _ = layer.query.shape
+    keys = layer.key.repeat_interleave(heads // layer.key.shape[1], 1).double()
+    logits = layer.query.double() @ keys.transpose(2, 3) * layer.scaling / tau
+    visible = layer.visible
+    if visible is None:
+        visible = torch.ones(rows, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - rows)
+    return logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+
+@pytest.mark.parametrize("block", [1, 500, 1 << 24])
+@pytest.mark.parametrize(("lengths", "old"), [([13], 0), ([13, 7, 1], 0), ([9, 9], 0), ([11, 6], 4)])
+def test_streamed_figures_are_those_of_the_whole_map(block, lengths, old, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmaccel.layers.streaming.BLOCK", block)
+    layer = layer_of(lengths, old)
+    sums = MustDropFilter().look(layer)
+    paid = full_map(layer).mean(1).masked_fill(~layer.text[:, :, None], 0.0)
+    torch.testing.assert_close(sums["text_sum"].double(), paid.sum(1), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(sums["text_max"].double(), paid.amax(1), rtol=1e-5, atol=1e-7)
+
+    for iterations, teleport in ((1, 0.0), (5, 0.0), (4, 0.15)):
+        ours = AimPageRank(tau=0.3, iterations=iterations, teleport=teleport).look(layer)["importance"]
+        flow = full_map(layer, 0.3)
+        rows = flow.sum(-1)[:, 0] > 0
+        walk = torch.zeros_like(flow[:, :, 0])
+        walk[:, :, old:] = (rows / rows.sum(1, keepdim=True))[:, None]
+        start = walk
+        for _ in range(iterations):
+            walk = (1 - teleport) * torch.einsum("bhq,bhqk->bhk", walk[:, :, old:], flow) + teleport * start
+        torch.testing.assert_close(ours.double(), walk.square().mean(1).sqrt(), rtol=1e-5, atol=1e-7)
+
+
+@named
+def test_what_a_layer_shows_of_a_row_does_not_depend_on_the_batch(method: LayerMethod) -> None:
+    lengths = [13, 7, 10]
+    layer = layer_of(lengths)
+    together = method.look(layer)
+    for row, length in enumerate(lengths):
+        alone = LayerAttention(
+            layer.query[row : row + 1, :, -length:],
+            layer.key[row : row + 1, :, -length:],
+            None,
+            layer.scaling,
+            layer.text[row : row + 1, -length:],
+        )
+        for name, figures in method.look(alone).items():
+            assert figures.dtype == torch.float32
+            torch.testing.assert_close(together[name][row, -length:], figures[0])
+
+
+def test_promptdistill_smooths_along_the_prompt() -> None:
+    layer = layer_of([12])
+    raw = PromptDistill(pooling=False).look(layer)["prompt_logits"][0]
+    keys = layer.key.repeat_interleave(2, 1)
+    torch.testing.assert_close(raw, (layer.query[0, :, -1:] * keys[0]).sum(-1).mean(0) * layer.scaling)
+    smooth = PromptDistill(kernel=3).look(layer)["prompt_logits"][0]
+    bare = torch.cat([raw[:-1], torch.zeros(2)])
+    for j in range(11):
+        torch.testing.assert_close(smooth[j], bare[max(0, j - 1) : j + 2].sum() / 3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: AimPageRank(tau=0.0),
+        lambda: AimPageRank(iterations=0),
+        lambda: AimPageRank(teleport=1.0),
+        lambda: MustDropFilter(global_threshold=0.0),
+        lambda: PromptDistill(kernel=4),
+    ],
+)
+def test_useless_options_are_refused(wrong) -> None:
+    with pytest.raises(MmaccelError):
+        wrong()
+
+
+# --- in a model -------------------------------------------------------------------------------------------------------
+@functools.cache
+def tiny(family: str):
+    return zoo.model(family)
+
+
+@torch.no_grad()
+def last_logits(model, feed) -> Tensor:
+    return model(**feed).logits[:, -1]
+
+
+ALONE = ["aim-pagerank", "framefusion", "holitom-inner", "mustdrop-filter", "promptdistill"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ALONE)
+def test_in_a_left_padded_batch(family: str, name: str) -> None:
+    model, feed = tiny(family), dict(zoo.inputs(family, "uneven"))
+    real = feed["attention_mask"].bool()
+    assert not real.all()
+    visual = zoo.visual_mask(family, model, feed["input_ids"])
+    with accelerated(model, name, retain=0.3, layer=FAMILIES[family]):
+        together = last_logits(model, feed)
+        kept = model.mmaccel.reduction.kept
+        stats = model.mmaccel.stats()
+        assert (kept & ~visual).equal(real & ~visual), "text was dropped"
+        assert 0 < int((kept & visual).sum()) < int(visual.sum())
+        assert stats["stages"][0]["tokens_kept"] == stats["stages"][0]["resolved"] == int((kept & visual).sum())
+        for row in range(len(real)):
+            alone = last_logits(model, zoo.single(family, feed, row))
+            assert torch.equal(model.mmaccel.reduction.kept[0], kept[row, real[row]])
+            torch.testing.assert_close(alone[0], together[row], rtol=1e-4, atol=2e-5)
+        assert model.generate(**feed, max_new_tokens=3, do_sample=False).shape[1] <= real.shape[1] + 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keeping_everything_is_the_bare_model(family: str) -> None:
+    model, feed = tiny(family), dict(zoo.inputs(family, "uneven"))
+    bare = last_logits(model, feed)
+    for name in ALONE:
+        with accelerated(model, name, retain=1.0, layer=FAMILIES[family]):
+            torch.testing.assert_close(last_logits(model, feed), bare, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_framefusion_merges_a_still_clip(family: str) -> None:
+    model = tiny(family)
+    feed = dict(zoo.encode(family, [([], [zoo.clip(1, 64, 48, 1).repeat(8, axis=0)], zoo.QUESTION)]))
+    with accelerated(model, "framefusion", retain=0.5, layer=FAMILIES[family], similarity=0.5):
+        last_logits(model, feed)
+        reduction, visual = model.mmaccel.reduction, zoo.visual_mask(family, model, feed["input_ids"])
+    assert int((reduction.kept & visual).sum()) == (int(visual.sum()) + 1) // 2
+    # tokens of later frames flow into those of earlier ones
+    assert reduction.links is not None and float(reduction.mass()[visual].max()) > 1
+
+
+def test_several_stages_in_one_model() -> None:
+    model, feed = tiny("llava"), dict(zoo.inputs("llava", "uneven"))
+    stages = (
+        Stage("aim-pagerank", 0.5, {"layer": 1}),
+        Stage("holitom-inner", 0.3, {"layer": 2}),
+        Stage("mustdrop-filter", 0.2, {"layer": 3, "adaptive": True}),
+    )
+    with accelerated(model, Recipe("three", stages)):
+        assert last_logits(model, feed).isfinite().all()
+        kept = [stage["tokens_kept"] for stage in model.mmaccel.stats()["stages"]]
+        assert kept == sorted(kept, reverse=True) and kept[-1] >= 3
+
+
+# --- the papers -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["aim", "holitom", "mustdrop"])
+def test_papers_as_recipes(name: str) -> None:
+    from mmaccel import cookbook
+
+    make = getattr(cookbook, name)
+    assert mmaccel.recipes()[name] == make()
+    for depth in (2, 4, 24, 28, 32, 40, 80):
+        built = [m for _, m in make(depth).build() if isinstance(m, LayerMethod)]
+        assert built and all(1 <= m.layer < depth for m in built)
+    family = "qwen2_5_vl"
+    model, feed = tiny(family), dict(zoo.inputs(family, "video"))
+    visual = zoo.visual_mask(family, model, feed["input_ids"])
+    with accelerated(model, make(depth=4)):
+        assert last_logits(model, feed).isfinite().all()
+        assert 1 <= int((model.mmaccel.reduction.kept & visual).sum()) <= int(visual.sum())
+    with accelerated(model, make(depth=4), retain=0.25):
+        last_logits(model, feed)
+        assert int((model.mmaccel.reduction.kept & visual).sum()) <= -(-int(visual.sum()) // 4)
+    # a model that is too shallow is told so
+    with pytest.raises(MmaccelError, match="out of reach"):
+        accelerate_vlm(model, name)
+
+
+def test_papers_keep_their_numbers() -> None:
+    from mmaccel import cookbook
+
+    stages = cookbook.aim().stages[1:]
+    assert [stage.options["layer"] for stage in stages] == list(range(15, 23))
+    assert [stage.retain for stage in stages[:-1]] == [0.25 * share / 8 for share in range(7, 0, -1)]
+    assert stages[-1].retain == 1
+    assert [stage.options["layer"] for stage in cookbook.mustdrop().stages] == [3, 7, 11, 15]
+    assert cookbook.holitom().stages[-1].options["layer"] == 18

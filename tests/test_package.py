@@ -1,0 +1,111 @@
+"""The package as such: its names, its typing, the worked example, and methods that other packages offer."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+
+import mmaccel_kernels
+import pytest
+import zoo
+
+import mmaccel
+from mmaccel import registry
+
+ROOT = Path(__file__).parent.parent
+
+PLUGIN = '''
+from dataclasses import dataclass
+from mmaccel.method import ProjectorMethod
+from mmaccel.reduction import Reduction
+
+
+@dataclass(frozen=True)
+class LastTokens(ProjectorMethod):
+    """Keep the end of every segment."""
+
+    name = "last-tokens"
+    summary = "the last tokens"
+
+    def reduce(self, tokens, count):
+        slots = tokens.valid.long().cumsum(1)
+        return Reduction.top(slots, tokens.valid, count)
+'''
+
+
+@pytest.fixture
+def fresh_registry(monkeypatch):
+    """Whatever a test registers is gone afterwards."""
+    mmaccel.methods()
+    monkeypatch.setattr(registry, "_methods", dict(registry._methods))
+
+
+def test_public_names_are_there():
+    for name in mmaccel.__all__:
+        assert getattr(mmaccel, name) is not None
+    assert sorted(mmaccel.__all__) == mmaccel.__all__
+    with pytest.raises(AttributeError, match="no attribute 'accelerate_llm'"):
+        mmaccel.accelerate_llm  # noqa: B018
+
+
+def test_the_project_file_is_consistent():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    names = [text.split(">")[0].split(";")[0].strip() for text in project["project"]["dependencies"]]
+    assert "transformers" in names
+    assert "triton" not in names
+    assert (ROOT / "mmaccel" / "py.typed").exists()
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_kernels_import_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(mmaccel_kernels, "find_spec", lambda name: None)
+    assert mmaccel_kernels.available() is False
+
+
+def test_the_example_method_works(fresh_registry, capsys):
+    runpy.run_path(str(ROOT / "examples" / "my_method.py"), run_name="__main__")
+    assert "kept 9 of 36 visual tokens" in capsys.readouterr().out
+    assert "largest-norm" in mmaccel.recipes()
+    tiny = zoo.model("llava_next")
+    feed = zoo.inputs("llava_next", "images")
+    with mmaccel.accelerated(tiny, "largest-norm", retain=0.25, order=1.0) as model:
+        model.generate(**feed, max_new_tokens=2, do_sample=False)
+        stage = model.mmaccel.stats()["stages"][0]
+    assert stage["tokens_kept"] == stage["resolved"] < stage["tokens_in"]
+
+
+def test_readme_shows_the_example():
+    code = (ROOT / "examples" / "my_method.py").read_text()
+    shown = code[code.index("@mmaccel.register") : code.index("if __name__")].strip()
+    assert shown in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_other_packages_offer_methods(tmp_path, monkeypatch, fresh_registry):
+    (tmp_path / "last_tokens.py").write_text(PLUGIN)
+    about = tmp_path / "last_tokens-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: last-tokens\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[mmaccel.methods]\nlast-tokens = last_tokens:LastTokens\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "_loaded", False)
+    monkeypatch.delitem(sys.modules, "last_tokens", raising=False)
+
+    assert mmaccel.methods()["last-tokens"].__module__ == "last_tokens"
+    tiny = zoo.model("llava")
+    with mmaccel.accelerated(tiny, "last-tokens", retain=5) as model:
+        model.generate(**zoo.inputs("llava"), max_new_tokens=1, do_sample=False)
+        kept = model.mmaccel.reduction.kept[0] & model.mmaccel.layout.visual[0]
+        visual = model.mmaccel.layout.visual[0].nonzero()[:, 0]
+    assert kept.nonzero()[:, 0].tolist() == visual[-5:].tolist()
+
+
+def test_recipes_travel_as_json(tmp_path):
+    made = mmaccel.recipe("fastv").override(retain=0.3, layer=3)
+    (tmp_path / "mine.json").write_text(made.to_json())
+    assert mmaccel.recipe(tmp_path / "mine.json") == made
+    assert json.loads(made.to_json())["stages"][0]["method"] == "fastv"
