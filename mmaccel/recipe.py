@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,11 @@ class Stage:
     retain: Retain | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # JSON knows no tuples
+        options = {key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()}
+        object.__setattr__(self, "options", options)
+
     def build(self) -> Method:
         """The method, checked.
 
@@ -40,6 +47,11 @@ class Stage:
                 raise MmaccelError(
                     f"Method {self.method!r} has no option {option!r}; it has {', '.join(sorted(names)) or 'none'}."
                 )
+        hints = typing.get_type_hints(cls) if self.options else {}
+        for option, value in self.options.items():
+            if not _fits(value, hints[option]):
+                wanted = hints[option].__name__ if isinstance(hints[option], type) else hints[option]
+                raise MmaccelError(f"Method {self.method!r}: {option}={value!r} is of the wrong type; give {wanted}.")
         try:
             return cls(**self.options)
         except (TypeError, ValueError) as error:
@@ -222,6 +234,20 @@ class Recipe:
 def _options(cls: type[Method]) -> set[str]:
     """The names of a method's options."""
     return {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` has the type that an option was declared with; which values make sense, the method knows."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is typing.Literal:
+        return any(type(value) is type(arg) for arg in args)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(part, args[0]) for part in value)
+    if hint is float or hint is int:
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _fields(data: Any, cls: type, what: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from test_methods import UNITS, batch_of, dense, row_of
 from torch import Tensor
 
 import mmaccel
-from mmaccel import MmaccelError, Recipe, Stage, accelerate_vlm, accelerated
+from mmaccel import MmaccelError, Recipe, Stage, accelerated
 from mmaccel.layers.aim import AimPageRank
 from mmaccel.layers.framefusion import FrameFusion, merge_runs, sparsity_needed
 from mmaccel.layers.holitom import HoliTomInner, nearest_kept
@@ -100,7 +101,7 @@ def test_half_precision_and_empty_budgets(method: LayerMethod) -> None:
 def test_describes_itself(method: LayerMethod) -> None:
     assert mmaccel.method(method.name) is type(method)
     assert method.summary and method.paper and method.layer >= 1
-    with pytest.raises(MmaccelError, match="layer=1"):
+    with pytest.raises(MmaccelError, match="a layer of 1 or more"):
         replace(method, layer=0)
 
 
@@ -366,35 +367,46 @@ def test_several_stages_in_one_model() -> None:
 
 
 # --- the papers -------------------------------------------------------------------------------------------------------
+def layers_at(name: str, depth: int, deepstack: int = 0) -> list[int]:
+    """The layers a recipe works at in a language model of ``depth`` layers."""
+    family = SimpleNamespace(text=SimpleNamespace(layers=[None] * depth), deepstack=deepstack)
+    built = [m for _, m in mmaccel.recipe(name).build() if isinstance(m, LayerMethod)]
+    return [m.fit(family).layer for m in built]  # type: ignore[arg-type, attr-defined]
+
+
 @pytest.mark.parametrize("name", ["aim", "holitom", "mustdrop"])
 def test_papers_as_recipes(name: str) -> None:
-    from mmaccel import cookbook
-
-    make = getattr(cookbook, name)
-    assert mmaccel.recipes()[name] == make()
     for depth in (2, 4, 24, 28, 32, 40, 80):
-        built = [m for _, m in make(depth).build() if isinstance(m, LayerMethod)]
-        assert built and all(1 <= m.layer < depth for m in built)
+        found = layers_at(name, depth)
+        assert found and found == sorted(found) and all(1 <= layer < depth for layer in found)
+    assert all(3 <= layer < 4 for layer in layers_at(name, 4, deepstack=3))
     family = "qwen2_5_vl"
     model, feed = tiny(family), dict(zoo.inputs(family, "video"))
     visual = zoo.visual_mask(family, model, feed["input_ids"])
-    with accelerated(model, make(depth=4)):
+    with accelerated(model, name):
         assert last_logits(model, feed).isfinite().all()
         assert 1 <= int((model.mmaccel.reduction.kept & visual).sum()) <= int(visual.sum())
-    with accelerated(model, make(depth=4), retain=0.25):
+    with accelerated(model, name, retain=0.25):
         last_logits(model, feed)
         assert int((model.mmaccel.reduction.kept & visual).sum()) <= -(-int(visual.sum()) // 4)
-    # a model that is too shallow is told so
-    with pytest.raises(MmaccelError, match="out of reach"):
-        accelerate_vlm(model, name)
+
+
+def test_earlier_stages_leave_room_for_the_last() -> None:
+    family = "qwen2_5_vl"
+    model, feed = tiny(family), dict(zoo.inputs(family, "video"))
+    visual = int(zoo.visual_mask(family, model, feed["input_ids"]).sum())
+    for retain, left in ((0.75, int(visual * 0.75 + 0.5)), (20, 20)):
+        with accelerated(model, "aim", retain=retain):
+            last_logits(model, feed)
+            stages = model.mmaccel.stats()["stages"]
+            assert [stage["tokens_kept"] for stage in stages][-1] == left
+            assert all(stage["tokens_kept"] >= left for stage in stages)
 
 
 def test_papers_keep_their_numbers() -> None:
-    from mmaccel import cookbook
-
-    stages = cookbook.aim().stages[1:]
-    assert [stage.options["layer"] for stage in stages] == list(range(15, 23))
+    stages = mmaccel.recipe("aim").stages[1:]
+    assert layers_at("aim", 28) == list(range(15, 23))
     assert [stage.retain for stage in stages[:-1]] == [0.25 * share / 8 for share in range(7, 0, -1)]
     assert stages[-1].retain == 1
-    assert [stage.options["layer"] for stage in cookbook.mustdrop().stages] == [3, 7, 11, 15]
-    assert cookbook.holitom().stages[-1].options["layer"] == 18
+    assert layers_at("mustdrop", 32) == [3, 7, 11, 15]
+    assert layers_at("holitom", 28) == [18]

@@ -455,23 +455,22 @@ def model(family: str):
     return zoo.model(family)
 
 
-NEEDS_CLS = {
-    "hired": {},
-    **{name: {"query": "all"} for name in ("prumerge", "prumerge-plus", "visionzip", "vispruner")},
-}
+#: methods that ask the CLS token, and what they are given where there is none (HiRED has no other way)
+ASKS_CLS = {"hired": None, **dict.fromkeys(("prumerge", "prumerge-plus", "visionzip", "vispruner"), "all")}
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl"])
 @pytest.mark.parametrize("name", NAMES)
 def test_on_models(family: str, name: str) -> None:
-    tiny, options = model(family), {} if family != "qwen2_5_vl" else NEEDS_CLS.get(name, {})
-    if family == "qwen2_5_vl" and name in NEEDS_CLS:
+    tiny = model(family)
+    if family == "qwen2_5_vl" and name in ASKS_CLS:
+        options = {} if ASKS_CLS[name] is None else {"query": "cls"}
         with pytest.raises(UnsupportedError, match="CLS token, which the vision tower of qwen2_5_vl lacks"):
-            mmaccel.accelerate_vlm(tiny, name)
-        if not options:
+            mmaccel.accelerate_vlm(tiny, name, **options)
+        if ASKS_CLS[name] is None:
             return
     feed = zoo.inputs(family, "uneven", batch=2)
-    with accelerated(tiny, name, retain=0.3, **options), torch.no_grad():
+    with accelerated(tiny, name, retain=0.3), torch.no_grad():
         out = tiny(**feed)
         layout, kept = tiny.mmaccel.layout, tiny.mmaccel.reduction.kept
         stats = tiny.mmaccel.stats()
@@ -503,9 +502,13 @@ def test_merged_values_reach_the_language_model() -> None:
 
 def test_cls_is_not_asked_where_there_is_none() -> None:
     siglip = SimpleNamespace(name="llava_onevision", has_cls=False)
-    for method in (VisionZip(), VisPruner(), PruMerge(), PruMergePlus(), FoPru(query="cls")):
+    for kind in (VisionZip, VisPruner, PruMerge, PruMergePlus, FoPru):
+        method = kind(query="cls")
         with pytest.raises(UnsupportedError, match="query='all'"):
             method.check(siglip)  # type: ignore[arg-type]
         replace(method, query="all").check(siglip)  # type: ignore[arg-type]
+        if kind is not FoPru:
+            fitted = kind().fit(siglip)  # type: ignore[arg-type]
+            assert fitted.query == "all" and kind().fit(SimpleNamespace(has_cls=True)).query == "cls"  # type: ignore
     with pytest.raises(UnsupportedError, match="fopru"):
         HiRED().check(siglip)  # type: ignore[arg-type]

@@ -1,0 +1,604 @@
+"""Regression tests for what fails silently: the traps of transformers, and the surprises of the families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+from laws.helpers import (
+    FAMILIES,
+    QWEN,
+    SHORT,
+    cache,
+    close,
+    follow,
+    gap,
+    generate,
+    hide,
+    inputs,
+    logits,
+    model,
+    recipe_of,
+    stored,
+)
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import mmaccel
+from mmaccel import MmaccelError, Stage, UnsupportedError, accelerate_vlm, accelerated
+from mmaccel.attention import register
+from mmaccel.kv.cache import KeyIndex
+
+families = pytest.mark.parametrize("family", FAMILIES)
+OLD = int(transformers.__version__.split(".")[1]) < 23
+#: stock code repeats pictures one by one and not row by row, so that the copies of a row see pictures of others
+old_beams = pytest.mark.skipif(OLD, reason="5.17 mixes up the pictures (tiles) of rows with several when it makes beams")
+#: LLaMA and Qwen2 text models with sliding windows
+WINDOWED = (("llava_next", {"sliding_window": 24}), ("internvl", {"sliding_window": 24, "max_window_layers": 2}))
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+# ------------------------------------------------------------------------------------------------- masks and positions
+
+
+@families
+@pytest.mark.parametrize("method", ["test-fixed", "test-fixed-layer"])
+def test_packed_sequences_are_not_seen_in_gaps(family: str, method: str) -> None:
+    """Gathered positions without a mask and a cache look like packed sequences, and would be masked apart."""
+    tiny, feed = model(family), inputs(family)
+    bare = {key: value for key, value in feed.items() if key != "attention_mask"}
+    with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+        seen = [
+            tiny(**given, use_cache=use).logits[:, -1]
+            for given in (feed, bare, {**feed, "attention_mask": None})
+            for use in (True, False)
+        ]
+        positions = tiny.mmaccel.reduction.kept[0].nonzero()[:, 0].diff()
+    assert int(positions.max()) > 1  # there are gaps
+    for other in seen[1:]:
+        close(other, seen[0])
+
+
+def test_a_block_behind_a_cache_gets_a_mask() -> None:
+    """With ``1 < q < kv`` and no mask, transformers' sdpa cuts keys and values to the first ``q``."""
+    index = KeyIndex(torch.tensor([[0, 2, 5]]), False, 6)
+    index.extend(torch.tensor([[6, 7]]), False, 8)
+    mask = index.mask(torch.tensor([[6, 7]], dtype=torch.int32), None)
+    assert mask is not None
+    assert mask[0, 0].int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert KeyIndex(torch.tensor([[0, 2, 5]]), False, 6).mask(torch.tensor([[0, 2, 5]]), None) is None
+    assert index.mask(torch.tensor([[8]]), None) is None
+
+
+@families
+@pytest.mark.parametrize("method", ["test-fixed", "test-fixed-layer", "test-fixed-cache"])
+def test_padding_is_never_seen(family: str, method: str) -> None:
+    """With an offset between logical and stored length, masks are read from the right: pads inside would show."""
+    tiny, feed = model(family), inputs(family, "uneven")
+    pads = feed["attention_mask"] == 0
+    assert bool(pads.any())
+    other = {**feed, "input_ids": feed["input_ids"].masked_fill(pads, int(feed["input_ids"][0, -1]))}
+    words = inputs(family, "text", batch=2)
+    with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+        results = []
+        for given in (feed, other):
+            first = generate(tiny, given)
+            second = generate(tiny, follow(given, first, words)[0], past_key_values=first.past_key_values)
+            results.append(torch.cat([logits(first), logits(second)], dim=1))
+            held = stored(first.past_key_values, given["input_ids"].shape[1])
+            assert not any(bool((there & pads[:, None]).any()) for there in held) or method != "test-fixed-cache"
+    assert torch.equal(*results)
+
+
+@families
+def test_layers_of_different_length_in_a_second_turn(family: str) -> None:
+    """One mask for all layers is wrong when they store different numbers of keys."""
+    tiny, feed = model(family), inputs(family)
+    words = inputs(family, "text")["input_ids"]
+    recipe = [Stage("test-fixed", 0.8), *recipe_of("test-fixed-layer", family).stages, Stage("test-fixed-cache", 0.2)]
+    with accelerated(tiny, recipe, processor=zoo.processor(family)):
+        mine, other = cache(), cache()
+        for one in (mine, other):
+            tiny(**feed, past_key_values=one, use_cache=True)
+        block = tiny(input_ids=words, past_key_values=mine, use_cache=True).logits
+        steps = [tiny(input_ids=one, past_key_values=other, use_cache=True).logits for one in words.split(1, 1)]
+    close(block, torch.cat(steps, dim=1))
+
+
+@families
+@pytest.mark.parametrize("method", ["random", "fastv", "snapkv"])
+def test_text_only_rows_run_bare(family: str, method: str) -> None:
+    """Left-padded text through the registered functions is the unaccelerated model to the bit: the mask is made too."""
+    tiny = model(family)
+    feed = dict(zoo.encode(family, [([], [], "why?"), ([], [], "what is there to see in it, and where?")]))
+    assert bool((feed["attention_mask"] == 0).any())
+    bare = generate(tiny, feed)
+    with accelerated(tiny, recipe_of(method, family)):
+        reduced = generate(tiny, feed)
+        assert tiny.mmaccel.stats()["visual_tokens"] == 0 and tiny.mmaccel.stats()["stages"] == []
+    assert torch.equal(logits(bare), logits(reduced))
+    assert type(reduced.past_key_values.layers[0]) is type(bare.past_key_values.layers[0])
+
+
+@families
+def test_an_all_ones_mask_is_no_mask(family: str) -> None:
+    """5.23 drops it before the model sees it, 5.17 hands it on."""
+    tiny, feed = model(family), inputs(family)
+    bare = {key: value for key, value in feed.items() if key != "attention_mask"}
+    with accelerated(tiny, recipe_of("fastv", family)):
+        close(logits(generate(tiny, feed)), logits(generate(tiny, bare)), 1e-6)
+
+
+@families
+def test_positions_in_all_their_forms(family: str) -> None:
+    """None, ``[B, S]``, ``[1, S]``; for Qwen ``[3, B, S]`` and ``[4, B, S]``."""
+    tiny, feed = model(family), inputs(family, batch=2)
+    rows, length = feed["input_ids"].shape
+    plain = torch.arange(length)
+    if family in QWEN:
+        names = ("image_grid_thw", "attention_mask", "mm_token_type_ids")
+        three, _ = tiny.model.get_rope_index(feed["input_ids"], **{name: feed[name] for name in names})
+        forms = [three, torch.cat([plain.expand(1, rows, -1), three])]
+    else:
+        forms = [plain[None], plain.expand(rows, -1)]
+    for method in ("test-fixed", "test-fixed-layer"):
+        with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+            expected = tiny(**feed).logits[:, -1]
+            for form in forms:
+                close(tiny(**feed, position_ids=form).logits[:, -1], expected)
+
+
+@families
+def test_positional_arguments(family: str) -> None:
+    """``input_ids`` comes by position in some families' own code, and may come so from a caller."""
+    tiny, feed = model(family), inputs(family)
+    ids = feed.pop("input_ids")
+    with accelerated(tiny, recipe_of("random")):
+        expected = tiny(input_ids=ids, **feed).logits
+        assert torch.equal(tiny(ids, **feed).logits.nan_to_num(), expected.nan_to_num())
+        hidden = tiny.model(ids, **feed).last_hidden_state
+        assert tiny.mmaccel.stats()["visual_tokens_kept"] < tiny.mmaccel.stats()["visual_tokens"]
+        close(tiny.lm_head(hidden[:, -1]), expected[:, -1])
+        close(generate(tiny, {"inputs": ids, **feed}).logits[0], expected[:, -1])
+        close(tiny.generate(ids, **feed, max_new_tokens=1, output_logits=True, return_dict_in_generate=True).logits[0],
+              expected[:, -1])
+
+
+# -------------------------------------------------------------------------------------------------------------- layouts
+
+
+@families
+def test_grids_and_sizes_reach_the_layout(family: str) -> None:
+    """``generate`` of 5.23 takes grids and sizes out before any hook sees them; the layout is the same as in a forward."""
+    tiny, processor = model(family), zoo.processor(family)
+    for kind in set(zoo.kinds(family)) - {"text"}:
+        feed, layouts = inputs(family, kind), []
+        with accelerated(tiny, recipe_of("random"), processor=processor):
+            generate(tiny, feed, new=1)
+            layouts.append(tiny.mmaccel.layout)
+            tiny(**feed)
+            layouts.append(tiny.mmaccel.layout)
+        one, other = layouts
+        assert len(one.segments) == len(other.segments) > 0
+        for a, b in zip(one.segments, other.segments, strict=True):
+            assert (a.row, a.modality, a.picture, a.tile.grid) == (b.row, b.modality, b.picture, b.tile.grid)
+            assert torch.equal(a.places, b.places) and torch.equal(a.tile.cells, b.tile.cells)
+            assert torch.equal(a.tile.source, b.tile.source)
+        assert torch.equal(one.visual, zoo.visual_mask(family, tiny, feed["input_ids"]))
+
+
+@pytest.mark.parametrize("family", zoo.VIDEO_FAMILIES)
+def test_two_clips_are_two_pictures(family: str) -> None:
+    """Also where the prompt spreads a clip over many runs of placeholders: each clip has its own budget and frames."""
+    tiny, frames = model(family), zoo._TABLE[family].clip
+    feed = dict(zoo.encode(family, [([], [zoo.clip(*frames, 1), zoo.clip(*frames, 2)], "what?")]))
+    with accelerated(tiny, recipe_of("random"), processor=zoo.processor(family)):
+        generate(tiny, feed, new=1)
+        segments = tiny.mmaccel.layout.segments
+    assert {segment.picture for segment in segments} == {0, 1}
+    times = [
+        [int(t) for segment in segments if segment.picture == number for t in segment.tile.cells[:, 0] if t >= 0]
+        for number in (0, 1)
+    ]
+    assert times[0] == times[1] == sorted(times[0]) and times[0][0] == 0 and len(set(times[0])) > 1
+
+
+def test_adjacent_pictures_are_not_one_run() -> None:
+    """Two pictures without text between them make one run of placeholders, and are still two."""
+    tiny, feed = model("llava"), inputs("llava", "images")
+    ids = feed["input_ids"]
+    image = zoo.visual_mask("llava", tiny, ids)
+    first, last = int(image[0].nonzero()[0]), int(image[0].nonzero()[-1])
+    text = [i for i in range(ids.shape[1]) if image[0, i] or not first < i < last]
+    feed.update(input_ids=ids[:, text], attention_mask=feed["attention_mask"][:, text])
+    with accelerated(tiny, recipe_of("random")):
+        generate(tiny, feed, new=1)
+        assert [len(segment.places) for segment in tiny.mmaccel.layout.segments] == [36, 36]
+
+
+@families
+@old_beams
+@pytest.mark.parametrize("method", ["attention-received", "divprune"])
+def test_taps_are_repeated_for_beams(family: str, method: str) -> None:
+    """The tower runs before beams are made; what it said belongs to all copies of a row."""
+    tiny, feed = model(family), inputs(family, "uneven")
+    with accelerated(tiny, recipe_of(method), processor=zoo.processor(family)):
+        generate(tiny, feed, new=1)
+        alone = tiny.mmaccel.reduction.kept
+        generate(tiny, feed, new=2, num_beams=3)
+        assert torch.equal(tiny.mmaccel.reduction.kept, alone.repeat_interleave(3, dim=0))
+
+
+@pytest.mark.parametrize("kind", ["image", "uneven", "video", "mixed"])
+@pytest.mark.parametrize("method", ["test-fixed", "pool"])
+def test_deepstack_features_are_gathered(kind: str, method: str) -> None:
+    """Qwen3-VL adds visual features in its first layers: they follow the tokens that stay, in images and clips."""
+    tiny, feed, seen = model("qwen3_vl"), inputs("qwen3_vl", kind), []
+    text = tiny.model.language_model
+    hook = text.layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(args[0].shape), with_kwargs=True)
+    original = text._deepstack_process
+
+    def process(hidden: Tensor, mask: Tensor, features: Tensor) -> Tensor:
+        assert mask.shape == hidden.shape[:2] and int(mask.sum()) == len(features)
+        seen.append(features)
+        return original(hidden, mask, features)
+
+    text._deepstack_process = process
+    try:
+        with accelerated(tiny, recipe_of(method)):
+            tiny(**feed)
+            kept = tiny.mmaccel.reduction
+            layout = tiny.mmaccel.layout
+    finally:
+        hook.remove()
+        del text._deepstack_process
+    assert len(seen) == 1 + 3
+    count = int((kept.kept & layout.visual).sum())
+    assert all(len(features) == count for features in seen[1:]) and count < int(layout.visual.sum())
+
+
+@families
+def test_old_pixels_again_are_refused(family: str) -> None:
+    """A second turn takes the new pixels only; with all of them the error says so, instead of a shape from the depths."""
+    tiny, kind = model(family), "images" if family == "llava_onevision" else "image"
+    feed = inputs(family, kind)
+    with accelerated(tiny, recipe_of("random"), processor=zoo.processor(family)):
+        first = generate(tiny, feed)
+        _, whole = follow(feed, first, inputs(family, kind, seed=3))
+        with pytest.raises(ValueError, match="do not match|exactly the new tokens"):
+            generate(tiny, whole, past_key_values=first.past_key_values)
+        first = generate(tiny, feed)
+        unseen = {key: value for key, value in whole.items() if key.endswith(("ids", "mask")) and value.ndim == 2}
+        with pytest.raises(UnsupportedError, match="on a second turn only the new"):
+            generate(tiny, unseen, past_key_values=first.past_key_values)
+        # the failed calls leave nothing behind
+        close(logits(generate(tiny, feed)), logits(first), 1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------ sliding windows
+
+
+@pytest.mark.parametrize(("family", "overrides"), WINDOWED)
+@pytest.mark.parametrize("method", ["test-fixed", "test-fixed-layer"])
+@pytest.mark.parametrize("kind", ["image", "uneven"])
+def test_windows_count_original_places_over_turns(family: str, overrides: Any, method: str, kind: str) -> None:
+    """Stored keys are fewer than places, and a window is one of places; in a second turn as in one call."""
+    tiny, feed = model(family, **overrides), inputs(family, kind)
+    words = inputs(family, "text", batch=len(feed["input_ids"]))
+    with accelerated(tiny, recipe_of(method), processor=zoo.processor(family)):
+        first = generate(tiny, feed)
+        kept, whole = follow(feed, first, words)
+        close(
+            logits(generate(tiny, kept, past_key_values=first.past_key_values)),
+            logits(generate(tiny, whole)),
+        )
+
+
+@pytest.mark.parametrize(("family", "overrides"), WINDOWED)
+def test_a_cache_that_has_slid_is_refused(family: str, overrides: Any) -> None:
+    """Stock layers forget what leaves the window, so a picture behind a long text turn comes too late."""
+    tiny = model(family, **overrides)
+    words = dict(zoo.encode(family, [([], [], "what is there to see in it, and where, and why?")]))
+    second = inputs(family, "images" if family == "llava_onevision" else "image")
+    with accelerated(tiny, recipe_of("random"), processor=zoo.processor(family)):
+        first = generate(tiny, words, past_key_values=transformers.DynamicCache(config=tiny.config.text_config))
+        with pytest.raises(UnsupportedError, match="sliding window"):
+            generate(tiny, follow(words, first, second)[0], past_key_values=first.past_key_values)
+
+
+# ------------------------------------------------------------------------------------------------------- other backends
+
+
+def test_registered_names_do_not_say_flash() -> None:
+    """Transformers takes a name with "flash" for flash attention; and a name without a mask function gets no mask."""
+    for base in ("eager", "sdpa", "flash_attention_2", "flash_attention_3"):
+        for kind in ("text", "vision"):
+            name = register(base, kind)
+            assert "flash" not in name
+            assert name in ALL_ATTENTION_FUNCTIONS.valid_keys()
+            assert name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A stand-in for the flash kernels: transformers' own function runs, and what it would call is done in plain torch."""
+    calls: list[tuple[Any, ...]] = []
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        assert kwargs.pop("attn_implementation") == "flash_attention_2"
+        assert kwargs.get("position_ids") is None
+        assert attention_mask is None or (attention_mask.dim() == 2 and attention_mask.shape[1] == key.shape[1])
+        assert kwargs["is_causal"]
+        batch, rows, columns = len(query), query.shape[1], key.shape[1]
+        real = torch.ones(batch, columns, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        window = kwargs.get("sliding_window")
+        out = torch.zeros_like(query)
+        for b in range(batch):
+            # padding is taken out, what is left is aligned to the lower right, as the kernels do it
+            keys = real[b].nonzero()[:, 0]
+            mine = torch.arange(rows) if rows == 1 else real[b, -rows:].nonzero()[:, 0]
+            at = torch.arange(len(keys) - len(mine), len(keys))[:, None] - torch.arange(len(keys))
+            seen = (at >= 0) & (at < window if window else True)
+            q, k, v = query[b, mine].transpose(0, 1), *(x[b, keys].transpose(0, 1) for x in (key, value))
+            k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
+            logit = (q @ k.transpose(1, 2) * kwargs["softmax_scale"]).masked_fill(~seen, -torch.inf)
+            out[b, mine] = (logit.softmax(-1) @ v).transpose(0, 1)
+        calls.append((rows, columns, attention_mask is not None))
+        return out
+
+    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", forward)
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, *args, **kwargs: name
+    )
+    monkeypatch.setattr(transformers.PreTrainedModel, "get_correct_attn_implementation", lambda self, name, *_, **__: name)
+    return calls
+
+
+@families
+@pytest.mark.parametrize("method", ["test-fixed", "fastv", "snapkv", "test-fixed-cache"])
+@pytest.mark.parametrize("kind", ["image", "uneven"])
+def test_on_top_of_flash_attention(family: str, method: str, kind: str, flash: list[tuple[Any, ...]]) -> None:
+    """What flash attention is called with, and that a reduced run equals the one on sdpa, over two turns."""
+    tiny, feed = model(family), inputs(family, kind)
+    words = inputs(family, "text", batch=len(feed["input_ids"]))
+
+    def talk() -> Tensor:
+        with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+            first = generate(tiny, feed)
+            second = generate(tiny, follow(feed, first, words)[0], past_key_values=first.past_key_values)
+            return torch.cat([logits(first), logits(second)], dim=1)
+
+    expected = talk()
+    assert not flash
+    tiny.config.text_config._attn_implementation_internal = "flash_attention_2"
+    try:
+        result = talk()
+        assert tiny.config.text_config._attn_implementation == "flash_attention_2"
+    finally:
+        tiny.config.text_config._attn_implementation_internal = "sdpa"
+    close(result, expected)
+    # the prompt; and, unless heads differ, decoding and the block of the second turn, aligned to the lower right
+    assert any(rows == columns for rows, columns, _ in flash)
+    assert any(rows == 1 for rows, _, _ in flash) or method not in ("test-fixed", "fastv")
+    assert any(1 < rows < columns for rows, columns, _ in flash) == (method in ("test-fixed", "fastv"))
+    assert any(padded for _, _, padded in flash) == (kind == "uneven")
+
+
+@pytest.mark.parametrize(("family", "overrides"), WINDOWED)
+def test_flash_attention_with_windows(family: str, overrides: Any, flash: list[tuple[Any, ...]]) -> None:
+    """Flash windows count stored keys, so they are used only while all of the prompt is inside."""
+    tiny, feed = model(family, **overrides), inputs(family, "uneven")
+    results = []
+    for name in ("sdpa", "flash_attention_2"):
+        tiny.config.text_config._attn_implementation_internal = name
+        with accelerated(tiny, recipe_of("test-fixed"), processor=zoo.processor(family)):
+            results.append(logits(generate(tiny, feed)))
+    tiny.config.text_config._attn_implementation_internal = "sdpa"
+    close(*results)
+
+
+@families
+@pytest.mark.parametrize("kind", ["image", "uneven"])
+def test_on_top_of_eager_attention(family: str, kind: str) -> None:
+    """Eager attention has no causality of its own; attentions can be asked for and are as long as what was computed."""
+    feed, processor = inputs(family, kind), zoo.processor(family)
+    tiny, other = model(family), model(family, seed=0, attention_dropout=0.0)
+    other.set_attn_implementation("eager")
+    for method in ("test-fixed", "fastv", "snapkv", "attention-received"):
+        recipe = recipe_of(method, family)
+        with accelerated(tiny, recipe, processor=processor), accelerated(other, recipe, processor=processor):
+            one, two = generate(tiny, feed), generate(other, feed, output_attentions=True, output_hidden_states=True)
+            close(logits(one), logits(two))
+            places = int(other.mmaccel.reduction.kept.sum(1).max())
+        last = two.attentions[0][-1]
+        assert last.shape[-2:] == (places, places) and two.hidden_states[0][-1].shape[1] == places
+        assert torch.allclose(last.sum(-1)[:, :, -1], torch.ones(()), atol=1e-5)
+        assert kind != "image" or bool((last.triu(1) == 0).all())
+    assert other.config.text_config._attn_implementation == "eager"
+
+
+# --------------------------------------------------------------------------------------------------- ways of generating
+
+
+def replayed(tiny: Any, family: str, feed: dict[str, Any], held: list[Tensor], row: Tensor, late: bool) -> Tensor:
+    """Bare logits of every new token of one row, with hidden what the cache does not hold (``late``: not before)."""
+    prompt, length = feed["input_ids"].shape[1], len(row) - 1
+
+    def visible(layer: int) -> Tensor:
+        there = torch.ones(1, held[layer].shape[1], length, length, dtype=torch.bool)
+        there[..., prompt if late else 0 :, :prompt] = held[layer][:1, :, None]
+        return there
+
+    grown = length - prompt
+    whole = {**feed, "input_ids": row[None, :-1]}
+    for key, fill in (("attention_mask", 1), ("mm_token_type_ids", 0)):
+        if key in feed:
+            whole[key] = torch.nn.functional.pad(feed[key], (0, grown), value=fill)
+    return hide(tiny, whole, visible)[0, prompt - 1 :]
+
+
+@families
+@pytest.mark.parametrize("method", ["random", "fastv", "snapkv"])
+def test_beams_equal_their_replay(family: str, method: str) -> None:
+    """The score of every beam is that of its tokens in a full run with the dropped ones hidden."""
+    if OLD and family == "internvl":
+        pytest.skip(old_beams.kwargs["reason"])
+    tiny, feed, new = model(family), inputs(family), 5
+    with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+        out = generate(tiny, feed, new=new, num_beams=3, num_return_sequences=3, output_scores=True)
+        held = stored(out.past_key_values, feed["input_ids"].shape[1])
+        again = generate(tiny, feed, new=new, num_beams=3)
+    assert torch.equal(again.sequences, out.sequences[:1])
+    assert len({tuple(row.tolist()) for row in out.sequences}) == 3
+    for row, score in zip(out.sequences, out.sequences_scores, strict=True):
+        logp = replayed(tiny, family, feed, held, row, method == "snapkv").log_softmax(-1)
+        tokens = row[-len(logp) :, None]
+        assert abs(float(logp.gather(1, tokens).sum() / new - score)) < 1e-4
+    assert float(out.sequences_scores.diff().max()) <= 0
+
+
+@families
+@old_beams
+def test_beams_of_a_padded_batch(family: str) -> None:
+    """Each row's best beam is that of the row alone."""
+    tiny, feed = model(family), inputs(family, "uneven")
+    for method in ("test-fixed", "test-fixed-layer"):
+        with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+            out = generate(tiny, feed, num_beams=3, output_scores=True)
+            for row in range(2):
+                alone = generate(tiny, zoo.single(family, feed, row), num_beams=3, output_scores=True)
+                assert torch.equal(out.sequences[row, -4:], alone.sequences[0, -4:])
+                assert gap(out.sequences_scores[row], alone.sequences_scores[0]) < 1e-4
+
+
+@families
+@pytest.mark.parametrize("method", ["random", "fastv", "snapkv"])
+def test_several_samples_of_a_prompt(family: str, method: str) -> None:
+    """``num_return_sequences`` repeats the prompt; every sample is consistent with its own replay."""
+    if OLD and family == "internvl":
+        pytest.skip(old_beams.kwargs["reason"])
+    tiny, feed = model(family), inputs(family)
+    with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+        torch.manual_seed(3)
+        out = generate(tiny, feed, do_sample=True, num_return_sequences=3)
+        held = stored(out.past_key_values, feed["input_ids"].shape[1])
+        assert tiny.mmaccel.reduction.kept.shape[0] == 3
+    assert len({tuple(row.tolist()) for row in out.sequences}) > 1
+    for number, row in enumerate(out.sequences):
+        mine = [there[number : number + 1] for there in held]
+        close(replayed(tiny, family, feed, mine, row, method == "snapkv"), logits(out)[number])
+
+
+def later(method: str) -> Any:
+    return pytest.param(
+        method,
+        marks=pytest.mark.xfail(
+            strict=True,
+            reason="the first call of prompt lookup holds the prompt and candidates: the last candidate counts as the end "
+            "of the prompt, and keys are evicted after the candidates have seen them",
+        ),
+    )
+
+
+@pytest.mark.parametrize("family", ["llava"])
+@pytest.mark.parametrize("method", [later("fastv"), later("snapkv"), later("test-fixed-cache")])
+def test_prompt_lookup_inside_the_language_model(family: str, method: str) -> None:
+    test_prompt_lookup_gives_the_greedy_tokens(family, method)
+
+
+@families
+@pytest.mark.parametrize("method", ["random", "divprune", "test-fixed-layer"])
+def test_prompt_lookup_gives_the_greedy_tokens(family: str, method: str) -> None:
+    """Candidates are fed several at a time, some are refused, and the cache is cropped."""
+    tiny, feed = model(family), inputs(family)
+    # a match must not be followed by placeholders, which the model could not fill
+    said = zoo.tokenizer(family)("it is: a: b: c a b c: d e f ", add_special_tokens=False, return_tensors="pt").input_ids
+    for key, value in feed.items():
+        if value.shape == inputs(family)["input_ids"].shape:
+            more = said if key == "input_ids" else torch.full_like(said, int(key == "attention_mask"))
+            feed[key] = torch.cat([more, value], dim=1)
+    with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+        greedy = generate(tiny, feed, new=16)
+        looked = generate(tiny, feed, new=16, prompt_lookup_num_tokens=3)
+        (stage,) = tiny.mmaccel.stats()["stages"]
+        assert stage["tokens_kept"] < 0.5 * stage["tokens_in"]
+    assert torch.equal(greedy.sequences, looked.sequences)
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_without_a_cache_in_generate(family: str) -> None:
+    """``use_cache=False`` feeds and reduces the whole prompt at every step."""
+    tiny, feed = model(family), inputs(family)
+    with accelerated(tiny, recipe_of("test-fixed")):
+        close(logits(generate(tiny, feed)), logits(generate(tiny, feed, use_cache=False)))
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize("cached", ["static", "offloaded", "offloaded_static", "quantized"])
+def test_caches_that_cannot_shrink_are_refused(family: str, cached: str) -> None:
+    """By name, in a generation config, in the model's own, before and after accelerating."""
+    tiny, feed = zoo.model(family), inputs(family)
+    config = transformers.GenerationConfig(cache_implementation=cached)
+    with accelerated(tiny, "random"):
+        for options in ({"cache_implementation": cached}, {"generation_config": config}):
+            with pytest.raises(UnsupportedError, match="cache_implementation"):
+                tiny.generate(**feed, max_new_tokens=2, **options)
+        with pytest.raises(UnsupportedError, match="cache_implementation"):
+            tiny.generate(feed.pop("input_ids"), config, **feed)
+        tiny.generation_config.cache_implementation = cached
+        with pytest.raises(UnsupportedError, match="cache_implementation"):
+            tiny.generate(**inputs(family), max_new_tokens=2)
+    with pytest.raises(UnsupportedError, match="cache_implementation"):
+        accelerate_vlm(tiny, "random")
+    assert not hasattr(tiny, "mmaccel")
+    accelerate_vlm(tiny, "none")  # nothing is reduced, so nothing is refused
+
+
+def test_cache_objects_that_cannot_shrink_are_refused() -> None:
+    tiny, feed = model("llava"), inputs("llava")
+    given = transformers.StaticCache(config=tiny.config.text_config, max_cache_len=200)
+    with accelerated(tiny, "random"), pytest.raises(UnsupportedError, match="DynamicCache"):
+        tiny.generate(**feed, max_new_tokens=2, past_key_values=given)
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_chunked_prefill_is_refused(family: str) -> None:
+    """Only the first chunk would be reduced."""
+    tiny, feed = zoo.model(family), inputs(family)
+    config = transformers.GenerationConfig(prefill_chunk_size=8)
+    with accelerated(tiny, "random"):
+        for options in ({"prefill_chunk_size": 8}, {"generation_config": config}):
+            with pytest.raises(UnsupportedError, match="prefill_chunk_size"):
+                tiny.generate(**feed, max_new_tokens=2, **options)
+        tiny.generation_config.prefill_chunk_size = 8
+        with pytest.raises(UnsupportedError, match="prefill_chunk_size"):
+            tiny.generate(**feed, max_new_tokens=2)
+    with pytest.raises(UnsupportedError, match="prefill_chunk_size"):
+        accelerate_vlm(tiny, "random")
+
+
+def test_layers_below_deepstack_are_refused() -> None:
+    """Tokens that layers 0 to 2 still add features to cannot go before layer 3."""
+    with pytest.raises(UnsupportedError, match="DeepStack"):
+        accelerate_vlm(model("qwen3_vl"), [Stage("fastv", 0.5, {"layer": 2})])
+    assert not mmaccel.is_accelerated(model("qwen3_vl"))
+
+
+def test_a_four_dimensional_mask_is_refused() -> None:
+    tiny, feed = model("llava"), inputs("llava")
+    length = feed["input_ids"].shape[1]
+    feed["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    with accelerated(tiny, "random"), pytest.raises(MmaccelError, match="2-D"):
+        tiny(**feed)
