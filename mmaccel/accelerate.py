@@ -44,6 +44,11 @@ class Accelerator:
         self.built = [(stage, method.fit(self.family)) for stage, method in recipe.build()]
         for _, method in self.built:
             method.check(self.family)
+        if any(m.site == "frames" for _, m in self.built) and getattr(processor, "mmaccel_recipe", None) is None:
+            raise UnsupportedError(
+                f"Recipe {recipe.name!r} works on pixels, which the model never sees; call "
+                f"processor = prepare(processor, {recipe.name!r}), use that processor, and give it as processor=."
+            )
         self.cuts = {int(m.layer): i for i, (_, m) in enumerate(self.built) if isinstance(m, LayerMethod)}
         self.policy = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, Policy)), None)
         self.encoder = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, EncoderMethod)), -1)

@@ -47,10 +47,11 @@ class Stage:
                 raise MmaccelError(
                     f"Method {self.method!r} has no option {option!r}; it has {', '.join(sorted(names)) or 'none'}."
                 )
-        hints = typing.get_type_hints(cls) if self.options else {}
+        hints = _hints(cls) if self.options else {}
         for option, value in self.options.items():
-            if not _fits(value, hints[option]):
-                wanted = hints[option].__name__ if isinstance(hints[option], type) else hints[option]
+            hint = hints.get(option)
+            if not _fits(value, hint):
+                wanted = hint.__name__ if isinstance(hint, type) else hint
                 raise MmaccelError(f"Method {self.method!r}: {option}={value!r} is of the wrong type; give {wanted}.")
         try:
             return cls(**self.options)
@@ -234,6 +235,14 @@ class Recipe:
 def _options(cls: type[Method]) -> set[str]:
     """The names of a method's options."""
     return {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except NameError:
+        # a class made inside a function may name types that only exist there
+        return {}
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -255,7 +255,11 @@ def test_a_prepared_model_answers():
     tiny = zoo.model("qwen2_5_vl")
     prepared = prepare(QWEN, "resize", retain=0.25)
     feed = prepared(text=PROMPT, images=zoo.image(112, 80, 0), return_tensors="pt")
-    with mmaccel.accelerated(tiny, "resize", retain=0.25) as model:
+    # without the prepared processor the model would quietly run in full
+    with pytest.raises(MmaccelError, match="prepare"), mmaccel.accelerated(tiny, "resize", retain=0.25, processor=QWEN):
+        pass
+    assert not mmaccel.is_accelerated(tiny)
+    with mmaccel.accelerated(tiny, "resize", retain=0.25, processor=prepared) as model:
         out = model.generate(**feed, max_new_tokens=2, do_sample=False)
         assert out.shape[1] == feed["input_ids"].shape[1] + 2
         assert model.mmaccel.stats()["visual_tokens"] == tokens(feed)

@@ -88,11 +88,12 @@ def run(options: argparse.Namespace) -> int:
 
     from .. import accelerated, prepare
 
-    with accelerated(model, chosen, processor=processor):
+    prepared = prepare(processor, chosen)
+    with accelerated(model, chosen, processor=prepared):
         pass  # what the model cannot do is said before the long run, not after it
     full = answer(model, processor, encode(processor, media, options.question), "none", options.max_new_tokens)
-    small = encode(prepare(processor, chosen), media, options.question)
-    fast = answer(model, processor, small, chosen, options.max_new_tokens)
+    small = encode(prepared, media, options.question)
+    fast = answer(model, prepared, small, chosen, options.max_new_tokens)
     report = {
         "model": str(options.model or SHIPPED),
         "device": str(model.device),

@@ -1,0 +1,409 @@
+"""Bad input: one sentence that names the thing and the remedy; never a silent full run, never a silent wrong answer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers
+import zoo
+from laws.helpers import FAMILIES, cache, gap, generate, inputs, logits, model, recipe_of
+from torch import Tensor
+
+import mmaccel
+from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, is_accelerated
+from mmaccel.families import FAMILIES as ADAPTERS
+from mmaccel.method import KeyBatch, Policy, ProjectorMethod, TokenBatch
+from mmaccel.reduction import Reduction
+
+families = pytest.mark.parametrize("family", FAMILIES)
+NO_CLS = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+
+
+def one_sentence(message: str) -> None:
+    """Short, without a trace of Python, and ending in what helps (a sentence, or a list of what there is)."""
+    assert message and "\n" not in message and len(message) < 1000
+    assert message[0].isupper() or re.match(r"[\w'\-]+[=: ]", message), message
+    assert message.endswith((".", "?")) or "; known are" in message, message
+
+
+def refused(call: Any, match: str, kind: type[MmaccelError] = MmaccelError) -> None:
+    with pytest.raises(kind, match=match) as caught:
+        call()
+    one_sentence(str(caught.value))
+
+
+# ------------------------------------------------------------------------------------------------- names and options
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("divprun", "There is no recipe 'divprun'; did you mean 'divprune'"),
+        ("snap-kv", "did you mean 'snapkv'"),
+        ("Balanced", "did you mean 'balanced'"),
+        ("xyzzy", "There is no recipe 'xyzzy'; known are .*balanced.*divprune.*vtc-cls"),
+    ],
+)
+def test_unknown_names(name: str, match: str) -> None:
+    refused(lambda: accelerate_vlm(model("llava"), name), match)
+    assert not is_accelerated(model("llava"))
+
+
+def test_unknown_methods() -> None:
+    refused(lambda: Recipe("x", (Stage("fastvv", 0.5),)), "There is no method 'fastvv'; did you mean 'fastv'")
+    refused(lambda: mmaccel.method("poool"), "did you mean 'pool'")
+    refused(lambda: mmaccel.recipe(3), "3 is no recipe; give a name")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "match"),
+    [
+        ("random", {"sed": 1}, "'sed' is no option of recipe 'random'; it takes retain, .*seed"),
+        ("none", {"seed": 1}, "'seed' is no option"),
+        ("none", {"retain": 0.5}, "drops nothing"),
+        ("random", {"seed": "one"}, "seed='one' is of the wrong type; give int"),
+        ("random", {"positions": "new"}, "use 'keep' or 'paper'"),
+        ("random", {"rounding": "up"}, "use 'exact' or 'official'"),
+        ("snapkv", {"text_retain": 2.0}, "text_retain=2.0 is outside"),
+        ("snapkv", {"kernel": 4}, "odd kernel"),
+        ("streaming-llm", {"sinks": -1}, "give 0 or more"),
+        ("fastv", {"layer": 0}, "fastv .* layer"),
+        ("resize", {"frames": 0.0}, r"share in \(0, 1\]"),
+    ],
+)
+def test_wrong_options(recipe: str, options: dict[str, Any], match: str) -> None:
+    refused(lambda: accelerate_vlm(model("llava"), recipe, **options), match)
+    assert not is_accelerated(model("llava"))
+
+
+def test_an_option_of_two_methods_is_ambiguous() -> None:
+    both = [Stage("random", 0.5), Stage("test-fixed", 0.4)]
+    refused(lambda: accelerate_vlm(model("llava"), both, seed=1), "'seed' is ambiguous")
+
+
+@pytest.mark.parametrize(
+    ("stages", "match"),
+    [
+        ([Stage("fastv", 0.5), Stage("random", 0.4)], "order of the sites"),
+        ([Stage("snapkv", 0.5), Stage("streaming-llm", 0.4)], "at most|is the most"),
+        ([Stage("fastv", 0.5, {"layer": 2}), Stage("fastv", 0.4, {"layer": 2})], "rising layers"),
+        ([Stage("fastv", 0.5, {"layer": 3}), Stage("fastv", 0.4, {"layer": 1})], "rising layers"),
+        ([Stage("random")], "needs a budget; give retain=0.25"),
+    ],
+)
+def test_stages_that_do_not_go_together(stages: list[Stage], match: str) -> None:
+    refused(lambda: accelerate_vlm(model("llava"), stages), match)
+    assert not is_accelerated(model("llava"))
+
+
+# ------------------------------------------------------------------------------------------------------------ budgets
+
+
+@pytest.mark.parametrize(
+    ("retain", "match"),
+    [
+        (0, "keeps no token; give a count of 1 or more"),
+        (0.0, "outside"),
+        (-3, "keeps no token"),
+        (-0.5, "outside"),
+        (1.5, "outside"),
+        (64.0, "for a count of tokens write retain=64"),
+        (float("nan"), "no budget"),
+        (float("inf"), "outside"),
+        (True, "no budget"),
+        ("0.5", "no budget"),
+        (None, "no budget"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["random", "fastv", "snapkv", "balanced"])
+def test_impossible_budgets(recipe: str, retain: Any, match: str) -> None:
+    refused(lambda: accelerate_vlm(model("llava"), recipe, retain=retain), match)
+    assert not is_accelerated(model("llava"))
+
+
+@families
+@pytest.mark.parametrize("recipe", ["random", "fastv", "snapkv"])
+def test_more_tokens_than_there_are(family: str, recipe: str) -> None:
+    """A count is known to be too much when the picture is seen."""
+    tiny = model(family)
+    with accelerated(tiny, recipe_of(recipe, family, retain=1000)):
+        refused(lambda: generate(tiny, inputs(family)), "keeps 1000 visual tokens, but a picture has only")
+
+
+# -------------------------------------------------------------------------------------- what a model or family lacks
+
+
+@pytest.mark.parametrize("family", NO_CLS)
+def test_cls_methods_need_a_cls_token(family: str) -> None:
+    """SigLIP and the Qwen towers have none, which is known before anything runs."""
+    refused(
+        lambda: accelerate_vlm(model(family), "vtc-cls"),
+        f"vtc-cls needs a CLS token, which the vision tower of {family} lacks; use 'attention-received'",
+        UnsupportedError,
+    )
+    assert not is_accelerated(model(family))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_packed_towers_cannot_merge(family: str) -> None:
+    refused(lambda: accelerate_vlm(model(family), "tome"), "use a method at site 'projector'", UnsupportedError)
+
+
+def test_merging_more_than_a_tower_can() -> None:
+    """Each layer halves its tokens at most."""
+    tiny = model("llava")
+    with accelerated(tiny, "tome", retain=1):
+        refused(lambda: generate(tiny, inputs("llava")), "give a larger budget")
+
+
+@pytest.mark.parametrize(("family", "layer", "remedy"), [("llava", 4, 3), ("llava", 99, 3), ("qwen3_vl", 1, 3)])
+def test_layers_out_of_range(family: str, layer: int, remedy: int) -> None:
+    stages = [Stage("fastv", 0.5, {"layer": layer})]
+    refused(lambda: accelerate_vlm(model(family), stages), f"layer={layer} is out of reach.*give layer={remedy}")
+
+
+@pytest.mark.parametrize("layers", [(7,), (-5,)])
+def test_tower_layers_out_of_range(layers: tuple[int, ...]) -> None:
+    refused(
+        lambda: accelerate_vlm(model("llava"), "attention-received", layers=layers),
+        f"has 4 layers, there is no layer {layers[0]}",
+        UnsupportedError,
+    )
+    assert not is_accelerated(model("llava"))
+
+
+def _llama() -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=20
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_models_that_are_not_supported() -> None:
+    names = ", ".join(adapter.name for adapter in ADAPTERS)
+    refused(
+        lambda: accelerate_vlm(_llama()), f"does not know the model type 'llama'; it supports {names}", UnsupportedError
+    )
+    refused(lambda: accelerate_vlm(torch.nn.Linear(2, 2)), "'Linear'; it supports llava", UnsupportedError)
+    assert set(FAMILIES) == {adapter.name for adapter in ADAPTERS}
+
+
+@families
+def test_the_inner_model_cannot_generate(family: str) -> None:
+    refused(
+        lambda: accelerate_vlm(model(family).model),
+        "cannot generate; give the ...ForConditionalGeneration model|does not know the model type",
+        UnsupportedError,
+    )
+
+
+def test_an_attention_implementation_that_is_not_known() -> None:
+    tiny = zoo.model("llava")
+    tiny.config.text_config._attn_implementation_internal = "flex_attention"
+    refused(lambda: accelerate_vlm(tiny, "random"), "attn_implementation='flex_attention'.*sdpa", UnsupportedError)
+    assert not is_accelerated(tiny)
+
+
+# -------------------------------------------------------------------------------------------------- ways of calling
+
+
+@families
+def test_training_mode(family: str) -> None:
+    """Reducing while training would drop gradients; text alone is untouched and may be trained on."""
+    tiny = zoo.model(family)
+    accelerate_vlm(tiny, "random")
+    tiny.train()
+    refused(lambda: tiny(**inputs(family)), r"call model.eval\(\) first", UnsupportedError)
+    assert torch.isfinite(tiny(**inputs(family, "text")).logits).all()
+    tiny.eval()
+    assert tiny(**inputs(family)).logits.shape[1] == inputs(family)["input_ids"].shape[1]
+
+
+@families
+@torch.no_grad()
+def test_embeddings_of_the_callers_own(family: str) -> None:
+    """Without ids there is no layout: refused in a forward and in ``generate``."""
+    tiny, feed = model(family), inputs(family)
+    ids = feed.pop("input_ids")
+    embeds = tiny.get_input_embeddings()(ids)
+    rest = {key: value for key, value in feed.items() if key in ("attention_mask",)}
+    with accelerated(tiny, "random"):
+        refused(lambda: tiny(inputs_embeds=embeds, **rest), "With inputs_embeds", UnsupportedError)
+        refused(
+            lambda: tiny.generate(inputs_embeds=embeds, **rest, max_new_tokens=2), "With inputs_embeds", UnsupportedError
+        )
+    with accelerated(tiny, "none"):
+        tiny(inputs_embeds=embeds, **rest)
+
+
+@families
+@torch.no_grad()
+def test_encoder_outputs_of_the_callers_own(family: str) -> None:
+    """Pictures encoded before the call were seen by no tap: refused, whether a method needs taps or not."""
+    tiny, feed = model(family), inputs(family)
+    forward = transformers.__version__ >= "5.23"
+    if not forward:
+        pytest.skip("5.17 knows no mm_encoder_outputs")
+    names = ("pixel_values", "pixel_values_images", "image_sizes", "image_grid_thw", "batch_num_images")
+    given = {key: feed.pop(key) for key in (*names, "pixel_attention_mask") if key in feed}
+    wanted = tiny.model.get_image_features
+    pixels = {("pixel_values" if key == "pixel_values_images" else key): value for key, value in given.items()}
+    encoded = wanted(**pixels)
+    for recipe in ("random", "attention-received"):
+        with accelerated(tiny, recipe):
+            refused(
+                lambda: tiny.generate(**feed, mm_encoder_outputs={"image": encoded}, max_new_tokens=2),
+                "pass the pixels to the model instead of encoder outputs",
+                UnsupportedError,
+            )
+    with accelerated(tiny, "none"):
+        out = tiny.generate(**feed, mm_encoder_outputs={"image": encoded}, max_new_tokens=2, do_sample=False)
+    assert torch.equal(out, generate(tiny, inputs(family), new=2).sequences)
+
+
+@families
+def test_placeholders_without_pixels(family: str) -> None:
+    tiny, feed = model(family), inputs(family)
+    text = {key: value for key, value in feed.items() if value.shape == feed["input_ids"].shape}
+    with accelerated(tiny, "random"):
+        refused(lambda: generate(tiny, text), "no image was encoded in this call; pass the pixels", UnsupportedError)
+
+
+@families
+@pytest.mark.parametrize("recipe", ["random", "fastv", "snapkv"])
+def test_inputs_without_pictures_run_untouched(family: str, recipe: str) -> None:
+    """To the bit, in ``generate`` and in a forward."""
+    tiny, feed = model(family), inputs(family, "text", batch=2)
+    bare = generate(tiny, feed)
+    with torch.no_grad():
+        plain = tiny(**feed).logits
+        with accelerated(tiny, recipe_of(recipe, family)):
+            reduced = generate(tiny, feed)
+            assert torch.equal(logits(bare), logits(reduced)) and torch.equal(bare.sequences, reduced.sequences)
+            assert torch.equal(tiny(**feed).logits, plain)
+            assert tiny.mmaccel.stats()["visual_tokens"] == 0 and tiny.mmaccel.layout is None
+
+
+@families
+def test_a_failed_call_is_forgotten(family: str) -> None:
+    """After each refusal the same model answers as if nothing had been asked."""
+    tiny, feed = model(family), inputs(family)
+    text = {key: value for key, value in feed.items() if value.shape == feed["input_ids"].shape}
+    with accelerated(tiny, recipe_of("divprune"), processor=zoo.processor(family)):
+        expected = logits(generate(tiny, feed))
+        for bad in (text, {**feed, "cache_implementation": "static"}):
+            with pytest.raises(MmaccelError):
+                generate(tiny, bad)
+            assert torch.equal(logits(generate(tiny, feed)), expected)
+
+
+# -------------------------------------------------------------------------------------- methods that are wrong
+
+
+class Broken(ProjectorMethod):
+    """Base of the wrong methods; each is registered for one test."""
+
+    unit: ClassVar[str] = "picture"  # type: ignore[assignment]
+
+
+def _shape(tokens: TokenBatch, count: Tensor) -> Any:
+    return Reduction.top(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), count[:1])
+
+
+def _padding(tokens: TokenBatch, count: Tensor) -> Any:
+    return Reduction(torch.ones_like(tokens.valid), tokens.valid)
+
+
+def _many(tokens: TokenBatch, count: Tensor) -> Any:
+    return Reduction(tokens.valid, tokens.valid)
+
+
+def _nothing(tokens: TokenBatch, count: Tensor) -> Any:
+    return Reduction(torch.zeros_like(tokens.valid), tokens.valid)
+
+
+def _one_less(tokens: TokenBatch, count: Tensor) -> Any:
+    return Reduction.top(tokens.features.sum(-1), tokens.valid, count - 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "budget", "match"),
+    [
+        (_shape, "exact", "kept slots that hold no token|shape"),
+        (_padding, "at_most", "kept slots that hold no token"),
+        (_many, "exact", "but kept 70 of 70 tokens where 21 were resolved|but kept"),
+        (_many, "at_most", "but kept"),
+        (_nothing, "at_most", "but kept 0"),
+        (_nothing, "adaptive", "but kept 0"),
+        (_one_less, "exact", "but kept"),
+    ],
+)
+def test_a_method_that_returns_a_wrong_reduction(
+    wrong: Any, budget: str, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mmaccel.methods()
+    monkeypatch.setattr(mmaccel.registry, "_methods", dict(mmaccel.registry._methods))
+
+    @dataclass(frozen=True)
+    class Wrong(Broken):
+        """A wrong method."""
+
+        name = "wrong"
+
+        def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+            return wrong(tokens, count)
+
+    Wrong.budget = budget  # type: ignore[assignment,misc]
+    mmaccel.register(Wrong)
+    tiny = model("llava_next")
+    with accelerated(tiny, "wrong", retain=0.3):
+        # two pictures of other sizes, so that there is padding
+        refused(lambda: generate(tiny, inputs("llava_next", "uneven")), f"Method 'wrong'.*({match})")
+
+
+@pytest.mark.parametrize("shape", ["heads", "keys", "dims"])
+def test_a_policy_that_scores_wrong_shapes(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mmaccel.methods()
+    monkeypatch.setattr(mmaccel.registry, "_methods", dict(mmaccel.registry._methods))
+
+    @mmaccel.register
+    @dataclass(frozen=True)
+    class WrongScores(Policy):
+        """A wrong policy."""
+
+        name = "wrong-scores"
+
+        def score(self, keys: KeyBatch) -> Tensor:
+            b, heads, width = keys.keys.shape[:3]
+            return torch.zeros({"heads": (b, 1, width), "keys": (b, heads, width - 1), "dims": (b, width)}[shape])
+
+    tiny = model("llava")
+    with accelerated(tiny, "wrong-scores", retain=0.3):
+        refused(lambda: generate(tiny, inputs("llava")), "Method 'wrong-scores'.*scores")
+
+
+# ------------------------------------------------------------------------------------------------ accelerated again
+
+
+def test_accelerated_again_is_replaced_cleanly() -> None:
+    tiny, feed = model("llava"), inputs("llava")
+    with accelerated(tiny, "random", retain=0.5):
+        expected = logits(generate(tiny, feed))
+    accelerate_vlm(tiny, "divprune", retain=0.1)
+    accelerate_vlm(tiny, "random", retain=0.5)
+    assert gap(logits(generate(tiny, feed)), expected) == 0
+    tiny.mmaccel.remove()
+    assert not is_accelerated(tiny)
+
+
+def test_a_reduced_cache_outlives_its_recipe() -> None:
+    """After ``remove()`` the cache still answers with what was seen and holds what was kept."""
+    tiny, feed, mine = model("llava"), inputs("llava"), cache()
+    with accelerated(tiny, "random", retain=0.5):
+        generate(tiny, feed, past_key_values=mine)
+    length = feed["input_ids"].shape[1] + 3
+    assert mine.get_seq_length() == length and mine.layers[0].keys.shape[2] == length - 18
