@@ -36,7 +36,9 @@ from mmaccel.kv.cache import KeyIndex
 families = pytest.mark.parametrize("family", FAMILIES)
 OLD = int(transformers.__version__.split(".")[1]) < 23
 #: stock code repeats pictures one by one and not row by row, so that the copies of a row see pictures of others
-old_beams = pytest.mark.skipif(OLD, reason="5.17 mixes up the pictures (tiles) of rows with several when it makes beams")
+old_beams = pytest.mark.skipif(
+    OLD, reason="5.17 mixes up the pictures (tiles) of rows with several when it makes beams"
+)
 #: LLaMA and Qwen2 text models with sliding windows
 WINDOWED = (("llava_next", {"sliding_window": 24}), ("internvl", {"sliding_window": 24, "max_window_layers": 2}))
 
@@ -169,8 +171,10 @@ def test_positional_arguments(family: str) -> None:
         assert tiny.mmaccel.stats()["visual_tokens_kept"] < tiny.mmaccel.stats()["visual_tokens"]
         close(tiny.lm_head(hidden[:, -1]), expected[:, -1])
         close(generate(tiny, {"inputs": ids, **feed}).logits[0], expected[:, -1])
-        close(tiny.generate(ids, **feed, max_new_tokens=1, output_logits=True, return_dict_in_generate=True).logits[0],
-              expected[:, -1])
+        close(
+            tiny.generate(ids, **feed, max_new_tokens=1, output_logits=True, return_dict_in_generate=True).logits[0],
+            expected[:, -1],
+        )
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts
@@ -244,7 +248,9 @@ def test_deepstack_features_are_gathered(kind: str, method: str) -> None:
     """Qwen3-VL adds visual features in its first layers: they follow the tokens that stay, in images and clips."""
     tiny, feed, seen = model("qwen3_vl"), inputs("qwen3_vl", kind), []
     text = tiny.model.language_model
-    hook = text.layers[0].register_forward_pre_hook(lambda _, args, kwargs: seen.append(args[0].shape), with_kwargs=True)
+    hook = text.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0].shape), with_kwargs=True
+    )
     original = text._deepstack_process
 
     def process(hidden: Tensor, mask: Tensor, features: Tensor) -> Tensor:
@@ -359,7 +365,9 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(
         transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, *args, **kwargs: name
     )
-    monkeypatch.setattr(transformers.PreTrainedModel, "get_correct_attn_implementation", lambda self, name, *_, **__: name)
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "get_correct_attn_implementation", lambda self, name, *_, **__: name
+    )
     return calls
 
 
@@ -521,7 +529,9 @@ def test_prompt_lookup_gives_the_greedy_tokens(family: str, method: str) -> None
     """Candidates are fed several at a time, some are refused, and the cache is cropped."""
     tiny, feed = model(family), inputs(family)
     # a match must not be followed by placeholders, which the model could not fill
-    said = zoo.tokenizer(family)("it is: a: b: c a b c: d e f ", add_special_tokens=False, return_tensors="pt").input_ids
+    said = zoo.tokenizer(family)(
+        "it is: a: b: c a b c: d e f ", add_special_tokens=False, return_tensors="pt"
+    ).input_ids
     for key, value in feed.items():
         if value.shape == inputs(family)["input_ids"].shape:
             more = said if key == "input_ids" else torch.full_like(said, int(key == "attention_mask"))

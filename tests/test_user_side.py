@@ -430,7 +430,9 @@ def test_json_is_validated(text: str, message: str) -> None:
         Recipe.from_json(text)
 
 
-@pytest.mark.parametrize("bad", ["os.system", "__import__('os').system('exit 1')", "mmaccel.pruning.random:Random", "../x"])
+@pytest.mark.parametrize(
+    "bad", ["os.system", "__import__('os').system('exit 1')", "mmaccel.pruning.random:Random", "../x"]
+)
 def test_recipes_are_never_code(bad: str, tmp_path: Any) -> None:
     """Names are looked up among registered methods; nothing is imported, evaluated or unpickled."""
     import pickle

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..budget import Retain, resolve
+from ..errors import MmaccelError
 from ..method import KeyBatch, Policy
 from ..reduction import top_mask
 
@@ -49,6 +50,11 @@ def evict(step: Step, number: int, query: Tensor, scaling: float) -> Tensor:
         scaling=scaling,
     )
     scores = policy.score(batch)
+    if scores.shape != batch.keys.shape[:3]:
+        raise MmaccelError(
+            f"Method {policy.name!r} returned scores of shape {tuple(scores.shape)} where rows, key heads and keys are "
+            f"{tuple(batch.keys.shape[:3])}."
+        )
     resolved = torch.tensor(visual_budget(step, stage.retain), device=query.device)
     kept = per_head(scores, visual, resolved)
     text = valid & ~visual

@@ -1,0 +1,305 @@
+"""What the laws share: tiny models that are built once, inputs, methods with a fixed choice, and the hiding oracle."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import zoo
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+import mmaccel
+from mmaccel.method import KeyBatch, LayerMethod, Policy, ProjectorMethod, TokenBatch
+from mmaccel.reduction import Reduction
+
+torch.set_num_threads(1)
+
+FAMILIES = zoo.FAMILIES
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+#: one representative of each mechanism, where all ten would be a slow test
+SHORT = ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl")
+TOLERANCE = 2e-5
+
+Inputs = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------------------ models and inputs
+
+
+@functools.cache
+def model(family: str, seed: int = 0, **text: Any) -> Any:
+    """A shared tiny model; whoever accelerates it gives it back bare (use ``accelerated``)."""
+    return zoo.model(family, seed=seed, **text)
+
+
+@functools.cache
+def _inputs(family: str, kind: str, batch: int, seed: int) -> Inputs:
+    return dict(zoo.inputs(family, kind, batch=batch, seed=seed))
+
+
+def inputs(family: str, kind: str = "image", batch: int = 1, seed: int = 0) -> Inputs:
+    """Inputs of ``generate``; clones, so that no test can hand a changed tensor to the next."""
+    return {key: value.clone() for key, value in _inputs(family, kind, batch, seed).items()}
+
+
+def recipe_of(name: str, family: str = "", retain: float | None = 0.3, **options: Any) -> mmaccel.Recipe:
+    """The recipe of one method with a budget; ``layers`` methods act where DeepStack allows it."""
+    made = mmaccel.recipe(name)
+    if retain is not None and made.primary is not None:
+        made = made.override(retain=retain)
+    if family == "qwen3_vl" and mmaccel.method(made.stages[-1].method).site == "layers":
+        options = {"layer": 3, **options}
+    return made.override(**options)
+
+
+def generate(tiny: Any, feed: Inputs, new: int = 4, **options: Any) -> Any:
+    """Greedy, with the logits of every step and the cache."""
+    options = {"do_sample": False, "max_new_tokens": new, **options}
+    return tiny.generate(**feed, return_dict_in_generate=True, output_logits=True, **options)
+
+
+def logits(out: Any) -> Tensor:
+    """``[B, steps, V]``."""
+    return torch.stack(out.logits, dim=1)
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference; NaN and a difference of shape count as infinite."""
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a - b).abs().max().nan_to_num(float("inf")))
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = TOLERANCE) -> None:
+    """Assert that logits agree."""
+    assert gap(a, b) < tolerance, f"differs by {gap(a, b):.2e} (shapes {tuple(a.shape)} and {tuple(b.shape)})"
+
+
+def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
+    """A second turn behind a first: (what to pass with the kept cache, what a single call on all of it takes).
+
+    The former holds the whole ids and mask but only the second turn's pixels, the latter all pixels.
+    """
+    answer = out.sequences[:, first["input_ids"].shape[1] :]
+    kept: Inputs = {
+        "input_ids": torch.cat([first["input_ids"], answer, second["input_ids"]], dim=1),
+        "attention_mask": torch.cat(
+            [first["attention_mask"], torch.ones_like(answer), second["attention_mask"]], dim=1
+        ),
+    }
+    if "mm_token_type_ids" in first or "mm_token_type_ids" in second:
+        parts = [feed.get("mm_token_type_ids", torch.zeros_like(feed["input_ids"])) for feed in (first, second)]
+        kept["mm_token_type_ids"] = torch.cat([parts[0], torch.zeros_like(answer), parts[1]], dim=1)
+    whole = dict(kept)
+    for key in {**first, **second}:
+        if key in kept:
+            continue
+        if key in second:
+            kept[key] = second[key]
+        if key == "batch_num_images":
+            whole[key] = sum(feed.get(key, 0) for feed in (first, second))
+        elif key in first and key in second:
+            whole[key] = _join(first[key], second[key])
+        else:
+            whole[key] = first[key] if key in first else second[key]
+    return kept, whole
+
+
+def _join(a: Tensor, b: Tensor) -> Tensor:
+    """Pictures of one turn behind those of another; rows of tiles are filled up with zeros, as processors do."""
+    if a.ndim >= 4 and a.shape[1] != b.shape[1]:
+        wide = max(a.shape[1], b.shape[1])
+        a, b = (torch.cat([x, x.new_zeros(len(x), wide - x.shape[1], *x.shape[2:])], dim=1) for x in (a, b))
+    return torch.cat([a, b])
+
+
+def cache() -> DynamicCache:
+    """An empty cache of the caller's own."""
+    return DynamicCache()
+
+
+@contextmanager
+def widths(module: nn.Module) -> Iterator[list[int]]:
+    """The lengths of what is fed to a text model while the block runs, before any reduction."""
+    seen: list[int] = []
+    hook = module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["inputs_embeds"].shape[1]), with_kwargs=True, prepend=True
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def text_model(tiny: Any) -> Any:
+    """The language model behind the door."""
+    inner = tiny.model
+    return inner.text_model if hasattr(inner, "text_model") else inner.language_model
+
+
+# ---------------------------------------------------------------------------------------- methods with a fixed choice
+
+
+def _draw(slots: int, device: torch.device, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(slots, generator=generator, dtype=torch.float64).to(device)
+
+
+@mmaccel.register
+@dataclass(frozen=True)
+class FixedProjector(ProjectorMethod):
+    """Test: the same slots of every picture, whatever is in it, one set a seed."""
+
+    name = "test-fixed"
+    unit = "picture"
+    seed: int = 1
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """Fixed numbers by slot."""
+        draw = _draw(tokens.valid.shape[1], tokens.valid.device, self.seed)
+        return Reduction.top(draw.argsort().argsort().expand_as(tokens.valid), tokens.valid, count)
+
+
+@mmaccel.register
+@dataclass(frozen=True)
+class FixedLayer(LayerMethod):
+    """Test: the same at a layer, so that the choice does not depend on what stands behind the picture."""
+
+    name = "test-fixed-layer"
+    seed: int = 1
+    layer: int = 2
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """Fixed numbers by slot."""
+        draw = _draw(tokens.valid.shape[1], tokens.valid.device, self.seed)
+        return Reduction.top(draw.argsort().argsort().expand_as(tokens.valid), tokens.valid, count)
+
+
+@mmaccel.register
+@dataclass(frozen=True)
+class FixedPolicy(Policy):
+    """Test: other keys for every head."""
+
+    name = "test-fixed-cache"
+    seed: int = 1
+    window: ClassVar[int] = 1
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """Fixed numbers by head and place."""
+        heads, width = keys.keys.shape[1], int(keys.index.max()) + 1
+        draw = _draw(heads * width, keys.keys.device, self.seed).view(heads, width)
+        return draw[:, keys.index.clamp(min=0)].transpose(0, 1).float()
+
+
+# ------------------------------------------------------------------------------------------------------ hiding oracle
+
+#: per layer ``[B, 1 or Hkv, q, K]`` bool of the forward that is being replayed
+_visible: Callable[[int], Tensor] | None = None
+
+
+def _hiding(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    if _visible is not None and getattr(module, "layer_idx", None) is not None:
+        mask = _visible(module.layer_idx)
+        attention_mask = mask if mask.shape[1] == 1 else mask.repeat_interleave(query.shape[1] // mask.shape[1], dim=1)
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register("test_hiding", _hiding)
+AttentionMaskInterface.register("test_hiding", lambda *args, **kwargs: None)
+
+
+@torch.no_grad()
+def hide(tiny: Any, feed: Inputs, visible: Callable[[int], Tensor], **options: Any) -> Tensor:
+    """Logits of one full forward of the bare model, ``[B, S, V]``, where each layer sees ``visible(layer)`` only.
+
+    ``visible`` gives ``[B, 1 or Hkv, S, S]`` bool, queries by keys; causality and padding are added here.
+    """
+    global _visible
+    real = feed["attention_mask"].bool()
+    length = real.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None] & real[:, None, None]
+    # a padded query sees itself, so that no row is empty
+    causal = causal | torch.eye(length, dtype=torch.bool)
+    _visible = lambda layer: causal & (visible(layer) | torch.eye(length, dtype=torch.bool))  # noqa: E731
+    tiny.set_attn_implementation({"text_config": "test_hiding"})
+    try:
+        return tiny(**feed, **options).logits
+    finally:
+        tiny.set_attn_implementation({"text_config": "sdpa"})
+        _visible = None
+
+
+def stored(kept: Any, length: int) -> list[Tensor]:
+    """Which places below ``length`` each layer of a reduced cache still holds, ``[B, 1 or Hkv, length]`` bool."""
+    out = []
+    for layer in kept.mmaccel.layers:
+        index = layer.index.index if layer.index.index.dim() == 3 else layer.index.index[:, None]
+        there = torch.zeros(*index.shape[:2], length + 1, dtype=torch.bool)
+        there.scatter_(2, index.long().masked_fill((index < 0) | (index >= length), length), True)
+        out.append(there[..., :length])
+    return out
+
+
+# -------------------------------------------------------------------------------------------------- what a model holds
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_is_full_backward_hook",
+    "_non_persistent_buffers_set",
+)
+
+
+def snapshot(tiny: Any) -> dict[str, Any]:
+    """Everything of a model that acceleration could leave something in, as plain values that can be compared."""
+    return {
+        "modules": {
+            name: (
+                type(module),
+                sorted(key for key in vars(module)),
+                {
+                    key: len(value) if hasattr(value, "__len__") else value
+                    for key in _HOOKS
+                    if (value := getattr(module, key, None)) is not None
+                },
+                {key: id(value) for key, value in vars(module).items() if callable(value) and key != "config"},
+            )
+            for name, module in tiny.named_modules()
+        },
+        "configs": _configs(tiny.config, "config"),
+        "dict": tiny.config.to_dict(),
+        "json": tiny.config.to_json_string(use_diff=False),
+        "generation": tiny.generation_config.to_dict(),
+        "tensors": {
+            name: (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype, tensor._version, tensor.requires_grad)
+            for name, tensor in [*tiny.named_parameters(), *tiny.named_buffers(), *tiny.state_dict().items()]
+        },
+        "training": [module.training for module in tiny.modules()],
+    }
+
+
+def _configs(config: Any, path: str) -> dict[str, Any]:
+    """The attention implementation of every configuration below one, and the names of all its attributes."""
+    found = {path: (config._attn_implementation, sorted(vars(config)))}
+    for key in config.sub_configs:
+        if getattr(config, key, None) is not None:
+            found |= _configs(getattr(config, key), f"{path}.{key}")
+    return found

@@ -1,0 +1,325 @@
+"""What the laws compare with: a bare model in which chosen keys are hidden, per layer, per key head, per query.
+
+The replay runs prompt and continuation in one forward, without a cache, through an attention function of its own: a
+float32 softmax under an explicit mask `[B, Hq, q, K]` that is built here from places, windows and the recorded
+selection. None of mmaccel's masks, caches or positions takes part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zoo
+from torch import Tensor, nn
+from transformers import LogitsProcessor
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from mmaccel import Recipe, Stage, accelerated, method
+from mmaccel.families import family_of
+
+STEPS = 6
+#: logits of the zoo have a standard deviation of about one; float32 kernels differ by up to 1.1e-5 on them
+TOLERANCE, POWER = 2e-5, 1e-2
+
+DEEPSTACK = {"qwen3_vl": 3}
+CLS = ("llava", "llava_next", "llava_next_video", "video_llava", "internvl")
+MERGEABLE = tuple(f for f in zoo.FAMILIES if not f.startswith("qwen"))
+#: LLaMA and Qwen2 text models that can have sliding windows
+WINDOWED = (("llava_next", {"sliding_window": 24}), ("internvl", {"sliding_window": 24, "max_window_layers": 2}))
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+@functools.cache
+def bare(family: str, **overrides: Any) -> Any:
+    """A model that nothing is ever put on."""
+    return zoo.model(family, **overrides)
+
+
+@functools.cache
+def subject(family: str, **overrides: Any) -> Any:
+    """The same model, to be accelerated inside `with` blocks."""
+    return zoo.model(family, **overrides)
+
+
+@functools.cache
+def replayer(family: str, **overrides: Any) -> Any:
+    """The same model with the replay's attention in its text model."""
+    model = zoo.model(family, **overrides)
+    model.set_attn_implementation({"text_config": "laws_replay"})
+    return model
+
+
+def text_model(model: Any) -> Any:
+    """The text model of a family's model."""
+    return model.model.text_model if hasattr(model.model, "text_model") else model.model.language_model
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = (query.float() @ key.float().transpose(-1, -2)) * scaling
+    weight = logits.masked_fill(~module.visible, -1e30).softmax(-1)
+    return (weight @ value.float()).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("laws_replay", _attend)
+AttentionMaskInterface.register("laws_replay", lambda *args, **kwargs: None)
+
+
+# ---------------------------------------------------------------------------------------------------------- selection
+
+
+@dataclass
+class Seen:
+    """Which keys of the prompt are to be seen, per layer.
+
+    prompt : by the queries of the prompt, `[B, S]` bool each.
+    later : by the queries behind it, `[B, Hkv, S]` bool each.
+    """
+
+    prompt: list[Tensor]
+    later: list[Tensor]
+
+
+def everything(model: Any, feed: Any) -> Seen:
+    """All keys but padding."""
+    config, valid = model.config.get_text_config(), feed["attention_mask"].bool()
+    heads = valid[:, None].expand(-1, config.num_key_value_heads, -1)
+    return Seen([valid] * config.num_hidden_layers, [heads] * config.num_hidden_layers)
+
+
+def stored(model: Any, feed: Any, cache: Any) -> list[Tensor]:
+    """`[B, Hkv, S]` bool per layer: which keys of the prompt a cache still holds."""
+    state = getattr(cache, "mmaccel", None)
+    if state is None:
+        return everything(model, feed).later
+    batch, length = feed["input_ids"].shape
+    out = []
+    for layer in state.layers:
+        index = layer.index.index.long()
+        index = index if index.dim() == 3 else index[:, None].expand(-1, layer.keys.shape[1], -1)
+        held = torch.zeros(batch, index.shape[1], length + 1, dtype=torch.bool)
+        held.scatter_(2, torch.where((index < 0) | (index >= length), length, index), True)
+        out.append(held[..., :length])
+        # what the layer says it holds it holds: one key for every place, none twice
+        there = int((index >= 0).sum())
+        assert there == sum(len(set(head[head >= 0].tolist())) for row in index for head in row)
+        held_keys = layer.keys.shape[2] * index.shape[0] * index.shape[1]
+        if layer.ragged is None:
+            assert held_keys == index.numel()
+        else:
+            assert int(layer.ragged.lengths.sum()) == len(layer.ragged.keys)
+            assert len(layer.ragged.keys) + held_keys == there
+    return out
+
+
+@dataclass
+class Record:
+    """One accelerated run: logits of the whole prompt `[B, S, V]` (direct forward) and of every decoded step
+    `[B, T, V]`, the reduction it reports, and the keys it saw."""
+
+    prompt: Tensor
+    steps: Tensor
+    reduction: Any
+    seen: Seen
+
+    @property
+    def kept(self) -> Tensor:
+        """`[B, S]` bool."""
+        return self.reduction.kept
+
+
+def recipe(name: str, family: str, retain: float | None = 0.3, **options: Any) -> Recipe:
+    """A recipe of one method, at a layer that the family allows and with a window that leaves something to choose."""
+    if name == "fastv":
+        options = {"layer": DEEPSTACK.get(family, 2), **options}
+    if name == "snapkv":
+        options = {"window": 8, **options}
+    return Recipe(name, (Stage(name, retain, options),))
+
+
+def record(
+    family: str, feed: Any, what: Recipe, forced: Tensor, processor: bool = True, model: Any = None, **overrides: Any
+) -> Record:
+    """Run a recipe and note what it chose."""
+    model = subject(family, **overrides) if model is None else model
+    reader = zoo.processor(family) if processor else None
+    front = tuple(s for s in what.stages if method(s.method).site != "cache")
+    before = None
+    if len(front) < len(what.stages):
+        # what the prompt's own queries see is decided by the stages before the cache
+        with accelerated(model, Recipe("front", front, positions=what.positions), processor=reader):
+            before = stored(model, feed, decode(model, feed, forced)[1])
+    with accelerated(model, what, processor=reader):
+        prompt = model(**feed).logits
+        direct = model.mmaccel.reduction
+        steps, cache = decode(model, feed, forced)
+        reduction = model.mmaccel.reduction
+    later = stored(model, feed, cache)
+    if direct is not None:
+        assert torch.equal(direct.kept, reduction.kept), "forward and generate chose differently"
+    seen = Seen([heads.any(1) for heads in (before or later)], later)
+    if before is None and reduction is not None:
+        assert torch.equal(seen.prompt[-1], reduction.kept), "the last layer holds other keys than were kept"
+    return Record(prompt, steps, reduction, seen)
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+class Force(LogitsProcessor):
+    """Decode given tokens, so that no comparison hangs on an argmax."""
+
+    def __init__(self, tokens: Tensor, start: int) -> None:
+        self.tokens, self.start = tokens, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        wanted = self.tokens[:, input_ids.shape[1] - self.start]
+        return torch.full_like(scores, -torch.inf).scatter(1, wanted[:, None], 0.0)
+
+
+def force(family: str, rows: int, steps: int = STEPS) -> Tensor:
+    """`[rows, steps]` printable tokens."""
+    words = zoo.tokenizer(family)
+    plain = torch.tensor([i for i in range(len(words)) if i not in words.all_special_ids])
+    random = torch.Generator().manual_seed(7)
+    return plain[torch.randint(len(plain), (rows, steps), generator=random)]
+
+
+def decode(model: Any, feed: Any, forced: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    """`generate` with given tokens: logits `[B, T, V]` of the steps, and the cache it leaves."""
+    out = model.generate(
+        **feed,
+        max_new_tokens=forced.shape[1],
+        do_sample=False,
+        logits_processor=[Force(forced, feed["input_ids"].shape[1])],
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    assert torch.equal(out.sequences, torch.cat([feed["input_ids"], forced], dim=1))
+    return torch.stack(out.logits, dim=1), out.past_key_values
+
+
+def continued(feed: Any, forced: Tensor) -> dict[str, Any]:
+    """The inputs with the forced tokens (all but the last) behind the prompt."""
+    more = forced[:, :-1]
+    new = dict(feed, input_ids=torch.cat([feed["input_ids"], more], dim=1))
+    new["attention_mask"] = torch.cat([feed["attention_mask"], torch.ones_like(more)], dim=1)
+    if "mm_token_type_ids" in feed:
+        new["mm_token_type_ids"] = torch.cat([feed["mm_token_type_ids"], torch.zeros_like(more)], dim=1)
+    return new
+
+
+def replay(
+    family: str,
+    feed: Any,
+    forced: Tensor,
+    seen: Seen | None = None,
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    **overrides: Any,
+) -> tuple[Tensor, Tensor]:
+    """Logits of the prompt `[B, S, V]` and of the steps `[B, T, V]` of the bare model that sees only what is `seen`.
+
+    `change` may exchange what the text model is called with.
+    """
+    model = replayer(family, **overrides)
+    seen = everything(model, feed) if seen is None else seen
+    whole, length = continued(feed, forced), feed["input_ids"].shape[1]
+    valid = whole["attention_mask"].bool()
+    place = torch.arange(valid.shape[1])
+    config = model.config.get_text_config()
+    groups = config.num_attention_heads // config.num_key_value_heads
+    for number, layer in enumerate(text_model(model).layers):
+        mask = place[None, :] <= place[:, None]
+        if (window := window_of(config, number)) is not None:
+            mask = mask & (place[:, None] - place[None, :] < window)
+        mask = (mask & valid[:, None])[:, None].repeat(1, config.num_key_value_heads, 1, 1)
+        mask[:, :, :length, :length] &= seen.prompt[number][:, None, None]
+        mask[:, :, length:, :length] &= seen.later[number][:, :, None]
+        # rows that see nothing (padding, dropped tokens) must stay finite; nobody looks at them
+        layer.self_attn.visible = (mask | torch.eye(len(place), dtype=torch.bool)).repeat_interleave(groups, dim=1)
+    with exchanged(model, change):
+        logits = model(**whole, use_cache=False).logits
+    return logits[:, :length], logits[:, length - 1 :]
+
+
+def window_of(config: Any, number: int) -> int | None:
+    """The sliding window of a text layer, or None."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[number] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+@contextmanager
+def exchanged(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]] | None) -> Any:
+    """Call the text model with other arguments."""
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return (args, change(dict(kwargs))) if change is not None else None
+
+    handle = text_model(model).register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def at_the_door(model: Any, feed: Any) -> dict[str, Any]:
+    """What a direct forward calls the text model with; of an accelerated model too, before anything is reduced."""
+    caught: list[dict[str, Any]] = []
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        caught.append(kwargs)
+
+    handle = text_model(model).register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    try:
+        model(**feed)
+    finally:
+        handle.remove()
+    return caught[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- comparing
+
+
+def close(got: Tensor, wanted: Tensor, tolerance: float = TOLERANCE, what: str = "logits") -> None:
+    """Equal within `tolerance`, and no NaN."""
+    assert got.shape == wanted.shape, f"{what}: {tuple(got.shape)} is not {tuple(wanted.shape)}"
+    gap = (got.float() - wanted.float()).abs().max().item() if got.numel() else 0.0
+    assert gap <= tolerance, f"{what} differ by {gap:.3g}"
+
+
+def apart(got: Tensor, other: Tensor) -> None:
+    """The comparison could have failed: without hiding, the logits are others."""
+    gap = (got - other).abs().amax(tuple(range(1, got.dim()))).max().item()
+    assert gap > POWER, f"hiding moves logits by {gap:.3g} only: this case proves nothing"
+
+
+def visual(family: str, feed: Any) -> Tensor:
+    """`[B, S]` bool, from the placeholders alone."""
+    return zoo.visual_mask(family, bare(family), feed["input_ids"])
+
+
+def layers_of_tower(model: Any) -> tuple[list[Sequence[nn.Module]], int]:
+    """The layers of every tower, and the number of the one whose output the language model reads."""
+    adapter = family_of(model)
+    return [adapter.tower_layers(tower) for tower in adapter.towers()], adapter.feature_layer

@@ -1,0 +1,150 @@
+"""Law 7: the bytes reported are the bytes held, counted on unique storages; what is evicted is gone."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from laws.helpers import FAMILIES, cache, follow, generate, inputs, model, recipe_of
+from torch import Tensor, nn
+
+from mmaccel import accelerated, recipe
+from mmaccel.kv.cache import CompressedLayer
+
+METHODS = ("none", "random", "fastv", "snapkv", "test-fixed-cache", "streaming-llm")
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def held(root: Any) -> int:
+    """Bytes of the unique storages of all tensors that are reachable from an object, whatever it is made of."""
+    seen, storages, queue = set(), {}, [root]
+    while queue:
+        thing = queue.pop()
+        if id(thing) in seen or isinstance(thing, (type, types.ModuleType, types.FunctionType, types.CodeType)):
+            continue
+        assert not isinstance(thing, nn.Module), "a cache holds on to a model"
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            continue
+        queue.extend(gc.get_referents(thing))
+    return sum(storages.values())
+
+
+def sizes(tiny: Any) -> tuple[int, int, int]:
+    """Layers, bytes of one key and value of one layer, and heads."""
+    text = tiny.config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return text.num_hidden_layers, 2 * 4 * size, text.num_key_value_heads
+
+
+@families
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["image", "uneven"])
+def test_reported_is_held(family: str, method: str, kind: str) -> None:
+    """After a first and a second turn, with dense and with ragged layers."""
+    tiny, feed = model(family), inputs(family, kind)
+    chosen = recipe("none") if method == "none" else recipe_of(method, family)
+    with accelerated(tiny, chosen, processor=zoo.processor(family)):
+        out = generate(tiny, feed)
+        assert tiny.mmaccel.stats()["kv_bytes"] == held(out.past_key_values) > 0
+        words = inputs(family, "text", batch=len(feed["input_ids"]))
+        again = generate(tiny, follow(feed, out, words)[0], past_key_values=out.past_key_values)
+        assert tiny.mmaccel.stats()["kv_bytes"] == held(again.past_key_values)
+
+
+@families
+def test_reported_is_held_by_loops_and_beams(family: str) -> None:
+    tiny, feed = model(family), inputs(family)
+    with accelerated(tiny, recipe_of("snapkv"), processor=zoo.processor(family)), torch.no_grad():
+        mine = cache()
+        for tokens in (feed, {"input_ids": feed["input_ids"][:, -1:]}):
+            tiny(**tokens, past_key_values=mine, use_cache=True)
+            assert tiny.mmaccel.stats()["kv_bytes"] == held(mine)
+        beams = generate(tiny, feed, num_beams=3)
+        assert tiny.mmaccel.stats()["kv_bytes"] == held(beams.past_key_values)
+
+
+@families
+@pytest.mark.parametrize("method", ["random", "fastv", "snapkv"])
+def test_pruned_is_less_in_proportion(family: str, method: str) -> None:
+    """Keys and values are exactly those that the counts promise; what else is held is small."""
+    tiny, feed, new = model(family), inputs(family), 2
+    layers, unit, heads = sizes(tiny)
+    visual = int(zoo.visual_mask(family, tiny, feed["input_ids"]).sum())
+    bare = held(generate(tiny, feed, new=new).past_key_values)
+    assert bare == layers * unit * heads * (feed["input_ids"].shape[1] + new - 1)
+    with accelerated(tiny, recipe_of(method, family, retain=0.25), processor=zoo.processor(family)):
+        out = generate(tiny, feed, new=new)
+        stats, chosen = tiny.mmaccel.stats(), tiny.mmaccel.built[0][1]
+    kept = stats["stages"][-1]["tokens_kept"]
+    assert kept == stats["stages"][-1]["resolved"] <= 0.35 * visual
+    reduced_layers = layers - getattr(chosen, "layer", 0)
+    keys = bare - reduced_layers * unit * heads * (visual - kept)
+    stored = [layer.stored() for layer in out.past_key_values.layers]
+    assert sum(4 * (k.numel() + v.numel()) for k, v in stored) == keys
+    # beside keys and values: their places, four bytes each, shared by layers unless heads differ
+    places = 4 * (bare // (unit * heads)) * (heads if method == "snapkv" else 1)
+    assert keys <= stats["kv_bytes"] <= keys + places + 1024
+
+
+@families
+def test_evicted_keys_are_gone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After snapkv 0.25 no storage holds the visual keys any more, and nothing else keeps the full ones alive."""
+    tiny, feed = model(family), inputs(family)
+    length = feed["input_ids"].shape[1]
+    visual = int(zoo.visual_mask(family, tiny, feed["input_ids"]).sum())
+    full: list[weakref.ref[Any]] = []
+    with accelerated(tiny, recipe_of("snapkv", retain=0.25), processor=zoo.processor(family)):
+        original = CompressedLayer.evict
+
+        def evict(self: Any, kept: Tensor) -> None:
+            full.extend(weakref.ref(tensor) for tensor in self.stored())
+            original(self, kept)
+
+        monkeypatch.setattr(CompressedLayer, "evict", evict)
+        out = generate(tiny, feed)
+        kept = tiny.mmaccel.stats()["stages"][0]["tokens_kept"]
+    gc.collect()
+    assert len(full) == 8 and all(ref() is None for ref in full)
+    assert kept < 0.3 * visual
+    for layer in out.past_key_values.layers:
+        keys, values = layer.stored()
+        assert keys.shape[2] == values.shape[2] == length - visual + kept + 3
+        for tensor in (layer.keys, layer.values):
+            assert tensor.untyped_storage().nbytes() == 4 * tensor.numel()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_ragged_layers_hold_no_padding(family: str) -> None:
+    """Heads and rows that keep different counts are stored end to end."""
+    tiny, feed = model(family), inputs(family, "uneven")
+    _, unit, heads = sizes(tiny)
+    visual = zoo.visual_mask(family, tiny, feed["input_ids"])
+    text = int((feed["attention_mask"].bool() & ~visual).sum())
+    with accelerated(tiny, recipe_of("test-fixed-cache")):
+        out = generate(tiny, feed, new=1)
+        kept = tiny.mmaccel.stats()["stages"][0]["tokens_kept"]
+    for layer in out.past_key_values.layers:
+        assert layer.ragged is not None
+        assert layer.ragged.lengths.sum() == heads * (text + kept)
+        assert 4 * (layer.ragged.keys.numel() + layer.ragged.values.numel()) == unit * heads * (text + kept)
+
+
+@families
+def test_the_handle_keeps_no_cache_alive(family: str) -> None:
+    """When the caller lets go of the cache, its memory is free although the model stays accelerated."""
+    tiny = model(family)
+    with accelerated(tiny, recipe_of("snapkv"), processor=zoo.processor(family)):
+        out = generate(tiny, inputs(family))
+        watched = [weakref.ref(out.past_key_values), *(weakref.ref(x.keys) for x in out.past_key_values.layers)]
+        del out
+        gc.collect()
+        assert [ref() for ref in watched] == [None] * len(watched)

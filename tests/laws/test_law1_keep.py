@@ -1,0 +1,141 @@
+"""Law 1: keep everything = the unwrapped model."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+import zoo
+
+from mmaccel import Recipe, accelerated
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+#: a keep-everything reduction through the whole path
+KEEPERS = ("random", "uniform", "divprune", "attention-received", "pool", "fastv", "snapkv", "streaming-llm")
+CASES = [(family, kind) for family in zoo.FAMILIES for kind in zoo.kinds(family)]
+cases = pytest.mark.parametrize(("family", "kind"), CASES, ids=str)
+UNPADDED = ("image", "images", "video", "mixed", "text")
+
+
+def greedy(model, feed, **options):
+    out = model.generate(
+        **feed, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True, **options
+    )
+    return out.sequences, torch.stack(out.logits, dim=1)
+
+
+@cases
+def test_replay_without_hiding_is_the_bare_model(family, kind):
+    """The oracle itself: without hiding it is the unwrapped model."""
+    feed = zoo.inputs(family, kind)
+    forced = oracle.force(family, len(feed["input_ids"]))
+    prompt, steps = oracle.replay(family, feed, forced)
+    valid = feed["attention_mask"].bool()
+    oracle.close(prompt[valid], oracle.bare(family)(**feed).logits[valid])
+    oracle.close(steps, oracle.decode(oracle.bare(family), feed, forced)[0])
+
+
+@pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWED)
+def test_replay_knows_sliding_windows(family, overrides):
+    feed = zoo.inputs(family, "uneven")
+    forced = oracle.force(family, 2)
+    _, steps = oracle.replay(family, feed, forced, **overrides)
+    oracle.close(steps, oracle.decode(oracle.bare(family, **overrides), feed, forced)[0])
+    oracle.apart(steps, oracle.replay(family, feed, forced)[1])
+
+
+@cases
+def test_none_is_the_bare_model_to_the_bit(family, kind):
+    feed, bare, model = zoo.inputs(family, kind), oracle.bare(family), oracle.subject(family)
+    with accelerated(model, "none"):
+        tokens, logits = greedy(model, feed)
+        whole = model(**feed).logits
+        assert model.mmaccel.stats()["visual_tokens"] == int(oracle.visual(family, feed).sum())
+    wanted, wanted_logits = greedy(bare, feed)
+    assert torch.equal(tokens, wanted) and torch.equal(logits, wanted_logits)
+    assert torch.equal(whole, bare(**feed).logits)
+
+
+def keeps_everything(family, kind, what, batch=1, **overrides):
+    feed, bare, model = zoo.inputs(family, kind, batch=batch), oracle.bare(family, **overrides), None
+    model = oracle.subject(family, **overrides)
+    with accelerated(model, what, processor=zoo.processor(family)):
+        tokens, logits = greedy(model, feed)
+        whole = model(**feed).logits
+        alone = model(**feed, use_cache=False).logits
+        reduction = model.mmaccel.reduction
+        if kind != "text":
+            assert reduction.is_identity or what.stages[0].method == "pool"
+            assert torch.equal(reduction.kept, feed["attention_mask"].bool())
+    wanted, wanted_logits = greedy(bare, feed)
+    wanted_whole = bare(**feed).logits
+    if kind in UNPADDED:
+        assert torch.equal(logits, wanted_logits) and torch.equal(tokens, wanted)
+        assert torch.equal(whole, wanted_whole) and torch.equal(alone, wanted_whole)
+    else:
+        valid = feed["attention_mask"].bool()
+        oracle.close(logits, wanted_logits)
+        oracle.close(whole[valid], wanted_whole[valid])
+        oracle.close(alone[valid], wanted_whole[valid])
+
+
+@cases
+@pytest.mark.parametrize("name", ("divprune", "fastv", "snapkv"))
+def test_keeping_everything_is_the_bare_model(family, kind, name):
+    keeps_everything(family, kind, oracle.recipe(name, family, 1.0))
+
+
+@pytest.mark.parametrize("name", [k for k in KEEPERS if k not in ("divprune", "fastv", "snapkv")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        (f, k) if f in ("llava", "qwen2_5_vl") else pytest.param(f, k, marks=pytest.mark.slow)
+        for f, k in CASES
+        if k != "text"
+    ],
+)
+def test_every_method_keeps_everything(family, kind, name):
+    keeps_everything(family, kind, oracle.recipe(name, family, 1.0))
+
+
+@pytest.mark.parametrize("family", oracle.CLS)
+def test_vtc_cls_keeps_everything(family):
+    keeps_everything(family, "images", oracle.recipe("vtc-cls", family, 1.0))
+
+
+@pytest.mark.parametrize(("family", "kind"), [c for c in CASES if c[0] in oracle.MERGEABLE], ids=str)
+def test_merging_nothing_in_the_encoder_is_the_bare_model(family, kind):
+    keeps_everything(family, kind, oracle.recipe("tome", family, 1.0))
+
+
+@pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWED)
+@pytest.mark.parametrize("name", ("random", "fastv", "snapkv"))
+def test_keeping_everything_with_sliding_windows(family, overrides, name):
+    feed, what = zoo.inputs(family, "uneven"), oracle.recipe(name, family, 1.0)
+    forced = oracle.force(family, 2)
+    got = oracle.record(family, feed, what, forced, **overrides)
+    bare, valid = oracle.bare(family, **overrides), feed["attention_mask"].bool()
+    oracle.close(got.steps, oracle.decode(bare, feed, forced)[0])
+    oracle.close(got.prompt[valid], bare(**feed).logits[valid])
+
+
+@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl", "qwen3_vl", "llava_onevision"))
+@pytest.mark.parametrize("name", ("random", "fastv", "snapkv"))
+def test_all_stages_keep_everything_in_batches_and_beams(family, name):
+    keeps_everything(family, "image", oracle.recipe(name, family, 1.0), batch=2)
+    feed, model = zoo.inputs(family, "image"), oracle.subject(family)
+    with accelerated(model, oracle.recipe(name, family, 1.0)):
+        tokens, logits = greedy(model, feed, num_beams=3, num_return_sequences=2)
+    wanted, wanted_logits = greedy(oracle.bare(family), feed, num_beams=3, num_return_sequences=2)
+    assert torch.equal(tokens, wanted)
+    oracle.close(logits, wanted_logits)
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_a_recipe_of_every_site_keeps_everything(family):
+    stages = [
+        oracle.recipe(name, family, 1.0).stages[0]
+        for name in (*(("tome",) if family in oracle.MERGEABLE else ()), "divprune", "random", "fastv", "snapkv")
+    ]
+    keeps_everything(family, "image", Recipe("all", tuple(stages)))

@@ -1,0 +1,180 @@
+"""Law 3: a left-padded batch with unequal pictures and budgets = each row alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import oracle
+import pytest
+import torch
+import zoo
+from torch import Tensor
+
+from mmaccel import Recipe, Reduction, Stage, accelerated, register
+from mmaccel.method import ProjectorMethod
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+TOLERANCE = 2e-5
+METHODS = ("random", "divprune", "pool", "tome", "fastv", "snapkv", "attention-received")
+REST = ("uniform", "vtc-cls", "streaming-llm")
+
+
+def matrix():
+    cases = []
+    for family in zoo.FAMILIES:
+        for kind in ("uneven", "textrow"):
+            for name in (*METHODS, *REST):
+                if (name == "tome" and family not in oracle.MERGEABLE) or (
+                    name == "vtc-cls" and family not in oracle.CLS
+                ):
+                    continue
+                usual = name in METHODS or family in ("llava", "qwen2_5_vl")
+                marks = () if usual else (pytest.mark.slow,)
+                cases.append(pytest.param(family, kind, name, marks=marks, id=f"{family}-{kind}-{name}"))
+    return cases
+
+
+def agrees(family, feed, what, **overrides):
+    """Every row of a batch keeps the same places and gives the same logits as alone."""
+    forced = oracle.force(family, len(feed["input_ids"]), 5)
+    got = oracle.record(family, feed, what, forced, **overrides)
+    length = feed["input_ids"].shape[1]
+    for row in range(len(forced)):
+        alone = zoo.single(family, feed, row)
+        pads = length - alone["input_ids"].shape[1]
+        other = oracle.record(family, alone, what, forced[row : row + 1], **overrides)
+        if oracle.visual(family, alone).any():
+            assert torch.equal(got.kept[row, pads:], other.kept[0]), "other places"
+            assert not got.kept[row, :pads].any()
+            owner = got.reduction.owner()[row, pads:]
+            assert torch.equal(torch.where(owner < 0, -1, owner - pads), other.reduction.owner()[0])
+        else:
+            assert got.kept[row, pads:].all()
+        for held, lone in zip(got.seen.later, other.seen.later, strict=True):
+            assert torch.equal(held[row, :, pads:], lone[0]), "other keys"
+            assert not held[row, :, :pads].any()
+        # the last position and four steps
+        oracle.close(got.steps[row], other.steps[0], TOLERANCE)
+        where = got.kept[row, pads:]
+        oracle.close(got.prompt[row, pads:][where], other.prompt[0][where], TOLERANCE)
+    return got
+
+
+@pytest.mark.parametrize(("family", "kind", "name"), matrix())
+def test_a_row_in_a_batch_is_the_row_alone(family, kind, name):
+    feed = zoo.inputs(family, kind)
+    agrees(family, feed, oracle.recipe(name, family, 0.5 if name == "tome" else 0.3))
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_four_rows_with_a_recipe_of_three_sites(family):
+    layer = {"layer": oracle.DEEPSTACK.get(family, 2)}
+    stages = (Stage("divprune", 0.6), Stage("fastv", 0.4, layer), Stage("snapkv", 0.2, {"window": 8}))
+    agrees(family, zoo.inputs(family, "uneven", batch=4), Recipe("three", stages))
+
+
+@pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWED)
+@pytest.mark.parametrize("name", ("random", "fastv", "snapkv"))
+def test_with_sliding_windows(family, overrides, name):
+    agrees(family, zoo.inputs(family, "uneven"), oracle.recipe(name, family), **overrides)
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("name", ("random", "pool"))
+def test_with_paper_positions(family, name):
+    agrees(family, zoo.inputs(family, "uneven"), oracle.recipe(name, family).override(positions="paper"))
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("count", (1, 7))
+def test_a_count_for_every_picture(family, count):
+    agrees(family, zoo.inputs(family, "uneven"), oracle.recipe("divprune", family, count))
+
+
+def padded_on_the_right(feed):
+    """The same rows with their padding behind them."""
+    mask, out = feed["attention_mask"].bool(), dict(feed)
+    for key in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        if key in feed:
+            out[key] = torch.zeros_like(feed[key])
+            for row, real in enumerate(mask):
+                out[key][row, : int(real.sum())] = feed[key][row, real]
+    return out
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("name", ("random", "pool", "fastv"))
+def test_a_forward_padded_on_the_right(family, name):
+    feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
+    with accelerated(model, oracle.recipe(name, family), processor=zoo.processor(family)):
+        logits, kept = model(**padded_on_the_right(feed)).logits, model.mmaccel.reduction.kept
+        for row in range(2):
+            alone = zoo.single(family, feed, row)
+            wanted, where = model(**alone).logits[0], model.mmaccel.reduction.kept[0]
+            length = len(where)
+            assert torch.equal(kept[row, :length], where) and not kept[row, length:].any()
+            oracle.close(logits[row, :length][where], wanted[where], TOLERANCE)
+
+
+# ------------------------------------------------------------------------------------------------------ half precision
+
+
+@register
+@dataclass(frozen=True)
+class Recorded(ProjectorMethod):
+    """Keeps what it is told to: one mask for every picture, in order."""
+
+    name = "laws-recorded"
+    budget = "adaptive"
+    unit = "picture"
+    masks: ClassVar[list[Tensor]] = []
+
+    def reduce(self, tokens, count):
+        kept = torch.zeros_like(tokens.valid)
+        for row, mask in zip(kept, self.masks, strict=True):
+            row[: len(mask)] = mask
+        return Reduction(kept, tokens.valid)
+
+
+def recorded_selection(family, feed):
+    """What divprune keeps in float32: a mask for every picture, and the row it stands in."""
+    with accelerated(oracle.subject(family), "divprune", retain=0.3) as model:
+        model(**feed)
+        kept, segments = model.mmaccel.reduction.kept, model.mmaccel.layout.segments
+    parts: dict[tuple[int, int], list[Tensor]] = {}
+    for segment in segments:
+        parts.setdefault((segment.picture, segment.row), []).append(kept[segment.row, segment.places])
+    return [(row, torch.cat(masks)) for (_, row), masks in sorted(parts.items())]
+
+
+@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl"))
+def test_bfloat16_is_as_close_as_the_bare_model(family):
+    """One selection, made in float32, is replayed; the batch may differ from the row alone by twice what it does bare.
+
+    The differences are a bit or two of the largest logits, so the worst of four batches is compared.
+    """
+    half, forced = zoo.model(family).to(torch.bfloat16), oracle.force(family, 2)
+
+    def as_half(values):
+        return {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in dict(values).items()}
+
+    def gap(feed, chosen):
+        Recorded.masks[:] = [mask for _, mask in chosen]
+        batch, _ = oracle.decode(half, as_half(feed), forced)
+        gaps = []
+        for row in range(2):
+            Recorded.masks[:] = [mask for at, mask in chosen if at == row]
+            alone, _ = oracle.decode(half, as_half(zoo.single(family, feed, row)), forced[row : row + 1])
+            gaps.append((batch[row].float() - alone[0].float()).abs().max().item())
+        return max(gaps)
+
+    cases = [
+        (feed, recorded_selection(family, feed)) for feed in (zoo.inputs(family, "uneven", seed=s) for s in range(4))
+    ]
+    bare = max(gap(*case) for case in cases)
+    with accelerated(half, Recipe("recorded", (Stage("laws-recorded", 0.3),))):
+        reduced = max(gap(*case) for case in cases)
+        assert 0 < half.mmaccel.reduction.kept.sum() < half.mmaccel.reduction.valid.sum()
+    assert 0 < bare < 0.25 and reduced <= 2 * bare, f"{reduced:.3g} accelerated, {bare:.3g} bare"

@@ -1,0 +1,220 @@
+"""Law 4: budgets are met in every picture, and what cannot be a budget is refused in words."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import oracle
+import pytest
+import torch
+import zoo
+
+import mmaccel
+from mmaccel import MmaccelError, Recipe, Stage, accelerate_vlm, accelerated, is_accelerated
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+RETAIN = (1e-6, 0.1, 0.29, 0.5, 1.0, 1, 5)
+EXACT = ("random", "divprune", "uniform", "vtc-cls", "attention-received", "fastv")
+KINDS = ("image", "images", "video", "mixed", "uneven", "textrow")
+
+
+def wanted(retain, size: int) -> int:
+    """The budget of a picture of `size` tokens, in whole numbers: half rounds up."""
+    return retain if isinstance(retain, int) else max(1, math.floor(Fraction(str(retain)) * size + Fraction(1, 2)))
+
+
+def pictures(model):
+    """Row and places of every picture or clip of the last call."""
+    out: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for segment in model.mmaccel.layout.segments:
+        out.setdefault((segment.row, segment.picture), []).append(segment.places)
+    return [(row, torch.cat(parts)) for (row, _), parts in out.items()]
+
+
+def expected_pictures(family: str, kind: str) -> int:
+    return {"image": 1, "images": 2, "video": 1, "mixed": 2, "uneven": 3, "textrow": 1}[kind]
+
+
+def matrix(methods, all_families=()):
+    cases = []
+    for family in zoo.FAMILIES:
+        for name in methods:
+            if name == "vtc-cls" and family not in oracle.CLS:
+                continue
+            usual = name in all_families or family in ("llava", "qwen2_5_vl")
+            cases.append(pytest.param(family, name, marks=() if usual else (pytest.mark.slow,), id=f"{family}-{name}"))
+    return cases
+
+
+def test_the_arithmetic_is_exact():
+    """0.29 of 100 is 29, though 0.29 * 100 is 28.999999999999996."""
+    assert wanted(0.29, 100) == 29 and wanted(0.5, 35) == 18 and wanted(1e-6, 1000) == 1
+    for size in range(1, 200):
+        for retain in (1e-6, 0.1, 0.29, 0.5, 0.7, 1.0):
+            assert mmaccel.budget.resolve(retain, size) == wanted(retain, size)
+
+
+def check(family, kind, name, retain):
+    feed, model = zoo.inputs(family, kind), oracle.subject(family)
+    with accelerated(model, oracle.recipe(name, family, retain), processor=zoo.processor(family)):
+        model(**feed)
+        kept, found, stats = model.mmaccel.reduction.kept, pictures(model), model.mmaccel.stats()
+        layout = model.mmaccel.layout
+    visual, valid = oracle.visual(family, feed), feed["attention_mask"].bool()
+    assert torch.equal(layout.visual, visual) and torch.equal(layout.valid, valid)
+    assert len(found) == expected_pictures(family, kind)
+    assert sum(len(places) for _, places in found) == int(visual.sum())
+    # text is never dropped before the language model, nor in it
+    assert torch.equal(kept & ~visual, valid & ~visual)
+    counts = [(int(kept[row, places].sum()), wanted(retain, len(places))) for row, places in found]
+    if mmaccel.method(name).budget == "exact":
+        assert all(k == w for k, w in counts), counts
+    assert all(1 <= k <= w for k, w in counts), counts
+    stage = stats["stages"][0]
+    assert stage["tokens_in"] == int(visual.sum()) and stage["resolved"] == sum(w for _, w in counts)
+    assert stage["tokens_kept"] == stats["visual_tokens_kept"] == int((kept & visual).sum())
+
+
+@pytest.mark.parametrize(("family", "name"), matrix((*EXACT, "pool"), ("random", "divprune", "uniform", "pool")))
+@pytest.mark.parametrize("retain", RETAIN)
+def test_token_budgets(family, name, retain):
+    for kind in KINDS:
+        if kind in zoo.kinds(family):
+            check(family, kind, name, retain)
+
+
+@pytest.mark.parametrize(("family", "name"), matrix(("snapkv", "streaming-llm"), ("snapkv",)))
+@pytest.mark.parametrize("retain", RETAIN)
+def test_key_budgets(family, name, retain):
+    """Every head of every layer keeps the sum of its row's pictures, and all text."""
+    feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
+    with accelerated(model, oracle.recipe(name, family, retain), processor=zoo.processor(family)):
+        cache = model(**feed, use_cache=True).past_key_values
+        held, found = oracle.stored(model, feed, cache), pictures(model)
+    visual, valid = oracle.visual(family, feed), feed["attention_mask"].bool()
+    budget = torch.tensor([sum(wanted(retain, len(p)) for row, p in found if row == r) for r in range(len(visual))])
+    for heads in held:
+        assert torch.equal((heads & visual[:, None]).sum(-1), budget[:, None].expand(heads.shape[:2]))
+        assert torch.equal(heads & ~visual[:, None], (valid & ~visual)[:, None].expand_as(heads))
+
+
+@pytest.mark.parametrize("retain", (0.29, 0.5, 0.75, 1.0, 9, 20))
+@pytest.mark.parametrize("kind", ("image", "images", "uneven"))
+@pytest.mark.parametrize("family", ("llava", "video_llava"))
+def test_merging_in_the_encoder_meets_its_budget(family, kind, retain):
+    """Where one patch is one token, as many tokens stay as patches do."""
+    side = 36 if family == "llava" else 16
+    if retain == 20 and side < 20:
+        retain = 6
+    feed, model = zoo.inputs(family, kind), oracle.subject(family)
+    with accelerated(model, oracle.recipe("tome", family, retain)):
+        model(**feed)
+        kept, found = model.mmaccel.reduction.kept, pictures(model)
+    visual, valid = oracle.visual(family, feed), feed["attention_mask"].bool()
+    assert torch.equal(kept & ~visual, valid & ~visual)
+    for row, places in found:
+        assert len(places) == side and int(kept[row, places].sum()) == wanted(retain, side)
+
+
+@pytest.mark.parametrize("family", oracle.MERGEABLE)
+def test_merging_in_the_encoder_leaves_something_of_every_picture(family):
+    for kind in KINDS:
+        if kind not in zoo.kinds(family):
+            continue
+        feed, model = zoo.inputs(family, kind), oracle.subject(family)
+        with accelerated(model, oracle.recipe("tome", family, 0.3), processor=zoo.processor(family)):
+            model(**feed)
+            kept, found = model.mmaccel.reduction.kept, pictures(model)
+        visual, valid = oracle.visual(family, feed), feed["attention_mask"].bool()
+        assert torch.equal(kept & ~visual, valid & ~visual)
+        assert all(1 <= int(kept[row, places].sum()) < len(places) for row, places in found)
+
+
+def test_ratios_refer_to_the_original_count():
+    """Half of the picture, then a quarter of the picture: not a quarter of the half."""
+    feed, model = zoo.inputs("llava"), oracle.subject("llava")
+    with accelerated(model, Recipe("two", (Stage("random", 0.5), Stage("divprune", 0.25), Stage("fastv", 0.125)))):
+        model(**feed)
+        stages = model.mmaccel.stats()["stages"]
+    assert [s["tokens_kept"] for s in stages] == [18, 9, 5] and [s["tokens_in"] for s in stages] == [36, 18, 9]
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+WRONG = (0, 0.0, -1, -0.5, 1.5, 64.0, math.nan, math.inf, True, False, "0.5", None)
+
+
+@pytest.mark.parametrize("retain", WRONG, ids=repr)
+@pytest.mark.parametrize("name", ("random", "pool", "tome", "fastv", "snapkv"))
+def test_what_is_no_budget_is_refused(name, retain):
+    model = oracle.subject("llava")
+    with pytest.raises(MmaccelError) as caught:
+        accelerate_vlm(model, name, retain=retain)
+    said(caught, "retain", retain)
+    assert not is_accelerated(model)
+
+
+@pytest.mark.parametrize("retain", [r for r in WRONG if r is not None], ids=repr)
+def test_what_is_no_budget_is_refused_in_stages_and_for_text(retain):
+    with pytest.raises(MmaccelError) as caught:
+        Recipe("mine", (Stage("random", retain),))
+    said(caught, "retain", retain)
+    with pytest.raises(MmaccelError) as caught:
+        accelerate_vlm(oracle.subject("llava"), "snapkv", text_retain=retain)
+    said(caught, "text_retain", retain)
+
+
+def said(caught, what, value):
+    """One sentence with the name and the value."""
+    message = str(caught.value)
+    assert f"{what}={value!r}" in message and message.endswith(".") and "\n" not in message
+
+
+def test_a_wrong_budget_leaves_the_recipe_that_was_there():
+    model = oracle.subject("llava")
+    with accelerated(model, "random", retain=0.5):
+        with pytest.raises(MmaccelError):
+            accelerate_vlm(model, "divprune", retain=0)
+        assert model.mmaccel.recipe.name == "random"
+
+
+@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl", "llava_next"))
+@pytest.mark.parametrize("name", ("random", "pool", "fastv", "snapkv", "attention-received"))
+def test_a_count_that_no_picture_has_is_refused_at_the_call(family, name):
+    feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
+    forced = oracle.force(family, 2)
+    with accelerated(model, oracle.recipe(name, family, 500)):
+        for call in (lambda: model(**feed), lambda: oracle.decode(model, feed, forced)):
+            with pytest.raises(MmaccelError) as caught:
+                call()
+            message = str(caught.value)
+            assert "500" in message and message.endswith(".") and "\n" not in message
+        # the failed calls leave nothing behind: text runs bare as before
+        text = zoo.inputs(family, "text")
+        assert torch.equal(model(**text).logits, oracle.bare(family)(**text).logits)
+    assert torch.equal(model(**feed).logits, oracle.bare(family)(**feed).logits)
+
+
+def test_a_count_that_only_some_pictures_have_is_refused():
+    feed, model = zoo.inputs("qwen2_5_vl", "uneven"), oracle.subject("qwen2_5_vl")
+    with accelerated(model, "random", retain=30):
+        with pytest.raises(MmaccelError, match="30 visual tokens, but a picture has only 24"):
+            model(**feed)
+
+
+def test_the_authors_rounding():
+    """Half to even: 10.5 of 35 is 10 for DivPrune's authors, 11 by default."""
+    feed, model = zoo.inputs("qwen2_5_vl"), oracle.subject("qwen2_5_vl")
+    for rounding, kept in (("exact", 11), ("official", 10)):
+        with accelerated(model, "divprune", retain=0.3, rounding=rounding):
+            model(**feed)
+            assert model.mmaccel.stats()["visual_tokens_kept"] == kept
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_count_is_a_count_with_the_authors_rounding(name):
+    feed, model = zoo.inputs("llava"), oracle.subject("llava")
+    with accelerated(model, name, retain=37, rounding="official"), pytest.raises(MmaccelError, match="37"):
+        model(**feed)
