@@ -43,7 +43,9 @@ def base_function(base: str, module: nn.Module) -> Attention:
     return functools.partial(_flash, base, function) if "flash" in base else function
 
 
-def _flash(base: str, function: Attention, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def _flash(
+    base: str, function: Attention, module: nn.Module, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Flash attention looks for its kernels by the name in the module's config, which is ours now."""
     return function(_As(module, config=_As(module.config, _attn_implementation=base)), *args, **kwargs)
 

@@ -310,6 +310,29 @@ def test_windows_count_original_places_over_turns(family: str, overrides: Any, m
 
 
 @pytest.mark.parametrize(("family", "overrides"), WINDOWED)
+@pytest.mark.parametrize("method", ["test-fixed", "test-fixed-layer", "test-fixed-cache"])
+def test_windows_count_original_places(family: str, overrides: Any, method: str) -> None:
+    """Against the bare model with the dropped tokens hidden, and windows of places drawn by hand."""
+    tiny, feed = model(family, **overrides), inputs(family)
+    with accelerated(tiny, recipe_of(method), processor=zoo.processor(family)):
+        out = generate(tiny, feed, new=12)
+        held = stored(out.past_key_values, feed["input_ids"].shape[1])
+    kinds = getattr(tiny.config.text_config, "layer_types", None) or ["sliding_attention"] * 4
+    assert "sliding_attention" in kinds
+    prompt, length = feed["input_ids"].shape[1], out.sequences.shape[1] - 1
+    place = torch.arange(length)
+    near = place[:, None] - place < overrides["sliding_window"]
+
+    def visible(layer: int) -> Tensor:
+        there = torch.ones(1, held[layer].shape[1], length, length, dtype=torch.bool)
+        there[..., prompt if method == "test-fixed-cache" else 0 :, :prompt] = held[layer][:, :, None]
+        return there & near if kinds[layer] == "sliding_attention" else there
+
+    whole = {**feed, "input_ids": out.sequences[:, :-1], "attention_mask": torch.ones(1, length, dtype=torch.long)}
+    close(hide(tiny, whole, visible)[:, prompt - 1 :], logits(out))
+
+
+@pytest.mark.parametrize(("family", "overrides"), WINDOWED)
 def test_a_cache_that_has_slid_is_refused(family: str, overrides: Any) -> None:
     """Stock layers forget what leaves the window, so a picture behind a long text turn comes too late."""
     tiny = model(family, **overrides)

@@ -258,7 +258,8 @@ class CompressedLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
         if self.index is not None:
-            self._select(torch.arange(self.state.rows, device=self.keys.device).repeat_interleave(repeats))
+            # not the rows of the state, which the first layer has repeated already
+            self._select(torch.arange(len(self.keys), device=self.keys.device).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Back to empty, ready for another prompt."""
@@ -284,12 +285,6 @@ class CacheState:
     def seen(self) -> int:
         """Tokens seen."""
         return self.layers[0].seen
-
-    @property
-    def rows(self) -> int:
-        """Batch size."""
-        index = self.layers[0].index
-        return 0 if index is None else len(index.index)
 
     def settle(self) -> None:
         """The forward is over: let go of it, and of the masks that were made for it."""

@@ -323,3 +323,48 @@ def test_text_conversation_between_pictures(family: str) -> None:
         for speak in (talk, loop):
             alone = speak(None)
             assert torch.equal(alone, speak("image")) and torch.equal(alone, speak("uneven"))
+
+
+@families
+@pytest.mark.parametrize("method", [*FIXED, "test-fixed-cache"])
+@torch.no_grad()
+def test_interleaved_loops_by_hand(family: str, method: str) -> None:
+    """The same with ``model(...)``, token by token in turns."""
+    tiny = model(family)
+    feeds = inputs(family, "image"), uneven(family, 1, 0)
+    with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+        outs = [generate(tiny, feed, new=3) for feed in feeds]
+        mine = [cache(), cache()]
+        steps = [[tiny(**feed, past_key_values=one).logits[:, -1]] for feed, one in zip(feeds, mine, strict=True)]
+        for step in range(2):
+            for number, out in enumerate(outs):
+                token = out.sequences[:, feeds[number]["input_ids"].shape[1] + step, None]
+                steps[number].append(tiny(input_ids=token, past_key_values=mine[number]).logits[:, -1])
+    for out, mine_said in zip(outs, steps, strict=True):
+        close(torch.stack(mine_said, dim=1), logits(out))
+
+
+@families
+@pytest.mark.parametrize("method", [*FIXED, "test-fixed-cache", "snapkv"])
+@torch.no_grad()
+def test_rows_of_a_kept_cache(family: str, method: str) -> None:
+    """Rows can be reordered, dropped and repeated: places, positions and keys go with them."""
+    tiny, feed = model(family), inputs(family, "uneven")
+    token = feed["input_ids"][:, -1:]
+    with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+
+        def after(change: Any, rows: list[int]) -> torch.Tensor:
+            mine = cache()
+            tiny(**feed, past_key_values=mine)
+            change(mine)
+            assert mine.get_seq_length() == feed["input_ids"].shape[1]
+            steps = [tiny(input_ids=token[rows], past_key_values=mine).logits for _ in range(2)]
+            return torch.cat(steps, dim=1)
+
+        plain = after(lambda mine: None, [0, 1])
+        for rows in ([1, 0], [1, 1], [0, 0]):
+            close(after(lambda mine, rows=rows: mine.reorder_cache(torch.tensor(rows)), rows), plain[rows])
+        for rows in ([1], [0], [1, 0, 1]):
+            close(after(lambda mine, rows=rows: mine.batch_select_indices(torch.tensor(rows)), rows), plain[rows])
+        rows = [0, 0, 1, 1]
+        close(after(lambda mine: mine.batch_repeat_interleave(2), rows), plain[rows])
