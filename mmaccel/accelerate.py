@@ -175,6 +175,11 @@ class Accelerator:
             )
         if said("prefill_chunk_size"):
             raise UnsupportedError("prefill_chunk_size would reduce only the first chunk; leave it out.")
+        if (self.cuts or self.policy is not None) and (said("prompt_lookup_num_tokens") or said("assistant_model")):
+            raise UnsupportedError(
+                f"Assisted decoding puts candidates behind the prompt, and recipe {self.recipe.name!r} would take them for "
+                "its end; leave out the assistant, or use a recipe that works before the language model."
+            )
 
     # --- while it runs ----------------------------------------------------------------------------------------
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,6 +274,8 @@ class _Given:
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
         self.cache_implementation = kwargs.get("cache_implementation")
         self.prefill_chunk_size = kwargs.get("prefill_chunk_size")
+        self.prompt_lookup_num_tokens = kwargs.get("prompt_lookup_num_tokens")
+        self.assistant_model = kwargs.get("assistant_model")
 
 
 def _scoped(wrapper: Any, owner: Accelerator, original: Callable[..., Any]) -> Callable[..., Any]:

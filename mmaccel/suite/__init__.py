@@ -1,0 +1,39 @@
+"""A generated suite of visual questions: the same on every machine, from seeds, without a download.
+
+>>> from mmaccel.suite import make_item
+>>> item = make_item("existence", "test", 0)
+>>> item.pictures(112)[0].shape
+(112, 112, 3)
+"""
+
+from mmaccel.suite.clip import Clip, render_clip
+from mmaccel.suite.dice import SPLITS, Dice, item_seed
+from mmaccel.suite.files import Sample, export, read_samples, write_video
+from mmaccel.suite.items import IMAGE_TASKS, VIDEO_TASKS, Item, is_right, make_item, make_suite, overlap
+from mmaccel.suite.questions import Turn, vocabulary
+from mmaccel.suite.scene import Scene, cell_labels, render, sample_scene
+
+__all__ = [
+    "IMAGE_TASKS",
+    "SPLITS",
+    "VIDEO_TASKS",
+    "Clip",
+    "Dice",
+    "Item",
+    "Sample",
+    "Scene",
+    "Turn",
+    "cell_labels",
+    "export",
+    "is_right",
+    "item_seed",
+    "make_item",
+    "make_suite",
+    "overlap",
+    "read_samples",
+    "render",
+    "render_clip",
+    "sample_scene",
+    "vocabulary",
+    "write_video",
+]

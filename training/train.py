@@ -1,0 +1,386 @@
+"""Train a mini model from scratch.
+
+``python -m training.train mini-llava --work DIR --hours 2`` trains, or goes on with what ``DIR`` holds; every few
+minutes a checkpoint, every few steps a line of the loss log ``DIR/log.jsonl``. The curriculum advances on accuracy:
+
+1. ``see``: the tower alone, labels for every cell (shape, colour, character, box) and the names in the picture for CLS;
+2. ``describe``: the language model writes the whole scene in a fixed order;
+3. ``ask``: questions, packed behind one picture, mixed with descriptions;
+4. ``compare``: the same, with batches of two pictures;
+5. ``watch`` (models that see clips): the same, with batches of clips.
+
+The learning rate falls over the last fifth of the hours given. More hours than before go on from the checkpoint;
+``--start FOLDER`` begins a new run with the weights of a shipped model (what it knows lets it pass the first stages at
+once).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import AutoModelForImageTextToText
+
+from mmaccel.suite.scene import CHARACTERS, COLOURS, SHAPES
+from training.build import BUILDERS, END, MEAN, QWEN_FRAMES, QWEN_MERGE, QWEN_PATCH, STD
+from training.data import IGNORED, PRESENCE, TASKS, Batches, Plan, visible
+
+_LLAVA = {
+    "see": Plan(batch=16),
+    "describe": Plan(batch=8, describe=1.0),
+    "ask": Plan(batch=8, questions=10, describe=1.0, pairs=0.08),
+    "compare": Plan(batch=8, questions=10, describe=0.25, pairs=0.25),
+}
+_SIZES = {"model": "mini-qwen-vl", "pixels": (112, 144, 176, 208, 224), "cell": QWEN_PATCH * QWEN_MERGE}
+STAGES: dict[str, dict[str, Plan]] = {
+    "mini-llava": _LLAVA,
+    "mini-qwen-vl": {
+        **{name: replace(plan, **_SIZES) for name, plan in _LLAVA.items()},
+        "watch": Plan(batch=16, questions=10, describe=0.25, pairs=0.2, clips=0.6, **_SIZES),
+    },
+}
+DONE_AT = {"see": 0.85, "describe": 0.60, "ask": 0.75, "compare": 0.80}
+"""The accuracy at which a stage ends: of characters per cell, of the description's words, of answers on average."""
+
+
+@dataclass
+class Sight:
+    """What a tower gave for a batch.
+
+    ``cells``: ``[rows, N, width]``, what the probes read; ``visual``: ``[rows, N, hidden]`` or None, what the language
+    model gets; ``early`` and ``late``: the CLS token of the feature layer and of the end ``[rows, width]``, or None.
+    """
+
+    cells: torch.Tensor
+    visual: torch.Tensor | None
+    early: torch.Tensor | None = None
+    late: torch.Tensor | None = None
+
+
+class Probes(nn.Module):
+    """Heads that only the training has: what each cell shows, and what CLS says is in the picture."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.sizes = {"shape": len(SHAPES) + 2, "colour": len(COLOURS) + 1, "character": len(CHARACTERS) + 1, "box": 4}
+        self.norm = nn.LayerNorm(width)
+        self.cells = nn.Linear(width, sum(self.sizes.values()))
+        self.early, self.late = nn.Linear(width, PRESENCE), nn.Linear(width, PRESENCE)
+
+    def forward(self, sight: Sight, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        """Loss and accuracies."""
+        read = self.cells(self.norm(sight.cells)).float().split(list(self.sizes.values()), -1)
+        parts = dict(zip(self.sizes, read, strict=True))
+        loss, scores = read[0].new_zeros(()), {}
+        owned = batch["shape"].flatten(1) > 0
+        for name in ("shape", "colour", "character"):
+            target = batch[name].flatten(1)
+            each = functional.cross_entropy(parts[name].transpose(1, 2), target, reduction="none")
+            loss = loss + each[target > 0].sum() / (target > 0).sum().clamp(min=1) + each[target == 0].mean()
+            right = parts[name].argmax(-1) == target
+            scores[f"cell {name}"] = right[target > 0].float().mean().item()
+        loss = loss + 4 * (parts["box"] - batch["box"].flatten(1, -2))[owned].abs().mean()
+        if sight.early is None or sight.late is None:
+            return loss, scores
+        found = batch["presence"] > 0
+        for name, logits in (("early", self.early(self.norm(sight.early))), ("late", self.late(sight.late))):
+            each = functional.binary_cross_entropy_with_logits(logits.float(), batch["presence"], reduction="none")
+            loss = loss + 4 * each.mean()
+            scores[f"cls {name}"] = (logits > 0)[found].float().mean().item()
+        return loss, scores
+
+
+class Trainee(nn.Module):
+    """A model with its probes."""
+
+    name = "mini-llava"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = BUILDERS[self.name][0]()
+        self.probes = Probes(self.width)
+
+    @property
+    def width(self) -> int:
+        """Width of the features that the probes read."""
+        return self.model.config.vision_config.hidden_size
+
+    def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pictures uint8 ``[..., 3, height, width]`` as the processor hands them to the tower."""
+        mean, std = (torch.tensor(level, device=pixels.device).view(3, 1, 1) for level in (MEAN, STD))
+        return (pixels.float() / 255 - mean) / std
+
+    def look(self, batch: dict[str, torch.Tensor]) -> Sight:
+        """Run the tower."""
+        inner = self.model.model
+        seen = inner.vision_tower(self.normalised(batch["pixels"]), output_hidden_states=True)
+        cells = seen.hidden_states[-2]
+        visual = inner.multi_modal_projector(cells[:, 1:]) if "ids" in batch else None
+        return Sight(cells[:, 1:], visual, cells[:, 0], seen.pooler_output)
+
+    def positions(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Position ids for the language model."""
+        return batch["positions"]
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        """Loss and accuracies of a batch of :class:`Batches`."""
+        sight = self.look(batch)
+        loss, scores = self.probes(sight, batch)
+        if "ids" not in batch or sight.visual is None:
+            return loss, scores
+        ids, config, text = batch["ids"], self.model.config, self.model.model.language_model
+        embeds = text.embed_tokens(ids)
+        places = (ids == config.image_token_id) | (ids == getattr(config, "video_token_id", -1))
+        embeds = embeds.masked_scatter(places[..., None], sight.visual.to(embeds.dtype))
+        hidden = text(
+            inputs_embeds=embeds,
+            attention_mask=visible(batch["turn"]),
+            position_ids=self.positions(batch),
+            use_cache=False,
+        ).last_hidden_state
+        asked = batch["labels"] != IGNORED
+        logits, target, task = self.model.lm_head(hidden[asked]).float(), batch["labels"][asked], batch["task"][asked]
+        each = functional.cross_entropy(logits, target, reduction="none")
+        weight = torch.where(target == END, 0.2, 1.0)  # the end is easy to see and comes after every answer
+        answers = (each * weight).sum() / weight.sum()
+        right = logits.argmax(-1) == target
+        opening = asked.clone()  # the first word of every answer; what follows is easier
+        opening[:, 1:] &= ~asked[:, :-1]
+        opening = opening[asked]
+        scores["answer loss"] = answers.item()
+        for number in task.unique().tolist():
+            scores[f"word {TASKS[number]}"] = right[task == number].float().mean().item()
+            scores[f"first {TASKS[number]}"] = right[opening & (task == number)].float().mean().item()
+        return 2 * answers + 0.5 * loss, scores
+
+
+class QwenTrainee(Trainee):
+    """``mini-qwen-vl``: patches in merger order, no CLS, three-dimensional positions."""
+
+    name = "mini-qwen-vl"
+
+    @property
+    def width(self) -> int:
+        """Width of the merged features."""
+        return self.model.config.vision_config.out_hidden_size
+
+    def grids(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Time, height and width of every picture or clip in patches: int64 ``[count, 3]``."""
+        pixels = batch["pixels"]
+        steps = pixels.shape[1] // QWEN_FRAMES if pixels.ndim == 5 else 1
+        side = pixels.shape[-1] // QWEN_PATCH
+        return torch.tensor([[steps, side, side]] * pixels.shape[0], device=pixels.device)
+
+    def look(self, batch: dict[str, torch.Tensor]) -> Sight:
+        """Run the tower on ``[B, 3, H, W]`` pictures or ``[B, T, 3, H, W]`` clips."""
+        pixels = self.normalised(batch["pixels"])
+        if pixels.ndim == 4:
+            pixels = pixels[:, None].expand(-1, QWEN_FRAMES, -1, -1, -1)
+        count, frames, channels, height, width = pixels.shape
+        across, down = width // QWEN_PATCH // QWEN_MERGE, height // QWEN_PATCH // QWEN_MERGE
+        patches = pixels.reshape(
+            *(count, frames // QWEN_FRAMES, QWEN_FRAMES, channels),
+            *(down, QWEN_MERGE, QWEN_PATCH, across, QWEN_MERGE, QWEN_PATCH),
+        ).permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
+        flat = patches.reshape(-1, channels * QWEN_FRAMES * QWEN_PATCH * QWEN_PATCH)
+        merged = self.model.model.visual(flat, grid_thw=self.grids(batch)).pooler_output.view(count, -1, self.width)
+        return Sight(merged, merged)
+
+    def positions(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Positions ``[3, rows, length]``: the model's own for what it sees; every block of text goes on after them."""
+        ids, flat, config = batch["ids"], batch["positions"], self.model.config
+        start = int((ids[0] == config.vision_end_token_id).nonzero().max()) + 1
+        kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        grids = self.grids(batch)
+        clip = batch["pixels"].ndim == 5
+        each = grids.shape[0] // ids.shape[0]
+        own, _ = self.model.model.get_rope_index(
+            ids[:1, :start],
+            kinds[:1, :start],
+            image_grid_thw=None if clip else grids[:each],
+            video_grid_thw=grids[:each] if clip else None,
+            second_per_grid_ts=batch["step"].expand(each) if clip else None,
+        )
+        text = (flat - start + own[:, 0, -1].max() + 1).expand(3, -1, -1).clone()
+        text[:, :, :start] = own
+        return text
+
+
+TRAINEES = {trainee.name: trainee for trainee in (Trainee, QwenTrainee)}
+
+
+def progress(stage: str, average: dict[str, float]) -> float:
+    """The accuracy that decides whether a stage is done."""
+    if stage == "see":
+        return min(average.get("cell character", 0.0), average.get("cell shape", 0.0))
+    if stage == "describe":
+        return average.get("word description", 0.0)
+    asked = [value for name, value in average.items() if name.startswith("first ") and name != "first description"]
+    return sum(asked) / max(1, len(asked))
+
+
+def _plain_signals(worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class Run:
+    """One training run and its folder."""
+
+    def __init__(
+        self,
+        model: str,
+        work: Path,
+        rate: float,
+        hours: float,
+        *,
+        threads: int = 1,
+        workers: int = 1,
+        times: int = 1,
+        device: str = "cpu",
+        start: Path | None = None,
+        stage: str | None = None,
+    ) -> None:
+        self.work, self.rate, self.hours, self.workers, self.device = work, rate, hours, workers, device
+        self.stages = {name: replace(plan, batch=plan.batch * times) for name, plan in STAGES[model].items()}
+        work.mkdir(parents=True, exist_ok=True)
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        self.trainee = TRAINEES[model]().to(device)
+        self.optimizer = torch.optim.AdamW(list(self.groups()), lr=rate, betas=(0.9, 0.98))
+        self.state: dict = {"step": 0, "seen": 0, "stage": "see", "since": 0, "seconds": 0.0, "average": {}}
+        if self.checkpoint.exists():
+            stored = torch.load(self.checkpoint, weights_only=True, map_location=device)
+            self.trainee.load_state_dict(stored["trainee"])
+            self.optimizer.load_state_dict(stored["optimizer"])
+            self.state = stored["state"]
+        elif start:
+            shipped = AutoModelForImageTextToText.from_pretrained(start, dtype=torch.float32)
+            self.trainee.model.load_state_dict(shipped.state_dict())
+        if stage and stage != self.state["stage"]:
+            self.state |= {"stage": stage, "since": 0, "average": {}}
+
+    def groups(self) -> Iterator[dict]:
+        """Parameter groups: the tower learns at half the rate, biases and norms do not decay."""
+        seeing = ("model.model.vision_tower.", "model.model.visual.", "probes.")
+        named = list(self.trainee.named_parameters())
+        for tower in (True, False):
+            for decay in (0.02, 0.0):
+                chosen = [p for n, p in named if n.startswith(seeing) == tower and (p.ndim > 1) == (decay > 0)]
+                yield {"params": chosen, "weight_decay": decay, "scale": 0.5 if tower else 1.0}
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file that holds everything a run needs to go on."""
+        return self.work / "checkpoint.pt"
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        parts = {"trainee": self.trainee.state_dict(), "optimizer": self.optimizer.state_dict(), "state": self.state}
+        torch.save(parts, self.checkpoint.with_suffix(".new"))
+        os.replace(self.checkpoint.with_suffix(".new"), self.checkpoint)
+
+    def step(self, batch: dict[str, torch.Tensor]) -> None:
+        """One step of the optimiser."""
+        state = self.state
+        left = 1 - state["seconds"] / (3600 * self.hours)
+        warm = min(1.0, (state["since"] + 1) / 100)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * group["scale"] * warm * max(0.02, min(1.0, left / 0.2))
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            loss, scores = self.trainee(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.trainee.parameters(), 1.0)
+        self.optimizer.step()
+        average = state["average"]
+        for name, value in (scores | {"loss": loss.item()}).items():
+            if value == value:  # a batch without a task has no accuracy for it
+                average[name] = value if name not in average else 0.98 * average[name] + 0.02 * value
+        state["step"] += 1
+        state["since"] += 1
+        state["seen"] += batch["pixels"].shape[0]
+
+    def train(self) -> None:
+        """Train until the hours are used or the process is asked to end; either way the checkpoint is written."""
+        stop: list[int] = []
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+        state, log = self.state, (self.work / "log.jsonl").open("a")
+        bar = tqdm(total=round(3600 * self.hours), initial=round(state["seconds"]), unit="s", smoothing=0)
+        saved = time.monotonic()
+        while state["seconds"] < 3600 * self.hours and not stop:
+            source = DataLoader(
+                Batches(self.stages[state["stage"]], state["seen"]),
+                batch_size=None,
+                num_workers=self.workers,
+                prefetch_factor=6,
+                worker_init_fn=_plain_signals,
+            )
+            before = time.monotonic()
+            for batch in source:
+                self.step({name: part.to(self.device, non_blocking=True) for name, part in batch.items()})
+                now = time.monotonic()
+                state["seconds"] += min(now - before, 60.0)  # a paused process loses none of its hours
+                before = now
+                bar.n = round(state["seconds"])
+                reached = progress(state["stage"], state["average"])
+                if state["step"] % 25 == 0:
+                    bar.set_postfix_str(
+                        f"{state['stage']} {state['step']} loss {state['average']['loss']:.3f} reached {reached:.3f}"
+                    )
+                    line = {key: state[key] for key in ("step", "seen", "stage", "seconds")} | state["average"]
+                    log.write(
+                        json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}) + "\n"
+                    )
+                    log.flush()
+                if now - saved > 180:
+                    self.save()
+                    saved = now
+                names = list(self.stages)
+                last = state["stage"] == names[-1]
+                if not last and state["since"] > 200 and reached >= DONE_AT[state["stage"]]:
+                    state["stage"] = names[names.index(state["stage"]) + 1]
+                    state["since"] = 0
+                    state["average"] = {}
+                    break
+                if stop or state["seconds"] >= 3600 * self.hours:
+                    break
+        signal.signal(signal.SIGTERM, previous)
+        self.save()
+        bar.close()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(TRAINEES))
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of checkpoint and log; an existing one is resumed"
+    )
+    parser.add_argument("--hours", type=float, default=2.0, help="length of the whole training, earlier runs included")
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate (of the tower: half)")
+    parser.add_argument(
+        "--stage", choices=list(STAGES["mini-qwen-vl"]), help="go to this stage now, whatever the accuracy"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--times", type=int, default=1, help="so many times larger batches, for a GPU")
+    parser.add_argument("--workers", type=int, default=1, help="processes that draw pictures")
+    parser.add_argument("--start", type=Path, help="Hugging Face folder whose weights a new run starts from")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    chosen = {name: getattr(options, name) for name in ("threads", "workers", "times", "device", "start", "stage")}
+    Run(options.model, options.work, options.rate, options.hours, **chosen).train()
+
+
+if __name__ == "__main__":
+    main()
