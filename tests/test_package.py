@@ -109,3 +109,13 @@ def test_recipes_travel_as_json(tmp_path):
     (tmp_path / "mine.json").write_text(made.to_json())
     assert mmaccel.recipe(tmp_path / "mine.json") == made
     assert json.loads(made.to_json())["stages"][0]["method"] == "fastv"
+
+
+def test_drawing_what_recipes_keep(tmp_path, monkeypatch):
+    """The other example: one panel for the picture, one a recipe, at the size asked for."""
+    from PIL import Image
+
+    out = tmp_path / "kept.png"
+    monkeypatch.setattr(sys, "argv", ["draw_kept.py", str(out), "--recipes", "divprune", "visionzip", "--size", "98"])
+    runpy.run_path(str(ROOT / "examples" / "draw_kept.py"), run_name="__main__")
+    assert Image.open(out).size == (3 * (98 + 8) - 8, 98 + 18)
