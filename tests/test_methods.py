@@ -159,7 +159,8 @@ def test_merging_conserves_mass(method: TokenMethod) -> None:
 
 
 def test_every_built_in_method_describes_itself() -> None:
-    known = mmaccel.methods()
+    # other tests register methods of their own
+    known = {name: cls for name, cls in mmaccel.methods().items() if cls.__module__.startswith("mmaccel.")}
     assert {m.name for m in TOKEN_METHODS} | {"tome", "snapkv", "streaming-llm", "resize"} <= set(known)
     for name, cls in known.items():
         method = cls()
