@@ -91,13 +91,16 @@ def counts(
     original, present : tokens each unit had at first and has now.
     picture : which picture or clip each unit belongs to; the budget of a picture is split over its units.
     least : what a later stage is going to keep; this one leaves at least as many.
-    rounding : how a picture's budget becomes a whole number; default :func:`resolve`.
+    rounding : how a ratio of a picture becomes a whole number, at least one; default :func:`resolve`.
     """
     out = torch.zeros(len(present), dtype=torch.long)
     for p in dict.fromkeys(picture):
         units = [i for i, q in enumerate(picture) if q == p]
         size = sum(original[i] for i in units)
-        total = resolve(retain, size) if rounding is None or isinstance(retain, int) else rounding(retain, size)
+        if rounding is None or isinstance(retain, int):
+            total = resolve(retain, size)
+        else:
+            total = max(1, rounding(retain, size))
         total = total if least is None else max(total, resolve(least, size))
         sizes = [present[i] for i in units]
         for i, k in zip(units, split(total, sizes), strict=True):

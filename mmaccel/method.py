@@ -97,7 +97,8 @@ class Method(ABC):
         """Raise :class:`UnsupportedError` when the family lacks what the method needs."""
 
     def official_count(self, retain: float, size: int) -> int:
-        """The authors' rounding of a budget (``rounding="official"``); by default the exact one."""
+        """How many of ``size`` tokens the authors' program keeps at the ratio ``retain`` (``rounding="official"``); the base
+        never lets it be none, and takes counts as they are. By default the exact rounding."""
         return resolve(retain, size)
 
 

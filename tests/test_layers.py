@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zoo
-from test_methods import UNITS, batch_of, dense, row_of
+from test_methods import UNITS, batch_of, check_rows_alone, dense
 from torch import Tensor
 
 import mmaccel
@@ -82,11 +82,7 @@ def test_row_of_a_batch_is_the_row_alone_and_again(method: LayerMethod) -> None:
     together = method.reduce(tokens, count)
     assert torch.equal(dense(together), dense(method.reduce(tokens, count)))
     assert torch.equal(tokens.features, untouched.features) and torch.equal(tokens.valid, untouched.valid)
-    for row in range(len(count)):
-        alone = method.reduce(row_of(tokens, row), count[row : row + 1])
-        n = alone.kept.shape[1]
-        assert torch.equal(together.kept[row, :n], alone.kept[0])
-        assert torch.equal(dense(together)[row, :n, :n], dense(alone)[0])
+    check_rows_alone(method, tokens, count)
 
 
 @named

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from test_methods import batch_of, dense, row_of
+from test_methods import batch_of, check_rows_alone, dense, row_of
 from torch import Tensor
 
 import mmaccel
@@ -105,12 +105,7 @@ def test_weights_sum_to_one_and_mass_stays(method: TokenMethod) -> None:
 def test_row_of_a_batch_is_the_row_alone(method: TokenMethod) -> None:
     tokens = clips()
     for count in (torch.tensor([40, 9, 20, 7, 1, 5, 11]), torch.tensor([5, 2, 3, 21, 1, 18, 30])):
-        together = method.reduce(tokens, count)
-        for row in range(len(count)):
-            alone = method.reduce(row_of(tokens, row), count[row : row + 1])
-            n = alone.kept.shape[1]
-            assert torch.equal(together.kept[row, :n], alone.kept[0])
-            assert torch.equal(dense(together)[row, :n, :n], dense(alone)[0])
+        check_rows_alone(method, tokens, count)
 
 
 @named

@@ -120,16 +120,21 @@ def test_whole_budget_keeps_everything(method: TokenMethod) -> None:
     assert torch.equal(reduction.apply(tokens.features), tokens.features * tokens.valid[..., None])
 
 
-@named
-def test_row_of_a_batch_is_the_row_alone(method: TokenMethod) -> None:
-    tokens = batch_of()
-    count = torch.tensor([9, 5, 7, 1, 30])
+def check_rows_alone(method: TokenMethod, tokens: TokenBatch, count: Tensor) -> None:
+    """Every row of the batch is reduced as it is alone."""
     together = method.reduce(tokens, count)
     for row in range(len(count)):
         alone = method.reduce(row_of(tokens, row), count[row : row + 1])
         n = alone.kept.shape[1]
         assert torch.equal(together.kept[row, :n], alone.kept[0])
         assert torch.equal(dense(together)[row, :n, :n], dense(alone)[0])
+
+
+@named
+def test_row_of_a_batch_is_the_row_alone(method: TokenMethod) -> None:
+    tokens = batch_of()
+    count = torch.tensor([9, 5, 7, 1, 30])
+    check_rows_alone(method, tokens, count)
 
 
 @named

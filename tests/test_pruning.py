@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zoo
+from test_methods import dense
 from torch import Tensor
 
 import mmaccel
@@ -22,7 +23,6 @@ from mmaccel.pruning.prumerge import PruMerge, PruMergePlus, outliers
 from mmaccel.pruning.visionzip import VisionZip, strided
 from mmaccel.pruning.vispruner import VisPruner, drop_similar
 from mmaccel.pruning.vtc_cls import VtcCls
-from mmaccel.reduction import Reduction
 
 METHODS = [
     CDPruner(),
@@ -105,13 +105,6 @@ def row_of(tokens: TokenBatch, row: int) -> TokenBatch:
     )
 
 
-def matrix(reduction: Reduction) -> Tensor:
-    """``[N, n, n]`` with outputs as rows."""
-    links, n = reduction.full_links(), reduction.kept.shape[1]
-    out = torch.zeros(len(reduction.kept), n, n, dtype=torch.float64)
-    return out.index_put_((links.batch, links.slot, links.source), links.weight.double(), accumulate=True)
-
-
 def slots(mask: Tensor) -> list[int]:
     return mask.nonzero()[:, 0].tolist()
 
@@ -130,7 +123,7 @@ def test_budgets(method: TokenMethod) -> None:
         if getattr(method, "layout", "") != "official_bands" and not getattr(method, "adaptive", False):
             assert torch.equal(kept, count)
         out = made.apply(tokens.features)
-        assert not out.isnan().any() and not matrix(made).isnan().any()
+        assert not out.isnan().any() and not dense(made).isnan().any()
 
 
 @named
@@ -150,7 +143,7 @@ def test_row_of_a_batch_is_the_row_alone(method: TokenMethod) -> None:
         alone = method.reduce(row_of(tokens, row), COUNTS[row : row + 1])
         n = alone.kept.shape[1]
         assert torch.equal(together.kept[row, :n], alone.kept[0]) and not together.kept[row, n:].any()
-        assert torch.equal(matrix(together)[row, :n, :n], matrix(alone)[0])
+        assert torch.equal(dense(together)[row, :n, :n], dense(alone)[0])
 
 
 @named
@@ -161,7 +154,7 @@ def test_repeats_itself_and_leaves_inputs_alone(method: TokenMethod, monkeypatch
     for module in (_scores, mmaccel.pruning.prumerge):
         monkeypatch.setattr(module, "BLOCK", 700)
     second = method.reduce(tokens, COUNTS)
-    assert torch.equal(first.kept, second.kept) and torch.equal(matrix(first), matrix(second))
+    assert torch.equal(first.kept, second.kept) and torch.equal(dense(first), dense(second))
     assert torch.equal(tokens.features, untouched.features)
     assert all(torch.equal(v.nan_to_num(), untouched.signals[k].nan_to_num()) for k, v in tokens.signals.items())
 
@@ -296,7 +289,7 @@ def test_visionzip_splits_the_budget_and_documents_its_weights() -> None:
     tokens = batch_of([[(1, 8, 8, False)]])
     for weights, total in (("program", 2.0), ("mean", 1.0)):
         made = VisionZip(weights=weights).reduce(tokens, torch.tensor([32]))
-        sums, members = matrix(made)[0].sum(1), (matrix(made)[0] != 0).sum(1)
+        sums, members = dense(made)[0].sum(1), (dense(made)[0] != 0).sum(1)
         # 10 of 64 are contextual: 5 of 32
         assert int((members > 1).sum()) == 5
         torch.testing.assert_close(sums[members > 1], torch.full((5,), total, dtype=torch.float64))
@@ -315,7 +308,7 @@ def test_visionzip_splits_the_budget_and_documents_its_weights() -> None:
 def test_visionzip_members_go_to_the_most_similar_target() -> None:
     tokens = batch_of([[(1, 6, 6, False)]])
     made = VisionZip(contextual=4).reduce(tokens, torch.tensor([10]))
-    link = matrix(made)[0] != 0
+    link = dense(made)[0] != 0
     target = slots(link.sum(1) > 1)
     key = torch.nn.functional.normalize(tokens.signals["keys"][0, 0], dim=-1)
     for source in slots(~made.kept[0]):

@@ -62,7 +62,7 @@ class AimPageRank(LayerMethod):
 
     def official_count(self, retain: float, size: int) -> int:
         """The program rounds down."""
-        return retain if isinstance(retain, int) else max(1, int(retain * size))
+        return int(retain * size)
 
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``importance [B, K]``; 0 for padding."""

@@ -53,7 +53,7 @@ class FrameFusion(LayerMethod):
 
     def official_count(self, retain: float, size: int) -> int:
         """The program rounds what its pruning keeps half to even."""
-        return retain if isinstance(retain, int) else max(1, round(retain * size))
+        return round(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``prompt_attention [N, n]``, ``count [N]`` -> runs and the rest."""

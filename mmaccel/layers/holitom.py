@@ -52,7 +52,7 @@ class HoliTomInner(LayerMethod):
 
     def official_count(self, retain: float, size: int) -> int:
         """The program is given the share to drop, and rounds what stays half to even."""
-        return retain if isinstance(retain, int) else max(1, round(size * (1 - (1 - retain))))
+        return round(size * (1 - (1 - retain)))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``prompt_attention [N, n]``, ``features [N, n, D]``, ``count [N]`` -> kept slots and what flows into them."""

@@ -45,7 +45,7 @@ class AimMerge(ProjectorMethod):
 
     def official_count(self, retain: float, size: int) -> int:
         """The program cuts off: ``int(retain n)``."""
-        return retain if isinstance(retain, int) else max(1, int(retain * size))
+        return int(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the token of its frame that each flows into."""

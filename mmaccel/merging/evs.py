@@ -40,7 +40,7 @@ class Evs(ProjectorMethod):
 
     def official_count(self, retain: float, size: int) -> int:
         """The program cuts off; it also never keeps less than one frame, which a size alone does not tell."""
-        return retain if isinstance(retain, int) else max(1, int(retain * size))
+        return int(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the tokens that changed most."""

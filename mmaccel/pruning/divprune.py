@@ -46,7 +46,7 @@ class DivPrune(ProjectorMethod):
 
     def official_count(self, retain: float, size: int) -> int:
         """The program rounds half to even."""
-        return retain if isinstance(retain, int) else max(1, round(retain * size))
+        return round(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the picked slots."""

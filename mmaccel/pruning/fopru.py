@@ -51,7 +51,7 @@ class FoPru(AttentionGuided):
 
     def official_count(self, retain: float, size: int) -> int:
         """Rounded down."""
-        return max(1, int(retain * size))
+        return int(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """Attention ``[N, n]``, ``count [N]`` -> the highest tokens or rows; tokens without a source go first."""

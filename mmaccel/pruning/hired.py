@@ -79,7 +79,7 @@ class HiRED(ProjectorMethod):
 
     def official_count(self, retain: float, size: int) -> int:
         """The program rounds down."""
-        return max(1, int(retain * size))
+        return int(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``cls_attention [N, 2, n]``, ``segment``, ``cells``, ``count [N]`` -> the best of every tile."""

@@ -49,7 +49,7 @@ def aim_pagerank(params: Params, arrays: Arrays) -> None:
     first, last, length = params["visual_start"], params["visual_end"], importance.shape[1]
     size = last - first
     # the program rounds the sum with the text down, which is an integer
-    count = method.official_count(params["retain_rate"], size)
+    count = max(1, method.official_count(params["retain_rate"], size))
     text = torch.cat([torch.arange(first), torch.arange(last, length)])
     assert count + len(text) == params["keep_total"]
     for row, theirs in zip(importance, arrays["keep_idx_sorted"], strict=True):
@@ -94,7 +94,7 @@ def holitom_inner(params: Params, arrays: Arrays) -> None:
     first, size = params["image_start"], params["image_len"]
     hidden, attention = arrays["hidden"][0], arrays["attn_last_row"].mean(0)
     method, last = HoliTomInner(), first + size
-    count = method.official_count(1 - params["r"], size)
+    count = max(1, method.official_count(1 - params["r"], size))
     batch = one_unit(hidden[first:last], prompt_attention=attention[first:last])
     ours = method.reduce(batch, torch.tensor([count]))
     places = torch.cat([torch.arange(first), kept_of(ours) + first, torch.arange(last, len(hidden))])
@@ -120,7 +120,7 @@ def framefusion(params: Params, arrays: Arrays) -> None:
             scores = arrays["attn_rows"].mean((0, 1))[visual]
             batch = one_unit(span, prompt_attention=scores)
             method = FrameFusion(similarity=params["similarity_lower_bound"])
-            kept = method.reduce(batch, torch.tensor([method.official_count(1 - needed, size)]))
+            kept = method.reduce(batch, torch.tensor([max(1, method.official_count(1 - needed, size))]))
             pruning = False
         elif merging:
             # the cells of a patch are told apart by their order in time

@@ -36,7 +36,7 @@ def hired(params: Params, arrays: Arrays) -> None:
     side = isqrt(n)
     assert parts == params["partitions"] and n == params["num_vision_tokens"] == side * side
     method = HiRED(layout="official_bands", alpha=params["alpha"])
-    count = method.official_count(params["token_budget_rate"], parts * n)
+    count = max(1, method.official_count(params["token_budget_rate"], parts * n))
     # which band belongs to which tile does not depend on how the tiles stand, so they stand in a column
     tile, cells = torch.arange(parts)[:, None], torch.cartesian_prod(torch.tensor([0]), *[torch.arange(side)] * 2)
     cells = cells.repeat(parts, 1, 1)
@@ -58,7 +58,7 @@ def hired(params: Params, arrays: Arrays) -> None:
 def hired_single(params: Params, arrays: Arrays) -> None:
     late = arrays["attn_last_layer_cls"][:, 1:].mean(0)
     method = HiRED()
-    count = method.official_count(params["token_budget_rate"], len(late))
+    count = max(1, method.official_count(params["token_budget_rate"], len(late)))
     assert count == params.get("k", count) == int(arrays["mask"].sum())
     tokens = one_unit(torch.zeros(len(late), 1), cls_attention=torch.stack([torch.full_like(late, torch.nan), late]))
     assert torch.equal(method.reduce(tokens, budget(count)).kept[0], arrays["mask"])
