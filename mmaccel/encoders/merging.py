@@ -1,146 +1,354 @@
-"""Merging between the layers of a vision tower.
+"""Merging inside a vision tower, between attention and MLP, where the papers merge.
 
-Tokens are merged on their way into a layer, by the keys of the layer before. Behind the layer whose output the language
-model reads, the full grid is handed back (each place holds its merged token), so that projectors, newline packers and
-pixel shuffles that expect a grid go on working; the door then keeps one token of each group. Papers merge between attention and
-MLP of one block; here it is between blocks, so each MLP still sees the unmerged tokens of its own block.
+The keys that a layer's attention holds decide what is merged behind it; merged tokens weigh as many patches as they stand
+for in later attention. Behind the layer whose output is read, the full grid is handed back (each place holds its merged
+token), so that projectors, poolers, newline packers and pixel shuffles that expect a grid go on working; in front of a
+language model the door then keeps one token of each group.
+
+A layer's forward is not replaced. The norm before the MLP is given the merged tokens, what the MLP makes of one goes to all
+its members, and the layer's output is merged in the same way: merging is linear and all members of a group got the same,
+so this is the merged sum behind the attention plus its own MLP.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..budget import Retain, resolve
-from ..errors import UnsupportedError
+from ..budget import Retain, resolve, split
+from ..errors import MmaccelError, UnsupportedError
 from ..layout import Layout, Modality
-from ..method import EncoderMethod
-from ..reduction import Reduction, compact
-from ..scope import Encoded, current
+from ..method import EncoderMethod, EncoderTokens
+from ..reduction import Reduction, segment_sum
+from ..scope import Encoded, Scope, current
+from ..stats import Stage
+from .tower import Towers
 
-if TYPE_CHECKING:
-    from ..families import Family
+
+class Flow:
+    """One merge of ``S`` tokens into ``K``: ``out[k] = sum of weight * in`` over the tokens of group ``k``.
+
+    group : ``[S]`` long. weight : ``[S]`` float32.
+    """
+
+    def __init__(self, group: Tensor, weight: Tensor, kept: int) -> None:
+        self.group, self.weight = group, weight
+        self.order = group.argsort(stable=True)
+        self.lengths = group.new_zeros(kept).scatter_add_(0, group, torch.ones_like(group))
+        self.total = segment_sum(weight[self.order, None], self.lengths)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """``[S, C] -> [K, C]``."""
+        parts = x[self.order].float() * self.weight[self.order, None]
+        return segment_sum(parts, self.lengths).to(x.dtype)
+
+    def spread(self, y: Tensor) -> Tensor:
+        """``[K, C] -> [S, C]``: what becomes ``y`` again by :meth:`apply`, the same for all tokens of a group."""
+        # a token fused of what got no attention at all is nothing, not undefined
+        return (y.float() / self.total.clamp(min=1e-6)).to(y.dtype)[self.group]
+
+
+class Run:
+    """Tiles or frames of one size and one budget, matched together.
+
+    slots : ``[R, E, u]`` long, the tokens of every entry (CLS, or ``u`` patches that merge as one) in the tower's sequence.
+    plan : how many entries each merging layer removes.
+    """
+
+    def __init__(self, slots: Tensor, plan: list[int]) -> None:
+        self.slots, self.plan = slots, plan
 
 
 class Merged:
-    """The merging state of one run of the tower over ``N`` tiles.
+    """The merging state of one run of a tower; its tokens are counted in one flat sequence, tile after tile.
 
-    size : ``[N, T]`` float, patches each remaining token stands for.
-    owner : ``[N, T0]`` long, the remaining token that each original token (CLS included) is part of.
+    size : ``[S]`` float, patches (or blocks of patches) that each remaining token stands for.
+    owner : ``[S0]`` long, the remaining token that each original token (CLS included) is part of.
+    place : ``[S]`` long, the original token in whose place each remaining one stands; ascending.
     """
 
-    def __init__(self, hidden: Tensor, cls: int) -> None:
-        n, tokens = hidden.shape[:2]
-        self.cls = cls
-        self.size = torch.ones(n, tokens, device=hidden.device)
-        self.owner = torch.arange(tokens, device=hidden.device).expand(n, -1)
-        self.metric: Tensor | None = None
+    def __init__(self, method: EncoderMethod, cls: int, tiles: int, tokens: int, device: torch.device) -> None:
+        self.method, self.cls, self.tiles = method, cls, tiles
+        self.size = torch.ones(tokens, device=device)
+        self.owner = torch.arange(tokens, device=device)
+        self.place = torch.arange(tokens, device=device)
+        self.runs: list[Run] = []
+        #: which of the merging layers runs, if it removes anything; the merge it decides on
+        self.layer: int | None = None
+        self.flow: Flow | None = None
         self.open = True
+        self.seen = 0
+        self._keys: list[Tensor] = []
+        self._attention: list[Tensor] = []
+        self._parts: dict[tuple[str, int], list[Tensor]] = {}
 
-    def step(self, method: EncoderMethod, hidden: Tensor, remove: int) -> Tensor:
-        """Merge ``remove`` tokens of ``hidden [N, T, C]``."""
-        assert self.metric is not None
-        target = method.match(self.metric, remove, self.cls)
-        made = Reduction.merge(target, torch.ones_like(target, dtype=torch.bool), self.size)
-        rank = made.kept.cumsum(1) - 1
-        self.owner = rank.gather(1, target).gather(1, self.owner)
-        self.size = compact(made.mass(self.size), made.kept)
-        return made.apply(hidden)
+    def enter(self, layer: int | None) -> None:
+        """A layer begins; ``layer`` is its number among the merging layers."""
+        self.layer = layer if layer is not None and any(run.plan[layer] for run in self.runs) else None
+        self.seen = 0
+        self._keys, self._attention = [], []
 
-    def attention(self, number: int | None, key: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Note the keys for the next merge; weigh merged tokens by the patches they stand for."""
+    def attention(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
+        """Note what decides the merge behind this attention; weigh merged tokens by the patches they stand for.
+
+        ``query [N, H, 1 or T, d]`` and ``key [N, H, T, d]`` are those of the next ``N T`` tokens.
+        """
         if not self.open:
             return mask
-        self.metric = key.float().mean(1)
-        if self.size.shape[1] == self.owner.shape[1]:
-            return mask
-        if mask is not None:
-            raise UnsupportedError("Merging inside the encoder does not work with pictures that have padded patches.")
-        return self.size.log()[:, None, None].to(key.dtype)
+        first, self.seen = self.seen, self.seen + key.shape[0] * key.shape[2]
+        if self.method.proportional and len(self.place) < len(self.owner):
+            if mask is not None:
+                raise UnsupportedError(
+                    "Merging inside the encoder does not work with pictures that have padded patches."
+                )
+            mask = self.size[first : self.seen].log().view(len(key), 1, 1, -1).to(key.dtype)
+        if self.layer is not None:
+            self._keys.append(key.float().mean(1).flatten(0, 1))
+            if self.method.needs_cls:
+                logits = (query[:, :, :1].float() @ key.float().transpose(-1, -2)) * scaling
+                logits = logits if mask is None else logits + mask.float()
+                self._attention.append(logits.softmax(-1).mean(1).flatten())
+        return mask
 
-    def restore(self, values: Tensor) -> Tensor:
-        """``[N, T - cls, ...]`` per remaining patch to ``[N, T0 - cls, ...]`` per original patch."""
+    def merge(self, hidden: Tensor, depth: float) -> Tensor:
+        """Decide what is merged in this layer, and merge the sums behind its attention, ``[tiles, T, C]`` or ``[S, C]``."""
+        assert self.layer is not None
+        keys, tokens = torch.cat(self._keys), len(self.place)
+        attention = torch.cat(self._attention) if self._attention else None
+        target, weight = torch.arange(tokens, device=hidden.device), torch.ones(tokens, device=hidden.device)
+        stays, kept = [], tokens
+        for run in self.runs:
+            remove, slots = run.plan[self.layer], run.slots
+            seen = EncoderTokens(
+                keys=keys[slots].flatten(2),
+                size=self.size[slots[..., 0]],
+                protected=self.cls,
+                depth=depth,
+                cls_attention=None if attention is None else attention[slots].sum(-1),
+            )
+            entry = torch.arange(slots.shape[1], device=slots.device).expand(slots.shape[:2])
+            into = self.method.match(seen, remove) if remove else entry
+            if remove:
+                target[slots] = slots.gather(1, into[..., None].expand_as(slots))
+                weight[slots] = self.method.weigh(seen, into)[..., None].expand_as(slots)
+            stays.append(_first(into == entry, slots.shape[1] - remove))
+            kept -= slots.shape[0] * remove * slots.shape[2]
+        left = target == torch.arange(tokens, device=target.device)
+        if (found := int(left.sum())) != kept:
+            raise MmaccelError(
+                f"Method {self.method.name!r} left {found} tokens in the tower where {kept} were to stay."
+            )
+        rank = left.cumsum(0) - 1
+        self.flow = Flow(rank[target], weight, kept)
+        self.owner = self.flow.group[self.owner]
+        # whole numbers, which any order of additions sums alike
+        self.size = self.size.new_zeros(kept).scatter_add_(0, self.flow.group, self.size)
+        self.place = self.place[_first(left[None], kept)[0]]
+        for run, stay in zip(self.runs, stays, strict=True):
+            run.slots = rank[run.slots.gather(1, stay[..., None].expand(-1, -1, run.slots.shape[2]))]
+        return self.pack(self.flow.apply(hidden.flatten(0, -2)), hidden)
+
+    def pack(self, flat: Tensor, like: Tensor) -> Tensor:
+        """``[S, C]`` in the shape the tower works in."""
+        return flat if like.dim() == 2 else flat.view(self.tiles, -1, flat.shape[-1])
+
+    def restore(self, key: tuple[str, int], values: Tensor) -> Tensor | None:
+        """Tapped values ``[N, T - cls, ...]`` on the full grid, ``[N, T0 - cls, ...]``, once all calls of a layer delivered
+        theirs; None before."""
         if not self.open:
             return values
-        rows = torch.arange(len(values), device=values.device)[:, None]
-        return values[rows, self.owner[:, self.cls :] - self.cls]
+        parts = self._parts.setdefault(key, [])
+        parts.append(values)
+        flat = torch.cat([part.flatten(0, 1) for part in parts])
+        if len(flat) < len(self.place) - self.cls * self.tiles:
+            return None
+        del self._parts[key]
+        owner = self.patches(self.owner)
+        width = len(self.place) // self.tiles
+        return flat[owner - self.cls * (owner // width + 1)]
 
-    def first(self) -> Tensor:
-        """``[N, T0 - cls]`` bool: the first patch of every group."""
-        patches = self.owner[:, self.cls :]
-        order = patches.argsort(dim=1, stable=True)
-        grouped = patches.gather(1, order)
-        starts = torch.ones_like(grouped, dtype=torch.bool)
-        starts[:, 1:] = grouped[:, 1:] != grouped[:, :-1]
-        return torch.zeros_like(starts).scatter_(1, order, starts)
+    def reduction(self) -> Reduction:
+        """The same as data, over the patches of each tile: ``[tiles, T0 - cls]``."""
+        first = torch.arange(self.tiles, device=self.owner.device)[:, None] * (len(self.owner) // self.tiles) + self.cls
+        target = self.patches(self.place[self.owner]) - first
+        return Reduction.merge(target, torch.ones_like(target, dtype=torch.bool))
+
+    def patches(self, values: Tensor) -> Tensor:
+        """``[S0] -> [tiles, T0 - cls]``."""
+        return values.view(self.tiles, -1)[:, self.cls :]
 
 
 class EncoderMerging:
-    """The hooks of an encoder-site method on the towers of one model; inert without one."""
+    """The hooks of an encoder-site method on the towers of one model; inert without one.
 
-    def __init__(self, family: Family, method: EncoderMethod | None, retain: Retain | None) -> None:
-        self.family, self.method, self.retain = family, method, retain
+    Parameters
+    ----------
+    towers : the model's family, or the adapter of an encoder that stands alone.
+    retain : a count is per picture where the tower is told which frames belong together (packed towers), else per tile.
+    stage : the stage's number in the recipe, for the statistics. They count patches (blocks of patches where those merge
+        as one) of all tiles and frames of the call.
+    """
+
+    def __init__(self, towers: Towers, method: EncoderMethod | None, retain: Retain | None, stage: int = 0) -> None:
+        self.towers, self.method, self.retain, self.stage = towers, method, retain, stage
         self.handles: list[Any] = []
         if method is None:
             return
-        if not family.mergeable:
-            raise UnsupportedError(
-                f"Method {method.name!r} cannot merge inside the {family.name} tower, which packs pictures into one sequence; "
-                "use a method at site 'projector', such as 'divprune' or 'pool'."
-            )
-        last = family.feature_layer
-        for tower in family.towers():
-            layers = family.tower_layers(tower)
-            for number in range(1, last + 1):
-                self.handles.append(layers[number].register_forward_pre_hook(self._enter(number, last)))
-            self.handles.append(layers[0].register_forward_pre_hook(self._start))
-            self.handles.append(layers[last].register_forward_hook(self._restore, prepend=True))
+        self.layers = towers.merging_layers()
+        self.last = towers.feature_layer
+        for tower in towers.towers():
+            blocks = towers.tower_layers(tower)
+            for number in range(self.last + 1):
+                block, depth = blocks[number], number / len(blocks)
+                self.handles.append(block.register_forward_pre_hook(self._enter(number), with_kwargs=True))
+                self.handles.append(block.register_forward_hook(self._leave(number), prepend=True))
+                if number in self.layers:
+                    norm, mlp = towers.second_half(block)
+                    self.handles.append(norm.register_forward_pre_hook(self._between(depth)))
+                    self.handles.append(mlp.register_forward_hook(self._spread))
+            self.handles += [reader.register_forward_pre_hook(self._full) for reader in towers.readers(tower)]
 
-    def _start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        scope = current()
-        if scope is not None and scope.encoding is not None:
-            scope.encoding.merged = Merged(args[0], int(self.family.has_cls))
-
-    def _enter(self, number: int, last: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+    # --- while the tower runs ---------------------------------------------------------------------------------
+    def _enter(self, number: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             scope = current()
-            if scope is None or scope.encoding is None or scope.encoding.merged is None:
+            if scope is None or scope.encoding is None:
                 return None
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if number == 0:
+                scope.encoding.merged = self._start(scope, scope.encoding, hidden)
             merged = scope.encoding.merged
-            assert self.method is not None and self.retain is not None
-            patches = merged.owner.shape[1] - merged.cls
-            plan = self.method.schedule(patches, last, resolve(self.retain, patches))
-            if plan[number - 1] == 0:
+            if merged is None:
                 return None
-            return merged.step(self.method, args[0], plan[number - 1]), *args[1:]
+            merged.enter(self.layers.index(number) if number in self.layers else None)
+            if hidden.dim() == 3 or len(merged.place) == len(merged.owner):
+                return None
+            # a packed sequence: its boundaries and rotary positions follow the tokens that are left
+            bounds = kwargs["cu_seqlens"]
+            bounds = torch.searchsorted(merged.place, bounds.to(merged.place)).to(bounds.dtype)
+            rotary = tuple(x[merged.place] for x in kwargs["position_embeddings"])
+            return args, {**kwargs, "cu_seqlens": bounds.unique_consecutive(), "position_embeddings": rotary}
 
         return hook
 
-    def _restore(self, module: nn.Module, args: Any, output: Any) -> Any:
-        scope = current()
-        if scope is None or scope.encoding is None or scope.encoding.merged is None:
-            return None
-        merged = scope.encoding.merged
-        hidden = output[0] if isinstance(output, tuple) else output
-        rows = torch.arange(len(hidden), device=hidden.device)[:, None]
-        full = hidden[rows, merged.owner]
-        merged.open = False
-        return (full, *output[1:]) if isinstance(output, tuple) else full
+    def _start(self, scope: Scope, encoded: Encoded, hidden: Tensor) -> Merged | None:
+        """The state of a new run of the tower; None if everything stays."""
+        assert self.method is not None and self.retain is not None
+        cls = int(self.towers.has_cls)
+        pictures = self.towers.frames(encoded)
+        tiles = 1 if pictures is not None else len(hidden)
+        pictures = pictures if pictures is not None else [[hidden.shape[1] - cls]] * tiles
+        starts: dict[tuple[int, int], list[int]] = {}
+        record = scope.stats.stages.setdefault(self.stage, Stage("encoder", self.method.name))
+        start = 0
+        for frames in pictures:
+            sizes = [len(self.towers.units(encoded, patches)) for patches in frames]
+            budget = split(resolve(self.retain, sum(sizes)), sizes)
+            for patches, kept in zip(frames, budget, strict=True):
+                starts.setdefault((patches, kept), []).append(start)
+                start += cls + patches
+            record.tokens_in += sum(sizes)
+            record.resolved = (record.resolved or 0) + sum(budget)
+            record.tokens_kept += sum(sizes)
+        merged = Merged(self.method, cls, tiles, start, hidden.device)
+        for (patches, kept), at in starts.items():
+            units = self.towers.units(encoded, patches)
+            entries = torch.cat([torch.zeros(cls, units.shape[1], dtype=torch.long), units + cls])
+            slots = (torch.tensor(at)[:, None, None] + entries).to(hidden.device)
+            plan = self.method.schedule(len(units), len(self.layers), kept)
+            record.tokens_kept -= len(at) * sum(plan)
+            merged.runs.append(Run(slots, plan))
+        return merged if any(sum(run.plan) for run in merged.runs) else None
 
-    def survivors(self, layout: Layout, encoded: dict[Modality, Encoded]) -> Tensor | None:
-        """``[B, S]`` bool: visual places that stay, those that hold the first patch of some group; None without merging."""
-        if self.method is None:
+    def _merged(self) -> Merged | None:
+        scope = current()
+        return None if scope is None or scope.encoding is None else scope.encoding.merged
+
+    def _between(self, depth: float) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            merged = self._merged()
+            if merged is None or merged.layer is None:
+                return None
+            return merged.merge(args[0], depth), *args[1:]
+
+        return hook
+
+    def _spread(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        merged = self._merged()
+        if merged is None or merged.flow is None:
             return None
-        first: dict[Modality, Tensor] = {}
-        for modality in dict.fromkeys(segment.modality for segment in layout.segments):
-            merged = encoded[modality].merged
-            assert merged is not None
-            values = [merged.first().float()]
-            first[modality] = (self.family.to_tokens(modality, encoded[modality], values) > 0).cpu()
-        kept = torch.zeros_like(layout.valid)
+        return merged.pack(merged.flow.spread(output.flatten(0, -2)), output)
+
+    def _leave(self, number: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            merged = self._merged()
+            if merged is None or (merged.flow is None and number < self.last):
+                return None
+            hidden = output[0] if isinstance(output, tuple) else output
+            flat, flow = hidden.flatten(0, -2), merged.flow
+            merged.flow = None
+            flat = flat if flow is None else flow.apply(flat)
+            if number == self.last:
+                flat = flat[merged.owner]
+                merged.enter(None)
+                merged.open = False
+            hidden = merged.pack(flat, hidden)
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+        return hook
+
+    def _full(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        merged = self._merged()
+        if merged is None or not merged.open:
+            return None
+        return args[0][merged.owner], *args[1:]
+
+    # --- at the door ------------------------------------------------------------------------------------------
+    def reduction(self, layout: Layout, encoded: dict[Modality, Encoded], device: torch.device) -> Reduction | None:
+        """What the merge in the tower makes of the language model's visual tokens, in places ``[B, S]``; None without one.
+
+        A group stays at the place its merged token has in the tower, or at its first place if that one was cropped. Where a
+        token is a blend of patches that do not merge as one (pooled clips), it stays if any of them stands for its group.
+        """
+        held = {modality: self._held(modality, seen) for modality, seen in encoded.items() if seen.merged}
+        if not held:
+            return None
+        target = torch.arange(layout.valid.shape[1]).repeat(len(layout.valid), 1)
         for segment in layout.segments:
-            source = segment.tile.source
-            kept[segment.row, segment.places] = first[segment.modality][source.clamp(min=0)] | (source < 0)
-        return kept
+            if segment.modality not in held:
+                continue
+            places, source = segment.places, segment.tile.source
+            group, stands = (x[source.clamp(min=0)] for x in held[segment.modality])
+            # newlines are groups of their own
+            fresh = -1 - len(held[segment.modality][0]) - torch.arange(len(source))
+            group = torch.where(source < 0, fresh, group)
+            order = (2 * group + (~stands).long()).argsort(stable=True)
+            _, inverse, lengths = torch.unique_consecutive(group[order], return_inverse=True, return_counts=True)
+            leader = order[(lengths.cumsum(0) - lengths)[inverse]]
+            target[segment.row, places[order]] = places[leader]
+            target[segment.row, places[(group < 0) & (source >= 0) & ~stands]] = -1
+        return Reduction.merge(target.to(device), layout.visual.to(device))
+
+    def _held(self, modality: Modality, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        """Of every token the tower delivers for, ``[tokens]`` on the CPU: the number of its group, and whether it stands for
+        it. Blends have groups of their own, negative."""
+        merged = encoded.merged
+        assert merged is not None
+        own = torch.arange(len(merged.owner), device=merged.owner.device)
+        # a block is known by its first patch
+        units = self.towers.units(encoded, merged.patches(own).shape[1])
+        own, group = merged.patches(own).clone(), merged.patches(merged.place[merged.owner]).clone()
+        for ids in (own, group):
+            ids[:, units] = ids[:, units[:, :1]].expand(-1, -1, units.shape[1]).clone()
+        values = torch.stack([own.double(), group.double(), (own == group).double()], dim=-1)
+        own, group, stands = self.towers.to_tokens(modality, encoded, [values]).cpu().unbind(-1)
+        if len(own) < merged.tiles * len(units):
+            return -1 - torch.arange(len(own)), stands > 0
+        return group.long(), own == group
+
+
+def _first(mask: Tensor, count: int) -> Tensor:
+    """``[R, count]`` long: where ``mask [R, E]`` is True, which it is ``count`` times a row."""
+    return (~mask).long().argsort(dim=1, stable=True)[:, :count]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..families import Family
 from ..layout import Modality, Units
 from ..method import Tap
 from ..scope import Encoded, current
+from .tower import Towers
 
 #: query rows of the attention map that are looked at together; the whole map never exists
 BLOCK = 512
@@ -25,7 +25,7 @@ class Taps:
     wanted : what the recipe's methods ask for.
     """
 
-    def __init__(self, family: Family, wanted: Sequence[Tap]) -> None:
+    def __init__(self, family: Towers, wanted: Sequence[Tap]) -> None:
         self.family = family
         self.layers: dict[int, set[str]] = {}
         for tap in wanted:
@@ -66,13 +66,21 @@ class Taps:
         """
         number = self.numbers.get(id(module))
         if encoded.merged is not None:
-            mask = encoded.merged.attention(number, key, mask)
+            mask = encoded.merged.attention(query, key, mask, scaling)
         cls = int(self.family.has_cls)
         for kind in sorted(self.layers.get(number, ()) if number is not None else ()):
             if kind == "cls_attention":
                 logits = (query[:, :, :1].float() @ key.float().transpose(-1, -2)) * scaling
                 logits = logits if mask is None else logits + additive(mask)[:, :, :1]
                 self._put(encoded, kind, number, logits.softmax(-1).mean(1)[:, 0, cls:])
+            elif kind == "cls_attention_unsplit":
+                # one head as wide as the tower: products add up over heads
+                logits = torch.einsum("nhd,nhtd->nt", query[:, :, 0].float(), key.float())
+                logits = logits * (key.shape[1] * key.shape[3]) ** -0.5
+                logits = logits if mask is None else logits + additive(mask)[:, 0, 0]
+                self._put(encoded, kind, number, logits.softmax(-1)[:, cls:])
+            elif kind == "keys_unsplit":
+                self._put(encoded, kind, number, key.transpose(1, 2).flatten(2)[:, cls:])
             elif kind == "received_attention":
                 self._put(encoded, kind, number, received_attention(query, key, mask, scaling)[:, cls:])
             elif kind == "keys":
@@ -80,9 +88,10 @@ class Taps:
         return mask
 
     def _put(self, encoded: Encoded, kind: str, number: int | None, values: Tensor) -> None:
-        if encoded.merged is not None:
-            values = encoded.merged.restore(values)
-        encoded.taps.setdefault((kind, int(number or 0)), []).append(values)
+        tap = kind, int(number or 0)
+        full = values if encoded.merged is None else encoded.merged.restore(tap, values)
+        if full is not None:
+            encoded.taps.setdefault(tap, []).append(full)
 
     def signals(self, wanted: Sequence[Tap], encoded: dict[Modality, Encoded], units: Units) -> dict[str, Tensor]:
         """What one method asked for, per unit: ``[N, layers, n, ...]`` float32; NaN without a source."""

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..encoders.tower import Towers
 from ..errors import UnsupportedError
 from ..layout import Layout, Modality, Picture
 
 if TYPE_CHECKING:
     from ..scope import Encoded, Scope
 
+_TURN = re.compile(r"\bassistant\s*:\s*$", re.IGNORECASE)
 #: a function that makes the replacement of an instance's method: (original, scope getter) -> replacement
 Wrapper = Callable[[Callable[..., Any], Callable[[], "Scope | None"]], Callable[..., Any]]
 
 
-class Family:
+class Family(Towers):
     """Base adapter, right for LLaVA-like models: one tower of equal square tiles, one text model behind it.
 
     Parameters
@@ -27,7 +30,6 @@ class Family:
     processor : its processor, for families whose prompt cannot be understood without the tokenizer.
     """
 
-    name: ClassVar[str]
     #: ``config.model_type`` of the models it serves
     model_types: ClassVar[tuple[str, ...]]
     modalities: ClassVar[tuple[Modality, ...]] = ("image",)
@@ -36,8 +38,6 @@ class Family:
     tower_names: ClassVar[dict[Modality, str]] = {"image": "vision_tower", "video": "vision_tower"}
     #: text layers that add visual features (DeepStack), after which tokens may be dropped inside the language model
     deepstack: int = 0
-    #: the tower runs over ``[tiles, tokens, width]``, so that tokens can be merged between its layers
-    mergeable: ClassVar[bool] = True
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 
@@ -152,13 +152,19 @@ class Family:
         """The pictures or clips of this call in feature order, each a list of tiles with its tokens' cells and sources."""
         raise NotImplementedError
 
-    # --- taps -------------------------------------------------------------------------------------------------
-    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
-        """What a tap delivered, one value per language model token: ``[tokens, ...]`` in source order.
-
-        ``values`` are the tapped tensors ``[tiles, patches, ...]`` of the tower's attention calls, CLS removed.
-        """
-        return torch.cat(values).flatten(0, 1)
+    def words(self, ids: Tensor) -> str:
+        """The first stretch of text between special tokens in ``ids [n]``, which is what was asked, without the "ASSISTANT:"
+        of prompt templates at its end; it may be empty."""
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        special, stretch = set(tokenizer.all_special_ids), []
+        for token in [*ids.tolist(), None]:
+            if token is not None and token not in special:
+                stretch.append(token)
+            elif stretch and (text := _TURN.sub("", str(tokenizer.decode(stretch))).strip()):
+                return text
+            else:
+                stretch = []
+        return ""
 
     # --- what the family's own code gets wrong under a kept cache ---------------------------------------------
     def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
@@ -182,3 +188,9 @@ def block_mean(values: Tensor, side: int, factor: int) -> Tensor:
     n, rest, m = len(values), values.shape[2:], side // factor
     grid = values.reshape(n, side, side, *rest)[:, : m * factor, : m * factor]
     return grid.reshape(n, m, factor, m, factor, *rest).mean((2, 4)).reshape(n, m * m, *rest)
+
+
+def raster_blocks(side: int, factor: int) -> Tensor:
+    """``[blocks, factor * factor]`` long: the places in a square raster of every ``factor`` x ``factor`` block."""
+    places = torch.arange(side * side).view(side // factor, factor, side // factor, factor)
+    return places.transpose(1, 2).reshape(-1, factor * factor)

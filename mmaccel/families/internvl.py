@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..layout import Modality, Picture, Tile
 from ..scope import Encoded
-from .base import Family, block_mean
+from .base import Family, block_mean, raster_blocks
 
 _FRAME = re.compile(r"Frame\s*(\d+)\s*:\s*(?:<img>)?\s*$")
 
@@ -24,6 +24,10 @@ class TiledByText(Family):
     def shuffle(self) -> int:
         """Patches along one side of the block that becomes one token."""
         return int(round(1 / self.config.downsample_ratio))
+
+    def units(self, encoded: Encoded, patches: int) -> Tensor:
+        """The blocks that pixel shuffle joins."""
+        return raster_blocks(self.side, self.shuffle)
 
     def runs(self, ids: Tensor, tokens: int) -> list[tuple[int, int, int]]:
         """Runs of image placeholders: (row, first, last + 1), row by row, of the rows whose pictures were encoded.

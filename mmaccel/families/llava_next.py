@@ -11,7 +11,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from ..layout import Modality, Picture, Tile
 from ..scope import Encoded
-from .base import Family, block_mean, clip_frames
+from .base import Family, block_mean, clip_frames, raster_blocks
 
 
 class LlavaNext(Family):
@@ -35,7 +35,7 @@ class LlavaNext(Family):
 
         ``size`` is the original (height, width); ``most`` limits the tiles' tokens to ``most`` tiles' worth by bilinear
         resizing (LLaVA-OneVision). The prompt interleaves the tiles row by row, so all of them form one segment whose
-        cells lie in the stitched grid; what tile a token came from is in its source.
+        cells lie in the stitched grid.
         """
         n, step = self.side, self.vision.image_size
         best = select_best_resolution(size, self.config.image_grid_pinpoints)
@@ -55,12 +55,14 @@ class LlavaNext(Family):
             cols = ((torch.arange(new_w) + 0.5) * w / new_w).long()
             h, w = new_h, new_w
         row, col = (x.flatten() for x in torch.meshgrid(rows + top, cols + left, indexing="ij"))
-        source = offset + n * n + ((row // n) * gw + col // n) * n * n + (row % n) * n + col % n
+        part = (row // n) * gw + col // n
+        source = offset + n * n + part * n * n + (row % n) * n + col % n
         cells = torch.cartesian_prod(torch.tensor([0]), torch.arange(h), torch.arange(w)).view(-1, 3)
         # newlines: one behind every row
         source = torch.cat([source.view(h, w), torch.full((h, 1), -1)], dim=1).flatten()
         cells = torch.cat([cells.view(h, w, 3), torch.full((h, 1, 3), -1)], dim=1).view(-1, 3)
-        tiles = [Tile.raster(1, n, n, offset), Tile((1, h, w), cells, source)]
+        part = torch.cat([part.view(h, w), part.view(h, w)[:, -1:]], dim=1).flatten()
+        tiles = [Tile.raster(1, n, n, offset), Tile((1, h, w), cells, source, part, gh * gw)]
         return tiles, (1 + gh * gw) * n * n
 
 
@@ -78,6 +80,12 @@ class LlavaNextVideo(LlavaNext):
         clips, frames = clip_frames(encoded)
         m = self.side // 2
         return [[Tile.raster(frames, m, m, i * frames * m * m)] for i in range(clips)]
+
+    def units(self, encoded: Encoded, patches: int) -> Tensor:
+        """The blocks that pooling joins in clips; with an odd side pooling leaves patches out, and they merge singly."""
+        if "image_sizes" in encoded.arguments or self.side % 2:
+            return super().units(encoded, patches)
+        return raster_blocks(self.side, 2)
 
     def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
         """Frames are pooled 2x2."""

@@ -23,7 +23,6 @@ class Qwen2VL(Family):
     model_types = ("qwen2_vl",)
     modalities = ("image", "video")
     tower_names = {"image": "visual", "video": "visual"}
-    mergeable = False
 
     @property
     def merge(self) -> int:
@@ -47,6 +46,15 @@ class Qwen2VL(Family):
     def feature_layer(self) -> int:
         """The last block."""
         return len(self.tower_layers(self.towers()[0])) - 1
+
+    def units(self, encoded: Encoded, patches: int) -> Tensor:
+        """The blocks that the merger joins stand one behind the other."""
+        return torch.arange(patches).view(-1, self.merge**2)
+
+    def frames(self, encoded: Encoded) -> list[list[int]]:
+        """The tower packs the frames of all pictures; attention stays inside a frame."""
+        given: Any = next(value for name, value in encoded.arguments.items() if name.endswith("grid_thw"))
+        return [[h * w] * t for t, h, w in given.tolist()]
 
     def grids(self, modality: Modality, encoded: Encoded) -> list[tuple[int, int, int]]:
         """(t, h, w) of every picture in tokens."""
@@ -87,6 +95,10 @@ class Qwen25VL(Qwen2VL):
     name = "qwen2_5_vl"
     model_types = ("qwen2_5_vl",)
 
+    def merging_layers(self) -> list[int]:
+        """The blocks that attend to whole frames: their keys can be compared, and the windows between them just shrink."""
+        return sorted(self.vision.fullatt_block_indexes)
+
     def tap_layer(self, layer: int | None) -> int:
         """By default the last block that attends to a whole frame."""
         if layer is not None:
@@ -121,6 +133,10 @@ class Qwen3VL(Qwen2VL):
     def __init__(self, model: nn.Module, processor: Any = None) -> None:
         super().__init__(model, processor)
         self.deepstack = len(self.vision.deepstack_visual_indexes)
+
+    def readers(self, tower: Any) -> list[nn.Module]:
+        """The mergers of DeepStack."""
+        return list(tower.deepstack_merger_list)
 
     def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
         """One segment a frame."""

@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from mmaccel_kernels.matching import best_match
 from torch import Tensor
 from torch.nn.functional import elu, normalize
 
 from ..errors import MmaccelError
-from ..method import EncoderMethod
+from ..method import EncoderMethod, EncoderTokens
 from ..registry import register
-from .film import BLOCK, nearest
+from .film import BLOCK
 
 
 @register
 @dataclass(frozen=True)
 class PiToMe(EncoderMethod):
-    """Merging by energy before every layer of the encoder.
+    """Merging by energy in every layer of the encoder, between attention and MLP.
 
     *Accelerating Transformers with Spectrum-Preserving Token Merging*, NeurIPS 2024, arXiv 2405.16148.
 
@@ -31,14 +32,14 @@ class PiToMe(EncoderMethod):
 
     Parameters
     ----------
-    margin : the similarity that counts as alike. The program has 0.9 (1 - l / L) in layer l of L for CLIP of
-        transformers and for BLIP, 0.95 for its other CLIP, 0.75 for DeiT and MAE. A method does not learn
-        which layer it is in, so here it is one number; the default is the mean of the first.
+    margin : the similarity that counts as alike; None is ``0.9 (1 - l / L)`` in layer ``l`` of ``L``, which the program
+        has for CLIP of transformers and for BLIP. It has 0.95 for its other CLIP, and 0.75 for DeiT and MAE.
     variant : ``energy``; or ``bsm``: all tokens, in the order of their energy, alternate between A and B, and the ``r``
         best proposals are carried out, as in ToMe. The program takes it for the first half of its layers (DeiT).
 
     Paper and program: the paper keeps a share of the tokens in every layer; so does :meth:`schedule`, with the share
-    that meets the budget. The program's sorts are not stable; here equal values go to the lower slot.
+    that meets the budget. The paper weighs attention by sizes, as here; the program leaves that out. The program's sorts
+    are not stable; here equal values go to the lower slot.
     """
 
     name = "pitome"
@@ -46,7 +47,7 @@ class PiToMe(EncoderMethod):
     paper = "arXiv 2405.16148"
     conserves_mass: ClassVar[bool] = True
 
-    margin: float = 0.45
+    margin: float | None = None
     variant: Literal["energy", "bsm"] = "energy"
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class PiToMe(EncoderMethod):
             raise MmaccelError(f"pitome knows the variants 'energy' and 'bsm', not {self.variant!r}.")
 
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
-        """The same share of what is left before each layer; whole numbers that remove ``tokens - kept`` in all."""
+        """The same share of what is left in each layer; whole numbers that remove ``tokens - kept`` in all."""
         if kept > tokens or kept < 1 or layers < 1 or tokens > kept * 2**layers:
             raise MmaccelError(
                 f"pitome cannot leave {kept} of {tokens} tokens in {layers} layers, each of which halves them at most; "
@@ -70,10 +71,11 @@ class PiToMe(EncoderMethod):
             left = after
         return out
 
-    def match(self, metric: Tensor, remove: int, protected: int) -> Tensor:
-        """``metric [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
+    def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
+        """``keys [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
         matching = energy_matching if self.variant == "energy" else energy_bipartite_matching
-        return matching(metric, remove, self.margin, protected)
+        margin = 0.9 * (1.0 - tokens.depth) if self.margin is None else self.margin
+        return matching(tokens.keys, remove, margin, tokens.protected)
 
 
 def energy(metric: Tensor, margin: float, alpha: float = 1.0) -> Tensor:
@@ -121,7 +123,7 @@ def _flow(metric: Tensor, a: Tensor, b: Tensor, remove: int) -> Tensor:
         return target
     x = normalize(metric.float(), dim=-1)
     rows = torch.arange(len(x), device=x.device)[:, None]
-    best, partner = nearest(x[rows, a], x[rows, b])
+    best, partner = best_match(x[rows, a], x[rows, b])
     giver = best.argsort(dim=1, descending=True, stable=True)[:, :remove]
     return target.scatter(1, a.gather(1, giver), b.gather(1, partner.gather(1, giver)))
 

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from mmaccel_kernels.matching import best_match
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..errors import MmaccelError
-from ..method import EncoderMethod
+from ..method import EncoderMethod, EncoderTokens
 from ..registry import register
 
 
 @register
 @dataclass(frozen=True)
 class ToMe(EncoderMethod):
-    """Bipartite soft matching before every layer of the encoder.
+    """Bipartite soft matching in every layer of the encoder, between attention and MLP.
 
     *Token Merging: Your ViT But Faster*, ICLR 2023, arXiv 2210.09461.
 
@@ -30,7 +31,7 @@ class ToMe(EncoderMethod):
 
     Parameters
     ----------
-    pace : ``constant`` removes equally many before every layer, ``decreasing`` many at first and none at the end, on a
+    pace : ``constant`` removes equally many in every layer, ``decreasing`` many at first and none at the end, on a
         straight line. The paper has both; constant is its default.
 
     Paper and program: the program is given ``r`` and takes what comes out; here the wanted number of tokens is met
@@ -50,7 +51,7 @@ class ToMe(EncoderMethod):
             raise MmaccelError(f"tome knows pace 'constant' and 'decreasing', not {self.pace!r}.")
 
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
-        """How many to remove before each layer, ``tokens - kept`` in all; ``tokens`` without the protected ones.
+        """How many to remove in each layer, ``tokens - kept`` in all; ``tokens`` without the protected ones.
 
         A layer removes at most half of what it finds. Where that binds, the layers before it remove more.
         """
@@ -82,9 +83,9 @@ class ToMe(EncoderMethod):
             out[i], excess = out[i] - cut, excess - cut
         return out
 
-    def match(self, metric: Tensor, remove: int, protected: int) -> Tensor:
-        """``metric [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
-        return bipartite_soft_matching(metric, remove, protected)
+    def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
+        """``keys [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
+        return bipartite_soft_matching(tokens.keys, remove, tokens.protected)
 
 
 def bipartite_soft_matching(metric: Tensor, remove: int, protected: int = 0) -> Tensor:
@@ -102,11 +103,10 @@ def bipartite_soft_matching(metric: Tensor, remove: int, protected: int = 0) -> 
     if remove <= 0:
         return target
     x = normalize(metric.float(), dim=-1)
-    score = x[:, 0::2] @ x[:, 1::2].transpose(1, 2)
     # of the first p places, ceil(p / 2) are even and floor(p / 2) odd
-    score[:, : (protected + 1) // 2] = -torch.inf
-    score[:, :, : protected // 2] = -torch.inf
-    best, partner = score.max(2).values, score.argmax(2)
+    receives = torch.arange(tokens // 2, device=x.device).expand(rows, -1) >= protected // 2
+    best, partner = best_match(x[:, 0::2], x[:, 1::2], receives)
+    best[:, : (protected + 1) // 2] = -torch.inf
     giver = best.argsort(dim=1, descending=True, stable=True)[:, :remove]
     return target.scatter(1, 2 * giver, 2 * partner.gather(1, giver) + 1)
 
@@ -120,7 +120,7 @@ def kth_bipartite_matching(metric: Tensor, k: int) -> Tensor:
     place = torch.arange(tokens, device=metric.device)
     full = tokens - tokens % k
     x = normalize(metric.float(), dim=-1)[:, :full]
-    nearest = (x @ x[:, k - 1 :: k].transpose(1, 2)).argmax(2) * k + k - 1
+    nearest = best_match(x, x[:, k - 1 :: k])[1] * k + k - 1
     target = torch.full((rows, tokens), -1, device=metric.device)
     target[:, :full] = torch.where(place[:full] % k == k - 1, place[:full], nearest)
     return target

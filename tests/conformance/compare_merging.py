@@ -6,18 +6,22 @@ import math
 from collections.abc import Callable
 
 import torch
-from comparators import Arrays, Fault, Params, close, same_rows, same_set
+from comparators import Arrays, Fault, NotBuilt, Params, close, same_rows, same_set
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from mmaccel.merging.aim import AimMerge, halvings, merge_in_rounds
 from mmaccel.merging.centerclip import k_medoids
 from mmaccel.merging.dycoke import DyCoke
+from mmaccel.merging.fastvid import FastVID
 from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.moviechat import memory
+from mmaccel.merging.mustdrop import MustDropMerge, merge_windows, window_similarity, windows
 from mmaccel.merging.pitome import energy, energy_bipartite_matching, energy_matching, text_matching
-from mmaccel.merging.segments import static_segments
-from mmaccel.method import TokenBatch
+from mmaccel.merging.prunevid import PruneVidMerge, scenes_of
+from mmaccel.merging.segments import changing_segments, static_segments
+from mmaccel.method import EncoderTokens, TokenBatch
+from mmaccel.pruning.evit import EViT
 from mmaccel.reduction import Reduction
 
 
@@ -64,6 +68,27 @@ def pitome(text: bool) -> Callable[[Params, Arrays], None]:
             close(energy(metric[:, protected:], params["margin"], params["alpha"]), arrays["energy_check"])
 
     return compare
+
+
+# --- EViT -------------------------------------------------------------------------------------------------------------
+def evit(params: Params, arrays: Arrays) -> None:
+    """Attentive tokens exactly; the fused one is last in the program's output, and the attentive are in their order."""
+    if not params["fuse_token"]:
+        raise NotBuilt("EViT without its fused token")
+    x, scores, count = arrays["x_after_attn"], arrays["cls_attn"], params["left_tokens"]
+    rows, patches = scores.shape
+    assert count == math.ceil(params["keep_rate"] * patches)
+    whole = torch.cat([torch.ones(rows, 1), scores], 1)
+    seen = EncoderTokens(x, torch.ones(x.shape[:2]), protected=1, cls_attention=whole)
+    target = EViT().match(seen, patches - count - 1)
+    weight = EViT().weigh(seen, target)
+    for row in range(rows):
+        held = torch.bincount(target[row], minlength=1 + patches)
+        same_set((held == 1).nonzero()[1:, 0] - 1, arrays["idx"][row])
+        fused = int(held.argmax())
+        out = torch.zeros_like(x[row]).index_add(0, target[row], weight[row, :, None] * x[row])
+        order = torch.cat([torch.tensor([0]), arrays["idx"][row].long() + 1, torch.tensor([fused])])
+        close(out[order], arrays["out"][row])
 
 
 # --- AIM --------------------------------------------------------------------------------------------------------------
@@ -137,6 +162,8 @@ def dycoke(params: Params, arrays: Arrays) -> None:
     assert keep == params["kept_per_pruned_frame"]
     clip = film_of(arrays["tokens"].unflatten(0, (length, places)))
     theirs = arrays["out_src_idx"]
+    retain = (1 + 3 * (1 - params["merging_ratio"])) / 4
+    assert DyCoke(official_tail=True).official_count(retain, length * places, (length, 1, places)) == len(theirs)
     made = DyCoke(official_tail=True).reduce(clip, torch.tensor([len(theirs)]))
     ours = made.kept[0].nonzero()[:, 0]
     same_set(ours, theirs)
@@ -172,15 +199,119 @@ def moviechat(params: Params, arrays: Arrays) -> None:
     close(ours, arrays["long_memory"])
 
 
+# --- FastVID ----------------------------------------------------------------------------------------------------------
+def fastvid(params: Params, arrays: Arrays) -> None:
+    length, places, first = params["frames"], params["tokens_per_frame"], params["video_start"]
+    hidden, last = arrays["hidden"][0], first + length * places
+    method = FastVID(
+        segments=params["DySeg_c"],
+        tau=params["DySeg_tau"],
+        merged=params["STPrune_d"],
+        stride=params["DTM_p"],
+        beta=params["DTM_beta"],
+    )
+    segments = changing_segments(arrays["frame_global"], params["DySeg_c"] - 1, params["DySeg_tau"])
+    assert [end - start + 1 for start, end in segments] == arrays["segment_sizes"].tolist()
+    x, attention = hidden[first:last].unflatten(0, (length, places)), arrays["frame_attn"]
+    count = method.official_count(params["retention_ratio"], length * places, (length, 1, places))
+    slot, source, weight = method.clip(x, attention, everything(attention), count, arrays["frame_global"])
+    out = hidden.clone()
+    out[first + slot.unique()] = 0.0
+    out.index_add_(0, first + slot, weight[:, None] * hidden[first + source])
+    kept = torch.cat([torch.arange(first), first + slot.unique(), torch.arange(last, len(hidden))])
+    same_set(kept, arrays["keep_idx"])
+    close(out[kept], arrays["out"][0])
+
+
+# --- PruneVid ---------------------------------------------------------------------------------------------------------
+def prunevid(params: Params, arrays: Arrays) -> None:
+    x = arrays["frames"]
+    assert params["k_frames"] == params["k_spatial"]
+    method = PruneVidMerge(tau=params["tau"], scenes=params["temporal_segment_ratio"], neighbours=params["k_frames"])
+    # clusters of frames alike, whatever their numbers
+    ours = method._clusters(x.mean(1), max(1, int(len(x) * params["temporal_segment_ratio"])))
+    theirs = arrays["frame_cluster"][0]
+    assert torch.equal(ours[:, None] == ours, theirs[:, None] == theirs)
+    scenes = scenes_of(ours.tolist())
+    assert [last - first + 1 for first, last in scenes] == arrays["window_sizes"].tolist()
+    into = method.clip(x, everything(x), params["cluster_ratio"])
+    made = Reduction.merge(into.view(1, -1), torch.ones(1, into.numel(), dtype=torch.bool))
+    merged, owner, start = made.substitute(x.flatten(0, 1)[None])[0], into.flatten(), 0
+    places = x.shape[1]
+    for (first, last), static, dynamic in zip(
+        scenes, arrays["static_sizes"].tolist(), arrays["dynamic_sizes"].tolist(), strict=True
+    ):
+        scene = slice(first * places, (last + 1) * places)
+        found, times = owner[scene].unique(return_counts=True)
+        # a cluster of static tokens has members in every frame of the scene
+        frames = torch.stack(
+            [(owner[first * places :][: (last + 1 - first) * places] == i).view(-1, places).any(1) for i in found]
+        )
+        still = frames.all(1) & (times % (last + 1 - first) == 0) & (last > first)
+        assert int(still.sum()) == static and len(found) == static + dynamic
+        if static:
+            same_rows(merged[found[still]], arrays["out"][0, start : start + static])
+        same_rows(merged[found[~still]], arrays["out"][0, start + static : start + static + dynamic])
+        start += static + dynamic
+    assert start == arrays["out"].shape[1]
+
+
+# --- MustDrop ---------------------------------------------------------------------------------------------------------
+def mustdrop_merge(params: Params, arrays: Arrays) -> None:
+    hidden, theirs = arrays["hidden"], arrays["out"]
+    side, (window, other) = math.isqrt(hidden.shape[1] - 1), params["window"]
+    assert window == other and side % window == 0
+    method = MustDropMerge(threshold=params["threshold"], window=window)
+    x = hidden[:, 1:]
+    cells = torch.cartesian_prod(torch.arange(1), torch.arange(side), torch.arange(side))
+    tokens = TokenBatch(
+        features=x,
+        valid=everything(x),
+        cells=cells.expand(len(x), -1, -1),
+        grid=torch.tensor([[1, side, side]]).expand(len(x), -1),
+        segment=torch.zeros(x.shape[:2], dtype=torch.long),
+        signals={"features": x[:, None]},
+    )
+    slots, there = windows(tokens, window)
+    assert bool(there.all()) and there.shape[1] == (side // window) ** 2
+    similar = window_similarity(tokens.features, slots)
+    # all pictures of a batch merge as many windows as the one with fewest
+    alike = (similar >= params["threshold"]).sum(1).amin().expand(len(hidden))
+    ours = merge_windows(tokens.valid, slots, there, similar, alike)
+    if len(hidden) == 1:
+        alone = method.reduce(tokens, torch.tensor([side**2]))
+        assert torch.equal(alone.kept, ours.kept) and torch.equal(alone.owner(), ours.owner())
+    mass = ours.mass()
+    for row, merged in enumerate(ours.apply(x)):
+        close(hidden[row, 0], theirs[row, 0])
+        mine = torch.cat([merged, mass[row][ours.kept[row]][:, None]], 1)
+        same_rows(mine, torch.cat([theirs[row, 1:], arrays["size"][row, 1:]], 1))
+    # which tokens make which
+    source = arrays["source"].reshape(len(hidden), theirs.shape[1], -1)[:, 1:, 1:]
+    for row in range(len(hidden)):
+        groups = {tuple(line.nonzero()[:, 0].tolist()) for line in source[row]}
+        owner = ours.owner()[row]
+        assert groups == {tuple((owner == slot).nonzero()[:, 0].tolist()) for slot in owner.unique().tolist()}
+
+
 _AIM = "llava/model/token_merge.py:bipartite_soft_matching_merge (called as in llava_arch.py:get_2dPool)"
+_EVIT = "evit.py:Attention.forward + Block.forward (mlp stubbed to 0, norms identity)"
+_FASTVID = "fastvid_llavaonevision/LLaVA-NeXT/llava/model/language_model/modeling_qwen2.py"
 _HOLITOM = "holitom/llava_arch.py:LlavaMetaForCausalLM_holitom"
 
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
+    ("youweiliang/evit", _EVIT): evit,
     ("hchautran/PiToMe", "algo/pitome/merge.py:pitome_vision + merge_wavg"): pitome(text=False),
     ("hchautran/PiToMe", "algo/pitome/merge.py:pitome_text + merge_wavg"): pitome(text=True),
     ("LaVi-Lab/AIM", _AIM): aim_merge,
     ("cokeshao/HoliTom", f"{_HOLITOM}.{{select_static_windows,get_static_dynamic_features,holitom}}"): holitom,
     ("KD-TAO/DyCoke", "llava/model/llava_arch.py:dycole_ttm"): dycoke,
     ("mzhaoshuai/CenterCLIP", "modules/cluster/fast_kmeans.py:batch_fast_kmedoids_with_split"): centerclip,
+    ("LunarShen/FastVID", f"{_FASTVID}:Qwen2Model.forward (FastVID block)"): fastvid,
+    ("Visual-AI/PruneVid", "models/pllava/modeling_pllava.py:merge_frames_dynamic"): prunevid,
+    (
+        "liuting20/MustDrop",
+        "llava/model/multimodal_encoder/local_merge.py:conditional_pooling + merge_wavg",
+    ): mustdrop_merge,
     ("rese1f/MovieChat", "MovieChat/models/moviechat.py:MovieChat.encode_short_memory_frame"): moviechat,
 }
