@@ -81,7 +81,8 @@ def counts(
     present: list[int],
     picture: list[int],
     least: Retain | None = None,
-    rounding: Callable[[Retain, int], int] | None = None,
+    rounding: Callable[[Retain, int, tuple[int, int, int] | None], int] | None = None,
+    grids: list[tuple[int, int, int]] | None = None,
 ) -> Tensor:
     """The count of every unit (segment, or whole picture) of one stage, ``[N]`` long on the CPU.
 
@@ -91,7 +92,9 @@ def counts(
     original, present : tokens each unit had at first and has now.
     picture : which picture or clip each unit belongs to; the budget of a picture is split over its units.
     least : what a later stage is going to keep; this one leaves at least as many.
-    rounding : how a ratio of a picture becomes a whole number, at least one; default :func:`resolve`.
+    rounding : how a ratio of a picture becomes a whole number, at least one; default :func:`resolve`. It is given the ratio,
+        the size, and the grid of a picture that is one unit.
+    grids : (t, h, w) of each unit.
     """
     out = torch.zeros(len(present), dtype=torch.long)
     for p in dict.fromkeys(picture):
@@ -100,7 +103,7 @@ def counts(
         if rounding is None or isinstance(retain, int):
             total = resolve(retain, size)
         else:
-            total = max(1, rounding(retain, size))
+            total = max(1, rounding(retain, size, grids[units[0]] if grids and len(units) == 1 else None))
         total = total if least is None else max(total, resolve(least, size))
         sizes = [present[i] for i in units]
         for i, k in zip(units, split(total, sizes), strict=True):

@@ -14,6 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from .errors import UnsupportedError
 
 Modality = Literal["image", "video"]
+#: what is reduced together: an image (its stitched tiles as one), a clip or a frame of one that the prompt spreads out;
+#: the same with stitched tiles one by one; all of an image or clip
+Unit = Literal["segment", "tile", "picture"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,16 @@ class Tile:
     grid : (t, h, w) in tokens.
     cells : ``[n, 3]`` long, (t, row, column) of each token; -1 for tokens without a cell.
     source : ``[n]`` long, each token's index in what the tower taps of this modality deliver; -1 if it has none.
+    part : ``[n]`` long, for stitched tiles: which of them, in the order of the tower, a token belongs to (a newline to the
+        last one of its row); None when this is one tile.
+    parts : how many tiles are stitched together, those of which only padding was seen included.
     """
 
     grid: tuple[int, int, int]
     cells: Tensor
     source: Tensor
+    part: Tensor | None = None
+    parts: int = 1
 
     def __len__(self) -> int:
         return len(self.source)
@@ -118,12 +126,20 @@ class Layout:
                     )
         return Layout(valid, segments)
 
-    def units(self, unit: Literal["segment", "picture"]) -> Units:
-        """The segments, or whole pictures and clips, as one padded batch."""
+    def units(self, unit: Unit) -> Units:
+        """The segments, tiles, or whole pictures and clips, as one padded batch."""
         groups: dict[tuple[int, int], list[Segment]] = {}
-        for i, segment in enumerate(self.segments):
-            groups.setdefault((segment.picture, i if unit == "segment" else 0), []).append(segment)
+        segments = self.segments if unit != "tile" else [one for s in self.segments for one in _apart(s)]
+        for i, segment in enumerate(segments):
+            groups.setdefault((segment.picture, 0 if unit == "picture" else i), []).append(segment)
         parts = list(groups.values())
+
+        def tiles(part: list[Segment]) -> list[Tensor]:
+            first = torch.tensor([0, *(s.tile.parts for s in part[:-1])]).cumsum(0).tolist()
+            return [
+                k + (torch.zeros_like(s.places) if s.tile.part is None else s.tile.part)
+                for k, s in zip(first, part, strict=True)
+            ]
 
         def pad(tensors: list[list[Tensor]], value: int = -1) -> Tensor:
             return pad_sequence([torch.cat(t) for t in tensors], batch_first=True, padding_value=value)
@@ -139,14 +155,28 @@ class Layout:
             cells=pad([[s.tile.cells for s in part] for part in parts]),
             source=pad([[s.tile.source for s in part] for part in parts]),
             segment=pad([[torch.full((len(s.places),), i) for i, s in enumerate(part)] for part in parts]),
+            tile=pad([tiles(part) for part in parts]),
+            tiles=torch.tensor([sum(s.tile.parts for s in part) for part in parts]),
             grid=torch.tensor(grids),
         )
 
 
+def _apart(segment: Segment) -> list[Segment]:
+    """The stitched tiles of a segment that have tokens, each as a segment; their cells stay those of the stitched grid."""
+    tile = segment.tile
+    if tile.part is None:
+        return [segment]
+    mine = [(tile.part == i).nonzero()[:, 0] for i in tile.part.unique().tolist()]
+    return [
+        replace(segment, tile=Tile(tile.grid, tile.cells[at], tile.source[at]), places=segment.places[at])
+        for at in mine
+    ]
+
+
 @dataclass(frozen=True)
 class Units:
-    """Segments or pictures as a padded batch: ``row [N]``, ``grid [N, 3]``, the rest ``[N, n]`` (cells ``[N, n, 3]``),
-    padded with -1 at the end."""
+    """Segments, tiles or pictures as a padded batch: ``row [N]``, ``grid [N, 3]``, ``tiles [N]`` (how many the unit has),
+    the rest ``[N, n]`` (cells ``[N, n, 3]``), padded with -1 at the end."""
 
     row: Tensor
     picture: list[int]
@@ -155,7 +185,9 @@ class Units:
     cells: Tensor
     source: Tensor
     segment: Tensor
+    tile: Tensor
     grid: Tensor
+    tiles: Tensor
 
     @property
     def valid(self) -> Tensor:
@@ -179,4 +211,5 @@ class Units:
             cells=cells,
             source=take(self.source),
             segment=take(self.segment),
+            tile=take(self.tile),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,13 +14,14 @@ from test_methods import UNITS, batch_of, check_rows_alone, dense
 from torch import Tensor
 
 import mmaccel
-from mmaccel import MmaccelError, Recipe, Stage, accelerated
+from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
 from mmaccel.layers.aim import AimPageRank
 from mmaccel.layers.framefusion import FrameFusion, merge_runs, sparsity_needed
 from mmaccel.layers.holitom import HoliTomInner, nearest_kept
 from mmaccel.layers.mustdrop import MustDropFilter
 from mmaccel.layers.promptdistill import PromptDistill
-from mmaccel.method import LayerAttention, LayerMethod, TokenBatch
+from mmaccel.layers.streaming import upto
+from mmaccel.method import LayerAttention, LayerMethod, Tap, TokenBatch
 
 METHODS = [
     AimPageRank(),
@@ -195,6 +197,46 @@ def test_mustdrop_thresholds_and_budget_are_one_filter() -> None:
         assert not (capped.kept & ~free.kept).any() and (capped.kept.sum(1) <= 2).all()
 
 
+def test_mustdrop_keys_are_dropped_last() -> None:
+    tokens = tokens_of()
+    seen = tokens.signals["cls_attention"][:, :1]
+    tokens = replace(tokens, signals={**tokens.signals, "cls_attention": seen, "received_attention": -seen})
+    # an earlier stage has dropped some of what entered: 0.08 of 60 is 4.8
+    tokens = replace(tokens, entered=torch.tensor([36, 60, 20, 1, 30]))
+    wanted = torch.tensor([3, 5, 2, 1, 3])
+    for query, sign in (("cls", 1), ("all", -1)):
+        method = MustDropFilter(adaptive=True, protect=0.08, query=query, global_threshold=9, individual_threshold=9)
+        best = (sign * seen[:, 0]).nan_to_num(nan=-9).masked_fill(~tokens.valid, -9).argsort(dim=1, descending=True)
+        made = method.reduce(tokens, tokens.valid.sum(1))
+        for row, k in enumerate(wanted.tolist()):
+            assert sorted(best[row, :k].tolist()) == made.kept[row].nonzero()[:, 0].tolist()
+        # a budget below them keeps the best of them
+        one = method.reduce(tokens, torch.ones(5, dtype=torch.long))
+        assert one.kept.long().argmax(1).tolist() == best[:, 0].tolist() and (one.kept.sum(1) == 1).all()
+        # one above keeps others too
+        fixed = replace(method, adaptive=False).reduce(tokens, tokens.valid.sum(1) // 2)
+        assert not (made.kept & ~fixed.kept)[tokens.valid.sum(1) // 2 >= wanted].any()
+        assert method.taps() == (Tap("cls_attention" if query == "cls" else "received_attention", (-1,)),)
+    assert MustDropFilter(query="cls").taps() == ()
+    with (
+        pytest.raises(UnsupportedError, match="query='all'"),
+        accelerated(tiny("qwen2_5_vl"), "mustdrop-filter", protect=0.1, query="cls", layer=2),
+    ):
+        pass
+
+
+def test_mustdrop_keys_stay_the_same_from_stage_to_stage() -> None:
+    """Thresholds that nothing passes: what is left in the end are the keys of what entered the language model."""
+    options = {"adaptive": True, "protect": 0.25, "global_threshold": 9.0, "individual_threshold": 9.0}
+    model, feed = tiny("llava"), dict(zoo.inputs("llava", "images"))
+    stages = [Stage("uniform", 0.6), *(Stage("mustdrop-filter", 0.4, {**options, "layer": i}) for i in (1, 2, 3))]
+    with accelerated(model, Recipe("keys", tuple(stages))):
+        last_logits(model, feed)
+        kept = [stage["tokens_kept"] for stage in model.mmaccel.stats()["stages"]]
+    entered = int(36 * 0.6 + 0.5)
+    assert kept == [2 * entered, *[2 * math.ceil(entered * 0.25)] * 3]
+
+
 # --- what they see ----------------------------------------------------------------------------------------------------
 def layer_of(lengths: list[int], old: int = 0, heads: int = 4, groups: int = 2, seed: int = 0) -> LayerAttention:
     """Rows of these lengths, left padded, behind ``old`` keys of an earlier turn; every third token is visual."""
@@ -265,6 +307,16 @@ def test_what_a_layer_shows_of_a_row_does_not_depend_on_the_batch(method: LayerM
         for name, figures in method.look(alone).items():
             assert figures.dtype == torch.float32
             torch.testing.assert_close(together[name][row, -length:], figures[0])
+
+
+def test_keys_are_converted_once() -> None:
+    layer = layer_of([7, 5])
+    half = replace(layer, query=layer.query.bfloat16(), key=layer.key.bfloat16())
+    part = upto(half, 4)
+    assert half.key.dtype == torch.float32 == part.key.dtype
+    assert part.key.untyped_storage().data_ptr() == half.key.untyped_storage().data_ptr()
+    exact = replace(layer, query=layer.query.bfloat16().float(), key=layer.key.bfloat16().float())
+    assert torch.equal(half.attention(2, 6).nan_to_num(), exact.attention(2, 6).nan_to_num())
 
 
 def test_promptdistill_smooths_along_the_prompt() -> None:
@@ -362,10 +414,33 @@ def test_several_stages_in_one_model() -> None:
         assert kept == sorted(kept, reverse=True) and kept[-1] >= 3
 
 
+def test_shares_of_the_depth_that_fall_together() -> None:
+    """In a shallow model the last stage of a layer counts, and the statistics say so; different methods are refused."""
+    model, feed = tiny("llava"), dict(zoo.inputs("llava", "image"))
+    with accelerated(model, "aim"):
+        last_logits(model, feed)
+        stats = model.mmaccel.stats()
+        layers, cuts = layers_at("aim", 4), model.mmaccel.cuts
+    assert sorted(cuts) == sorted(set(layers)) and len(stats["notes"]) == len(layers) - len(cuts) > 0
+    # stage 0 merges before the language model
+    assert all(number == len(layers) - layers[::-1].index(layer) for layer, number in cuts.items())
+    assert len(stats["stages"]) == 1 + len(cuts)
+    assert f"stages 1 and 2 (aim-pagerank) both fall on layer {layers[0]} of 4: only stage 2 works" in stats["notes"]
+    for second, says in (
+        (Stage("holitom-inner", 0.2, {"layer": 0.55}), "'fastv' and 'holitom-inner' both fall on layer 2"),
+        (Stage("holitom-inner", 0.2, {"layer": 0.2}), "'holitom-inner' comes to work at layer 1, below"),
+    ):
+        with pytest.raises(MmaccelError, match=says):
+            mmaccel.accelerate_vlm(model, Recipe("two", (Stage("fastv", 0.5, {"layer": 2}), second)))
+    with accelerated(model, "fastv"):
+        last_logits(model, feed)
+        assert model.mmaccel.stats()["notes"] == []
+
+
 # --- the papers -------------------------------------------------------------------------------------------------------
 def layers_at(name: str, depth: int, deepstack: int = 0) -> list[int]:
     """The layers a recipe works at in a language model of ``depth`` layers."""
-    family = SimpleNamespace(text=SimpleNamespace(layers=[None] * depth), deepstack=deepstack)
+    family = SimpleNamespace(text=SimpleNamespace(layers=[None] * depth), deepstack=deepstack, has_cls=True)
     built = [m for _, m in mmaccel.recipe(name).build() if isinstance(m, LayerMethod)]
     return [m.fit(family).layer for m in built]  # type: ignore[arg-type, attr-defined]
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import open_clip
 import pytest
 import torch
 import zoo
+from safetensors.torch import save_file
 from test_methods import dense
 from torch import Tensor
+from transformers import CLIPConfig, CLIPModel
 
 import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, accelerated
+from mmaccel.budget import split
+from mmaccel.families import family_of
+from mmaccel.layout import Layout
 from mmaccel.method import TokenBatch, TokenMethod
 from mmaccel.pruning import _scores
 from mmaccel.pruning.cdpruner import CDPruner, conditional_diverse, mean_cosine, rescaled
@@ -99,6 +108,8 @@ def row_of(tokens: TokenBatch, row: int) -> TokenBatch:
         cells=tokens.cells[one, :n],
         grid=tokens.grid[one],
         segment=tokens.segment[one, :n],
+        tile=tokens.tile[one, :n],
+        tiles=tokens.tiles[one],
         question=tokens.question[one],
         question_valid=tokens.question_valid[one],
         signals={name: value[one, :, :n] for name, value in tokens.signals.items()},
@@ -190,6 +201,11 @@ def test_they_are_registered_with_the_papers_defaults() -> None:
     assert mmaccel.recipe("hired").retain == 0.2 and mmaccel.recipe("prumerge").retain == 1.0
     assert HiRED().official_count(0.29, 100) == 28 and FoPru().official_count(0.29, 100) == 28
     assert PruMerge().official_count(0.125, 576) == 73
+    # whole rows where the picture is one grid: half of 5 rows rounds to even
+    rows = FoPru(strategy="row")
+    assert rows.official_count(0.5, 20, (1, 5, 4)) == 8 and rows.official_count(0.01, 20, (1, 5, 4)) == 4
+    assert rows.official_count(0.5, 25, (1, 5, 4)) == 12 == rows.official_count(0.5, 25)
+    assert FoPru().official_count(0.5, 25, (1, 5, 5)) == 12
 
 
 @pytest.mark.parametrize(
@@ -213,21 +229,28 @@ def test_impossible_options_are_refused(make) -> None:
 
 
 # --- HiRED ------------------------------------------------------------------------------------------------------------
-def tiled(h: int, w: int, hot: list[tuple[int, int]], side: int = 4) -> TokenBatch:
-    """A base image whose ``hot`` cells have early attention, and a stitched grid of ``h`` x ``w`` cells."""
+def tiled(h: int, w: int, hot: list[tuple[int, int]], top: int = 0, side: int = 4) -> TokenBatch:
+    """A base image whose ``hot`` cells have early attention, and a stitched grid of ``h`` x ``w`` cells, before which (and
+    behind which) ``top`` rows of padding were cut off."""
     tokens = batch_of([[(1, side, side, False), (1, h, w, True)]])
     early = torch.zeros(tokens.valid.shape[1])
     early[[r * side + c for r, c in hot]] = 1.0
     late = tokens.signals["cls_attention"][:, 1]
-    return replace(tokens, signals={"cls_attention": torch.stack([early[None], late], 1)})
+    row, col = tokens.cells[..., 1], tokens.cells[..., 2]
+    rows, cols = (h + 2 * top) // side, w // side
+    tile = (1 + (row + top) // side * cols + col // side).masked_fill(tokens.segment == 0, 0)
+    return replace(
+        tokens,
+        tile=tile.masked_fill(row < 0, 0),
+        tiles=torch.tensor([1 + rows * cols]),
+        signals={"cls_attention": torch.stack([early[None], late], 1)},
+    )
 
 
-def by_quadrant(kept: Tensor, tokens: TokenBatch, rows: int, cols: int, top: int = 0, left: int = 0) -> list[int]:
-    """Kept tokens of the base image, and of every tile of side 4 in reading order."""
-    cell, segment = tokens.cells[0], tokens.segment[0]
-    tile = (cell[:, 1] + top) // 4 * cols + (cell[:, 2] + left) // 4
-    mine = (segment == 1) & (cell >= 0).all(-1) & kept[0]
-    return [int(kept[0][segment == 0].sum())] + [int((mine & (tile == i)).sum()) for i in range(rows * cols)]
+def by_tile(kept: Tensor, tokens: TokenBatch) -> list[int]:
+    """Kept tokens of the base image, and of every tile in reading order."""
+    mine = kept[0] & (tokens.cells[0] >= 0).all(-1)
+    return [int((mine & (tokens.tile[0] == i)).sum()) for i in range(int(tokens.tiles))]
 
 
 def test_hired_gives_to_the_tile_that_covers_what_is_looked_at() -> None:
@@ -235,10 +258,10 @@ def test_hired_gives_to_the_tile_that_covers_what_is_looked_at() -> None:
     tokens = tiled(8, 8, right)
     # alpha 0.75 marks a quarter of the 16 base tokens: exactly the upper right quadrant
     made = HiRED(alpha=0.75).reduce(tokens, torch.tensor([12]))
-    assert by_quadrant(made.kept, tokens, 2, 2) == [9, 0, 3, 0, 0]
+    assert by_tile(made.kept, tokens) == [9, 0, 3, 0, 0]
     # the bands of the program are rows of the base image
     bands = HiRED(alpha=0.75, layout="official_bands").reduce(tokens, torch.tensor([12]))
-    assert by_quadrant(bands.kept, tokens, 2, 2) == [9, 1, 1, 0, 0]
+    assert by_tile(bands.kept, tokens) == [9, 1, 1, 0, 0]
     late = tokens.signals["cls_attention"][0, 1]
     base = tokens.segment[0] == 0
     assert slots(made.kept[0] & base) == sorted(late[base].argsort(descending=True)[:9].tolist())
@@ -246,13 +269,86 @@ def test_hired_gives_to_the_tile_that_covers_what_is_looked_at() -> None:
 
 def test_hired_knows_where_the_padding_was() -> None:
     # 6 of 8 rows are left after unpadding, one of padding on each side: the upper tiles hold rows 0 to 2
-    tokens = tiled(6, 8, [(r, c) for r in (0, 1) for c in (0, 1)])
+    tokens = tiled(6, 8, [(r, c) for r in (0, 1) for c in (0, 1)], top=1)
     made = HiRED(alpha=0.75).reduce(tokens, torch.tensor([16]))
-    assert by_quadrant(made.kept, tokens, 2, 2, top=1) == [12, 4, 0, 0, 0]
+    assert by_tile(made.kept, tokens) == [12, 4, 0, 0, 0]
     # more than the tile holds goes to the other tiles
     made = HiRED(alpha=0.75).reduce(tokens, torch.tensor([64]))
-    kept = by_quadrant(made.kept, tokens, 2, 2, top=1)
+    kept = by_tile(made.kept, tokens)
     assert kept[:2] == [16, 12] and sum(kept) == 64
+    # of three tiles in a column the second covers the middle of the second of four rows
+    tokens = tiled(12, 4, [(1, c) for c in range(4)])
+    made = HiRED(alpha=0.75).reduce(tokens, torch.tensor([16]))
+    assert by_tile(made.kept, tokens) == [12, 0, 4, 0]
+    # two bands of a tile and more were padding only: of eight tiles the middle four have tokens
+    tokens = tiled(8, 8, [(r, c) for r in (2, 3) for c in (0, 1)], top=4)
+    made = HiRED(alpha=0.75).reduce(tokens, torch.tensor([12]))
+    assert by_tile(made.kept, tokens) == [9, 0, 0, 0, 0, 3, 0, 0, 0]
+    # the program counts bands for all eight: the fifth and the seventh, which has no token, share what the tiles get
+    bands = HiRED(alpha=0.75, layout="official_bands").reduce(tokens, torch.tensor([16]))
+    assert by_tile(bands.kept, tokens) == [12, 0, 0, 0, 0, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
+def test_tiles_are_those_of_the_model(name: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile is filled with its own number, and stitched by the model's own code; with a ``few`` shapes to choose from,
+    tiles may hold nothing but padding."""
+    tiny = model(name)
+    if few:
+        size = 4 * tiny.config.vision_config.image_size
+        monkeypatch.setattr(tiny.config, "image_grid_pinpoints", [[size, size]])
+    family = family_of(tiny)
+    # so many tiles that nothing is resized
+    next_ = name == "llava_next"
+    how = {"vision_feature_select_strategy": "default"} if next_ else {"vision_aspect_ratio": "anyres_max_1000"}
+    random = torch.Generator().manual_seed(0)
+    side, newline = family.side, torch.full((1,), -5.0)
+    seen = 0
+    for height, width in (torch.rand(60, 2, generator=random) * 3 + 3).exp().long().tolist():
+        picture, used = family.anyres((height, width), 0, None if next_ else 1000)
+        if 0 in picture[1].grid:
+            # so narrow that the model itself keeps nothing of the tiles
+            continue
+        number = torch.arange(used // side**2).float()[:, None, None].expand(-1, side**2, 1)
+        packed = tiny.model.pack_image_features(
+            [number], torch.tensor([[height, width]]), image_newline=newline, **how
+        )[0][0][:, 0]
+        layout = Layout.walk(
+            torch.zeros(1, len(packed)), torch.ones(1, len(packed), dtype=torch.bool), [("image", 0, [picture])], "x"
+        )
+        units = layout.units("picture")
+        theirs, places = units.tile[0].float(), units.places[0]
+        assert torch.equal(torch.where(packed[places] < 0, -5.0, theirs), packed[places])
+        # a newline goes with the tile before it
+        lines = (packed < 0).nonzero()[:, 0]
+        assert torch.equal(units.tile[0][lines], units.tile[0][lines - 1])
+        assert int(units.tiles) == len(number)
+        seen += len(number) > len(theirs.unique())
+        apart = layout.units("tile")
+        assert sorted(apart.places[apart.valid].tolist()) == sorted(places.tolist())
+        for p in apart.places:
+            own = packed[p[p >= 0]]
+            assert len(own[own >= 0].unique()) == 1
+    assert bool(seen) == few
+
+
+@torch.no_grad()
+def test_tiles_share_the_budget_by_what_is_left_of_them() -> None:
+    tiny, feed = model("llava_next"), zoo.inputs("llava_next", "uneven")
+    with accelerated(tiny, "visionzip", retain=0.4):
+        tiny(**feed)
+        kept, layout = tiny.mmaccel.reduction.kept, tiny.mmaccel.layout
+        stage = tiny.mmaccel.stats()["stages"][0]
+    units, found = layout.units("tile"), 0
+    assert len(units.picture) > len(layout.segments)
+    for picture in set(units.picture):
+        mine = [i for i, p in enumerate(units.picture) if p == picture]
+        sizes = units.valid.sum(1)[mine].tolist()
+        stays = [int((kept[units.row[i], units.places[i].clamp(min=0)] & units.valid[i]).sum()) for i in mine]
+        assert stays == split(int(sum(sizes) * 0.4 + 0.5), sizes)
+        found += sum(stays)
+    assert found == stage["tokens_kept"] == stage["resolved"]
 
 
 def test_hired_on_one_tile_is_plain_attention_and_frames_share_evenly() -> None:
@@ -370,6 +466,36 @@ def test_prumerge_matches_the_definition() -> None:
         expected[i] = x[i] + (score[near, None] * x[near]).sum(0)
     expected[added] = (score[~chosen, None] * x[~chosen]).sum(0)
     torch.testing.assert_close(made.apply(tokens.features)[0], expected[made.kept[0]])
+
+
+@torch.no_grad()
+def test_prumerge_without_splitting_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``official_unsplit`` sees the products of whole queries and keys of the tower's last layer."""
+    tiny, feed, seen = model("llava"), zoo.inputs("llava", "images"), {}
+    layer = tiny.model.vision_tower.encoder.layers[-1].self_attn
+
+    def watch(method: PruMerge, tokens: TokenBatch, count: Tensor) -> object:
+        seen["signals"] = tokens.signals
+        return prumerge_reduce(method, tokens, count)
+
+    prumerge_reduce = PruMerge.reduce
+    monkeypatch.setattr(PruMerge, "reduce", watch)
+    hooks = [
+        getattr(layer, name).register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
+        for name in ("q_proj", "k_proj")
+    ]
+    with accelerated(tiny, "prumerge", heads="official_unsplit"):
+        tiny(**feed)
+        assert 0 < tiny.mmaccel.stats()["visual_tokens_kept"] < tiny.mmaccel.stats()["visual_tokens"]
+    for hook in hooks:
+        hook.remove()
+    query, key = seen["q_proj"][:, 0], seen["k_proj"]
+    attention = torch.einsum("nd,ntd->nt", query, key).div(query.shape[1] ** 0.5).softmax(1)[:, 1:]
+    torch.testing.assert_close(seen["signals"]["cls_attention_unsplit"][:, 0], attention)
+    torch.testing.assert_close(seen["signals"]["keys_unsplit"][:, 0], key[:, 1:])
+    for family, query, says in (("llava", "all", "query='all' does not"), ("qwen2_5_vl", "auto", "qwen2_5_vl lacks")):
+        with pytest.raises(UnsupportedError, match=says):
+            mmaccel.accelerate_vlm(model(family), "prumerge", heads="official_unsplit", query=query)
 
 
 def test_prumerge_retain_is_a_ceiling() -> None:
@@ -505,3 +631,118 @@ def test_cls_is_not_asked_where_there_is_none() -> None:
             assert fitted.query == "all" and kind().fit(SimpleNamespace(has_cls=True)).query == "cls"  # type: ignore
     with pytest.raises(UnsupportedError, match="fopru"):
         HiRED().check(siglip)  # type: ignore[arg-type]
+
+
+# --- CDPruner with CLIP's own text tower ------------------------------------------------------------------------------
+def clip_folder(kind: str, path: Path, width: int) -> Path:
+    """A tiny CLIP model with random weights, as transformers or open_clip store it, and the tokenizer of the tiny models."""
+    words = zoo.tokenizer("llava")
+    words.save_pretrained(path)
+    if kind == "transformers":
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text = {**size, "vocab_size": len(words), "max_position_embeddings": 8, "eos_token_id": words.eos_token_id}
+        vision = {**size, "hidden_size": width, "image_size": 28, "patch_size": 14}
+        torch.manual_seed(0)
+        CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(path)
+        return path
+    config = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 28, "patch_size": 14, "width": width, "layers": 1, "head_width": width // 2},
+        "text_cfg": {
+            "context_length": 8,
+            "vocab_size": len(words),
+            "width": 32,
+            "heads": 2,
+            "layers": 2,
+            "hf_tokenizer_name": "here",
+        },
+    }
+    about = {"model_cfg": config, "preprocess_cfg": {"size": [28, 28]}}
+    (path / "open_clip_config.json").write_text(json.dumps(about), encoding="utf-8")
+    torch.manual_seed(0)
+    made = open_clip.CLIP(**{**config, "vision_cfg": config["vision_cfg"], "text_cfg": config["text_cfg"]})
+    save_file(made.state_dict(), path / "open_clip_model.safetensors")
+    return path
+
+
+def relevance_by_hand(kind: str, folder: Path, hidden: Tensor, question: str) -> Tensor:
+    """Negated mean cosine of the patches ``hidden [n, width]`` and the pieces of the question, from the whole models."""
+    words = zoo.tokenizer("llava")
+    if kind == "transformers":
+        clip = CLIPModel.from_pretrained(folder)
+        ids = words(question)["input_ids"]
+        pieces = [ids[i : i + 8] for i in range(0, len(ids), 8)]
+        rows = torch.tensor([piece + [0] * (8 - len(piece)) for piece in pieces])
+        mask = torch.tensor([[1] * len(piece) + [0] * (8 - len(piece)) for piece in pieces])
+        text = clip.text_projection(clip.text_model(input_ids=rows, attention_mask=mask).pooler_output)
+        patches = clip.visual_projection(clip.vision_model.post_layernorm(hidden))
+    else:
+        clip = open_clip.create_model(f"local-dir:{folder}")
+        text = clip.encode_text(open_clip.get_tokenizer(f"local-dir:{folder}")([question]))
+        patches = clip.visual.ln_post(hidden) @ clip.visual.proj
+    return -torch.cosine_similarity(patches[:, None], text[None], dim=-1).mean(1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("negate", [True, False])
+@pytest.mark.parametrize("kind", ["transformers", "open_clip"])
+def test_cdpruner_with_a_text_tower(kind: str, negate: bool, tmp_path: Path) -> None:
+    tiny, feed = model("llava"), zoo.inputs("llava", "image")
+    folder = clip_folder(kind, tmp_path, tiny.config.vision_config.hidden_size)
+    options = {"processor": zoo.processor("llava"), "retain": 0.3, "clip": str(folder), "negate": negate}
+    with accelerated(tiny, "cdpruner", **options):
+        tiny(**feed)
+        made, notes = tiny.mmaccel.reduction.kept, tiny.mmaccel.stats()["notes"]
+        tiny(**feed)
+        assert tiny.mmaccel.stats()["notes"] == notes and len(notes) == 1 and str(folder) in notes[0]
+    with accelerated(tiny, "cdpruner", retain=0.3):
+        tiny(**feed)
+        assert "language model itself" in tiny.mmaccel.stats()["notes"][0]
+        assert not torch.equal(tiny.mmaccel.reduction.kept, made)
+
+    visual = zoo.visual_mask("llava", tiny, feed["input_ids"])[0]
+    last = int(visual.nonzero().max()) + 1
+    assert "\nASSISTANT:" in zoo.tokenizer("llava").decode(feed["input_ids"][0, last:])
+    question = zoo.QUESTION
+    seen = tiny.model.vision_tower(feed["pixel_values"], output_hidden_states=True).hidden_states
+    hidden = seen[tiny.config.vision_feature_layer][0, 1:]
+    cosine = relevance_by_hand(kind, folder, hidden, question) * (1 if negate else -1)
+    features = tiny.model.get_image_features(feed["pixel_values"]).pooler_output[0][None]
+    everything = torch.ones(1, len(cosine), dtype=torch.bool)
+    count = torch.tensor([int(len(cosine) * 0.3 + 0.5)])
+    kept = conditional_diverse(features, rescaled(cosine[None], everything), everything, count)
+    assert torch.equal(made[0, visual], kept[0])
+
+
+def test_text_towers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, processor = model("llava"), zoo.processor("llava")
+    width = tiny.config.vision_config.hidden_size
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    for name, says in (
+        ("nowhere", "is no folder; give the folder"),
+        ("ViT-B-32:nothing", "cannot be loaded"),
+        ("ViT-X-1:openai", "cannot be loaded"),
+        (str(tmp_path / "empty"), "cannot be loaded"),
+        (str(clip_folder("open_clip", tmp_path / "other", 2 * width)), f"of width {2 * width}, but that of this llava"),
+    ):
+        with pytest.raises(MmaccelError, match=says):
+            mmaccel.accelerate_vlm(tiny, "cdpruner", processor=processor, clip=name)
+        assert not mmaccel.is_accelerated(tiny)
+    with pytest.raises(UnsupportedError, match="give processor="):
+        mmaccel.accelerate_vlm(tiny, "cdpruner", clip=str(tmp_path / "other"))
+    tiny.config.vision_config.save_pretrained(tmp_path / "empty")
+    with pytest.raises(MmaccelError, match="clip= takes CLIP models"):
+        mmaccel.accelerate_vlm(tiny, "cdpruner", processor=processor, clip=str(tmp_path / "empty"))
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(MmaccelError, match="mmaccel\\[clip\\]"):
+        mmaccel.accelerate_vlm(tiny, "cdpruner", processor=processor, clip=str(tmp_path / "other"))
+
+
+def test_words_are_the_first_stretch_between_special_tokens() -> None:
+    words = zoo.tokenizer("llava")
+    family = family_of(model("llava"), zoo.processor("llava"))
+    end, plain = words.eos_token_id, words("what is it?", add_special_tokens=False)["input_ids"]
+    blank = words(" ", add_special_tokens=False)["input_ids"]
+    assert family.words(torch.tensor([end, *blank, end, *plain, end, *plain, *plain])) == "what is it?"
+    assert family.words(torch.tensor([end])) == "" == family.words(torch.tensor([], dtype=torch.long))

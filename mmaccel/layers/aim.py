@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MmaccelError
-from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..method import Grid, LayerAttention, LayerMethod, TokenBatch
 from ..reduction import Reduction
 from ..registry import register
 from .streaming import row_blocks, upto
@@ -60,7 +60,7 @@ class AimPageRank(LayerMethod):
                 f"{self.tau}, {self.iterations} and {self.teleport}."
             )
 
-    def official_count(self, retain: float, size: int) -> int:
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program rounds down."""
         return int(retain * size)
 

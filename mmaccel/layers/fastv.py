@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..method import LayerMethod, TokenBatch
+from ..method import Grid, LayerMethod, TokenBatch
 from ..reduction import Reduction
 from ..registry import register
 
@@ -39,7 +39,7 @@ class FastV(LayerMethod):
 
     layer: float = 2
 
-    def official_count(self, retain: float, size: int) -> int:
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program is given the share to drop, and rounds what stays half to even."""
         return round(size * (1 - (1 - retain)))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..errors import MmaccelError
-from ..method import LayerMethod, TokenBatch
+from ..method import Grid, LayerMethod, TokenBatch
 from ..reduction import Reduction, top_mask
 from ..registry import register
 
@@ -51,7 +51,7 @@ class FrameFusion(LayerMethod):
     layer: float = 1
     similarity: float = 0.6
 
-    def official_count(self, retain: float, size: int) -> int:
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program rounds what its pruning keeps half to even."""
         return round(retain * size)
 

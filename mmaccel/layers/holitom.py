@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..method import LayerMethod, TokenBatch
+from ..method import Grid, LayerMethod, TokenBatch
 from ..reduction import Links, Reduction, top_mask
 from ..registry import register
 
@@ -50,7 +50,7 @@ class HoliTomInner(LayerMethod):
 
     layer: float = 18
 
-    def official_count(self, retain: float, size: int) -> int:
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program is given the share to drop, and rounds what stays half to even."""
         return round(size * (1 - (1 - retain)))
 

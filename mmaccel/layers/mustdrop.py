@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ..errors import MmaccelError
-from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..errors import MmaccelError, UnsupportedError
+from ..method import LayerAttention, LayerMethod, Method, Tap, TokenBatch
 from ..reduction import Reduction, top_mask
 from ..registry import register
 from .streaming import row_blocks, upto
+
+if TYPE_CHECKING:
+    from ..families.base import Family
 
 
 @register
@@ -31,6 +35,10 @@ class MustDropFilter(LayerMethod):
     scaled together until it meets the budget. With ``adaptive=True`` the thresholds decide, as in the paper, and the
     budget is only a ceiling (``retain=1.0``: none); at least one token of a picture stays. Text always stays.
 
+    With ``protect`` above 0, the ``ceil(protect n)`` of the ``n`` tokens of a picture that entered the language model with
+    most attention of the CLS token, in the last layer of the tower, are its keys: no threshold drops them, and a budget
+    drops them last.
+
     ``g`` and ``m`` are gathered over blocks of text rows; rows without text are not computed and no map is kept.
 
     Parameters
@@ -39,23 +47,30 @@ class MustDropFilter(LayerMethod):
         3, 7, 11 and 15 here; see the recipe ``mustdrop``.
     global_threshold, individual_threshold : 0.001 and 0.001 as for 192 of 576 tokens on TextVQA; 0.0012 and 0.001 for
         128, 0.011 and 0.01 for 64.
+    protect : share of keys; the program's 0.08 in the recipe ``mustdrop``, none in this method alone.
+    query : whose attention makes keys: ``cls``; ``all``, the mean over all patches, for towers without a CLS token; ``auto``,
+        the CLS token's where there is one.
 
     Paper and program: the program sums over the text behind the image; text in front of it cannot look at it, so all
-    text may vote here, and with several pictures each has its own sum. Tokens that its vision stage marked as keys are
-    exempt there; that stage is not part of this method. It renumbers positions, which stay original here, and after prefill
-    cuts the cache of the layers before a filter to what later filters left; here those layers keep what they have read.
+    text may vote here, and with several pictures each has its own sum. It takes keys of what its vision stage merged
+    inside the tower; here a merged token is judged by the patch in whose slot it stands. It renumbers positions, which
+    stay original here, and after prefill cuts the cache of the layers before a filter to what later filters left; here
+    those layers keep what they have read.
     """
 
     name = "mustdrop-filter"
     summary = "visual tokens that the text, or a single text token, attends to"
     paper = "arXiv 2411.10803"
     budget = "at_most"
+    renumbers_inside: ClassVar[bool] = True
     default_retain = 1 / 3
 
     layer: float = 3
     global_threshold: float = 0.001
     individual_threshold: float = 0.001
     adaptive: bool = False
+    protect: float = 0.0
+    query: Literal["auto", "cls", "all"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +78,29 @@ class MustDropFilter(LayerMethod):
             raise MmaccelError(
                 "mustdrop-filter needs thresholds above 0, not "
                 f"{self.global_threshold} and {self.individual_threshold}."
+            )
+        if not 0.0 <= self.protect <= 1.0:
+            raise MmaccelError(f"protect={self.protect} is no share of the tokens, which lies between 0 and 1.")
+        if self.query not in ("auto", "cls", "all"):
+            raise MmaccelError(f"mustdrop-filter knows query 'auto', 'cls' and 'all', not {self.query!r}.")
+
+    def fit(self, family: Family) -> Method:
+        """``auto`` becomes ``cls`` or ``all``; a share of the depth becomes a layer."""
+        if self.query == "auto":
+            return replace(self, query="cls" if family.has_cls else "all").fit(family)
+        return super().fit(family)
+
+    def taps(self) -> tuple[Tap, ...]:
+        """With keys, the attention of the tower's last layer."""
+        kind: Literal["cls_attention", "received_attention"]
+        kind = "received_attention" if self.query == "all" else "cls_attention"
+        return (Tap(kind, (-1,)),) if self.protect else ()
+
+    def check(self, family: Family) -> None:
+        """Refuse ``query="cls"`` on towers without a CLS token."""
+        if self.protect and self.query == "cls" and not family.has_cls:
+            raise UnsupportedError(
+                f"mustdrop-filter asks the CLS token, which the vision tower of {family.name} lacks; give query='all'."
             )
 
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
@@ -89,9 +127,22 @@ class MustDropFilter(LayerMethod):
         most = tokens.signals["text_max"].masked_fill(~valid, 0.0)
         bar = self.global_threshold * total.sum(1, keepdim=True)
         score = torch.maximum(total / bar.clamp(min=torch.finfo(bar.dtype).tiny), most / self.individual_threshold)
+        count = count.to(valid.device)
+        keys = self.keys(tokens, count)
         if self.adaptive:
-            passed = valid & ((total >= bar) | (most >= self.individual_threshold))
-            count = torch.minimum(count.to(valid.device), passed.sum(1).clamp(min=1))
+            passed = valid & ((total >= bar) | (most >= self.individual_threshold) | keys)
+            count = torch.minimum(count, passed.sum(1).clamp(min=1))
             # rounding may put the quotient on the other side of 1
             score = torch.where(passed, score.clamp(min=1.0), score.clamp(max=1.0 - 1e-6))
-        return Reduction(top_mask(score, valid, count), valid)
+        return Reduction(top_mask(score.masked_fill(keys, torch.inf), valid, count), valid)
+
+    def keys(self, tokens: TokenBatch, count: Tensor) -> Tensor:
+        """``[N, n]`` bool: the keys of every picture, ``count [N]`` of them at most.
+
+        No stage drops them, so the best of what is left are those of what entered.
+        """
+        if not self.protect:
+            return torch.zeros_like(tokens.valid)
+        seen = tokens.signals[self.taps()[0].kind][:, 0]
+        most = (tokens.entered.to(count.device) * self.protect).ceil().long()
+        return top_mask(seen, tokens.valid & ~seen.isnan(), torch.minimum(most, count))

@@ -1,5 +1,18 @@
 """Merging: several tokens become one, in space, over time or inside the vision tower, one method a file."""
 
-from . import aim, centerclip, dycoke, evs, holitom, moviechat, pitome, pool, tome
+from . import aim, centerclip, dycoke, evs, fastvid, holitom, moviechat, mustdrop, pitome, pool, prunevid, tome
 
-__all__ = ["aim", "centerclip", "dycoke", "evs", "holitom", "moviechat", "pitome", "pool", "tome"]
+__all__ = [
+    "aim",
+    "centerclip",
+    "dycoke",
+    "evs",
+    "fastvid",
+    "holitom",
+    "moviechat",
+    "mustdrop",
+    "pitome",
+    "pool",
+    "prunevid",
+    "tome",
+]

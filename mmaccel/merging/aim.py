@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from mmaccel_kernels.matching import best_match
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..method import ProjectorMethod, TokenBatch
+from ..method import Grid, ProjectorMethod, TokenBatch
 from ..reduction import Reduction
 from ..registry import register
-from .film import alike, celled, frame_numbers, nearest, share, spare
+from .film import alike, celled, frame_numbers, share, spare
 
 
 @register
@@ -43,7 +44,7 @@ class AimMerge(ProjectorMethod):
     unit = "picture"
     conserves_mass: ClassVar[bool] = True
 
-    def official_count(self, retain: float, size: int) -> int:
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program cuts off: ``int(retain n)``."""
         return int(retain * size)
 
@@ -81,7 +82,7 @@ def merge_in_rounds(x: Tensor, removals: list[int]) -> tuple[Tensor, Tensor]:
         left = x.shape[1]
         remove = min(remove, left // 2)
         unit = normalize(x, dim=-1)
-        best, partner = nearest(unit[:, 0::2], unit[:, 1::2])
+        best, partner = best_match(unit[:, 0::2], unit[:, 1::2])
         ranked = best.argsort(dim=1, descending=True, stable=True)
         giver, stays = ranked[:, :remove], ranked[:, remove:]
         flow = torch.arange(left, device=x.device).repeat(frames, 1)

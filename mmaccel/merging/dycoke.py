@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..budget import split
-from ..method import ProjectorMethod, TokenBatch
+from ..method import Grid, ProjectorMethod, TokenBatch
 from ..reduction import Reduction
 from ..registry import register
 from .film import Film, cosine_to, even_in_groups, group_sizes, top_in_groups
@@ -37,7 +37,8 @@ class DyCoke(ProjectorMethod):
         full group of four (all frames from ``T - 4`` on) keeps its third frame whole.
 
     Paper and program: the program cannot take four frames or fewer, and emits the tokens of a pruned frame in ascending
-    similarity; here in raster order. Its count is ``int((1 - K) n)`` a frame.
+    similarity; here in raster order. It keeps ``int((1 - K) n)`` of every frame that is compared;
+    ``rounding="official"`` does so too, with the ``K`` that makes ``retain`` of four frames.
     """
 
     name = "dycoke"
@@ -47,6 +48,16 @@ class DyCoke(ProjectorMethod):
     default_retain: ClassVar[float | None] = 0.475
 
     official_tail: bool = False
+
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
+        """Whole frames, and of each that is compared the same number, cut off."""
+        if grid is None or grid[0] < 2 or retain < 0.25:
+            return super().official_count(retain, size, grid)
+        plan = references(grid[0], self.official_tail)
+        # K as its user would have written it: cutting off is sensitive to the last digit
+        share = round(1 - (4 * retain - 1) / 3, 9)
+        each, whole = size // grid[0], sum(r == f for f, r in enumerate(plan))
+        return whole * each + (len(plan) - whole - plan.count(None)) * int((1 - share) * each)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> what stays of every frame."""

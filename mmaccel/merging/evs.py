@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method import ProjectorMethod, TokenBatch
+from ..method import Grid, ProjectorMethod, TokenBatch
 from ..reduction import Reduction
 from ..registry import register
 from .film import Film, celled, cosine_to, even_in_groups
@@ -38,9 +38,9 @@ class Evs(ProjectorMethod):
     paper = "arXiv 2510.14624"
     unit = "picture"
 
-    def official_count(self, retain: float, size: int) -> int:
-        """The program cuts off; it also never keeps less than one frame, which a size alone does not tell."""
-        return int(retain * size)
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
+        """The program cuts off, and never keeps less than one frame."""
+        return max(size // grid[0] if grid else 0, int(retain * size))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the tokens that changed most."""

@@ -67,13 +67,12 @@ def celled(tokens: TokenBatch) -> Tensor:
 
 def frame_numbers(tokens: TokenBatch) -> Tensor:
     """``[N, n]`` long: frames of a clip, or tiles of a picture, numbered from 0 in order; -1 without a cell."""
-    here = celled(tokens)
-    key = tokens.segment * (int(tokens.grid[:, 0].max()) + 1) + tokens.cells[..., 0]
-    slot = torch.arange(here.shape[1], device=here.device).expand_as(here)
-    last = torch.where(here, slot, -1).cummax(1).values
-    before = torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], 1)
-    new = here & ((before < 0) | (key.gather(1, before.clamp(min=0)) != key))
-    return (new.cumsum(1) - 1).masked_fill(~here, -1)
+    here, frames = celled(tokens), int(tokens.grid[:, 0].max())
+    key = (tokens.tile * frames + tokens.cells[..., 0]).masked_fill(~here, -1)
+    found = torch.zeros(len(key), max(2, int(key.max()) + 2), dtype=torch.long, device=key.device).scatter_(
+        1, key + 1, 1
+    )
+    return (found[:, 1:].cumsum(1) - 1).gather(1, key.clamp(min=0)).masked_fill(~here, -1)
 
 
 def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
@@ -173,14 +172,3 @@ def alike(part: Tensor, kept: Tensor, pairs: bool = True) -> Iterator[tuple[Tens
 def spare(others: Tensor, count: Tensor) -> Tensor:
     """``[N, n]`` bool: the first ``count [N]`` (0 if negative) of ``others [N, n]``."""
     return others & (others.cumsum(1) <= count[:, None])
-
-
-def nearest(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest product of every row of ``x [F, a, D]`` with ``y [F, b, D]``, and where; the first on a tie."""
-    height = max(1, BLOCK // max(1, len(x) * y.shape[1]))
-    best, where = [], []
-    for top in range(0, x.shape[1], height):
-        score = x[:, top : top + height] @ y.transpose(1, 2)
-        best.append(score.amax(2))
-        where.append(score.argmax(2))
-    return torch.cat(best, 1), torch.cat(where, 1)

@@ -47,3 +47,16 @@ def static_segments(similar: Tensor, longest: int = 1024) -> tuple[list[tuple[in
         out.append((int(e - width[e] + 1), e))
         e -= int(width[e])
     return out[::-1], int(best[-1])
+
+
+def changing_segments(frames: Tensor, cuts: int, tau: float) -> list[tuple[int, int]]:
+    """First and last frame of the segments between changes of ``frames [T, D]``, as FastVID makes them.
+
+    A segment ends behind the ``cuts`` frames whose cosine with the next is lowest (the earlier on a tie), and behind every
+    frame where it is below ``tau``.
+    """
+    cosine = torch.cosine_similarity(frames[:-1].float(), frames[1:].float(), dim=-1)
+    ends = cosine < tau
+    ends[cosine.argsort(stable=True)[:cuts]] = True
+    last = [*ends.nonzero()[:, 0].tolist(), len(frames) - 1]
+    return list(zip([0, *(end + 1 for end in last[:-1])], last, strict=True))

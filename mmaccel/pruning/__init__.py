@@ -1,9 +1,10 @@
-"""Pruning between the encoder and the language model: tokens are kept or dropped, one method a file."""
+"""Pruning between the encoder and the language model, or inside the encoder (EViT), one method a file."""
 
 from . import (
     attention_received,
     cdpruner,
     divprune,
+    evit,
     fopru,
     hired,
     prumerge,
@@ -18,6 +19,7 @@ __all__ = [
     "attention_received",
     "cdpruner",
     "divprune",
+    "evit",
     "fopru",
     "hired",
     "prumerge",

@@ -1,14 +1,15 @@
-"""What several selectors share: attention scores of the vision tower, and similarities in blocks."""
+"""What several selectors share: attention scores of the vision tower, and the size of blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import MmaccelError, UnsupportedError
+from ..layout import Unit
 from ..method import ProjectorMethod, Tap, TokenBatch
 from ..reduction import top_mask
 
@@ -29,6 +30,8 @@ class AttentionGuided(ProjectorMethod):
         where the tower has one, else all tokens'.
     layer : tower layer, counted as Python counts; ``None`` is the one whose output the language model reads.
     """
+
+    unit: ClassVar[Unit] = "tile"
 
     query: Literal["auto", "cls", "all"] = "auto"
     layer: int | None = None
@@ -59,7 +62,7 @@ class AttentionGuided(ProjectorMethod):
 
     def attention(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """``[N, n]`` float32 scores, NaN where there are none, and ``[N, n]`` bool, the valid tokens that have one."""
-        score = tokens.signals[self._kind][:, 0].float().masked_fill(~tokens.valid, torch.nan)
+        score = tokens.signals[self.taps()[0].kind][:, 0].float().masked_fill(~tokens.valid, torch.nan)
         return score, ~score.isnan()
 
 
@@ -73,24 +76,6 @@ def filled(kept: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     """``kept [N, n]`` and, where it falls short of ``count [N]``, the first others: budgets larger than the picture proper
     fall back on newline tokens."""
     return kept | top_mask(kept.float(), valid & ~kept, count - kept.sum(1))
-
-
-def most_similar(x: Tensor, y: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest ``x . y`` of every row of ``x [N, a, d]`` over ``y [N, b, d]`` and where it is, two ``[N, a]``.
-
-    ``there [N, b]`` bool masks padding of ``y``; equal products go to the lower place. No ``a x b`` matrix is kept.
-    """
-    if y.shape[1] == 0:
-        return x.new_full(x.shape[:2], -torch.inf), torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
-    height = max(1, BLOCK // max(1, len(x) * y.shape[1]))
-    values, places = [], []
-    for part in x.split(height, 1):
-        product = torch.bmm(part, y.transpose(1, 2)).masked_fill(~there[:, None], -torch.inf)
-        # argmax takes the first of equals, max leaves open which
-        place = product.argmax(2)
-        places.append(place)
-        values.append(product.gather(2, place[..., None])[..., 0])
-    return torch.cat(values, 1), torch.cat(places, 1)
 
 
 def gather(x: Tensor, slots: Tensor) -> Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mmaccel_kernels.dpp import greedy_dpp
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..method import ProjectorMethod, TokenBatch
+from ..method import ProjectorMethod, Tap, TokenBatch
 from ..reduction import Reduction
 from ..registry import register
 from ._scores import filled, on_grid
@@ -32,29 +33,52 @@ class CDPruner(ProjectorMethod):
     ``argmax_j d_j`` where ``d`` starts as the diagonal of ``L`` and every pick ``i`` subtracts ``e_j^2``,
     ``e_j = (L_ij - sum_k c_ki c_kj) / sqrt(d_i)``. Equal ones go to the lower slot.
 
-    Relevance here: the mean cosine between a token and the words of the question, as the language model embeds them
-    (:attr:`TokenBatch.question`), rescaled to (0, 1] over the segment. No second model is loaded. Without a question
-    all tokens are equally relevant.
+    Relevance is rescaled to (0, 1] over the tile. With ``clip`` it is the paper's: the cosine between the patch that a token
+    comes from, projected as CLIP projects its class token, and CLIP's embedding of the question. Without, no second model
+    is loaded: it is the mean cosine between a token and the words of the question, as the language model embeds them
+    (:attr:`TokenBatch.question`). Without a question all tokens are equally relevant. ``stats()["notes"]`` says which it
+    was.
 
-    Paper and program: the paper compares CLIP's projected patches with CLIP's embedding of the question, and the program
-    takes the *negated* cosine, since in CLIP patches of what a text names lie far from it; :func:`conditional_diverse` and
-    :func:`rescaled` take any relevance, :func:`mean_cosine` any pair. The program rescales over a whole batch; here over
-    each segment. Beyond the rank of ``L`` it divides by zero and returns NaN picks; here, when only copies of picked
-    tokens are left, the most relevant ones follow. Newline tokens are dropped first, as it does. It stores ``n x n``
-    products; here every pick costs one product ``[n, D] @ [D]`` and ``count x n`` numbers are stored.
+    Parameters
+    ----------
+    clip : the CLIP model that the vision tower comes from: a folder of transformers or open_clip, or ``NAME:WEIGHTS`` as
+        open_clip knows it. Its text tower is loaded, and ``accelerate_vlm`` needs ``processor=``.
+    negate : whether the cosine with CLIP counts negated, as in the program: patches of what a text names lie far from it in
+        models that were trained on class tokens. False for models whose patches were aligned with text.
+
+    Paper and program: the program rescales over a whole batch; here over each tile. Beyond the rank of ``L`` it divides by
+    zero and returns NaN picks; here, when only copies of picked tokens are left, the most relevant ones follow. Newline
+    tokens are dropped first, as it does. It stores ``n x n`` products; here every pick costs one product ``[n, D] @ [D]``
+    and ``count x n`` numbers are stored. With open_clip a question is cut where the context of the text tower ends.
     """
 
     name = "cdpruner"
     summary = "different tokens (DPP) that are relevant to the question"
     paper = "arXiv 2506.10967"
+    unit = "tile"
     needs_question = True
+
+    clip: str | None = None
+    negate: bool = True
+
+    @property
+    def text_tower(self) -> str | None:
+        """``clip``."""
+        return self.clip
+
+    def taps(self) -> tuple[Tap, ...]:
+        """With CLIP, the hidden states that the language model reads."""
+        return (Tap("features"),) if self.clip else ()
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``question [N, q, D]``, ``count [N]`` -> the picked slots."""
         here, count = on_grid(tokens), count.to(tokens.valid.device)
         relevance = torch.ones_like(here, dtype=torch.float32)
         if tokens.question is not None and tokens.question_valid is not None:
-            relevance = rescaled(mean_cosine(tokens.features, tokens.question, tokens.question_valid), here)
+            patches = tokens.signals["patches"] if self.clip else tokens.features
+            cosine = mean_cosine(patches, tokens.question, tokens.question_valid)
+            relevance = rescaled(-cosine if self.clip and self.negate else cosine, here & ~cosine.isnan())
+            relevance = relevance.nan_to_num(0.0)
         picked = conditional_diverse(tokens.features, relevance, here, torch.minimum(count, here.sum(1)))
         return Reduction(filled(picked, tokens.valid, count), tokens.valid)
 
@@ -85,20 +109,4 @@ def conditional_diverse(features: Tensor, relevance: Tensor, valid: Tensor, coun
     """
     quality = relevance.float().masked_fill(~valid, 0.0)
     x = normalize(features.float().masked_fill(~valid[..., None], 0.0), dim=-1)
-    left = quality * x.square().sum(-1) * quality
-    least, spent = left * _NOISE, -1.0 / (1.0 + quality)
-    picked, rows = torch.zeros_like(valid), torch.arange(len(x), device=x.device)
-    most = int(count.max()) if count.numel() else 0
-    basis = x.new_zeros(len(x), most, x.shape[1])
-    for i in range(most):
-        # what the picked ones already span competes by relevance, behind all that is new
-        merit = torch.where(left > least, left, spent)
-        pick = merit.masked_fill(picked | ~valid, -torch.inf).argmax(1)
-        picked[rows, pick] |= i < count
-        fresh = (left > least)[rows, pick][:, None]
-        e = quality * torch.bmm(x, x[rows, pick, :, None])[..., 0] * quality[rows, pick][:, None]
-        e = e - torch.bmm(basis[:, :i].transpose(1, 2), basis[rows, :i, pick][..., None])[..., 0]
-        e = torch.where(fresh, e / left[rows, pick].clamp(min=torch.finfo(torch.float32).tiny).sqrt()[:, None], 0.0)
-        basis[:, i] = e
-        left = left - e.square()
-    return picked
+    return greedy_dpp(x, quality, valid, count.to(valid.device), _NOISE)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MmaccelError
-from ..method import TokenBatch
+from ..method import Grid, TokenBatch
 from ..reduction import Reduction
 from ..registry import register
 from ._scores import AttentionGuided
@@ -34,7 +34,8 @@ class FoPru(AttentionGuided):
     layer : tower layer; the default is the one read, CLIP's last but one.
 
     Paper and program: no program is public. Which rows of the map the paper averages, its rounding and the cut row are
-    our reading; ``rounding="official"`` takes ``int(retain * n)``. There are no authors' numbers to compare with.
+    our reading; ``rounding="official"`` takes ``int(retain * n)``, and whole rows, ``round(retain * h)``, where a picture is
+    one grid without newlines. There are no authors' numbers to compare with.
     """
 
     name = "fopru"
@@ -49,8 +50,10 @@ class FoPru(AttentionGuided):
         if self.strategy not in ("rank", "row"):
             raise MmaccelError(f"fopru knows strategy 'rank' and 'row', not {self.strategy!r}.")
 
-    def official_count(self, retain: float, size: int) -> int:
-        """Rounded down."""
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
+        """Tokens rounded down; whole rows, half to even, one at least."""
+        if self.strategy == "row" and grid is not None and grid[0] * grid[1] * grid[2] == size:
+            return max(1, round(retain * grid[0] * grid[1])) * grid[2]
         return int(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..budget import split
 from ..errors import MmaccelError, UnsupportedError
-from ..method import ProjectorMethod, Tap, TokenBatch
+from ..method import Grid, ProjectorMethod, Tap, TokenBatch
 from ..reduction import Reduction, top_mask
 from ..registry import register
 from ._scores import on_grid
@@ -43,8 +43,7 @@ class HiRED(ProjectorMethod):
         and, for CLIP-L, 22.
 
     Paper and program: see ``layout``. The program counts tokens before it cuts off the padding of the tiles, and loses the
-    budget spent there; here padding was never seen. Newline tokens are dropped first, as it does. Where the tiles' padding
-    lies follows from the size of the stitched grid; where it takes a tile's side or more, the fewest tiles are assumed.
+    budget spent there; here padding was never seen. Newline tokens are dropped first, as it does.
     """
 
     name = "hired"
@@ -77,7 +76,7 @@ class HiRED(ProjectorMethod):
                 "use 'fopru', 'attention-received' or 'divprune'."
             )
 
-    def official_count(self, retain: float, size: int) -> int:
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program rounds down."""
         return int(retain * size)
 
@@ -123,35 +122,29 @@ class HiRED(ProjectorMethod):
 
 def _parts(tokens: TokenBatch, cell: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """Which part (tile or frame) of its picture each token belongs to, which part covers what it shows (for tokens of a
-    base image), both ``[N, n]`` long, and which pictures have a base image and tiles around it, ``[N]`` bool.
+    base image; 0 where none does), both ``[N, n]`` long, and which pictures have a base image and tiles around it, ``[N]``.
 
-    A picture of two segments in one frame is a base image and the stitched grid of its tiles, as in LLaVA-NeXT.
+    A picture of two segments in one frame is a base image and its stitched tiles, as in LLaVA-NeXT.
     """
     t, row, col = tokens.cells.masked_fill(~cell[..., None], 0).clamp(min=0).unbind(-1)
-    segment = tokens.segment.clamp(min=0)
+    segment, tile = tokens.segment.clamp(min=0), tokens.tile.clamp(min=0)
     first, second = cell & (segment == 0), cell & (segment == 1)
     tiled = (segment.amax(1) == 1) & (t.amax(1) == 0) & first.any(1)
+    part = torch.where(tiled[:, None], tile, tile * (t.max() + 1) + t)
 
     def side(where: Tensor, index: Tensor) -> Tensor:
         return (index + 1).masked_fill(~where, 0).amax(1, keepdim=True).clamp(min=1)
 
     h0, w0, h, w = side(first, row), side(first, col), side(second, row), side(second, col)
-
-    def tiles(length: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
-        # tiles along a side, and the cells of padding in front; padding is the same on both ends, so its sum is even
-        number = -(-length // one)
-        number = number + (number * one - length) % 2 * (one % 2)
-        return number, (number * one - length) // 2
-
-    (rows, top), (cols, left) = tiles(h, h0), tiles(w, w0)
-    own = 1 + (row + top) // h0 * cols + (col + left) // w0
-    part = torch.where(tiled[:, None], own.masked_fill(segment == 0, 0), segment * (t.max() + 1) + t)
     if layout == "grid2d":
-        # the middle of a base cell, in cells of the stitched grid
-        down, across = (2 * row + 1) * h // (2 * h0), (2 * col + 1) * w // (2 * w0)
-        covered = 1 + (down + top) // h0 * cols + (across + left) // w0
+        # the tile that has the middle of a base cell, in cells of the stitched grid
+        at, room = row * w + col, int((h * w).max())
+        tiles = tile.new_zeros(len(tile), room + 1).scatter_(1, torch.where(second, at, room), tile * second)
+        tiles[:, room] = 0
+        middle = (2 * row + 1) * h // (2 * h0) * w + (2 * col + 1) * w // (2 * w0)
+        covered = tiles.gather(1, middle.clamp(max=room))
     else:
-        covered = 1 + (row * w0 + col) * (rows * cols) // (h0 * w0)
+        covered = 1 + (row * w0 + col) * (tokens.tiles[:, None].to(row.device) - 1) // (h0 * w0)
     return part.masked_fill(~cell, 0), covered, tiled
 
 

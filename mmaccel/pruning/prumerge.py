@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..errors import MmaccelError
-from ..method import Tap, TokenBatch
+from ..errors import MmaccelError, UnsupportedError
+from ..method import Grid, Tap, TokenBatch
 from ..reduction import Links, Reduction, compact, top_mask
 from ..registry import register
 from ._scores import BLOCK, AttentionGuided, filled, gather
+
+if TYPE_CHECKING:
+    from ..families.base import Family
 
 
 @register
@@ -23,7 +27,7 @@ class PruMerge(AttentionGuided):
     *LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models*, ICCV 2025, arXiv 2403.15388.
 
     ``s_j`` is the CLS attention of the tower's last layer. Tokens with ``s_j > Q3 + 1.5 (Q3 - Q1)`` (quartiles of the
-    segment) are chosen. A chosen token ``i`` becomes ``x_i + sum s_j x_j`` over the ``neighbours`` tokens ``j != i``, chosen
+    tile) are chosen. A chosen token ``i`` becomes ``x_i + sum s_j x_j`` over the ``neighbours`` tokens ``j != i``, chosen
     or not, with the most similar keys (cosine). One more token, ``sum s_j x_j`` over all that are not chosen, is added in the
     slot of the best of them. The neighbours' weights are attention as it is: they do not sum to one, and a token may
     flow into several.
@@ -34,13 +38,13 @@ class PruMerge(AttentionGuided):
         exceed it, or ``adaptive=False``, keeps exactly its budget, the added token included.
     neighbours : tokens taken up by a chosen one; the program's 32.
     query, layer : ``query="all"`` takes the attention received from all tokens, for towers without a CLS token.
+    heads : ``mean``: attention and keys are means over heads, as the paper's formula for one head leaves open.
+        ``official_unsplit``: queries and keys are multiplied without splitting heads, as in the program.
 
-    Paper and program: the program multiplies queries and keys without splitting heads; here attention and keys are means
-    over heads, as the paper's formula for one head leaves open. It takes quartiles over a whole batch; here of each
-    segment. It merges what enters the projector; here what leaves it is merged. Its tokens come by falling attention;
-    here each has the slot of the token it grew from. Without any outlier it keeps the added token alone; here the best
-    token stays too. A segment whose budget holds all of it is left as it is unless ``adaptive`` cuts it. Newline tokens
-    are dropped.
+    Paper and program: see ``heads``. The program takes quartiles over a whole batch; here of each tile. It merges what
+    enters the projector; here what leaves it is merged. Its tokens come by falling attention; here each has the slot of
+    the token it grew from. Without any outlier it keeps the added token alone; here the best token stays too. A tile
+    whose budget holds all of it is left as it is unless ``adaptive`` cuts it. Newline tokens are dropped.
     """
 
     name = "prumerge"
@@ -52,23 +56,36 @@ class PruMerge(AttentionGuided):
     layer: int | None = -1
     adaptive: bool = True
     neighbours: int = 32
+    heads: Literal["mean", "official_unsplit"] = "mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.neighbours < 0:
             raise MmaccelError(f"neighbours={self.neighbours} must be 0 or more.")
+        if self.heads not in ("mean", "official_unsplit"):
+            raise MmaccelError(f"{self.name} knows heads 'mean' and 'official_unsplit', not {self.heads!r}.")
+
+    def check(self, family: Family) -> None:
+        """``official_unsplit`` needs the CLS token."""
+        super().check(family)
+        if self.heads == "official_unsplit" and self.query == "all":
+            why = "which query='all' does not" if family.has_cls else f"which the vision tower of {family.name} lacks"
+            raise UnsupportedError(f"heads='official_unsplit' asks the CLS token, {why}; leave it out.")
 
     def taps(self) -> tuple[Tap, ...]:
         """Attention and keys of ``layer``."""
+        if self.heads == "official_unsplit":
+            return Tap("cls_attention_unsplit", (self.layer,)), Tap("keys_unsplit", (self.layer,))
         return (*super().taps(), Tap("keys", (self.layer,)))
 
-    def official_count(self, retain: float, size: int) -> int:
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """Rounded down, and the added token."""
         return min(size, int(retain * size) + 1)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """Attention ``[N, n]``, keys ``[N, n, d]``, ``count [N]`` (a ceiling) -> chosen tokens and one more."""
         (score, seen), valid, count = self.attention(tokens), tokens.valid, count.to(tokens.valid.device)
+        keys = tokens.signals[self.taps()[1].kind][:, 0]
         chosen, size = self.fixed(score, seen, count - 1), seen.sum(1)
         whole = (count >= size)[:, None]
         if self.adaptive:
@@ -77,7 +94,7 @@ class PruMerge(AttentionGuided):
             fits = ((kept > 0) & (kept <= count))[:, None]
             chosen, whole = torch.where(fits, free, chosen), whole & ~fits
         part = ~whole & (count > 0)[:, None]
-        merged = prune_merge(score, tokens.signals["keys"][:, 0], chosen & part, seen & part, self.neighbours)
+        merged = prune_merge(score, keys, chosen & part, seen & part, self.neighbours)
         # nothing is left to merge where all may stay
         return Reduction(merged.kept | (filled(seen, valid, count) & whole), valid, merged.links)
 

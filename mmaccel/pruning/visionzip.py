@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from mmaccel_kernels.matching import best_match
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -13,7 +14,7 @@ from ..errors import MmaccelError
 from ..method import Tap, TokenBatch
 from ..reduction import Links, Reduction, compact, top_mask
 from ..registry import register
-from ._scores import AttentionGuided, filled, gather, most_similar
+from ._scores import AttentionGuided, filled, gather
 
 
 @register
@@ -40,8 +41,8 @@ class VisionZip(AttentionGuided):
 
     Paper and program: the program also keeps the CLS token and projects it, which the language model of a Hugging Face
     model has no place for; here all of the budget goes to patches. It merges what enters the projector, here what
-    leaves it is merged. Newline tokens are dropped first, as it does. The stitched tiles of LLaVA-NeXT are one segment
-    here, whose tokens compete; the program treats tile by tile.
+    leaves it is merged. Newline tokens are dropped first, as it does. Tiles are treated one by one, as it does, but share
+    the budget by what is left of them when padding is cut off.
     """
 
     name = "visionzip"
@@ -84,7 +85,7 @@ class VisionZip(AttentionGuided):
         slots = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
         at = compact(slots, target)
         there = torch.arange(at.shape[1], device=at.device) < merged[:, None]
-        into = at.gather(1, most_similar(key, gather(key, at), there)[1])
+        into = at.gather(1, best_match(key, gather(key, at), there)[1])
 
         batch, source = member.nonzero(as_tuple=True)
         slot = into[batch, source]

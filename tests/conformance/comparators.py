@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.kv.compact import merge
 from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.streaming_llm import StreamingLLM
 from mmaccel.layers.fastv import FastV
@@ -201,20 +202,22 @@ def kvpress(policy: Callable[[Params], Policy]) -> Callable[[Params, Arrays], No
 
 
 def snapkv(params: Params, arrays: Arrays) -> None:
-    if params.get("merge") is not None:
-        raise NotBuilt(f"snapkv with evicted keys merged into kept ones (merge={params['merge']})")
     queries = arrays["in_q_window"] if "in_q_window" in arrays else arrays["in_q"][:, :, -params["window_size"] :]
     options: dict[str, Any] = {"pooling": {"avgpool": "avg", "maxpool": "max"}[params["pooling"]]}
     options["gqa"] = params.get("gqa_score_agg", "mean")
     policy = SnapKV(window=params["window_size"], kernel=params["kernel_size"], **options)
     score = policy.score(key_batch(arrays, queries))
     kept = same_keys(score, min(params["max_capacity_prompt"], score.shape[2]), arrays["out_positions"])
-    # theirs come in the order of their scores
-    order = arrays["out_positions"].argsort(-1)
-    for name in ("k", "v"):
-        theirs = arrays[f"out_{name}"]
-        theirs = theirs.gather(2, order[..., None].expand_as(theirs))
-        close(arrays[f"in_{name}"][kept].reshape(theirs.shape), theirs)
+    # theirs come in the order of their scores, which also decides between keys that are alike
+    positions = arrays["out_positions"]
+    order = torch.cat([positions, kept.long().argsort(dim=-1, stable=True)[..., : -positions.shape[2]]], dim=2)
+    keys, values = (arrays[f"in_{name}"].gather(2, order[..., None].expand_as(arrays["in_k"])) for name in ("k", "v"))
+    if params.get("merge") is not None:
+        first = (torch.arange(order.shape[2]) < positions.shape[2]).expand(order.shape)
+        made = merge({"weighted": "blend", "pivot": "pivot"}[params["merge"]], keys, values, first, ~first)
+        keys, values = made.keys, made.values
+    close(keys[:, :, : positions.shape[2]], arrays["out_k"])
+    close(values[:, :, : positions.shape[2]], arrays["out_v"])
 
 
 _FASTV = "src/FastV/llava-hf/transformers/src/transformers/models/llama/modeling_llama.py"

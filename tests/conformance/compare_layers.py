@@ -58,6 +58,18 @@ def aim_pagerank(params: Params, arrays: Arrays) -> None:
         same_set(torch.cat([text, ours + first]), theirs)
 
 
+def mustdrop_dual_filter(params: Params, arrays: Arrays) -> None:
+    """As below for many thresholds, from the map of text rows and visual columns alone."""
+    attention = arrays["in_attn_text_vis"]
+    assert attention.shape[1] == params["img_seq"]
+    batch = one_unit(attention.T, text_sum=attention.sum(0), text_max=attention.amax(0))
+    found = {name: name.removeprefix("out_keep_g").split("_i") for name in arrays if name.startswith("out_keep_g")}
+    assert found
+    for name, (low, high) in found.items():
+        method = MustDropFilter(global_threshold=float(low), individual_threshold=float(high), adaptive=True)
+        same_set(kept_of(method.reduce(batch, torch.tensor([attention.shape[1]]))), arrays[name])
+
+
 def mustdrop_filter(params: Params, arrays: Arrays) -> None:
     first, size = params["v_token_start"], params["img_seq"]
     method = MustDropFilter(
@@ -158,6 +170,7 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "liuting20/MustDrop",
         "llava/model/language_model/modelling_sparse_llama.py:LlamaDynamicvitModel.dual_attention_filter",
     ): mustdrop_filter,
+    ("liuting20/MustDrop", "LlamaDynamicvitModel.dual_attention_filter"): mustdrop_dual_filter,
     (
         "declare-lab/PromptDistill",
         "models/llama.py:SelectiveLlamaModel.forward (selection block)",

@@ -47,6 +47,7 @@ def hired(params: Params, arrays: Arrays) -> None:
         cells=cells.reshape(1, parts * n, 3),
         grid=torch.tensor([[1, side * max(1, parts - 1), side]]),
         segment=(tile > 0).long().expand(parts, n).reshape(1, parts * n),
+        tile=tile.expand(parts, n).reshape(1, parts * n),
         signals={"cls_attention": torch.stack([early.flatten(), late.flatten()])[None]},
     )
     mask = method.reduce(tokens, budget(count)).kept.reshape(parts, n)
@@ -71,7 +72,7 @@ def prumerge(method: PruMerge) -> Callable[[Params, Arrays], None]:
         # the program does not split heads
         attention = (query @ keys.T * keys.shape[1] ** -0.5).softmax(-1)[0, 1:]
         close(attention, arrays["cls_attn"])
-        tokens = one_unit(x, cls_attention=attention[None], keys=keys[None, 1:])
+        tokens = one_unit(x, cls_attention_unsplit=attention[None], keys_unsplit=keys[None, 1:])
         fixed = not params.get("if_adaptive", True)
         if fixed and isinstance(method, PruMergePlus):
             raise Fault("with a fixed ratio PruMerge+ chooses tokens twice")
@@ -147,8 +148,10 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "hasanar1f/HiRED",
         "transformers/src/transformers/models/llava/modeling_llava.py:HiRED_token_selection",
     ): hired_single,
-    ("42Shawn/LLaVA-PruMerge", f"{_CLIP}.token_prune_merge_advanced"): prumerge(PruMerge()),
-    ("42Shawn/LLaVA-PruMerge", f"{_CLIP}.token_prune_merge_advanced_plus"): prumerge(PruMergePlus()),
+    ("42Shawn/LLaVA-PruMerge", f"{_CLIP}.token_prune_merge_advanced"): prumerge(PruMerge(heads="official_unsplit")),
+    ("42Shawn/LLaVA-PruMerge", f"{_CLIP}.token_prune_merge_advanced_plus"): prumerge(
+        PruMergePlus(heads="official_unsplit")
+    ),
     ("dvlab-research/VisionZip", "visionzip/clip_encoder.py:CLIPVisionTower_VisionZip.forward"): visionzip,
     ("Theia-4869/VisPruner", _ENCODE): vispruner,
     ("Theia-4869/CDPruner", _ENCODE): cdpruner,

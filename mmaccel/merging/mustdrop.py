@@ -1,0 +1,111 @@
+"""MustDrop's vision stage: windows of the grid whose patches are alike become one token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..errors import MmaccelError
+from ..method import ProjectorMethod, Tap, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+from .film import celled, group_sizes
+
+
+@register
+@dataclass(frozen=True)
+class MustDropMerge(ProjectorMethod):
+    """Average square windows of neighbouring patches that look alike early in the tower.
+
+    *Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model*, arXiv 2411.10803; its first
+    stage. (The second drops tokens between layers of the language model, see the recipe ``mustdrop``.)
+
+    The grid is cut into windows of ``window x window`` cells. A window's similarity is the mean cosine of all pairs of
+    its patches, after tower layer ``layer``. Windows of at least ``threshold`` become the plain mean of their tokens, in
+    the slot of the first one; all other tokens stay. The weights of a merged token sum to one.
+
+    ``retain`` is a ceiling: where more than the budget is left, the next most similar windows are merged too. With all of
+    them merged, about ``1 / window^2`` is left, and no fewer: a lower ceiling is not met.
+
+    Parameters
+    ----------
+    threshold : 0.8 as in the program; above 1 only the ceiling counts.
+    window : cells along a side, 3 as in the program for 24 x 24 patches.
+    layer : tower layer, counted as Python counts; 0 as in the program.
+
+    Paper and program: the program merges inside the tower, behind layer 0, and all later layers run on fewer tokens; here
+    what leaves the projector is merged, so the tower's time is not saved. All tiles of a picture merge as many windows
+    there as the one with fewest; here each decides for itself. It refuses grids that the window does not divide; here
+    windows that are cut by an edge, or have lost a token to an earlier stage, stay as they are. Frames are
+    pictures of their own. Newlines stay.
+    """
+
+    name = "mustdrop-merge"
+    summary = "windows of the grid whose patches are alike averaged (adaptive)"
+    paper = "arXiv 2411.10803"
+    unit = "tile"
+    budget = "adaptive"
+    conserves_mass: ClassVar[bool] = True
+    default_retain: ClassVar[float | None] = 1.0
+
+    threshold: float = 0.8
+    window: int = 3
+    layer: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise MmaccelError(f"window={self.window} holds no neighbours; give 2 or more.")
+
+    def taps(self) -> tuple[Tap, ...]:
+        """Hidden states after ``layer``."""
+        return (Tap("features", (self.layer,)),)
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``features [N, 1, n, d]`` of the tower, ``cells [N, n, 3]``, ``count [N]`` (a ceiling) -> windows, rest."""
+        slots, there = windows(tokens, self.window)
+        similar = window_similarity(tokens.signals["features"][:, 0], slots)
+        alike = (there & (similar >= self.threshold)).sum(1)
+        # every window that is merged makes all its cells but one go
+        excess = tokens.valid.sum(1) - count.to(alike.device)
+        over = -(-excess.clamp(min=0) // (self.window**2 - 1))
+        asked = tokens.valid & (count > 0).to(alike.device)[:, None]
+        return merge_windows(asked, slots, there, similar, torch.maximum(alike, over))
+
+
+def windows(tokens: TokenBatch, side: int) -> tuple[Tensor, Tensor]:
+    """The complete windows of ``side x side`` cells: their slots ``[N, W, side^2]`` long, ascending, and ``[N, W]`` bool,
+    which of them there are."""
+    here, frames = celled(tokens), int(tokens.grid[:, 0].max())
+    time, row, column = tokens.cells.masked_fill(~here[..., None], 0).unbind(-1)
+    down, across = (int(x.max()) // side + 1 for x in (row, column))
+    key = ((tokens.tile * frames + time) * down + row // side) * across + column // side
+    sizes = group_sizes(key.masked_fill(~here, -1), int(key.masked_fill(~here, 0).max()) + 1)
+    full = here & (sizes.gather(1, key.masked_fill(~here, 0)) == side**2)
+    number = full.sum(1) // side**2
+    most = int(number.max()) if len(number) else 0
+    order = key.masked_fill(~full, sizes.shape[1]).argsort(dim=1, stable=True)[:, : most * side**2]
+    return order.view(len(order), most, side**2), torch.arange(most, device=number.device) < number[:, None]
+
+
+def window_similarity(x: Tensor, slots: Tensor) -> Tensor:
+    """``[N, W]`` float32: the mean cosine of all pairs of ``x [N, n, d]`` within the windows ``slots [N, W, m]``."""
+    rows = torch.arange(len(x), device=x.device)[:, None, None]
+    unit = normalize(x.float(), dim=-1)[rows, slots]
+    size = slots.shape[2]
+    # the square of the sum holds every pair twice, and each with itself
+    return (unit.sum(2).square().sum(-1) - unit.square().sum((2, 3))) / (size * (size - 1))
+
+
+def merge_windows(valid: Tensor, slots: Tensor, there: Tensor, similar: Tensor, most: Tensor) -> Reduction:
+    """Average the ``most [N]`` most similar windows, the first on a tie; ``valid`` tokens of no merged window stay."""
+    ranked = similar.nan_to_num(nan=-torch.inf).masked_fill(~there, -torch.inf)
+    rank = ranked.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    merged = there & (rank < most[:, None])
+    target = torch.arange(valid.shape[1], device=valid.device).repeat(len(valid), 1)
+    row, window = merged.nonzero(as_tuple=True)
+    target[row[:, None], slots[row, window]] = slots[row, window, :1]
+    return Reduction.merge(target, valid) if len(row) else Reduction.identity(valid)

@@ -1,0 +1,150 @@
+"""PruneVid's first stage: what stands still in a scene is kept once, and like tokens are merged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..errors import MmaccelError
+from ..method import ProjectorMethod, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+from .density_peaks import centres, density_peaks, nearest_centre
+from .film import Film, celled
+
+
+@register
+@dataclass(frozen=True)
+class PruneVidMerge(ProjectorMethod):
+    """Scenes by clustering frames, static tokens averaged over a scene, density-peak clusters averaged.
+
+    *PruneVid: Visual Token Pruning for Efficient Video Large Language Models*, Findings of ACL 2025, arXiv 2412.16117; its
+    merging stage. (The other prunes by attention inside the language model, and the cache.)
+
+    1. Frames, each the mean of its tokens, are clustered into ``int(T scenes)`` density peaks, and the clusters made
+       contiguous (:func:`scenes_of`).
+    2. A place is static in a scene when the mean cosine of all pairs of its frames is above ``tau``. Its tokens become their
+       mean, at the first frame. A scene of one frame has none.
+    3. The static tokens of a scene, and the other tokens of each frame, are clustered around ``int(n retain)`` density
+       peaks where there are more than ``small``, and every cluster becomes its mean, in the slot of the peak.
+
+    ``retain`` is the share that clustering leaves; static places bring it down further and small parts keep it up, so
+    the budget is adaptive. The weights of a kept token sum to one, and every token flows somewhere. Newlines are dropped.
+
+    Parameters
+    ----------
+    tau, scenes : 0.8 and 0.25 as in the program.
+    neighbours : of the density, the program's 7.
+    small : parts of this many tokens or fewer are left as they are; the program's 14.
+
+    Paper and program: the program's density carries random noise against ties; here of equally dense tokens the lower slot
+    counts as denser. It orders tokens scene by scene, static ones first; here all keep their slots. It divides by zero in
+    scenes of one frame, with the effect said above.
+    """
+
+    name = "prunevid-merge"
+    summary = "still places kept once a scene, then clusters of like tokens averaged (adaptive)"
+    paper = "arXiv 2412.16117"
+    unit = "picture"
+    budget = "adaptive"
+    conserves_mass: ClassVar[bool] = True
+    default_retain: ClassVar[float | None] = 0.5
+
+    tau: float = 0.8
+    scenes: float = 0.25
+    neighbours: int = 7
+    small: int = 14
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.scenes <= 1.0 or self.neighbours < 1:
+            raise MmaccelError(
+                f"prunevid-merge needs scenes in (0, 1] and neighbours of 1 or more, not {self.scenes}, {self.neighbours}."
+            )
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``features [N, n, D]``, ``count [N]`` (as a share of the unit) -> the slot each token flows into."""
+        film, here = Film.of(tokens), celled(tokens)
+        target = torch.full_like(film.frame, -1)
+        own = torch.arange(here.shape[1], device=here.device)
+        sizes = zip(count.tolist(), tokens.valid.sum(1).tolist(), here.sum(1).tolist(), strict=True)
+        for row, (wanted, size, cells) in enumerate(sizes):
+            if wanted >= size or not cells:
+                stays = tokens.valid[row].nonzero()[:wanted, 0]
+                target[row, stays] = own[stays]
+            elif wanted:
+                # a picture, perhaps of many tiles, is one frame
+                frames = int(tokens.grid[row, 0])
+                slots = film.slots[row, :frames] if frames > 1 else here[row].nonzero().T
+                there, at = slots >= 0, slots.clamp(min=0)
+                into = self.clip(tokens.features[row, at], there, wanted / size)
+                target[row, at[there]] = at.flatten()[into[there]]
+        return Reduction.merge(target, tokens.valid)
+
+    def clip(self, x: Tensor, there: Tensor, retain: float) -> Tensor:
+        """``[T, P]`` long: the cell ``t P + p`` that each token of a clip flows into.
+
+        Parameters
+        ----------
+        x, there : ``[T, P, D]``, and ``[T, P]`` bool, False where no token is.
+        retain : share of every part that clustering leaves.
+        """
+        x, (frames, places) = x.float(), there.shape
+        mean = (x * there[..., None]).sum(1) / there.sum(1, keepdim=True).clamp(min=1)
+        label = self._clusters(mean, max(1, int(frames * self.scenes)))
+        cells = torch.arange(frames * places, device=x.device).view(frames, places)
+        into = cells.clone()
+        for first, last in scenes_of(label.tolist()):
+            scene = slice(first, last + 1)
+            still = self._static(x[scene], there[scene])
+            parts = [(x[scene, still].mean(0), cells[first, still], cells[scene, still])]
+            for t in range(first, last + 1):
+                moving = there[t] & ~still
+                parts.append((x[t, moving], cells[t, moving], cells[t : t + 1, moving]))
+            for part, home, members in parts:
+                if len(home):
+                    kept = int(len(home) * retain) if len(home) > self.small else len(home)
+                    into.view(-1)[members] = home[self._clusters(part, max(1, kept))].expand_as(members)
+        return into
+
+    def _static(self, x: Tensor, there: Tensor) -> Tensor:
+        """``[P]`` bool: the places of a scene ``x [T, P, D]`` that stand still."""
+        frames = len(x)
+        if frames == 1:
+            return torch.zeros_like(there[0])
+        unit = normalize(x, dim=-1)
+        # the square of the sum holds every pair twice, and each with itself
+        pairs = (unit.sum(0).square().sum(-1) - unit.square().sum((0, 2))) / (frames * (frames - 1))
+        return (pairs > self.tau) & there.all(0)
+
+    def _clusters(self, x: Tensor, count: int) -> Tensor:
+        """``[m]`` long: the peak, as a place of ``x [m, D]``, whose cluster each belongs to."""
+        one = torch.ones(1, len(x), dtype=torch.bool, device=x.device)
+        chosen = centres(density_peaks(x[None], one, self.neighbours), count)
+        return chosen[0, nearest_centre(x[None], chosen)[0]]
+
+
+def scenes_of(label: list[int]) -> list[tuple[int, int]]:
+    """First and last frame of the contiguous scenes that clusters of frames make.
+
+    Of every cluster the longest run of frames is a scene, the first on a tie. Every other run joins the longer of its
+    neighbours, the left one on a tie, from left to right.
+    """
+    runs = [(cluster, len(list(group))) for cluster, group in groupby(label)]
+    longest: dict[int, int] = {}
+    for number, (cluster, length) in enumerate(runs):
+        if length > runs[longest.setdefault(cluster, number)][1]:
+            longest[cluster] = number
+    lengths, scenes = [length for _, length in runs], [number in longest.values() for number in range(len(runs))]
+    while not all(scenes):
+        lost = scenes.index(False)
+        left = lengths[lost - 1] if lost else 0
+        right = lengths[lost + 1] if lost + 1 < len(lengths) else 0
+        lengths[lost - 1 if left >= right else lost + 1] += lengths[lost]
+        del lengths[lost], scenes[lost]
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    return [(end - length, end - 1) for end, length in zip(ends, lengths, strict=True)]

@@ -1,0 +1,143 @@
+"""Comparators for the codecs of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from comparators import Arrays, NotBuilt, Params, close
+from mmaccel_kernels.pages import Format, Plane, unpack
+from torch import Tensor
+
+from mmaccel.kv.codecs import KIVI, CalibQuant, VidKV
+from mmaccel.kv.codecs.base import Codec, Cut
+
+
+def fields(words: Tensor, bits: int) -> Tensor:
+    """Whole numbers packed along the last axis of int32 words, lowest bits first."""
+    shift = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words[..., None] >> shift & (1 << bits) - 1).flatten(-2)
+
+
+def codes(codec: Codec, plane: Plane, like: Tensor) -> Tensor:
+    """The codes of full pages in the shape of ``like [1, heads, tokens, D]``."""
+    return unpack(plane.codes, plane.format, codec.page, codec.tile).reshape(*like.shape[:3], -1)
+
+
+def packed(codec: Codec, keys: Tensor, values: Tensor):
+    """``[1, heads, tokens, D]`` each -> pages."""
+    lengths = torch.full(keys.shape[:2], keys.shape[2])
+    assert torch.equal(codec.packable(lengths), lengths)
+    return codec.pack(keys.flatten(0, 2), values.flatten(0, 2), lengths)
+
+
+def kivi(params: Params, arrays: Arrays) -> None:
+    bits, group, (_, heads, tokens, width) = params["bits"], params["group_size"], arrays["in_k"].shape
+    codec = KIVI(bits=bits, group=group, page=max(group, 64), residual=0)
+    pages = packed(codec, arrays["in_k"], arrays["in_v"])
+    (keys,), (values,) = pages.keys, pages.values
+    k, v = codes(codec, keys, arrays["in_k"]), codes(codec, values, arrays["in_v"])
+    assert torch.equal(k, fields(arrays["out_k_code"].mT, bits).mT)
+    assert torch.equal(k.mT, fields(arrays["out_kt_code"], bits))
+    for name in ("v", "vt"):
+        assert torch.equal(v, fields(arrays[f"out_{name}_code"], bits))
+    for ours, name in ((keys.scale, "scale"), (keys.zero, "min")):
+        assert ours is not None
+        ours = ours.reshape(1, heads, tokens // group, width)
+        close(ours, arrays[f"out_k_{name}"][:, :, :, 0])
+        close(ours.mT, arrays[f"out_kt_{name}"])
+    for ours, name in ((values.scale, "scale"), (values.zero, "min")):
+        assert ours is not None
+        ours = ours.reshape(1, heads, tokens, width // group)
+        close(ours, arrays[f"out_v_{name}"][..., 0])
+        close(ours, arrays[f"out_vt_{name}"])
+    for ours, name in zip(pages.decoded(), "kv", strict=True):
+        close(ours.reshape(1, heads, tokens, width), arrays[f"out_{name}_dequant"])
+
+
+def calibquant(params: Params, arrays: Arrays) -> None:
+    if not params.get("per_channel", True):
+        raise NotBuilt("calibquant with one range for all channels")
+    k, v = arrays["in_k"].transpose(1, 2), arrays["in_v"].transpose(1, 2)
+    codec = CalibQuant(bits=params["bits"], shrink_keys=params["scale_k"], shrink_values=params["scale_v"])
+    pages = packed(codec, k, v)
+    for planes, decoded, name, like in (
+        (pages.keys, pages.decoded()[0], "k", k),
+        (pages.values, pages.decoded()[1], "v", v),
+    ):
+        (plane,) = planes
+        assert torch.equal(codes(codec, plane, like).transpose(1, 2), arrays[f"out_{name}_code"].int())
+        close(plane.scale[:, 0][None, None], arrays[f"out_{name}_scale"])
+        assert plane.zero is not None
+        close(plane.zero, -plane.scale * arrays[f"out_{name}_zero"][0, 0][:, None])
+        close(decoded.reshape(like.shape).transpose(1, 2), arrays[f"out_{name}_dequant"])
+
+
+def vidkv(params: Params, arrays: Arrays) -> None:
+    key_bits, value_bits = params["nbits"]
+    if value_bits != 1.58 or params["q_group_size"] != 32:
+        raise NotBuilt(f"vidkv with {value_bits} bits for the values and groups of {params['q_group_size']}")
+    k, v = arrays["in_k"], arrays["in_v"]
+    codec = VidKV(key_bits=key_bits, page=64)
+    pages = packed(codec, k, v)
+    hard = pages.keys[0]
+    assert hard.channels is not None and pages.keys[1].channels is not None
+    for plane, name in zip(pages.keys, ("hard", "easy"), strict=True):
+        assert plane.channels is not None
+        assert torch.equal(plane.channels[0].long(), arrays[f"out_{name}_idx"])
+    assert torch.equal(codes(codec, hard, k).mT, fields(arrays["out_hard_code"], 2))
+    groups = k.shape[2] // 32
+    for ours, name in ((hard.scale, "scale"), (hard.zero, "min")):
+        assert ours is not None
+        close(ours.reshape(1, k.shape[1], groups, -1).mT, arrays[f"out_hard_{name}"])
+    # their dequantiser is right where it has 2 bits
+    at = arrays["out_hard_idx"]
+    close(pages.decoded()[0].reshape(k.shape)[..., at], arrays["out_k_dequant_as_shipped"][..., at])
+
+    value = pages.values[0]
+    ternary = codes(codec, value, v)
+    assert torch.equal(ternary.mT, fields(arrays["out_v_code"], 2))
+    close(value.scale.reshape(1, v.shape[1], groups, -1).mT, arrays["out_v_scale"])
+    # as shipped, values come back without their scale: the codes are theirs all the same
+    close(ternary - 1, arrays["out_v_dequant_as_shipped"])
+    scale = arrays["out_v_scale"].mT.repeat_interleave(32, dim=2)
+    close(pages.decoded()[1].reshape(v.shape), (fields(arrays["out_v_code"], 2).mT - 1) * scale)
+
+    # the 1-bit codes of theirs are those of a Fourier transform, which ours leaves out; the quantiser is the same
+    waves = torch.view_as_real(torch.fft.fft(k[..., arrays["out_easy_idx"]])).flatten(-2)
+    _one_plane("sign", 1, waves.mT, arrays["out_easy_code"], arrays["out_easy_scale"])
+
+
+def vidkv_pack(params: Params, arrays: Arrays) -> None:
+    if params["group_size"] != 32:
+        raise NotBuilt(f"vidkv with groups of {params['group_size']}")
+    code, bits = {1: ("sign", 1), 1.58: ("ternary", 2), 2: ("int2", 2)}[params["bit"]]
+    plane = _one_plane(code, bits, arrays["in_x"], arrays["out_code"], arrays["out_scale"])
+    if plane.zero is not None:
+        close(plane.zero.reshape(1, arrays["in_x"].shape[1], -1, arrays["in_x"].shape[2]).mT, arrays["out_min"])
+
+
+def _one_plane(code: str, bits: int, x: Tensor, their_codes: Tensor, their_scale: Tensor) -> Plane:
+    """``x [1, heads, channels, tokens]`` in one format of VidKV."""
+    codec, (_, heads, width, tokens) = VidKV(page=64), x.shape
+    format = Format(code, "channel", 32)
+    count = torch.full((heads * tokens // 64,), 64, dtype=torch.int32)
+    start = torch.arange(len(count)) * 64
+    cut = Cut(start, count, start // tokens, torch.full((1, heads), tokens))
+    plane = codec.plane(x.mT.flatten(0, 2).contiguous(), cut, format)
+    assert torch.equal(codes(codec, plane, x.mT).mT, fields(their_codes, bits))
+    scale = plane.scale.reshape(1, heads, tokens // 32, width).mT
+    # 1-bit codes are a scale apart here, and two of theirs
+    close(scale / 2 if code == "sign" else scale, their_scale)
+    return plane
+
+
+_CACHE = "QuantizedCacheVLM._quantize_key/_quantize_value/_dequantize_*"
+_KIVI = "quant_and_pack_kcache / quant_and_pack_vcache / unpack_and_dequant_* / triton_quantize_and_pack_along_last_dim"
+
+COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
+    ("jy-yuan/KIVI", _KIVI): kivi,
+    ("insuhan/calibquant", "quant"): calibquant,
+    ("KD-TAO/VidKV", _CACHE): vidkv,
+    ("KD-TAO/VidKV", "triton_quantize_and_pack_along_last_dim"): vidkv_pack,
+}

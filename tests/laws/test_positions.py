@@ -1,0 +1,90 @@
+"""GAP's law: what stays keeps its order and its position ids, text its own, and decoding goes on behind the whole prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+from mmaccel import MmaccelError, Recipe, Stage, accelerate_vlm, accelerated, is_accelerated
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+def ids_of(model: Any, feed: Any, forced: Tensor) -> list[Tensor]:
+    """The position ids that the text model runs with, of the prompt and of every decoded step, ``[axes, B, q]`` each."""
+    seen: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        ids = kwargs["position_ids"]
+        # a fourth axis in front is that of the text, for masks
+        seen.append(ids[-3:] if ids.dim() == 3 else ids[None])
+
+    handle = oracle.text_model(model).register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        oracle.decode(model, feed, forced)
+    finally:
+        handle.remove()
+    return seen
+
+
+CASES = [
+    (family, kind)
+    for family in ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl", "internvl")
+    for kind in ("images", "uneven", "video")
+    if kind in zoo.kinds(family)
+]
+
+
+@pytest.mark.parametrize("name", ("random", "visionzip", "pool"))
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_gap_leaves_ids_alone(family: str, kind: str, name: str) -> None:
+    feed, model = zoo.inputs(family, kind), oracle.subject(family)
+    forced = oracle.force(family, len(feed["input_ids"]), 3)
+    with accelerated(model, name, processor=zoo.processor(family), retain=0.3, positions="gap"):
+        got = ids_of(model, feed, forced)
+        kept = model.mmaccel.reduction.kept
+    whole = ids_of(oracle.bare(family), feed, forced)
+    valid = feed["attention_mask"].bool()
+    assert (kept.sum(1) < valid.sum(1)).all()
+    for row in range(len(kept)):
+        mine = got[0][:, row, -int(kept[row].sum()) :]
+        assert torch.equal(mine, whole[0][:, row, kept[row]])
+        assert not torch.equal(mine[0], torch.arange(mine.shape[1]))
+        for step, (ours, theirs) in enumerate(zip(got[1:], whole[1:], strict=True)):
+            assert torch.equal(ours[:, row], theirs[:, row].expand_as(ours[:, row]))
+            # in a row without padding text goes on at the number of tokens there were, where positions are counted
+            if valid[row].all() and not family.startswith("qwen"):
+                assert int(ours[0, row]) == valid.shape[1] + step
+
+
+@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl"))
+def test_gap_is_keep_by_name(family: str) -> None:
+    feed, forced = zoo.inputs(family, "uneven"), oracle.force(family, 2, 3)
+    for name in ("random", "fastv"):
+        runs = [
+            oracle.record(family, feed, oracle.recipe(name, family).override(positions=positions), forced)
+            for positions in ("keep", "gap")
+        ]
+        assert torch.equal(runs[0].kept, runs[1].kept) and torch.equal(runs[0].steps, runs[1].steps)
+
+
+@pytest.mark.parametrize(
+    ("what", "positions", "says"),
+    [
+        ("snapkv", "gap", "drops none there"),
+        ("none", "gap", "drops none there"),
+        ("mustdrop-filter", "paper", "renumber between layers"),
+        ("mustdrop", "paper", "renumber between layers"),
+        (Recipe("two", (Stage("random", 0.5), Stage("mustdrop-filter", 0.3))), "paper", "use 'keep'"),
+    ],
+)
+def test_what_cannot_be_is_refused(what: Any, positions: str, says: str) -> None:
+    model = oracle.subject("llava")
+    with pytest.raises(MmaccelError, match=says):
+        accelerate_vlm(model, what, positions=positions)
+    assert not is_accelerated(model)
