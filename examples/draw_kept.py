@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import mmaccel
 import mmaccel.draw
-from mmaccel.reduction import Reduction
 from mmaccel.suite import make_item
 
 SHIPPED = Path(mmaccel.__file__).parent / "models" / "mini-llava"
@@ -42,14 +41,10 @@ def main() -> None:
     for name in args.recipes:
         with mmaccel.accelerated(model, name, retain=args.retain), torch.no_grad():
             model(**inputs)
-            places = model.mmaccel.layout.segments[0].places
-            made: Reduction = model.mmaccel.reduction
-            owner = made.owner()[0, places]
-            # from places in the prompt to cells of the grid
-            owner = torch.where(owner < 0, -1, owner - places[0])
-            grid = model.mmaccel.layout.segments[0].tile.grid[1:]
-            kept = int(made.kept[0, places].sum())
-        panels.append((f"{name}: {kept} of {len(places)}", mmaccel.draw.overlay(large, grid, owner)))
+            segment, reduction = model.mmaccel.layout.segments[0], model.mmaccel.reduction
+            count = int(reduction.kept[0, segment.places].sum())
+        title = f"{name}: {count} of {len(segment.places)}"
+        panels.append((title, mmaccel.draw.kept(large, segment, reduction)))
     sheet = Image.new("RGB", (len(panels) * (args.size + 8) - 8, args.size + 18), "white")
     for i, (title, panel) in enumerate(panels):
         sheet.paste(panel, (i * (args.size + 8), 18))

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .layout import Segment
+    from .reduction import Reduction
 
 #: Okabe and Ito's colours, which remain apart for colour-blind readers (without black)
 _COLOURS = np.array(
@@ -41,6 +48,28 @@ def overlay(image: Image.Image, grid: tuple[int, int], owner: Tensor) -> Image.I
     out = pixels * (1.0 - strength) + colour * strength
     out[big < 0] *= 0.25
     return Image.fromarray(out.round().clip(0, 255).astype(np.uint8))
+
+
+def kept(image: Image.Image, segment: Segment, reduction: Reduction, frame: int = 0) -> Image.Image:
+    """:func:`overlay` for one segment of a prompt, as ``model.mmaccel.layout`` and ``model.mmaccel.reduction`` tell it.
+
+    Parameters
+    ----------
+    image : what the segment shows, or one frame of it.
+    frame : which slice of a clip's grid to draw.
+    """
+    _, height, width = segment.tile.grid
+    owner = reduction.owner()[segment.row].cpu()
+    t, row, column = segment.tile.cells.T
+    here = (t == frame) & (row >= 0)
+    cell = torch.full_like(owner, -1)
+    cell[segment.places[here]] = (row * width + column)[here]
+    # a token of another frame has no cell here: what was merged into it is drawn as a group of its own
+    lost, outside = owner < 0, height * width + owner
+    target = torch.where(lost, -1, torch.where(cell[owner.clamp(min=0)] >= 0, cell[owner.clamp(min=0)], outside))
+    drawn = torch.full((height * width,), -1)
+    drawn[cell[segment.places[here]]] = target[segment.places[here]]
+    return overlay(image, (height, width), drawn)
 
 
 def _border(groups: np.ndarray, thick: int) -> np.ndarray:

@@ -13,6 +13,7 @@ import zoo
 from PIL import Image
 
 import mmaccel
+from mmaccel import media
 from mmaccel.cli import ask, doctor, main, selfcheck
 
 ROOT = Path(__file__).parent.parent
@@ -93,10 +94,10 @@ def test_ask_about_a_folder_of_frames(folder, capsys):
 
 
 def test_frames_come_in_the_order_of_their_numbers(folder):
-    clip = ask.read_folder(folder / "frames", 12, 1.0)
+    clip = media.read_folder(folder / "frames", 12, 1.0)
     assert np.array_equal(clip.frames, zoo.clip(12, 96, 64, 0))
-    assert ask.spaced(12, 4) == [1, 4, 7, 10]
-    assert ask.spaced(2, 4) == [0, 1]
+    assert media.spaced(12, 4) == [1, 4, 7, 10]
+    assert media.spaced(2, 4) == [0, 1]
 
 
 def test_ask_about_a_video_file(folder, tmp_path, capsys):
@@ -109,7 +110,7 @@ def test_ask_about_a_video_file(folder, tmp_path, capsys):
         for frame in clip:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
-    read = ask._read_av(path, 8)
+    read = media.read_video(path, 8)
     assert (read.total, read.fps, read.indices) == (16, 4.0, [1, 3, 5, 7, 9, 11, 13, 15])
     assert np.abs(read.frames.astype(int) - clip[1::2]).mean() < 12
     argv = ["ask", "--model", folder / "qwen2_5_vl", "--max-new-tokens", 2, "--frames", 4, path, "what?", "--json"]
@@ -119,7 +120,7 @@ def test_ask_about_a_video_file(folder, tmp_path, capsys):
     for share in (0.1, 0.6):
         (tmp_path / "cut.mp4").write_bytes(data[: int(len(data) * share)])
         with pytest.raises(mmaccel.MmaccelError, match=r"cut\.mp4.*(breaks off after|broken)"):
-            ask.read_video(tmp_path / "cut.mp4", 16)
+            media.read_video(tmp_path / "cut.mp4", 16)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +259,7 @@ def test_selfcheck_runs_families(capsys):
 
 
 def test_help_teaches_with_examples(capsys):
-    for command in ("ask", "methods", "doctor", "selfcheck"):
+    for command in ("quickstart", "ask", "eval", "compare", "methods", "doctor", "selfcheck"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import MmaccelError
-from . import ask, doctor, methods, selfcheck
+from . import ask, compare, doctor, methods, quickstart, selfcheck
+from . import eval as eval_
 
 #: exit status of an error that the user can mend; argparse uses the same
 USAGE = 2
@@ -18,9 +19,12 @@ USAGE = 2
 _ABOUT = """\
 Make pretrained vision and video LLMs faster by dropping visual tokens.
 
-  mmaccel selfcheck                                            does it work here?
+  mmaccel quickstart                                           see it work, offline
   mmaccel methods                                              what is there to choose from?
   mmaccel ask --model FOLDER photo.jpg "What is on the table?" full against accelerated, side by side
+  mmaccel eval --recipe divprune --retain 0.5 0.25             what does it cost in answers?
+  mmaccel compare --out curves.png                             several recipes as curves
+  mmaccel doctor, mmaccel selfcheck                            does everything fit together here?
 """
 
 
@@ -31,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mmaccel {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in (ask, methods, doctor, selfcheck):
+    for module in (quickstart, ask, eval_, compare, methods, doctor, selfcheck):
         command = commands.add_parser(
             module.__name__.rpartition(".")[2],
             help=module.HELP,
@@ -40,16 +44,23 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
-        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+        if module in (eval_, compare):
+            command.add_argument(
+                "--json", nargs="?", const="-", metavar="FILE", help="print JSON instead of text, or write it to FILE"
+            )
+        else:
+            command.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(run=module.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit status: 0, 1 (a check failed, or a fault of ours), 2 (an error to mend)."""
+    """Run a command line; returns the exit status: 0, 1 (a check failed, or a fault of ours), 2 (an error to mend), 3 (done,
+    but for some questions that could not be used)."""
     parser = build_parser()
     options = parser.parse_args(argv)
+    options.argv = list(sys.argv[1:] if argv is None else argv)
     if options.command is None:
         parser.print_help()
         return USAGE

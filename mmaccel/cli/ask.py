@@ -19,8 +19,6 @@ from ..errors import MmaccelError, UnsupportedError
 from .text import nbytes, seconds, table
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..recipe import Recipe
 
 HELP = "ask about a picture or video, full against accelerated"
@@ -32,7 +30,7 @@ examples:
 """
 
 SHIPPED = Path(__file__).parent.parent / "models" / "mini-llava"
-VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv", ".ts")
+SHIPPED_VIDEO = SHIPPED.with_name("mini-qwen-vl")
 
 
 def retain(text: str) -> float:
@@ -49,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``mmaccel ask``."""
     parser.add_argument("media", nargs="+", metavar="PATH", help="pictures, or one video file or folder of frames")
     parser.add_argument("question", help="the question, in quotes")
-    shipped = " (default: the small one that comes with mmaccel)" if SHIPPED.is_dir() else ""
-    parser.add_argument("--model", metavar="MODEL", help=f"folder or hub id of the model{shipped}")
+    add_model_arguments(parser)
     parser.add_argument("--recipe", default="balanced", help="recipe, method or JSON file (default: balanced)")
     parser.add_argument(
         "--retain", type=retain, help="0.25: share of visual tokens to keep; 64: their number a picture"
@@ -61,6 +58,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: 64)")
     parser.add_argument("--frames", type=int, default=16, help="frames to show of a video, evenly spaced (default: 16)")
     parser.add_argument("--fps", type=float, default=1.0, help="frames a second in a folder of frames (default: 1)")
+
+
+def shipped(video: bool = False) -> Path:
+    """The folder of the model that comes with mmaccel, one that takes videos too if asked.
+
+    Raises
+    ------
+    MmaccelError
+        If there is none.
+    """
+    folder = SHIPPED_VIDEO if video else SHIPPED
+    if not (folder / "config.json").is_file():
+        what = "that takes videos " if video else ""
+        raise MmaccelError(
+            f"No model {what}comes with this mmaccel; give --model with a folder or a hub id such as "
+            "Qwen/Qwen2.5-VL-3B-Instruct."
+        )
+    return folder
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that :func:`load_model` reads."""
+    shipped = " (default: the small one that comes with mmaccel)" if SHIPPED.is_dir() else ""
+    parser.add_argument("--model", metavar="MODEL", help=f"folder or hub id of the model{shipped}")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     parser.add_argument(
         "--dtype",
@@ -79,11 +100,13 @@ def run(options: argparse.Namespace) -> int:
     if options.max_new_tokens < 1 or options.frames < 1 or options.fps <= 0:
         raise MmaccelError("--max-new-tokens and --frames must be 1 or more, and --fps above 0.")
     overrides = _overrides(options)
+    from ..media import Prompt, encode, load_media
     from ..recipe import recipe
 
     chosen = recipe(options.recipe).override(**overrides)
     chosen.build()
-    media = load_media([Path(path) for path in options.media], options.frames, options.fps)
+    pictures, clip = load_media([Path(path) for path in options.media], options.frames, options.fps)
+    prompt = [Prompt(options.question, tuple(pictures), clip)]
     model, processor = load_model(options)
 
     from .. import accelerated, prepare
@@ -91,8 +114,8 @@ def run(options: argparse.Namespace) -> int:
     prepared = prepare(processor, chosen)
     with accelerated(model, chosen, processor=prepared):
         pass  # what the model cannot do is said before the long run, not after it
-    full = answer(model, processor, encode(processor, media, options.question), "none", options.max_new_tokens)
-    small = encode(prepared, media, options.question)
+    full = answer(model, processor, encode(processor, prompt), "none", options.max_new_tokens)
+    small = encode(prepared, prompt)
     fast = answer(model, prepared, small, chosen, options.max_new_tokens)
     report = {
         "model": str(options.model or SHIPPED),
@@ -123,157 +146,6 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------------------- media
-
-
-@dataclasses.dataclass(frozen=True)
-class Clip:
-    """Frames ``[T, H, W, 3]`` uint8 of a video, which of its frames they are, how many it has, and its frame rate."""
-
-    frames: np.ndarray
-    indices: list[int]
-    total: int
-    fps: float
-
-    def metadata(self) -> Any:
-        """What processors of transformers want to know."""
-        from transformers.video_utils import VideoMetadata
-
-        return VideoMetadata(
-            total_num_frames=self.total,
-            fps=self.fps,
-            width=self.frames.shape[2],
-            height=self.frames.shape[1],
-            duration=self.total / self.fps,
-            frames_indices=self.indices,
-        )
-
-
-def load_media(paths: list[Path], frames: int, fps: float) -> tuple[list[Any], Clip | None]:
-    """The pictures (PIL) and the clip among ``paths``.
-
-    Raises
-    ------
-    MmaccelError
-        If something is missing or broken, or there are several clips.
-    """
-    from ..prepare import load_picture
-
-    clips = [p for p in paths if p.is_dir() or p.suffix.lower() in VIDEO_SUFFIXES]
-    if len(clips) > 1:
-        raise MmaccelError(f"One video at a time, please; {clips[0]} and {clips[1]} are two.")
-    pictures = [load_picture(p) for p in paths if p not in clips]
-    if not clips:
-        return pictures, None
-    path = clips[0]
-    if path.is_dir():
-        return pictures, read_folder(path, frames, fps)
-    if not path.is_file():
-        raise MmaccelError(f"The video {str(path)!r} does not exist; give the path of a video file.")
-    return pictures, read_video(path, frames)
-
-
-def spaced(total: int, count: int) -> list[int]:
-    """At most ``count`` of ``total`` frames, each in the middle of its stretch."""
-    count = min(total, count)
-    return [(2 * i + 1) * total // (2 * count) for i in range(count)]
-
-
-def read_folder(folder: Path, count: int, fps: float) -> Clip:
-    """A folder of pictures of one size as a clip; ``frame10`` comes after ``frame9``."""
-    import numpy as np
-
-    from ..prepare import load_picture
-
-    def natural(path: Path) -> list[Any]:
-        return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path.name)]
-
-    suffixes = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
-    paths = sorted((p for p in folder.iterdir() if p.suffix.lower() in suffixes), key=natural)
-    if not paths:
-        raise MmaccelError(f"The folder {str(folder)!r} holds no frames; it needs files such as 0001.png.")
-    indices = spaced(len(paths), count)
-    pictures = [load_picture(paths[i]) for i in indices]
-    sizes = {p.size for p in pictures}
-    if len(sizes) > 1:
-        raise MmaccelError(
-            f"The frames in {str(folder)!r} differ in size ({sizes.pop()}, {sizes.pop()}); a clip has one."
-        )
-    return Clip(np.stack([np.asarray(p) for p in pictures]), indices, len(paths), fps)
-
-
-def read_video(path: Path, count: int) -> Clip:
-    """At most ``count`` evenly spaced frames of a video file, through decord, else PyAV.
-
-    Raises
-    ------
-    MmaccelError
-        If neither is installed, or the file is broken or breaks off.
-    """
-    reader: Any
-    try:
-        import decord  # noqa: F401
-
-        reader = _read_decord
-    except Exception:  # it may be installed and yet not load
-        try:
-            import av  # noqa: F401
-
-            reader = _read_av
-        except Exception:
-            raise MmaccelError("Reading video files needs PyAV or decord; run: pip install av") from None
-    try:
-        clip: Clip = reader(path, count)
-        return clip
-    except MmaccelError:
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise MmaccelError(
-            f"The video {str(path)!r} is broken or no video ({first}); play or convert it first."
-        ) from error
-
-
-def _read_decord(path: Path, count: int) -> Clip:
-    import decord
-
-    reader = decord.VideoReader(str(path), num_threads=1)
-    indices = spaced(len(reader), count)
-    return Clip(reader.get_batch(indices).asnumpy(), indices, len(reader), float(reader.get_avg_fps()) or 1.0)
-
-
-def _read_av(path: Path, count: int) -> Clip:
-    import av
-    import numpy as np
-
-    with av.open(str(path)) as container:
-        if not container.streams.video:
-            raise MmaccelError(f"{str(path)!r} has no video stream; give a video file.")
-        stream = container.streams.video[0]
-        fps = float(stream.average_rate or 1)
-        total = stream.frames or sum(p.pts is not None for p in container.demux(stream))
-        container.seek(0)
-        indices = spaced(total, count)
-        wanted, found = set(indices), []
-        decoded = 0
-        try:
-            for decoded, frame in enumerate(container.decode(stream), 1):
-                if decoded - 1 in wanted:
-                    found.append(frame.to_ndarray(format="rgb24"))
-                if len(found) == len(indices):
-                    break
-        except av.error.FFmpegError as error:
-            raise MmaccelError(
-                f"The video {str(path)!r} breaks off after {decoded} of {total} frames ({error.strerror}); "
-                "copy or convert it again."
-            ) from error
-    if len(found) < len(indices) or not found:
-        raise MmaccelError(
-            f"The video {str(path)!r} breaks off after {decoded} of {total} frames; copy or convert it again."
-        )
-    return Clip(np.stack(found), indices, total, fps)
-
-
 # --------------------------------------------------------------------------------------------------------------- model
 
 
@@ -285,9 +157,7 @@ def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
     MmaccelError
         If there is no such model, its family is not supported, or it does not load.
     """
-    name = options.model or (str(SHIPPED) if SHIPPED.is_dir() else None)
-    if name is None:
-        raise MmaccelError("Which model? Give --model with a folder or a hub id such as Qwen/Qwen2.5-VL-3B-Instruct.")
+    name = options.model or str(shipped())
     if name.startswith((".", "~", "/")) and not Path(name).is_dir():
         raise MmaccelError(f"There is no folder {name!r}; give the folder of a model, or a hub id.")
     import torch
@@ -331,34 +201,6 @@ def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
             "a hub id that this machine can reach."
         ) from error
     return model, processor
-
-
-def encode(processor: Any, media: tuple[list[Any], Clip | None], question: str) -> Any:
-    """Inputs of ``generate`` for one user turn: the pictures, the clip, the question.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is a clip and the processor takes none.
-    """
-    pictures, clip = media
-    if clip is not None and getattr(processor, "video_processor", None) is None:
-        raise UnsupportedError("This model takes no video; give it single frames as pictures.")
-    content = [{"type": "image"}] * len(pictures) + [{"type": "video"}] * (clip is not None)
-    messages = [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]
-    if getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None):
-        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    else:
-        holders = [processor.image_token] * len(pictures) + [processor.video_token] * (clip is not None)
-        text = f"USER: {' '.join(holders)}\n{question} ASSISTANT:"
-    bos = getattr(processor.tokenizer, "bos_token", None)
-    given: dict[str, Any] = {"images": [pictures]} if pictures else {}
-    if clip is not None:
-        given["videos"] = [[clip.frames]]
-        given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [clip.metadata()]}
-    if bos and text.startswith(bos):
-        given["text_kwargs"] = {"add_special_tokens": False}
-    return processor(text=[text], return_tensors="pt", **given)
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring

@@ -29,7 +29,7 @@ _OPTIONAL = {
     "triton": "GPU kernels",
     "decord": "video files",
     "av": "video files (PyAV)",
-    "torchcodec": "video files inside processors",
+    "torchcodec": "video files, and inside processors",
     "open_clip_torch": "open_clip models",
     "gradio": "the demo",
     "matplotlib": "plots of benchmarks",
@@ -70,7 +70,7 @@ def examine() -> dict[str, Any]:
         "devices": _devices(),
         "triton": _triton(),
         "families": _families(problems),
-        "video": {name: _imports(name) for name in ("decord", "av", "torchcodec")},
+        "video": _video(),
         "problems": problems,
     }
 
@@ -88,6 +88,15 @@ def _imports(module: str) -> bool:
     except Exception:  # a broken shared library raises all kinds
         return False
     return True
+
+
+def _video() -> dict[str, bool]:
+    """The back ends of :func:`mmaccel.video.decode`, in the order in which it tries them."""
+    try:
+        from ..video import READERS, usable
+    except ImportError:  # without torch nothing of ours imports
+        return {}
+    return {name: usable(reader) for name, reader in READERS.items()}
 
 
 def _torchvision(problems: list[str]) -> bool:

@@ -35,7 +35,7 @@ _TAPS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``mmaccel methods``."""
-    parser.add_argument("--site", choices=("frames", "encoder", "projector", "layers", "cache"), help="only this site")
+    parser.add_argument("--site", choices=("frames", "encoder", "projector", "layers", "cache", "codec"), help="only this site")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--update", metavar="FILE", help=argparse.SUPPRESS)  # the tables of our README
 
@@ -77,7 +77,7 @@ def describe_methods(site: str | None = None) -> list[dict[str, Any]]:
     """Each method as plain data, in the order of sites, then names."""
     from ..registry import methods
 
-    order = ("frames", "encoder", "projector", "layers", "cache")
+    order = ("frames", "encoder", "projector", "layers", "cache", "codec")
     chosen = sorted((order.index(m.site), name) for name, m in methods().items() if site in (None, m.site))
     return [_describe(methods()[name]) for _, name in chosen]
 
@@ -108,11 +108,15 @@ def _needs(cls: Any) -> list[str]:
     if issubclass(cls, FramesMethod):
         needs.append("pixels (prepare)")
     if issubclass(cls, EncoderMethod):
-        needs.append("tower keys")
+        needs.append("CLS attention" if cls.needs_cls else "tower keys")
     if issubclass(cls, LayerMethod):
         needs.append("prompt attention" if cls.look is LayerMethod.look else "layer attention")
     if issubclass(cls, Policy) and cls.window:
-        needs.append(f"last {cls.window} queries")
+        needs.append("last query" if cls.window == 1 else f"last {cls.window} queries")
+    if issubclass(cls, Policy) and cls.observe is not Policy.observe:
+        needs.append("prompt attention")
+    if issubclass(cls, Policy) and cls.recall is not Policy.recall:
+        needs.append("attention of each step")
     if getattr(cls, "needs_question", False):
         needs.append("question")
     return list(dict.fromkeys(needs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +16,19 @@ from mmaccel.suite.items import Item
 
 @dataclass(frozen=True)
 class Sample:
-    """One line of a JSONL set. ``earlier`` holds the questions and answers of the conversation before."""
+    """One line of a JSONL set. ``earlier`` holds the questions and answers of the conversation before.
+
+    ``answer`` is None where the set has none; ``name`` is the line's ``id``, else which line it is.
+    """
 
     question: str
-    answer: str
+    answer: str | None = None
     images: tuple[Path, ...] = ()
     video: Path | None = None
     task: str = ""
     detail: str = ""
     earlier: tuple[tuple[str, str], ...] = field(default=())
+    name: str = ""
 
 
 def write_video(frames: np.ndarray, path: Path, fps: float = 4.0) -> None:
@@ -73,23 +77,28 @@ def _sample(line: str, folder: Path) -> Sample:
         raise ValueError(f"no JSON ({error.msg})") from error
     if not isinstance(record, dict):
         raise ValueError("a JSON object is needed")
-    for name in ("question", "answer"):
-        if not isinstance(record.get(name), str):
-            raise ValueError(f"the text field {name!r} is missing")
-    images = record.get("images", [record["image"]] if "image" in record else [])
+    if not isinstance(record.get("question"), str) or not record["question"].strip():
+        raise ValueError("the text field 'question' is missing")
+    if not isinstance(record.get("answer"), str | None):
+        raise ValueError("the field 'answer' must be text")
+    images = record.get("images", record.get("image", []))
+    images = [images] if isinstance(images, str) else images
     if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
         raise ValueError("the field 'images' must be a list of paths")
     video = record.get("video")
+    if not isinstance(video, str | None):
+        raise ValueError("the field 'video' must be a path")
     if bool(images) == bool(video):
         raise ValueError("either 'image', 'images' or 'video' is needed")
     return Sample(
         record["question"],
-        record["answer"],
+        record.get("answer"),
         tuple(folder / path for path in images),
         folder / video if video else None,
         str(record.get("task", "")),
         str(record.get("detail", "")),
         tuple((str(question), str(answer)) for question, answer in record.get("earlier", ())),
+        str(record.get("id", "")),
     )
 
 
@@ -105,7 +114,8 @@ def read_samples(path: Path) -> tuple[list[Sample], list[str]]:
         if not line.strip():
             continue
         try:
-            samples.append(_sample(line, path.parent))
+            sample = _sample(line, path.parent)
+            samples.append(replace(sample, name=sample.name or f"line {number}"))
         except (ValueError, TypeError) as error:
             complaints.append(f"{path.name}, line {number}: {error}")
     if not samples:

@@ -242,17 +242,24 @@ def test_broken_lines_are_named_and_the_rest_goes_on(tmp_path):
     lines = [
         "{nonsense",
         json.dumps({"question": "what ?", "answer": "that"}),
-        json.dumps({"image": "a.png", "question": "what ?"}),
+        json.dumps({"image": "a.png", "answer": "that"}),
         "[]",
         "",
         json.dumps({"image": "a.png", "question": "what ?", "answer": "that"}),
         json.dumps({"video": "a.mp4", "question": "what ?", "answer": "that"}),
         json.dumps({"image": 3, "question": "what ?", "answer": "that"}),
+        json.dumps({"video": 3, "question": "what ?"}),
+        json.dumps({"image": "a.png", "question": "what ?", "answer": 3}),
+        json.dumps({"image": ["a.png", "b.png"], "question": "which ?", "id": 7}),
+        json.dumps({"image": "a.png", "video": "a.mp4", "question": "which ?"}),
     ]
     path.write_text("\n".join(lines))
     samples, complaints = read_samples(path)
-    assert [sample.question for sample in samples] == ["what ?"] * 2
-    assert [complaint.split(":")[0] for complaint in complaints] == [f"own.jsonl, line {n}" for n in (1, 2, 3, 4, 8)]
+    assert [sample.question for sample in samples] == ["what ?", "what ?", "which ?"]
+    assert [sample.name for sample in samples] == ["line 6", "line 7", "7"]
+    assert samples[2].answer is None and len(samples[2].images) == 2
+    named = [f"own.jsonl, line {n}" for n in (1, 2, 3, 4, 8, 9, 10, 12)]
+    assert [complaint.split(":")[0] for complaint in complaints] == named
     path.write_text("")
     with pytest.raises(ValueError, match="holds no sample"):
         read_samples(path)

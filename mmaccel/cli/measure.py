@@ -1,0 +1,287 @@
+"""What ``eval`` and ``compare`` share: the questions, the run with its progress bar, and results that outlive a broken run."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..errors import MmaccelError
+from . import ask
+from .text import nbytes, table
+
+if TYPE_CHECKING:
+    from ..evaluate import Answer, Question, Row
+
+#: exit status when something could not be used and the rest was done
+PARTIAL = 3
+#: seconds between two writings of the results
+_SAVE_EVERY = 5.0
+_PER_TASK = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options about model, questions and run."""
+    ask.add_model_arguments(parser)
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument(
+        "--suite",
+        nargs="+",
+        metavar="TASK",
+        default=["image"],
+        help="image (default), video, or tasks of the generated suite such as: colour count reading motion",
+    )
+    asked.add_argument("--data", type=Path, metavar="FILE", help="JSONL of your own instead, see below")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help=f"questions a task (default: {_PER_TASK}), or the first lines of --data (default: all)",
+    )
+    parser.add_argument("--batch-size", type=int, default=16, help="questions at a time (default: 16)")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="longest answer (default: 32)")
+    parser.add_argument("--frames", type=int, default=16, help="frames of a video, evenly spaced (default: 16)")
+    parser.add_argument("--pixels", type=int, default=112, help="side of the suite's pictures (default: 112)")
+
+
+class Run:
+    """One run of ``eval`` or ``compare``: questions, model, settings, rows, complaints."""
+
+    def __init__(self, options: argparse.Namespace, path: Path | None) -> None:
+        """Read the questions and load the model; ``path`` is the results' file, None for none."""
+        if min(options.batch_size, options.max_new_tokens, options.frames, options.pixels, options.limit or 1) < 1:
+            raise MmaccelError("--batch-size, --max-new-tokens, --frames, --pixels and --limit must be 1 or more.")
+        if options.limit == 0:
+            raise MmaccelError("--limit 0 leaves no question to ask; give 1 or more.")
+        if path is not None and not path.absolute().parent.is_dir():
+            raise MmaccelError(f"The folder {str(path.absolute().parent)!r} does not exist; make it first.")
+        from ..evaluate import fingerprint
+
+        self.options, self.path = options, path
+        self.complaints: list[str] = []
+        self.video = False
+        self.questions, asked = self._questions()
+        # the model that comes along has no path of this machine in its name
+        name = options.model or ask.shipped(self.video).name
+        options.model = options.model or str(ask.shipped(self.video))
+        self.model, self.processor = ask.load_model(options)
+        self.settings = {
+            "model": name,
+            "weights": fingerprint(self.model),
+            "device": str(self.model.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "attention": self.model.config._attn_implementation,
+            **asked,
+            "frames": options.frames,
+            "batch_size": options.batch_size,
+            "max_new_tokens": options.max_new_tokens,
+            "versions": versions(),
+        }
+        self.earlier = self._earlier()
+
+    def _questions(self) -> tuple[list[Question], dict[str, Any]]:
+        from ..evaluate import ask_samples, ask_suite
+        from ..suite import IMAGE_TASKS, VIDEO_TASKS, read_samples
+
+        options = self.options
+        if options.data is None:
+            groups = {"image": IMAGE_TASKS, "video": VIDEO_TASKS}
+            tasks = list(dict.fromkeys(task for name in options.suite for task in groups.get(name, (name,))))
+            for task in tasks:
+                if task not in (*IMAGE_TASKS, *VIDEO_TASKS):
+                    raise MmaccelError(
+                        f"There is no task {task!r}; known are image ({', '.join(IMAGE_TASKS)}) and video "
+                        f"({', '.join(VIDEO_TASKS)})."
+                    )
+            if any(task in VIDEO_TASKS for task in tasks):
+                if options.frames < 8 or options.frames % 2:
+                    raise MmaccelError(
+                        f"Clips of the suite have an even number of at least 8 frames, not {options.frames}; "
+                        "give --frames 16."
+                    )
+                self.video = True
+            count = options.limit or _PER_TASK
+            found = ask_suite(tasks, count, frames=options.frames, pixels=options.pixels)
+            return found, {"suite": tasks, "split": "test", "questions_a_task": count, "pixels": options.pixels}
+        if not options.data.is_file():
+            raise MmaccelError(f"There is no file {str(options.data)!r}; give a JSONL file with a question a line.")
+        try:
+            samples, self.complaints = read_samples(options.data)
+        except UnicodeDecodeError as error:
+            raise MmaccelError(f"{str(options.data)!r} is no text in UTF-8; give a JSONL file.") from error
+        except ValueError as error:
+            raise MmaccelError("; ".join(str(error).splitlines()[:4]) + ".") from error
+        digest = hashlib.sha256(options.data.read_bytes()).hexdigest()[:16]
+        asked = {"data": str(options.data), "data_sha256": digest, "limit": options.limit}
+        return ask_samples(samples[: options.limit], frames=options.frames), asked
+
+    # --- running ----------------------------------------------------------------------------------------------
+    def evaluate(self, rows: list[Row], keep_answers: bool = False) -> dict[str, Any]:
+        """Fill the rows, saving on the way, and return the report."""
+        from tqdm import tqdm
+
+        from ..evaluate import evaluate
+
+        said: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            found = self.earlier.pop(row.title, None)
+            usable = found is not None and found["recipe"] == plain(row.as_dict())["recipe"]
+            if found is not None and usable and (not keep_answers or "answers" in found):
+                row.restore(found)
+                if "answers" in found:
+                    said[row.title] = found["answers"]
+        done = [sum(sums.questions for sums in row.tasks.values()) for row in rows]
+        if any(done):
+            print(f"{sum(done)} answers are taken over from {self.path}", file=sys.stderr)
+        saved, unreadable = time.monotonic(), set(self.complaints)
+        bar = tqdm(total=len(self.questions) * len(rows), initial=sum(done), unit="answer", disable=None, leave=False)
+
+        def complain(sentence: str) -> None:
+            if sentence not in unreadable:
+                unreadable.add(sentence)
+                self.complaints.append(sentence)
+            bar.total -= len(rows)
+
+        try:
+            for row, answers in evaluate(
+                self.model,
+                self.processor,
+                self.questions,
+                rows,
+                batch_size=self.options.batch_size,
+                max_new_tokens=self.options.max_new_tokens,
+                complain=complain,
+            ):
+                bar.update(len(answers))
+                if keep_answers:
+                    said.setdefault(row.title, []).extend(map(spoken, answers))
+                if time.monotonic() - saved > _SAVE_EVERY:
+                    self.save(rows, said)
+                    saved = time.monotonic()
+        finally:
+            bar.close()
+            report = self.save(rows, said)
+        return report
+
+    def save(self, rows: list[Row], said: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        """Write the report, whole or not at all, and return it."""
+        told = [{**row.as_dict(), **({"answers": said[row.title]} if row.title in said else {})} for row in rows]
+        report = {
+            "command": shlex.join(["mmaccel", *self.options.argv]),
+            "date": date.today().isoformat(),
+            "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
+            "settings": self.settings,
+            "questions": len(self.questions),
+            "complaints": self.complaints,
+            "rows": [*told, *self.earlier.values()],
+        }
+        if self.path is not None and any(row.batches for row in rows):
+            draft = self.path.with_name(self.path.name + ".part")
+            draft.write_text(json.dumps(plain(report), indent=1) + "\n", encoding="utf-8")
+            os.replace(draft, self.path)
+        return {**report, "rows": told}
+
+    def _earlier(self) -> dict[str, dict[str, Any]]:
+        """Rows by title that an earlier run with the same settings has left in the file."""
+        if self.path is None or not self.path.exists():
+            return {}
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            before, rows = found["settings"], {row["title"]: row for row in found["rows"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise MmaccelError(f"{str(self.path)!r} exists and holds no results; give another file.") from error
+        now = plain(self.settings)
+        differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if differ:
+            raise MmaccelError(
+                f"{str(self.path)!r} holds results of a run with different settings ({', '.join(differ)}); give another "
+                "file, or delete this one."
+            )
+        return rows
+
+    def finish(self) -> int:
+        """Say what could not be used; the exit status."""
+        for complaint in self.complaints:
+            print(complaint, file=sys.stderr)
+        if self.complaints:
+            print(f"{len(self.complaints)} could not be used and were left out.", file=sys.stderr)
+        return PARTIAL if self.complaints else 0
+
+
+def plain(data: Any) -> Any:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(data))
+
+
+def spoken(answer: Answer) -> dict[str, Any]:
+    """An answer for the report."""
+    names = ("name", "task", "expected", "full", "answer", "right", "same", "kl")
+    return {name: getattr(answer, name) for name in names}
+
+
+def versions() -> dict[str, str]:
+    """What figures depend on; ``code`` is a digest of mmaccel's own source."""
+    import torch
+    import transformers
+
+    digest = hashlib.sha256()
+    root = Path(__file__).parent.parent
+    for path in sorted(root.rglob("*.py")):
+        if path.parent != root / "cli":
+            digest.update(path.read_bytes())
+    return {
+        "mmaccel": __version__,
+        "code": digest.hexdigest()[:16],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def percent(share: float | None) -> str:
+    """``0.256`` -> ``25.6%``."""
+    return "-" if share is None else f"{share * 100:.1f}%"
+
+
+def render(report: dict[str, Any], by_task: bool = True) -> str:
+    """The report as text: one line a recipe, then accuracy (else loyalty) by task."""
+    settings = report["settings"]
+    head = ["recipe", "accuracy", "same answer", "KL", "visual tokens", "per layer", "KV cache", "of full"]
+    rows = [head]
+    for row in report["rows"]:
+        f = row["figures"]
+        rows.append(
+            [
+                row["title"],
+                percent(f["accuracy"]),
+                percent(f["loyalty"]),
+                f"{f['kl']:.3f}",
+                f"{f['visual_tokens_kept']:.0f}",
+                percent(f["visual_share_per_layer"]),
+                nbytes(f["kv_bytes"]),
+                percent(f["kv_share"]),
+            ]
+        )
+    lines = [
+        f"{settings['model']} on {settings['device']}, {settings['dtype']}; "
+        f"{report['rows'][0]['figures']['questions']} questions",
+        "",
+        table(rows, numbers=range(1, len(head))),
+    ]
+    tasks = list(report["rows"][0]["tasks"])
+    if by_task and len(tasks) > 1:
+        judged = report["rows"][0]["figures"]["accuracy"] is not None
+        what = "accuracy" if judged else "loyalty"
+        body = [[task, *(percent(row["tasks"][task]["figures"][what]) for row in report["rows"])] for task in tasks]
+        titles = [row["title"] for row in report["rows"]]
+        title = "accuracy" if judged else "same answer"
+        lines += ["", table([[title, *titles], *body], numbers=range(1, len(titles) + 1))]
+    return "\n".join(lines)

@@ -1,0 +1,528 @@
+"""What ``mmaccel.evaluate`` measures, against its definition; and the commands ``eval``, ``compare`` and ``quickstart``."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from PIL import Image
+
+import mmaccel
+from mmaccel import accelerated
+from mmaccel.cli import ask, main, measure
+from mmaccel.evaluate import Question, Row, _divergence, _lengths, ask_suite, evaluate, fingerprint
+from mmaccel.media import Clip, Prompt, encode
+
+ROOT = Path(__file__).parent.parent
+KEPT = ("divprune", 0.25), ("fastv", 0.3), ("snapkv", 0.5)
+
+
+def questions(count: int = 3, *, video: bool = False) -> list[Question]:
+    """Questions of different lengths, about a picture or a clip each."""
+
+    def prompt(number: int) -> Prompt:
+        text = "what is it ?" + " and why is it there ?" * (number % 3)
+        if video:
+            return Prompt(text, clip=Clip(zoo.clip(4, 96, 64, number), list(range(4)), 4, 2.0))
+        return Prompt(text, (zoo.image(80, 60, number),))
+
+    return [Question(f"q{i}", "odd" if i % 2 else "even", None, lambda i=i: prompt(i)) for i in range(count)]
+
+
+def asked(model, processor, which, rows, **options):
+    """All answers by title of the row."""
+    found = {row.title: [] for row in rows}
+    for row, answers in evaluate(model, processor, which, rows, max_new_tokens=4, **options):
+        found[row.title] += answers
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ the definition
+@pytest.mark.parametrize(("recipe", "retain"), KEPT)
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_answers_and_divergence_are_what_they_say(family, recipe, retain):
+    """A batch against each question alone: greedy answers of ``generate``, and KL by feeding the full answer by hand."""
+    model, processor = zoo.model(family), zoo.processor(family)
+    which, row = questions(), Row(recipe, retain)
+    (answers,) = asked(model, processor, which, [row], batch_size=3).values()
+    for question, answer in zip(which, answers, strict=True):
+        inputs = encode(processor, [question.load()])
+        greedy = {"max_new_tokens": 4, "do_sample": False}
+        full = model.generate(**inputs, **greedy)[:, inputs["input_ids"].shape[1] :]
+        logits = {}
+        for name, chosen in (("full", "none"), ("fast", row.recipe)):
+            with torch.no_grad(), accelerated(model, chosen, processor=processor):
+                alone = model.generate(**inputs, **greedy)[:, inputs["input_ids"].shape[1] :]
+                out = model(**inputs, use_cache=True)
+                steps, mask = [out.logits[:, -1]], inputs["attention_mask"]
+                for token in full[0, :-1]:
+                    mask = torch.cat([mask, mask.new_ones(1, 1)], 1)
+                    more = model.prepare_inputs_for_generation(
+                        token.view(1, 1),
+                        past_key_values=out.past_key_values,
+                        attention_mask=mask,
+                        use_cache=True,
+                        is_first_iteration=False,
+                        **({"position_ids": _after(model, inputs, mask)} if "qwen" in family else {}),
+                    )
+                    out = model(**more)
+                    steps.append(out.logits[:, -1])
+            logits[name] = torch.cat(steps).double().log_softmax(-1)
+        text = processor.tokenizer.decode(alone[0], skip_special_tokens=True).strip()
+        assert answer.answer == text
+        assert answer.full == processor.tokenizer.decode(full[0], skip_special_tokens=True).strip()
+        assert answer.same == (answer.answer == answer.full)
+        p, q = logits["full"], logits["fast"]
+        expected = float((p.exp() * (p - q)).sum(-1).mean())
+        assert answer.kl == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        assert answer.kl > 1e-3
+    assert not hasattr(model, "mmaccel")
+
+
+def _after(model, inputs, mask):
+    """Positions ``[3, 1, 1]`` of the newest token of a Qwen model, whose text goes on after the largest of the prompt."""
+    positions, _ = model.model.get_rope_index(**{k: v for k, v in inputs.items() if "pixel" not in k})
+    behind = mask.shape[1] - inputs["input_ids"].shape[1] - 1
+    return (positions.amax() + 1 + behind).expand(3, 1, 1)
+
+
+def test_keeping_everything_costs_nothing():
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    rows = [Row("none"), Row("divprune", 1.0), Row("random", 0.1)]
+    asked(model, processor, questions(), rows)
+    none, everything, little = (row.figures() for row in rows)
+    assert (none["loyalty"], none["kl"], none["kv_share"]) == (1.0, 0.0, 1.0)
+    assert everything["loyalty"] == 1.0 and everything["kl"] < 1e-6
+    assert everything["kv_share"] == pytest.approx(1.0, abs=0.01)  # beside the keys an index of them is kept
+    assert everything["visual_share_per_layer"] == 1.0
+    assert little["kl"] > 0.01 and little["kv_share"] < 0.8
+    assert (little["visual_tokens"], little["visual_tokens_kept"]) == (36, 4)
+    assert none["accuracy"] is None  # nobody knows what is right
+
+
+def test_shares_follow_the_site():
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    rows = [Row("uniform", 0.25), Row("fastv", 0.25), Row("snapkv", 0.25)]
+    asked(model, processor, questions(), rows)
+    before, inside, cache = (row.figures() for row in rows)
+    assert before["visual_share_per_layer"] == 0.25
+    assert inside["visual_share_per_layer"] == pytest.approx((2 * 36 + 2 * 9) / (4 * 36))
+    assert cache["visual_share_per_layer"] == 1.0 and cache["kv_share"] < inside["kv_share"]
+
+
+def test_recipes_on_pixels_get_inputs_of_their_own():
+    model, processor = zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl")
+    rows = [Row("none"), Row("resize", 0.25), Row("uniform", 0.5)]
+    asked(model, processor, questions(), rows)
+    none, small, half = (row.figures() for row in rows)
+    assert none["visual_tokens"] == half["visual_tokens"] == 20  # 80 x 60 pixels
+    assert small["visual_tokens"] == small["visual_tokens_kept"] < 10
+    assert small["visual_share_per_layer"] == small["visual_tokens"] / 20 and small["kv_share"] < 0.9
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_family_can_be_measured(family):
+    model, processor = zoo.model(family), zoo.processor(family)
+    for video in (False, True) if family in zoo.VIDEO_FAMILIES else (False,):
+        rows = [Row("none"), Row("uniform", 0.25)]
+        asked(model, processor, questions(3, video=video), rows, batch_size=3)
+        full, fast = (row.figures() for row in rows)
+        assert full["questions"] == fast["questions"] == 3
+        assert fast["visual_tokens_kept"] == pytest.approx(full["visual_tokens"] / 4, rel=0.1)
+        assert fast["kv_bytes"] < full["kv_bytes"]
+
+
+def test_lengths_end_with_the_first_end():
+    tokens = torch.tensor([[5, 2, 0, 0], [5, 6, 7, 8], [2, 2, 2, 2], [9, 5, 5, 2]])
+    assert _lengths(tokens, 2).tolist() == [2, 4, 1, 4]
+    assert _lengths(tokens, [2, 9]).tolist() == [2, 4, 1, 1]
+    assert _lengths(tokens, None).tolist() == [4] * 4
+
+
+def test_divergence_is_a_mean_over_the_answer():
+    a, b = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 3.0]]).log_softmax(-1)
+    p = torch.tensor([0.5, 0.5]).double()
+    one = float((p * (p.log() - b[0].double())).sum())
+    assert _divergence([a, a], [b, a], torch.tensor([2])).item() == pytest.approx(one / 2, rel=1e-6)
+    assert _divergence([a, a], [a, b], torch.tensor([1])).item() == 0.0
+    assert _divergence([a, a], [b, a], torch.tensor([1])).item() == pytest.approx(one, rel=1e-6)
+    # what the full model excludes adds nothing
+    never = torch.tensor([[0.0, -torch.inf]])
+    assert _divergence([never], [never], torch.tensor([1])).item() == 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+def test_kinds_are_batched_apart():
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    two = Question("two", "pair", "x", lambda: Prompt("which ?", (zoo.image(60, 60, 8), zoo.image(60, 60, 9))))
+    which = [*questions(2), two, *questions(1)]
+    batches = [answers for _, answers in evaluate(model, processor, which, [Row("uniform", 0.5)], batch_size=3)]
+    assert [[answer.name for answer in batch] for batch in batches] == [["q0", "q1", "q0"], ["two"]]
+    assert batches[1][0].visual_tokens == 72 and batches[1][0].right is False
+
+
+def test_a_broken_run_goes_on_where_it_was():
+    model, processor, which = zoo.model("llava"), zoo.processor("llava"), questions(5)
+    whole, broken = ([Row("none"), Row("uniform", 0.5), Row("fastv", 0.3)] for _ in range(2))
+    asked(model, processor, which, whole, batch_size=2)
+    run = evaluate(model, processor, which, broken, batch_size=2, max_new_tokens=4)
+    for _ in range(4):  # the second batch of one row, the first of the others
+        next(run)
+    run.close()
+    again = [Row("none"), Row("uniform", 0.5), Row("fastv", 0.3)]
+    for row, old in zip(again, broken, strict=True):
+        row.restore(json.loads(json.dumps(old.as_dict())))
+    assert [row.batches for row in again] == [2, 1, 1]
+    more = asked(model, processor, which, again, batch_size=2)
+    assert [len(answers) for answers in more.values()] == [1, 3, 3]
+    assert [row.as_dict() for row in again] == [row.as_dict() for row in whole]
+
+
+def test_unreadable_pictures_are_left_out_when_told():
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+
+    def gone() -> Prompt:
+        raise mmaccel.MmaccelError("it is gone.")
+
+    which = [*questions(2), Question("lost", "even", None, gone)]
+    said: list[str] = []
+    row = Row("uniform", 0.5)
+    asked(model, processor, which, [row], complain=said.append)
+    assert said == ["lost: it is gone."] and row.figures()["questions"] == 2
+    with pytest.raises(mmaccel.MmaccelError, match="it is gone"):
+        asked(model, processor, which, [Row("uniform", 0.5)])
+    with pytest.raises(mmaccel.MmaccelError, match="can be read"):
+        asked(model, processor, which[2:], [Row("uniform", 0.5)], complain=said.append)
+    with pytest.raises(mmaccel.MmaccelError, match="empty"):
+        asked(model, processor, [], [Row("none")])
+
+
+def test_what_a_model_cannot_do_is_said_first():
+    model, processor = zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl")
+    with pytest.raises(mmaccel.UnsupportedError, match="CLS"):
+        next(evaluate(model, processor, questions(), [Row("none"), Row("vtc-cls", 0.5)]))
+
+
+def test_fingerprint_follows_the_weights():
+    model = zoo.model("llava")
+    before = fingerprint(model)
+    assert before == fingerprint(zoo.model("llava")) != fingerprint(zoo.model("llava", seed=1))
+    with torch.no_grad():
+        model.lm_head.weight[-1, -1] += 1
+    assert fingerprint(model) != before
+
+
+def test_suite_questions_load_what_they_ask_about():
+    one, two = ask_suite(["colour", "comparison"], 1, pixels=56)
+    assert [picture.size for picture in one.load().pictures] == [(56, 56)]
+    assert len(two.load().pictures) == 2
+    (turns,) = ask_suite(["turns"], 1)
+    chat = turns.load().messages()
+    assert [turn["role"] for turn in chat] == ["user", "assistant", "user"]
+    assert [sum(part["type"] == "image" for part in turn["content"]) for turn in chat] == [1, 0, 0]
+    (clip,) = ask_suite(["motion"], 1, frames=8, pixels=64)
+    assert clip.load().clip.frames.shape == (8, 64, 64, 3)
+
+
+# ------------------------------------------------------------------------------------------------------- the commands
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model, pictures whole and broken, and sets of questions about them."""
+    root = tmp_path_factory.mktemp("eval")
+    for family in ("llava", "qwen2_5_vl"):
+        zoo.model(family).save_pretrained(root / family)
+        zoo.processor(family).save_pretrained(root / family)
+    zoo.image(120, 90, 0).save(root / "a.png")
+    zoo.image(60, 90, 1).save(root / "b.jpg")
+    (root / "cut.jpg").write_bytes((root / "b.jpg").read_bytes()[:200])
+    (root / "text.png").write_text("no picture")
+    good = [
+        {"id": "first", "image": "a.png", "question": "what ?", "answer": "that"},
+        {"image": ["a.png", "b.jpg"], "question": "which ?"},
+        {"images": ["b.jpg"], "question": "why is it ?", "answer": "so", "task": "why"},
+    ]
+    bad = ["{nonsense", {"image": "a.png"}, {"question": "what ?"}, {"image": "text.png", "question": "what ?"}]
+    bad += [{"image": "cut.jpg", "question": "what ?"}, {"image": "gone.png", "question": "what ?"}, "[]"]
+
+    def write(name, lines):
+        text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        (root / name).write_text(text, encoding="utf-8")
+
+    write("good.jsonl", good)
+    write("mixed.jsonl", [bad[0], good[0], *bad[1:], good[2]])
+    write("bad.jsonl", bad[:3])
+    write("unreadable.jsonl", bad[3:6])
+    write("empty.jsonl", [])
+    (root / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    write("video.jsonl", [{"video": "gone.mp4", "question": "what ?"}])
+    return root
+
+
+def command(capsys, *argv, status=0):
+    """Status, stdout and stderr of a command line."""
+    capsys.readouterr()
+    assert main([str(a) for a in argv]) == status
+    return capsys.readouterr()
+
+
+def test_eval_on_the_shipped_model(capsys, tmp_path):
+    argv = ["eval", "--recipe", "uniform", "--retain", 0.5, 0.1, "--suite", "shape", "comparison", "--limit", 3]
+    out, err = command(capsys, *argv, "--json")
+    report = json.loads(out)
+    assert not err
+    assert [row["title"] for row in report["rows"]] == ["none", "uniform 0.5", "uniform 0.1"]
+    none, half, tenth = (row["figures"] for row in report["rows"])
+    assert none["loyalty"] == 1 and none["questions"] == 6
+    assert tenth["kl"] > half["kl"] > 0
+    assert tenth["kv_share"] < half["kv_share"] < 1
+    assert half["visual_share_per_layer"] == 0.5
+    answers = report["rows"][2]["answers"]
+    assert [answer["task"] for answer in answers] == ["shape"] * 3 + ["comparison"] * 3
+    assert none["accuracy"] == sum(answer["right"] for answer in report["rows"][0]["answers"]) / 6
+    assert tenth["loyalty"] == sum(answer["answer"] == answer["full"] for answer in answers) / 6
+    assert report["command"].startswith("mmaccel eval --recipe uniform --retain 0.5")
+    assert report["settings"]["versions"]["torch"] == torch.__version__
+
+    path = tmp_path / "out.json"
+    text, _ = command(capsys, *argv, "--json", path)
+    for words in ("accuracy", "same answer", "KL", "KV cache", "uniform 0.1", "comparison"):
+        assert words in text
+    written = json.loads(path.read_text())
+    assert written["rows"] == report["rows"]  # the same figures again, to the last digit
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_exported_suite_gives_the_same_figures(capsys, tmp_path):
+    from mmaccel.suite import export, make_suite
+
+    tasks = ("turns", "comparison")
+    data = export(make_suite("test", tasks, 2), tmp_path)
+    argv = ["eval", "--recipe", "uniform", "--retain", 0.25, "--json"]
+    drawn = json.loads(command(capsys, *argv, "--suite", *tasks, "--limit", 2).out)
+    read = json.loads(command(capsys, *argv, "--data", data).out)
+    assert read["rows"] == drawn["rows"]
+
+
+def test_eval_on_videos(folder, capsys, tmp_path):
+    pytest.importorskip("av")
+    from mmaccel.suite import export, make_suite
+
+    model = ["--model", folder / "qwen2_5_vl", "--max-new-tokens", 2, "--retain", 0.5, "--frames", 8, "--json"]
+    data = export(make_suite("test", ("order",), 2, frames=16), tmp_path, pixels=64)
+    row = json.loads(command(capsys, "eval", *model, "--data", data).out)["rows"][1]
+    assert row["figures"]["visual_tokens"] == 4 * 4 * 4  # 8 of 16 frames, two a step; a token is 16 x 16 pixels
+    row = json.loads(command(capsys, "eval", *model, "--suite", "order", "--limit", 2, "--pixels", 64).out)["rows"][1]
+    assert row["figures"]["visual_tokens"] == 4 * 4 * 4
+
+
+def test_eval_on_a_set_of_ones_own(folder, capsys):
+    argv = ["eval", "--model", folder / "llava", "--recipe", "fastv", "--retain", 6, "--max-new-tokens", 3, "--json"]
+    report = json.loads(command(capsys, *argv, "--data", folder / "good.jsonl").out)
+    row = report["rows"][1]
+    assert row["figures"]["questions"] == 3 and row["title"] == "fastv 6"
+    names = {answer["name"]: answer for answer in row["answers"]}
+    assert set(names) == {"first", "line 2", "line 3"}
+    assert names["line 2"]["right"] is None and names["first"]["right"] is False
+    assert row["tasks"]["why"]["figures"]["questions"] == 1
+    assert row["figures"]["accuracy"] == 0.0  # of the two that have an expected answer
+    assert row["tasks"]["all"]["sums"]["judged"] == 1
+    report = json.loads(command(capsys, *argv, "--data", folder / "good.jsonl", "--limit", 1).out)
+    assert report["rows"][1]["figures"]["questions"] == 1
+
+
+def test_eval_names_bad_lines_and_goes_on(folder, capsys):
+    argv = ["eval", "--model", folder / "llava", "--max-new-tokens", 2, "--data", folder / "mixed.jsonl", "--json"]
+    out, err = command(capsys, *argv, status=measure.PARTIAL)
+    assert json.loads(out)["rows"][1]["figures"]["questions"] == 2
+    assert len(json.loads(out)["complaints"]) == 7
+    for words in ("line 1: no JSON", "line 3: the text field 'question'", "line 4: either", "line 8: a JSON object"):
+        assert f"mixed.jsonl, {words}" in err
+    for words in ("line 5: ", "text.png", "line 6: ", "cut.jpg", "line 7: ", "gone.png", "7 could not be used"):
+        assert words in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--data", "{}/gone.jsonl"], "There is no file"),
+        (["--data", "{}/empty.jsonl"], "holds no sample"),
+        (["--data", "{}/bad.jsonl"], "line 1: no JSON"),
+        (["--data", "{}/unreadable.jsonl"], "can be read"),
+        (["--data", "{}/binary.jsonl"], "UTF-8"),
+        (["--data", "{}/video.jsonl", "--model", "{}/qwen2_5_vl"], "can be read"),
+        (["--recipe", "divprun"], "did you mean 'divprune'"),
+        (["--recipe", "none", "--retain", "0.5"], "drops nothing"),
+        (["--retain", "0"], "keeps no token"),
+        (["--retain", "1000", "--data", "{}/good.jsonl"], "has only 36"),
+        (["--suite", "colours"], "There is no task 'colours'"),
+        (["--suite", "video", "--frames", "7"], "even number"),
+        (["--suite", "motion", "--limit", "1"], "takes no video"),
+        (["--limit", "0"], "--limit"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--json", "{}/nowhere/out.json"], "does not exist"),
+        (["--json", "{}/good.jsonl"], "holds no results"),
+        (["--model", "{}/nowhere"], "There is no folder"),
+    ],
+)
+def test_eval_says_what_is_wrong(folder, capsys, argv, words):
+    model = [] if "--model" in argv else ["--model", folder / "llava"]
+    out, err = command(capsys, "eval", *[a.format(folder) for a in argv], *model, status=2)
+    assert words in err and not out
+    lines = err.splitlines()
+    assert lines[-1].startswith("mmaccel eval: ") and "Traceback" not in err
+
+
+def test_video_tasks_want_a_model_for_videos(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(ask, "SHIPPED_VIDEO", tmp_path)
+    assert "takes videos" in command(capsys, "eval", "--suite", "video", status=2).err
+
+
+# ------------------------------------------------------------------------------------------------------------- compare
+@pytest.fixture
+def compare(folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+
+    def run(*argv, status=0, **_):
+        head = ["compare", "--model", folder / "llava", "--data", folder / "good.jsonl", "--max-new-tokens", 2]
+        return command(capsys, *head, "--out", tmp_path / "curves.png", *argv, status=status)
+
+    return run
+
+
+def test_compare_draws_and_goes_on(compare, tmp_path, monkeypatch):
+    argv = ["--recipes", "none", "uniform", "fastv", "--retain", 0.5, 0.25]
+    text, _ = compare(*argv)
+    assert "fastv 0.25" in text and "curves.json" in text
+    with Image.open(tmp_path / "curves.png") as drawn:
+        assert drawn.format == "PNG" and min(drawn.size) > 500
+    first = json.loads((tmp_path / "curves.json").read_text())
+    titles = ["none", "uniform 0.5", "uniform 0.25", "fastv 0.5", "fastv 0.25"]
+    assert [row["title"] for row in first["rows"]] == titles
+    assert all("answers" not in row for row in first["rows"])
+
+    calls: list[str] = []
+    original = mmaccel.evaluate._Runner.answers
+    monkeypatch.setattr(
+        mmaccel.evaluate._Runner, "answers", lambda self, r, p: calls.append(r.name) or original(self, r, p)
+    )
+    _, err = compare(*argv)
+    assert not calls and "taken over" in err
+    assert json.loads((tmp_path / "curves.json").read_text())["rows"] == first["rows"]
+    compare("--recipes", "none", "uniform", "pool", "--retain", 0.5)
+    assert set(calls) == {"pool"}
+    rows = json.loads((tmp_path / "curves.json").read_text())["rows"]
+    assert {row["title"] for row in rows} == {*titles, "pool 0.5"}  # what was found before is not lost
+
+
+def test_compare_saves_while_it_runs(compare, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "_SAVE_EVERY", 0.0)
+    original = mmaccel.evaluate._Runner.answers
+
+    found: list[str] = []
+
+    def breaks(self, recipe, processor):
+        if recipe.name == "fastv":
+            found.append((tmp_path / "curves.json").read_text())
+            raise KeyboardInterrupt
+        return original(self, recipe, processor)
+
+    monkeypatch.setattr(mmaccel.evaluate._Runner, "answers", breaks)
+    compare("--recipes", "uniform", "fastv", "--retain", 0.5, status=130)
+    rows = {row["title"]: row["batches"] for row in json.loads((tmp_path / "curves.json").read_text())["rows"]}
+    assert rows == {"none": 1, "uniform 0.5": 1, "fastv 0.5": 0}
+    assert {row["title"]: row["batches"] for row in json.loads(found[0])["rows"]} == rows
+
+
+def test_results_of_other_settings_are_not_mixed(compare, tmp_path):
+    argv = ["--recipes", "uniform", "--retain", 0.5]
+    compare(*argv)
+    before = (tmp_path / "curves.json").read_text()
+    _, err = compare(*argv, "--limit", 1, status=2)
+    assert "different settings (limit)" in err
+    assert (tmp_path / "curves.json").read_text() == before
+
+
+def test_compare_leaves_out_what_the_model_cannot_do(folder, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("mmaccel.cli.compare.RECIPES", ("none", "uniform", "vtc-cls"))
+    argv = ["compare", "--model", folder / "qwen2_5_vl", "--data", folder / "good.jsonl", "--limit", 1, "--retain", 0.5]
+    argv += ["--out", tmp_path / "c.svg", "--x", "kv"]
+    out, err = command(capsys, *argv, status=measure.PARTIAL)
+    assert "vtc-cls is left out" in err and "uniform 0.5" in out and (tmp_path / "c.svg").stat().st_size > 5000
+    # asked for by name, it is an error
+    assert "CLS" in command(capsys, *argv, "--recipes", "vtc-cls", status=2).err
+
+
+def test_compare_says_what_is_wrong(compare, tmp_path, monkeypatch):
+    assert "must end in" in compare("--out", tmp_path / "c.gif", status=2).err
+    assert "does not exist" in compare("--out", tmp_path / "nowhere" / "c.png", status=2).err
+    assert "did you mean" in compare("--recipes", "divprun", status=2).err
+    original = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "mmaccel[bench]" in compare(status=2).err
+
+
+# ---------------------------------------------------------------------------------------------------------- quickstart
+def test_quickstart_prints_nothing_but_its_report():
+    done = subprocess.run([sys.executable, "-m", "mmaccel", "quickstart"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in ("expected", "balanced 0.25", "visual tokens", "total time", "KV cache", "is drawn in"):
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 140
+
+
+def test_quickstart_shows_pictures_and_clips(folder, capsys, monkeypatch, tmp_path):
+    pytest.importorskip("av")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(ask, "SHIPPED_VIDEO", folder / "qwen2_5_vl")
+    report = json.loads(command(capsys, "quickstart", "--recipe", "uniform", "--retain", 0.1, "--json").out)
+    picture, clip = report["shows"]
+    assert report["notes"] == [] and picture["model"] == "mini-llava"
+    assert (picture["full"]["visual_tokens_kept"], picture["accelerated"]["visual_tokens_kept"]) == (196, 20)
+    for one, kind in ((picture, ".png"), (clip, ".mp4")):
+        assert Path(one["file"]).suffix == kind and Path(one["file"]).stat().st_size > 1000
+        assert one["accelerated"]["kv_bytes"] < one["full"]["kv_bytes"]
+        assert all(asked["expected"] for asked in one["questions"])
+        with Image.open(one["kept"]) as drawn:
+            drawn.load()
+    assert len(picture["questions"]) == 5 and len(clip["questions"]) == 2
+    # random weights
+    assert not any(asked["full_right"] or asked["accelerated_right"] for asked in clip["questions"])
+
+
+def test_quickstart_without_a_video_model_says_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(ask, "SHIPPED_VIDEO", tmp_path / "nowhere")
+    report = json.loads(command(capsys, "quickstart", "--json").out)
+    assert len(report["shows"]) == 1 and "no clip" in report["notes"][0]
+
+
+def test_kept_tokens_are_drawn_where_they_lie():
+    """Every second token of the prompt: the drawn cells are dark exactly where they were dropped."""
+    import numpy as np
+
+    from mmaccel.draw import kept
+
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    inputs = encode(processor, [Prompt("what ?", (zoo.image(80, 60, 0),))])
+    with torch.no_grad(), accelerated(model, "random", retain=0.5):
+        model(**inputs)
+        (segment,), reduction = model.mmaccel.layout.segments, model.mmaccel.reduction
+    white = Image.new("RGB", (60, 60), "white")
+    drawn = np.asarray(kept(white, segment, reduction))[5::10, 5::10, 0].reshape(-1)
+    assert ((drawn == 255) == reduction.kept[0, segment.places].numpy()).all()
+    nothing = replace(segment, tile=replace(segment.tile, cells=segment.tile.cells + torch.tensor([1, 0, 0])))
+    assert (np.asarray(kept(white, nothing, reduction)) < 100).all()
