@@ -214,7 +214,7 @@ def build_qwen() -> Qwen2_5_VLForConditionalGeneration:
         "vocab_size": VOCABULARY_SIZE,
         "hidden_size": 192,
         "intermediate_size": 448,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 5,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 8192,

@@ -2,106 +2,118 @@
 
 ``python -m training.evaluate --model mmaccel/models/mini-llava --json benchmarks/results/mini-llava-quality.json``
 
-Columns: ``full``; ``blank`` (the same questions about a grey picture: what guessing gives); ``half`` (every second
-visual token dropped before the language model, the others at their positions: what ``uniform`` at 50% costs). Below,
-how much attention the CLS token pays to things and signs, against the share of the picture that they cover.
+Columns: ``full``; ``blank`` (the same questions about grey pictures: what guessing gives); ``half`` (recipe ``uniform``
+with every second visual token). Models that take clips are asked about clips too. For a tower with CLS: how much of its
+attention goes to things and signs, against the share of the picture that they cover.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import shlex
-import sys
 import time
 from collections import defaultdict
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 from PIL import Image
 from tqdm import tqdm
-from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache, PreTrainedModel, ProcessorMixin
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
-from mmaccel.suite import IMAGE_TASKS, Dice, Item, cell_labels, is_right, item_seed, make_item, sample_scene
-from mmaccel.suite.scene import render
+from mmaccel.evaluate import Question, Row, ask_suite, evaluate
+from mmaccel.media import Prompt
+from mmaccel.suite import (
+    IMAGE_TASKS,
+    VIDEO_TASKS,
+    Dice,
+    cell_labels,
+    item_seed,
+    make_item,
+    render,
+    sample_scene,
+)
+from training.results import write
 
 LONGEST_ANSWER = 8
+GREY = 128
+PICTURE_SIDE, CLIP_SIDE = 224, 112
+"""Pixels at which a model of any resolution is asked; one with a fixed size is asked at that."""
 
 
-def conversation(item: Item) -> list[dict]:
-    """The item as chat messages; earlier turns hold their expected answers."""
-    messages: list[dict] = []
-    for number, turn in enumerate(item.turns):
-        pictures = [{"type": "image"}] * len(item.scenes) if number == 0 else []
-        messages.append({"role": "user", "content": [*pictures, {"type": "text", "text": turn.question}]})
-        if turn is not item.turns[-1]:
-            messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
-    return messages
+def questions(model: PreTrainedModel, processor: ProcessorMixin, split: str, per_task: int) -> list[Question]:
+    """All tasks that the model can be asked, ``per_task`` questions each."""
+    side = getattr(model.config.vision_config, "image_size", PICTURE_SIDE)
+    asked = ask_suite(IMAGE_TASKS, per_task, split=split, pixels=side)
+    if getattr(processor, "video_processor", None) is not None:
+        asked += ask_suite(VIDEO_TASKS, per_task, split=split, pixels=CLIP_SIDE)
+    return asked
 
 
-@torch.inference_mode()
-def answer(
-    model: PreTrainedModel, processor: ProcessorMixin, items: list[Item], *, blank: bool = False, retain: float = 1.0
-) -> list[str]:
-    """Greedy answers to a batch of items with equally many pictures, keeping evenly spaced visual tokens."""
-    pixels = model.config.vision_config.image_size
-    pictures = [[Image.fromarray(picture) for picture in item.pictures(pixels)] for item in items]
-    if blank:
-        pictures = [[Image.new("RGB", (pixels, pixels), (128, 128, 128)) for _ in row] for row in pictures]
-    texts = [processor.apply_chat_template(conversation(item), add_generation_prompt=True) for item in items]
-    inputs = processor(images=pictures, text=texts, padding=True, return_tensors="pt")
-    ids, mask = inputs["input_ids"], inputs["attention_mask"].bool()
-    inner, visual = model.model, inputs["input_ids"] == model.config.image_token_id
-    features = inner.get_image_features(inputs["pixel_values"].to(model.dtype)).pooler_output
-    embeds = inner.get_input_embeddings()(ids)
-    embeds = embeds.masked_scatter(visual[..., None], torch.cat(tuple(features)).to(embeds.dtype))
-    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    rank, total = visual.long().cumsum(-1) - 1, visual.sum(-1, keepdim=True)
-    kept = ~visual | ((rank * retain).floor() != ((rank + 1) * retain).floor())
-    order = [row.nonzero()[:, 0] for row in kept]  # every row keeps equally many, since all have as many pictures
-    index = torch.stack(order)
-    assert (total == total[0]).all()
-    embeds, mask = embeds.gather(1, index[..., None].expand(-1, -1, embeds.shape[-1])), mask.gather(1, index)
-    cache, written = DynamicCache(), []
-    now = positions.gather(1, index)
-    for _ in range(LONGEST_ANSWER):
-        out = inner.language_model(
-            inputs_embeds=embeds, attention_mask=mask.long(), position_ids=now, past_key_values=cache, use_cache=True
-        )
-        word = model.lm_head(out.last_hidden_state[:, -1:]).argmax(-1)
-        written.append(word)
-        embeds, now = inner.get_input_embeddings()(word), now[:, -1:] + 1
-        mask = torch.cat((mask, mask.new_ones(len(items), 1)), 1)
-        if (torch.cat(written, 1) == model.config.text_config.eos_token_id).any(1).all():
-            break
-    end = processor.tokenizer.eos_token
-    return [text.split(end)[0].strip() for text in processor.batch_decode(torch.cat(written, 1))]
+def blanked(question: Question) -> Question:
+    """The same question about grey pictures or frames."""
+
+    def load() -> Prompt:
+        prompt = question.load()
+        pictures = tuple(Image.new("RGB", picture.size, (GREY,) * 3) for picture in prompt.pictures)
+        clip = prompt.clip and replace(prompt.clip, frames=np.full_like(prompt.clip.frames, GREY))
+        return replace(prompt, pictures=pictures, clip=clip)
+
+    return replace(question, load=load)
+
+
+def detail(question: Question, split: str) -> str:
+    """What makes a question of the suite easy or hard, such as the size of the characters to read."""
+    return make_item(question.task, split, int(question.name.rsplit("-", 1)[1])).turns[-1].detail
 
 
 def accuracies(
     model: PreTrainedModel, processor: ProcessorMixin, split: str, per_task: int, batch: int = 50
 ) -> dict[str, dict[str, float]]:
     """Accuracy in percent: setting -> task (and, for reading, ``reading/size``) -> value."""
-    settings = {"full": {}, "blank": {"blank": True}, "half": {"retain": 0.5}}
-    right: dict[str, dict[str, list[bool]]] = {name: defaultdict(list) for name in settings}
-    bar = tqdm(total=len(IMAGE_TASKS) * per_task * len(settings), unit="item")
-    for task in IMAGE_TASKS:
-        for start in range(0, per_task, batch):
-            items = [make_item(task, split, index) for index in range(start, min(per_task, start + batch))]
-            for name, options in settings.items():
-                for item, text in zip(items, answer(model, processor, items, **options), strict=True):
-                    right[name][task].append(is_right(text, item.answer))
-                    if task == "reading":
-                        right[name][f"reading/{item.turns[-1].detail}"].append(right[name][task][-1])
-                bar.update(len(items))
-    bar.close()
+    asked = questions(model, processor, split, per_task)
+    details = {question.name: detail(question, split) for question in asked if question.task == "reading"}
+    runs = (
+        (asked, {"full": Row("none"), "half": Row("uniform", 0.5)}),
+        ([blanked(question) for question in asked], {"blank": Row("none")}),
+    )
+    right: dict[str, dict[str, list[bool]]] = {name: defaultdict(list) for name in ("full", "blank", "half")}
+    with tqdm(total=3 * len(asked), unit="answer") as bar:
+        for about, rows in runs:
+            todo = list(rows.values())
+            for row, answers in evaluate(
+                model, processor, about, todo, batch_size=batch, max_new_tokens=LONGEST_ANSWER
+            ):
+                found = right[next(name for name, known in rows.items() if known is row)]
+                for answer in answers:
+                    found[answer.task].append(bool(answer.right))
+                    if answer.task == "reading":
+                        found[f"reading/{details[answer.name]}"].append(bool(answer.right))
+                bar.update(len(answers))
     return {
-        name: {task: round(100 * float(np.mean(hits)), 1) for task, hits in rows.items()}
-        for name, rows in right.items()
+        name: {task: round(100 * float(np.mean(found[task])), 1) for task in sorted(found, key=_place)}
+        for name, found in right.items()
+    }
+
+
+def sample_answers(model: PreTrainedModel, processor: ProcessorMixin, split: str, per_task: int = 3) -> dict[str, str]:
+    """Answers to the first questions of every task, by which the measured weights can be recognised."""
+    asked = questions(model, processor, split, per_task)
+    found = evaluate(model, processor, asked, [Row("none")], max_new_tokens=LONGEST_ANSWER)
+    given = {answer.name: answer.answer for _, answers in found for answer in answers}
+    return {question.name: given[question.name] for question in asked}
+
+
+def _place(task: str) -> tuple[int, str]:
+    return (*IMAGE_TASKS, *VIDEO_TASKS).index(task.split("/")[0]), task
+
+
+def averages(accuracy: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Means over the image tasks and over the video tasks: kind -> setting -> percent."""
+    return {
+        kind: {name: round(float(np.mean([found[task] for task in tasks])), 1) for name, found in accuracy.items()}
+        for kind, tasks in (("image", IMAGE_TASKS), ("video", VIDEO_TASKS))
+        if set(tasks) <= accuracy["full"].keys()
     }
 
 
@@ -141,39 +153,37 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder of a mini model")
     parser.add_argument("--split", default="test", choices=["val", "test"])
     parser.add_argument("--per-task", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=50, help="questions at a time")
     parser.add_argument("--json", type=Path, help="write the figures here, with a picture of CLS attention beside")
     options = parser.parse_args()
     model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(options.model)
     began = time.monotonic()
-    accuracy = accuracies(model, processor, options.split, options.per_task)
-    attention, picture = cls_attention(model, options.split)
-    for rows in accuracy.values():
-        rows["average"] = round(float(np.mean([rows[task] for task in IMAGE_TASKS])), 1)
+    accuracy = accuracies(model, processor, options.split, options.per_task, options.batch)
+    means, figures = averages(accuracy), {}
+    rows = [(task, [found[task] for found in accuracy.values()]) for task in accuracy["full"]]
+    rows += [(f"{kind} average", list(found.values())) for kind, found in means.items()]
     print(f"{'task':<16}" + "".join(f"{name:>8}" for name in accuracy))
-    for task in accuracy["full"]:
-        print(f"{task:<16}" + "".join(f"{rows[task]:>8.1f}" for rows in accuracy.values()))
-    print("CLS attention on things, %: " + ", ".join(f"{name} {value}" for name, value in attention.items()))
+    for name, values in rows:
+        print(f"{name:<16}" + "".join(f"{value:>8.1f}" for value in values))
+    if model.config.vision_config.model_type == "clip_vision_model":
+        attention, picture = cls_attention(model, options.split)
+        print("CLS attention on things, %: " + ", ".join(f"{name} {value}" for name, value in attention.items()))
+        figures["cls_attention_percent"] = attention
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(picture).save(options.json.with_name(options.json.stem.replace("quality", "cls") + ".png"))
     if options.json:
         record = {
-            "command": shlex.join(["python", "-m", "training.evaluate", *sys.argv[1:]]),
-            "date": datetime.now(UTC).date().isoformat(),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, CPU",
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "split": options.split,
             "items_per_task": options.per_task,
             "seconds": round(time.monotonic() - began, 1),
             "accuracy_percent": accuracy,
-            "cls_attention_percent": attention,
+            "average_percent": means,
+            "sample_answers": sample_answers(model, processor, options.split),
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
-        Image.fromarray(picture).save(options.json.with_name(options.json.stem.replace("quality", "cls") + ".png"))
+        write(options.json, "training.evaluate", ("transformers",), record | figures)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,23 @@ from training.build import (
     END,
     PIXELS,
     TOKENS,
+    build_llava,
     build_llava_processor,
     build_qwen_processor,
     build_tokenizer,
     prefix,
     word_ids,
+)
+from training.captions import (
+    caption,
+    cells,
+    meaning,
+    means_cell,
+    means_picture,
+    padded,
+    scene_at,
+    text_about,
+    things,
 )
 from training.data import IGNORED, Batches, Plan, choose, pack, visible
 from training.train import STAGES, TRAINEES, QwenTrainee, Run, Trainee, progress
@@ -141,3 +153,122 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
 def test_training_and_test_scenes_differ():
     trained = {sample_scene(Dice(item_seed("train", index, stream=255))) for index in range(100)}
     assert not trained & {make_item("colour", "test", index).scenes[0] for index in range(100)}
+
+
+def test_what_a_text_names():
+    red, star, sign, seven = 1, 5, 7, 8
+    assert meaning("7 on a red star , a sign") == [(star, red, seven), (sign, 0, 0)]
+    assert meaning("K 7 on a sign , the character 7") == [(sign, 0, 16), (sign, 0, seven), (0, 0, seven)]
+    assert meaning("how many stars are there ?") == [(star, 0, 0)]
+    assert meaning("what shape is the red object ?") == [(0, red, 0)]
+    assert meaning("how many objects are there ?") == []
+
+
+def test_texts_belong_to_their_scenes():
+    """Captions and questions hold for the scene they are about; a caption is no other scene's."""
+    scenes = [scene_at("val", index) for index in range(40)]
+    held = padded([things(scene) for scene in scenes])
+    whole = padded([meaning(caption(scene)) for scene in scenes])
+    fits = means_picture(whole, held)
+    assert fits.diagonal().all() and fits.float().mean() < 0.05
+    for row, scene in enumerate(scenes):
+        texts = [text_about(scene, Dice(number)) for number in range(20)]
+        there = means_picture(padded([meaning(text) for text in texts]), held)[:, row]
+        # only what a question asks in vain is missing
+        assert all(yes or text.startswith(("is there", "how many")) for yes, text in zip(there, texts, strict=True))
+        assert there.float().mean() > 0.5
+    nothing = padded([[]])
+    assert not means_picture(nothing, held).any() and not means_cell(nothing, held[0]).any()
+
+
+def test_cells_that_a_text_means():
+    scene = next(scene for scene in (scene_at("val", index) for index in range(40)) if scene.sign and scene.unique())
+    labels = torch.from_numpy(cells(scene, 14))
+    thing = scene.unique()[0]
+    texts = padded(
+        [meaning(f"a {thing.name}"), meaning("what does the sign say ?"), meaning(f"a {thing.name} , a sign")]
+    )
+    one, sign, both = means_cell(texts, labels)
+    assert one.any() and sign.any() and not (one & sign).any()
+    assert torch.equal(both, one | sign)
+    assert torch.equal(one, (labels[:, 0] == meaning(thing.name)[0][0]) & (labels[:, 1] == meaning(thing.name)[0][1]))
+
+
+@pytest.fixture
+def clip(monkeypatch):
+    """The module that trains ``mini-clip``, with small chunks of pictures."""
+    pytest.importorskip("open_clip", reason="mini-clip needs open_clip: pip install 'mmaccel[clip]'")
+    from training import clip
+
+    monkeypatch.setattr(clip, "CHUNK", 50)
+    return clip
+
+
+def tower(seed):
+    """The tower with noise on all weights, norms and biases too, which otherwise all begin alike."""
+    torch.manual_seed(seed)
+    vision = build_llava().model.vision_tower.eval()
+    with torch.no_grad():
+        for weight in vision.parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
+    return vision
+
+
+def test_the_contrastive_loss_shares_its_target_among_all_positives(clip):
+    logits = torch.tensor([[2.0, 0.0, 1.0], [5.0, 1.0, 0.0]])
+    positive = torch.tensor([[True, False, True], [False, False, False]])
+    each = logits[0].log_softmax(0)
+    torch.testing.assert_close(clip.matched(logits, positive), -(each[0] + each[2]) / 2)
+
+
+@torch.inference_mode()
+def test_open_clip_gives_the_features_of_the_tower(clip, tmp_path):
+    """Of any CLIPVisionModel, before and after it went through half precision and a folder."""
+    import open_clip
+
+    vision, pixels = tower(0), clip.pixels_of(range(2), "val")
+    want = vision(pixels)
+    model = clip.build_clip(vision).eval()
+    got = clip.tokens(model, pixels)
+    torch.testing.assert_close(got, vision.post_layernorm(want.last_hidden_state), atol=1e-5, rtol=1e-5)
+    assert {name for name, weight in model.visual.named_parameters() if weight.requires_grad} == {"proj"}
+    clip.export(model, vision, tmp_path)
+    again, _ = open_clip.create_model_from_pretrained(f"local-dir:{tmp_path}")
+    torch.testing.assert_close(clip.tokens(again, pixels), got, atol=2e-2, rtol=0)
+    ids = open_clip.get_tokenizer(f"local-dir:{tmp_path}")(["a red star", " ".join(["star"] * 100)])
+    assert ids.shape == (2, clip.CONTEXT) and ids.argmax(1).tolist() == [4, clip.CONTEXT - 1]
+    words = word_ids()
+    assert ids[0, 1:4].tolist() == [words[word] for word in ("a", "red", "star")]
+
+
+def test_a_clip_run_goes_on_and_begins_anew_with_another_tower(clip, tmp_path):
+    options = {"rate": 2e-3, "pictures": 50, "batch": 16}
+    first = clip.Run(tower(0), tmp_path, minutes=1 / 60, **options)
+    first.train()
+    steps = first.state["step"]
+    chunks = {path: path.stat().st_mtime_ns for path in first.work.glob("0*.pt")}
+    assert steps > 0 and len(chunks) == 1 and first.seen["cells"].shape[:2] == (50, clip.CELLS)
+    again = clip.Run(tower(0), tmp_path, minutes=2 / 60, **options)
+    assert again.state["step"] == steps and torch.equal(again.model.text_projection, first.model.text_projection)
+    again.train()
+    assert again.state["step"] > steps and not torch.equal(again.model.text_projection, first.model.text_projection)
+    assert chunks == {path: path.stat().st_mtime_ns for path in first.work.glob("0*.pt")}
+    other = clip.Run(tower(1), tmp_path, minutes=0, **options)
+    assert other.state["step"] == 0 and other.work != first.work
+    assert not torch.equal(other.seen["cls"], first.seen["cls"])
+
+
+def test_chosen_cells_show_characters_things_and_ground(clip):
+    for index in range(20):
+        labels = cells(scene_at("val", index), 14)
+        chosen = clip.choose_cells(labels, index)
+        assert len(set(chosen.tolist())) == clip.CELLS
+        shown = labels[chosen]
+        assert (shown[:, 0] == 0).sum() >= 8
+        assert (shown[:, 2] > 0).sum() >= min(6, (labels[:, 2] > 0).sum())
+
+
+def test_auc_counts_ties_as_half(clip):
+    score = torch.tensor([3.0, 1.0, 2.0, 2.0])
+    assert clip.auc(score, torch.tensor([True, False, False, False])) == 1.0
+    assert clip.auc(score, torch.tensor([False, False, True, False])) == 0.5

@@ -1,0 +1,162 @@
+"""Figures with their origin, and the tables in the READMEs that are made from them.
+
+``python -m training.results`` writes every table between markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` anew from
+``benchmarks/results``. ``NAME`` is that of a results file without its suffix, or ``shipped`` for an overview of the models.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shlex
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "training" / "README.md")
+MODELS = ("mini-llava", "mini-qwen-vl", "mini-clip")
+_BLOCK = re.compile(r"(<!-- ((?:mini|prefill)-[\w-]+|shipped) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+
+
+def write(path: Path, module: str, packages: tuple[str, ...], figures: dict[str, Any]) -> None:
+    """Write figures as JSON, behind the command that made them, the date, the versions and the machine.
+
+    Of absolute paths in the command only the name is kept, since folders of one machine mean nothing elsewhere.
+    """
+    given = [Path(part).name if Path(part).is_absolute() else part for part in sys.argv[1:]]
+    origin = {
+        "command": shlex.join(["python", "-m", module, *given]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", *packages)}},
+        "machine": f"{platform.machine()}, CPU, threads: {torch.get_num_threads()}",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(origin | figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _origin(record: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return f"`{record['command']}`, {record['date']}, {record['machine']}, {versions}."
+
+
+def _table(rows: list[list[str]]) -> str:
+    head, *body = rows
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def accuracy_table(record: dict[str, Any], log: Path) -> str:
+    """Accuracy per task in every setting, the averages, what half of the tokens keep, and what the training took."""
+    accuracy, averages = record["accuracy_percent"], record["average_percent"]
+    rows = [["task", *accuracy]]
+    rows += [[task, *(f"{found[task]:.1f}" for found in accuracy.values())] for task in accuracy["full"]]
+    rows += [
+        [f"**{kind} average**", *(f"**{value:.1f}**" for value in found.values())] for kind, found in averages.items()
+    ]
+    kept = [f"{100 * found['half'] / found['full']:.1f}% ({kind})" for kind, found in averages.items() if found["full"]]
+    notes = [
+        f"{record['parameters'] / 1e6:.2f} million parameters; {record['items_per_task']} questions a task of the "
+        f"{record['split']} split. `half` keeps {' and '.join(kept) or 'nothing'} of the accuracy of `full`."
+    ]
+    if attention := record.get("cls_attention_percent"):
+        *layers, (_, covered) = attention.items()
+        notes.append(
+            f"CLS of the feature layer pays {layers[-2][1]:.1f}% of its attention to things and signs, which cover "
+            f"{covered:.1f}% of the cells."
+        )
+    if log.exists():
+        notes.append(training_notes(log))
+    return "\n".join([_table(rows), "", *notes, _origin(record)])
+
+
+def training_notes(log: Path) -> str:
+    """What a training took, from its log of one JSON object a line."""
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    ends = {line["stage"]: line["seen"] for line in lines}  # the last one of each stage
+    stages = ", ".join(f"`{stage}` {seen}" for stage, seen in ends.items())
+    last = lines[-1]
+    return (
+        f"Trained for {last['seconds'] / 3600:.2f} hours: {last['seen']} pictures in {last['step']} steps. "
+        f"Pictures seen at the end of each stage: {stages}."
+    )
+
+
+def clip_table(record: dict[str, Any]) -> str:
+    """What ``mini-clip`` finds."""
+    rows = [["held-out scenes", "%"]]
+    rows += [[name, f"{value:.1f}"] for name, value in record["quality_percent"].items()]
+    notes = (
+        f"{record['parameters'] / 1e6:.2f} million parameters; {record['steps']} steps in "
+        f"{record['training_seconds'] / 60:.1f} minutes on {record['pictures']} pictures."
+    )
+    return "\n".join([_table(rows), "", notes, _origin(record)])
+
+
+def prefill_table(record: dict[str, Any]) -> str:
+    """What recipes save at prefill."""
+    head = ["recipe", "tokens", "bare", "accelerated", "of it selection", "speed-up", "FLOPs", "realised"]
+    rows = [[*head, "without selection"]]
+    for row in record["prefill"]:
+        rows.append(
+            [
+                f"`{row['recipe']}`",
+                f"{row['visual_tokens']} -> {row['kept']}",
+                f"{row['bare_s']:.2f} s",
+                f"{row['accelerated_s']:.2f} s",
+                f"{1000 * row['selection_s']:.0f} ms",
+                f"{row['speedup']:.1f}x",
+                f"{row['speedup_flops']:.1f}x",
+                f"{row['realised']:.2f}",
+                f"{row['realised_without_selection']:.2f}",
+            ]
+        )
+    return _table(rows)
+
+
+def shipped_table() -> str:
+    """One line for every measured model."""
+    rows = [["model", "parameters", "task set", "every token", "half of the tokens", "blank picture"]]
+    for name in MODELS:
+        path = RESULTS / f"{name}-quality.json"
+        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for kind, found in record.get("average_percent", {}).items():
+            size, values = f"{record['parameters'] / 1e6:.1f} M", (found[key] for key in ("full", "half", "blank"))
+            rows.append([f"`{name}`", size, kind, *(f"{value:.1f}%" for value in values)])
+    return _table(rows)
+
+
+def block(name: str) -> str:
+    """The text between the markers of this name."""
+    if name == "shipped":
+        return shipped_table()
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return "Not measured yet."
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if name.startswith("prefill"):
+        return prefill_table(record)
+    if "quality_percent" in record:
+        return clip_table(record)
+    return accuracy_table(record, RESULTS / f"{name.removesuffix('-quality')}-training.jsonl")
+
+
+def renewed(text: str) -> str:
+    """A page with every table between markers made anew."""
+    return _BLOCK.sub(lambda found: f"{found[1]}{block(found[2])}\n{found[3]}", text)
+
+
+def main() -> None:
+    """Command line."""
+    for page in PAGES:
+        page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
