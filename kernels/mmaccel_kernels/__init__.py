@@ -1,10 +1,8 @@
 """GPU kernels of mmaccel, and the plain definitions they are measured against.
 
-Every operation will have one folder here with three things: its plain torch definition, which is the specification; its
-Triton kernel; and the choice between the two by device. This package knows torch and Triton, and nothing of transformers
-or mmaccel. It imports where Triton is missing; then every operation runs its plain definition.
-
-There is no kernel yet: mmaccel runs on torch's own operations.
+Every operation has one file with three things: its plain torch definition, which is the specification; its Triton kernel;
+and the choice between the two by device. This package knows torch and Triton, and nothing of transformers or mmaccel. It
+imports where Triton is missing; then every operation runs its plain definition.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The KV cache: logical and physical lengths, eviction per layer and per head, policies."""
+"""The KV cache: logical and physical lengths; policies that score, budgets that are split, keys evicted or merged."""

@@ -7,8 +7,8 @@ key came from is its :class:`KeyIndex`, from which causal, padding and sliding-w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +84,12 @@ class KeyIndex:
         if self._slots is not None:
             yield self._slots
 
+    def rename(self, new: Tensor, upto: int) -> None:
+        """Call place ``p`` from now on ``new[p]``, of ``upto`` places seen."""
+        there = self.index >= 0
+        self.index = torch.where(there, new[self.index.long().clamp(min=0)], self.index)
+        self.upto, self._mask, self._slots = upto, None, None
+
     def select(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
         self.index = self.index.index_select(0, rows.to(self.index.device))
@@ -136,8 +142,58 @@ class Ragged:
         return Ragged(self.keys[at], self.values[at], lengths, self.longest)
 
 
+_CARRIED = ("capacity", "received", "queries", "places", "threshold")
+
+
+@dataclass
+class Carried:
+    """What the schedule of a recipe carries from step to step beside the keys of one layer.
+
+    capacity : ``[B, Hkv]`` long, keys each head may hold; settled at the end of a prompt, when ``settled`` tokens were seen.
+    received : ``[B, Hkv, K]`` float32, figures per stored slot (see :meth:`mmaccel.method.Policy.observe`).
+    queries, places : ``[B, Hq, W, D]`` and ``[B, W]``, the last queries, for policies that look at them.
+    threshold : ``[B, Hkv]``, the bar of merging that is averaged over calls.
+    compacted : tokens seen when the layer was last compacted.
+    """
+
+    capacity: Tensor | None = None
+    received: Tensor | None = None
+    queries: Tensor | None = None
+    places: Tensor | None = None
+    threshold: Tensor | None = None
+    settled: int = 0
+    compacted: int = 0
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that is carried."""
+        yield from (x for name in _CARRIED if (x := getattr(self, name)) is not None)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch."""
+        for name in _CARRIED:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor[rows.to(tensor.device)])
+
+    def remember(self, queries: Tensor, places: Tensor, window: int) -> None:
+        """Append ``queries [B, Hq, q, D]`` of ``places [B, q]`` and keep the last ``window``."""
+        if self.queries is not None and self.places is not None:
+            queries, places = torch.cat([self.queries, queries], dim=2), torch.cat([self.places, places], dim=1)
+        self.queries, self.places = queries[:, :, -window:].clone(), places[:, -window:].clone()
+
+    def figures(self, like: Tensor) -> Tensor:
+        """``received`` for the slots of ``like [B, Hkv, K, D]``, zero for those that came later."""
+        out = like.new_zeros(like.shape[:3], dtype=torch.float32)
+        if self.received is not None:
+            out[..., : self.received.shape[-1]] = self.received
+        return out
+
+
 class CompressedLayer(DynamicLayer):
-    """One layer's keys and values: ``keys``/``values [B, Hkv, K, D]``, after head-wise eviction behind a ragged part."""
+    """One layer's keys and values: ``keys``/``values [B, Hkv, K, D]``, after head-wise eviction behind a ragged part.
+
+    Only :meth:`update`, :meth:`stored`, :meth:`evict`, :meth:`crop` and the selection of rows know how they are stored.
+    """
 
     keys: Any
     values: Any
@@ -149,6 +205,7 @@ class CompressedLayer(DynamicLayer):
         self.seen = 0
         self.index: KeyIndex | None = None
         self.ragged: Ragged | None = None
+        self.carried = Carried()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns all that are stored, ``[B, Hkv, K, D]``."""
@@ -167,6 +224,14 @@ class CompressedLayer(DynamicLayer):
         else:
             self.index = KeyIndex(places, padded, self.seen)
         super().update(key_states, value_states)
+        if step is not None:
+            from .decoding import reads_as_stored
+
+            if reads_as_stored(step, self.number, key_states):
+                # the attention function finds the others
+                return self.keys, self.values
+        if step is not None and step.reading is not None and self.number >= step.reading.first:
+            return step.reading.read(self.index, *self.stored())
         return self.stored()
 
     def stored(self) -> tuple[Tensor, Tensor]:
@@ -176,27 +241,39 @@ class CompressedLayer(DynamicLayer):
         old_keys, old_values = self.ragged.padded()
         return torch.cat([old_keys, self.keys], dim=2), torch.cat([old_values, self.values], dim=2)
 
-    def evict(self, kept: Tensor) -> None:
-        """Free everything but ``kept [B, Hkv, K]`` bool, slots of :meth:`stored`. Heads may keep different counts."""
+    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None) -> None:
+        """Free everything but ``kept [B, Hkv or 1, K]`` bool, slots of :meth:`stored`. Rows, and heads, may keep different
+        counts; a mask that is the same for all heads keeps the index so.
+
+        ``merged`` replaces the stored keys and values, slot by slot.
+        """
         if self.index is None:
             raise RuntimeError("an empty layer has nothing to evict")
-        keys, values = self.stored()
-        b, h = keys.shape[:2]
-        index = self.index.index if self.index.index.dim() == 3 else self.index.index[:, None].expand(-1, h, -1)
+        keys, values = self.stored() if merged is None else merged
+        b, heads = keys.shape[:2]
+        index = self.index.index if self.index.index.dim() == 3 else self.index.index[:, None]
+        shape = (b, max(index.shape[1], kept.shape[1]), -1)
+        index, kept = index.expand(shape), kept.expand(shape)
         kept = kept & (index >= 0)
         lengths = kept.sum(-1)
         longest = int(lengths.max())
         order = (~kept).long().argsort(dim=-1, stable=True)[..., :longest]
         there = torch.arange(longest, device=kept.device) < lengths[..., None]
-        self.index = KeyIndex(index.gather(2, order).masked_fill(~there, -1), not bool(there.all()), self.seen)
+        index = index.gather(2, order).masked_fill(~there, -1)
+        self.index = KeyIndex(index if shape[1] == heads else index[:, 0], not bool(there.all()), self.seen)
+        order = order.expand(-1, heads, -1)
+        if self.carried.received is not None:
+            self.carried.received = self.carried.figures(keys).gather(2, order).masked_fill(~there, 0.0)
         if not self.index.padded:
             self.ragged = None
             self.keys = keys.gather(2, order[..., None].expand(-1, -1, -1, keys.shape[-1]))
             self.values = values.gather(2, order[..., None].expand(-1, -1, -1, values.shape[-1]))
         else:
+            kept = kept.expand(-1, heads, -1)
+            lengths = lengths.expand(-1, heads).contiguous()
             self.ragged = Ragged(keys[kept], values[kept], lengths, longest)
-            self.keys = keys.new_empty(b, h, 0, keys.shape[-1])
-            self.values = values.new_empty(b, h, 0, values.shape[-1])
+            self.keys = keys.new_empty(b, heads, 0, keys.shape[-1])
+            self.values = values.new_empty(b, heads, 0, values.shape[-1])
 
     def get_seq_length(self) -> int:
         """Tokens seen, stored or not."""
@@ -215,6 +292,7 @@ class CompressedLayer(DynamicLayer):
             yield from (self.ragged.keys, self.ragged.values, self.ragged.lengths)
         if self.index is not None:
             yield from self.index.tensors()
+        yield from self.carried.tensors()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens seen (transformers counts them as a negative number)."""
@@ -226,11 +304,13 @@ class CompressedLayer(DynamicLayer):
             return
         self.seen += tokens_to_remove
         if self.ragged is not None:
-            index = self.index.index
+            index = self.index.index if self.index.index.dim() == 3 else self.index.index[:, None]
             self.evict((index >= 0) & (index < self.seen))
             self.index.upto = self.seen
             return
         slots = self.index.crop(self.seen)
+        if self.carried.received is not None:
+            self.carried.received = self.carried.figures(self.keys)[..., slots]
         self.keys, self.values = self.keys[:, :, slots], self.values[:, :, slots]
 
     def _select(self, rows: Tensor) -> None:
@@ -244,6 +324,7 @@ class CompressedLayer(DynamicLayer):
             self.values = self.values.new_empty(len(rows), *self.values.shape[1:])
         if self.ragged is not None:
             self.ragged = self.ragged.select(rows.to(self.ragged.keys.device))
+        self.carried.select(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder rows for beam search."""
@@ -264,8 +345,67 @@ class CompressedLayer(DynamicLayer):
     def reset(self) -> None:
         """Back to empty, ready for another prompt."""
         super().reset()
-        self.seen, self.index, self.ragged = 0, None, None
-        self.state.offset = None
+        self.seen, self.index, self.ragged, self.carried = 0, None, None, Carried()
+        self.state.offset = self.state.kinds = self.state.recall = None
+
+
+@dataclass
+class Recall:
+    """What a recipe that reads only some keys at every step carries with the cache; all keys stay stored.
+
+    count : ``[B]`` long, visual keys to be read of each row.
+    paid : ``[B, n]`` float32, attention that the places up to the end of the last prompt received at the last step.
+    chosen : ``[B, n]`` bool, the visual places that were read.
+    """
+
+    count: Tensor
+    paid: Tensor | None = None
+    chosen: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is carried."""
+        return [x for x in (self.count, self.paid, self.chosen) if x is not None]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch."""
+        for name in ("count", "paid", "chosen"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor[rows.to(tensor.device)])
+
+
+class Reading:
+    """The keys that layers from ``first`` on read in one step: those of ``places [B, n]`` bool, and of all later places."""
+
+    def __init__(self, first: int, places: Tensor) -> None:
+        self.first, self.places = first, places
+        self._made: dict[int, tuple[KeyIndex, KeyIndex, Tensor]] = {}
+
+    def _of(self, index: KeyIndex) -> tuple[KeyIndex, KeyIndex, Tensor]:
+        """The index itself (so that it lives), that of what is read of it, and the slots of that, ``[B, 1 or Hkv, R]``."""
+        if id(index) not in self._made:
+            known = index.index if index.index.dim() == 3 else index.index[:, None]
+            at = known.long().clamp(0, self.places.shape[1] - 1)
+            read = self.places[:, None].expand(-1, known.shape[1], -1).gather(2, at)
+            read = (read | (known >= self.places.shape[1])) & (known >= 0)
+            width = int(read.sum(-1).max())
+            order = (~read).long().argsort(dim=-1, stable=True)[..., :width]
+            there = read.gather(2, order)
+            made = known.gather(2, order).masked_fill(~there, -1)
+            made = made if index.index.dim() == 3 else made[:, 0]
+            self._made[id(index)] = index, KeyIndex(made, not bool(there.all()), index.upto), order
+        return self._made[id(index)]
+
+    def index(self, index: KeyIndex) -> KeyIndex:
+        """Where the keys that are read came from."""
+        return self._of(index)[1]
+
+    def read(self, index: KeyIndex, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B, Hkv, K, D]`` each -> ``[B, Hkv, R, D]``."""
+        at = self._of(index)[2].expand(-1, keys.shape[1], -1)[..., None]
+        return keys.gather(2, at.expand(-1, -1, -1, keys.shape[-1])), values.gather(
+            2, at.expand(-1, -1, -1, values.shape[-1])
+        )
 
 
 class CacheState:
@@ -274,12 +414,21 @@ class CacheState:
     offset : ``[B]`` long: logical length minus next position. The next token of row b stands at
         ``get_seq_length() - offset[b]``; M-RoPE, left padding and renumbering are all in this one number.
     step : the forward being run, while one is.
+    kinds : ``[B, n, 4]`` int32, for the first ``n`` places (picture, t, row, column), -1 for text and for what has no cell;
+        only where a recipe goes on compacting while it decodes.
+    recall : what a recipe carries that reads other keys at every step.
+    stream : all pictures are stretches of one clip, whose frames are counted on.
     """
 
     def __init__(self, layers: int) -> None:
-        self.layers = [CompressedLayer(self, i) for i in range(layers)]
+        from .quantised import QuantisedLayer
+
+        self.layers = [QuantisedLayer(self, i) for i in range(layers)]
         self.offset: Tensor | None = None
         self.step: Step | None = None
+        self.kinds: Tensor | None = None
+        self.recall: Recall | None = None
+        self.stream = False
 
     @property
     def seen(self) -> int:
@@ -306,12 +455,64 @@ class CacheState:
             index.select(rows)
         if self.offset is not None:
             self.offset = self.offset[rows.to(self.offset.device)]
+        if self.kinds is not None:
+            self.kinds = self.kinds[rows.to(self.kinds.device)]
+        if self.recall is not None:
+            self.recall.select(rows)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Remember what is stored. The function that comes back restores it; nothing is copied, since tensors are never
+        changed in place."""
+        clones: dict[int, KeyIndex] = {}
+        mine = dict(vars(self), recall=None if self.recall is None else replace(self.recall))
+        layers = [
+            dict(
+                vars(layer),
+                carried=replace(layer.carried),
+                index=None if layer.index is None else clones.setdefault(id(layer.index), layer.index.clone()),
+            )
+            for layer in self.layers
+        ]
+
+        def restore() -> None:
+            self.__dict__.update(mine)
+            for layer, attributes in zip(self.layers, layers, strict=True):
+                layer.__dict__.update(attributes)
+
+        return restore
+
+    def rebase(self) -> None:
+        """Forget places that no layer stores any more and count the others anew, so that nothing grows with what was seen.
+
+        Positions stay; distances between places shrink, so that models with sliding windows cannot be rebased.
+        """
+        seen, held = self.seen, None
+        indices = {id(layer.index): layer.index for layer in self.layers if layer.index is not None}
+        for index in indices.values():
+            held = torch.zeros(seen + 1, dtype=torch.bool, device=index.index.device) if held is None else held
+            held[torch.where(index.index < 0, seen, index.index).flatten().long().to(held.device)] = True
+        if held is None or bool(held[:seen].all()):
+            return
+        left = int(held[:seen].sum())
+        new = held[:seen].cumsum(0) - 1
+        for index in indices.values():
+            index.rename(new.to(index.index), left)
+        for layer in self.layers:
+            layer.carried.settled -= seen - left
+            layer.carried.compacted -= seen - left
+            layer.seen = left
+        if self.offset is not None:
+            self.offset = self.offset - (seen - left)
+        if self.kinds is not None:
+            self.kinds = self.kinds[:, held[: self.kinds.shape[1]].to(self.kinds.device)]
+        if self.recall is not None:
+            self.recall = Recall(self.recall.count)
 
     def nbytes(self) -> int:
         """Bytes held, counted on unique storages."""
         tensors = [t for layer in self.layers for t in layer.tensors()]
-        if self.offset is not None:
-            tensors.append(self.offset)
+        tensors += [t for t in (self.offset, self.kinds) if t is not None]
+        tensors += self.recall.tensors() if self.recall is not None else []
         return sum(
             {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values()
         )

@@ -1,7 +1,12 @@
-"""Eviction at the end of prefill: a policy scores the keys of the prompt, the best visual ones stay."""
+"""The cache stage of a recipe: a policy scores, a budget is split, the rest is evicted or merged, when the schedule says.
+
+At the end of a prompt a layer is compacted as soon as its attention has run, or, where the split needs the figures of all
+layers, when the forward is over. While decoding it is compacted every ``every`` steps, or beyond ``cap`` keys.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,72 +14,454 @@ from torch import Tensor
 
 from ..budget import Retain, resolve
 from ..errors import MmaccelError
-from ..method import KeyBatch, Policy
+from ..method import KeyBatch, LayerAttention, Policy
 from ..reduction import top_mask
+from . import budgets
+from .cache import CompressedLayer, Reading, Recall
+from .compact import merge
+from .importance import behind_pictures, share_seen
 
 if TYPE_CHECKING:
     from ..door import Step
 
 
-def evict(step: Step, number: int, query: Tensor, scaling: float) -> Tensor:
-    """Let the recipe's policy evict from layer ``number`` what this forward has just stored.
+@dataclass
+class Waiting:
+    """A layer whose budget is settled when the forward is over; ``seen [B]`` is the share of its attention that matters."""
 
-    Keys from earlier turns stay. Padding goes first; visual keys are cut to their budget per KV head; text keys stay unless
-    the recipe has a text budget.
+    number: int
+    keys: KeyBatch
+    seen: Tensor | None
+
+
+class Eviction:
+    """What a recipe's policy does in one forward of the text model.
+
+    figures : per layer ``[3]`` float: visual keys of this forward there were, resolved, and kept, summed over rows, mean
+        over heads. With a joint budget, of all keys.
+    """
+
+    def __init__(self, step: Step) -> None:
+        owner = step.owner
+        assert step.state is not None and owner.policy is not None
+        stage, policy = owner.built[owner.policy]
+        assert isinstance(policy, Policy)
+        self.step, self.state, self.policy, self.retain = step, step.state, policy, stage.retain
+        self.text_retain = owner.recipe.text_retain
+        self.official = owner.recipe.rounding == "official"
+        self.layers = len(step.state.layers)
+        self.figures: list[Tensor] = []
+        self.waiting: list[Waiting] = []
+
+    def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
+        """``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``, and who sees what ``[B, 1 or Hkv, q, K]``."""
+        policy, layer = self.policy, self.state.layers[number]
+        if policy.recalls:
+            self._recall(number, query, key, visible, scaling)
+            return
+        if self.step.layout is None and not policy.scheduled:
+            return
+        places = self.step.phase(number).places.to(query.device).long()
+        visual = self._visual(places)
+        attention = LayerAttention(query, key, visible, scaling, (places >= 0) & ~visual)
+        received = policy.observe(attention, layer.carried.figures(key)) if policy.observes else None
+        if policy.scheduled:
+            layer.carried.received = received
+            if policy.window:
+                layer.carried.remember(query, places, policy.window)
+        if self.step.layout is not None:
+            self._prompt(number, attention, places, visual, received)
+        else:
+            self._decoded(layer, scaling)
+
+    # --- at the end of a prompt -------------------------------------------------------------------------------
+    def _prompt(
+        self, number: int, attention: LayerAttention, places: Tensor, visual: Tensor, received: Tensor | None
+    ) -> None:
+        policy = self.policy
+        keys, values = self.state.layers[number].stored()
+        new = places.shape[1]
+        queries = attention.query[:, :, new - min(policy.window, new) :]
+        split, _ = policy.choice("layer_budget")
+        waits = policy.deferred or split not in ("uniform", "pyramid")
+        picture, cells = self._kinds(places)
+        batch = KeyBatch(
+            keys=keys[:, :, -new:],
+            values=values[:, :, -new:],
+            queries=queries.clone() if waits else queries,
+            places=places[:, new - queries.shape[2] :],
+            valid=places >= 0,
+            visual=visual,
+            index=places,
+            scaling=attention.scaling,
+            received=None if received is None else received[..., -new:],
+            count=torch.tensor(self._budget(), device=places.device),
+            picture=picture,
+            cells=cells,
+            layer=number,
+            depth=self.layers,
+        )
+        if waits:
+            seen = share_seen(attention, behind_pictures(attention), 0.01) if split == "sparsity" else None
+            self.waiting.append(Waiting(number, batch, seen))
+        else:
+            self._cut(batch, self._rank(batch), self._over_layers()[number])
+
+    def settle(self) -> None:
+        """The forward is over: compact the layers that waited for it."""
+        waiting, self.waiting = self.waiting, []
+        if not waiting:
+            return
+        step, scores = self.step, []
+        for one in waiting:
+            if self.policy.deferred and step.total is not None:
+                kept = step.total.kept.to(one.keys.index.device)
+                reach = kept.gather(1, (one.keys.index - step.seen).clamp(min=0)) & one.keys.valid
+                one.keys = replace(one.keys, survivors=reach)
+            scores.append(self._rank(one.keys))
+        counts = self._over_layers(waiting, scores)
+        for score, count in zip(scores, counts, strict=True):
+            # what a layer stored as a whole is free before the next one is compacted
+            self._cut(waiting.pop(0).keys, score, count)
+
+    def _budget(self) -> list[int]:
+        """Keys that stay in each row in the mean over layers: the budgets of its pictures, resolved on their original
+        counts, summed; of all keys of the prompt where text and pictures share one budget."""
+        layout = self.step.layout
+        assert layout is not None
+        if self.retain is None:
+            return layout.visual.sum(1).tolist()
+        if self.policy.joint:
+            return [resolve(self.retain, n) for n in layout.valid.sum(1).tolist()]
+        return visual_budget(self.step, self.retain)
+
+    def _rank(self, keys: KeyBatch, by: Policy | None = None) -> Tensor:
+        return rank(self.policy, keys, self.step.seen == 0, self._question(keys.valid.device), by)
+
+    def _over_layers(self, waiting: list[Waiting] | None = None, scores: list[Tensor] | None = None) -> list[Tensor]:
+        """Per layer ``[B]`` long: how many of the competing keys stay."""
+        how, number = self.policy.choice("layer_budget")
+        budget, layers = self._budget(), self.layers
+        if how == "uniform":
+            return [torch.tensor(budget)] * layers
+        if how == "pyramid":
+            layout = self.step.layout
+            assert layout is not None and number is not None
+            there = (layout.valid if self.policy.joint else layout.visual).sum(1).tolist()
+            rows = [budgets.pyramid(c, [n] * layers, number) for c, n in zip(budget, there, strict=True)]
+        else:
+            assert waiting is not None and scores is not None
+            rows = [self._row_over_layers(row, count, waiting, scores) for row, count in enumerate(budget)]
+        return [torch.tensor(column) for column in zip(*rows, strict=True)]
+
+    def _row_over_layers(self, row: int, count: int, waiting: list[Waiting], scores: list[Tensor]) -> list[int]:
+        how, number = self.policy.choice("layer_budget")
+        among = [self._competing(one.keys)[row] for one in waiting]
+        sizes = [int(a.sum()) for a in among]
+        if how == "sparsity":
+            assert number is not None
+            shares = [float(one.seen[row]) if one.seen is not None else 1.0 for one in waiting]
+            return budgets.by_shares(count, sizes, shares, number)
+        mine = [_proportions(s[row][:, a]) for s, a in zip(scores, among, strict=True)]
+        if how == "prefix":
+            return budgets.prefix([s.mean(0) for s in mine], count)
+        spread = torch.stack([s.var(1, unbiased=False) if s.shape[1] else s.new_zeros(len(s)) for s in mine])
+        return budgets.by_shares(count, sizes, budgets.variance_ratios(spread.double()).tolist())
+
+    def _competing(self, keys: KeyBatch) -> Tensor:
+        return keys.valid if self.policy.joint else keys.valid & keys.visual
+
+    def _cut(self, keys: KeyBatch, scores: Tensor, count: Tensor) -> None:
+        """Compact one layer at the end of a prompt; what earlier turns left there stays."""
+        policy, layer = self.policy, self.state.layers[keys.layer]
+        among, count = self._competing(keys), count.to(scores.device)
+        kept = choose(policy, scores, among, count, self.official)
+        text = keys.valid & ~keys.visual
+        if not policy.joint:
+            kept = kept | (text[:, None] if self.text_retain is None else self._text(keys, scores, text))
+        share = (kept & among[:, None]).sum() / kept.shape[1]
+        resolved = among.sum() if self.retain is None else count.sum()
+        self.figures.append(torch.stack([among.sum().float(), resolved.float(), share.float()]).cpu())
+        if policy.shared:
+            kept = kept[:, :1]
+        old = layer.stored()[0].shape[2] - kept.shape[2]
+        self._compact(layer, torch.cat([kept.new_ones(*kept.shape[:2], old), kept], dim=-1), old)
+        if policy.scheduled:
+            layer.carried.capacity = self._lengths(layer)
+            layer.carried.settled = layer.seen
+        if policy.cap:
+            self._shrink(layer, keys.scaling)
+
+    def _text(self, keys: KeyBatch, scores: Tensor, text: Tensor) -> Tensor:
+        assert self.text_retain is not None
+        if self.policy.text_policy:
+            scores = self._rank(keys, plain_policy(self.policy.text_policy))
+        wanted = [resolve(self.text_retain, n) if n else 0 for n in text.sum(1).tolist()]
+        return per_head(scores, text, torch.tensor(wanted, device=scores.device))
+
+    def _compact(self, layer: CompressedLayer, kept: Tensor, old: int = 0) -> None:
+        """Evict, or merge, what is not ``kept [B, Hkv or 1, K]``; the first ``old`` slots take no part in a merge."""
+        how, decay = self.policy.choice("compact")
+        layer.carried.compacted = layer.seen
+        assert layer.index is not None
+        if how == "evict":
+            layer.evict(kept)
+            return
+        keys, values = layer.stored()
+        index = layer.index.index if layer.index.index.dim() == 3 else layer.index.index[:, None]
+        there = (index >= 0).expand(keys.shape[:3]).clone()
+        there[..., :old] = False
+        stay = kept.expand(keys.shape[:3]) & there
+        made = merge(
+            how,
+            keys,
+            values,
+            stay,
+            there & ~stay,
+            decay=decay or 0.0,
+            threshold=layer.carried.threshold,
+            by_rank=self.official,
+        )
+        if self.policy.scheduled:
+            layer.carried.threshold = made.threshold
+        layer.evict(kept, (made.keys, made.values))
+
+    # --- while decoding ---------------------------------------------------------------------------------------
+    def _decoded(self, layer: CompressedLayer, scaling: float) -> None:
+        """Compact a layer that holds more than it may, when it is time."""
+        carried = layer.carried
+        if carried.capacity is None:
+            carried.capacity, carried.settled = self._lengths(layer), layer.seen
+        if layer.seen - carried.compacted >= self.policy.every:
+            self._shrink(layer, scaling)
+
+    def _shrink(self, layer: CompressedLayer, scaling: float) -> None:
+        """Of all that a layer stores, from whichever turn, keep the best that it may hold."""
+        policy, carried = self.policy, layer.carried
+        assert layer.index is not None and carried.capacity is not None
+        if policy.cap and len(layer.index) <= policy.cap:
+            return
+        room = torch.full_like(carried.capacity, policy.cap) if policy.cap else carried.capacity
+        room = room + int(policy.growth * (layer.seen - carried.settled))
+        if bool((self._lengths(layer) <= room).all()):
+            return
+        batch, order = self._stored(layer, scaling)
+        among = batch.valid if policy.joint or self.text_retain is not None else batch.visual & batch.valid
+        fixed = batch.valid & ~among
+        heads = len(batch.valid) // len(room)
+        room = ((room if heads > 1 else room[:, :1]).reshape(-1) - fixed.sum(1)).clamp(min=0)
+        batch = replace(batch, count=room)
+        question = self._question(room.device)
+        scores = rank(policy, batch, True, None if question is None else question.repeat_interleave(heads, dim=0))
+        kept = per_head(scores, among, room) | fixed[:, None]
+        kept = kept[:, 0] if policy.shared or heads > 1 else kept
+        if kept.dim() == 2:
+            slots = torch.zeros_like(kept).scatter_(1, order, kept)
+            kept = slots.unflatten(0, (-1, heads))
+        else:
+            kept = torch.zeros_like(kept).scatter_(2, order[:, None].expand_as(kept), kept)
+        self._compact(layer, kept)
+
+    def _stored(self, layer: CompressedLayer, scaling: float) -> tuple[KeyBatch, Tensor]:
+        """All that a layer stores, padding in front, and the slot of each key ``[rows, K]``; where heads differ every
+        (row, head) is a row."""
+        assert layer.index is not None
+        keys, values = layer.stored()
+        carried, index = layer.carried, layer.index.index.long()
+        queries, asked, received = carried.queries, carried.places, carried.received
+        queries = keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3]) if queries is None else queries
+        heads = 1
+        if index.dim() == 3:
+            heads = index.shape[1]
+            index, keys, values = index.flatten(0, 1), keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
+            queries = queries.unflatten(1, (heads, -1)).flatten(0, 1)
+            received = None if received is None else received.flatten(0, 1)[:, None]
+        order = (index >= 0).long().argsort(dim=1, stable=True)
+        index = index.gather(1, order)
+
+        def sorted_(x: Tensor) -> Tensor:
+            at = order[:, None].expand(x.shape[:3])
+            return x.gather(2, at if x.dim() == 3 else at[..., None].expand_as(x))
+
+        picture, cells = self._kinds(index, heads)
+        batch = KeyBatch(
+            keys=sorted_(keys),
+            values=sorted_(values),
+            queries=queries,
+            places=index[:, :0] if asked is None else asked.repeat_interleave(heads, dim=0),
+            valid=index >= 0,
+            visual=picture >= 0,
+            index=index,
+            scaling=scaling,
+            received=None if received is None else sorted_(received),
+            picture=picture,
+            cells=cells,
+            layer=layer.number,
+            depth=self.layers,
+            decoding=True,
+        )
+        return batch, order
+
+    # --- reading some keys at every step ----------------------------------------------------------------------
+    def _recall(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
+        """At a prompt note what there is; at a decode step choose what the layers from ``layer`` on read."""
+        step, state, layer = self.step, self.state, self.state.layers[number]
+        if step.layout is not None:
+            places = step.phase(number).places.to(query.device).long()
+            visual = self._visual(places).sum().float()
+            count = torch.tensor(self._budget(), device=query.device)
+            self.figures.append(torch.stack([visual, count.sum().float(), visual]).cpu())
+            state.kinds = self._table(query.device)
+            if number == 0:
+                state.recall = Recall(count if state.recall is None else state.recall.count + count)
+            return
+        first = policy_layer(self.policy, self.layers)
+        if number != first - 1 or query.shape[2] > 1 or state.recall is None or state.kinds is None:
+            return
+        assert layer.index is not None
+        text = torch.ones(len(query), 1, dtype=torch.bool, device=query.device)
+        paid = (
+            LayerAttention(query, key, visible, scaling, text).attention(0, 1)[:, :, 0].unflatten(1, (key.shape[1], -1))
+        )
+        index = layer.index.index.long()
+        index = index if index.dim() == 3 else index[:, None]
+        # heads that store the same keys have one index
+        paid = paid.mean((1, 2))[:, None] if index.shape[1] == 1 else paid.mean(2) / key.shape[1]
+        end = state.kinds.shape[1]
+        there = (index >= 0) & (index < end)
+        shape = (len(query), index.shape[1], end + 1)
+        by_place = paid.new_zeros(shape).scatter_(2, torch.where(there, index, end), paid).sum(1)[:, :end]
+        visual = (state.kinds[..., 0] >= 0) & there.new_zeros(shape).scatter_(
+            2, torch.where(there, index, end), True
+        ).any(1)[:, :end]
+        memory = state.recall
+        chosen = self.policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen) & visual
+        memory.paid, memory.chosen = by_place, chosen
+        step.reading = Reading(first, chosen | ~visual)
+
+    # --- what is where ----------------------------------------------------------------------------------------
+    def _lengths(self, layer: CompressedLayer) -> Tensor:
+        """``[B, Hkv]`` long: keys each head stores."""
+        assert layer.index is not None
+        index = layer.index.index if layer.index.index.dim() == 3 else layer.index.index[:, None]
+        return (index >= 0).sum(-1).expand(-1, layer.keys.shape[1]).contiguous()
+
+    def _visual(self, places: Tensor) -> Tensor:
+        """``[B, q]`` bool of places of this forward."""
+        layout = self.step.layout
+        if layout is None:
+            return torch.zeros_like(places, dtype=torch.bool)
+        local = (places - self.step.seen).clamp(min=0)
+        return layout.visual.to(places.device).gather(1, local) & (places >= 0)
+
+    def _kinds(self, places: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
+        """Picture ``[rows, K]`` and cell ``[rows, K, 3]`` of any places, ``heads`` rows for every row of the batch."""
+        table = self._table(places.device)
+        known = (places >= 0) & (places < table.shape[1])
+        rows = (torch.arange(len(places), device=places.device) // heads)[:, None]
+        kinds = table[rows, places.clamp(0, table.shape[1] - 1)].long().masked_fill(~known[..., None], -1)
+        return kinds[..., 0], kinds[..., 1:]
+
+    def _table(self, device: torch.device) -> Tensor:
+        """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt."""
+        step, state = self.step, self.state
+        if step.layout is None:
+            assert state.layers[0].index is not None
+            rows = len(state.layers[0].index.index)
+            return state.kinds if state.kinds is not None else torch.full((rows, 1, 4), -1, device=device)
+        if step.kinds is None:
+            batch, end = len(step.layout.valid), step.seen + step.length
+            table = torch.full((batch, end, 4), -1, dtype=torch.int32)
+            if state.kinds is not None:
+                table[:, : state.kinds.shape[1]] = state.kinds.cpu()
+            picture, frame = int(table[..., 0].max()) + 1, 0
+            if state.stream:
+                picture, frame = 0, int(table[..., 1].max()) + 1
+            for segment in step.layout.segments:
+                cells = segment.tile.cells.to(torch.int32)
+                at = segment.places + step.seen
+                table[segment.row, at, 0] = picture if state.stream else picture + segment.picture
+                table[segment.row, at, 1:] = torch.where(cells < 0, cells, cells + cells.new_tensor([frame, 0, 0]))
+            step.kinds = table.to(device)
+            if self.policy.scheduled:
+                state.kinds = step.kinds
+        return step.kinds
+
+    def _question(self, device: torch.device) -> Tensor | None:
+        """``[B, 2]`` long, if it is protected: the text behind the last picture begins, and ends, at these places."""
+        if "question" not in self.policy.protect:
+            return None
+        pictures = self._table(device)[..., 0] >= 0
+        end = pictures.shape[1]
+        last = torch.where(pictures, torch.arange(end, device=pictures.device), -1).amax(1)
+        return torch.stack([last + 1, torch.full_like(last, end)], dim=1)
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+def rank(
+    policy: Policy, keys: KeyBatch, start: bool = True, question: Tensor | None = None, by: Policy | None = None
+) -> Tensor:
+    """The policy's scores ``[B, Hkv, K]`` with those of protected keys infinite and those of padding lowest.
 
     Parameters
     ----------
-    query : ``[B, Hq, q, D]``, this forward's queries.
-
-    Returns
-    -------
-    ``[3]`` float: visual keys of this forward there were, resolved, and kept, summed over rows, mean over heads.
+    start : whether the first of these keys are the first of the sequence, so that ``sinks`` means them.
+    question : ``[B, 2]`` long, the places between which ``protect=("question",)`` protects text.
+    by : another policy that scores; what is protected is that of ``policy``.
     """
-    state, layout, owner = step.state, step.layout, step.owner
-    assert state is not None and layout is not None and owner.policy is not None
-    stage, policy = owner.built[owner.policy]
-    assert isinstance(policy, Policy) and stage.retain is not None
-    layer, places = state.layers[number], step.phase(number).places.to(query.device).long()
-    keys, values = layer.stored()
-    new = places.shape[1]
-    valid = places >= 0
-    local = torch.where(valid, places - step.seen, 0)
-    visual = layout.visual.to(query.device).gather(1, local) & valid
-    batch = KeyBatch(
-        keys=keys[:, :, -new:],
-        values=values[:, :, -new:],
-        queries=query[:, :, max(0, new - policy.window) :] if policy.window else query[:, :, :0],
-        valid=valid,
-        visual=visual,
-        index=places,
-        scaling=scaling,
-    )
-    scores = policy.score(batch)
-    if scores.shape != batch.keys.shape[:3]:
+    scores = (by or policy).score(keys)
+    if scores.shape != keys.keys.shape[:3]:
         raise MmaccelError(
             f"Method {policy.name!r} returned scores of shape {tuple(scores.shape)} where rows, key heads and keys are "
-            f"{tuple(batch.keys.shape[:3])}."
+            f"{tuple(keys.keys.shape[:3])}."
         )
-    resolved = torch.tensor(visual_budget(step, stage.retain), device=query.device)
-    kept = per_head(scores, visual, resolved)
-    text = valid & ~visual
-    if owner.recipe.text_retain is None:
-        kept = kept | text[:, None]
+    must = protected(policy, keys, start, question)
+    return scores.masked_fill(must[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
+
+
+def protected(policy: Policy, keys: KeyBatch, start: bool = True, question: Tensor | None = None) -> Tensor:
+    """``[B, K]`` bool: sinks, recent keys, and the kinds that the recipe protects."""
+    valid = keys.valid
+    must = torch.zeros_like(valid)
+    if policy.sinks and start:
+        must |= valid.cumsum(1) <= policy.sinks
+    if policy.recent:
+        there = valid.sum(1, keepdim=True)
+        newest = policy.recent if isinstance(policy.recent, int) else (there * policy.recent + 0.5).long()
+        must |= valid.flip(1).cumsum(1).flip(1) <= newest
+    if "separators" in policy.protect and keys.cells is not None:
+        must |= keys.visual & (keys.cells[..., 0] < 0)
+    if "question" in policy.protect and question is not None:
+        at = question.to(keys.index.device)
+        must |= ~keys.visual & (keys.index >= at[:, :1]) & (keys.index < at[:, 1:])
+    return must & valid
+
+
+def choose(policy: Policy, scores: Tensor, among: Tensor, count: Tensor, official: bool = False) -> Tensor:
+    """``[B, Hkv, K]`` bool: what stays of the keys ``among [B, K]``, ``count [B]`` in the mean over heads.
+
+    A policy whose budget is not exact drops what it scores ``-inf``; without a budget it drops nothing else.
+    """
+    how, floor = policy.choice("head_budget")
+    if policy.budget == "none":
+        kept = among[:, None].expand_as(scores)
+    elif how == "uniform":
+        kept = per_head(scores, among, count)
     else:
-        wanted = [resolve(owner.recipe.text_retain, n) for n in text.sum(1).tolist()]
-        kept = kept | per_head(scores, text, torch.tensor(wanted, device=query.device))
-    old = kept.new_ones(*kept.shape[:2], keys.shape[2] - new)
-    layer.evict(torch.cat([old, kept], dim=-1))
-    share = (kept & visual[:, None]).sum() / kept.shape[1]
-    return torch.stack([visual.sum().float(), resolved.sum().float(), share.float()]).cpu()
+        assert floor is not None
+        if how == "safeguard":
+            kept = budgets.safeguard(scores, among, count, floor)
+        else:
+            rivals = budgets.concentrated(scores, among, count) if how == "concentrated" else scores
+            kept = per_head(scores, among, budgets.adaptive(rivals, among, count, floor, official))
+    return kept if policy.budget == "exact" else kept & (scores > -torch.inf)
 
 
 def per_head(scores: Tensor, of: Tensor, count: Tensor) -> Tensor:
-    """``[B, Hkv, K]`` bool: the ``count[B]`` best keys among ``of [B, K]`` of every head."""
+    """``[B, Hkv, K]`` bool: the best keys among ``of [B, K]`` of every head, ``count [B]`` or ``[B, Hkv]``."""
     heads = scores.shape[1]
-    return top_mask(scores.flatten(0, 1), of.repeat_interleave(heads, dim=0), count.repeat_interleave(heads)).view_as(
-        scores
-    )
+    wanted = count.flatten() if count.dim() == 2 else count.repeat_interleave(heads)
+    return top_mask(scores.flatten(0, 1), of.repeat_interleave(heads, dim=0), wanted).view_as(scores)
 
 
 def visual_budget(step: Step, retain: Retain) -> list[int]:
@@ -88,3 +475,31 @@ def visual_budget(step: Step, retain: Retain) -> list[int]:
     for (row, _), size in sizes.items():
         out[row] += resolve(retain, size)
     return out
+
+
+def plain_policy(name: str) -> Policy:
+    """The policy that ranks text, with its default options."""
+    from ..registry import method
+
+    made = method(name)()
+    if not isinstance(made, Policy) or made.window or made.observes or made.deferred:
+        raise MmaccelError(
+            f"text_policy={name!r} cannot rank text keys: it must be a cache policy that needs keys only, such as "
+            "'streaming-llm'."
+        )
+    return made
+
+
+def policy_layer(policy: Policy, depth: int) -> int:
+    """The layer from which on a policy works, a number or a share of the depth; at least 1."""
+    layer = getattr(policy, "layer", 1)
+    return min(max(1, layer if isinstance(layer, int) else int(layer * depth + 0.5)), depth)
+
+
+def _proportions(scores: Tensor) -> Tensor:
+    """Scores ``[H, n]`` as shares that are not negative; what must stay counts as the best of the rest."""
+    finite = scores.isfinite()
+    most = scores.masked_fill(~finite, -torch.inf).amax(1, keepdim=True).nan_to_num(1.0, 1.0, 1.0)
+    scores = torch.where(scores == torch.inf, most, scores)
+    least = scores.masked_fill(~scores.isfinite(), torch.inf).amin(1, keepdim=True).clamp(max=0.0)
+    return (scores - least).nan_to_num(0.0, 0.0, 0.0)

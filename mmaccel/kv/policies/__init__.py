@@ -1,5 +1,37 @@
-"""Cache policies: which keys stay at the end of prefill, one method a file."""
+"""Cache policies: which keys stay at the end of prefill and while decoding, one method a file."""
 
-from . import snapkv, streaming_llm
+from . import (
+    a2sf,
+    dycoke_cache,
+    elastic_cache,
+    h2o,
+    infinipot_v,
+    keydiff,
+    knorm,
+    lagkv,
+    mustdrop_cache,
+    observed_attention,
+    snapkv,
+    streaming_llm,
+    tova,
+    vatp,
+    vl_cache,
+)
 
-__all__ = ["snapkv", "streaming_llm"]
+__all__ = [
+    "a2sf",
+    "dycoke_cache",
+    "elastic_cache",
+    "h2o",
+    "infinipot_v",
+    "keydiff",
+    "knorm",
+    "lagkv",
+    "mustdrop_cache",
+    "observed_attention",
+    "snapkv",
+    "streaming_llm",
+    "tova",
+    "vatp",
+    "vl_cache",
+]

@@ -49,6 +49,7 @@ class SnapKV(Policy):
     gqa: Literal["mean", "max", "sum"] = "mean"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
             raise MmaccelError(f"snapkv needs window >= 1 and an odd kernel, not {self.window} and {self.kernel}.")
         if self.pooling not in ("avg", "max") or self.gqa not in ("mean", "max", "sum"):
@@ -59,19 +60,19 @@ class SnapKV(Policy):
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
-        heads, window = keys.keys.shape[1], keys.queries.shape[2]
+        heads = keys.keys.shape[1]
         queries = keys.queries.float().unflatten(1, (heads, -1))
         logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, keys.keys.float()) * keys.scaling
-        # the queries are those of the last keys; one that is padding has no vote
-        place, votes = keys.index[:, -window:], keys.valid[:, -window:]
+        # a query that is padding has no vote
+        place, votes = keys.places, keys.places >= 0
         seen = keys.valid[:, None, :] & (keys.index[:, None, :] <= place[:, :, None]) & votes[:, :, None]
         attention = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
         attention = attention.masked_fill(~seen[:, None, None], 0.0)
         score = attention.sum(3) / votes.sum(1).clamp(min=1)[:, None, None, None]
         score = score.amax(2) if self.gqa == "max" else score.mean(2) if self.gqa == "mean" else score.sum(2)
 
-        own = torch.zeros_like(keys.valid)
-        own[:, -window:] = True
+        first = place.masked_fill(~votes, torch.iinfo(place.dtype).max).amin(1, keepdim=True)
+        own = keys.index >= first
         score = score.masked_fill(own[:, None], 0.0)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
         score = pool(score, self.kernel, stride=1, padding=self.kernel // 2)

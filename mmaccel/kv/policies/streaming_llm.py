@@ -39,6 +39,7 @@ class StreamingLLM(Policy):
     sinks: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.sinks < 0:
             raise MmaccelError(f"streaming-llm cannot keep sinks={self.sinks} keys; give 0 or more.")
 

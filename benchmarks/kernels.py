@@ -1,0 +1,416 @@
+"""How near do the kernels come to what the memory allows?
+
+On a GPU, in one call of a few minutes: first every kernel is compared with its definition, then decode attention over a cache
+as it is stored is timed beside the copy bandwidth measured in the same run, and beside ``scaled_dot_product_attention`` and
+FlexAttention on the same dense cache; then attention importance beside eager attention, and the kernels of selection.
+
+    python benchmarks/kernels.py --out benchmarks/results/kernels-h200.json     # and a roofline plot, .png beside it
+    python benchmarks/kernels.py --dry-run                                      # tiny shapes, in the interpreter on a CPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Bench:
+    """Device, sizes and clock of this run; ``rows`` are its results."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.rows = args, list[dict[str, Any]]()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.gpu = self.device.type == "cuda"
+        # the interpreter multiplies no bfloat16
+        self.dtype = torch.bfloat16 if self.gpu else torch.float16
+        self.copy = self.copy_bandwidth()
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
+
+    def seconds(self, run: Callable[[], Any], repeats: int = 20) -> float:
+        """Median of ``repeats`` runs after three to warm up; on a GPU by its own clock, the cache of the last run cleared."""
+        if not self.gpu:
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+        for _ in range(3):
+            run()
+        flush = torch.empty(1 << 28, dtype=torch.int8, device=self.device)
+        times = []
+        for _ in range(repeats):
+            flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return statistics.median(times)
+
+    def copy_bandwidth(self) -> float:
+        """Bytes read and written per second when a tensor is copied."""
+        source = torch.zeros(1 << (30 if self.gpu else 20), dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.seconds(lambda: target.copy_(source))
+
+    def measure(self, name: str, run: Callable[[], Any], cost: tuple[int, int] | None = None, **more: Any) -> float:
+        """Time ``run``; ``cost`` is the bytes it has to move and its operations."""
+        seconds = self.seconds(run)
+        row = {"name": name, "seconds": seconds, **more}
+        text = f"{name:<44}{seconds * 1e6:>12.1f} us"
+        if cost is not None:
+            moved, operations = cost
+            row |= {"bytes": moved, "operations": operations, "bytes_per_s": moved / seconds}
+            row["share_of_copy"] = moved / seconds / self.copy
+            text += f"{moved / seconds / 1e9:>10.1f} GB/s{100 * row['share_of_copy']:>8.1f} % of copying"
+        print(text, flush=True)
+        self.rows.append(row)
+        return seconds
+
+    def try_to_measure(self, name: str, run: Callable[[], Any]) -> float | None:
+        """Time what is not ours; why it cannot run is a result too."""
+        try:
+            return self.measure(name, run)
+        except Exception as error:
+            line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            print(f"{name:<44} cannot run: {line[:100]}", flush=True)
+            self.rows.append({"name": name, "error": line})
+            return None
+
+    def release(self) -> None:
+        gc.collect()
+        if self.gpu:
+            torch.cuda.empty_cache()
+
+
+# --- right first ------------------------------------------------------------------------------------------------------
+def checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
+    """(kernel, its result, that of the definition, allowed difference) at small ragged shapes."""
+    from mmaccel_kernels.compact import compact_definition, compact_kernel
+    from mmaccel_kernels.decode import decode_attention_definition, decode_attention_kernel
+    from mmaccel_kernels.importance import importance_definition, importance_kernel
+    from mmaccel_kernels.matching import best_match_definition, best_match_kernel
+    from mmaccel_kernels.maxmin import max_min_definition, max_min_kernel
+    from mmaccel_kernels.pack import quantise_definition, quantise_kernel
+    from mmaccel_kernels.pages import Format, split
+
+    long = 3000 if bench.gpu else 200
+    lengths = torch.tensor([long, 1, 0, long // 3], device=bench.device)
+    query, keys, values, flat = decode_inputs(bench, 2, 2, 7, 5, 64, lengths)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16) if bench.gpu else (torch.float32, torch.float16):
+        cast = [x.to(dtype) for x in (query, keys, values)]
+        stored = flat._replace(keys=flat.keys.to(dtype), values=flat.values.to(dtype))
+        own, want = (run(*cast, 0.1, stored)[0] for run in (decode_attention_kernel, decode_attention_definition))
+        yield f"decode attention, ragged, {dtype}", own, want, 1e-4 if dtype == torch.float32 else 2e-2
+    for code in ("sign", "ternary", "int1", "int2", "int4", "int8", "fp8"):
+        pages = packed(bench, lengths, 2, 64, code)
+        own, want = (
+            run(query, keys, values, 0.1, None, pages)[0]
+            for run in (decode_attention_kernel, decode_attention_definition)
+        )
+        yield f"decode attention, {code}", own, want, 2e-2
+        start, count, _ = split(lengths, 64)
+        x = flat.keys
+        form = Format(code, "channel", 64)  # type: ignore[arg-type]
+        mine, its = (run(x, start, count, form, 64, 16, x.dtype) for run in (quantise_kernel, quantise_definition))
+        # a number half way between two codes may go either way
+        yield f"quantise, {code}", (mine.codes != its.codes).float().mean(), torch.tensor(0.0), 1e-3
+    n = 300 if bench.gpu else 40
+    q, k = bench.normal(1, 4, n, 64), bench.normal(1, 2, n, 64)
+    yield "importance", *(run(q, k, 0.1, None, None, None) for run in (importance_kernel, importance_definition)), 2e-2
+    x, y = bench.normal(2, n, 64), bench.normal(2, n + 7, 64)
+    own, want = (run(x, y, None, False)[0] for run in (best_match_kernel, best_match_definition))
+    yield "best match", own, want, 1e-1
+    valid = torch.ones(2, n, dtype=torch.bool, device=bench.device)
+    count = torch.tensor([n // 2, n // 4], device=bench.device)
+    x = F.normalize(bench.normal(2, n, 64, dtype=torch.float32), dim=-1)
+    own, want = (run(x, valid, count, 0.0, None).float() for run in (max_min_kernel, max_min_definition))
+    yield "max-min", own, want, 0.0
+    kept = torch.rand(2, 2, n, device=bench.device) < 0.3
+    k, v = bench.normal(2, 2, n, 64), bench.normal(2, 2, n, 64)
+    own, want = (run(k, v, kept, None, None, None)[0] for run in (compact_kernel, compact_definition))
+    yield "compact", own, want, 0.0
+
+
+def compare(bench: Bench) -> None:
+    for name, own, want, allowed in checks(bench):
+        worst = (own.float() - want.float().to(own.device)).abs().max().item() if own.numel() else 0.0
+        print(f"{name:<44} differs by {worst:.2g}", flush=True)
+        if not worst <= allowed:
+            sys.exit(f"{name} differs from its definition by {worst:.3g}, more than {allowed:g}: nothing was timed.")
+        bench.rows.append({"name": name, "check": worst, "allowed": allowed})
+
+
+# --- decode attention -------------------------------------------------------------------------------------------------
+def decode_inputs(bench: Bench, b: int, hkv: int, groups: int, tail: int, d: int, lengths: Tensor) -> Any:
+    from mmaccel_kernels.decode import Flat
+
+    total = int(lengths.sum())
+    flat = Flat(bench.normal(total, d), bench.normal(total, d), F.pad(lengths.cumsum(0), (1, 0)), int(lengths.max()))
+    return bench.normal(b, hkv * groups, 1, d), bench.normal(b, hkv, tail, d), bench.normal(b, hkv, tail, d), flat
+
+
+def packed(bench: Bench, lengths: Tensor, heads: int, d: int, code: str, page: int = 64, tile: int = 16) -> Any:
+    """Pages of random keys and values, scales per channel and page."""
+    from mmaccel_kernels.pack import quantise
+    from mmaccel_kernels.pages import Format, Pages, split
+
+    start, count, cu_pages = split(lengths, page)
+    x = bench.normal(int(lengths.sum()), d)
+    form = Format(code, "channel", page)  # type: ignore[arg-type]
+    plane = quantise(x, start, count, form, page=page, tile=tile)
+    number = torch.arange(len(count), dtype=torch.int32, device=bench.device)
+    # values of their own, so that nothing is read twice
+    other = quantise(x.flip(0), start, count, form, page=page, tile=tile)
+    return Pages((plane,), (other,), page, tile, count, number, number.clone(), cu_pages, heads)
+
+
+def decode_dense(bench: Bench) -> float:
+    """Beside what torch has for the same cache; returns our seconds."""
+    from mmaccel_kernels.decode import decode_attention_cost, decode_attention_kernel
+
+    a, what = bench.args, f"{bench.args.batch} x {bench.args.keys} keys"
+    query = bench.normal(a.batch, a.kv_heads * a.groups, 1, a.head_size)
+    keys, values = (bench.normal(a.batch, a.kv_heads, a.keys, a.head_size) for _ in range(2))
+    ours = bench.measure(
+        f"decode attention, dense, {what}",
+        lambda: decode_attention_kernel(query, keys, values, a.head_size**-0.5),
+        decode_attention_cost(query, keys, values),
+        target=0.85,
+    )
+    peers = {
+        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
+        "FlexAttention": flex(bench, query, keys, values),
+    }
+    for name, run in peers.items():
+        theirs = bench.try_to_measure(f"{name}, {what}", run)
+        if theirs is not None:
+            bench.rows[-1]["ours_is_faster_by"] = theirs / ours
+            print(f"{'':<44}{theirs / ours:>12.2f} times our time")
+    return ours
+
+
+def decode_ragged(bench: Bench) -> None:
+    """As many keys in all, in heads from a tenth to nineteen tenths of the mean."""
+    from mmaccel_kernels.decode import decode_attention_cost, decode_attention_kernel
+
+    a = bench.args
+    heads = a.batch * a.kv_heads
+    share = torch.linspace(0.1, 1.9, heads, device=bench.device)[torch.randperm(heads, device=bench.device)]
+    query, keys, values, flat = decode_inputs(
+        bench, a.batch, a.kv_heads, a.groups, 1, a.head_size, (share * a.keys).long()
+    )
+    bench.measure(
+        f"decode attention, ragged, {a.batch} x {a.keys} keys on average",
+        lambda: decode_attention_kernel(query, keys, values, a.head_size**-0.5, flat),
+        decode_attention_cost(query, keys, values, flat),
+        target=0.85,
+    )
+
+
+def decode_packed(bench: Bench, dense: float, code: str, page: int, tile: int, target: float | None) -> None:
+    """The same cache in one code; ``dense`` is the time of the dense one."""
+    from mmaccel_kernels.decode import decode_attention_cost, decode_attention_kernel
+
+    a = bench.args
+    lengths = torch.full((a.batch * a.kv_heads,), a.keys, device=bench.device)
+    query = bench.normal(a.batch, a.kv_heads * a.groups, 1, a.head_size)
+    newest = bench.normal(a.batch, a.kv_heads, 1, a.head_size)
+    pages = packed(bench, lengths, a.kv_heads, a.head_size, code, page, tile)
+    seconds = bench.measure(
+        f"decode attention, {code}, {a.batch} x {a.keys} keys",
+        lambda: decode_attention_kernel(query, newest, newest, a.head_size**-0.5, None, pages),
+        decode_attention_cost(query, newest, newest, None, pages),
+        target=target,
+    )
+    bench.rows[-1]["faster_than_dense_by"] = dense / seconds
+
+
+def decode(bench: Bench) -> None:
+    """Decode attention over every kind of storage."""
+    dense = decode_dense(bench)
+    bench.release()
+    decode_ragged(bench)
+    bench.release()
+    for code, page, tile, target in (
+        ("fp8", 128, 32, None),
+        ("int8", 128, 32, None),
+        ("int4", 128, 32, 0.7),
+        ("int2", 128, 32, 0.6),
+        ("ternary", 160, 32, None),
+        ("int1", 128, 16, None),
+    ):
+        decode_packed(bench, dense, code, page, tile, target)
+        bench.release()
+
+
+def flex(bench: Bench, query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Any]:
+    """FlexAttention, compiled where there is a compiler for the device."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    run = torch.compile(flex_attention) if bench.gpu else flex_attention
+    return lambda: run(query, keys, values, enable_gqa=True)
+
+
+def decode_lengths(bench: Bench) -> None:
+    """One sequence, from short to long."""
+    from mmaccel_kernels.decode import decode_attention_cost, decode_attention_kernel
+
+    a = bench.args
+    query = bench.normal(1, a.kv_heads * a.groups, 1, a.head_size)
+    for n in (1024, 8192, 65536, 262144) if bench.gpu else (64,):
+        keys, values = (bench.normal(1, a.kv_heads, n, a.head_size) for _ in range(2))
+        bench.measure(
+            f"decode attention, dense, 1 x {n} keys",
+            lambda k=keys, v=values: decode_attention_kernel(query, k, v, 0.1),  # type: ignore[misc]
+            decode_attention_cost(query, keys, values),
+        )
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+def importance(bench: Bench) -> None:
+    """Column sums of all queries beside the eager matrix."""
+    from mmaccel_kernels.importance import importance_kernel
+
+    n, heads, d = (8192, 28, 128) if bench.gpu else (64, 4, 32)
+    query, key = bench.normal(1, heads, n, d), bench.normal(1, heads // 4, n, d)
+
+    def eager() -> Tensor:
+        logits = query @ key.repeat_interleave(4, dim=1).mT * d**-0.5
+        mask = torch.ones(n, n, dtype=torch.bool, device=bench.device).triu(1)
+        return logits.masked_fill(mask, -torch.inf).softmax(-1, dtype=torch.float32).sum(2)
+
+    if bench.gpu:
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if bench.gpu else 0
+    ours = bench.measure(
+        f"importance, {n} queries and keys", lambda: importance_kernel(query, key, d**-0.5, None, None, None), target=10
+    )
+    if bench.gpu:
+        # the buffer that clears the caches between two runs is the clock's
+        bench.rows[-1]["extra_bytes"] = torch.cuda.max_memory_allocated() - held - (1 << 28)
+    theirs = bench.try_to_measure(f"eager attention, {n} queries and keys", eager)
+    if theirs is not None:
+        bench.rows[-2]["faster_than_eager_by"] = theirs / ours
+        print(f"{'':<44}{theirs / ours:>12.2f} times our time")
+    bench.release()
+
+
+def selection(bench: Bench) -> None:
+    """Matching, max-min selection, compaction and packing."""
+    from mmaccel_kernels.compact import compact_kernel
+    from mmaccel_kernels.matching import best_match_cost, best_match_kernel
+    from mmaccel_kernels.maxmin import max_min_kernel
+    from mmaccel_kernels.pack import quantise_kernel
+    from mmaccel_kernels.pages import Format, split
+
+    n, d = (16384, 1024) if bench.gpu else (64, 32)
+    x, y = bench.normal(1, n // 2, d), bench.normal(1, n // 2, d)
+    bench.measure(
+        f"best match, {n // 2} with {n // 2} of width {d}",
+        lambda: best_match_kernel(x, y, None, False),
+        best_match_cost(1, n // 2, n // 2, d, x.element_size()),
+    )
+    unit = F.normalize(bench.normal(1, n, d, dtype=torch.float32), dim=-1)
+    valid, count = torch.ones(1, n, dtype=torch.bool, device=bench.device), torch.tensor([n // 8], device=bench.device)
+    bench.measure(f"max-min, {n // 8} of {n}", lambda: max_min_kernel(unit, valid, count, 0.0, n // 8))
+    bench.release()
+    b, h, tokens = (16, 4, 32768) if bench.gpu else (1, 2, 64)
+    k, v = bench.normal(b, h, tokens, 128), bench.normal(b, h, tokens, 128)
+    kept = torch.rand(b, h, tokens, device=bench.device) < 0.25
+    total = int(kept.sum())
+    moved = 2 * 2 * total * 128 * k.element_size()
+    bench.measure(
+        f"compact, a quarter of {b} x {tokens}", lambda: compact_kernel(k, v, kept, None, None, total), (moved, 0)
+    )
+    start, count, _ = split(torch.full((b * h,), tokens, device=bench.device), 128)
+    form, flat = Format("int4", "channel", 128), k.view(-1, 128)
+    bench.measure(
+        f"quantise to 4 bits, {b} x {tokens}",
+        lambda: quantise_kernel(flat, start, count, form, 128, 32, flat.dtype),
+        (flat.nbytes + flat.numel() // 2 + flat.numel() // 64 * flat.element_size(), 0),
+    )
+    bench.release()
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+def roofline(bench: Bench, path: Path) -> None:
+    """Operations a second against operations a byte, below the line that the copy bandwidth draws."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in bench.rows if row.get("operations")]
+    figure, axes = plt.subplots(figsize=(8, 5))
+    intensity = [row["operations"] / row["bytes"] for row in rows]
+    line = [min(intensity) / 2, max(intensity) * 2]
+    axes.plot(line, [x * bench.copy / 1e12 for x in line], color="black", label="copy bandwidth, measured")
+    for row, x in zip(rows, intensity, strict=True):
+        axes.plot(x, row["operations"] / row["seconds"] / 1e12, "o", label=row["name"])
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="10^12 operations per second")
+    axes.set_title(str(torch.cuda.get_device_name() if bench.gpu else "interpreter: no timing"))
+    axes.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes; without a GPU in Triton's interpreter")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--keys", type=int, default=32768, help="keys of each head")
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=7, help="query heads of a key head")
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=None, help="write JSON here, and the plot beside it")
+    args = parser.parse_args()
+    if args.dry_run:
+        args.batch, args.keys, args.kv_heads, args.head_size = 2, 128, 2, 32
+    if not torch.cuda.is_available():
+        if not args.dry_run:
+            sys.exit("There is no GPU here; --dry-run goes through everything at tiny shapes.")
+        # before anything imports Triton
+        os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    torch.manual_seed(0)
+    began = time.perf_counter()
+    bench = Bench(args)
+    print(f"copying: {bench.copy / 1e9:.1f} GB/s")
+    compare(bench)
+    for part in (decode, decode_lengths, importance, selection):
+        part(bench)
+    result = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name() if bench.gpu else None,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "minutes": (time.perf_counter() - began) / 60,
+        "copy_bytes_per_s": bench.copy,
+        "model": {"query_heads": args.kv_heads * args.groups, "kv_heads": args.kv_heads, "head_size": args.head_size},
+        "results": bench.rows,
+    }
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        roofline(bench, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,406 @@
+"""Keys and values in few bits: the layout of packed pages, and its plain definition. This page is the specification.
+
+**A page** holds ``page`` consecutive stored tokens of one KV head, or its first ``count`` ones; the rest is padding.
+Its tokens come in **tiles** of ``tile`` tokens, tile ``s`` being tokens ``s tile`` to ``(s + 1) tile - 1``. Tokens are never
+permuted: tile ``s`` of the keys and tile ``s`` of the values are the same tokens whatever the bits of either.
+
+**Codes** are bytes ``[N, rows, D]``. A byte has room for ``digits`` codes of one channel (8, 5, 4, 2 or 1), which belong to as
+many tiles: tiles ``b digits`` to ``(b + 1) digits - 1`` share the rows ``b tile`` to ``(b + 1) tile - 1``. So the code of
+token ``t`` and channel ``d`` is digit ``(t // tile) % digits`` of byte ``[t // tile // digits * tile + t % tile, d]``: taking
+digit ``i`` of a ``[tile, D]`` block of bytes gives a whole tile, a dense operand without shuffling anything. ``page`` should be
+a multiple of ``tile digits`` for keys and values alike; what is missing to the next multiple is wasted.
+
+========= ====== ====== ===================================== ================================
+code      levels digits digit i of byte w                     stands for
+========= ====== ====== ===================================== ================================
+sign      2      8      ``w >> i & 1``                        ``scale (c - 1/2)``
+ternary   3      5      ``(w 3^i mod 256) 3 >> 8``            ``scale (c - 1)``
+int1      2      8      ``w >> i & 1``                        ``scale c + zero``
+int2      4      4      ``w >> 2i & 3``                       ``scale c + zero``
+int4      16     2      ``w >> 4i & 15``                      ``scale c + zero``
+int8      256    1      ``w``                                 ``scale c + zero``
+fp8       253    1      ``w``, e4m3 (``scale`` is to 448)     ``scale e4m3(w)``
+========= ====== ====== ===================================== ================================
+
+Five ternary codes are the fraction ``w / 256`` in base 3, rounded up: digit ``i`` is the ``i``-th behind the point. An e4m3
+byte is ``256`` times the float16 with bits ``(w & 128) << 8 | (w & 127) << 7``, subnormal numbers included; no byte is NaN.
+
+**Scales** (and ``zero`` where the code has one) stand in rows ``meta[n]`` of page ``n``: pages may share a row. Grouped
+along tokens (``axis="channel"``: every channel has its own range) a row is ``[page / group, D]``, grouped along channels
+(``axis="token"``: every token has its own) it is ``[page, D / group]``. A tile never crosses a group of tokens.
+
+With ``axis="channel"`` nothing needs to be expanded: ``q . k_t = (q * scale) . c_t + q . zero`` and
+``sum_t p_t v_t = scale * sum_t p_t c_t + zero sum_t p_t`` within a group.
+
+**Heads** are ragged: head ``h`` of ``B Hkv`` (rows of the batch outermost) has pages ``table[cu_pages[h]:cu_pages[h + 1]]``,
+in the order of its tokens. Pages are never changed once written; appending adds pages and makes a new table.
+
+**Planes.** Keys (or values) may be split over channels into planes of different codes. A plane says which channels it
+holds in ``channels [B Hkv, D']``; None says all, in order.
+
+Tokens that are not packed, a full-precision residual, are no part of this: they are flat ``[total, D]`` with lengths, or dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Code = Literal["sign", "ternary", "int1", "int2", "int4", "int8", "fp8"]
+
+#: code -> (levels, codes a byte, what a code without zero point is centred on)
+_CODES: dict[str, tuple[int, int, float]] = {
+    "sign": (2, 8, 0.5),
+    "ternary": (3, 5, 1.0),
+    "int1": (2, 8, 0.0),
+    "int2": (4, 4, 0.0),
+    "int4": (16, 2, 0.0),
+    "int8": (256, 1, 0.0),
+    "fp8": (253, 1, 0.0),
+}
+
+#: the largest number of e4m3
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Format:
+    """How numbers become codes.
+
+    Parameters
+    ----------
+    code : see the table above.
+    axis : ``channel`` (one scale for every channel of a group of tokens) or ``token`` (one for every token of a group of
+        channels).
+    group : tokens, or channels, that share a scale.
+    """
+
+    code: Code
+    axis: Literal["channel", "token"]
+    group: int
+
+    def __post_init__(self) -> None:
+        if self.code not in _CODES:
+            raise ValueError(f"There is no code {self.code!r}; there are {', '.join(_CODES)}.")
+        if self.axis not in ("channel", "token"):
+            raise ValueError(f"axis must be 'channel' or 'token', not {self.axis!r}.")
+        if self.group < 1:
+            raise ValueError(f"group must be at least 1, not {self.group}.")
+
+    @property
+    def levels(self) -> int:
+        """Different codes."""
+        return _CODES[self.code][0]
+
+    @property
+    def digits(self) -> int:
+        """Codes a byte."""
+        return _CODES[self.code][1]
+
+    @property
+    def centre(self) -> float:
+        """The code that stands for nought, where there is no zero point."""
+        return _CODES[self.code][2]
+
+    @property
+    def affine(self) -> bool:
+        """Whether a zero point is stored."""
+        return self.code.startswith("int")
+
+    def rows(self, page: int, tile: int) -> int:
+        """Rows of bytes of a page."""
+        return tile * -(-page // (tile * self.digits))
+
+    def meta(self, page: int, width: int) -> tuple[int, int]:
+        """Shape of the scales of a page of ``width`` channels."""
+        return (page // self.group, width) if self.axis == "channel" else (page, width // self.group)
+
+    def check(self, page: int, tile: int, width: int) -> None:
+        """Refuse a page that this format does not fit.
+
+        Raises
+        ------
+        ValueError
+            If the page is no whole number of tiles, a tile crosses a group, or groups do not fill page or channels.
+        """
+        if tile < 1 or page < 1 or page % tile:
+            raise ValueError(f"A page of {page} tokens is no whole number of tiles of {tile}.")
+        if self.axis == "channel" and (page % self.group or self.group % tile):
+            raise ValueError(
+                f"Groups of {self.group} tokens do not fit pages of {page} in tiles of {tile}: a page must be a whole "
+                "number of groups and a group a whole number of tiles."
+            )
+        if self.axis == "token" and width % self.group:
+            raise ValueError(f"{width} channels are no whole number of groups of {self.group}.")
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Keys or values of ``N`` pages in one code.
+
+    codes : ``[N, rows, D']`` uint8, contiguous.
+    scale, zero : ``[M, *format.meta]`` float16, bfloat16 or float32; ``zero`` None unless the format is affine.
+    channels : ``[B Hkv, D']`` int32, the channels held, ascending; None for all.
+    """
+
+    format: Format
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    channels: Tensor | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held."""
+        yield from (t for t in (self.codes, self.scale, self.zero, self.channels) if t is not None)
+
+    def decoded(self, page: int, tile: int, pages: Tensor, meta: Tensor) -> Tensor:
+        """``[n, page, D']`` float32 of ``pages [n]`` with scales in rows ``meta [n]``."""
+        codes = unpack(self.codes[pages], self.format, page, tile)
+        zero = None if self.zero is None else self.zero[meta]
+        return dequantise(codes, self.format, self.scale[meta], zero)
+
+    def joined(self, other: Plane) -> Plane:
+        """Both, one behind the other."""
+        zero = None if self.zero is None or other.zero is None else torch.cat([self.zero, other.zero])
+        codes, scale = torch.cat([self.codes, other.codes]), torch.cat([self.scale, other.scale])
+        return replace(self, codes=codes, scale=scale, zero=zero)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Packed keys and values of all heads of a layer.
+
+    keys, values : planes; together they hold every channel once.
+    page, tile : tokens.
+    count : ``[N]`` int32, tokens in each page, from 1 to ``page``.
+    meta : ``[N]`` int32, the row of scales of each page.
+    table : ``[T]`` int32, pages by head; ``cu_pages [B Hkv + 1]`` int32, where each head begins.
+    heads : Hkv.
+    """
+
+    keys: tuple[Plane, ...]
+    values: tuple[Plane, ...]
+    page: int
+    tile: int
+    count: Tensor
+    meta: Tensor
+    table: Tensor
+    cu_pages: Tensor
+    heads: int
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        return (len(self.cu_pages) - 1) // self.heads
+
+    def lengths(self) -> Tensor:
+        """Tokens of every head, ``[B, Hkv]`` long."""
+        return sums(self.count[self.table].long(), self.cu_pages).view(-1, self.heads)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held."""
+        for plane in (*self.keys, *self.values):
+            yield from plane.tensors()
+        yield from (self.count, self.meta, self.table, self.cu_pages)
+
+    def nbytes(self) -> int:
+        """Bytes held: codes, scales, tables."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors()}
+        return sum(storages.values())
+
+    def decoded(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Keys and values, flat ``[total, D]`` each: head after head, tokens in order (lengths as :meth:`lengths`)."""
+        return self._decoded(self.keys, dtype), self._decoded(self.values, dtype)
+
+    def _decoded(self, planes: tuple[Plane, ...], dtype: torch.dtype) -> Tensor:
+        table = self.table.long()
+        there = torch.arange(self.page, device=table.device) < self.count[table][:, None]
+        parts = [plane.decoded(self.page, self.tile, table, self.meta[table].long()) for plane in planes]
+        full = bool(there.all())
+        parts = [part.flatten(0, 1) if full else part[there] for part in parts]
+        if len(parts) == 1 and planes[0].channels is None:
+            return parts[0].to(dtype)
+        out = parts[0].new_empty(len(parts[0]), sum(part.shape[1] for part in parts))
+        per_head = self.lengths().flatten()
+        for part, plane in zip(parts, planes, strict=True):
+            assert plane.channels is not None
+            out.scatter_(1, plane.channels.long().repeat_interleave(per_head, dim=0), part)
+        return out.to(dtype)
+
+    def appended(self, other: Pages) -> Pages:
+        """The tokens of ``other`` behind those of the same head here. What is written already is not touched.
+
+        Raises
+        ------
+        ValueError
+            If formats or heads differ.
+        """
+        mine, theirs = (self.keys, self.values), (other.keys, other.values)
+        same = [[plane.format for plane in planes] for planes in (*mine, *theirs)]
+        if same[:2] != same[2:] or (self.page, self.tile, self.heads) != (other.page, other.tile, other.heads):
+            raise ValueError("Pages of different formats cannot be joined.")
+        if len(self.cu_pages) != len(other.cu_pages):
+            raise ValueError(f"{len(other.cu_pages) - 1} heads cannot be appended to {len(self.cu_pages) - 1}.")
+        first, second = self.cu_pages.diff().long(), other.cu_pages.diff().long()
+        owner = torch.cat([torch.repeat_interleave(n) for n in (first, second)])
+        tables = torch.cat([self.table, other.table + len(self.count)])
+        cu_pages = self.cu_pages + other.cu_pages
+        joined = [tuple(a.joined(b) for a, b in zip(*planes, strict=True)) for planes in zip(mine, theirs, strict=True)]
+        return replace(
+            self,
+            keys=joined[0],
+            values=joined[1],
+            count=torch.cat([self.count, other.count]),
+            meta=torch.cat([self.meta, other.meta + len(self.keys[0].scale)]),
+            table=tables[owner.argsort(stable=True)],
+            cu_pages=cu_pages,
+        )
+
+    def selected(self, rows: Tensor) -> Pages:
+        """Rows of the batch kept, repeated or reordered; repeated rows share their pages, pages of no row are freed."""
+        cu = self.cu_pages.long()
+        per_head = cu.diff().view(-1, self.heads)[rows].flatten()
+        start = cu[:-1].view(-1, self.heads)[rows].flatten()
+        table = self.table[ranges(start, per_head)].long()
+        pages, table = table.unique(return_inverse=True)
+        meta_rows, meta = self.meta[pages].long().unique(return_inverse=True)
+        heads = (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).flatten()
+
+        def pick(plane: Plane) -> Plane:
+            return replace(
+                plane,
+                codes=plane.codes[pages],
+                scale=plane.scale[meta_rows],
+                zero=None if plane.zero is None else plane.zero[meta_rows],
+                channels=None if plane.channels is None else plane.channels[heads],
+            )
+
+        return replace(
+            self,
+            keys=tuple(map(pick, self.keys)),
+            values=tuple(map(pick, self.values)),
+            count=self.count[pages],
+            meta=meta.int(),
+            table=table.int(),
+            cu_pages=cumulative(per_head),
+        )
+
+    def cropped(self, lengths: Tensor) -> Pages:
+        """Only the first ``lengths [B, Hkv]`` tokens of every head; nothing is quantised again. Rows that share pages must be
+        cut alike."""
+        table, head = self.table.long(), torch.repeat_interleave(self.cu_pages.diff().long())
+        count = self.count[table].long()
+        before = count.cumsum(0) - count
+        left = lengths.flatten()[head] - (before - before[self.cu_pages.long()[head]])
+        stays = left > 0
+        counts = self.count.clone()
+        counts[table[stays]] = torch.minimum(left, count)[stays].int()
+        cu_pages = cumulative(sums(stays.long(), self.cu_pages))
+        cut = replace(self, count=counts, table=self.table[stays], cu_pages=cu_pages)
+        return cut.selected(torch.arange(self.batch, device=table.device))
+
+
+# --- codes ------------------------------------------------------------------------------------------------------------
+def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
+    """``codes [N, page, D]``, whole numbers below ``levels`` (e4m3 bytes for fp8) -> bytes ``[N, rows, D]`` uint8."""
+    digits, (n, page, width) = format.digits, codes.shape
+    padded = codes.new_zeros(n, format.rows(page, tile) * digits, width, dtype=torch.int32)
+    padded[:, :page] = codes
+    padded = padded.view(n, -1, digits, tile, width)
+    weights = [3 ** (4 - i) if format.code == "ternary" else format.levels**i for i in range(digits)]
+    if digits == 1:
+        weights = [1]
+    number = sum(padded[:, :, i] * weight for i, weight in enumerate(weights))
+    assert isinstance(number, Tensor)
+    if format.code == "ternary":
+        number = (number * 256 + 242) // 243
+    return number.to(torch.uint8).view(n, -1, width)
+
+
+def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
+    """The inverse of :func:`pack`: bytes ``[N, rows, D]`` -> codes ``[N, page, D]`` int32."""
+    n, _, width = packed.shape
+    blocks = packed.int().view(n, -1, 1, tile, width)
+    if format.digits == 1:
+        return blocks.view(n, -1, width)[:, :page]
+    if format.code == "ternary":
+        power = torch.tensor([3**i for i in range(5)], dtype=torch.int32, device=packed.device)
+        codes = (blocks * power[:, None, None] & 255) * 3 >> 8
+    else:
+        shift = torch.arange(format.digits, dtype=torch.int32, device=packed.device) * (8 // format.digits)
+        codes = blocks >> shift[:, None, None] & (format.levels - 1)
+    return codes.reshape(n, -1, width)[:, :page]
+
+
+def dequantise(codes: Tensor, format: Format, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """``codes [N, page, D]`` and scales ``[N, *format.meta]`` -> ``[N, page, D]`` float32."""
+    n, page, width = codes.shape
+    value = from_e4m3(codes) if format.code == "fp8" else codes.float() - format.centre
+    value = grouped(value, format) * _spread(scale.float(), format)
+    if zero is not None:
+        value = value + _spread(zero.float(), format)
+    return value.reshape(n, page, width)
+
+
+def grouped(x: Tensor, format: Format) -> Tensor:
+    """``[N, page, D]`` as ``[N, groups, group, D]`` or ``[N, page, groups, group]``."""
+    return x.unflatten(1 if format.axis == "channel" else 2, (-1, format.group))
+
+
+def _spread(meta: Tensor, format: Format) -> Tensor:
+    return meta.unsqueeze(2 if format.axis == "channel" else 3)
+
+
+def from_e4m3(byte: Tensor) -> Tensor:
+    """Bytes of e4m3 numbers -> float32, by whole-number operations: not every device knows the type."""
+    half = ((byte & 128) << 8 | (byte & 127) << 7).to(torch.int32)
+    # to the signed range of int16, whose bits are then read as float16
+    return (half - (half >> 15 << 16)).to(torch.int16).view(torch.float16).float() * 256
+
+
+# --- ragged heads -----------------------------------------------------------------------------------------------------
+def cumulative(lengths: Tensor) -> Tensor:
+    """``[n]`` -> ``[n + 1]`` int32: where each begins, and the sum."""
+    return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0)).int()
+
+
+def ranges(start: Tensor, length: Tensor) -> Tensor:
+    """``start[i], start[i] + 1, ...``, ``length[i]`` of them, one after the other; ``[sum(length)]`` long."""
+    begin = length.cumsum(0) - length
+    offset = torch.repeat_interleave(start - begin, length)
+    return torch.arange(len(offset), device=start.device) + offset
+
+
+def sums(values: Tensor, bounds: Tensor) -> Tensor:
+    """Sums of ``values`` between consecutive ``bounds``, ``[len(bounds) - 1]``."""
+    return torch.nn.functional.pad(values.cumsum(0), (1, 0))[bounds.long()].diff()
+
+
+def split(lengths: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat ragged heads cut into pages.
+
+    Parameters
+    ----------
+    lengths : ``[B Hkv]`` long, tokens of each head, which stand one head after the other in a flat ``[total, D]``.
+
+    Returns
+    -------
+    first row and count of every page, ``[N]`` long and int32, head after head; ``cu_pages [B Hkv + 1]`` int32.
+    """
+    lengths = lengths.long()
+    pages = -(-lengths // page)
+    cu_pages = cumulative(pages)
+    head = torch.repeat_interleave(pages)
+    offset = (torch.arange(len(head), device=head.device) - cu_pages.long()[head]) * page
+    start = (lengths.cumsum(0) - lengths)[head] + offset
+    return start, (lengths[head] - offset).clamp(max=page).int(), cu_pages
+
+
+def concatenated(parts: Sequence[Tensor], lengths: Sequence[Tensor]) -> Tensor:
+    """Flat ragged parts ``[total_i, D]`` with ``lengths_i [heads]`` -> flat, the parts of each head one after the other."""
+    owner = torch.cat([torch.repeat_interleave(n.flatten()) for n in lengths])
+    return torch.cat(list(parts))[owner.argsort(stable=True)]

@@ -1,0 +1,186 @@
+"""How the budget of the cache is split over layers and over the KV heads of a layer.
+
+Every function is exact: what it gives sums to what was asked for. The authors' roundings stand beside them.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from ..budget import split
+from ..reduction import top_mask
+
+
+# --- over layers ------------------------------------------------------------------------------------------------------
+def pyramid(count: int, sizes: list[int], beta: float, floor: int = 0) -> list[int]:
+    """An arithmetic row over the layers with mean ``count``; the last layer has ``count / beta``.
+
+    *PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling*, arXiv 2406.02069. Where the last
+    layer would have fewer than ``floor`` keys all have the same, as in kvpress.
+    """
+    layers = len(sizes)
+    most, least = pyramid_ends(count, max(sizes), Fraction(str(beta)))
+    if least < floor:
+        most = least = Fraction(count)
+    shares = [float(most - (most - least) * i / max(1, layers - 1)) for i in range(layers)]
+    return split(count * layers, sizes, shares)
+
+
+def pyramid_ends(count: int, size: int, beta: Fraction) -> tuple[Fraction, Fraction]:
+    """What the first and the last layer of a pyramid with mean ``count`` have, where a layer has ``size`` keys at most."""
+    least = count / beta
+    most = 2 * count - least
+    return (Fraction(size), Fraction(2 * count - size)) if most >= size else (most, least)
+
+
+def pyramid_official(capacity: int, window: int, size: int, layers: int, beta: int) -> list[int]:
+    """Keys per layer in the authors' program, the window included: whole steps, and no pyramid for short prompts."""
+    count = capacity - window
+    if size < capacity:
+        return [size] * layers
+    if size < 2 * count:
+        return [capacity] * layers
+    least = count // beta
+    most = 2 * count - least
+    if most >= size - window:
+        most, least = size - window, 2 * count - (size - window)
+    step = (most - least) // (layers - 1)
+    return [most - i * step + window for i in range(layers)]
+
+
+def by_shares(count: int, sizes: list[int], shares: list[float], uniform: float = 0.0) -> list[int]:
+    """Mean ``count`` in proportion to ``shares``, of which ``uniform`` is given to all layers alike.
+
+    Every layer has at least a hundredth of its keys, and one (VL-Cache clips shares there).
+    """
+    layers, total = len(sizes), sum(shares)
+    even = [1.0 / layers] * layers
+    mixed = [uniform * e + (1 - uniform) * (s / total if total > 0 else e) for e, s in zip(even, shares, strict=True)]
+    least = [min(size, count, max(1, size // 100)) for size in sizes]
+    rest = split(count * layers - sum(least), [size - low for size, low in zip(sizes, least, strict=True)], mixed)
+    return [low + more for low, more in zip(least, rest, strict=True)]
+
+
+def sparsity_ratios(seen: Tensor, ratio: float) -> Tensor:
+    """The share of its keys each layer keeps, ``[L]``, in proportion to the share ``seen [L]`` of entries that matter.
+
+    *VL-Cache: Sparsity and Modality-Aware KV Cache Compression*, ICLR 2025, arXiv 2410.23317: with the sparsity ``g`` of a
+    layer, ``b_l = clip((1 - g_l) / sum(1 - g) * ratio * L, 0.01, 1)``. The clip may change the mean; :func:`by_shares`
+    meets it.
+    """
+    return (seen / seen.sum() * ratio * len(seen)).clamp(0.01, 1.0)
+
+
+def prefix(scores: list[Tensor], count: int) -> list[int]:
+    """One share of the summed scores for all layers, so that the layers keep ``count`` keys in the mean.
+
+    *PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need*, arXiv 2412.03409: the keys of
+    each layer in falling order of their scores, cut where their sum reaches the same share ``p`` everywhere.
+
+    Parameters
+    ----------
+    scores : per layer ``[n]`` float, not negative.
+
+    The keys of all layers are sorted by the share of the sum in front of them; the first ``count * L`` stay. That is the
+    program's binary search for ``p`` carried to its end.
+    """
+    before = [_mass_before(layer) for layer in scores]
+    total = min(count * len(scores), sum(map(len, before)))
+    everything = torch.cat(before)
+    kept = everything.argsort(stable=True)[:total]
+    owner = torch.repeat_interleave(torch.arange(len(before)), torch.tensor([len(b) for b in before]))
+    return torch.bincount(owner[kept.cpu()], minlength=len(before)).tolist()
+
+
+def _mass_before(scores: Tensor) -> Tensor:
+    """The share of the sum that the larger scores hold, for each in falling order; the first has -1: one always stays."""
+    ordered = scores.double().sort(descending=True, stable=True).values
+    share = ordered.cumsum(0) / ordered.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    return torch.cat([share.new_full((min(1, len(share)),), -1.0), share[:-1]])
+
+
+def prefix_official(scores: Tensor, target: int, protect: int) -> list[int]:
+    """Keys each layer *drops* in the authors' program, before it is rescaled; ``scores [L, n]``.
+
+    The search for the share stops within 5 keys of ``target``, the number to drop over all layers.
+    """
+    ordered = scores.sort(1, descending=True).values
+    share = ordered.cumsum(1) / ordered.sum(1, keepdim=True)
+    low, high, dropped = 0.0, 1.0, torch.zeros(len(scores), dtype=torch.long)
+    for _ in range(100):
+        middle = (low + high) / 2
+        kept = (share < middle).sum(1) + 1
+        dropped = (scores.shape[1] - kept - protect).clamp(min=0)
+        over = int(dropped.sum()) - target
+        if abs(over) < 5:
+            break
+        low, high = (middle, high) if over > 0 else (low, middle)
+    return dropped.tolist()
+
+
+def variance_ratios(scores: Tensor) -> Tensor:
+    """``[L]``: the share of each layer, ``softmax(-v)`` of how much its scores vary.
+
+    *D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference*, ICLR 2025, arXiv 2406.13035: ``v`` is
+    the variance over keys of the attention each received, brought to [0, 1] over the heads, mean over heads.
+
+    Parameters
+    ----------
+    scores : ``[L, H]``, the variances.
+    """
+    low, high = scores.amin(1, keepdim=True), scores.amax(1, keepdim=True)
+    spread = (scores - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
+    return (-spread.mean(1)).softmax(0)
+
+
+# --- over heads -------------------------------------------------------------------------------------------------------
+def adaptive(scores: Tensor, among: Tensor, count: Tensor, floor: float, official: bool = False) -> Tensor:
+    """Keys per head, ``[B, H]`` long: heads compete for ``(1 - floor)`` of the layer's budget.
+
+    *Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation*, NeurIPS 2025, arXiv 2407.11550: of the best
+    ``H * count`` keys of all heads together, ``c_h`` are of head h; it gets ``(1 - floor) c_h + floor count``.
+
+    Parameters
+    ----------
+    scores : ``[B, H, K]``; among : ``[B, K]`` bool, the keys that compete; count : ``[B]``, the mean over heads.
+    official : every head's number is rounded by itself, as in the authors' program; else they sum to ``H * count``.
+    """
+    heads = scores.shape[1]
+    wide = among.repeat(1, heads)
+    best = top_mask(scores.flatten(1), wide, count * heads)
+    won = best.unflatten(1, (heads, -1)).sum(-1)
+    ideal = won.double() * (1 - floor) + floor * count[:, None].double()
+    if official:
+        return ideal.round().long()
+    given = ideal.floor().long()
+    # largest remainders, ties to the lower head
+    rest = won.sum(1) - given.sum(1)
+    order = (given - ideal).argsort(dim=1, stable=True)
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(heads, device=order.device).expand_as(order))
+    return given + (rank < rest[:, None])
+
+
+def concentrated(scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
+    """Scores ``[B, H, K]`` times the share of its head's sum that the best ``count [B]`` of ``among [B, K]`` hold: an option
+    of the authors' program of Ada-KV, with which heads that need few keys win more of them."""
+    heads = scores.shape[1]
+    rows, rivals = scores.flatten(0, 1), among.repeat_interleave(heads, dim=0)
+    finite = rows.masked_fill(~(rivals & rows.isfinite()), 0.0)
+    best = finite.masked_fill(~top_mask(rows, rivals, count.repeat_interleave(heads)), 0.0).sum(1)
+    share = best / finite.sum(1).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(scores.isfinite(), scores * share.view(-1, heads, 1), scores)
+
+
+def safeguard(scores: Tensor, among: Tensor, count: Tensor, floor: float) -> Tensor:
+    """Which keys stay, ``[B, H, K]`` bool: the best ``floor * count`` of every head, then the best of all heads."""
+    heads = scores.shape[1]
+    sure = top_mask(
+        scores.flatten(0, 1),
+        among.repeat_interleave(heads, dim=0),
+        (count.double() * floor + 1e-9).floor().long().repeat_interleave(heads),
+    ).view_as(scores)
+    forced = scores.masked_fill(sure, torch.inf)
+    return top_mask(forced.flatten(1), among.repeat(1, heads), count * heads).unflatten(1, (heads, -1))

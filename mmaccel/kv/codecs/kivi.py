@@ -1,0 +1,55 @@
+"""KIVI: keys per channel, values per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from mmaccel_kernels.pages import Code, Format
+
+from ...errors import MmaccelError
+from ...registry import register
+from .base import Codec, channel_group
+
+
+@register
+@dataclass(frozen=True)
+class KIVI(Codec):
+    """Keys in groups of tokens per channel, values in groups of channels per token, the newest tokens in full precision.
+
+    *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache*, ICML 2024, arXiv 2402.02750.
+
+    ``s = (max - min) / (2^bits - 1)``, ``z = min``, ``c = round((x - z) / s)``, ``x ~ c s + z`` over every group: few channels
+    of the keys are large for all tokens, values have no such channels. Keys are quantised after RoPE.
+
+    Parameters
+    ----------
+    bits : 2, 4 or 8. 2 as in the paper's main results.
+    group : tokens (keys) or channels (values) that share a scale; of channels, the largest group that divides both this and
+        the head size. 32 as in the paper.
+    page : tokens that are quantised at once, 128: the length of the paper's residual.
+    residual : newest tokens that stay in full precision; 128 as in the paper, where this holds for the values.
+
+    Paper and program: keys of the program stay in full precision until 128 have come together, values until they are
+    older than 128 tokens, one at a time. Here keys and values of a page go together, when both may: at least 128 and at
+    most 255 of the newest tokens are in full precision. The codes of a group are the same. The program divides by zero
+    where all numbers of a group are equal; here they come back as they were.
+    """
+
+    name = "kivi"
+    summary = "2, 4 or 8 bits, keys per channel and values per token"
+    paper = "arXiv 2402.02750"
+
+    residual: int = 128
+    bits: Literal[2, 4, 8] = 2
+    group: int = 32
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8) or self.group < 1:
+            raise MmaccelError(f"kivi needs bits=2, 4 or 8 and group >= 1, not {self.bits} and {self.group}.")
+        super().__post_init__()
+
+    def formats(self, channels: int) -> tuple[Format, ...]:
+        """Keys along tokens, values along channels."""
+        code = cast(Code, f"int{self.bits}")
+        return Format(code, "channel", self.group), Format(code, "token", channel_group(self.group, channels))

@@ -1,0 +1,101 @@
+"""VidKV: keys in 1.5 bits, values in 1.58."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from mmaccel_kernels.pages import Format, Pages, Plane
+from torch import Tensor
+
+from ...errors import MmaccelError
+from ...registry import register
+from .base import Codec, Cut
+
+_HARD, _EASY, _VALUE = (
+    Format("int2", "channel", 32),
+    Format("sign", "channel", 32),
+    Format("ternary", "channel", 32),
+)
+
+
+@register
+@dataclass(frozen=True)
+class VidKV(Codec):
+    """Keys in 2 bits where a channel spans a wide range and in 1 bit elsewhere; values in one of three levels; per channel.
+
+    *Plug-and-Play 1.x-Bit KV Cache Quantization for Video Large Language Models*, arXiv 2503.16257.
+
+    The ``D (key_bits - 1)`` channels whose keys span the widest range ``max - min`` over all heads and tokens of a prompt get
+    2 bits, ``x ~ c s + min``; the others 1, ``x ~ (2c - 1) mean |x|``. Values: ``c = sign(x)`` where ``|x| > mean |x| / 2``,
+    else 0, and ``x ~ c mean |x|``. All over groups of 32 tokens.
+
+    Parameters
+    ----------
+    key_bits : 1.5 as in the paper; more than 1, at most 2.
+    page : tokens of a page. In pages of 640 tokens no byte has room to spare; in pages of 320 the 1-bit channels take 1.2.
+    residual : newest tokens in full precision, beside those that do not fill a page.
+
+    Paper and program: the program's decoder returns 0 and ``s`` for the 1-bit codes, and the bare signs for the values;
+    here it is the inverse of the coder. The program takes the 1-bit codes of a Fourier transform across the channels, real
+    and imaginary part, which is 2 bits a channel again; left out. It decodes and codes everything again every 128
+    steps; here nothing is quantised twice, and the channels chosen for a prompt serve what follows. Protecting the values
+    of tokens that resemble the question (``STP``) needs their embeddings, which a cache has not; left out.
+    """
+
+    name = "vidkv"
+    summary = "keys in 1.5 bits and values in 1.58, per channel"
+    paper = "arXiv 2503.16257"
+
+    page: int = 320
+    key_bits: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not 1 < self.key_bits <= 2:
+            raise MmaccelError(f"vidkv needs key_bits above 1 and at most 2, not {self.key_bits}.")
+        super().__post_init__()
+
+    def formats(self, channels: int) -> tuple[Format, ...]:
+        """Hard channels of the keys, easy ones, values."""
+        return _HARD, _EASY, _VALUE
+
+    def hard_channels(self, keys: Tensor, lengths: Tensor) -> Tensor:
+        """The channels with the widest range over all heads and tokens of each row.
+
+        Parameters
+        ----------
+        keys : ``[total, D]``, flat. lengths : ``[B, Hkv]``.
+
+        Returns
+        -------
+        ``[B, k]`` long, ascending; ``k = int(D (key_bits - 1))``, as in the program, and at least 1.
+        """
+        row = torch.repeat_interleave(lengths.sum(1))[:, None].expand(-1, keys.shape[1])
+        low, high = (
+            keys.new_zeros(len(lengths), keys.shape[1], dtype=torch.float32).scatter_reduce(
+                0, row, keys.float(), reduce, include_self=False
+            )
+            for reduce in ("amin", "amax")
+        )
+        count = max(1, int(keys.shape[1] * (self.key_bits - 1)))
+        # stable: equal ranges go to the lower channel
+        order = (high - low).argsort(dim=1, descending=True, stable=True)
+        return order[:, :count].sort(1).values
+
+    def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
+        """Two planes of channels (one, if every channel has 2 bits), the same for all heads of a row."""
+        width, heads = keys.shape[1], cut.lengths.shape[1]
+        if before is not None:
+            channels = [plane.channels for plane in before.keys]
+        else:
+            hard = self.hard_channels(keys, cut.lengths)
+            rest = torch.ones(len(hard), width, dtype=torch.bool, device=keys.device).scatter_(1, hard, False)
+            easy = rest.nonzero()[:, 1].view(len(hard), -1)
+            chosen = (hard, easy) if easy.shape[1] else (None,)
+            channels = [None if c is None else c.repeat_interleave(heads, dim=0).int() for c in chosen]
+        head = torch.repeat_interleave(cut.lengths.flatten())
+        planes = []
+        for which, format in zip(channels, (_HARD, _EASY), strict=False):
+            picked = keys if which is None else keys.gather(1, which.long()[head])
+            planes.append(replace(self.plane(picked, cut, format), channels=which))
+        return tuple(planes)

@@ -1,0 +1,57 @@
+"""Decode steps that read the cache as it is stored: no head is padded and no page is decoded to be looked at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from mmaccel_kernels import available
+from mmaccel_kernels.decode import MAX_QUERIES, Flat, decode_attention
+from torch import Tensor
+
+from .quantised import QuantisedLayer
+
+if TYPE_CHECKING:
+    from ..door import Step
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether the kernel runs on ``x``; the definition would gain nothing over padding."""
+    return x.device.type == "cuda" and available()
+
+
+def reads_as_stored(step: Step, number: int, new: Tensor) -> bool:
+    """Whether layer ``number`` is read as stored in this step: on a GPU, when there are few new tokens, some keys are ragged or
+    packed, and no method looks at the keys.
+
+    Parameters
+    ----------
+    new : ``[B, heads, q, D]``, queries or keys of the new tokens.
+    """
+    if not on_gpu(new) or new.shape[2] > MAX_QUERIES or step.state is None:
+        return False
+    layer, eviction = step.state.layers[number], step.eviction
+    if step.layout is not None or step.reading is not None or (layer.ragged is None and layer.pages is None):
+        return False
+    return eviction is None or not (eviction.policy.recalls or eviction.policy.scheduled)
+
+
+def attend(layer: QuantisedLayer, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
+    """Attention of ``query [B, Hq, q, D]`` over everything in ``layer``, the keys of the queries included.
+
+    Parameters
+    ----------
+    visible : ``[B, 1 or Hkv, q, K]`` bool, over the slots of ``layer.stored()``; None if all are visible.
+
+    Returns
+    -------
+    ``[B, q, Hq, D]``, as attention functions of transformers return it.
+    """
+    flat = None
+    if (ragged := layer.ragged) is not None:
+        bounds = torch.nn.functional.pad(ragged.lengths.flatten().cumsum(0), (1, 0))
+        flat = Flat(ragged.keys, ragged.values, bounds, ragged.longest)
+    out, _ = decode_attention(
+        query, layer.keys, layer.values, scaling=scaling, flat=flat, pages=layer.pages, visible=visible
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,53 @@
+"""A2SF: accumulated attention that forgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...errors import MmaccelError
+from ...method import LayerAttention
+from ...registry import register
+from ..importance import by_group, column_sums
+from .h2o import H2O
+
+
+@register
+@dataclass(frozen=True)
+class A2SF(H2O):
+    """H2O where what a query paid counts less with every query behind it.
+
+    *A2SF: Accumulative Attention Scoring with Forgetting Factor for Token Pruning in Transformer Decoder*, arXiv 2407.20485.
+
+    ``s_k = sum_q forget^(Q - 1 - q) A[h, q, k]``: near 0 only the newest query counts, at 1 it is H2O. While decoding
+    ``s = forget s + A``.
+
+    Parameters
+    ----------
+    forget : 0.95 as in the program; the paper tunes 0.1 to 0.9 per task.
+    gqa : ``sum``, as the program gathers in the space of key heads.
+    recent : 16, as in the program.
+    """
+
+    name = "a2sf"
+    summary = "keys with most attention, where older queries count less"
+    paper = "arXiv 2407.20485"
+
+    forget: float = 0.95
+    gqa: Literal["mean", "max", "sum"] = "sum"
+    recent: float = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.forget <= 1:
+            raise MmaccelError(f"a2sf cannot forget={self.forget}; give a factor above 0, up to 1.")
+
+    def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
+        """``[B, Hkv, K]``: the decayed sums so far."""
+        rows = attention.query.shape[2]
+        age = torch.arange(rows - 1, -1, -1, device=before.device, dtype=torch.float32)
+        weight = (self.forget**age).expand(len(before), -1)
+        return before * self.forget**rows + by_group(column_sums(attention, weight), before.shape[1], self.gqa)

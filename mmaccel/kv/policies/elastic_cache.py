@@ -1,0 +1,86 @@
+"""Elastic Cache: important keys are anchors that take up the others; while decoding one key leaves at a fixed distance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import MmaccelError
+from ...method import KeyBatch, LayerAttention, Policy
+from ...registry import register
+from ..importance import column_sums
+
+
+@register
+@dataclass(frozen=True)
+class ElasticCache(Policy):
+    """Importance merging at the prompt, a distance rule while decoding; all heads of a layer keep the same keys.
+
+    *Efficient Inference of Vision Instruction-Following Models with Elastic Cache*, ECCV 2024, arXiv 2407.18121.
+
+    At the end of the prompt ``s_k = sum_q mean_h A[h, q, k]``; the best keys are anchors, and every other key is merged
+    into the anchor nearest to it in the sequence, keys and values by the mean. While decoding (``every=1``; ``growth`` is
+    the share of new tokens the cache grows by) the key ``distance`` slots from the end leaves, whatever it is worth, so
+    that both the beginning and the newest keys stay.
+
+    Parameters
+    ----------
+    distance : from the end of the cache if negative, else from its beginning. -25 as in the authors' scripts.
+    faithful : choose anchors as the authors' program does. It sorts the scores and then compares the *places* of the
+        sorted list with the number to drop, instead of ranks, so that what it keeps is not the best.
+
+    Paper and program: the program evicts from text and pictures alike (``joint=True``) and keeps the first key and the last
+    (``sinks=1, recent=1``).
+    """
+
+    name = "elastic-cache"
+    summary = "keys with most attention take up their neighbours; decoding drops at a fixed distance"
+    paper = "arXiv 2407.18121"
+    default_retain = 0.25
+    shared = True
+
+    compact: str = "nearest"
+    distance: int = -25
+    faithful: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distance == 0:
+            raise MmaccelError(
+                "distance=0 names no key; give slots from the beginning, or as a negative number the end."
+            )
+
+    def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
+        """``[B, Hkv, K]``: sums over queries, mean over all heads."""
+        if self.scheduled and attention.query.shape[2] == 1:
+            # the distance rule asks for no scores
+            return before
+        return before + column_sums(attention).mean(1, keepdim=True)
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``received [B, Hkv, K]``; while decoding the distance from the slot that leaves."""
+        assert keys.received is not None
+        if keys.decoding:
+            slot = keys.valid.cumsum(1) - 1
+            held = keys.valid.sum(1, keepdim=True)
+            leaves = self.distance if self.distance > 0 else held - 1 + self.distance
+            score = (slot - leaves).abs().float()
+        elif self.faithful:
+            score = self.as_shipped(keys)
+        else:
+            return keys.received
+        return score[:, None].expand(-1, keys.keys.shape[1], -1)
+
+    def as_shipped(self, keys: KeyBatch) -> Tensor:
+        """``[B, K]``: the program's choice among the keys that compete, as scores.
+
+        Entry ``i`` of the sorted list stands for the key in place ``i``, and is the place of the ``i``-th lowest score.
+        """
+        assert keys.received is not None
+        among = keys.valid if self.joint else keys.valid & keys.visual
+        score = torch.full(among.shape, -torch.inf, device=among.device)
+        for row, mask in enumerate(among):
+            score[row, mask] = keys.received[row, 0, mask].argsort(stable=True).float()
+        return score

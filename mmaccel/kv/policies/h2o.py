@@ -1,0 +1,47 @@
+"""H2O: keep the heavy hitters, the keys that received most attention so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from ...method import KeyBatch, LayerAttention, Policy
+from ...registry import register
+from ..importance import by_group, column_sums
+
+
+@register
+@dataclass(frozen=True)
+class H2O(Policy):
+    """Score keys by the attention they received from all queries.
+
+    *H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models*, NeurIPS 2023, arXiv 2306.14048.
+
+    ``s_k = sum_q A[h, q, k]``, joined over the query heads of a key head. With ``every=1`` each decode step adds its row
+    and the lowest key leaves, as in the paper; ``text_retain`` or ``joint`` then lets text leave too, and ``recent`` keeps
+    the newest keys (half of the budget in the paper). The sums are gathered over blocks of queries; no map is kept.
+
+    Parameters
+    ----------
+    gqa : how the query heads of one key head are joined. The authors know no groups; ``mean`` as in kvpress.
+
+    A causal sum favours early keys, which more queries see; the paper does not correct it (``observed-attention`` does).
+    """
+
+    name = "h2o"
+    summary = "keys that all queries together attend to most"
+    paper = "arXiv 2306.14048"
+    default_retain = 0.25
+
+    gqa: Literal["mean", "max", "sum"] = "mean"
+
+    def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
+        """``[B, Hkv, K]``: the sums so far."""
+        return before + by_group(column_sums(attention), before.shape[1], self.gqa)
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``received [B, Hkv, K]``."""
+        assert keys.received is not None
+        return keys.received

@@ -1,0 +1,33 @@
+"""KeyDiff: keep keys that point elsewhere than the mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ...method import KeyBatch, Policy
+from ...registry import register
+
+
+@register
+@dataclass(frozen=True)
+class KeyDiff(Policy):
+    """``s_k = -cos(k, mean of the normalised keys)`` of each head.
+
+    *KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained Environments*,
+    arXiv 2504.15364.
+    """
+
+    name = "keydiff"
+    summary = "keys least alike to the mean key; needs no attention"
+    paper = "arXiv 2504.15364"
+    default_retain = 0.25
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
+        unit = normalize(keys.keys.float(), dim=-1) * keys.valid[:, None, :, None]
+        anchor = unit.sum(2, keepdim=True) / keys.valid.sum(1).clamp(min=1)[:, None, None, None]
+        return -torch.cosine_similarity(unit, anchor, dim=-1)

@@ -1,0 +1,29 @@
+"""KNorm: keep keys with a small norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...method import KeyBatch, Policy
+from ...registry import register
+
+
+@register
+@dataclass(frozen=True)
+class KNorm(Policy):
+    """``s_k = -||k||``: keys of small norm tend to receive much attention.
+
+    *A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression*, EMNLP 2024, arXiv 2406.11430. The authors
+    leave the first two layers whole; here all layers have the same budget.
+    """
+
+    name = "knorm"
+    summary = "keys with the smallest norm; needs no attention"
+    paper = "arXiv 2406.11430"
+    default_retain = 0.25
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
+        return -keys.keys.float().norm(dim=-1)

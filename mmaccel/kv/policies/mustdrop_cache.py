@@ -1,0 +1,53 @@
+"""MustDrop, in the cache: what later layers dropped, earlier ones need not store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import MmaccelError
+from ...method import KeyBatch, Policy
+from ...registry import register
+
+
+@register
+@dataclass(frozen=True)
+class MustDropCache(Policy):
+    """The output-aware cache: visual keys stay only if their tokens reach the last layer.
+
+    *Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model*, arXiv 2411.10803.
+
+    Nothing is scored. When prefill is over, the layers from ``layer`` on store the same visual tokens, those that all
+    methods inside the language model left; alone, without such a method, it drops nothing.
+
+    Parameters
+    ----------
+    layer : the first layer that is cut, a share of the depth or a number. Of 32 layers the authors leave 0 and 1 whole.
+    """
+
+    name = "mustdrop-cache"
+    summary = "visual keys whose tokens reach the last layer (for use behind methods inside the language model)"
+    paper = "arXiv 2411.10803"
+    budget = "none"
+    default_retain = None
+    shared = True
+    deferred = True
+
+    layer: float = 2 / 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layer < 0 or (isinstance(self.layer, float) and self.layer > 1):
+            raise MmaccelError(
+                f"mustdrop-cache cannot begin at layer={self.layer}; give a number, or a share up to 1.0."
+            )
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``survivors [B, K]`` -> ``[B, Hkv, K]``: 0 for what stays, ``-inf`` for the rest."""
+        first = self.layer if isinstance(self.layer, int) else int(self.layer * keys.depth + 0.5)
+        score = torch.zeros_like(keys.index, dtype=torch.float32)
+        if keys.layer >= first and keys.survivors is not None:
+            score = score.masked_fill(~keys.survivors, -torch.inf)
+        return score[:, None].expand(-1, keys.keys.shape[1], -1)

@@ -1,0 +1,37 @@
+"""TOVA: keep what the newest token attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...method import KeyBatch, Policy
+from ...registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Tova(Policy):
+    """Score keys by the attention of the last query, mean over all heads, so that all heads keep the same.
+
+    *Transformers are Multi-State RNNs*, EMNLP 2024, arXiv 2401.06104. The paper evicts the lowest key at every step:
+    ``every=1``. As in kvpress, the newest key always stays.
+    """
+
+    name = "tova"
+    summary = "keys the newest token attends to, the same for all heads"
+    paper = "arXiv 2401.06104"
+    default_retain = 0.25
+    shared = True
+    window = 1
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``queries [B, Hq, 1, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
+        heads = keys.keys.shape[1]
+        query = keys.queries[:, :, -1].float().unflatten(1, (heads, -1))
+        logits = torch.einsum("bhgd,bhkd->bhgk", query, keys.keys.float()) * keys.scaling
+        paid = logits.masked_fill(~keys.valid[:, None, None], -torch.inf).softmax(-1).mean((1, 2))
+        paid[:, -1] = torch.inf
+        return paid.masked_fill(~keys.valid, -torch.inf)[:, None].expand(-1, heads, -1)

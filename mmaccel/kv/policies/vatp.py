@@ -1,0 +1,41 @@
+"""VATP: attention times the size of the value it brings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...method import KeyBatch
+from ...registry import register
+from .h2o import H2O
+
+
+@register
+@dataclass(frozen=True)
+class VATP(H2O):
+    """Score keys by the attention they received times the L1 norm of their value.
+
+    *Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction: Value Also Matters*, EMNLP
+    2024, arXiv 2406.12335.
+
+    ``s_k = ||v_k||_1 sum_q A[h, q, k]``. The first keys receive much attention but have small values, so that they must be
+    kept by name.
+
+    Parameters
+    ----------
+    sinks : 20, as in the authors' commands.
+
+    The authors' program masks keys instead of freeing them.
+    """
+
+    name = "vatp"
+    summary = "keys with most attention, weighed by the norm of their values"
+    paper = "arXiv 2406.12335"
+
+    sinks: int = 20
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``received [B, Hkv, K]``, ``values [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
+        assert keys.received is not None
+        return keys.received * keys.values.float().abs().sum(-1)

@@ -1,0 +1,52 @@
+"""VL-Cache: keep the keys that the text behind the pictures attends to; layers get budgets by how sparse they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...method import KeyBatch, LayerAttention, Policy
+from ...registry import register
+from ..importance import behind_pictures, by_group, column_sums
+
+
+@register
+@dataclass(frozen=True)
+class VLCache(Policy):
+    """Score keys by the attention of the post-vision queries.
+
+    *VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Model Inference Acceleration*, ICLR
+    2025, arXiv 2410.23317.
+
+    ``s_k = sum_q A[h, q, k]`` over the queries ``q`` behind the last picture, summed over the heads of a key head. The share
+    of entries below 1 % of their row's largest is a layer's sparsity; a layer's budget is in proportion to the rest.
+
+    Parameters
+    ----------
+    per_head : every key head chooses by itself; else all heads of a layer keep the same keys.
+
+    The authors' code is not public; a port (EffiVLM-Bench) is what the numbers are compared with. It keeps a tenth of the
+    budget for the newest tokens, which are text and stay here anyway. It also reports that deep layers starve by sparsity
+    alone and gives 80 % of the budget uniformly: ``layer_budget="sparsity:0.8"``.
+    """
+
+    name = "vl-cache"
+    summary = "keys the text behind the pictures attends to, layers by sparsity"
+    paper = "arXiv 2410.23317"
+    default_retain = 0.1
+
+    layer_budget: str = "sparsity"
+    per_head: bool = True
+
+    def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
+        """``[B, Hkv, K]``: sums over the queries behind the last picture."""
+        weight = behind_pictures(attention).float()
+        return before + by_group(column_sums(attention, weight), before.shape[1], "sum")
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``received [B, Hkv, K]``, or its sum over heads."""
+        assert keys.received is not None
+        if self.per_head:
+            return keys.received
+        return keys.received.sum(1, keepdim=True).expand_as(keys.received)

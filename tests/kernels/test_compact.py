@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from aot import SHARED_LIMIT, TARGETS, compile_for
+from mmaccel_kernels import compact as compaction
+from mmaccel_kernels.compact import compact, compact_cost, compact_definition, compact_kernel
+from traffic import counted
+
+#: batch, heads, slots, channels of keys and of values
+SHAPES = [(1, 1, 1, 1, 1), (2, 3, 37, 20, 130), (2, 2, 20, 256, 64)]
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def storage(b, h, slots, d, dv, dtype=torch.float32, device="cpu"):
+    """Keys, values, what is kept (some heads nothing, one everything), owners and weights."""
+    rng = torch.Generator().manual_seed(slots)
+    keys, values = (torch.randn(b, h, slots, width, generator=rng).to(device, dtype) for width in (d, dv))
+    kept = torch.rand(b, h, slots, generator=rng) > 0.6
+    kept[0, 0], kept[-1, -1] = True, b * h == 1
+    first = kept.long().argmax(-1, keepdim=True)
+    onto = torch.where(torch.rand(b, h, slots, generator=rng) > 0.3, first, -1)
+    owner = torch.where(kept, torch.arange(slots), onto).masked_fill(~kept.any(-1, keepdim=True), -1)
+    weight = torch.rand(b, h, slots, generator=rng)
+    return keys, values, *(t.to(device) for t in (kept, owner, weight))
+
+
+def by_hand(x, kept, owner, weight):
+    rows = []
+    for b, h, slot in kept.nonzero().tolist():
+        mine = owner[b, h] == slot
+        rows.append((x[b, h, mine].float() * weight[b, h, mine, None]).sum(0))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_definition(shape):
+    keys, values, kept, owner, weight = storage(*shape)
+    plain = compact(keys, values, kept)
+    assert torch.equal(plain.keys, keys[kept]) and torch.equal(plain.values, values[kept])
+    assert torch.equal(plain.lengths, kept.sum(-1))
+    for factor in (None, weight):
+        merged = compact(keys, values, kept, owner=owner, weight=factor)
+        for got, x in ((merged.keys, keys), (merged.values, values)):
+            torch.testing.assert_close(
+                got, by_hand(x, kept, owner, torch.ones_like(weight) if factor is None else factor)
+            )
+        assert torch.equal(merged.lengths, kept.sum(-1))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_the_kernel(shape, dtype, device):
+    keys, values, kept, owner, weight = storage(*shape, dtype, device)
+    for given in ((None, None), (owner, None), (owner, weight)):
+        want = compact_definition(keys, values, kept, *given, None)
+        for total in (None, int(kept.sum())):
+            got = compact_kernel(keys, values, kept, *given, total)
+            assert torch.equal(got.lengths, want.lengths) and got.keys.dtype == dtype
+            # the interpreter rounds to bfloat16 in its own way
+            near = {"atol": 0, "rtol": 2**-7 if dtype == torch.bfloat16 and given[0] is not None else 1e-6}
+            torch.testing.assert_close(got.keys, want.keys, **near)
+            torch.testing.assert_close(got.values, want.values, **near)
+
+
+def test_lists_of_slots_say_the_same_as_a_mask(device):
+    keys, values, kept, owner, weight = storage(2, 3, 37, 20, 24, device=device)
+    lengths = kept.sum(-1, keepdim=True)
+    order = (~kept).long().argsort(dim=-1, stable=True)
+    slots = torch.where(torch.arange(37, device=device) < lengths, order, -1)[..., : int(lengths.max())]
+    for listed in (slots, slots.int()):
+        for got, want in zip(compact(keys, values, listed), compact(keys, values, kept), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_strided_keys_and_nothing_kept(device):
+    keys, values, kept, owner, _ = storage(2, 3, 37, 20, 24, device=device)
+    turned = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(compact_kernel(turned, values, kept, None, None, None).keys, keys[kept])
+    none = torch.zeros_like(kept)
+    for run in (compact_definition, compact_kernel):
+        for owners in (None, owner.fill_(-1)):
+            got = run(keys, values, none, owners, None, None)
+            assert got.keys.shape == (0, 20) and got.values.shape == (0, 24) and not got.lengths.any()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("merge", [False, True])
+def test_compiles_without_spills(merge, target):
+    types = {"keys": "*bf16", "values": "*bf16", "new_keys": "*bf16", "new_values": "*bf16", "weight": "*fp32"}
+    types |= {"source": "*i64", "begin": "*i64"} | dict.fromkeys(("total", "key_width", "value_width"), "i32")
+    constants = {"MERGE": merge, "WEIGHED": merge, **compaction.TILE}
+    built = compile_for(compaction._compact, types, constants, target, aligned=("key_width", "value_width"))
+    assert built.spills == 0 and built.shared <= SHARED_LIMIT[target]
+
+
+def test_what_a_launch_moves():
+    keys, values, kept, owner, weight = storage(2, 3, 37, 20, 24)
+    total, members, width = int(kept.sum()), int((owner >= 0).sum()), 44
+    with counted() as plain:
+        compact_kernel(keys, values, kept, None, None, total)
+    # and the index of each row, for keys and for values
+    assert plain.launches == 1
+    assert (
+        plain.loaded + plain.stored
+        == compact_cost(total, total, width, 4)[0] - 12 * total - 8 * (total + 1) + 16 * total
+    )
+    with counted() as merged:
+        compact_kernel(keys, values, kept, owner, weight, total)
+    # owners' bounds are read twice, as an end and as a beginning, and everything beside the values for keys and values
+    assert merged.launches == 1
+    assert merged.loaded + merged.stored == compact_cost(total, members, width, 4)[
+        0
+    ] + 12 * members + 32 * total - 8 * (total + 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"keys": torch.ones(2, 3, 4)}, r"keys \[B, H, K, D\] and values .* not \(2, 3, 4\)"),
+        ({"values": torch.ones(1, 2, 4, 8)}, r"\(1, 2, 4, 8\)"),
+        ({"values": torch.ones(1, 2, 5, 8).half()}, "float32 and torch.float16"),
+        ({"kept": torch.ones(1, 2, 4) > 0}, r"kept \[B, H, K\] = \(1, 2, 5\) bool or a list of slots"),
+        ({"kept": torch.ones(1, 2, 5)}, "torch.float32"),
+        ({"owner": torch.ones(1, 2, 5)}, r"owner \[B, H, K\] = \(1, 2, 5\) long"),
+        ({"weight": torch.ones(1, 2, 5)}, "beside an owner"),
+        ({"owner": torch.zeros(1, 2, 5).long(), "weight": torch.ones(1, 2, 4)}, r"weight .* not \(1, 2, 4\)"),
+    ],
+)
+def test_wrong_shapes_are_refused_by_name(wrong, says):
+    right = {"keys": torch.ones(1, 2, 5, 8), "values": torch.ones(1, 2, 5, 8), "kept": torch.ones(1, 2, 5) > 0}
+    with pytest.raises(ValueError, match=f"compact takes .*{says}"):
+        compact(**right | wrong)

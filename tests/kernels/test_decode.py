@@ -1,0 +1,488 @@
+"""Decode attention: the definition against padded attention, the kernel against the definition, and what it moves."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from aot import SHARED_LIMIT, TARGETS, compile_for
+from mmaccel_kernels import decode
+from mmaccel_kernels.decode import (
+    Flat,
+    decode_attention,
+    decode_attention_cost,
+    decode_attention_definition,
+    decode_attention_kernel,
+    launch,
+)
+from mmaccel_kernels.pack import quantise
+from mmaccel_kernels.pages import Format, Pages, Plane, split
+
+#: largest difference from the definition, of results of about 1
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+CODES = ("sign", "ternary", "int1", "int2", "int4", "int8", "fp8")
+
+
+def bounds(lengths):
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+
+def make(
+    lengths, b, hkv, groups, q, d, tail, *, dv=None, dtype=torch.float32, masked=False, device="cpu", width=None, seed=0
+):
+    """Queries, a tail, flat keys of ``lengths`` (None for none) and a mask, as ``decode_attention`` takes them."""
+    dv = dv or d
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng).to(dtype).to(device)
+
+    flat = None
+    if lengths is not None:
+        width = max(lengths) + 3 if width is None else width
+        flat = Flat(normal(sum(lengths), d), normal(sum(lengths), dv), bounds(lengths).to(device), width)
+    query, keys, values = normal(b, hkv * groups, q, d) * 2, normal(b, hkv, tail, d), normal(b, hkv, tail, dv)
+    visible = None
+    if masked:
+        columns = tail + (flat.width if flat else 0)
+        visible = (torch.rand(b, hkv, q, columns, generator=rng) < 0.6).to(device)
+    return {"query": query, "keys": keys, "values": values, "flat": flat, "visible": visible}
+
+
+def compare(inputs, dtype=None, scaling=0.125, more=1.0):
+    """The kernel against the definition."""
+    out, lse = decode_attention_kernel(scaling=scaling, **inputs)
+    want, want_lse = decode_attention_definition(scaling=scaling, **inputs)
+    assert out.dtype == inputs["query"].dtype and lse.dtype == torch.float32
+    allowed = TOLERANCE[dtype or out.dtype] * more
+    torch.testing.assert_close(out, want, atol=allowed, rtol=allowed)
+    torch.testing.assert_close(lse, want_lse, atol=allowed, rtol=allowed)
+    return out, lse
+
+
+# --- the definition ---------------------------------------------------------------------------------------------------
+def test_the_definition_is_padded_attention():
+    lengths = [5, 0, 9, 2]
+    inputs = make(lengths, 2, 2, 3, 4, 16, 6, masked=True)
+    inputs["visible"][0, 1, 2] = False
+    flat, (b, h) = inputs["flat"], (2, 2)
+    there = torch.arange(flat.width) < torch.tensor(lengths).view(b, h, 1)
+    keys, values = torch.zeros(2, b, h, flat.width, 16)
+    keys[there], values[there] = flat.keys, flat.values
+    keys, values = torch.cat([keys, inputs["keys"]], 2), torch.cat([values, inputs["values"]], 2)
+    mask = inputs["visible"].clone()
+    mask[..., : flat.width] &= there[:, :, None]
+    keys, values, mask = (x.repeat_interleave(3, dim=1) for x in (keys, values, mask))
+    want = F.scaled_dot_product_attention(inputs["query"], keys, values, mask, scale=0.3)
+    want_lse = (inputs["query"] @ keys.mT * 0.3).masked_fill(~mask, -torch.inf).logsumexp(-1)
+    blind = ~mask.any(-1)
+    out, lse = decode_attention(scaling=0.3, **inputs)
+    assert blind.sum() == 3
+    torch.testing.assert_close(out, want.masked_fill(blind[..., None], 0), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, want_lse)
+
+
+@pytest.mark.parametrize("lengths", [None, [7, 3]])
+def test_new_queries_see_what_was_before_them(lengths):
+    inputs = make(lengths, 1, 2, 2, 3, 16, 5)
+    causal = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    if lengths is not None:
+        causal = torch.cat([torch.ones(3, inputs["flat"].width, dtype=torch.bool), causal], 1)
+    out, lse = decode_attention(**inputs)
+    inputs["visible"] = causal.expand(1, 1, -1, -1)
+    same = decode_attention(**inputs)
+    assert torch.equal(out, same[0]) and torch.equal(lse, same[1])
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+SHAPES = {
+    "plain": (None, 2, 2, 3, 1, 64, 70),
+    "one key": (None, 1, 1, 1, 1, 16, 1),
+    "no group, many heads": (None, 3, 5, 1, 1, 32, 17),
+    "a group of 64": ([100, 64], 1, 2, 64, 1, 32, 3),
+    "ragged": ([5, 200, 0, 77], 2, 2, 7, 1, 32, 3),
+    "no tail": ([5, 200, 1, 77], 2, 2, 2, 1, 32, 0),
+    "nothing but the tail": ([0, 0, 0, 0], 2, 2, 2, 1, 32, 9),
+    "a multiple of the tile": ([64, 128, 192, 0], 4, 1, 2, 1, 32, 64),
+    "80 channels": ([65, 3], 1, 2, 4, 1, 80, 2),
+    "96 channels": ([65, 3], 2, 1, 4, 1, 96, 2),
+    "256 channels": ([40, 33], 2, 1, 8, 1, 256, 2),
+    "four queries": ([5, 90, 0, 77], 2, 2, 3, 4, 32, 6),
+    "16 queries of 8 heads": ([70, 3], 1, 2, 8, 16, 16, 20),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_agrees_with_the_definition(shape, masked, device):
+    compare(make(*SHAPES[shape], masked=masked, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["ragged", "four queries", "96 channels"])
+def test_half_precision(shape, dtype, device):
+    compare(make(*SHAPES[shape], dtype=dtype, masked=True, device=device))
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5, 7, 60])
+def test_the_work_may_be_split_over_any_number_of_programs(programs, monkeypatch, device):
+    monkeypatch.setattr(decode, "PROGRAMS_EACH", 1)
+    monkeypatch.setattr(decode, "_multiprocessors", lambda device: programs)
+    inputs = make([5, 700, 0, 0, 77, 1], 2, 3, 2, 1, 16, 3, masked=True, device=device)
+    compare(inputs)
+
+
+def test_one_mask_for_all_heads_and_keys_that_are_not_contiguous(device):
+    inputs = make([9, 80], 1, 2, 2, 1, 32, 20, dv=48, masked=True, device=device)
+    inputs["visible"] = inputs["visible"][:, :1]
+    inputs["keys"] = inputs["keys"].transpose(1, 2).contiguous().transpose(1, 2)
+    inputs["values"] = inputs["values"].repeat(1, 1, 2, 1)[:, :, ::2]
+    inputs["query"] = inputs["query"].transpose(1, 2).contiguous().transpose(1, 2)
+    compare(inputs)
+
+
+def test_a_query_that_sees_nothing(device):
+    inputs = make([100, 70], 1, 2, 2, 2, 16, 4, masked=True, device=device)
+    inputs["visible"][:, 0, 1] = False
+    # the first tile of the other head is hidden
+    inputs["visible"][:, 1, :, :64] = False
+    out, lse = compare(inputs)
+    assert (out[0, :2, 1] == 0).all() and (lse[0, :2, 1] == -torch.inf).all()
+    assert lse[0, 2:].isfinite().all()
+
+
+def test_large_logits(device):
+    inputs = make([100, 70], 1, 2, 2, 1, 16, 4, device=device)
+    inputs["query"] *= 300
+    compare(inputs, more=20)
+
+
+def test_the_same_to_the_bit_each_time(device):
+    inputs = make([300, 70], 1, 2, 2, 1, 32, 4, dtype=torch.float16, device=device)
+    first, again = (decode_attention_kernel(scaling=0.1, **inputs) for _ in range(2))
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+# --- packed pages -----------------------------------------------------------------------------------------------------
+def packed(lengths, hkv, d, keys, values, page, tile, *, dtype=torch.float32, device="cpu", seed=1, **options):
+    """Pages of random keys and values; ``keys`` may be two (format, channels) planes."""
+    rng = torch.Generator().manual_seed(seed)
+    start, count, cu_pages = split(torch.tensor(lengths), page)
+    offset = torch.randn(d, generator=rng)
+    planes = []
+    for formats in (keys, values):
+        x = (torch.randn(sum(lengths), d, generator=rng) + offset).to(dtype)
+        if isinstance(formats, Format):
+            planes.append((quantise(x, start, count, formats, page=page, tile=tile, **options),))
+            continue
+        own = []
+        for form, width in formats:
+            # other channels for every head
+            channels = torch.stack([torch.randperm(d, generator=rng)[:width].sort().values for _ in lengths])
+            if own:
+                rest = torch.ones(len(lengths), d, dtype=torch.bool).scatter_(1, own[0].channels.long(), False)
+                channels = rest.nonzero()[:, 1].view(len(lengths), width)
+            chosen = x.gather(1, channels.repeat_interleave(torch.tensor(lengths), dim=0))
+            plane = quantise(chosen, start, count, form, page=page, tile=tile, **options)
+            own.append(Plane(form, plane.codes, plane.scale, plane.zero, channels.int()))
+        planes.append(tuple(own))
+    n = torch.arange(len(count), dtype=torch.int32)
+    pages = Pages(*planes, page, tile, count, n, n.clone(), cu_pages, hkv)
+    return pages if device == "cpu" else on(pages, device)
+
+
+def on(pages, device):
+    from dataclasses import fields, is_dataclass, replace
+
+    def move(x):
+        if isinstance(x, torch.Tensor):
+            return x.to(device)
+        if isinstance(x, tuple):
+            return tuple(map(move, x))
+        if is_dataclass(x) and not isinstance(x, Format):
+            return replace(x, **{f.name: move(getattr(x, f.name)) for f in fields(x)})
+        return x
+
+    return move(pages)
+
+
+EVERY = [(code, axis, torch.float32) for code in CODES for axis in ("channel", "token")]
+EVERY += [(code, "channel", dtype) for code in CODES for dtype in (torch.float16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("code", "axis", "dtype"), EVERY)
+def test_pages_of_every_code(code, axis, dtype, device):
+    form = Format(code, axis, 32 if axis == "channel" else 16)
+    inputs = make(None, 1, 3, 3, 1, 32, 4, dtype=dtype, device=device)
+    pages = packed([96, 33, 0], 3, 32, form, form, 64, 16, dtype=dtype, device=device)
+    # in half precision the definition is exact and the kernel rounds what it multiplies
+    compare(inputs | {"pages": pages}, more=1 if dtype != torch.float32 else 2)
+
+
+MIXED = {
+    "vidkv": ((("int2", "channel", 64), ("ternary", "channel", 64)), 64, 16),
+    "kivi": ((("int2", "channel", 32), ("int2", "token", 16)), 128, 32),
+    "keys per token": ((("int4", "token", 48), ("sign", "channel", 32)), 64, 32),
+    "8 and 1": ((("int8", "channel", 64), ("int1", "channel", 32)), 64, 32),
+    "five and one": ((("ternary", "channel", 160), ("fp8", "channel", 80)), 160, 16),
+}
+
+
+@pytest.mark.parametrize(("queries", "masked"), [(1, False), (1, True), (3, True)])
+@pytest.mark.parametrize("mix", MIXED)
+def test_pages_before_flat_keys_before_the_tail(mix, queries, masked, device):
+    (keys, values), page, tile = MIXED[mix]
+    inputs = make([5, 80, 0, 1], 2, 2, 4, queries, 48, 5, masked=masked, device=device)
+    inputs["pages"] = packed([200, 0, 33, 2 * page], 2, 48, Format(*keys), Format(*values), page, tile, device=device)
+    if masked:
+        most = int(inputs["pages"].lengths().max())
+        more = torch.rand(2, 2, queries, most, generator=torch.Generator().manual_seed(3)) < 0.5
+        inputs["visible"] = torch.cat([more.to(device), inputs["visible"]], dim=-1)
+    compare(inputs, more=3)
+
+
+@pytest.mark.parametrize("widths", [(32, 16), (8, 40)])
+def test_keys_in_two_planes(widths, device):
+    inputs = make([5, 80], 2, 1, 4, 1, 48, 5, device=device)
+    planes = [(Format("int2", "channel", 32), widths[0]), (Format("int1", "channel", 64), widths[1])]
+    inputs["pages"] = packed([200, 130], 1, 48, planes, Format("ternary", "channel", 64), 128, 16, device=device)
+    compare(inputs, more=3)
+
+
+def test_pages_that_were_appended_and_shared(device):
+    form = Format("int4", "channel", 32)
+    one, two = (packed(n, 1, 32, form, form, 32, 16, seed=i) for i, n in enumerate(([40, 5], [33, 64])))
+    pages = one.appended(two).selected(torch.tensor([1, 0, 1]))
+    assert pages.lengths().flatten().tolist() == [69, 73, 69]
+    inputs = make(None, 3, 1, 2, 1, 32, 2, device=device)
+    visible = torch.rand(3, 1, 1, int(pages.lengths().max()) + 2, generator=torch.Generator().manual_seed(3))
+    compare(inputs | {"pages": on(pages, device), "visible": (visible < 0.7).to(device)}, more=3)
+
+
+def test_scales_do_not_carry_a_query_beyond_float16(device):
+    form = Format("fp8", "channel", 32)
+    inputs = make(None, 1, 1, 2, 1, 32, 1, dtype=torch.float16, device=device)
+    inputs["query"] *= 200
+    pages = packed([64], 1, 32, form, form, 32, 16, dtype=torch.float16)
+    pages.keys[0].scale.mul_(200)
+    out, _ = compare(inputs | {"pages": on(pages, device)}, scaling=1e-4, more=3)
+    assert out.isfinite().all()
+
+
+def test_pages_the_kernel_cannot_read_go_through_the_definition(device):
+    form = Format("int4", "channel", 8)
+    inputs = make([5, 80], 2, 1, 4, 1, 32, 5, device=device) | {"pages": packed([20, 1], 1, 32, form, form, 16, 8)}
+    inputs["pages"] = on(inputs["pages"], device)
+    out, _ = decode_attention(scaling=0.125, **inputs)
+    assert torch.equal(out, decode_attention_definition(scaling=0.125, **inputs)[0])
+    with pytest.raises(ValueError, match="in tiles of 16 to 128"):
+        decode_attention_kernel(scaling=0.125, **inputs)
+
+
+# --- bytes and operations ---------------------------------------------------------------------------------------------
+class Meter:
+    """What a kernel loads and multiplies in the interpreter."""
+
+    def __init__(self, monkeypatch):
+        builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+        self.loads, self.multiplied = [], 0
+        load, dot = builder.create_masked_load, builder.create_dot
+
+        def counted_load(pointers, mask, *rest):
+            self.loads.append((pointers.data[mask.data].ravel(), pointers.get_element_ty().primitive_bitwidth // 8))
+            return load(pointers, mask, *rest)
+
+        def counted_dot(a, b, *rest):
+            self.multiplied += 2 * a.data.shape[0] * a.data.shape[1] * b.data.shape[1]
+            return dot(a, b, *rest)
+
+        monkeypatch.setattr(builder, "create_masked_load", counted_load)
+        monkeypatch.setattr(builder, "create_dot", counted_dot)
+
+    def bytes_of(self, x):
+        """Bytes loaded of a tensor, and of how many different places."""
+        begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
+        seen = [(at[(at >= begin) & (at < end)], size) for at, size in self.loads]
+        return sum(len(at) * size for at, size in seen), len({int(a) for at, _ in seen for a in at}) * x.element_size()
+
+
+@pytest.fixture
+def meter(monkeypatch, device):
+    if device != "cpu":
+        pytest.skip("loads are counted in the interpreter")
+    return Meter(monkeypatch)
+
+
+def test_every_key_is_read_once_for_all_heads_of_its_group(meter):
+    inputs = make([300, 0, 64, 70], 2, 2, 7, 1, 32, 5, dtype=torch.float16, masked=True, width=300)
+    decode_attention_kernel(scaling=1.0, **inputs)
+    flat, stored = inputs["flat"], 0
+    for x in (flat.keys, flat.values, inputs["keys"], inputs["values"]):
+        assert meter.bytes_of(x) == (x.nbytes, x.nbytes)
+        stored += x.nbytes
+    # of the mask of a short head only what it has
+    assert meter.bytes_of(inputs["visible"]) == (434 + 4 * 5,) * 2
+    assert stored == (434 + 4 * 5) * 32 * 2 * 2
+    moved, operations = decode_attention_cost(**inputs)
+    query = out = 2 * 14 * 32 * 2
+    assert moved == stored + query + out + 2 * 14 * 4 + flat.cu_lengths.nbytes + inputs["visible"].nbytes
+    assert operations == 2 * 7 * (434 + 20) * 64
+    # what is multiplied is padded to 16 rows and tiles of 64 keys: 5, 0, 1, 2 and the tails
+    assert meter.multiplied == 2 * 16 * (5 + 0 + 1 + 2 + 4) * 64 * 64
+
+
+@pytest.mark.parametrize(("keys", "values"), [("int2", "int2"), ("int2", "ternary"), ("fp8", "int4"), ("sign", "int1")])
+def test_every_code_is_read_once(keys, values, meter):
+    inputs = make(None, 2, 1, 7, 1, 32, 1, dtype=torch.bfloat16)
+    formats = [Format(code, "channel", 128) for code in (keys, values)]
+    pages = packed([1280, 640], 1, 32, *formats, 640, 16, dtype=torch.bfloat16)
+    decode_attention_kernel(scaling=1.0, **inputs, pages=pages)
+    stored = 0
+    for plane in (pages.keys[0], pages.values[0]):
+        for x in plane.tensors():
+            assert meter.bytes_of(x) == (x.nbytes, x.nbytes)
+            stored += x.nbytes
+    assert pages.nbytes() == stored + pages.cu_pages.nbytes + 3 * 4 * 3
+    moved, operations = decode_attention_cost(**inputs, pages=pages)
+    dense = sum(inputs[name].nbytes for name in ("query", "keys", "values")) + inputs["query"].nbytes + 2 * 7 * 4
+    assert moved == pages.nbytes() + dense
+    assert operations == 2 * 7 * (1920 + 2) * 64
+
+
+# --- compiled ahead of time -------------------------------------------------------------------------------------------
+TENSORS = {
+    "cu_lengths": "*i64",
+    "mask": "*u8",
+    "part": "*fp32",
+    "part_lse": "*fp32",
+    "cu_pages": "*i32",
+    **dict.fromkeys(["key_codes", "other_codes", "value_codes"], "*u8"),
+    **dict.fromkeys(["channels", "other_channels", "count", "meta", "table", "columns"], "*i32"),
+    "scale": "fp32",
+}
+
+
+def built(
+    target, groups, q, d, dtype, *, flat=True, masked=True, keys=None, other=None, values=None, page=128, tile=32
+):
+    """The first kernel as it is launched."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    plan = launch(groups, q, d, d, dtype.itemsize, keys is not None, target.startswith("gfx"))
+    meta = torch.empty(0)
+
+    def plane(form, width=d):
+        return form and decode.plane(Plane(form, torch.empty(0, 0, width), meta, meta), dtype)
+
+    constants = plan.constants | {
+        "RAGGED": flat,
+        "PACKED": keys is not None,
+        "MASKED": masked,
+        "SINGLE": q == 1,
+        "BLOCK_M": plan.block_m,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "PAGE": page,
+        "TILE": tile,
+        "KEY": plane(keys, d if other is None else d // 2),
+        "OTHER": plane(other, d // 2),
+        "VALUE": plane(values),
+    }
+    signature = {arg: TENSORS.get(arg, "i32") for arg in decode._decode.arg_names}
+    of_type = ["query", "keys", "values", "flat_keys", "flat_values"]
+    scales = [f"{a}_{b}" for a in ("key", "other", "value") for b in ("scale", "zero")]
+    signature |= dict.fromkeys(of_type + scales, f"*{name}")
+    aligned = ["key_b", "key_h", "key_n", "value_b", "value_h", "value_n"]
+    return compile_for(decode._decode, signature, constants, target, aligned=aligned, **plan.options)
+
+
+#: formats of codecs that come with mmaccel: keys, second plane of keys, values, page, tile
+SHIPPED = {
+    "kivi, 4 bit": (("int4", "channel", 32), None, ("int4", "token", 32), 128, 32),
+    "kivi, 2 bit": (("int2", "channel", 32), None, ("int2", "token", 32), 128, 32),
+    "fp8": (("fp8", "token", 128), None, ("fp8", "token", 128), 64, 32),
+    "calibquant": (("int1", "channel", 128), None, ("int1", "channel", 128), 128, 16),
+    "vidkv": (("int2", "channel", 32), ("sign", "channel", 32), ("ternary", "channel", 32), 320, 16),
+    "4 bit": (("int4", "channel", 128), None, ("int4", "channel", 128), 128, 32),
+    "2 bit": (("int2", "channel", 128), None, ("int2", "channel", 128), 128, 32),
+}
+#: bytes of the loop over pages that do not fit the registers, known and small
+KNOWN_SPILLS = {("kivi, 2 bit", "sm_80"): 8}
+
+
+def spills(result, target):
+    """Bytes in memory; scalar registers of AMD spill to lanes of vector registers, which costs none."""
+    if not target.startswith("gfx"):
+        return result.spills
+    assert ".vgpr_spill_count: 0" in result.assembly
+    return int(re.findall(r"\.private_segment_fixed_size: (\d+)", result.assembly)[0])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_compiles_without_spills(target):
+    result = built(target, 7, 1, 128, torch.bfloat16)
+    assert spills(result, target) == 0 and result.shared <= SHARED_LIMIT[target]
+    if target != "gfx942":
+        assert "cp.async" in result.assembly and "mma.sync" in result.assembly
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("groups", "q"), [(1, 1), (8, 1), (32, 1), (64, 1), (4, 16)])
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_configuration_compiles_without_spills(target, d, groups, q, dtype):
+    result = built(target, groups, q, d, dtype)
+    assert spills(result, target) == 0 and result.shared <= SHARED_LIMIT[target]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("target", TARGETS)
+def test_shipped_codecs_compile_without_spills(target, name):
+    *formats, page, tile = SHIPPED[name]
+    keys, other, values = (form and Format(*form) for form in formats)
+    planes = {"keys": keys, "other": other, "values": values, "page": page, "tile": tile}
+    result = built(target, 7, 1, 128, torch.bfloat16, flat=False, masked=False, **planes)
+    assert spills(result, target) <= KNOWN_SPILLS.get((name, target), 0)
+    assert result.shared <= SHARED_LIMIT[target]
+
+
+def test_lengths_are_not_compiled_for():
+    """Whatever grows while decoding is passed at run time, and not even looked at by the compiler."""
+    changing = {"tail", "tail_tiles", "flat_column", "tail_column", "mask_b", "mask_h", "mask_q", "heads", "rows"}
+    assert changing <= set(decode._CHANGING)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+def refused(match, **changed):
+    with pytest.raises(ValueError, match=match):
+        decode_attention(**make([5, 3], 1, 2, 2, 1, 16, 4) | changed)
+
+
+def test_wrong_shapes_are_refused_by_name():
+    good = make([5, 3], 1, 2, 2, 1, 16, 4)
+    flat = good["flat"]
+    refused("shape \\[batch, heads", keys=good["keys"][0])
+    refused("query must be float16", query=good["query"].double())
+    refused("do not belong to a query", keys=good["keys"][..., :8])
+    refused("do not belong to a query", values=good["values"][:, :, :3])
+    refused("no multiple of the 2 heads", query=good["query"][:, :3])
+    refused("keys is torch.float16", keys=good["keys"].half())
+    refused("flat.keys .* must be \\[total, 16\\]", flat=flat._replace(keys=flat.keys[:3]))
+    refused("flat.cu_lengths must be \\[3\\]", flat=flat._replace(cu_lengths=flat.cu_lengths[:2]))
+    refused("visible must be bool \\[1, 1 or 2, 1, keys\\]", visible=torch.ones(1, 3, 1, 12, dtype=torch.bool))
+    refused("visible has 11 columns", visible=torch.ones(1, 2, 1, 11, dtype=torch.bool))
+    form = Format("int2", "channel", 16)
+    refused("pages hold 2 rows of 1 heads", pages=packed([16, 16], 1, 16, form, form, 16, 16))
+    refused("pages hold 32 and 32 channels", pages=packed([16, 16], 2, 32, form, form, 16, 16))
+    many = make(None, 1, 2, 2, 17, 16, 20)
+    with pytest.raises(ValueError, match="at most 16"):
+        decode_attention_kernel(scaling=1.0, **many)
+    assert decode_attention(**many)[0].shape == (1, 4, 17, 16)
+
+
+def test_the_scaling_is_that_of_the_paper_by_default():
+    inputs = make([5, 3], 1, 2, 2, 1, 16, 4)
+    assert torch.equal(decode_attention(**inputs)[0], decode_attention(**inputs, scaling=1 / math.sqrt(16))[0])

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from aot import SHARED_LIMIT, TARGETS, compile_for
+from mmaccel_kernels import importance as module
+from mmaccel_kernels.importance import importance, importance_cost, importance_definition, importance_kernel, tiles
+from traffic import counted
+
+#: batch, query heads, key heads, queries, keys, channels
+SHAPES = [
+    (1, 1, 1, 1, 1, 16),
+    (2, 4, 2, 5, 70, 20),
+    (1, 7, 1, 70, 70, 32),
+    (2, 2, 2, 130, 131, 64),
+    (1, 6, 2, 33, 200, 80),
+]
+TYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*fp16": torch.float16}
+
+
+def attention(batch, heads, kv, queries, keys, width, dtype=torch.float32, device="cpu"):
+    """Queries, keys, and weight, valid and visible; the last row is left-padded."""
+    rng = torch.Generator().manual_seed(keys)
+    query, key = (
+        torch.randn(batch, *s, width, generator=rng).to(device, dtype) for s in ((heads, queries), (kv, keys))
+    )
+    valid = torch.arange(keys) >= torch.tensor([0] * (batch - 1) + [keys // 2])[:, None]
+    weight = torch.rand(batch, queries, generator=rng)
+    visible = torch.rand(batch, kv, queries, keys, generator=rng) > 0.5
+    visible[:, 0, 0] = False
+    return query * 2, key, *(t.to(device) for t in (weight, valid, visible))
+
+
+def options(weight, valid, visible):
+    return [(None, None, None), (weight, valid, None), (weight, None, visible), (None, valid, visible[:, :1])]
+
+
+def eager(query, key, scaling, weight, valid, visible):
+    """The attention matrix, summed."""
+    groups, (queries, keys) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+    logits = torch.einsum("bhqd,bhkd->bhqk", query.double(), key.double().repeat_interleave(groups, 1)) * scaling
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
+    if visible is not None:
+        seen = visible.repeat_interleave(query.shape[1] // visible.shape[1], 1)
+    if valid is not None:
+        seen = seen & valid[:, None, None]
+    paid = logits.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return (paid if weight is None else paid * weight[:, None, :, None]).sum(2).float()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_definition(shape, monkeypatch):
+    query, key, *rest = attention(*shape)
+    for block in (1, 5000, 1 << 22):
+        monkeypatch.setattr(module, "BLOCK", block)
+        for given in options(*rest):
+            got = importance_definition(query, key, 0.2, *given)
+            torch.testing.assert_close(got, eager(query, key, 0.2, *given), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
+def test_the_kernel(shape, dtype, device, monkeypatch):
+    query, key, *rest = attention(*shape, dtype, device)
+    for given in options(*rest):
+        want = importance_definition(query, key, 0.2, *given)
+        # with and without keys split over programs
+        for programs in (1, 512):
+            monkeypatch.setattr(module, "PROGRAMS", programs)
+            got = importance_kernel(query, key, 0.2, *given)
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_keys_held_in_float32_and_no_queries(device):
+    query, key, *_ = attention(2, 4, 2, 5, 70, 20, torch.bfloat16, device)
+    for run in (importance_definition, importance_kernel):
+        assert torch.equal(run(query, key.float(), 0.2, None, None, None), run(query, key, 0.2, None, None, None))
+    assert torch.equal(importance(query[:, :, :0], key), torch.zeros(2, 4, 70, device=device))
+
+
+def test_joins_and_defaults():
+    query, key, *_ = attention(2, 4, 2, 5, 70, 20)
+    apart = importance(query, key)
+    torch.testing.assert_close(apart, eager(query, key, 20**-0.5, None, None, None))
+    # every query pays one
+    torch.testing.assert_close(apart.sum(-1), torch.full((2, 4), 5.0))
+    groups = apart.view(2, 2, 2, 70)
+    for join, want in (("mean", groups.mean(2)), ("sum", groups.sum(2)), ("max", groups.amax(2))):
+        assert torch.equal(importance(query, key, join=join), want)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True], ids=["causal", "masked"])
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [("*bf16", 128), *(pytest.param(*wide, marks=pytest.mark.slow) for wide in (("*fp32", 256), ("*bf16", 256)))],
+)
+def test_compiles_without_spills(dtype, width, masked, target):
+    tile = tiles(8192, width, TYPES[dtype].itemsize)
+    warps = tile.pop("num_warps")
+    types = {"query": dtype, "key": dtype, "valid": "*u8", "visible": "*u8", "scale": "fp32"}
+    types |= dict.fromkeys(("partial", "total", "weight", "sums"), "*fp32")
+    types |= dict.fromkeys(("queries", "keys", "kv", "groups", "seen_heads", "width", "share"), "i32")
+    for kernel in (module._row_sums, module._column_sums):
+        constants = {"VALID": masked, "VISIBLE": masked, **tile}
+        built = compile_for(kernel, types, constants, target, aligned=("width",), num_warps=warps)
+        assert built.spills == 0 and built.shared <= SHARED_LIMIT[target]
+
+
+def test_what_the_launches_move(monkeypatch):
+    batch, heads, kv, queries, keys, width = 2, 6, 2, 40, 96, 32
+    query, key, *_ = attention(batch, heads, kv, queries, keys, width, torch.float16)
+    monkeypatch.setattr(module, "PROGRAMS", 1)
+    with counted() as traffic:
+        importance_kernel(query, key, 0.2, None, None, None)
+    moved, operations = importance_cost(batch, heads, kv, queries, keys, width, 2)
+    tile = tiles(queries, width, 2)
+    side_q, side_k = tile["BLOCK_Q"], tile["BLOCK_K"]
+    assert traffic.launches == 2 and (side_q, side_k) == (64, 32)
+    # the first pass reads the keys again for every block of queries, the second the queries for every block of keys,
+    # each query with its sum and weight
+    again = 2 * batch * width * kv * keys * (-(-heads // kv * queries // side_q) - 1)
+    blocks = keys // side_k
+    again += batch * heads * queries * (blocks - 1) * (2 * width + 4)
+    again += 4 * batch * queries * (heads * blocks - 1)
+    assert traffic.loaded + traffic.stored == moved + again
+    # whole tiles, and what a block of queries may not see in the tiles on its edge
+    whole = (
+        2 * width * side_q * side_k * batch * kv * (blocks * -(-heads // kv * queries // side_q) + blocks * heads // kv)
+    )
+    assert operations <= traffic.dots == whole
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"query": torch.ones(4, 5, 8)}, r"query \[B, Hq, q, D\] and key .* not \(4, 5, 8\)"),
+        ({"query": torch.ones(2, 3, 5, 8)}, r"\(2, 3, 5, 8\)"),
+        ({"query": torch.ones(2, 4, 10, 8)}, r"q <= K, not \(2, 4, 10, 8\)"),
+        ({"key": torch.ones(2, 2, 9, 8).long()}, "float32 and torch.int64"),
+        ({"query": torch.ones(2, 4, 5, 300), "key": torch.ones(2, 2, 9, 300)}, "at most 256 channels, not 300"),
+        ({"weight": torch.ones(2, 4)}, r"weight \[B, q\] = \(2, 5\) float32"),
+        ({"valid": torch.ones(2, 9)}, r"valid \[B, K\] = \(2, 9\) bool, not \(2, 9\) torch.float32"),
+        (
+            {"visible": torch.ones(2, 4, 5, 9) > 0},
+            r"visible .* \(2, 1, 5, 9\) or \(2, 2, 5, 9\) bool, not \(2, 4, 5, 9\)",
+        ),
+    ],
+)
+def test_wrong_shapes_are_refused_by_name(wrong, says):
+    with pytest.raises(ValueError, match=f"importance takes .*{says}"):
+        importance(**{"query": torch.ones(2, 4, 5, 8), "key": torch.ones(2, 2, 9, 8)} | wrong)
+
+
+def test_an_unknown_join_is_refused():
+    with pytest.raises(ValueError, match="'none', 'mean', 'sum' or 'max', not 'min'"):
+        importance(torch.ones(2, 4, 5, 8), torch.ones(2, 2, 9, 8), join="min")

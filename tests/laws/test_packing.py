@@ -1,0 +1,223 @@
+"""Packed caches: decoding attends to exactly what is stored, rows are stored as if alone, and bytes are really saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from laws.helpers import FAMILIES, QWEN, SHORT, close, follow, generate, inputs, logits, model, recipe_of
+from laws.test_bytes import held
+from torch import Tensor
+from torch.nn.functional import kl_div
+from transformers import DynamicCache
+
+from mmaccel import MmaccelError, Recipe, Stage, accelerated, recipe
+
+#: so small that tiny prompts fill pages
+FINE: dict[str, Any] = {"bits": 8, "page": 16, "group": 16, "residual": 0}
+COARSE: dict[str, Any] = {"bits": 2, "page": 32, "group": 32, "residual": 0}
+CODECS: dict[str, dict[str, Any]] = {
+    "fp8": {"page": 16},
+    "kivi": COARSE,
+    "vidkv": {"page": 32},
+    "calibquant": {"page": 16},
+}
+
+
+def divergence(ours: Tensor, theirs: Tensor) -> float:
+    """The largest KL divergence of a next-token distribution."""
+    p, q = theirs.log_softmax(-1), ours.log_softmax(-1)
+    return float(kl_div(q, p, reduction="none", log_target=True).sum(-1).max())
+
+
+def by_place(layer: Any) -> tuple[Tensor, Tensor]:
+    """Stored keys and values of a layer that lacks no token, in the order of their places, ``[B, Hkv, seen, D]``."""
+    keys, values = layer.stored()
+    index = layer.index.index if layer.index.index.dim() == 3 else layer.index.index[:, None]
+    index = index.expand(-1, keys.shape[1], -1)
+    assert ((index >= 0).sum(-1) == layer.seen).all()
+    order = index.masked_fill(index < 0, layer.seen).argsort(dim=-1, stable=True)[..., : layer.seen, None]
+    return tuple(x.gather(2, order.expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_decoding_attends_to_what_is_stored(family: str, codec: str) -> None:
+    """A bare model on a plain cache that holds what decoding the pages gives, in the order of the tokens: same logits."""
+    tiny, feed = model(family), inputs(family)
+    with accelerated(tiny, codec, **CODECS[codec]), torch.no_grad():
+        out = generate(tiny, feed, new=3)
+        state = out.past_key_values.mmaccel
+        assert all(layer.width > 0 for layer in state.layers)
+        plain = DynamicCache()
+        for number, layer in enumerate(state.layers):
+            plain.update(*by_place(layer), number)
+        position = (state.seen - state.offset)[:, None]
+        ours = tiny(input_ids=out.sequences[:, -1:], past_key_values=out.past_key_values).logits
+    if family in QWEN:
+        position = position.expand(3, -1, -1)
+    with torch.no_grad():
+        theirs = tiny(input_ids=out.sequences[:, -1:], past_key_values=plain, position_ids=position).logits
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_what_is_stored_is_what_was_computed(family: str) -> None:
+    """The keys of every place within a step of those the bare model has there."""
+    tiny, feed = model(family), inputs(family)
+    with torch.no_grad():
+        bare = tiny(**feed, use_cache=True).past_key_values
+        with accelerated(tiny, "kivi", **FINE):
+            packed = tiny(**feed, use_cache=True).past_key_values
+    for ours, theirs in zip(packed.mmaccel.layers, bare.layers, strict=True):
+        keys, values = by_place(ours)
+        for stored, true in ((keys, theirs.keys), (values, theirs.values)):
+            assert 0 < float((stored - true).norm() / true.norm()) < 0.02
+        # only the first layer computes from what no codec has touched; at the end of a prompt all of them do
+        assert len(ours.pages.count) == ours.seen // 16 * keys.shape[1]
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_eight_bits_answer_as_the_bare_model(family: str) -> None:
+    """Over a first turn and a second one with another picture."""
+    tiny, feed = model(family), inputs(family)
+    bare = generate(tiny, feed, new=6)
+    with accelerated(tiny, "kivi", **FINE):
+        out = generate(tiny, feed, new=6)
+        assert 0 < divergence(logits(out), logits(bare)) < 1e-3
+        assert torch.equal(out.sequences, bare.sequences)
+        kept, whole = follow(feed, out, inputs(family, seed=1))
+        second = generate(tiny, kept, new=4, past_key_values=out.past_key_values)
+    assert divergence(logits(second), logits(generate(tiny, whole, new=4))) < 1e-3
+
+
+@pytest.mark.parametrize("family", SHORT)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_padded_row_is_stored_as_if_alone(family: str, codec: str) -> None:
+    tiny, feed = model(family), inputs(family, "uneven")
+    with accelerated(tiny, codec, **CODECS[codec]), torch.no_grad():
+        both = generate(tiny, feed, new=1).past_key_values.mmaccel
+        for row in range(len(feed["input_ids"])):
+            alone = generate(tiny, zoo.single(family, feed, row), new=1).past_key_values.mmaccel
+            for ours, theirs in zip(both.layers, alone.layers, strict=True):
+                mine = ours.pages.selected(torch.tensor([row]))
+                assert torch.equal(mine.lengths(), theirs.pages.lengths())
+                for a, b in zip(mine.decoded(), theirs.pages.decoded(), strict=True):
+                    # a number on the border between two codes may fall to either side
+                    assert float(((a - b).abs() > 1e-3).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_codecs_store_what_a_policy_keeps(family: str) -> None:
+    """Quantised pruning (arXiv 2412.12706): the same keys as the policy alone, in fewer bytes."""
+    tiny, feed, policy = model(family), inputs(family, "uneven"), Stage("snapkv", 0.5)
+    both = Recipe("both", (policy, Stage("kivi", None, FINE)))
+    with accelerated(tiny, both):
+        out = generate(tiny, feed, new=4)
+        stats = tiny.mmaccel.stats()
+        assert held(out.past_key_values) == stats["kv_bytes"]
+        packed = out.past_key_values.mmaccel
+    with accelerated(tiny, policy):
+        alone = generate(tiny, feed, new=4)
+        assert stats["kv_bytes"] < 0.6 * tiny.mmaccel.stats()["kv_bytes"]
+    assert divergence(logits(out), logits(alone)) < 2e-3
+    for ours, theirs in zip(packed.layers, alone.past_key_values.mmaccel.layers, strict=True):
+        places = [index.index.sort(-1).values for index in (ours.index, theirs.index)]
+        width = min(x.shape[-1] for x in places)
+        assert torch.equal(places[0][..., -width:], places[1][..., -width:])
+    assert [s["site"] for s in stats["stages"]] == ["cache", "codec"]
+    assert stats["stages"][1]["tokens_kept"] == stats["stages"][0]["tokens_kept"]
+
+
+@pytest.mark.parametrize("policy", [Stage("snapkv", 0.5, {"layer_budget": "sparsity"}), Stage("snapkv", 0.5)], ids=str)
+def test_layers_are_packed_as_soon_as_nothing_is_evicted(policy: Stage) -> None:
+    """Without figures of all layers to wait for, at most one layer of a prompt is in full precision."""
+    tiny, full = model("llava"), []
+    made = Recipe("both", (policy, Stage("kivi", None, FINE)))
+    with accelerated(tiny, made), torch.no_grad():
+
+        def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            layers = kwargs["past_key_values"].mmaccel.layers
+            full.append(sum(layer.seen > 0 and layer.width == 0 for layer in layers))
+
+        hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in tiny.model.language_model.layers]
+        cache = tiny(**inputs("llava"), use_cache=True).past_key_values
+        for hook in hooks:
+            hook.remove()
+    waits = "layer_budget" in policy.options
+    assert full == (list(range(len(hooks))) if waits else [0] * len(hooks))
+    assert all(layer.width > 0 for layer in cache.mmaccel.layers)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_reported_is_held(codec: str) -> None:
+    tiny, feed = model("llava"), inputs("llava", "uneven")
+    bare = generate(tiny, feed, new=20)
+    with accelerated(tiny, codec, **CODECS[codec]):
+        out = generate(tiny, feed, new=20)
+        assert tiny.mmaccel.stats()["kv_bytes"] == held(out.past_key_values) < 0.75 * held(bare.past_key_values)
+        again = generate(
+            tiny, follow(feed, out, inputs("llava", "text", batch=2))[0], past_key_values=out.past_key_values
+        )
+        assert tiny.mmaccel.stats()["kv_bytes"] == held(again.past_key_values)
+
+
+def test_beams() -> None:
+    """Rows of packed caches are repeated and reordered."""
+    tiny, feed = model("llava"), inputs("llava")
+    options = {"num_beams": 3, "output_scores": True}
+    bare = generate(tiny, feed, new=20, **options)
+    with accelerated(tiny, "kivi", **FINE):
+        beams = generate(tiny, feed, new=20, **options)
+        torch.testing.assert_close(beams.sequences_scores, bare.sequences_scores, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("family", SHORT)
+def test_tokens_taken_back(family: str) -> None:
+    """Rejected tokens are cut off the cache, packed or not, and the next ones continue at the right place."""
+    tiny, feed = model(family), inputs(family)
+    with accelerated(tiny, "kivi", **FINE), torch.no_grad():
+        out = generate(tiny, feed, new=24)
+        cache, packed = out.past_key_values, out.past_key_values.mmaccel.layers[0].width
+        cache.crop(-20)
+        assert cache.get_seq_length() == feed["input_ids"].shape[1] + 3
+        assert cache.mmaccel.layers[0].width < packed
+        again = [
+            tiny(input_ids=token[None, None], past_key_values=cache).logits[:, -1] for token in out.sequences[0, -21:-1]
+        ]
+    assert divergence(torch.stack(again, dim=1), logits(out)[:, -20:]) < 1e-3
+
+
+# --- as part of a recipe ----------------------------------------------------------------------------------------------
+def test_what_cannot_be_combined() -> None:
+    bad = [
+        ((Stage("kivi"), Stage("fp8")), "sites 'encoder', 'cache' and 'codec'"),
+        ((Stage("kivi"), Stage("snapkv", 0.5)), "must follow the order of the sites"),
+        ((Stage("streaming-llm", 0.5, {"every": 4}), Stage("kivi")), "goes on evicting while it decodes"),
+        ((Stage("kivi", None, {"bits": 3}),), "bits=2, 4 or 8"),
+    ]
+    for stages, message in bad:
+        with pytest.raises(MmaccelError, match=message):
+            Recipe("mine", stages).build()
+    with pytest.raises(MmaccelError, match="drops nothing"):
+        recipe("kivi").override(retain=0.5)
+
+
+def test_options_are_checked_together() -> None:
+    made = recipe_of("kivi", page=16, group=16)
+    assert made == recipe_of("kivi", group=16, page=16)
+    assert Recipe.from_json(made.to_json()) == made
+    with pytest.raises(MmaccelError, match="do not fit pages of 16"):
+        recipe_of("kivi", page=16)
+
+
+def test_a_prompt_too_short_to_pack_is_noted() -> None:
+    tiny, feed = model("llava"), inputs("llava")
+    with accelerated(tiny, "kivi"):
+        generate(tiny, feed, new=2)
+        assert any("kivi has packed nothing" in note for note in tiny.mmaccel.stats()["notes"])
+    with accelerated(tiny, "kivi", **FINE):
+        generate(tiny, feed, new=2)
+        assert tiny.mmaccel.stats()["notes"] == []

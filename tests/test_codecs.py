@@ -1,0 +1,429 @@
+"""Codecs: what they store, what comes back, and the cache layer that stores it."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from mmaccel_kernels.pages import unpack
+
+from mmaccel.errors import MmaccelError, UnsupportedError
+from mmaccel.kv.cache import CacheState, KeyIndex
+from mmaccel.kv.codecs import FP8, KIVI, CalibQuant, Codec, VidKV
+
+HEADS, WIDTH = 2, 32
+#: small enough for short prompts
+SMALL = (
+    FP8(page=16),
+    KIVI(page=32, residual=8, bits=2),
+    KIVI(page=32, residual=0, bits=4, group=16),
+    KIVI(page=16, residual=0, bits=8, group=16),
+    VidKV(page=32),
+    CalibQuant(page=16),
+    CalibQuant(page=32, bits=4),
+)
+
+
+def name_of(codec: Codec) -> str:
+    return f"{codec.name}-{getattr(codec, 'bits', '')}-{codec.page}"
+
+
+def keys_like(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Channels differ in offset and spread, and a few of them are large everywhere, as those of keys are."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=rng) * (torch.rand(shape[-1], generator=rng) + 0.2)
+    offset = torch.randn(shape[-1], generator=rng)
+    offset[:3] *= 8
+    return (x + offset).to(dtype)
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, 2)
+
+
+def error(ours: torch.Tensor, x: torch.Tensor) -> float:
+    """Relative to how far the numbers of a channel are spread."""
+    spread = x.float() - x.float().mean(0)
+    return float((ours.float() - x.float()).norm() / spread.norm())
+
+
+def centred(keys: torch.Tensor) -> torch.Tensor:
+    """Values made of keys: without channels that are far from nought."""
+    return (keys * 7).sin()
+
+
+# --- codecs -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("codec", "most"),
+    [
+        (FP8(), 0.2),
+        (KIVI(bits=8), 0.02),
+        (KIVI(bits=4), 0.12),
+        (KIVI(bits=2), 0.6),
+        (CalibQuant(bits=4), 0.2),
+        (CalibQuant(bits=1), 1.0),
+    ],
+    ids=lambda c: name_of(c) if isinstance(c, Codec) else "",
+)
+def test_more_bits_lose_less(codec: Codec, most: float) -> None:
+    keys = keys_like(1, HEADS, 256, WIDTH)
+    values = torch.randn(keys.shape, generator=torch.Generator().manual_seed(0))
+    pages = codec.pack(flat(keys), flat(values), torch.full((1, HEADS), 256))
+    assert 0 < error(pages.decoded()[1], flat(values)) < most
+    # the range of calibquant shrinks towards nought, which channels far from it do not bear at one bit
+    if most < 1:
+        assert 0 < error(pages.decoded()[0], flat(keys)) < most
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("codec", SMALL, ids=name_of)
+def test_a_row_in_a_batch_is_coded_as_if_alone(codec: Codec, dtype: torch.dtype) -> None:
+    lengths = torch.tensor([[40, 33], [64, 7], [0, 16]])
+    keys, values = (keys_like(int(lengths.sum()), WIDTH, seed=s, dtype=dtype) for s in (1, 2))
+    whole = codec.pack(keys, values, lengths)
+    assert torch.equal(whole.lengths(), lengths)
+    bounds = lengths.sum(1).tolist()
+    both = [x.split(bounds) for x in (keys, values, *whole.decoded())]
+    for row in range(3):
+        k, v, ours_k, ours_v = (x[row] for x in both)
+        alone = codec.pack(k, v, lengths[row : row + 1]).decoded()
+        assert torch.equal(ours_k, alone[0])
+        assert torch.equal(ours_v, alone[1])
+        assert ours_k.isfinite().all()
+
+
+@pytest.mark.parametrize("codec", SMALL, ids=name_of)
+def test_rows_are_selected_with_their_scales(codec: Codec) -> None:
+    lengths = torch.tensor([[40, 33], [64, 7], [0, 16]])
+    keys, values = (keys_like(int(lengths.sum()), WIDTH, seed=s) for s in (1, 2))
+    pages, rows = codec.pack(keys, values, lengths), [2, 1, 1]
+    chosen = pages.selected(torch.tensor(rows))
+    assert torch.equal(chosen.lengths(), lengths[rows])
+    for before, after in zip(pages.decoded(), chosen.decoded(), strict=True):
+        parts = before.split(lengths.sum(1).tolist())
+        assert torch.equal(after, torch.cat([parts[row] for row in rows]))
+
+
+def test_bytes_are_what_the_papers_say() -> None:
+    """Bits a number at a head size of 128 in float16, scales included, full pages."""
+    keys, values = (keys_like(1, 1, 1280, 128, seed=s, dtype=torch.float16) for s in (0, 1))
+
+    def bits(codec: Codec) -> float:
+        pages = codec.pack(flat(keys), flat(values), torch.tensor([[1280]]))
+        tables = sum(t.nbytes for t in (pages.count, pages.meta, pages.table, pages.cu_pages))
+        return (pages.nbytes() - tables) * 8 / (2 * keys.numel())
+
+    # 32 bits of scale and zero for 32 numbers
+    assert bits(KIVI(bits=2)) == 2 + 1
+    assert bits(KIVI(bits=4)) == 4 + 1
+    assert bits(KIVI(bits=2, group=128)) == 2 + 0.25
+    assert bits(FP8()) == 8 + 16 / 128
+    # two rows of 128 scales and zero points for all pages
+    assert bits(CalibQuant()) == 1 + 32 / 1280
+    # 32 bits of scale and zero for 32 hard keys, 16 for 32 easy ones or values; which channels are which
+    per_key, per_value, channels = (2 + 1 + 1 + 0.5) / 2, 1.6 + 0.5, 32 * 128 / keys.numel()
+    assert bits(VidKV(page=640)) == pytest.approx((per_key + per_value + channels) / 2)
+
+
+def test_calibquant_has_one_range_for_all_pages() -> None:
+    keys = keys_like(1, HEADS, 48, WIDTH)
+    pages = CalibQuant(page=16).pack(flat(keys), flat(keys), torch.full((1, HEADS), 48))
+    assert pages.keys[0].scale.shape == (HEADS, 1, WIDTH)
+    assert pages.meta.tolist() == [0, 0, 0, 1, 1, 1]
+    low, high = keys.amin(2)[0], keys.amax(2)[0]
+    for ours, shrink in zip(pages.decoded(), (0.5, 0.3), strict=True):
+        ours = ours.view(HEADS, 48, WIDTH)
+        upper = keys[0] > (low + high)[:, None] * shrink / 2
+        want = torch.where(upper, (high * shrink)[:, None], (low * shrink)[:, None])
+        torch.testing.assert_close(ours, want)
+
+
+def test_vidkv_gives_two_bits_to_the_channels_that_span_most() -> None:
+    keys = keys_like(2, HEADS, 64, WIDTH)
+    keys[0, ..., 5] *= 50
+    keys[1, ..., 9] *= 50
+    codec, lengths = VidKV(page=64, key_bits=1.25), torch.full((2, HEADS), 64)
+    pages = codec.pack(flat(keys), flat(keys), lengths)
+    hard, easy = pages.keys
+    assert hard.channels is not None and easy.channels is not None
+    assert hard.channels.shape == (4, 8)
+    for head, channel in ((0, 5), (1, 5), (2, 9), (3, 9)):
+        assert channel in hard.channels[head]
+        assert sorted([*hard.channels[head].tolist(), *easy.channels[head].tolist()]) == list(range(WIDTH))
+    assert torch.equal(hard.channels[0], hard.channels[1])
+    # 1-bit channels hold plus and minus the mean size, values one of three levels
+    size = keys.abs()[0, 0, :32].mean(0)
+    decoded = pages.decoded()
+    channel = int(easy.channels[0, 0])
+    torch.testing.assert_close(decoded[0][:32, channel].abs(), size[channel].expand(32))
+    assert len(decoded[1][:32, 7].unique()) <= 3
+    # what comes later is coded on the same channels
+    later = codec.pack(flat(keys.flip(-1)), flat(keys), lengths, before=pages)
+    assert torch.equal(pages.appended(later).keys[0].channels, hard.channels)
+    both = VidKV(page=64, key_bits=2.0).pack(flat(keys), flat(keys), lengths)
+    assert len(both.keys) == 1 and both.keys[0].channels is None
+
+
+def test_a_constant_channel_comes_back_exactly() -> None:
+    keys = keys_like(1, HEADS, 64, WIDTH)
+    keys[..., 4] = 5.5
+    keys[..., 32:] = 1.0
+    for codec in (KIVI(page=32), CalibQuant(shrink_keys=1.0, page=32), VidKV(page=32, key_bits=2.0)):
+        decoded = codec.pack(flat(keys), flat(keys), torch.full((1, HEADS), 64)).decoded()
+        assert all(x.isfinite().all() for x in decoded)
+        assert (decoded[0][:, 4] == 5.5).all()
+
+
+def test_head_sizes_that_a_group_of_channels_does_not_divide() -> None:
+    for width, group in ((80, 16), (96, 32), (16, 16), (72, 8)):
+        assert KIVI().formats(width)[1].group == group
+        x = keys_like(1, 1, 32, width)
+        assert KIVI(page=32).pack(flat(x), flat(x), torch.tensor([[32]])).decoded()[0].shape == (32, width)
+
+
+def test_tiles_waste_no_byte_where_that_can_be() -> None:
+    for codec in (FP8(), KIVI(), KIVI(bits=4), KIVI(bits=8), CalibQuant(), VidKV(page=640)):
+        for format in codec.formats(128):
+            assert format.rows(codec.page, codec.tile) * format.digits == codec.page
+    assert [c.tile for c in (KIVI(), CalibQuant(), VidKV())] == [32, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: KIVI(bits=3), "bits=2, 4 or 8"),
+        (lambda: KIVI(group=24), "do not fit pages of 128"),
+        (lambda: KIVI(group=48), "do not fit pages of 128"),
+        (lambda: KIVI(page=100), "a multiple of 16 tokens, not 100"),
+        (lambda: KIVI(residual=-1), "residual=-1 is negative"),
+        (lambda: CalibQuant(bits=3), "bits=1, 2, 4 or 8"),
+        (lambda: CalibQuant(shrink_keys=0.0), "shrink_keys=0.0"),
+        (lambda: CalibQuant(residual=4), "leave out residual"),
+        (lambda: VidKV(key_bits=1.0), "above 1 and at most 2"),
+    ],
+)
+def test_options_that_make_no_sense(make, message: str) -> None:
+    with pytest.raises(MmaccelError, match=message):
+        make()
+
+
+# --- a layer of the cache ---------------------------------------------------------------------------------------------
+class Stored:
+    """A state of quantised layers beside plain lists of all keys and values ever fed, by place."""
+
+    def __init__(self, codec: Codec, batch: int, layers: int = 1) -> None:
+        self.codec, self.batch = codec, batch
+        self.state = CacheState(layers)
+        self.keys = [torch.zeros(batch, HEADS, 0, WIDTH) for _ in range(layers)]
+        index = KeyIndex(torch.zeros(batch, 0, dtype=torch.int32), False, 0)
+        for layer in self.state.layers:
+            layer.index = index
+
+    def feed(self, tokens: int, visual: torch.Tensor | None = None, seed: int = 0) -> None:
+        since = self.state.seen
+        for number, layer in enumerate(self.state.layers):
+            new = keys_like(self.batch, HEADS, tokens, WIDTH, seed=seed + number + 100 * since)
+            # values are spread alike in all channels
+            layer.update(new, centred(new))
+            self.keys[number] = torch.cat([self.keys[number], new], dim=2)
+        made: dict = {}
+        for layer in self.state.layers:
+            layer.pack(self.codec, visual, since, made)
+
+    def check(self, most: float = 0.7) -> None:
+        """Every stored slot holds the key of its place, and the value of the same."""
+        for layer, fed in zip(self.state.layers, self.keys, strict=True):
+            keys, values = layer.stored()
+            index = layer.index.index if layer.index.index.dim() == 3 else layer.index.index[:, None]
+            index = index.expand(-1, HEADS, -1)
+            assert keys.shape[2] == values.shape[2] == len(layer.index)
+            there = index >= 0
+            want = fed.gather(2, index.clamp(min=0).long()[..., None].expand(-1, -1, -1, WIDTH))
+            assert error(keys[there], want[there]) < most
+            assert error(values[there], centred(want)[there]) < most
+            exact = there & (torch.arange(len(layer.index)) >= layer.width)
+            assert torch.equal(keys[exact], want[exact])
+            assert torch.equal(values[exact], centred(want)[exact])
+
+
+@pytest.mark.parametrize("codec", [c for c in SMALL if not c.visual_only], ids=name_of)
+def test_decoding_packs_each_token_once(codec: Codec) -> None:
+    stored = Stored(codec, batch=2)
+    stored.feed(70)
+    layer = stored.state.layers[0]
+    assert layer.width == int(codec.packable(torch.tensor(70)))
+    before = None
+    for step in range(2 * codec.page):
+        stored.feed(1, seed=step)
+        width = int(codec.packable(torch.tensor(71 + step)))
+        assert layer.width == width
+        assert layer.keys.shape[2] == 71 + step - width
+        assert layer.get_seq_length() == 71 + step
+        codes = layer.pages.keys[0].codes
+        if before is not None:
+            # what was written stays to the bit
+            assert torch.equal(codes[: len(before)], before)
+        before = codes.clone()
+    stored.check(1.1 if codec.name == "vidkv" else 0.7)
+    assert torch.equal(layer.index.index[0], torch.arange(70 + 2 * codec.page, dtype=torch.int32))
+    assert not layer.index.padded
+
+
+def test_only_visual_tokens_are_packed_and_text_stays_as_it_is() -> None:
+    codec = CalibQuant(page=16, bits=4)
+    stored = Stored(codec, batch=2)
+    visual = torch.zeros(2, 60, dtype=torch.bool)
+    visual[0, 5:45] = True
+    visual[1, 3:20] = True
+    stored.feed(60, visual)
+    layer = stored.state.layers[0]
+    assert layer.pages.lengths().tolist() == [[40, 40], [17, 17]]
+    assert layer.index.index[1, : layer.width].tolist() == [*range(3, 20), *[-1] * 23]
+    stored.check()
+    stored.feed(3)
+    stored.feed(1)
+    assert layer.pages.lengths().tolist() == [[40, 40], [17, 17]]
+    # another picture has a range of its own
+    second = torch.zeros(2, 20, dtype=torch.bool)
+    second[:, :10] = True
+    stored.feed(20, second)
+    assert layer.pages.lengths().tolist() == [[50, 50], [27, 27]]
+    assert len(layer.pages.keys[0].scale) == 8
+    stored.check()
+
+
+def test_packing_after_eviction_keeps_heads_of_their_own_lengths() -> None:
+    """Quantised pruning: a policy has evicted, the codec stores what stayed."""
+    codec = KIVI(page=16, group=16, residual=4, bits=4)
+    stored = Stored(codec, batch=2)
+    for layer in stored.state.layers:
+        new = keys_like(2, HEADS, 64, WIDTH)
+        layer.update(new, centred(new))
+        stored.keys[0] = new
+    kept = torch.rand(2, HEADS, 64, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.9, 0.4])[:, None]
+    layer.evict(kept)
+    layer.pack(codec, None, 0, {})
+    lengths = kept.sum(-1)
+    assert torch.equal(layer.pages.lengths(), (lengths - 4) // 16 * 16)
+    assert torch.equal((layer.index.index >= 0).sum(-1), lengths)
+    stored.check()
+    for step in range(40):
+        stored.feed(1, seed=step)
+    assert torch.equal(layer.pages.lengths(), (lengths + 40 - 4) // 16 * 16)
+    stored.check()
+    # slots of each head are those kept, in the order of their places
+    for b in range(2):
+        for h in range(HEADS):
+            index = layer.index.index[b, h]
+            want = [*kept[b, h].nonzero()[:, 0].tolist(), *range(64, 104)]
+            assert index[index >= 0].tolist() == want
+
+
+def test_layers_share_one_index() -> None:
+    stored = Stored(KIVI(page=16, group=16, residual=0), batch=2, layers=3)
+    stored.feed(40)
+    first = stored.state.layers[0].index
+    assert all(layer.index is first and layer.width == 32 for layer in stored.state.layers)
+    stored.feed(1)
+    stored.check()
+    assert len(first) == 41
+
+
+def test_rows_are_selected_and_repeated() -> None:
+    stored = Stored(KIVI(page=16, group=16, residual=0), batch=3)
+    stored.feed(40)
+    layer = stored.state.layers[0]
+    before = layer.stored()[0]
+    layer.reorder_cache(torch.tensor([2, 0, 0]))
+    stored.keys = [stored.keys[0][[2, 0, 0]]]
+    assert torch.equal(layer.stored()[0], before[[2, 0, 0]])
+    assert len(layer.pages.count) == 2 * HEADS * 2, "repeated rows share their pages"
+    stored.feed(20)
+    stored.check()
+    layer.batch_repeat_interleave(2)
+    assert layer.stored()[0].shape[0] == 6
+    layer.batch_select_indices(torch.tensor([True, False, False, False, False, True]))
+    assert layer.stored()[0].shape[0] == 2 and layer.pages.batch == 2
+    layer.reset()
+    assert layer.pages is None and layer.width == 0
+
+
+def test_the_newest_tokens_can_be_forgotten() -> None:
+    stored = Stored(KIVI(page=16, group=16, residual=4), batch=2)
+    stored.feed(60)
+    layer = stored.state.layers[0]
+    assert layer.width == 48
+    before = layer.stored()[0]
+    codes = layer.pages.keys[0].codes
+    for left in (58, 41, 33, 32):
+        layer.crop(left - stored.state.seen)
+        assert layer.seen == left and len(layer.index) == left
+        assert torch.equal(layer.stored()[0], before[:, :, :left])
+    assert layer.pages.lengths().tolist() == [[32, 32]] * 2
+    assert torch.equal(layer.pages.keys[0].codes, codes.view(4, 3, *codes.shape[1:])[:, :2].flatten(0, 1))
+    stored.keys = [stored.keys[0][:, :, :32]]
+    stored.feed(30)
+    assert layer.index.index[0].tolist() == list(range(62))
+    stored.check()
+    layer.crop(-61)
+    assert layer.pages is not None and len(layer.index) == 1
+
+
+def test_packed_keys_are_not_evicted_one_by_one() -> None:
+    stored = Stored(KIVI(page=16, group=16, residual=0), batch=1)
+    stored.feed(40)
+    layer = stored.state.layers[0]
+    kept = torch.ones(1, HEADS, 40, dtype=torch.bool)
+    kept[..., 36] = False
+    layer.evict(kept)
+    assert len(layer.index) == 39 and layer.width == 32
+    stored.check()
+    kept = torch.ones(1, 1, 39, dtype=torch.bool)
+    kept[..., 3] = False
+    with pytest.raises(UnsupportedError, match="packed cannot be evicted"):
+        layer.evict(kept)
+
+
+def test_bytes_reported_are_bytes_held() -> None:
+    stored = Stored(KIVI(page=64, residual=0), batch=2)
+    stored.feed(128)
+    layer = stored.state.layers[0]
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in layer.tensors() if t.numel()}
+    assert stored.state.nbytes() == sum(held.values())
+    full = 2 * stored.keys[0].nbytes
+    # 2 bits and 64 bits of float32 scales for every 32 numbers, of 32 bits
+    assert layer.pages.nbytes() == pytest.approx(full * 4 / 32, rel=0.02)
+    assert stored.state.nbytes() < full * 0.16
+
+
+def test_a_packed_cache_can_be_copied_and_saved() -> None:
+    stored = Stored(VidKV(page=32), batch=2)
+    stored.feed(80)
+    layer = stored.state.layers[0]
+    again = copy.deepcopy(layer)
+    file = io.BytesIO()
+    torch.save(layer.pages, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for ours, other in zip(layer.pages.decoded(), loaded.decoded(), strict=True):
+        assert torch.equal(ours, other)
+    assert torch.equal(again.stored()[1], layer.stored()[1])
+    stored.feed(1)
+    assert again.seen == 80
+
+
+def test_codes_on_pages_are_what_decoding_reads() -> None:
+    """The layer holds the codes and nothing else of what it packed: change one, and that number changes."""
+    stored = Stored(FP8(page=16), batch=1)
+    stored.feed(16)
+    layer = stored.state.layers[0]
+    assert layer.keys.shape[2] == 0
+    plane = layer.pages.keys[0]
+    before = layer.stored()[0].clone()
+    plane.codes[0, 3, 7] ^= 128
+    after = layer.stored()[0]
+    assert torch.equal((after != before).nonzero(), torch.tensor([[0, 0, 3, 7]]))
+    assert after[0, 0, 3, 7] == -before[0, 0, 3, 7]
+    assert unpack(plane.codes, plane.format, 16, layer.pages.tile).shape == (HEADS, 16, WIDTH)
