@@ -1,5 +1,5 @@
 """Methods on pixels, before the processor, one method a file."""
 
-from . import resize
+from . import distinct, query, resize, scenes, scenetilling, uniform
 
-__all__ = ["resize"]
+__all__ = ["distinct", "query", "resize", "scenes", "scenetilling", "uniform"]

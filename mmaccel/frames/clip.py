@@ -1,0 +1,77 @@
+"""Frames and text in the space of a CLIP model of open_clip."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn.functional import normalize
+
+from ..errors import MmaccelError
+
+_BATCH = 16
+
+
+@dataclass(frozen=True)
+class FrameEncoder:
+    """A CLIP model with what it does to pictures and texts before it reads them; on the GPU if there is one."""
+
+    model: Any
+    transform: Any
+    tokenizer: Any
+    device: torch.device
+
+    @staticmethod
+    @functools.lru_cache(maxsize=2)
+    def load(name: str) -> FrameEncoder:
+        """From a folder of an open_clip model, or ``NAME:WEIGHTS`` as open_clip knows it.
+
+        Raises
+        ------
+        MmaccelError
+            If open_clip is not installed, or the model is none or cannot be read.
+        """
+        try:
+            import open_clip
+        except ImportError as error:
+            raise MmaccelError(f"clip_model={name!r} needs open_clip; run: pip install 'mmaccel[clip]'") from error
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if (Path(name) / "open_clip_config.json").is_file():
+            model_name, weights = f"local-dir:{name}", None
+        else:
+            model_name, _, weights = name.partition(":")
+        if weights == "":
+            raise MmaccelError(
+                f"clip_model={name!r} is no folder of an open_clip model; give one, or a model with its weights such as "
+                "'ViT-B-32:openai'."
+            )
+        try:
+            model, _, transform = open_clip.create_model_and_transforms(
+                model_name, pretrained=weights, require_pretrained=True, device=device
+            )
+            tokenizer = open_clip.get_tokenizer(model_name)
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise MmaccelError(f"The CLIP model {name!r} cannot be loaded: {error}") from error
+        return FrameEncoder(model.eval(), transform, tokenizer, device)
+
+    @torch.no_grad()
+    def frames(self, frames: np.ndarray) -> np.ndarray:
+        """``[T, H, W, 3]`` uint8 -> ``[T, d]`` float32 of length one."""
+        parts = []
+        for start in range(0, len(frames), _BATCH):
+            pixels = [self.transform(Image.fromarray(frame)) for frame in frames[start : start + _BATCH]]
+            found = self.model.encode_image(torch.stack(pixels).to(self.device))
+            parts.append(normalize(found.float(), dim=-1).cpu().numpy())
+        return np.concatenate(parts)
+
+    @torch.no_grad()
+    def text(self, text: str) -> np.ndarray:
+        """``[d]`` float32 of length one; what is longer than the model reads is cut off."""
+        found = self.model.encode_text(self.tokenizer([text]).to(self.device))
+        out: np.ndarray = normalize(found.float(), dim=-1)[0].cpu().numpy()
+        return out

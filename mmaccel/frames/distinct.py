@@ -1,0 +1,56 @@
+"""Distinct frames: what has hardly changed since the frame before is not shown again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import MmaccelError
+from ..registry import register
+from .choice import FrameChoice, middles, thumbnails
+
+
+@register
+@dataclass(frozen=True)
+class DistinctFrames(FrameChoice):
+    """Temporal de-duplication on pixels: a frame stays if it differs from the last one that stayed.
+
+    The difference is the mean over pixels and colours of thumbnails (32 x 32), absolute, from 0 to 255. The first frame
+    stays. If more than ``retain`` of the frames are left, evenly spaced ones of them are taken.
+
+    Parameters
+    ----------
+    threshold : the least difference of a frame that stays. Compression leaves about 1 between frames that look the same;
+        the default 3.0 was chosen by hand.
+    """
+
+    name = "distinct-frames"
+    summary = "frames that differ from the one shown before (temporal de-duplication)"
+    budget = "at_most"
+    default_retain = 1.0
+
+    threshold: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.threshold <= 255.0:
+            raise MmaccelError(f"distinct-frames cannot use threshold={self.threshold}; give one from 0 to 255.")
+
+    def choose(self, frames: np.ndarray, retain: float) -> np.ndarray:
+        """``[T']`` int64 ascending; fewer than the budget where little changes."""
+        different = distinct(thumbnails(frames), self.threshold) if len(frames) > 1 else np.arange(len(frames))
+        room = len(super().choose(frames, retain))
+        return different if len(different) <= room else different[middles(len(different), room)]
+
+    def pick(self, frames: np.ndarray, count: int) -> np.ndarray:
+        """Only their number matters."""
+        return np.arange(count)
+
+
+def distinct(small: np.ndarray, threshold: float) -> np.ndarray:
+    """``[T']`` int64 ascending: frames of ``small [T, h, w, c]`` that differ from the last one before them that is in it."""
+    chosen = [0]
+    for at in range(1, len(small)):
+        if np.abs(small[at] - small[chosen[-1]]).mean() > threshold:
+            chosen.append(at)
+    return np.asarray(chosen)

@@ -1,0 +1,23 @@
+"""Uniform: evenly spaced frames, the baseline that knows only their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..registry import register
+from .choice import FrameChoice, middles
+
+
+@register
+@dataclass(frozen=True)
+class UniformFrames(FrameChoice):
+    """The middle of each of ``retain * T`` equal stretches of the clip."""
+
+    name = "uniform-frames"
+    summary = "evenly spaced frames (baseline)"
+
+    def pick(self, frames: np.ndarray, count: int) -> np.ndarray:
+        """``frames [T, H, W, 3]`` -> ``[count]``."""
+        return middles(len(frames), count)

@@ -1,0 +1,146 @@
+"""What may be opened at all: regular local files that begin as a known container does, and do not break off."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import MmaccelError
+
+#: names as FFmpeg knows their demuxers
+KINDS = ("mov", "matroska", "avi", "gif", "flv", "asf", "ogg", "mpegts", "mpeg", "mpegvideo")
+
+_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp")
+_STARTS = {
+    b"\x1aE\xdf\xa3": "matroska",
+    b"GIF8": "gif",
+    b"FLV": "flv",
+    b"\x30\x26\xb2\x75\x8e\x66\xcf\x11": "asf",
+    b"OggS": "ogg",
+    b"\x00\x00\x01\xba": "mpeg",
+    b"\x00\x00\x01\xb3": "mpegvideo",
+}
+_PLAYLISTS = (b"#EXTM3U", b"ffconcat", b"[playlist]", b"v=0", b"<MPD", b"<ASX", b"<asx", b"<SMIL", b"<smil")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:")
+
+
+def local(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a regular file or a folder.
+
+    Raises
+    ------
+    MmaccelError
+        If it is a network address or a protocol of FFmpeg, does not exist, or is neither file nor folder.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise MmaccelError(f"{text!r} is no path of a video; give the path of a video file or a folder of pictures.")
+    try:
+        mode = os.stat(text).st_mode
+    except OSError as error:
+        if _ADDRESS.match(text):
+            raise MmaccelError(
+                f"{text[:80]!r} is an address or protocol, and only local files are read; download the video first."
+            ) from None
+        if isinstance(error, FileNotFoundError):
+            raise MmaccelError(f"The video {text!r} does not exist; give the path of a video file.") from None
+        raise MmaccelError(f"The video {text!r} cannot be opened ({error.strerror}).") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise MmaccelError(f"{text!r} is no regular file; give the path of a video file or a folder of pictures.")
+    # an absolute path is never taken for a protocol
+    return Path(os.path.abspath(text))
+
+
+def container(path: Path) -> str:
+    """Which of :data:`KINDS` a file is, by its first bytes; its name does not count.
+
+    Playlists, whatever they are called, are refused here: they could make a decoder open other files or addresses.
+
+    Raises
+    ------
+    MmaccelError
+        If it is empty, a playlist, a picture, or of no known kind, or shorter than it says itself.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            head = file.read(4096)
+            kind = _kind(path, head)
+            expected = _ANNOUNCED[kind](file, head, size) if kind in _ANNOUNCED else None
+    except OSError as error:
+        raise MmaccelError(f"The video {str(path)!r} cannot be opened ({error.strerror}).") from None
+    if expected is not None and size < expected:
+        raise MmaccelError(
+            f"The video {str(path)!r} breaks off after {size:,} of {expected:,} bytes; copy or convert it again."
+        )
+    return kind
+
+
+def _kind(path: Path, head: bytes) -> str:
+    if not head:
+        raise MmaccelError(f"The video {str(path)!r} is empty; copy it again.")
+    for start, kind in _STARTS.items():
+        if head.startswith(start):
+            return kind
+    if head[4:8] in _BOXES:
+        return "mov"
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        return "avi"
+    # packets of 188 bytes, in .m2ts files with a time stamp of 4 bytes in front
+    for first, step in ((0, 188), (4, 192)):
+        if len(head) > first + 4 * step and all(head[first + i * step] == 0x47 for i in range(5)):
+            return "mpegts"
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if any(text.startswith(p) or (p.startswith(b"<") and p in text[:1024]) for p in _PLAYLISTS):
+        raise MmaccelError(f"{str(path)!r} is a playlist, and those are not followed; give the video file itself.")
+    if head.startswith((b"\xff\xd8\xff", b"\x89PNG", b"BM")) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP"):
+        raise MmaccelError(f"{str(path)!r} is a picture; give it as one, or a folder of pictures as a video.")
+    raise MmaccelError(
+        f"The video {str(path)!r} is broken or no video (it begins like none); play it, or convert it to mp4."
+    )
+
+
+def _boxes_end(file: BinaryIO, head: bytes, size: int) -> int | None:
+    """Where the last box of an mp4 or mov file says that it ends."""
+    at = 0
+    while at + 8 <= size:
+        file.seek(at)
+        header = file.read(16)
+        length = int.from_bytes(header[:4], "big")
+        if length == 1:
+            length = int.from_bytes(header[8:16], "big")
+        if length < 8:
+            # 0: up to the end of the file; anything else is for the demuxer to complain about
+            return None
+        at += length
+    return at
+
+
+def _segment_end(file: BinaryIO, head: bytes, size: int) -> int | None:
+    """Where the segment of a Matroska or WebM file ends; live recordings do not say."""
+
+    def length(at: int) -> tuple[int | None, int]:
+        """An EBML number of variable length, None for unknown, and where it ends."""
+        if at >= len(head) or not head[at]:
+            return None, at
+        width = 9 - head[at].bit_length()
+        value = int.from_bytes(head[at : at + width], "big") & ((1 << 7 * width) - 1)
+        return (None if value == (1 << 7 * width) - 1 else value), at + width
+
+    header, at = length(4)
+    if header is None or head[at + header : at + header + 4] != b"\x18\x53\x80\x67":
+        return None
+    segment, start = length(at + header + 4)
+    return None if segment is None else start + segment
+
+
+def _riff_end(file: BinaryIO, head: bytes, size: int) -> int | None:
+    """Where the first RIFF chunk of an AVI file ends; 0 in one that was never finished."""
+    return int.from_bytes(head[4:8], "little") + 8
+
+
+_ANNOUNCED = {"mov": _boxes_end, "matroska": _segment_end, "avi": _riff_end}

@@ -1,0 +1,24 @@
+"""The back ends, one a file, in the order in which they are tried."""
+
+from importlib import import_module
+
+from .base import Reader
+from .decord import DecordReader
+from .pictures import PicturesReader
+from .pyav import PyAVReader
+from .torchcodec import TorchcodecReader
+
+#: by name
+READERS: dict[str, type[Reader]] = {reader.name: reader for reader in (DecordReader, TorchcodecReader, PyAVReader)}
+
+
+def usable(reader: type[Reader]) -> bool:
+    """Whether the back end is installed and loads."""
+    try:
+        import_module(reader.module)
+    except Exception:  # a broken shared library raises all kinds
+        return False
+    return True
+
+
+__all__ = ["READERS", "PicturesReader", "Reader", "usable"]

@@ -1,0 +1,57 @@
+"""What a back end is: something that opens a video, says when its frames are shown, and decodes some of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from ...errors import MmaccelError
+
+
+class NotExactError(MmaccelError):
+    """The back end would give other frames than those that were asked for."""
+
+
+class Reader(ABC):
+    """One opened video.
+
+    timestamps : ``[N]`` float64, when every frame is shown, in seconds from the first, ascending.
+    keyframes : ``[K]`` int64, indices of the frames that can be decoded without another, ascending, the first 0.
+    fps : mean number of frames a second.
+    """
+
+    name: ClassVar[str]
+    #: the distribution to install, and the module that must be importable
+    distribution: ClassVar[str]
+    module: ClassVar[str]
+
+    timestamps: np.ndarray
+    keyframes: np.ndarray
+    fps: float
+
+    @abstractmethod
+    def __init__(self, path: Path, kind: str) -> None:
+        """Open a local file of one of the :data:`~mmaccel.video.container.KINDS`; any exception means that it cannot."""
+
+    @abstractmethod
+    def frames(self, indices: Sequence[int]) -> Iterator[tuple[float, np.ndarray]]:
+        """For each of ``indices`` (ascending, no repeats) its timestamp and picture, ``[H, W, 3]`` uint8 RGB, upright."""
+
+    @abstractmethod
+    def twin(self) -> Reader:
+        """A reader of the same file that another thread may use at the same time."""
+
+
+def rate(timestamps: np.ndarray, declared: float) -> float:
+    """Frames a second: what the container declares if that fits ``timestamps [N]`` (seconds from 0), else their mean."""
+    steps = len(timestamps) - 1
+    if steps < 1 or timestamps[-1] <= 0:
+        return declared if 0 < declared < 1000 else 1.0
+    # a frame more or less at the end is no sign of a variable rate
+    if 0 < declared < 1000 and abs(timestamps[-1] * declared - steps) <= max(1.0, 0.01 * steps):
+        return declared
+    return float(steps / timestamps[-1])

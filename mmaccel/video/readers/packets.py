@@ -1,0 +1,84 @@
+"""What the packets of a video say without being decoded: when frames are shown, and where decoding can begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import MmaccelError
+from .base import rate
+
+
+@contextmanager
+def opened(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
+    """PyAV's container and video stream, for one decoding thread."""
+    import av
+
+    # naming the format leaves nothing to a guess; the whitelist leaves nothing but files
+    with av.open(str(path), format=kind, options={"protocol_whitelist": "file"}) as container:
+        if not container.streams.video:
+            raise MmaccelError(f"{str(path)!r} has no video stream; give a video file.")
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        yield container, stream
+
+
+@dataclass(frozen=True)
+class Packets:
+    """Of ``N`` frames, in the order in which they are shown.
+
+    pts : ``[N]`` int64 in the stream's own unit, ascending; None where frames can only be counted.
+    timestamps : ``[N]`` float64, seconds from the first frame.
+    keyframes : ``[K]`` int64, the first 0.
+    fps : mean number of frames a second.
+    closed : no frame that is shown before a keyframe comes behind it in the file. Where one does (an open group of
+        pictures), what a decoder puts out after a seek does not begin with the keyframe.
+    """
+
+    pts: np.ndarray | None
+    timestamps: np.ndarray
+    keyframes: np.ndarray
+    fps: float
+    closed: bool
+
+    @staticmethod
+    def read(path: Path, kind: str) -> Packets:
+        """Reads the file once.
+
+        Raises
+        ------
+        MmaccelError
+            If it holds no frames or breaks off.
+        """
+        import av
+
+        with opened(path, kind) as (container, stream):
+            try:
+                packets = [p for p in container.demux(stream) if p.size]
+            except (av.error.FFmpegError, OSError) as error:
+                raise MmaccelError(
+                    f"The video {str(path)!r} breaks off or is broken ({error.strerror}); copy or convert it again."
+                ) from error
+            declared, base = float(stream.average_rate or 0), float(stream.time_base or 0)
+        # a recording may begin in the middle of a group
+        first = next((i for i, p in enumerate(packets) if p.is_keyframe), 0)
+        # an edit list may leave out frames that others are decoded from
+        packets = [p for p in packets[first:] if not p.is_discard]
+        if not packets:
+            raise MmaccelError(f"The video {str(path)!r} has no frames; play or convert it first.")
+        times = [p.pts for p in packets]
+        if kind in ("mpeg", "mpegvideo") or None in times or len(set(times)) < len(times):
+            # old containers do not tell the time of every frame
+            fps = rate(np.zeros(1), declared)
+            return Packets(None, np.arange(len(packets)) / fps, np.zeros(1, dtype=np.int64), fps, False)
+        pts, key = np.asarray(times, dtype=np.int64), np.asarray([p.is_keyframe for p in packets])
+        order = pts.argsort()
+        begun = np.maximum.accumulate(np.where(key, pts, pts.min()))
+        timestamps = (pts[order] - pts[order[0]]) * base
+        keyframes = np.unique([0, *np.flatnonzero(key[order])])
+        return Packets(pts[order], timestamps, keyframes, rate(timestamps, declared), bool((pts >= begun).all()))
