@@ -11,18 +11,22 @@ from .registry import method, methods, register
 
 if TYPE_CHECKING:
     from .accelerate import Accelerator, accelerate_vlm, accelerated, is_accelerated
+    from .encoders.alone import EncoderAccelerator, accelerate_encoder, accelerated_encoder
 
 __version__ = "0.1.0"
 __all__ = [
     "Accelerator",
+    "EncoderAccelerator",
     "Method",
     "MmaccelError",
     "Recipe",
     "Reduction",
     "Stage",
     "UnsupportedError",
+    "accelerate_encoder",
     "accelerate_vlm",
     "accelerated",
+    "accelerated_encoder",
     "is_accelerated",
     "method",
     "methods",
@@ -39,4 +43,8 @@ def __getattr__(name: str) -> Any:
         from . import accelerate
 
         return getattr(accelerate, name)
+    if name in ("EncoderAccelerator", "accelerate_encoder", "accelerated_encoder"):
+        from .encoders import alone
+
+        return getattr(alone, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,14 +11,16 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from .attention import register
+from .attention import BACKENDS, register
 from .door import Door, finish
 from .encoders.merging import EncoderMerging
 from .encoders.taps import Taps
-from .errors import UnsupportedError
+from .encoders.text import TextTower
+from .errors import MmaccelError, UnsupportedError
 from .families import Family, family_of
+from .kv.codecs import Codec
 from .layout import Layout
-from .method import EncoderMethod, LayerMethod, Policy
+from .method import EncoderMethod, LayerMethod, Policy, TokenMethod
 from .recipe import Recipe
 from .recipe import recipe as find_recipe
 from .reduction import Reduction
@@ -26,8 +28,6 @@ from .scope import Encoded, Scope, current, pop, push
 from .stats import Stats
 
 M = TypeVar("M", bound=nn.Module)
-
-_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 
 
 class Accelerator:
@@ -49,9 +49,15 @@ class Accelerator:
                 f"Recipe {recipe.name!r} works on pixels, which the model never sees; call "
                 f"processor = prepare(processor, {recipe.name!r}), use that processor, and give it as processor=."
             )
-        self.cuts = {int(m.layer): i for i, (_, m) in enumerate(self.built) if isinstance(m, LayerMethod)}
+        #: what is said in the statistics of every call
+        self.notes: list[str] = []
+        self.cuts = self._cuts()
         self.policy = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, Policy)), None)
+        self.codec = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, Codec)), None)
         self.encoder = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, EncoderMethod)), -1)
+        self.readers = {
+            m.text_tower: self._reader(m) for _, m in self.built if isinstance(m, TokenMethod) and m.text_tower
+        }
         #: whether anything happens between pixels and the cache
         self.active = any(m.site != "frames" for _, m in self.built)
         self._check_layers(model)
@@ -101,7 +107,8 @@ class Accelerator:
         assert encoder is None or isinstance(encoder, EncoderMethod)
         self.taps = Taps(family, [tap for _, m in self.built for tap in m.taps()])
         self._hook(*self.taps.handles)
-        self.merging = EncoderMerging(family, encoder, self.built[self.encoder][0].retain if encoder else None)
+        retain = self.built[self.encoder][0].retain if encoder else None
+        self.merging = EncoderMerging(family, encoder, retain, self.encoder)
         self._hook(*self.merging.handles)
         self.door = Door(self)
         self._hook(*self.door.handles)
@@ -140,13 +147,26 @@ class Accelerator:
 
     def _switch_attention(self, model: Any, key: str, config: Any, kind: str) -> None:
         base = config._attn_implementation
-        if base not in _BACKENDS:
+        if base not in BACKENDS:
             raise UnsupportedError(
                 f"mmaccel does not work on top of attn_implementation={base!r}; load the model with one of "
-                f"{', '.join(_BACKENDS)}."
+                f"{', '.join(BACKENDS)}."
             )
         model.set_attn_implementation({key: register(base, kind)})
         self._restore.append(functools.partial(model.set_attn_implementation, {key: base}))
+
+    def _reader(self, method: TokenMethod) -> TextTower:
+        """The text tower that a method names."""
+        assert method.text_tower is not None
+        if self.processor is None:
+            raise UnsupportedError(f"{method.name} with a text tower reads the question as text; give processor=.")
+        tower = TextTower.load(method.text_tower, next(self.family.inner.parameters()).device)
+        if tower.width != (width := self.family.vision.hidden_size):
+            raise UnsupportedError(
+                f"{method.text_tower!r} was trained with a vision tower of width {tower.width}, but that of this "
+                f"{self.family.name} model is {width} wide; name the CLIP model that it comes from."
+            )
+        return tower
 
     # --- checks -----------------------------------------------------------------------------------------------
     def _check_layers(self, model: Any) -> None:
@@ -158,6 +178,33 @@ class Accelerator:
                     f"layer={layer} is out of reach: in this {self.family.name} model tokens can be dropped before layers "
                     f"{least} to {depth - 1}{why}; give layer={min(max(layer, least), depth - 1)}."
                 )
+
+    def _cuts(self) -> dict[int, int]:
+        """Which stage works at which layer. Shares of the depth may fall together in a shallow model: of stages of one method
+        the last counts, which keeps least."""
+        cuts: dict[int, int] = {}
+        for number, (_, method) in enumerate(self.built):
+            if not isinstance(method, LayerMethod):
+                continue
+            layer, depth = int(method.layer), len(self.family.text.layers)
+            if cuts and layer < max(cuts):
+                raise MmaccelError(
+                    f"Recipe {self.recipe.name!r}: in this model of {depth} layers {method.name!r} comes to work at layer "
+                    f"{layer}, below the stage before it at layer {max(cuts)}; give rising layers."
+                )
+            if layer in cuts:
+                before = self.built[cuts[layer]][1].name
+                if before != method.name:
+                    raise MmaccelError(
+                        f"Recipe {self.recipe.name!r}: in this model of {depth} layers {before!r} and {method.name!r} both "
+                        f"fall on layer {layer}; give them layers that differ."
+                    )
+                self.notes.append(
+                    f"stages {cuts[layer]} and {number} ({method.name}) both fall on layer {layer} of {depth}: "
+                    f"only stage {number} works"
+                )
+            cuts[layer] = number
+        return cuts
 
     def _check_generation(self, *configs: Any) -> None:
         """Caches and prefill modes that cannot be honoured are refused, not quietly run in full; the first config that
@@ -188,7 +235,7 @@ class Accelerator:
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
             self._check_generation(_Given(kwargs), config, self._model.generation_config)
             self._drop_stale(None)
-            scope = Scope(self, Stats(self.recipe.name), cache=kwargs.get("past_key_values"))
+            scope = Scope(self, Stats(self.recipe.name, notes=list(self.notes)), cache=kwargs.get("past_key_values"))
             push(scope)
             try:
                 return original(*args, **kwargs)
@@ -203,7 +250,9 @@ class Accelerator:
         self._drop_stale(module)
         if current(self) is not None:
             return None
-        scope = Scope(self, Stats(self.recipe.name), opened_by=module, cache=kwargs.get("past_key_values"))
+        scope = Scope(
+            self, Stats(self.recipe.name, notes=list(self.notes)), opened_by=module, cache=kwargs.get("past_key_values")
+        )
         push(scope)
         labels = kwargs.get("labels")
         if self.active and isinstance(labels, Tensor):

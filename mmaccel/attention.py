@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from .kv.decoding import attend, reads_as_stored
 from .scope import current
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
+#: what a model may have been loaded with
+BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 
 
 def register(base: str, kind: str) -> str:
@@ -88,6 +91,15 @@ def _text_attention(
     window = kwargs.get("sliding_window")
     visible = index.mask(phase.places, window)
     groups = query.shape[1] // key.shape[1]
+    if reads_as_stored(step, number, query):
+        assert step.state is not None
+        layer = step.state.layers[number]
+        if base != "eager":
+            read = attend(layer, query, visible, scaling)
+            step.after_attention(number, query, key, visible, scaling)
+            return read, None
+        # eager attention returns its weights
+        key, value = layer.stored()
     if "flash" in base:
         # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads
         # store different keys, or a window would count stored instead of original places

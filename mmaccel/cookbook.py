@@ -24,18 +24,118 @@ add_recipe(
 add_recipe(
     Recipe(
         "holitom",
-        # the paper names its budgets (25, 20, 15 and 10 %) after the outer merging; half of that is left in the end
+        # the paper names its budgets (25, 20, 15 and 10 %) after the outer merging, and half of that is left in the end:
+        # `retain` means the end, as in every recipe, so the paper's 25 % is retain=0.125
         (Stage("holitom-merge", 0.25), Stage("holitom-inner", 0.125, {"layer": 18 / 28})),
-        summary="static stretches of a clip merged, then half of the rest merged inside the language model",
+        summary="static stretches of a clip merged, then half of the rest in the language model (retain: what is left then)",
         paper="arXiv 2505.21334",
+    )
+)
+_mustdrop = add_recipe(
+    Recipe(
+        "mustdrop",
+        # the thresholds, those for 192 of 576, decide; `retain` puts a ceiling on what the last filter leaves
+        (
+            Stage("mustdrop-merge", 1.0),
+            *(
+                Stage("mustdrop-filter", 1.0, {"adaptive": True, "protect": 0.08, "layer": layer / 32})
+                for layer in (3, 7, 11, 15)
+            ),
+        ),
+        summary="like patches of a window merged, then tokens no text attends to dropped at four layers (thresholds decide)",
+        paper="arXiv 2411.10803",
     )
 )
 add_recipe(
     Recipe(
-        "mustdrop",
-        # the thresholds, those for 192 of 576, decide; `retain` puts a ceiling on what the last filter leaves
-        tuple(Stage("mustdrop-filter", 1.0, {"adaptive": True, "layer": layer / 32}) for layer in (3, 7, 11, 15)),
-        summary="tokens that no text attends to dropped at four layers, as thresholds decide (prefill stage)",
+        "mustdrop-output-aware",
+        (*_mustdrop.stages, Stage("mustdrop-cache")),
+        summary="mustdrop, and layers before a filter store only what the last filter left",
         paper="arXiv 2411.10803",
+    )
+)
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+add_recipe(
+    Recipe(
+        "pyramidkv",
+        (Stage("snapkv", 0.25, {"layer_budget": "pyramid:20"}),),
+        summary="snapkv with fewer keys in every higher layer",
+        paper="arXiv 2406.02069",
+    )
+)
+add_recipe(
+    Recipe(
+        "adakv",
+        (Stage("snapkv", 0.25, {"pooling": "max", "kernel": 7, "head_budget": "adaptive:0.2"}),),
+        summary="snapkv where the heads of a layer compete for its budget",
+        paper="arXiv 2407.11550",
+    )
+)
+add_recipe(
+    Recipe(
+        "prefixkv",
+        (Stage("observed-attention", 0.25, {"layer_budget": "prefix"}),),
+        summary="layers keep the same share of the attention they received",
+        paper="arXiv 2412.03409",
+    )
+)
+add_recipe(
+    Recipe(
+        "look-m",
+        (Stage("h2o", 0.2, {"recent": 0.1, "compact": "pivot"}),),
+        summary="text stays, visual keys with little attention are merged into the most alike",
+        paper="arXiv 2406.18139",
+    )
+)
+add_recipe(
+    Recipe(
+        "d2o",
+        (
+            Stage(
+                "h2o",
+                0.2,
+                {
+                    "layer_budget": "variance",
+                    "compact": "ema:0.5",
+                    "sinks": 4,
+                    "recent": 0.1,
+                    "joint": True,
+                    "every": 1,
+                },
+            ),
+        ),
+        summary="budgets by how attention varies in a layer; what leaves, at every step, is merged if alike enough",
+        paper="arXiv 2406.13035",
+    )
+)
+add_recipe(
+    Recipe(
+        "h2o-decode",
+        (Stage("h2o", 0.2, {"recent": 0.1, "joint": True, "every": 1}),),
+        summary="heavy hitters and the newest keys, of text and pictures alike, at every step",
+        paper="arXiv 2306.14048",
+    )
+)
+add_recipe(
+    Recipe(
+        "streaming-llm-decode",
+        (Stage("streaming-llm", 0.25, {"joint": True, "every": 1}),),
+        summary="four sinks and the newest keys, of text and pictures alike, at every step (baseline)",
+        paper="arXiv 2309.17453",
+    )
+)
+add_recipe(
+    Recipe(
+        "elastic-cache-decode",
+        (
+            Stage(
+                "elastic-cache",
+                0.5,
+                {"joint": True, "sinks": 1, "recent": 1, "every": 1, "growth": 0.5, "distance": -25},
+            ),
+        ),
+        summary="anchors take up their neighbours; then of two new tokens one key leaves, 25 from the end",
+        paper="arXiv 2407.18121",
     )
 )

@@ -16,9 +16,10 @@ from transformers.cache_utils import DynamicCache
 
 from .budget import counts
 from .errors import MmaccelError, UnsupportedError
-from .kv.cache import CacheState, KeyIndex, adopt, cache_bytes, state_of
-from .kv.eviction import evict
-from .layout import Layout
+from .kv.cache import CacheState, KeyIndex, Reading, adopt, cache_bytes, state_of
+from .kv.codecs import Codec
+from .kv.eviction import Eviction
+from .layout import Layout, Units
 from .method import LayerAttention, LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
 from .reduction import Reduction
 from .scope import Scope, current
@@ -62,10 +63,16 @@ class Step:
         self.owner, self.scope, self.state = owner, scope, state
         self.seen, self.length = seen, length
         self.layout: Layout | None = None
+        #: ``[B, S]`` on the CPU, with the layout
+        self.ids: Tensor | None = None
         self.total: Reduction | None = None
         self.phases: list[tuple[int, Phase]] = []
         self.looked: dict[str, Tensor] = {}
-        self.cache_kept: list[Tensor] = []
+        self.kinds: Tensor | None = None
+        self.reading: Reading | None = None
+        self.eviction = Eviction(self) if owner.policy is not None and state is not None else None
+        #: indices that packing replaced, so that layers go on sharing one
+        self.repacked: dict[int, tuple[KeyIndex, KeyIndex]] = {}
 
     def phase(self, layer: int) -> Phase:
         """The phase a layer belongs to."""
@@ -77,14 +84,14 @@ class Step:
             index = self.state.layers[layer].index
             if index is None:
                 raise RuntimeError("the layer attends before it has stored its keys")
+            if self.reading is not None and layer >= self.reading.first:
+                return self.reading.index(index)
             return index
         return self.phase(layer).shared_index(self.seen + self.length)
 
     def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
         """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``."""
-        if self.layout is None:
-            return
-        if number + 1 in self.owner.cuts:
+        if self.layout is not None and number + 1 in self.owner.cuts:
             method = self.owner.built[self.owner.cuts[number + 1]][1]
             assert isinstance(method, LayerMethod)
             places = self.phase(number).places.to(query.device).long() - self.seen
@@ -92,9 +99,21 @@ class Step:
             with self.scope.stats.clock.measure("selection", query.device):
                 seen = method.look(LayerAttention(query, key, visible, scaling, text))
             self.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
-        if self.owner.policy is not None and self.state is not None:
+        if self.eviction is not None:
             with self.scope.stats.clock.measure("selection", query.device):
-                self.cache_kept.append(evict(self, number, query, scaling))
+                self.eviction.after_attention(number, query, key, visible, scaling)
+        if self.eviction is None or not self.eviction.waiting:
+            self.pack(number, query.device)
+
+    def pack(self, number: int, device: torch.device) -> None:
+        """Let the recipe's codec store layer ``number``, once nothing is evicted from it any more."""
+        if self.owner.codec is None or self.state is None:
+            return
+        codec = self.owner.built[self.owner.codec][1]
+        assert isinstance(codec, Codec)
+        visual = None if self.layout is None else self.layout.visual
+        with self.scope.stats.clock.measure("packing", device):
+            self.state.layers[number].pack(codec, visual, self.seen, self.repacked)
 
     # --- reducing ---------------------------------------------------------------------------------------------
     def reduce(self, stage: int, method: TokenMethod, hidden: Tensor, slots: Tensor | None) -> Reduction:
@@ -116,7 +135,8 @@ class Step:
         present = units.valid.sum(1).tolist()
         primary = self.owner.recipe.primary
         least = self.owner.recipe.retain if primary is not None and stage < primary else None
-        count = counts(retain, whole.valid.sum(1).tolist(), present, units.picture, least, official)
+        grids = [(t, h, w) for t, h, w in whole.grid.tolist()]
+        count = counts(retain, whole.valid.sum(1).tolist(), present, units.picture, least, official, grids)
         rows = units.row.to(device)
         places = units.places.clamp(min=0).to(device)
         at = places if slots is None else slots[rows[:, None], places]
@@ -125,7 +145,9 @@ class Step:
         if isinstance(method, LayerMethod):
             for name, figures in self.looked.items():
                 signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
-        question, asked = self.question(hidden, slots, rows) if method.needs_question else (None, None)
+        question, asked = self.question(method, hidden, slots, rows) if method.needs_question else (None, None)
+        if method.text_tower is not None:
+            signals["patches"] = self.owner.readers[method.text_tower].project(signals["features"][:, 0].to(device))
         tokens = TokenBatch(
             question=question,
             question_valid=asked,
@@ -134,6 +156,9 @@ class Step:
             cells=units.cells.to(device),
             grid=units.grid.to(device),
             segment=units.segment.to(device),
+            tile=units.tile.to(device),
+            tiles=units.tiles.to(device),
+            entered=(self.entered(whole) if self.phases else torch.tensor(present)).to(device),
             signals={k: v.to(device) for k, v in signals.items()},
         )
         made = method.reduce(tokens, count.to(device))
@@ -145,14 +170,34 @@ class Step:
         text = total.kept & ~layout.visual.to(device)
         return made.relabel(places, rows, total.kept.shape).beside(text)
 
-    def question(self, hidden: Tensor, slots: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def entered(self, units: Units) -> Tensor:
+        """How many tokens of each unit entered the language model, ``[N]`` long on the CPU."""
+        assert self.total is not None
+        places = self.phases[0][1].places.cpu()
+        rows, slots = (places >= 0).nonzero(as_tuple=True)
+        there = torch.zeros(self.total.kept.shape, dtype=torch.bool)
+        there[rows, (places[rows, slots] - self.seen).long()] = True
+        return units.only(there).valid.sum(1)
+
+    def question(
+        self, method: TokenMethod, hidden: Tensor, slots: Tensor | None, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The text behind the last picture of each unit's row, ``[N, q, D]`` and ``[N, q]`` bool; where none is, all text."""
         assert self.layout is not None
         visual = self.layout.visual
         text = self.layout.valid & ~visual
         behind = text & (visual.flip(1).cumsum(1).flip(1) == 0)
-        asked = torch.where(behind.any(1, keepdim=True), behind, text).to(hidden.device)
-        chosen, _ = self.compacted(asked)
+        asked = torch.where(behind.any(1, keepdim=True), behind, text)
+        if method.text_tower is not None:
+            self.scope.stats.notes.append(
+                f"{method.name}: the question as the text tower of {method.text_tower!r} reads it"
+            )
+            assert self.ids is not None
+            words = [self.owner.family.words(ids[mine]) for ids, mine in zip(self.ids, asked, strict=True)]
+            found, there = self.owner.readers[method.text_tower].embed(words)
+            return found[rows], there[rows]
+        self.scope.stats.notes.append(f"{method.name}: the question as the language model itself embeds it")
+        chosen, _ = self.compacted(asked.to(hidden.device))
         at = chosen.clamp(min=0)
         at = at if slots is None else slots.gather(1, at)
         return _rows(hidden, at)[rows], (chosen >= 0)[rows]
@@ -248,7 +293,8 @@ class Door:
         kwargs["attention_mask"] = None
         if visual and ids is not None:
             layout_valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid.cpu()
-            step.layout = self.owner.family.layout(ids.cpu(), layout_valid, scope.encoded)
+            step.ids = ids.cpu()
+            step.layout = self.owner.family.layout(step.ids, layout_valid, scope.encoded)
             self._prefill(step, kwargs, layout_valid.to(embeds.device))
         else:
             self._continue(step, kwargs, valid)
@@ -302,14 +348,10 @@ class Door:
         deepstack = kwargs.get("deepstack_visual_embeds")
         planes = _planes(kwargs["visual_pos_masks"], deepstack) if deepstack is not None else []
         with scope.stats.clock.measure("selection", device):
-            if (kept := owner.merging.survivors(step.layout, scope.encoded)) is not None:
-                step.total = Reduction(valid & (kept.to(device) | ~step.layout.visual.to(device)), valid)
-                record = scope.stats.stages.setdefault(
-                    owner.encoder, Stage("encoder", owner.built[owner.encoder][1].name)
-                )
-                record.tokens_in += int(step.layout.visual.sum())
-                record.resolved = None
-                record.tokens_kept += int(kept.sum())
+            if (merged := owner.merging.reduction(step.layout, scope.encoded, device)) is not None:
+                # the tokens hold their merged values already; DeepStack features were taken while groups were smaller
+                step.total = merged.beside(valid & ~step.layout.visual.to(device))
+                planes = [merged.substitute(plane) for plane in planes]
             for number, (_, method) in enumerate(owner.built):
                 if not isinstance(method, ProjectorMethod):
                     continue
@@ -406,6 +448,12 @@ class Door:
         if scope is None:
             return None
         step, scope.step = scope.step, None
+        if step is not None and step.eviction is not None and output is not None:
+            device, waits = step.phase(0).places.device, bool(step.eviction.waiting)
+            with scope.stats.clock.measure("selection", device):
+                step.eviction.settle()
+            for number in range(len(self.layers) if waits else 0):
+                step.pack(number, device)
         if scope.timer is not None:
             scope.stats.clock.stop(scope.timer[1], scope.timer[0])
             scope.timer = None
@@ -419,20 +467,34 @@ class Door:
             return None
         scope.reduction = step.total
         scope.layout = step.layout
-        if step.cache_kept:
-            self._record_cache(step)
+        if step.eviction is not None and step.eviction.figures:
+            self._record_cache(step, step.eviction.figures)
+        if self.owner.codec is not None and step.state is not None:
+            self._record_codec(step, self.owner.codec)
         if not scope.generating:
             output.last_hidden_state = self._widen(step, output.last_hidden_state)
         return output
 
-    def _record_cache(self, step: Step) -> None:
-        assert step.layout is not None and self.owner.policy is not None
+    def _record_cache(self, step: Step, layers: list[Tensor]) -> None:
+        assert self.owner.policy is not None
         stage = self.owner.policy
         record = step.scope.stats.stages.setdefault(stage, Stage("cache", self.owner.built[stage][1].name))
-        figures = torch.stack(step.cache_kept).double().mean(0).tolist()
+        figures = torch.stack(layers).double().mean(0).tolist()
         record.tokens_in += round(figures[0])
         record.resolved = (record.resolved or 0) + round(figures[1])
         record.tokens_kept += round(figures[2])
+
+    def _record_codec(self, step: Step, stage: int) -> None:
+        """A codec drops nothing: what it finds is what stays."""
+        stats, codec = step.scope.stats, self.owner.built[stage][1]
+        assert isinstance(codec, Codec)
+        record = stats.stages.setdefault(stage, Stage("codec", codec.name, resolved=None))
+        before = [s.tokens_kept for s in stats.stages.values() if s.site == "cache"]
+        record.tokens_in = record.tokens_kept = before[0] if before else stats.layer_tokens[-1]
+        if step.state is not None and not any(layer.width for layer in step.state.layers):
+            stats.notes.append(
+                f"{codec.name} has packed nothing: it packs {codec.page} tokens at a time, beyond the newest {codec.residual}."
+            )
 
     def _widen(self, step: Step, hidden: Tensor) -> Tensor:
         """Back to the caller's length: NaN where a token was dropped, zero where there was none."""

@@ -199,6 +199,10 @@ def _video_hooks(cls: type, stages: Stages) -> dict[str, Any]:
     def fetch_videos(self: Any, video_url_or_urls: Any, sample_indices_fn: Any = None) -> Any:
         if isinstance(video_url_or_urls, (list, tuple)):
             return list(zip(*[fetch_videos(self, one, sample_indices_fn) for one in video_url_or_urls], strict=True))
+        if not video_url_or_urls.startswith(("http://", "https://")):
+            from .video.decode import decode_sampled
+
+            return decode_sampled(video_url_or_urls, sample_indices_fn)
         from transformers.utils import is_av_available, is_decord_available, is_torchcodec_available
         from transformers.video_utils import load_video
 
@@ -223,7 +227,7 @@ def _clip(clip: Any, metadata: Any, stages: Stages) -> tuple[Any, Any]:
     indices = np.arange(len(frames)) if indices is None else np.asarray(indices)
     for method, retain in stages:
         stay = method.choose(frames, retain)
-        frames = method.clip(frames, retain)
+        frames = frames[stay] if method.only_chooses else method.clip(frames, retain)
         if len(stay) != len(frames):
             raise MmaccelError(
                 f"Method {method.name!r} made {len(frames)} frames but says that it keeps {len(stay)}; its choose() must "

@@ -13,10 +13,10 @@ from typing import Any
 
 from .budget import Retain, check_retain
 from .errors import MmaccelError
-from .method import LayerMethod, Method
+from .method import LayerMethod, Method, Policy
 from .registry import method, methods, suggest
 
-_SITES = ("frames", "encoder", "projector", "layers", "cache")
+_SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ class Recipe:
     ----------
     name : what it is called.
     stages : at most one ``encoder`` stage; any number at ``projector``; ``layers`` stages at rising layers.
-    positions : ``keep`` (kept tokens keep their original positions and decoding continues after the unreduced prompt)
-        or ``paper`` (what the authors did: most renumber what enters the language model 0, 1, 2, ...).
+    positions : ``keep`` (kept tokens keep their original order and position ids, text its own, and decoding continues after
+        the unreduced prompt), which is the adjustment of GAP (*Grounding-Aware Token Pruning*, arXiv 2506.21873) and may
+        be called ``gap`` where a recipe drops tokens; or ``paper`` (what the authors did: most renumber what enters
+        the language model 0, 1, 2, ...).
     rounding : ``exact`` (a ratio is rounded half up per picture) or ``official`` (the authors' rounding).
     text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
     """
@@ -84,8 +86,10 @@ class Recipe:
     paper: str = ""
 
     def __post_init__(self) -> None:
-        if self.positions not in ("keep", "paper"):
-            raise MmaccelError(f"positions={self.positions!r} is unknown; use 'keep' or 'paper'.")
+        if self.positions not in ("keep", "gap", "paper"):
+            raise MmaccelError(
+                f"positions={self.positions!r} is unknown; use 'keep' or 'paper' ('gap' is the paper that 'keep' is from)."
+            )
         if self.rounding not in ("exact", "official"):
             raise MmaccelError(f"rounding={self.rounding!r} is unknown; use 'exact' or 'official'.")
         if self.text_retain is not None:
@@ -95,9 +99,9 @@ class Recipe:
             raise MmaccelError(
                 f"Recipe {self.name!r}: stages must follow the order of the sites, {' -> '.join(_SITES)}."
             )
-        if order.count(_SITES.index("encoder")) > 1 or order.count(_SITES.index("cache")) > 1:
+        if any(order.count(_SITES.index(site)) > 1 for site in ("encoder", "cache", "codec")):
             raise MmaccelError(
-                f"Recipe {self.name!r}: one method at site 'encoder' and one at site 'cache' is the most."
+                f"Recipe {self.name!r}: one method each at sites 'encoder', 'cache' and 'codec' is the most."
             )
         for stage in self.stages:
             if stage.retain is not None:
@@ -136,6 +140,10 @@ class Recipe:
                 recipe = dataclasses.replace(recipe, **{key: value})
             else:
                 recipe = recipe._with_option(key, value)
+        if recipe.stages != self.stages:
+            # options may only make sense together
+            for stage in recipe.stages:
+                stage.build()
         return recipe
 
     def _with_retain(self, retain: Retain) -> Recipe:
@@ -154,7 +162,6 @@ class Recipe:
             raise MmaccelError(f"{key!r} {what} of recipe {self.name!r}; it takes {known}.")
         stages = list(self.stages)
         stages[having[0]] = dataclasses.replace(stages[having[0]], options={**stages[having[0]].options, key: value})
-        stages[having[0]].build()
         return dataclasses.replace(self, stages=tuple(stages))
 
     def build(self) -> list[tuple[Stage, Method]]:
@@ -163,15 +170,31 @@ class Recipe:
         Raises
         ------
         MmaccelError
-            If a stage needs a budget and has none, or ``layers`` stages do not rise.
+            If a stage needs a budget and has none, ``layers`` stages do not rise, or ``positions`` cannot be honoured.
         """
         built = [(stage, stage.build()) for stage in self.stages]
         at = [m.layer for _, m in built if isinstance(m, LayerMethod)]
         if len({type(layer) for layer in at}) == 1 and at != sorted(set(at)):
             raise MmaccelError(f"Recipe {self.name!r}: methods inside the language model need rising layers, not {at}.")
+        if self.positions == "gap" and not any(m.site in ("encoder", "projector", "layers") for _, m in built):
+            raise MmaccelError(
+                f"positions='gap' is about tokens that are dropped before or inside the language model, and recipe "
+                f"{self.name!r} drops none there; leave it out."
+            )
+        if self.positions == "paper" and (late := [m.name for _, m in built if m.renumbers_inside]):
+            raise MmaccelError(
+                f"positions='paper' cannot be had with {late[0]!r}: its authors renumber between layers, so that a token has "
+                "other positions in every layer's cache; use 'keep'."
+            )
         for stage, m in built:
             if stage.retain is None and m.budget != "none":
                 raise MmaccelError(f"Method {m.name!r} needs a budget; give retain=0.25 or a count such as retain=64.")
+        codec = [m.name for _, m in built if m.site == "codec"]
+        if codec and (late := [m.name for _, m in built if isinstance(m, Policy) and m.scheduled]):
+            raise MmaccelError(
+                f"Recipe {self.name!r}: {late[0]!r} goes on evicting while it decodes, and what {codec[0]!r} has packed stays "
+                "packed; leave out the codec, or every= and cap=."
+            )
         return built
 
     # --- as data ----------------------------------------------------------------------------------------------

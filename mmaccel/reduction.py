@@ -36,12 +36,12 @@ class Links:
             return Links(self.batch[order], self.slot[order], self.source[order], self.weight[order])
         order = inverse.argsort(stable=True)
         lengths = torch.bincount(inverse, minlength=len(unique))
-        weight = _segment_sum(self.weight[order, None].float(), lengths)[:, 0]
+        weight = segment_sum(self.weight[order, None].float(), lengths)[:, 0]
         out = unique // width
         return Links(out // width, out % width, unique % width, weight)
 
 
-def _segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Sums of consecutive runs, ``[L, D] -> [len(lengths), D]``; a fixed order of additions, no atomics."""
     if values.shape[0] == 0:
         return values.new_zeros(len(lengths), values.shape[1])
@@ -93,7 +93,7 @@ class Reduction:
         order = (batch * n + slot).argsort(stable=True)
         batch, slot, source, w = batch[order], slot[order], source[order], w[order]
         _, inverse, lengths = torch.unique_consecutive(batch * n + slot, return_inverse=True, return_counts=True)
-        total = _segment_sum(w[:, None], lengths)[:, 0]
+        total = segment_sum(w[:, None], lengths)[:, 0]
         kept = torch.zeros_like(valid)
         kept[batch, slot] = True
         return Reduction(kept, valid, Links(batch, slot, source, w / total[inverse]))
@@ -160,7 +160,7 @@ class Reduction:
         _, lengths = torch.unique_consecutive(links.batch * n + links.slot, return_counts=True)
         flat = x.reshape(x.shape[0], n, -1)
         parts = flat[links.batch, links.source].float() * links.weight[:, None].float()
-        merged = _segment_sum(parts, lengths).to(x.dtype)
+        merged = segment_sum(parts, lengths).to(x.dtype)
         first = torch.cumsum(lengths, 0) - lengths
         out = flat.clone()
         out[links.batch[first], links.slot[first]] = merged

@@ -16,7 +16,7 @@ T = TypeVar("T", bound=type[Method])
 #: the entry point group through which another package offers methods
 ENTRY_POINTS = "mmaccel.methods"
 
-_BUILT_IN = ("pruning", "merging", "layers", "frames", "kv.policies")
+_BUILT_IN = ("pruning", "merging", "layers", "frames", "kv.policies", "kv.codecs")
 _methods: dict[str, type[Method]] = {}
 _loaded = False
 

@@ -13,7 +13,8 @@ import torch
 
 @dataclass
 class Stage:
-    """One stage of the recipe in one call: visual tokens seen, resolved by the budget, and kept, summed over rows."""
+    """One stage of the recipe in one call: visual tokens seen, resolved by the budget, and kept, summed over rows; at site
+    ``encoder`` the patches, or the blocks of patches that merge as one, of all tiles and frames that were encoded."""
 
     site: str
     method: str
@@ -76,6 +77,7 @@ class Stats:
     layer_tokens: list[int] = field(default_factory=list)
     kv_bytes: int = 0
     labels_ignored: int = 0
+    notes: list[str] = field(default_factory=list)
     decode_steps: int = 0
     clock: Clock = field(default_factory=Clock)
 
@@ -84,7 +86,7 @@ class Stats:
 
         ``visual_tokens`` came in; ``visual_tokens_kept`` reach the last layer; ``visual_tokens_per_layer`` is their mean
         over the decoder layers (the fair x-axis when recipes work at different sites); ``kv_bytes`` is what the cache
-        holds at the end of the call; ``seconds`` are per stage.
+        holds at the end of the call; ``seconds`` are per stage; ``notes`` say in words what figures do not show.
         """
         layers = self.layer_tokens
         return {
@@ -96,6 +98,7 @@ class Stats:
             "stages": [vars(stage).copy() for _, stage in sorted(self.stages.items())],
             "kv_bytes": self.kv_bytes,
             "labels_ignored": self.labels_ignored,
+            "notes": list(dict.fromkeys(self.notes)),
             "decode_steps": self.decode_steps,
             "seconds": self.clock.seconds(),
         }

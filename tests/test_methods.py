@@ -14,12 +14,13 @@ from torch import Tensor
 import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, budget
 from mmaccel.frames.resize import Resize
+from mmaccel.kv.codecs import Codec
 from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.streaming_llm import StreamingLLM
 from mmaccel.layers.fastv import FastV
 from mmaccel.merging.pool import Pool, window_grid
 from mmaccel.merging.tome import ToMe, bipartite_soft_matching, kth_bipartite_matching
-from mmaccel.method import EncoderMethod, FramesMethod, KeyBatch, Policy, TokenBatch, TokenMethod
+from mmaccel.method import EncoderMethod, EncoderTokens, FramesMethod, KeyBatch, Policy, TokenBatch, TokenMethod
 from mmaccel.pruning.attention_received import AttentionReceived
 from mmaccel.pruning.divprune import DivPrune, max_min_diverse
 from mmaccel.pruning.random import Random
@@ -172,7 +173,7 @@ def test_every_built_in_method_describes_itself() -> None:
         assert name == method.name and method.summary and cls.__doc__
         with pytest.raises(AttributeError):
             method.name = "another"  # type: ignore[misc]
-        assert isinstance(method, TokenMethod | EncoderMethod | Policy | FramesMethod)
+        assert isinstance(method, TokenMethod | EncoderMethod | Policy | Codec | FramesMethod)
     with pytest.raises(MmaccelError, match="divprune"):
         mmaccel.method("div-prune")
 
@@ -208,7 +209,7 @@ def test_divprune_never_picks_a_copy_twice() -> None:
 def test_divprune_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, count = batch_of(), torch.tensor([9, 5, 7, 1, 11])
     whole = DivPrune().reduce(tokens, count).kept
-    monkeypatch.setattr("mmaccel.pruning.divprune._BLOCK", 400)
+    monkeypatch.setattr("mmaccel_kernels.maxmin.BLOCK", 400)
     assert torch.equal(DivPrune().reduce(tokens, count).kept, whole)
 
 
@@ -299,7 +300,7 @@ def test_bipartite_matching_merges_the_most_similar(protected: int) -> None:
     metric = torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(2))
     place = torch.arange(21)
     for remove in (0, 4, 100):
-        target = ToMe().match(metric, remove, protected)
+        target = ToMe().match(EncoderTokens(metric, torch.ones(3, 21), protected), remove)
         gone = target != place
         assert (gone.sum(1) == min(remove, (21 - protected) // 2)).all()
         assert not gone[:, :protected].any() and (target[:, protected:] >= protected).all()
@@ -309,7 +310,7 @@ def test_bipartite_matching_merges_the_most_similar(protected: int) -> None:
             assert torch.equal(bipartite_soft_matching(metric[row : row + 1], remove, protected)[0], target[row])
     best = torch.cosine_similarity(metric[:, :, None], metric[:, None], dim=-1)[:, 0::2, 1::2]
     best = best[:, (protected + 1) // 2 :, protected // 2 :].amax(2)
-    merged = (ToMe().match(metric, 4, protected) != place)[:, 0::2][:, (protected + 1) // 2 :]
+    merged = (ToMe().match(EncoderTokens(metric, torch.ones(3, 21), protected), 4) != place)[:, 0::2][:, (protected + 1) // 2 :]
     assert (best.masked_fill(~merged, 9).amin(1) >= best.masked_fill(merged, -9).amax(1)).all()
 
 

@@ -190,6 +190,27 @@ def test_video_files_are_read(tmp_path):
         prepared(text=zoo.QWEN_VIDEO, videos=["gone.mp4"])
 
 
+def test_the_frames_of_a_file_are_those_that_were_sampled(tmp_path):
+    """HEVC with open groups of pictures, in which decord gives other frames; and a file with few frames."""
+    av = pytest.importorskip("av")
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx265", rate=8, options={"x265-params": "log-level=none:keyint=6"})
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for at in range(40):
+            grey = np.full((48, 64, 3), 16 + 5 * at, np.uint8)
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
+        out.mux(stream.encode())
+    hooks = type(prepare(QWEN, HALF_FRAMES).video_processor)
+    for wanted in ([2, 9, 17, 26, 33, 39], [5, 5, 6]):
+        frames, about = hooks.fetch_videos(None, str(path), lambda metadata, wanted=wanted: wanted)
+        assert np.allclose(frames.mean((1, 2, 3)), 16 + 5 * np.asarray(wanted), atol=2)
+        assert (about.frames_indices, about.total_num_frames, about.fps) == (wanted, 40, 8.0)
+    with pytest.warns(UserWarning, match="decord is not exact"):
+        out = prepare(QWEN, HALF_FRAMES)(text=zoo.QWEN_VIDEO, videos=[path], return_tensors="pt")
+    assert out["video_grid_thw"][0, 0] > 0
+
+
 def test_missing_and_broken_pictures_are_named(tmp_path):
     prepared = prepare(QWEN, "resize")
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")

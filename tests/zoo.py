@@ -579,9 +579,12 @@ def messages(pictures: list[Any], clips: list[Any], question: str) -> list[dict[
     return [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]
 
 
-def encode(family: str, rows: list[tuple[list[Image.Image], list[np.ndarray], str]]) -> BatchFeature:
-    """The real processor's output for rows of pictures, clips and a question, padded on the left."""
-    worker = processor(family)
+def encode(
+    family: str, rows: list[tuple[list[Image.Image], list[np.ndarray], str]], worker: ProcessorMixin | None = None
+) -> BatchFeature:
+    """What the real processor, or the ``worker`` made of it, gives for rows of pictures, clips and a question, padded
+    on the left."""
+    worker = worker or processor(family)
     template = {"chat_template": _chat_template(family), "tokenize": False, "add_generation_prompt": True}
     text = [worker.tokenizer.apply_chat_template(messages(*row), **template) for row in rows]
     clips = [one for row in rows for one in row[1]]

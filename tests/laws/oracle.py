@@ -29,7 +29,6 @@ TOLERANCE, POWER = 2e-5, 1e-2
 
 DEEPSTACK = {"qwen3_vl": 3}
 CLS = ("llava", "llava_next", "llava_next_video", "video_llava", "internvl")
-MERGEABLE = tuple(f for f in zoo.FAMILIES if not f.startswith("qwen"))
 #: LLaMA and Qwen2 text models that can have sliding windows
 WINDOWED = (("llava_next", {"sliding_window": 24}), ("internvl", {"sliding_window": 24, "max_window_layers": 2}))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmaccel import accelerated, recipe
 from mmaccel.kv.cache import CompressedLayer
 
-METHODS = ("none", "random", "fastv", "snapkv", "test-fixed-cache", "streaming-llm")
+METHODS = ("none", "random", "fastv", "snapkv", "test-fixed-cache", "streaming-llm", "d2o", "dycoke-cache")
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -105,7 +105,7 @@ def test_evicted_keys_are_gone(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     with accelerated(tiny, recipe_of("snapkv", retain=0.25), processor=zoo.processor(family)):
         original = CompressedLayer.evict
 
-        def evict(self: Any, kept: Tensor) -> None:
+        def evict(self: Any, kept: Tensor, merged: Any = None) -> None:
             full.extend(weakref.ref(tensor) for tensor in self.stored())
             original(self, kept)
 

@@ -104,7 +104,7 @@ def test_vtc_cls_keeps_everything(family):
     keeps_everything(family, "images", oracle.recipe("vtc-cls", family, 1.0))
 
 
-@pytest.mark.parametrize(("family", "kind"), [c for c in CASES if c[0] in oracle.MERGEABLE], ids=str)
+@pytest.mark.parametrize(("family", "kind"), CASES, ids=str)
 def test_merging_nothing_in_the_encoder_is_the_bare_model(family, kind):
     keeps_everything(family, kind, oracle.recipe("tome", family, 1.0))
 
@@ -134,8 +134,5 @@ def test_all_stages_keep_everything_in_batches_and_beams(family, name):
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_a_recipe_of_every_site_keeps_everything(family):
-    stages = [
-        oracle.recipe(name, family, 1.0).stages[0]
-        for name in (*(("tome",) if family in oracle.MERGEABLE else ()), "divprune", "random", "fastv", "snapkv")
-    ]
+    stages = [oracle.recipe(name, family, 1.0).stages[0] for name in ("tome", "divprune", "random", "fastv", "snapkv")]
     keeps_everything(family, "image", Recipe("all", tuple(stages)))

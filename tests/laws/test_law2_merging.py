@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -13,7 +14,11 @@ import zoo
 from torch import Tensor
 
 from mmaccel import Recipe, Stage, accelerated, register
-from mmaccel.merging.tome import ToMe
+from mmaccel.encoders.merging import Merged
+from mmaccel.families import family_of
+from mmaccel.method import ProjectorMethod, Tap, TokenBatch
+from mmaccel.reduction import Reduction
+from mmaccel.scope import Encoded
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -100,86 +105,146 @@ def test_pooling_then_dropping(family):
 # ---------------------------------------------------------------------------------------------- merging in the encoder
 
 
-@register
-@dataclass(frozen=True)
-class WatchedToMe(ToMe):
-    """ToMe that notes what it merged into what, in the order of the tower's calls."""
+@dataclass
+class Merge:
+    """What one layer of an accelerated tower decided, `holder [S0]`: in whose place the group of every token stands."""
 
-    name = "laws-tome"
-    targets: ClassVar[list[Tensor]] = []
-
-    def match(self, metric: Tensor, remove: int, protected: int) -> Tensor:
-        target = super().match(metric, remove, protected)
-        self.targets.append(target)
-        return target
+    run: int
+    layer: int
+    holder: Tensor
 
 
-def averaging_tower(family: str, retain: float, targets: list[Tensor], handles: list):
-    """Hooks that put the mean of its group at every place of the bare tower's full grid, before each merging layer.
+@contextmanager
+def watched_merges():
+    """Note every merge of every tower that runs, in order."""
+    found: list[Merge] = []
+    runs: dict[int, Merged] = {}
+    original = Merged.merge
+
+    def merge(self, *args):
+        run = next((i for i, seen in runs.items() if seen is self), len(runs))
+        runs[run] = self
+        layer = self.layer
+        hidden = original(self, *args)
+        found.append(Merge(run, layer, self.place[self.owner]))
+        return hidden
+
+    Merged.merge = merge
+    try:
+        yield found
+    finally:
+        Merged.merge = original
+
+
+def grouped(values: Tensor, holder: Tensor) -> Tensor:
+    """`values [..., C]` with the mean of its group at every place."""
+    flat = values.flatten(0, -2)
+    total = torch.zeros_like(flat).index_add(0, holder, flat)
+    count = torch.zeros(len(flat)).index_add(0, holder, torch.ones(len(flat)))
+    return (total / count.clamp(min=1)[:, None])[holder].view(values.shape)
+
+
+def averaging_tower(family: str, merges: list[Merge], handles: list) -> list[Merge]:
+    """Hooks that put the mean of its group at every place of the bare tower's full grid, behind the attention of each
+    merging layer and behind its MLP.
 
     Attention over n equal tokens is what proportional attention gives to one that stands for n: the same features must
-    come out. The groups are followed here, in places of the full grid; `targets` speak of the tokens that were left.
+    come out. In packed towers the members of a group move beside their holder, into its window, and take its rotation.
     """
-    towers, last = oracle.layers_of_tower(oracle.bare(family))
-    queue = iter(targets)
-    for layers in towers:
-        group: dict[str, Tensor] = {}
+    adapter, left = family_of(oracle.bare(family)), list(merges)
+    at: dict = {"run": -1, "holder": None, "order": None}
 
-        def start(module, args, group=group):
-            tokens = args[0].shape[1]
-            group["of"] = torch.arange(tokens).expand(len(args[0]), -1)
-            patches = tokens - int(family in oracle.CLS)
-            group["plan"] = ToMe().schedule(patches, last, int(retain * patches + 0.5))
+    def enter(module, args, kwargs, number):
+        if number == 0:
+            # runs in which everything stays are not watched
+            at.update(run=at["run"] + 1, holder=None)
+        at["merges"], at["order"] = False, None
+        if args[0].dim() == 3 or at["holder"] is None:
+            return None
+        holder = at["holder"]
+        at["order"] = order = holder.argsort(stable=True)
+        kwargs = dict(kwargs, position_embeddings=tuple(x[holder][order] for x in kwargs["position_embeddings"]))
+        bounds = [int((holder < bound).sum()) for bound in kwargs["cu_seqlens"].tolist()]
+        kwargs["cu_seqlens"] = torch.tensor(sorted(set(bounds)), dtype=torch.int32)
+        return (args[0][order],), kwargs
 
-        def enter(module, args, number, group=group):
-            if group["plan"][number - 1] == 0:
-                return None
-            target = next(queue)
-            into = target.gather(1, group["of"])
-            left = target == torch.arange(target.shape[1])
-            group["of"] = (left.cumsum(1) - 1).gather(1, into)
-            same = (group["of"][:, :, None] == group["of"][:, None, :]).to(args[0])
-            return (same @ args[0] / same.sum(-1, keepdim=True), *args[1:])
+    def between(module, args, number):
+        if not left or (left[0].run, adapter.merging_layers()[left[0].layer]) != (at["run"], number):
+            return None
+        at["holder"], at["merges"] = left.pop(0).holder, True
+        if at["order"] is None:
+            return (grouped(args[0], at["holder"]),)
+        hidden = torch.empty_like(args[0])
+        hidden[at["order"]] = args[0]
+        return (grouped(hidden, at["holder"])[at["order"]],)
 
-        handles.append(layers[0].register_forward_pre_hook(start))
-        for number in range(1, last + 1):
-            handles.append(layers[number].register_forward_pre_hook(partial(enter, number=number)))
-    return queue
+    def leave(module, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        if at["order"] is not None:
+            hidden = torch.empty_like(hidden).index_copy(0, at["order"], hidden)
+        hidden = grouped(hidden, at["holder"]) if at["merges"] else hidden
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    for tower in adapter.towers():
+        for number, layer in enumerate(adapter.tower_layers(tower)[: adapter.feature_layer + 1]):
+            handles.append(layer.register_forward_pre_hook(partial(enter, number=number), with_kwargs=True))
+            norm = next(m for n, m in layer.named_children() if n in ("layer_norm2", "layernorm_after", "norm2"))
+            handles.append(norm.register_forward_pre_hook(partial(between, number=number)))
+            handles.append(layer.register_forward_hook(leave, prepend=True))
+    return left
 
 
-@pytest.mark.parametrize(("family", "kind"), cases(oracle.MERGEABLE, KINDS), ids=str)
-@pytest.mark.parametrize("retain", (0.5, 0.3))
-def test_merging_in_the_encoder_is_averaging_its_full_grid(family, kind, retain):
+@pytest.mark.parametrize(("family", "kind"), cases(zoo.FAMILIES, KINDS), ids=str)
+@pytest.mark.parametrize(("name", "retain"), (("tome", 0.5), ("pitome", 0.35)))
+def test_merging_in_the_encoder_is_averaging_its_full_grid(family, kind, name, retain):
     feed, model, bare = zoo.inputs(family, kind), oracle.subject(family), oracle.bare(family)
-    WatchedToMe.targets.clear()
-    with accelerated(model, Recipe("tome", (Stage("laws-tome", retain),)), processor=zoo.processor(family)):
+    with accelerated(model, name, retain=retain, processor=zoo.processor(family)), watched_merges() as merges:
         got = oracle.at_the_door(model, feed)
+    assert merges
     handles: list = []
-    queue = averaging_tower(family, retain, list(WatchedToMe.targets), handles)
+    left = averaging_tower(family, merges, handles)
     try:
         wanted = oracle.at_the_door(bare, feed)
     finally:
         for handle in handles:
             handle.remove()
-    assert next(queue, None) is None and WatchedToMe.targets
-    valid = feed["attention_mask"].bool()
+    assert not left
+    valid, visual = feed["attention_mask"].bool(), oracle.visual(family, feed)
     oracle.close(got["inputs_embeds"][valid], wanted["inputs_embeds"][valid], what="embeddings")
-    plain = oracle.at_the_door(bare, feed)["inputs_embeds"]
-    oracle.apart(got["inputs_embeds"][oracle.visual(family, feed)], plain[oracle.visual(family, feed)])
+    plain = oracle.at_the_door(bare, feed)
+    oracle.apart(got["inputs_embeds"][visual], plain["inputs_embeds"][visual])
+    if family == "qwen3_vl":
+        for mine, theirs in zip(got["deepstack_visual_embeds"], wanted["deepstack_visual_embeds"], strict=True):
+            oracle.close(mine, theirs, what="DeepStack features")
+        oracle.apart(got["deepstack_visual_embeds"][-1], plain["deepstack_visual_embeds"][-1])
 
 
-@pytest.mark.parametrize(("family", "kind"), cases(oracle.MERGEABLE, KINDS), ids=str)
-def test_the_door_keeps_one_token_of_each_group(family, kind):
+@pytest.mark.parametrize(
+    ("family", "kind", "name"),
+    [(*case, "tome") for case in cases(zoo.FAMILIES, KINDS)] + [(*case, "evit") for case in cases(oracle.CLS, KINDS)],
+)
+def test_the_door_keeps_one_token_of_each_group(family, kind, name):
     feed, model = zoo.inputs(family, kind), oracle.subject(family)
     forced = oracle.force(family, len(feed["input_ids"]))
-    what = oracle.recipe("tome", family, 0.5)
+    what = oracle.recipe(name, family, 0.5)
     got = oracle.record(family, feed, what, forced)
     with accelerated(model, what, processor=zoo.processor(family)):
-        merged = oracle.at_the_door(model, feed)["inputs_embeds"]
+        door = oracle.at_the_door(model, feed)
+        stage = model.mmaccel.stats()["stages"][0]
+        layout = model.mmaccel.layout
+    merged, owner = door["inputs_embeds"], got.reduction.owner()
     length = merged.shape[1]
 
     def change(kwargs):
         kwargs["inputs_embeds"] = torch.cat([merged, kwargs["inputs_embeds"][:, length:]], dim=1)
+        if family == "qwen3_vl":
+            # groups were smaller where DeepStack looked: what the door keeps is the mean of what they were
+            visual, planes = kwargs["visual_pos_masks"], []
+            for features in door["deepstack_visual_embeds"]:
+                plane = features.new_zeros(*visual[:, :length].shape, features.shape[-1])
+                plane[visual[:, :length]] = features
+                planes.append(averaged(plane, owner, got.kept)[visual[:, :length]])
+            kwargs["deepstack_visual_embeds"] = planes
         return kwargs
 
     prompt, steps = oracle.replay(family, feed, forced, got.seen, change)
@@ -189,17 +254,104 @@ def test_the_door_keeps_one_token_of_each_group(family, kind):
     oracle.apart(got.steps, oracle.replay(family, feed, forced, got.seen)[1])
     visual = oracle.visual(family, feed)
     dropped = visual & ~got.kept
-    assert dropped.any()
-    if family in ("llava", "video_llava") and kind in ("image", "images", "uneven"):
-        # one token a patch: what was dropped is what an earlier kept place of the same picture holds
-        side = 36 if family == "llava" else 16
-        for row in range(len(visual)):
-            for picture in visual[row].nonzero()[:, 0].split(side):
-                held = merged[row, picture]
-                alike = (held[:, None] - held[None]).abs().amax(-1) < 1e-5
-                first = alike.long().argmax(1)
-                assert torch.equal(got.kept[row, picture], first == torch.arange(side))
-                assert int(got.kept[row, picture].sum()) == side // 2
+    assert dropped.any() and stage["resolved"] == stage["tokens_kept"] < stage["tokens_in"]
+    blends = kind in ("video", "mixed") and family in ("llava_onevision", "llava_next_video")
+    for row, place in dropped.nonzero().tolist():
+        # what was dropped is held, value by value, by the token it is said to flow into
+        if (into := int(owner[row, place])) >= 0:
+            oracle.close(merged[row, place], merged[row, into], what="a member and its group")
+        else:
+            assert blends
+    if family in ("llava", "video_llava", "internvl", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        newlines = sum(int((s.tile.source < 0).sum()) for s in layout.segments)
+        copies = len(layout.segments) and int((got.kept & visual).sum()) - newlines
+        assert copies == stage["tokens_kept"]
+
+
+@register
+@dataclass(frozen=True)
+class Look(ProjectorMethod):
+    """Keeps everything, and what the taps saw of an early layer with all tokens of a row in one piece."""
+
+    name = "laws-look"
+    seen: ClassVar[list[TokenBatch]] = []
+
+    def taps(self):
+        return (Tap("features", (1,)), Tap("keys", (2,)))
+
+    def reduce(self, tokens, count):
+        self.seen.append(tokens)
+        return Reduction.identity(tokens.valid)
+
+
+def looked(family, feed):
+    """`[kept tokens, D]` features behind layer 1 and keys of layer 2, with what stayed at the door."""
+    Look.seen.clear()
+    model, what = oracle.subject(family), Recipe("look", (Stage("tome", 0.5), Stage("laws-look", 1.0)))
+    with accelerated(model, what, processor=zoo.processor(family)), watched_merges() as merges:
+        model(**feed)
+        kept = model.mmaccel.reduction.kept
+    (tokens,) = Look.seen
+    celled = tokens.valid & (tokens.cells[..., 0] >= 0)
+    return tokens.signals["features"][:, 0][celled], tokens.signals["keys"][:, 0][celled], kept, merges
+
+
+TAPPED = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm")
+
+
+@pytest.mark.parametrize("family", TAPPED)
+def test_taps_behind_a_merge_see_the_full_grid(family):
+    """Features are those of the bare tower with averaged groups, place by place."""
+    feed, bare = zoo.inputs(family, "images"), oracle.bare(family)
+    adapter, caught, handles = family_of(bare, zoo.processor(family)), [], []
+    got, _, kept, merges = looked(family, feed)
+    averaging_tower(family, merges, handles)
+    layer = adapter.tower_layers(adapter.towers()[0])[1]
+    handles.append(layer.register_forward_hook(lambda module, args, out: caught.append(out)))
+    try:
+        bare(**feed)
+    finally:
+        for handle in handles:
+            handle.remove()
+    hidden = caught[0][0] if isinstance(caught[0], tuple) else caught[0]
+    hidden = hidden[None] if hidden.dim() == 2 else hidden[:, int(adapter.has_cls) :]
+    asked = Encoded({"image_grid_thw": feed.get("image_grid_thw")})
+    wanted = adapter.to_tokens("image", asked, [hidden])[kept[oracle.visual(family, feed)]]
+    oracle.close(got, wanted, what="features")
+
+
+@pytest.mark.parametrize("family", TAPPED)
+def test_taps_behind_a_merge_of_two_pictures_are_those_of_each(family):
+    """Packed towers deliver attention frame by frame, or window by window."""
+    feed = zoo.inputs(family, "uneven")
+    _, keys, _, _ = looked(family, feed)
+    alone = [looked(family, zoo.single(family, feed, row))[1] for row in range(len(feed["input_ids"]))]
+    oracle.close(keys, torch.cat(alone), what="keys")
+
+
+@pytest.mark.parametrize("family", TAPPED)
+def test_a_group_stands_where_its_merged_token_stood(family):
+    """Cell and position of a merged token are those it had in the tower, not those of its first member."""
+    feed, adapter = zoo.inputs(family, "images"), family_of(oracle.bare(family), zoo.processor(family))
+    _, _, kept, merges = looked(family, feed)
+    holder, cls = merges[-1].holder, int(adapter.has_cls)
+    tile = len(holder) if family.startswith("qwen") else adapter.side**2 + cls
+    stands = (holder == torch.arange(len(holder))).double().view(-1, tile)[:, cls:]
+    asked = Encoded({"image_grid_thw": feed.get("image_grid_thw")})
+    wanted = adapter.to_tokens("image", asked, [stands])
+    assert set(wanted.tolist()) == {0.0, 1.0}, "blocks do not merge as one"
+    assert torch.equal(kept[oracle.visual(family, feed)], wanted > 0)
+
+
+def test_a_merge_is_drawn_as_groups():
+    """Not as drops: every cell of the picture belongs to a group that is there."""
+    model = oracle.subject("llava")
+    with accelerated(model, "tome", retain=0.5):
+        model(**zoo.inputs("llava"))
+        made, layout = model.mmaccel.reduction, model.mmaccel.layout
+    owner = made.owner()[0, layout.segments[0].places]
+    assert (owner >= 0).all() and owner.unique().numel() == 18
+    assert float(made.mass()[0, layout.visual[0]].sum()) == 36.0
 
 
 # -------------------------------------------------------------------------------------------------------- renumbering

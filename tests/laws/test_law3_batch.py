@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 TOLERANCE = 2e-5
 METHODS = ("random", "divprune", "pool", "tome", "fastv", "snapkv", "attention-received")
-REST = ("uniform", "vtc-cls", "streaming-llm")
+REST = ("uniform", "vtc-cls", "streaming-llm", "pitome", "evit")
 
 
 def matrix():
@@ -26,9 +26,7 @@ def matrix():
     for family in zoo.FAMILIES:
         for kind in ("uneven", "textrow"):
             for name in (*METHODS, *REST):
-                if (name == "tome" and family not in oracle.MERGEABLE) or (
-                    name == "vtc-cls" and family not in oracle.CLS
-                ):
+                if name in ("vtc-cls", "evit") and family not in oracle.CLS:
                     continue
                 usual = name in METHODS or family in ("llava", "qwen2_5_vl")
                 marks = () if usual else (pytest.mark.slow,)

@@ -63,9 +63,7 @@ def recipe(method: str, family: str) -> mmaccel.Recipe:
 
 
 def fits(method: str, family: str) -> bool:
-    if method == "vtc-cls":
-        return family in ("llava", "llava_next", "llava_next_video", "video_llava", "internvl")
-    return method != "tome" or not family.startswith("qwen")
+    return method != "vtc-cls" or family in ("llava", "llava_next", "llava_next_video", "video_llava", "internvl")
 
 
 @families
@@ -153,8 +151,8 @@ def test_scopes_do_not_outlive_their_call() -> None:
     ("family", "recipe"),
     [
         ("llava_onevision", "vtc-cls"),
-        ("qwen2_5_vl", "tome"),
-        ("qwen2_vl", [Stage("tome", 0.5), Stage("test-features", 0.5)]),
+        ("qwen2_5_vl", "evit"),
+        ("qwen2_vl", [Stage("evit", 0.5), Stage("test-features", 0.5)]),
         ("llava", "no-such-recipe"),
         ("llava", [Stage("fastv", 0.5, {"layer": 9})]),
         ("qwen3_vl", [Stage("test-features", 0.5), Stage("fastv", 0.5, {"layer": 1})]),

@@ -57,7 +57,7 @@ def test_two_models_with_two_recipes(family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("method", ["divprune", "fastv", "snapkv"])
+@pytest.mark.parametrize("method", ["divprune", "fastv", "snapkv", "d2o", "dycoke-cache"])
 def test_one_model_with_two_inputs(family: str, method: str) -> None:
     """Pictures of other sizes and batches of other widths on the same model."""
     tiny = model(family)

@@ -1,0 +1,66 @@
+"""Decode steps that read the cache as it is stored give what steps over padded and decoded heads give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+
+from mmaccel import accelerated
+from mmaccel.kv import decoding
+from mmaccel.kv.quantised import QuantisedLayer
+from mmaccel.recipe import Recipe, Stage
+
+RECIPES = {
+    "ragged": Recipe("ragged", (Stage("snapkv", 0.4, {"window": 8, "head_budget": "adaptive"}),)),
+    "packed": Recipe("packed", (Stage("kivi", None, {"page": 16, "residual": 0, "group": 16}),)),
+}
+
+
+def steps(model, recipe, inputs, then, **generate):
+    """Tokens and logits of a first turn of 6 tokens; logits of ``then [B, n]`` new tokens on the same cache."""
+    with torch.no_grad(), accelerated(model, recipe):
+        out = model.generate(
+            **inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, return_dict_in_generate=True,
+            output_logits=True, **generate,
+        )  # fmt: skip
+        mask = torch.cat([inputs["attention_mask"], torch.ones(len(then), 6 - 1 + then.shape[1]).long()], dim=1)
+        more = model(input_ids=then, attention_mask=mask, past_key_values=out.past_key_values).logits
+    return torch.stack(out.logits), more
+
+
+@pytest.mark.parametrize("new", [1, 5, 17])
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_the_same_logits_without_padding(family, name, new, monkeypatch):
+    model, inputs = zoo.model(family), dict(zoo.inputs(family, batch=2))
+    then = torch.randint(10, 60, (2, new), generator=torch.Generator().manual_seed(0))
+    want = steps(model, RECIPES[name], inputs, then)
+    read, padded = [], []
+    attend, stored = decoding.attend, QuantisedLayer.stored
+
+    def watched(layer, query, *rest):
+        if not read:
+            # what the prompt needed
+            padded.clear()
+        read.append(query.shape[2])
+        return attend(layer, query, *rest)
+
+    monkeypatch.setattr("mmaccel.attention.attend", watched)
+    monkeypatch.setattr(QuantisedLayer, "stored", lambda layer: padded.append(layer.number) or stored(layer))
+    monkeypatch.setattr(decoding, "on_gpu", lambda x: True)
+    layers = len(model.model.language_model.layers)
+    got = steps(model, RECIPES[name], inputs, then)
+    assert read == [1] * (5 * layers) + [new] * (layers if new <= 16 else 0)
+    assert bool(padded) == (new > 16)
+    for mine, its in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, its, atol=2e-5, rtol=2e-5)
+
+
+def test_eager_attention_still_returns_its_weights(monkeypatch):
+    model, inputs = zoo.model("llava"), dict(zoo.inputs("llava"))
+    model.set_attn_implementation("eager")
+    monkeypatch.setattr(decoding, "on_gpu", lambda x: True)
+    with torch.no_grad(), accelerated(model, RECIPES["ragged"]):
+        out = model.generate(**inputs, max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
+    assert all(weights is not None for step in out.attentions for weights in step)

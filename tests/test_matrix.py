@@ -1,0 +1,23 @@
+"""The table of recipes and families in the README is what running them gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matrix
+
+
+def test_readme_is_current():
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert matrix.readme_matrix() in readme, "run: python tests/matrix.py --update README.md"
+
+
+def test_update_asks_for_markers(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("no markers")
+    try:
+        matrix.update(page)
+    except SystemExit as error:
+        assert matrix.START in str(error)
+    else:
+        raise AssertionError("a page without markers was accepted")

@@ -1,0 +1,206 @@
+"""Sessions on a video that goes on."""
+
+from __future__ import annotations
+
+import gc
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from laws import oracle
+from torch import Tensor
+
+from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
+from mmaccel.media import Clip, Prompt, encode
+from mmaccel.video.streaming import VideoSession
+
+FAMILIES = tuple(family for family in zoo.FAMILIES if "video" in zoo.kinds(family))
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def session(family: str, cap: int = 100, **options: Any) -> VideoSession:
+    model = oracle.subject(family)
+    return VideoSession(model, processor=zoo.processor(family), cap_tokens=cap, **{"chunk": 4, **options})
+
+
+def film(family: str, frames: int, seed: int = 0) -> np.ndarray:
+    _, width, height = zoo._family(family).clip
+    return zoo.clip(frames, width, height, seed)
+
+
+def cells(one: VideoSession) -> list[Tensor]:
+    """Of every layer the frame, row and column of what it stores, and the keys."""
+    out = []
+    for layer in one._state.layers:
+        out += [layer.index.index, *layer.stored()]
+    return out
+
+
+@families
+def test_without_pressure_it_is_the_model(family: str) -> None:
+    """One stretch under a wide cap: the answer that the bare model gives to the same prompt."""
+    frames, bare = film(family, 4), oracle.bare(family)
+    # at a low rate Qwen places text before the time of the last frame, a session behind it
+    inputs = encode(zoo.processor(family), [Prompt("what is it?", clip=Clip(frames, [0, 1, 2, 3], 4, 8.0))])
+    wanted = bare.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    one = session(family, 4096, fps=8.0)
+    one.push(frames)
+    text = zoo.processor(family).tokenizer.decode(wanted, skip_special_tokens=True).strip()
+    assert one.ask("what is it?", 8) == text and len(text) > 1
+
+
+@families
+def test_the_cap_holds_and_questions_leave_no_trace(family: str) -> None:
+    asked, quiet = session(family), session(family)
+    for stretch in range(5):
+        for one in (asked, quiet):
+            one.push(film(family, 4, stretch))
+            assert one.tokens() <= 100
+        first = asked.ask("what is it?", 5)
+        assert asked.ask("where, and why?", 9) is not None
+        assert asked.ask("what is it?", 5) == first
+        for ours, theirs in zip(cells(asked), cells(quiet), strict=True):
+            assert torch.equal(ours, theirs)
+        assert asked.nbytes() == quiet.nbytes()
+    assert asked.frames == 20 and asked.tokens() > 80
+    assert asked.ask("what is it?", 5) == quiet.ask("what is it?", 5)
+
+
+@pytest.mark.parametrize("family", ("llava_onevision", "qwen2_5_vl", "smolvlm"))
+def test_frames_are_counted_on(family: str) -> None:
+    """All stretches are one clip; frames of several stretches are held at once, the newest among them, and the prefix."""
+    one = session(family, 160)
+    seen = []
+    for stretch in range(6):
+        one.push(film(family, 4, stretch))
+        kinds = one._state.kinds[0]
+        seen.append(int(kinds[:, 1].max()))
+        assert set(kinds[:, 0].tolist()) == {-1, 0}
+    assert seen == [seen[0] + i * (seen[0] + 1) for i in range(6)]
+    for layer in one._state.layers:
+        for head in layer.index.index[0].reshape(-1, len(layer.index)):
+            held = one._state.kinds[0][head[head >= 0].long()]
+            stretches = (held[:, 1][held[:, 0] >= 0] // (seen[0] + 1)).unique().tolist()
+            assert len(stretches) >= 2 and stretches[-1] == 5
+            assert head[: one._prefix].tolist() == list(range(one._prefix))
+
+
+@families
+def test_a_question_reads_the_frames_that_wait(family: str) -> None:
+    """Even a single one."""
+    one = session(family)
+    one.push(film(family, 5))
+    assert one.frames == 4
+    before = one._state.seen
+    assert one.ask("what is it?", 2)
+    assert one.frames == 5 and one._state.seen > before
+
+
+def test_any_policy_can_follow() -> None:
+    recipe = Recipe("mine", (Stage("random", 0.5), Stage("h2o", 0.5, {"recent": 20})))
+    one = VideoSession(
+        oracle.subject("qwen2_5_vl"), recipe, processor=zoo.processor("qwen2_5_vl"), cap_tokens=60, chunk=4
+    )
+    for stretch in range(4):
+        one.push(film("qwen2_5_vl", 4, stretch))
+        assert one.tokens() <= 60
+        one.ask("what is it?", 3)
+    assert one.tokens() == 60
+
+
+def test_the_model_is_what_it_was_between_calls() -> None:
+    model = oracle.subject("qwen2_5_vl")
+    with accelerated(model, "random"):
+        one = session("qwen2_5_vl")
+        one.push(film("qwen2_5_vl", 4))
+        one.ask("what is it?", 2)
+        assert model.mmaccel.recipe.name == "random"
+    assert not hasattr(model, "mmaccel")
+
+
+def test_an_interrupted_answer_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = session("qwen2_5_vl")
+    one.push(film("qwen2_5_vl", 4))
+    before = [tensor.clone() for tensor in cells(one)]
+    first = one.ask("what is it?", 4)
+    calls = []
+
+    def stop(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    handle = one.model.lm_head.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        one.ask("what is it?", 4)
+    handle.remove()
+    assert all(torch.equal(a, b) for a, b in zip(before, cells(one), strict=True))
+    assert one.ask("what is it?", 4) == first
+
+
+def reachable(root: Any) -> tuple[int, int]:
+    """Bytes of tensors and arrays, and containers, that hang on a session but not on its model or processor."""
+    seen, storages, count = {id(root.model), id(root.processor)}, {}, 0
+    queue = [root]
+    while queue:
+        thing = queue.pop()
+        skipped = (type, types.ModuleType, types.FunctionType, types.CodeType, torch.nn.Module)
+        if id(thing) in seen or isinstance(thing, skipped):
+            continue
+        seen.add(id(thing))
+        count += 1
+        if isinstance(thing, Tensor):
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, np.ndarray):
+            storages[id(thing)] = thing.nbytes
+        else:
+            queue.extend(gc.get_referents(thing))
+    return sum(storages.values()), count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ("qwen2_5_vl", "smolvlm"))
+def test_an_hour_of_frames(family: str) -> None:
+    """3,600 frames, one a second, a question every ten minutes: nothing grows after the first two minutes."""
+    one, stretches = session(family, 128, chunk=8), [film(family, 8, seed) for seed in range(5)]
+    sizes, counts, places = [], [], []
+    for stretch in range(450):
+        one.push(stretches[stretch % 5])
+        assert one.tokens() <= 128
+        if stretch % 75 == 74:
+            one.ask("what is it?", 4)
+        if stretch >= 15:
+            held, things = reachable(one)
+            sizes.append(held)
+            counts.append(things)
+            places.append(one._state.seen)
+    assert one.frames == 3600
+    for figures in (sizes, counts, places):
+        first, last = max(figures[:145]), max(figures[-145:])
+        assert last <= 1.1 * first, f"grew from {first} to {last}"
+
+
+def test_what_cannot_be_meant() -> None:
+    model, processor = oracle.subject("qwen2_5_vl"), zoo.processor("qwen2_5_vl")
+    for options, said in (
+        ({"recipe": "divprune"}, "never evicts"),
+        ({"recipe": "dycoke-cache"}, "never evicts"),
+        ({"chunk": 1}, "chunk >= 2"),
+        ({"cap_tokens": 1}, "no room"),
+    ):
+        with pytest.raises(MmaccelError, match=said):
+            VideoSession(model, **{"processor": processor, **options})
+    one = session("qwen2_5_vl")
+    with pytest.raises(MmaccelError, match="push frames first"):
+        one.ask("what is it?")
+    with pytest.raises(MmaccelError, match="uint8"):
+        one.push(np.zeros((2, 3, 8, 8), dtype=np.float32))
+    one.push(film("qwen2_5_vl", 1))
+    with pytest.raises(MmaccelError, match="one size"):
+        one.push(np.zeros((1, 20, 20, 3), dtype=np.uint8))
+    windowed = oracle.subject(*[oracle.WINDOWED[1][0]], **oracle.WINDOWED[1][1])
+    with pytest.raises(UnsupportedError, match="sliding windows"):
+        VideoSession(windowed, processor=zoo.processor("internvl"))
