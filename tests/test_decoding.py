@@ -18,15 +18,19 @@ RECIPES = {
 
 
 def steps(model, recipe, inputs, then, **generate):
-    """Tokens and logits of a first turn of 6 tokens; logits of ``then [B, n]`` new tokens on the same cache."""
+    """Logits of a first turn of 6 tokens; logits of ``then [B, n]`` new tokens on the same cache."""
     with torch.no_grad(), accelerated(model, recipe):
         out = model.generate(
             **inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, return_dict_in_generate=True,
             output_logits=True, **generate,
         )  # fmt: skip
-        mask = torch.cat([inputs["attention_mask"], torch.ones(len(then), 6 - 1 + then.shape[1]).long()], dim=1)
+        fresh = torch.ones(len(then), 6 - 1 + then.shape[1]).long()
+        # the new turn of the last row is shorter, and padded on the left
+        short = then.shape[1] // 2
+        fresh[-1, 5 : 5 + short] = 0
+        mask = torch.cat([inputs["attention_mask"], fresh], dim=1)
         more = model(input_ids=then, attention_mask=mask, past_key_values=out.past_key_values).logits
-    return torch.stack(out.logits), more
+    return torch.stack(out.logits), more[:, short:]
 
 
 @pytest.mark.parametrize("new", [1, 5, 17])

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
 from mmaccel.kv import budgets, importance
+from mmaccel.kv.cache import KeyIndex, Reading
 from mmaccel.kv.compact import merge
 from mmaccel.kv.eviction import choose, protected, rank
 from mmaccel.kv.policies.a2sf import A2SF
@@ -730,10 +731,11 @@ def test_a_cache_that_goes_on_without_the_recipe() -> None:
         assert len(cache.layers[0].index) == stored
 
 
+@pytest.mark.parametrize("kind", ("image", "uneven"))
 @pytest.mark.parametrize("name", ("h2o", "adaptive"))
-def test_cropping_takes_the_figures_along(name: str) -> None:
-    family, feed = "llava", zoo.inputs("llava", "uneven")
-    forced, model = oracle.force(family, 2, 4), oracle.subject(family)
+def test_cropping_takes_the_figures_along(name: str, kind: str) -> None:
+    family, feed = "llava", zoo.inputs("llava", kind)
+    forced, model = oracle.force(family, len(feed["input_ids"]), 4), oracle.subject(family)
     recipe = SCHEDULES[name].override(every=100)
     with accelerated(model, recipe):
         cache = model(**feed, use_cache=True).past_key_values
@@ -847,7 +849,8 @@ def test_every_step_reads_what_it_attends_to(family: str, kind: str, shipped: bo
 
 
 def test_beams_read_what_they_chose() -> None:
-    family, recipe = "llava", stage("dycoke-cache", layer=2)
+    # what a beam chose first it reads to the end
+    family, recipe = "llava", stage("dycoke-cache", layer=2, alike=-1.0)
     # some versions mix up the pictures of rows with several when they expand beams
     feed = zoo.inputs(family, "image", batch=2, question="a?")
     with accelerated(oracle.subject(family), recipe) as model:
@@ -1006,3 +1009,31 @@ def test_vl_cache_asks_the_text_behind_the_last_picture() -> None:
     assert bare.received is not None and keys.received is not None
     shared = VLCache(per_head=False).score(keys)
     torch.testing.assert_close(shared, keys.received.sum(1, keepdim=True).expand(1, 2, 30))
+
+
+@pytest.mark.parametrize("name", ("h2o", "adaptive", "snapkv"))
+def test_a_row_of_the_cache_goes_on_alone(name: str) -> None:
+    """What is carried for a row leaves with it."""
+    family, feed = "llava", zoo.inputs("llava", "uneven")
+    forced, model = oracle.force(family, 2, 5), oracle.subject(family)
+    with accelerated(model, SCHEDULES[name]):
+        cache = model(**feed, use_cache=True).past_key_values
+        model(input_ids=forced[:, :1], past_key_values=cache, use_cache=True)
+        row = copy.deepcopy(cache)
+        row.batch_select_indices(torch.tensor([1]))
+        assert len(row.mmaccel.kinds) == 1 and row.mmaccel.nbytes() < cache.mmaccel.nbytes()
+        for token in forced[:, 1:].T:
+            both = model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits
+            alone = model(input_ids=token[1:, None], past_key_values=row, use_cache=True).logits
+            oracle.close(alone[0], both[1])
+    total = feed["input_ids"].shape[1] + 5
+    assert torch.equal(places(row, total)[:, 0], places(cache, total)[:, 1])
+
+
+def test_reading_keeps_whatever_came_later() -> None:
+    index = KeyIndex(torch.tensor([[0, 1, 2, 3, 4, 5], [-1, 1, 2, 3, 4, 5]]), True, 6)
+    reading = Reading(1, torch.tensor([[True, False, True, False], [True, True, False, False]]))
+    assert reading.index(index).index.tolist() == [[0, 2, 4, 5], [1, 4, 5, -1]]
+    keys = torch.arange(12.0).view(2, 1, 6, 1)
+    read, _ = reading.read(index, keys, keys)
+    assert read[0, 0, :, 0].tolist() == [0, 2, 4, 5] and read[1, 0, :3, 0].tolist() == [7, 10, 11]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import matrix
+import pytest
 
 
+@pytest.mark.slow
 def test_readme_is_current():
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     assert matrix.readme_matrix() in readme, "run: python tests/matrix.py --update README.md"

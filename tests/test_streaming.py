@@ -14,6 +14,7 @@ from laws import oracle
 from torch import Tensor
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
+from mmaccel.kv.cache import CacheState
 from mmaccel.media import Clip, Prompt, encode
 from mmaccel.video.streaming import VideoSession
 
@@ -97,6 +98,23 @@ def test_a_question_reads_the_frames_that_wait(family: str) -> None:
     before = one._state.seen
     assert one.ask("what is it?", 2)
     assert one.frames == 5 and one._state.seen > before
+
+
+@families
+def test_forgetting_places_moves_no_position(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that goes on counting all places stores the same keys and gives the same answers."""
+    cap = {"llava_next_video": 30, "qwen2_vl": 48, "qwen2_5_vl": 48}.get(family, 70)
+    ours, counting = session(family, cap), session(family, cap)
+    for stretch in range(4):
+        ours.push(film(family, 4, stretch))
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheState, "rebase", lambda self: None)
+            counting.push(film(family, 4, stretch))
+    assert ours._state.seen < counting._state.seen
+    for mine, theirs in zip(ours._state.layers, counting._state.layers, strict=True):
+        for a, b in zip(mine.stored(), theirs.stored(), strict=True):
+            assert torch.equal(a, b)
+    assert ours.ask("what is it?", 5) == counting.ask("what is it?", 5)
 
 
 def test_any_policy_can_follow() -> None:

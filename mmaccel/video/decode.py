@@ -20,7 +20,7 @@ from ..errors import MmaccelError
 from .choice import around_keyframes, at_rate, length, shown, spaced, uniform
 from .clip import Clip
 from .container import container, local
-from .readers import READERS, PicturesReader, Reader
+from .readers import READERS, PicturesReader, Reader, usable
 from .readers.base import NotExactError
 
 Select = Literal["uniform", "keyframes"]
@@ -50,10 +50,14 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.frames is None and self.fps is None:
             raise MmaccelError("Say how many frames to decode: frames=16, or fps=1.0 for one a second.")
-        for name in ("frames", "fps", "folder_fps", "threads", "memory"):
+        for name in ("frames", "threads", "memory"):
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise MmaccelError(f"{name}={value} makes no clip; give a number above 0.")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise MmaccelError(f"{name}={value!r} makes no clip; give a whole number of 1 or more.")
+        for name, least in {"fps": 0.0, "folder_fps": 0.0, "start": -1.0, "end": -1.0}.items():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not least < float(value) < math.inf):
+                raise MmaccelError(f"{name}={value!r} makes no clip; give a number{' above 0' * (least == 0)}.")
         if self.select not in ("uniform", "keyframes"):
             raise MmaccelError(f"select={self.select!r} is unknown; use 'uniform' or 'keyframes'.")
         if self.select == "keyframes" and (self.frames is None or self.fps is not None):
@@ -223,11 +227,11 @@ def decode_here(
     error: Exception | None = None
     for name in [wanted.backend] if wanted.backend else names:
         trying(name)
+        if not usable(READERS[name]):
+            failed.append(f"{name} is not installed or does not load")
+            continue
         try:
             clip = _read(READERS[name](file, kind), file, wanted, choose)
-        except ImportError:
-            failed.append(f"{name} is not installed")
-            continue
         except _NoRemedy:
             raise
         except MemoryError as caught:
@@ -247,7 +251,7 @@ def decode_here(
     if isinstance(error, MmaccelError):
         raise error
     if error is None:
-        needed = READERS[wanted.backend].distribution if wanted.backend else "av"
+        needed = " ".join(READERS[wanted.backend or "pyav"].distributions)
         raise MmaccelError(
             f"Reading video files needs {wanted.backend or 'PyAV, decord or torchcodec'}; run: pip install {needed}"
         )

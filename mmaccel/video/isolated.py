@@ -45,7 +45,8 @@ class _Ended(Exception):
 class _Child:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _START, _HERE],
+            # -P: nothing is imported from a folder only because it is the current one
+            [sys.executable, "-P", "-c", _START, _HERE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -127,7 +128,7 @@ def decode_isolated(path: Path_, wanted: Wanted, timeout: float) -> Clip:
             child = _idle.pop() if _idle else None
         child = child or _Child()
         text = os.fspath(path)
-        job = {"path": text, "wanted": dataclasses.asdict(wanted), "names": names}
+        job = {"path": text, "folder": os.getcwd(), "wanted": dataclasses.asdict(wanted), "names": names}
         answer = child.ask(job, timeout)
         if "ended" not in answer:
             with _lock:
@@ -170,6 +171,7 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         job = json.loads(line)
         wanted = Wanted(**job["wanted"])
+        os.chdir(job["folder"])
         _limit(wanted.memory)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -99,6 +99,8 @@ KINDS: dict[str, dict] = {
     "mpeg2-b.mpg": {"codec": "mpeg2video", **_B},
     "mpeg2-b.ts": {"codec": "mpeg2video", **_B},
     "h264.ts": {},
+    "camera.m2ts": {"container": {"mpegts_m2ts_mode": "1"}},
+    "live.mkv": {"container": {"live": "1"}},
     "vp9.webm": {"codec": "libvpx-vp9", "options": {"deadline": "realtime", "cpu-used": "8", "lag-in-frames": "16"}},
     "vp8.webm": {"codec": "libvpx", "options": {"deadline": "realtime", "cpu-used": "8", "auto-alt-ref": "1"}},
     "vp8.ogv": {"codec": "libvpx", "options": {"deadline": "realtime", "cpu-used": "8"}},

@@ -178,6 +178,36 @@ def test_names_are_never_patterns_or_protocols(kind, tmp_path, monkeypatch):
     assert decode("a%03d.png", 3, backend="pyav").indices == [10, 30, 50]
 
 
+def test_how_long_files_say_they_are(tmp_path):
+    """Boxes of 64 bits, and what reaches to the end of the file or does not say."""
+    path = tmp_path / "any"
+    start = (16).to_bytes(4, "big") + b"ftypisom" + bytes(4)
+    large = (1).to_bytes(4, "big") + b"mdat" + (5_000_000_000).to_bytes(8, "big")
+    for data, breaks in {
+        start + (24).to_bytes(4, "big") + b"mdat" + bytes(16): False,
+        start + (25).to_bytes(4, "big") + b"mdat" + bytes(16): True,
+        start + large + bytes(100): True,
+        start + (0).to_bytes(4, "big") + b"mdat" + bytes(99): False,
+        start + bytes(3): False,
+        # an EBML header of two bytes, a segment of four bytes, then of unknown length, then of a length in two bytes
+        b"\x1a\x45\xdf\xa3\x82xx\x18\x53\x80\x67\x84xxxx": False,
+        b"\x1a\x45\xdf\xa3\x82xx\x18\x53\x80\x67\x84xxx": True,
+        b"\x1a\x45\xdf\xa3\x82xx\x18\x53\x80\x67\xffxxx": False,
+        b"\x1a\x45\xdf\xa3\x82xx\x18\x53\x80\x67\x40\x05xxxx": True,
+        b"\x1a\x45\xdf\xa3\x82xx\x18\x53": False,
+        b"\x1a\x45\xdf\xa3": False,
+        b"RIFF\x08\0\0\0AVI xxxx": False,
+        b"RIFF\x09\0\0\0AVI xxxx": True,
+        b"RIFF\0\0\0\0AVI xxxx": False,
+    }.items():
+        path.write_bytes(data)
+        if breaks:
+            with pytest.raises(MmaccelError, match=rf"breaks off after {len(data)} of"):
+                container(path)
+        else:
+            assert container(path) in ("mov", "matroska", "avi")
+
+
 def test_kinds_go_by_content(kind, tmp_path):
     """A wrong suffix does not matter."""
     for name, what in {
@@ -260,6 +290,15 @@ def test_isolated_or_not_gives_the_same(kind):
             there.backend,
         )
         assert np.array_equal(here.timestamps, there.timestamps)
+
+
+def test_relative_paths_follow_the_current_folder(kind, tmp_path, monkeypatch):
+    (tmp_path / "there.mp4").write_bytes(kind("h264.mp4").read_bytes())
+    decode(kind("h264.mp4"), 2, isolated=True)
+    monkeypatch.chdir(tmp_path)
+    # nothing that lies about is run
+    (tmp_path / "numpy.py").write_text("raise SystemExit")
+    assert decode("there.mp4", 3, isolated=True).indices == [10, 30, 50]
 
 
 def test_warnings_come_through(kind):

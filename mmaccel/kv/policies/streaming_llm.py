@@ -26,8 +26,8 @@ class StreamingLLM(Policy):
     ----------
     sinks : keys at the start of the prompt that stay. 4 as in the paper.
 
-    Paper and program: the program evicts at every step and rotates the kept keys anew, so that positions count cache
-    slots and the text may grow without end. Here keys are evicted once, at the end of prefill, and keep their
+    Paper and program: the program evicts at every step, from all that was said (here ``every=1, joint=True``), and rotates
+    the kept keys anew, so that positions count cache slots and the text may grow without end. Here keys keep their
     positions.
     """
 

@@ -15,7 +15,8 @@ READERS: dict[str, type[Reader]] = {reader.name: reader for reader in (DecordRea
 def usable(reader: type[Reader]) -> bool:
     """Whether the back end is installed and loads."""
     try:
-        import_module(reader.module)
+        for module in reader.modules:
+            import_module(module)
     except Exception:  # a broken shared library raises all kinds
         return False
     return True

@@ -25,9 +25,9 @@ class Reader(ABC):
     """
 
     name: ClassVar[str]
-    #: the distribution to install, and the module that must be importable
-    distribution: ClassVar[str]
-    module: ClassVar[str]
+    #: the distributions to install, and the modules that must be importable
+    distributions: ClassVar[tuple[str, ...]]
+    modules: ClassVar[tuple[str, ...]]
 
     timestamps: np.ndarray
     keyframes: np.ndarray

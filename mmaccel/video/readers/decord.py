@@ -1,4 +1,4 @@
-"""Frames by decord, the fastest where it can: its own FFmpeg 4 and seeking in C++."""
+"""Frames by decord, which brings its own FFmpeg 4 and seeks in C++."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class DecordReader(Reader):
     """
 
     name = "decord"
-    distribution = "decord av"
-    module = "decord"
+    distributions = ("decord", "av")
+    modules = ("decord", "av")
 
     def __init__(self, path: Path, kind: str) -> None:
         import decord

@@ -19,8 +19,8 @@ class PicturesReader(Reader):
     """Pictures of one size, a constant time apart, in the order of their names; ``frame10`` comes after ``frame9``."""
 
     name = "pictures"
-    distribution = "pillow"
-    module = "PIL"
+    distributions = ("pillow",)
+    modules = ("PIL",)
 
     def __init__(self, path: Path, kind: str, fps: float = 1.0) -> None:
         self._path = path

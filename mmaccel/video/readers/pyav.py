@@ -24,8 +24,8 @@ class PyAVReader(Reader):
     """
 
     name = "pyav"
-    distribution = "av"
-    module = "av"
+    distributions = ("av",)
+    modules = ("av",)
 
     def __init__(self, path: Path, kind: str) -> None:
         self._path, self._kind = path, kind
@@ -40,11 +40,13 @@ class PyAVReader(Reader):
         cursor = None
         try:
             with opened(self._path, self._kind) as (container, stream):
+                # a stream may change its size on the way; the one it begins with holds
+                size = stream.codec_context.width, stream.codec_context.height
                 for index in indices:
                     key = int(self.keyframes.searchsorted(index, "right")) - 1
                     if cursor is None or self.keyframes[key] > cursor.place:
                         cursor = self._cursor(container, stream, key)
-                    yield float(self.timestamps[index]), cursor.picture(index)
+                    yield float(self.timestamps[index]), _upright(cursor.shown(index), *size)
         except (av.error.FFmpegError, EOFError) as error:
             if getattr(error, "errno", None) == errno.ENOMEM:
                 raise MemoryError from error
@@ -83,7 +85,6 @@ class _Cursor:
         self._frames, self._total = frames, total
         self._next: tuple[int, Any] | None = None
         self._shown: Any = None
-        self._size: tuple[int, int] | None = None
         self.place = -1
 
     def begins(self) -> int:
@@ -91,8 +92,8 @@ class _Cursor:
         self._next = next(self._frames, None)
         return self._total if self._next is None else self._next[0]
 
-    def picture(self, index: int) -> np.ndarray:
-        """``[H, W, 3]`` uint8: what is shown at frame ``index``, which is the frame before if its packet held no picture."""
+    def shown(self, index: int) -> Any:
+        """What is shown at frame ``index``, which is the frame before if its packet held no picture."""
         while self.place < index:
             following, self._next = self._next or next(self._frames, None), None
             if following is None:
@@ -103,9 +104,10 @@ class _Cursor:
                 self._next = following
                 break
             self.place, self._shown = following
-        # a stream may change its size; the first one holds
-        self._size = self._size or (self._shown.width, self._shown.height)
-        width, height = self._size
-        picture = self._shown.to_ndarray(format="rgb24", width=width, height=height)
-        # the container says by how many degrees to turn it, counterclockwise
-        return np.rot90(picture, round(self._shown.rotation / 90) % 4)
+        return self._shown
+
+
+def _upright(frame: Any, width: int, height: int) -> np.ndarray:
+    """``[H, W, 3]`` uint8 RGB; the container says by how many degrees to turn a frame, counterclockwise."""
+    picture = frame.to_ndarray(format="rgb24", width=width or frame.width, height=height or frame.height)
+    return np.rot90(picture, round(frame.rotation / 90) % 4)

@@ -20,8 +20,8 @@ class TorchcodecReader(Reader):
     """
 
     name = "torchcodec"
-    distribution = "torchcodec"
-    module = "torchcodec.decoders"
+    distributions = ("torchcodec",)
+    modules = ("torchcodec.decoders",)
 
     def __init__(self, path: Path, kind: str) -> None:
         from torchcodec.decoders import VideoDecoder
