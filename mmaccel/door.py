@@ -368,8 +368,8 @@ class Door:
             positions = torch.arange(step.seen, step.seen + step.length, device=device).expand(batch, -1)
             if step.state is not None and step.state.offset is not None:
                 # the cache may have seen padding, or forgotten places
-                start = step.seen - step.state.offset.to(device)
-                positions = (start[:, None] + valid.cumsum(1) - 1).clamp(min=0)
+                follows = step.seen - step.state.offset.to(device)
+                positions = (follows[:, None] + valid.cumsum(1) - 1).clamp(min=0)
         positions = positions.to(device)
         if positions.shape[-2] == 1 and batch > 1:
             positions = positions.expand(*positions.shape[:-2], batch, -1)

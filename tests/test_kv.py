@@ -184,6 +184,8 @@ def test_a_pyramid_is_steep() -> None:
     assert budgets.pyramid(40, [50] * 3, 20) == [50, 40, 30]
     assert budgets.by_shares(10, [100, 100], [3.0, 1.0]) == [15, 5]
     assert budgets.by_shares(10, [100, 100], [3.0, 1.0], uniform=1.0) == [10, 10]
+    # a layer that gets nothing keeps a hundredth
+    assert budgets.by_shares(100, [1000, 1000], [1.0, 0.0]) == [190, 10]
 
 
 @pytest.mark.parametrize("floor", (0.0, 0.2, 0.35, 1.0))
@@ -348,12 +350,13 @@ def alone(keys: KeyBatch, row: int) -> KeyBatch:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
 def test_a_padded_row_is_scored_as_alone(policy: Policy) -> None:
-    keys = keys_of((0, 3))
+    # no multiple of LagKV's stretch
+    keys = keys_of((0, 4))
     if policy.window:
         keys = replace(keys, queries=keys.queries[:, :, -policy.window :], places=keys.places[:, -policy.window :])
     score = rank(policy, keys)
     assert score.shape == keys.keys.shape[:3] and not score.isnan().any()
-    assert (score[1][:, :3] == -torch.inf).all()
+    assert (score[1][:, :4] == -torch.inf).all()
     for row in (0, 1):
         torch.testing.assert_close(score[row][:, keys.valid[row]], rank(policy, alone(keys, row))[0])
 
@@ -1037,3 +1040,10 @@ def test_reading_keeps_whatever_came_later() -> None:
     keys = torch.arange(12.0).view(2, 1, 6, 1)
     read, _ = reading.read(index, keys, keys)
     assert read[0, 0, :, 0].tolist() == [0, 2, 4, 5] and read[1, 0, :3, 0].tolist() == [7, 10, 11]
+
+
+def test_elastic_cache_hears_all_heads() -> None:
+    attention = attention_of((0,), rows=9, total=9, visible=False)
+    expected = attention.attention(0, 9).sum(2).mean(1)
+    seen = ElasticCache().observe(attention, torch.zeros(1, 2, 9))
+    torch.testing.assert_close(seen, expected[:, None].expand(1, 2, 9))

@@ -115,6 +115,26 @@ def test_missing_and_failing_back_ends_fall_to_the_next(kind, monkeypatch):
         decode(kind("h264.mp4"))
 
 
+@pytest.mark.parametrize(
+    ("errors", "words"),
+    [
+        ((NotExactError("no"), RuntimeError("odd"), RuntimeError("odd")), r"broken or no video \(odd\)"),
+        ((MmaccelError("It breaks off."), RuntimeError("odd"), NotExactError("no")), "It breaks off"),
+        ((MmaccelError("first"), RuntimeError("odd"), MmaccelError("last")), "last"),
+    ],
+)
+def test_the_error_that_tells_most_is_raised(kind, monkeypatch, errors, words):
+    for reader, error in zip(READERS.values(), errors, strict=True):
+
+        def failing(*args, error=error):
+            raise error
+
+        monkeypatch.setattr(reader, "modules", ())
+        monkeypatch.setattr(reader, "__init__", failing)
+    with pytest.raises(MmaccelError, match=words):
+        decode(kind("h264.mp4"))
+
+
 @pytest.mark.parametrize("threads", (1, 2, 3, 8))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads_change_nothing(tmp_path, threads, backend):

@@ -11,13 +11,16 @@ import threading
 import time
 import warnings
 
+import films
 import numpy as np
 import pytest
 from films import film, numbers
+from PIL import Image
 
 from mmaccel import MmaccelError
 from mmaccel.video import READERS, Clip, decode, decode_each, isolated
 from mmaccel.video.container import container, local
+from mmaccel.video.decode import Wanted, decode_here
 from mmaccel.video.readers import usable
 
 #: enough for a loaded machine, far below a hang
@@ -334,6 +337,26 @@ def test_the_child_does_without_torch():
     code = isolated._START.replace("serve()", "print('torch' in sys.modules)")
     out = subprocess.run([sys.executable, "-c", code, isolated._HERE], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+@needs_decord
+def test_png_files_can_still_be_read_by_torchvision(kind, tmp_path):
+    """decord alone would put its zlib in front of the one that torchvision was built for."""
+    Image.fromarray(films.frame(3)).save(tmp_path / "three.png")
+    code = (
+        "from mmaccel.video import decode\n"
+        f"assert decode({str(kind('h264.mp4'))!r}, 2).backend == 'decord'\n"
+        f"import torchvision; print(torchvision.io.decode_image({str(tmp_path / 'three.png')!r}).shape)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "[3, 64, 96]" in out.stdout, out.stderr
+
+
+def test_what_no_other_back_end_would_do_better_is_tried_once(kind):
+    tried: list[str] = []
+    with pytest.raises(MmaccelError, match="seconds long"):
+        decode_here(kind("h264.mp4"), Wanted(start=99.0), list(READERS), tried.append)
+    assert len(tried) == 1 or not usable(READERS[tried[0]])
 
 
 def test_threads_share_nothing(kind):

@@ -1,7 +1,5 @@
 """The back ends, one a file, in the order in which they are tried."""
 
-from importlib import import_module
-
 from .base import Reader
 from .decord import DecordReader
 from .pictures import PicturesReader
@@ -15,8 +13,7 @@ READERS: dict[str, type[Reader]] = {reader.name: reader for reader in (DecordRea
 def usable(reader: type[Reader]) -> bool:
     """Whether the back end is installed and loads."""
     try:
-        for module in reader.modules:
-            import_module(module)
+        reader.load()
     except Exception:  # a broken shared library raises all kinds
         return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,6 +33,12 @@ class Reader(ABC):
     timestamps: np.ndarray
     keyframes: np.ndarray
     fps: float
+
+    @classmethod
+    def load(cls) -> None:
+        """Import what is needed; any exception means that it is not there."""
+        for module in cls.modules:
+            import_module(module)
 
     @abstractmethod
     def __init__(self, path: Path, kind: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,14 @@ class DecordReader(Reader):
     name = "decord"
     distributions = ("decord", "av")
     modules = ("decord", "av")
+
+    @classmethod
+    def load(cls) -> None:
+        """torchvision must come first: decord brings a zlib for the whole process, with which torchvision reads no PNG."""
+        if "torch" in sys.modules:
+            with suppress(ImportError, OSError):
+                import_module("torchvision.io")
+        super().load()
 
     def __init__(self, path: Path, kind: str) -> None:
         import decord
