@@ -12,6 +12,7 @@ from .registry import method, methods, register
 if TYPE_CHECKING:
     from .accelerate import Accelerator, accelerate_vlm, accelerated, is_accelerated
     from .encoders.alone import EncoderAccelerator, accelerate_encoder, accelerated_encoder
+    from .video.streaming import VideoSession
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Reduction",
     "Stage",
     "UnsupportedError",
+    "VideoSession",
     "accelerate_encoder",
     "accelerate_vlm",
     "accelerated",
@@ -47,4 +49,8 @@ def __getattr__(name: str) -> Any:
         from .encoders import alone
 
         return getattr(alone, name)
+    if name == "VideoSession":
+        from .video.streaming import VideoSession
+
+        return VideoSession
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
