@@ -69,7 +69,7 @@ def test_a_clip_without_scenes_is_spaced_evenly():
 
 def test_the_strongest_cuts_count_when_there_are_too_many():
     frames = np.full((9, 32, 32, 3), 100, np.uint8)
-    frames[3:] = 180
+    frames[3:] = 190
     frames[6:] = 20
     frames[6:, ..., 0] = 255
     assert SceneFrames().choose(frames, 2 / 9).tolist() == [3, 7]

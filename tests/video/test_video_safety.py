@@ -340,6 +340,22 @@ def test_the_child_does_without_torch():
 
 
 @needs_decord
+def test_what_a_decoder_prints_is_no_answer(kind, badly):
+    badly(DECORD + "(print('noise', flush=True), 1 / 0)")
+    with pytest.warns(UserWarning, match="decord failed"):
+        assert decode(kind("h264.mp4"), 3, isolated=True).indices == [10, 30, 50]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_fork_does_not_use_its_parents_children(kind):
+    decode(kind("h264.mp4"), 2, isolated=True)
+    pid = os.fork()
+    if not pid:
+        os._exit(len(isolated._idle))
+    assert isolated._idle and os.waitpid(pid, 0)[1] == 0
+
+
+@needs_decord
 def test_png_files_can_still_be_read_by_torchvision(kind, tmp_path):
     """decord alone would put its zlib in front of the one that torchvision was built for."""
     Image.fromarray(films.frame(3)).save(tmp_path / "three.png")
