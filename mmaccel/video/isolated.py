@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -129,6 +130,7 @@ def decode_isolated(path: Path_, wanted: Wanted, timeout: float) -> Clip:
         child = child or _Child()
         text = os.fspath(path)
         job = {"path": text, "folder": os.getcwd(), "wanted": dataclasses.asdict(wanted), "names": names}
+        job["alarm"] = math.ceil(timeout) + 1
         answer = child.ask(job, timeout)
         if "ended" not in answer:
             with _lock:
@@ -173,6 +175,9 @@ def serve() -> None:
         wanted = Wanted(**job["wanted"])
         os.chdir(job["folder"])
         _limit(wanted.memory)
+        if hasattr(signal, "alarm"):
+            # the parent may be killed while this decoder hangs: nobody else would stop it then
+            signal.alarm(job["alarm"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             clip: Clip | None = None
@@ -185,6 +190,8 @@ def serve() -> None:
                 error = (
                     f"The video {job['path']!r} cannot be read ({type(unknown).__name__}: {unknown}); convert it first."
                 )
+        if hasattr(signal, "alarm"):
+            signal.alarm(0)
         if caught:
             say(warnings=[str(one.message) for one in caught if one.category is UserWarning])
         if clip is None:

@@ -252,6 +252,38 @@ def test_a_decoder_that_hangs_is_stopped(kind, badly):
     assert time.monotonic() - began < 20
 
 
+ORPHAN = """
+import sys
+from mmaccel.video import decode, isolated
+isolated._START = isolated._START.replace("serve()", sys.argv[2] + "; serve()")
+made = isolated._Child.__init__
+def tell(self):
+    made(self)
+    print(self.process.pid, flush=True)
+isolated._Child.__init__ = tell
+decode(sys.argv[1], isolated=True, timeout=2)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="Windows has no alarm")
+def test_a_decoder_that_hangs_does_not_outlive_a_killed_parent(kind):
+    hangs = DECORD + "__import__('time').sleep(1000)"
+    command = [sys.executable, "-c", ORPHAN, kind("h264.mp4"), hangs]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        time.sleep(1)  # the child is at work
+        parent.kill()
+    for _ in range(100):
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.2)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the child goes on for ever")
+
+
 @needs_decord
 def test_a_decoder_that_crashes_leaves_the_video_to_the_next(kind, badly):
     badly(DECORD + "__import__('os').kill(__import__('os').getpid(), 11)")
