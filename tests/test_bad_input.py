@@ -147,7 +147,6 @@ def test_cls_methods_need_a_cls_token(family: str) -> None:
     )
     assert not is_accelerated(model(family))
 
-
     refused(
         lambda: accelerate_vlm(model(family), "evit"),
         f"evit needs a CLS token, which the vision tower of {family} lacks; use 'tome' or 'pitome'",

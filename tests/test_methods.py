@@ -310,7 +310,9 @@ def test_bipartite_matching_merges_the_most_similar(protected: int) -> None:
             assert torch.equal(bipartite_soft_matching(metric[row : row + 1], remove, protected)[0], target[row])
     best = torch.cosine_similarity(metric[:, :, None], metric[:, None], dim=-1)[:, 0::2, 1::2]
     best = best[:, (protected + 1) // 2 :, protected // 2 :].amax(2)
-    merged = (ToMe().match(EncoderTokens(metric, torch.ones(3, 21), protected), 4) != place)[:, 0::2][:, (protected + 1) // 2 :]
+    merged = (ToMe().match(EncoderTokens(metric, torch.ones(3, 21), protected), 4) != place)[:, 0::2][
+        :, (protected + 1) // 2 :
+    ]
     assert (best.masked_fill(~merged, 9).amin(1) >= best.masked_fill(merged, -9).amax(1)).all()
 
 

@@ -35,7 +35,9 @@ _TAPS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``mmaccel methods``."""
-    parser.add_argument("--site", choices=("frames", "encoder", "projector", "layers", "cache", "codec"), help="only this site")
+    parser.add_argument(
+        "--site", choices=("frames", "encoder", "projector", "layers", "cache", "codec"), help="only this site"
+    )
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--update", metavar="FILE", help=argparse.SUPPRESS)  # the tables of our README
 

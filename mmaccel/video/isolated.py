@@ -129,7 +129,12 @@ def decode_isolated(path: Path_, wanted: Wanted, timeout: float) -> Clip:
             child = _idle.pop() if _idle else None
         child = child or _Child()
         text = os.fspath(path)
-        job = {"path": text, "folder": os.getcwd(), "wanted": dataclasses.asdict(wanted), "names": names}
+        job: dict[str, Any] = {
+            "path": text,
+            "folder": os.getcwd(),
+            "wanted": dataclasses.asdict(wanted),
+            "names": names,
+        }
         job["alarm"] = math.ceil(timeout) + 1
         answer = child.ask(job, timeout)
         if "ended" not in answer:
