@@ -20,7 +20,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "training" / "README.md")
+PAGES = (ROOT / "README.md", ROOT / "training" / "README.md", ROOT / "benchmarks" / "README.md")
 MODELS = ("mini-llava", "mini-qwen-vl", "mini-clip")
 _BLOCK = re.compile(r"(<!-- ((?:mini|prefill)-[\w-]+|shipped) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
@@ -99,6 +99,29 @@ def clip_table(record: dict[str, Any]) -> str:
     return "\n".join([_table(rows), "", notes, _origin(record)])
 
 
+def recipes_table(record: dict[str, Any]) -> str:
+    """A line for every recipe that was compared: accuracy, KL and bytes of the cache at each budget."""
+    budgets = list(dict.fromkeys(row["retain"] for row in record["rows"] if row["retain"] is not None))
+    measured: dict[str, dict[float | None, dict[str, float]]] = {}
+    for row in record["rows"]:
+        measured.setdefault(row["recipe"]["name"], {})[row["retain"]] = row["figures"]
+    heads = (f"{what} at {budget:.0%}" for budget in budgets for what in ("accuracy", "KL", "per layer", "KV"))
+    rows = [["recipe", *heads]]
+    for name, found in measured.items():
+        line = [f"`{name}`"]
+        for budget in budgets:
+            figures = found.get(budget) or found[None]  # one without a budget is the same at all
+            shares = (figures["visual_share_per_layer"], figures["kv_share"])
+            line += [f"{figures['accuracy']:.1%}", f"{figures['kl']:.3f}", *(f"{share:.0%}" for share in shares)]
+        rows.append(line)
+    versions = record["settings"]["versions"]
+    origin = f"`{record['command']}`, {record['date']}, {record['machine']}"
+    return (
+        f"{_table(rows)}\n\n{record['questions']} questions. "
+        f"{origin}, torch {versions['torch']}, transformers {versions['transformers']}."
+    )
+
+
 def prefill_table(record: dict[str, Any]) -> str:
     """What recipes save at prefill."""
     head = ["recipe", "tokens", "bare", "accelerated", "of it selection", "speed-up", "FLOPs", "realised"]
@@ -142,6 +165,8 @@ def block(name: str) -> str:
     record = json.loads(path.read_text(encoding="utf-8"))
     if name.startswith("prefill"):
         return prefill_table(record)
+    if "rows" in record:
+        return recipes_table(record)
     if "quality_percent" in record:
         return clip_table(record)
     return accuracy_table(record, RESULTS / f"{name.removesuffix('-quality')}-training.jsonl")

@@ -106,3 +106,31 @@ def test_tables_follow_the_results(tmp_path, monkeypatch):
     assert "0.99 hours: 99 pictures" in text and "`a` 50, `b` 99" in text
     assert "| `mini-llava` | 3.5 M | image | 80.0% | 60.0% | 5.0% |" in text
     assert results.renewed(text) == text
+
+
+def test_a_line_for_every_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+
+    def row(name, retain, accuracy):
+        figures = {"accuracy": accuracy, "kl": 0.25, "visual_share_per_layer": 0.5, "kv_share": 0.6}
+        return {"retain": retain, "recipe": {"name": name}, "figures": figures}
+
+    record = {
+        "command": "mmaccel compare",
+        "date": "2026-01-02",
+        "machine": "m",
+        "questions": 9,
+        "settings": {"versions": {"torch": "1", "transformers": "2"}},
+        "rows": [row("none", None, 0.8), row("a", 0.5, 0.7), row("a", 0.1, 0.4)],
+    }
+    (tmp_path / "mini-llava-recipes.json").write_text(json.dumps(record))
+    text = results.block("mini-llava-recipes")
+    assert "| `none` | 80.0% | 0.250 | 50% | 60% | 80.0% | 0.250 | 50% | 60% |" in text
+    assert "| `a` | 70.0% | 0.250 | 50% | 60% | 40.0% | 0.250 | 50% | 60% |" in text
+    assert text.startswith("| recipe | accuracy at 50% | KL at 50% |") and "9 questions. `mmaccel compare`" in text
+
+
+def test_the_pages_are_current():
+    for page in results.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert results.renewed(text) == text, "run: python -m training.results"
