@@ -13,6 +13,7 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from . import ask
@@ -145,9 +146,9 @@ def show(folder: Path, about: tuple[Path, list[Turn]], chosen: Recipe) -> dict[s
         "file": str(path),
         "kept": str(drawn),
         "questions": asked,
-        # means over the questions
+        # medians over the questions: the first one pays for what is made once
         **{
-            which: {name: sum(getattr(run[i], name) for run in runs) / len(runs) for name in names}
+            which: {name: median(getattr(run[i], name) for run in runs) for name in names}
             for i, which in enumerate(("full", "accelerated"))
         },
     }
@@ -192,7 +193,7 @@ def render(report: dict[str, Any]) -> str:
             marks = ["right" if asked[f"{which}_right"] else "wrong" for which in ("full", "accelerated")]
             rows.append([asked["question"], asked["expected"], asked["full"], marks[0], asked["accelerated"], marks[1]])
         full, fast = one["full"], one["accelerated"]
-        figures = [["mean of the questions", "full", name, ""]]
+        figures = [["median of the questions", "full", name, ""]]
         for title, key, form in (
             ("visual tokens", "visual_tokens_kept", lambda x: f"{x:.0f}"),
             ("time to first token", "first_token_seconds", seconds),
