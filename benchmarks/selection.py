@@ -28,6 +28,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.budget import resolve
+from mmaccel.cli.text import put_between
 from mmaccel.method import LayerAttention, LayerMethod, TokenBatch, TokenMethod
 from mmaccel.registry import methods
 
@@ -40,7 +41,6 @@ CLIPS = {576: (4, 12, 12), 2880: (20, 12, 12), 16384: (64, 16, 16)}
 TEXT = 64
 #: seconds after which a method is not timed again
 ENOUGH = 4.0
-MARKS = ("<!-- selection -->", "<!-- end of selection -->")
 
 
 def clip(grid: tuple[int, int, int], method: TokenMethod, device: str, dtype: torch.dtype) -> TokenBatch:
@@ -189,13 +189,6 @@ def table(result: dict[str, Any]) -> str:
     )
 
 
-def update(page: Path, text: str) -> None:
-    """Put ``text`` between the marks of ``page``."""
-    old = page.read_text(encoding="utf-8")
-    start, end = (old.index(mark) for mark in MARKS)
-    page.write_text(old[: start + len(MARKS[0])] + "\n" + text + "\n" + old[end:], encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=None, help="by name; default: all of both sites")
@@ -250,7 +243,7 @@ def main() -> None:
             if args.out:
                 args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             if args.update:
-                update(args.update, table(result))
+                put_between(args.update, "selection", table(result))
 
 
 if __name__ == "__main__":

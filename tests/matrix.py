@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ import torch
 import zoo
 
 from mmaccel import Recipe, UnsupportedError, accelerated, prepare, recipe, recipes
-from mmaccel.cli.text import markdown
+from mmaccel.cli.text import markdown, put_between
 from mmaccel.registry import methods
 
-START, END = "<!-- matrix -->", "<!-- /matrix -->"
 QUESTION = "What is here?"
 DEPTH = 4
 """Layers of the tiny language models."""
@@ -110,21 +108,12 @@ def readme_matrix() -> str:
     return f"{markdown(rows)}\n\n{notes}" if notes else markdown(rows)
 
 
-def update(path: Path) -> None:
-    """Put the current table between the markers of a Markdown file."""
-    before, start, rest = path.read_text(encoding="utf-8").partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        sys.exit(f"{path} has no markers {START} and {END}.")
-    path.write_text(f"{before}{START}\n{readme_matrix()}\n{END}{after}", encoding="utf-8")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", type=Path, metavar="FILE", help="write the table into this file")
     options = parser.parse_args()
     if options.update:
-        update(options.update)
+        put_between(options.update, "matrix", readme_matrix())
     else:
         print(readme_matrix())

@@ -7,6 +7,8 @@ from pathlib import Path
 import matrix
 import pytest
 
+from mmaccel import MmaccelError
+
 
 @pytest.mark.slow
 def test_readme_is_current():
@@ -17,9 +19,6 @@ def test_readme_is_current():
 def test_update_asks_for_markers(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("no markers")
-    try:
-        matrix.update(page)
-    except SystemExit as error:
-        assert matrix.START in str(error)
-    else:
-        raise AssertionError("a page without markers was accepted")
+    with pytest.raises(MmaccelError, match="<!-- matrix -->"):
+        matrix.put_between(page, "matrix", "a table")
+    assert page.read_text() == "no markers"

@@ -14,8 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import MmaccelError
-from .text import markdown, table
+from .text import markdown, put_between, table
 
 HELP = "list methods and recipes"
 EXAMPLES = """\
@@ -47,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     found = describe_methods(options.site)
     composed = [] if options.site else describe_recipes()
     if options.update:
-        update(Path(options.update))
+        put_between(Path(options.update), "methods", readme_tables())
         return 0
     if options.json:
         print(json.dumps({"methods": found, "recipes": composed}, indent=2))
@@ -64,15 +63,6 @@ def readme_tables() -> str:
     """The methods that come with mmaccel, and the recipes, as they stand in the README."""
     own = [m for m in describe_methods() if m["module"].startswith("mmaccel.")]
     return f"{markdown(method_rows(own))}\n\n{markdown(recipe_rows(describe_recipes()))}"
-
-
-def update(path: Path) -> None:
-    """Put the current tables between the markers of a Markdown file."""
-    before, _, rest = path.read_text(encoding="utf-8").partition("<!-- methods -->")
-    _, marker, after = rest.partition("<!-- /methods -->")
-    if not marker:
-        raise MmaccelError(f"{path} has no markers <!-- methods --> and <!-- /methods -->.")
-    path.write_text(f"{before}<!-- methods -->\n{readme_tables()}\n{marker}{after}", encoding="utf-8")
 
 
 def describe_methods(site: str | None = None) -> list[dict[str, Any]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import MmaccelError
 
 
 def table(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
@@ -37,3 +40,19 @@ def nbytes(count: float) -> str:
 def seconds(value: float) -> str:
     """``0.0123`` -> ``12.3 ms``."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def put_between(page: Path, name: str, text: str) -> None:
+    """Replace what stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a Markdown file.
+
+    Raises
+    ------
+    MmaccelError
+        If the file lacks them.
+    """
+    first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, start, rest = page.read_text(encoding="utf-8").partition(first)
+    _, end, after = rest.partition(last)
+    if not start or not end:
+        raise MmaccelError(f"{page} has no markers {first} and {last}.")
+    page.write_text(f"{before}{start}\n{text}\n{end}{after}", encoding="utf-8")

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedError
+from .decoding import reads_as_stored
 
 if TYPE_CHECKING:
     from ..door import Step
@@ -45,6 +46,11 @@ class KeyIndex:
     def __len__(self) -> int:
         return self.index.shape[-1]
 
+    @property
+    def by_head(self) -> Tensor:
+        """The index with an axis for heads: ``[B, 1, K]`` where all store the same keys, else ``[B, Hkv, K]``."""
+        return self.index if self.index.dim() == 3 else self.index[:, None]
+
     def extend(self, new: Tensor, padded: bool, upto: int) -> None:
         """Append ``new [B, q]``; layers that share this index call it one after the other, the first one counts."""
         if self.upto >= upto:
@@ -66,8 +72,7 @@ class KeyIndex:
         if not self.padded and not windowed and (q == 1 or q == len(self)):
             return None
         if self._mask is None or self._mask[0] is not queries or self._mask[1] != window:
-            keys = self.index if self.index.dim() == 3 else self.index[:, None]
-            keys, at = keys[:, :, None], queries.to(self.index)[:, None, :, None]
+            keys, at = self.by_head[:, :, None], queries.to(self.index)[:, None, :, None]
             mask = (keys >= 0) & (keys <= at)
             if window is not None and windowed:
                 mask &= at - keys < window
@@ -224,12 +229,9 @@ class CompressedLayer(DynamicLayer):
         else:
             self.index = KeyIndex(places, padded, self.seen)
         super().update(key_states, value_states)
-        if step is not None:
-            from .decoding import reads_as_stored
-
-            if reads_as_stored(step, self.number, key_states):
-                # the attention function finds the others
-                return self.keys, self.values
+        if step is not None and reads_as_stored(step, self.number, key_states):
+            # the attention function finds the others
+            return self.keys, self.values
         if step is not None and step.reading is not None and self.number >= step.reading.first:
             return step.reading.read(self.index, *self.stored())
         return self.stored()
@@ -251,7 +253,7 @@ class CompressedLayer(DynamicLayer):
             raise RuntimeError("an empty layer has nothing to evict")
         keys, values = self.stored() if merged is None else merged
         b, heads = keys.shape[:2]
-        index = self.index.index if self.index.index.dim() == 3 else self.index.index[:, None]
+        index = self.index.by_head
         shape = (b, max(index.shape[1], kept.shape[1]), -1)
         index, kept = index.expand(shape), kept.expand(shape)
         kept = kept & (index >= 0)
@@ -304,7 +306,7 @@ class CompressedLayer(DynamicLayer):
             return
         self.seen += tokens_to_remove
         if self.ragged is not None:
-            index = self.index.index if self.index.index.dim() == 3 else self.index.index[:, None]
+            index = self.index.by_head
             self.evict((index >= 0) & (index < self.seen))
             self.index.upto = self.seen
             return
@@ -384,7 +386,7 @@ class Reading:
     def _of(self, index: KeyIndex) -> tuple[KeyIndex, KeyIndex, Tensor]:
         """The index itself (so that it lives), that of what is read of it, and the slots of that, ``[B, 1 or Hkv, R]``."""
         if id(index) not in self._made:
-            known = index.index if index.index.dim() == 3 else index.index[:, None]
+            known = index.by_head
             at = known.long().clamp(0, self.places.shape[1] - 1)
             read = self.places[:, None].expand(-1, known.shape[1], -1).gather(2, at)
             read = (read | (known >= self.places.shape[1])) & (known >= 0)

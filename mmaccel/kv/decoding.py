@@ -9,10 +9,9 @@ from mmaccel_kernels import available
 from mmaccel_kernels.decode import MAX_QUERIES, Flat, decode_attention
 from torch import Tensor
 
-from .quantised import QuantisedLayer
-
 if TYPE_CHECKING:
     from ..door import Step
+    from .quantised import QuantisedLayer
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -208,8 +208,7 @@ class Eviction:
             layer.evict(kept)
             return
         keys, values = layer.stored()
-        index = layer.index.index if layer.index.index.dim() == 3 else layer.index.index[:, None]
-        there = (index >= 0).expand(keys.shape[:3]).clone()
+        there = (layer.index.by_head >= 0).expand(keys.shape[:3]).clone()
         there[..., :old] = False
         stay = kept.expand(keys.shape[:3]) & there
         made = merge(
@@ -323,8 +322,7 @@ class Eviction:
         paid = (
             LayerAttention(query, key, visible, scaling, text).attention(0, 1)[:, :, 0].unflatten(1, (key.shape[1], -1))
         )
-        index = layer.index.index.long()
-        index = index if index.dim() == 3 else index[:, None]
+        index = layer.index.by_head.long()
         # heads that store the same keys have one index
         paid = paid.mean((1, 2))[:, None] if index.shape[1] == 1 else paid.mean(2) / key.shape[1]
         end = state.kinds.shape[1]
@@ -343,8 +341,7 @@ class Eviction:
     def _lengths(self, layer: CompressedLayer) -> Tensor:
         """``[B, Hkv]`` long: keys each head stores."""
         assert layer.index is not None
-        index = layer.index.index if layer.index.index.dim() == 3 else layer.index.index[:, None]
-        return (index >= 0).sum(-1).expand(-1, layer.keys.shape[1]).contiguous()
+        return (layer.index.by_head >= 0).sum(-1).expand(-1, layer.keys.shape[1]).contiguous()
 
     def _visual(self, places: Tensor) -> Tensor:
         """``[B, q]`` bool of places of this forward."""

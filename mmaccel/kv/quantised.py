@@ -131,7 +131,7 @@ class QuantisedLayer(CompressedLayer):
     def _halves(self) -> tuple[Tensor, Tensor]:
         """The index of packed slots and of those in full precision, ``[B, 1 or Hkv, K]`` each."""
         assert self.index is not None
-        index = self.index.index if self.index.index.dim() == 3 else self.index.index[:, None]
+        index = self.index.by_head
         return index[..., : self.width], index[..., self.width :]
 
     def _full_precision(self, rest: Tensor) -> None:
@@ -142,7 +142,7 @@ class QuantisedLayer(CompressedLayer):
     def _join(self, pages: Pages, front: Tensor) -> None:
         """Put ``pages`` with slots ``front [B, 1 or Hkv, width]`` before what is stored."""
         assert self.index is not None
-        rest = self.index.index if self.index.index.dim() == 3 else self.index.index[:, None]
+        rest = self.index.by_head
         heads = max(front.shape[1], rest.shape[1])
         index = torch.cat([part.expand(-1, heads, -1) for part in (front, rest)], dim=-1)
         padded = self.index.padded or bool((front < 0).any())
