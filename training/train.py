@@ -33,7 +33,19 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
 from mmaccel.suite.scene import CHARACTERS, COLOURS, SHAPES
-from training.build import BUILDERS, END, MEAN, QWEN_FRAMES, QWEN_MERGE, QWEN_PATCH, STD
+from training.build import (
+    ASSISTANT,
+    BUILDERS,
+    END,
+    MEAN,
+    QWEN_FRAMES,
+    QWEN_MERGE,
+    QWEN_PATCH,
+    STD,
+    VOCABULARY_SIZE,
+    word_ids,
+)
+from training.captions import NOUNS
 from training.data import IGNORED, PRESENCE, TASKS, Batches, Plan, visible
 
 _LLAVA = {
@@ -50,7 +62,7 @@ STAGES: dict[str, dict[str, Plan]] = {
         "watch": Plan(batch=16, questions=10, describe=0.25, pairs=0.2, clips=0.6, **_SIZES),
     },
 }
-DONE_AT = {"see": 0.85, "describe": 0.60, "ask": 0.75, "compare": 0.80}
+DONE_AT = {"see": 0.90, "describe": 0.60, "ask": 0.75, "compare": 0.80}
 """The accuracy at which a stage ends: of characters per cell, of the description's words, of answers on average."""
 
 
@@ -67,12 +79,16 @@ def plain_attention(
     rows, heads, length, width = query.shape
     if groups := heads // key.shape[1] - 1:
         key, value = (part.repeat_interleave(groups + 1, 1) for part in (key, value))
+    if attention_mask is None and getattr(module, "is_causal", False):
+        attention_mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
     query, key, value = (part.flatten(0, 1) for part in (query * (scaling or width**-0.5), key, value))
     if attention_mask is None:
         logits = torch.bmm(query, key.transpose(1, 2))
     else:
         bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -1e4)
         logits = torch.baddbmm(bias.expand(rows, heads, -1, -1).flatten(0, 1), query, key.transpose(1, 2))
+    if hasattr(module, "pointing"):
+        module.pointing = logits.unflatten(0, (rows, heads))[:, 0]
     mixed = torch.bmm(functional.softmax(logits, -1, dtype=logits.dtype), value)
     return mixed.view(rows, heads, length, -1).transpose(1, 2), None
 
@@ -80,8 +96,22 @@ def plain_attention(
 AttentionInterface.register("plain", plain_attention)
 
 
+POINTING_LAYERS = {1: False, 2: False, 3: True}
+"""Layers of the language model whose first head learns to look at what the question names: from the very word, or
+(True) from where the answer begins."""
+
 WEIGHTS = {"description": 0.3, "grounding": 0.6, "shape": 1.0, "reading": 1.5}
 """How much a word of a task's answers counts in the loss; 3 where nothing is said."""
+
+
+def naming() -> tuple[torch.Tensor, torch.Tensor]:
+    """For every token id the shape that it names (0: any, -1: none), and the colour (0: none), as in the cells' labels."""
+    nouns = torch.full((VOCABULARY_SIZE,), -1)
+    colours = torch.zeros(VOCABULARY_SIZE, dtype=torch.int64)
+    for word, number in word_ids().items():
+        nouns[number] = NOUNS.get(word, -1)
+        colours[number] = 1 + COLOURS.index(word) if word in COLOURS else 0
+    return nouns, colours
 
 
 @dataclass
@@ -136,13 +166,21 @@ class Trainee(nn.Module):
 
     name = "mini-llava"
     weights: torch.Tensor
+    nouns: torch.Tensor
+    colours: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         # a description has a hundred words, a colour one: without weights the long answers are all that is learnt
         weights = torch.tensor([WEIGHTS.get(task, 3.0) for task in TASKS])
         self.register_buffer("weights", weights, persistent=False)
+        nouns, colours = naming()
+        self.register_buffer("nouns", nouns, persistent=False)
+        self.register_buffer("colours", colours, persistent=False)
         self.model = BUILDERS[self.name][0]()
+        self.model.set_attn_implementation("plain")
+        for layer in POINTING_LAYERS:
+            self.model.model.language_model.layers[layer].self_attn.pointing = None
         self.probes = Probes(self.width)
 
     @property
@@ -166,6 +204,44 @@ class Trainee(nn.Module):
     def positions(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Position ids for the language model."""
         return batch["positions"]
+
+    def named(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where questions name something, and which visual tokens show it.
+
+        Returns
+        -------
+        Bool ``[rows, length]`` and ``[rows, length, N]``: nouns that name something, and what they, and the place that
+        opens the answer (which is given the last noun before it), mean. All False where nothing is named.
+        """
+        ids = batch["ids"]
+        asked, at = batch["labels"] == IGNORED, torch.arange(ids.shape[1], device=ids.device)
+        noun, colour = self.nouns[ids], torch.cat((torch.zeros_like(ids[:, :1]), self.colours[ids[:, :-1]]), 1)
+        naming = (noun >= 0) & asked
+        last = torch.where(naming, at, -1).cummax(1).values
+        answered = torch.where(asked | (ids == ASSISTANT), -1, at).cummax(1).values
+        valid = (naming | (ids == ASSISTANT)) & (last > answered)
+        noun, colour = (label.gather(1, last.clamp(min=0))[..., None] for label in (noun, colour))
+        # two pictures of a pair lie behind each other, as their tokens do
+        shape, paint = (batch[name].reshape(len(ids), 1, -1) for name in ("shape", "colour"))
+        meant = (shape > 0) & torch.where(noun > 0, shape == noun, shape <= len(SHAPES))
+        meant = meant & ((colour == 0) | (paint == colour)) & valid[..., None]
+        return naming, meant
+
+    def pointing(self, batch: dict[str, torch.Tensor], places: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Loss and share of the attention that questions pay, among the visual tokens, to what they name.
+
+        Answers alone teach it late: by colour first, by shape only after very many pictures.
+        """
+        naming, meant = self.named(batch)
+        loss, share = batch["presence"].new_zeros(()), []
+        for layer, opens in POINTING_LAYERS.items():
+            row, place = (meant.any(2) & (~naming if opens else naming)).nonzero(as_tuple=True)
+            columns = places[row].nonzero()[:, 1].view(len(row), meant.shape[2])
+            logits = self.model.model.language_model.layers[layer].self_attn.pointing[row, place].gather(1, columns)
+            each = functional.log_softmax(logits.float(), -1).masked_fill(~meant[row, place], -torch.inf).logsumexp(-1)
+            loss = loss - each.sum() / max(1, len(row))
+            share.append(each.exp().sum().item() / max(1, len(row)))
+        return loss, sum(share) / len(share)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         """Loss and accuracies of a batch of :class:`Batches`."""
@@ -194,10 +270,11 @@ class Trainee(nn.Module):
         opening[:, 1:] &= ~asked[:, :-1]
         opening = opening[asked]
         scores["answer loss"] = answers.item()
+        pointing, scores["pointing"] = self.pointing(batch, places)
         for number in task.unique().tolist():
             scores[f"word {TASKS[number]}"] = right[task == number].float().mean().item()
             scores[f"first {TASKS[number]}"] = right[opening & (task == number)].float().mean().item()
-        return 2 * answers + 0.5 * loss, scores
+        return 2 * answers + 0.25 * pointing + 0.5 * loss, scores
 
 
 class QwenTrainee(Trainee):
@@ -292,8 +369,6 @@ class Run:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         self.trainee = TRAINEES[model]().to(device)
-        if device == "cpu":
-            self.trainee.model.set_attn_implementation("plain")
         self.optimizer = torch.optim.AdamW(list(self.groups()), lr=rate, betas=(0.9, 0.98))
         self.state: dict = {"step": 0, "seen": 0, "stage": "see", "since": 0, "seconds": 0.0, "average": {}, "blind": 0}
         if self.checkpoint.exists():
@@ -301,7 +376,7 @@ class Run:
             self.trainee.load_state_dict(stored["trainee"])
             self.optimizer.load_state_dict(stored["optimizer"])
             self.state = stored["state"]
-        elif start:
+        if start and (self.state["stage"] == "see" or not self.checkpoint.exists()):
             self.begin_with(AutoModelForImageTextToText.from_pretrained(start, dtype=torch.float32))
         if stage and stage != self.state["stage"]:
             self.state |= {"stage": stage, "since": 0, "average": {}}
@@ -309,12 +384,14 @@ class Run:
     def begin_with(self, shipped: nn.Module) -> None:
         """Take the weights of a shipped model; of one with another tower, those of the language model.
 
-        The probes are not shipped: they learn alone for a while, lest they shake the tower that they read.
+        The probes are not shipped: they learn alone for a while, lest they shake the tower that they read. In stage
+        ``see`` the language model learns nothing, so it can still be exchanged.
         """
         own = self.trainee.model
         if type(shipped) is type(own):
-            own.load_state_dict(shipped.state_dict())
-            self.state["blind"] = 150
+            if not self.checkpoint.exists():
+                own.load_state_dict(shipped.state_dict())
+                self.state["blind"] = 150
         else:
             text = {name: part for name, part in shipped.state_dict().items() if ".language_model." in name}
             text["lm_head.weight"] = shipped.lm_head.weight

@@ -10,6 +10,8 @@ import torch
 from PIL import Image
 
 from mmaccel.suite import Dice, item_seed, make_item, render, sample_scene, vocabulary
+from mmaccel.suite.questions import Turn
+from mmaccel.suite.scene import COLOURS, SHAPES
 from training.build import (
     ASSISTANT,
     END,
@@ -34,7 +36,7 @@ from training.captions import (
     things,
 )
 from training.data import IGNORED, Batches, Plan, choose, pack, visible
-from training.train import STAGES, TRAINEES, QwenTrainee, Run, Trainee, progress
+from training.train import POINTING_LAYERS, STAGES, TRAINEES, QwenTrainee, Run, Trainee, progress
 
 
 def test_words_survive_the_tokenizer():
@@ -133,6 +135,53 @@ def test_batches_of_every_stage_give_a_loss(model, stage):
     loss, scores = TRAINEES[model]()(Batches(plan, 0).batch(0, word_ids()))
     loss.backward()
     assert torch.isfinite(loss) and 0 <= progress(stage, scores) <= 1
+
+
+def test_questions_point_at_what_they_name():
+    """Nouns, and the place where the answer begins, mean the cells of their things; questions without a noun mean none."""
+    words, ids = word_ids(), prefix("mini-llava", [4])
+    turns = [
+        Turn("colour", "what colour is the star ?", "red"),
+        Turn("description", "describe the picture .", "red star"),  # after an answer nothing is named any more
+        Turn("relation", "is the red star above the blue object ?", "yes"),
+    ]
+    star, cross = 1 + SHAPES.index("star"), 1 + SHAPES.index("cross")
+    red, blue = 1 + COLOURS.index("red"), 1 + COLOURS.index("blue")
+    cells = {"shape": [star, cross, star, 0], "colour": [red, blue, blue, 0]}
+    batch = {name: torch.tensor(row).expand(2, 1, 4).view(2, 1, 2, 2) for name, row in cells.items()}
+    batch |= pack([turns, turns], ids, [False, True], words)
+    naming, meant = Trainee().named(batch)
+    for row in range(2):
+        found = [(place, where.tolist()) for place, where in enumerate(meant[row]) if naming[row, place] or where.any()]
+        at = [
+            place
+            for place, number in enumerate(batch["ids"][row].tolist())
+            if number in (words["star"], words["object"])
+        ]
+        opens = [place for place, number in enumerate(batch["ids"][row].tolist()) if number == ASSISTANT]
+        stars, blues = [True, False, True, False], [False, True, True, False]
+        red_star = [True, False, False, False]
+        expected = {at[0]: stars, opens[0]: stars, at[2]: red_star, at[3]: blues, opens[2]: blues}  # at[1] is an answer
+        assert found == sorted(expected.items())
+
+
+def test_pointing_is_measured_on_the_heads_that_answer():
+    torch.manual_seed(0)
+    trainee = Trainee().eval()
+    batch = Batches(replace(STAGES["mini-llava"]["ask"], batch=2, pairs=0), 0).batch(0, word_ids())
+    with torch.no_grad():
+        trainee(batch)
+        places = batch["ids"] == trainee.model.config.image_token_id
+        naming, meant = trainee.named(batch)
+        loss, shares = 0.0, []
+        for layer, opens in POINTING_LAYERS.items():
+            logits = trainee.model.model.language_model.layers[layer].self_attn.pointing
+            chosen = (~naming if opens else naming) & meant.any(2)
+            seen = torch.stack([logits[r, p][places[r]].softmax(0)[meant[r, p]].sum() for r, p in chosen.nonzero()])
+            loss, shares = loss - seen.log().mean(), [*shares, seen.mean()]
+        measured, share = trainee.pointing(batch, places)
+    torch.testing.assert_close(measured, loss, atol=1e-4, rtol=1e-4)
+    assert share == pytest.approx(float(sum(shares)) / len(shares), abs=1e-4)
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
