@@ -153,10 +153,10 @@ class Batches(IterableDataset):
         return batch | pack(rows, prefix(plan.model, places), multi, words)
 
     def clips(self, number: int, dice: Dice, words: dict[str, int]) -> dict[str, torch.Tensor]:
-        """A batch of clips, a fourth as many as pictures; ``step`` is the time in seconds between two grids."""
+        """A batch of clips, half as many as pictures; ``step`` is the time in seconds between two grids."""
         plan, pixels, length = self.plan, self.plan.pixels[0], 2 * dice.integer(4, self.plan.frames // 2)
         shown: list[tuple[Clip, list[Turn]]] = []
-        while len(shown) < max(1, plan.batch // 4):
+        while len(shown) < max(1, plan.batch // 2):
             thrown = CLIP_TASKS[dice.pick(tuple(CLIP_TASKS))](dice, length)
             shown += [thrown] if thrown else []
         frames = torch.from_numpy(np.stack([render_clip(clip, pixels) for clip, _ in shown]))
@@ -164,7 +164,7 @@ class Batches(IterableDataset):
         ids = prefix(plan.model, [length // 2 * grid * grid], clip=True)
         return {
             "pixels": frames.permute(0, 1, 4, 2, 3),
-            "step": torch.tensor(dice.pick((1 / 12, 0.25, 0.5, 1.0))),
+            "step": torch.tensor(dice.pick((0.25, 0.5, 0.5, 0.5, 0.5, 1.0))),
             **labelled([list(clip.frames[1::2]) for clip, _ in shown], grid),
             **pack([turns for _, turns in shown], ids, [False] * len(shown), words),
         }

@@ -38,6 +38,7 @@ from training.build import (
     BUILDERS,
     END,
     MEAN,
+    PAD,
     QWEN_FRAMES,
     QWEN_MERGE,
     QWEN_PATCH,
@@ -55,11 +56,13 @@ _LLAVA = {
     "compare": Plan(batch=8, questions=14, describe=0.2, pairs=0.25),
 }
 _SIZES = {"model": "mini-qwen-vl", "pixels": (112, 128, 144, 176), "cell": QWEN_PATCH * QWEN_MERGE}
+_LARGE = {"pixels": (112, 144, 176, 224, 224)}
 STAGES: dict[str, dict[str, Plan]] = {
     "mini-llava": _LLAVA,
     "mini-qwen-vl": {
         **{name: replace(plan, **_SIZES) for name, plan in _LLAVA.items()},
-        "watch": Plan(batch=16, questions=10, describe=0.25, pairs=0.2, clips=0.6, **_SIZES),
+        "compare": replace(_LLAVA["compare"], **_SIZES | _LARGE),
+        "watch": replace(_LLAVA["compare"], clips=0.6, **_SIZES | _LARGE),
     },
 }
 DONE_AT = {"see": 0.90, "describe": 0.60, "ask": 0.75, "compare": 0.80}
@@ -87,8 +90,8 @@ def plain_attention(
     else:
         bias = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, -1e4)
         logits = torch.baddbmm(bias.expand(rows, heads, -1, -1).flatten(0, 1), query, key.transpose(1, 2))
-    if hasattr(module, "pointing"):
-        module.pointing = logits.unflatten(0, (rows, heads))[:, 0]
+    if hasattr(module, "watched"):
+        module.watched = logits.unflatten(0, (rows, heads))
     mixed = torch.bmm(functional.softmax(logits, -1, dtype=logits.dtype), value)
     return mixed.view(rows, heads, length, -1).transpose(1, 2), None
 
@@ -99,6 +102,10 @@ AttentionInterface.register("plain", plain_attention)
 POINTING_LAYERS = {1: False, 2: False, 3: True}
 """Layers of the language model whose first head learns to look at what the question names: from the very word, or
 (True) from where the answer begins."""
+PLACED = 2
+"""So many layers of the language model must do to know the box of the thing that a visual token shows."""
+LOOKING_BACK = 0
+"""The layer whose last head learns to look, from every cell of a clip, at the same cell one step before."""
 
 WEIGHTS = {"description": 0.3, "grounding": 0.6, "shape": 1.0, "reading": 1.5}
 """How much a word of a task's answers counts in the loss; 3 where nothing is said."""
@@ -112,6 +119,13 @@ def naming() -> tuple[torch.Tensor, torch.Tensor]:
         nouns[number] = NOUNS.get(word, -1)
         colours[number] = 1 + COLOURS.index(word) if word in COLOURS else 0
     return nouns, colours
+
+
+def middles(grid: int) -> torch.Tensor:
+    """The middle of every cell as a box without extent: ``[1, grid * grid, 4]``."""
+    at = (torch.arange(grid) + 0.5) / grid
+    down, across = torch.meshgrid(at, at, indexing="ij")
+    return torch.stack((across, down, across, down), -1).view(1, -1, 4)
 
 
 @dataclass
@@ -131,12 +145,18 @@ class Sight:
 class Probes(nn.Module):
     """Heads that only the training has: what each cell shows, and what CLS says is in the picture."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.sizes = {"shape": len(SHAPES) + 2, "colour": len(COLOURS) + 1, "character": len(CHARACTERS) + 1, "box": 4}
         self.norm = nn.LayerNorm(width)
         self.cells = nn.Linear(width, sum(self.sizes.values()))
         self.early, self.late = nn.Linear(width, PRESENCE), nn.Linear(width, PRESENCE)
+        self.place = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, 4))
+
+    def placed(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Loss of the boxes that the language model's states of visual tokens ``[rows, N, hidden]`` tell."""
+        owned = batch["shape"].reshape(hidden.shape[:2]) > 0
+        return (self.place(hidden).float() - batch["box"].reshape(*hidden.shape[:2], 4))[owned].abs().mean()
 
     def forward(self, sight: Sight, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         """Loss and accuracies."""
@@ -150,9 +170,12 @@ class Probes(nn.Module):
             loss = loss + each[target > 0].sum() / (target > 0).sum().clamp(min=1) + each[target == 0].mean()
             right = parts[name].argmax(-1) == target
             scores[f"cell {name}"] = right[target > 0].float().mean().item()
-        loss = loss + 4 * (parts["box"] - batch["box"].flatten(1, -2))[owned].abs().mean()
+        box = batch["box"].flatten(1, -2)
         if sight.early is None or sight.late is None:
-            return loss, scores
+            # a tower with relative positions alone knows where a thing lies from the cell, not in the picture
+            box = box - middles(batch["box"].shape[2]).to(box.device).repeat(1, batch["box"].shape[1], 1)
+            return loss + 4 * (parts["box"] - box)[owned].abs().mean(), scores
+        loss = loss + 4 * (parts["box"] - box)[owned].abs().mean()
         found = batch["presence"] > 0
         for name, logits in (("early", self.early(self.norm(sight.early))), ("late", self.late(sight.late))):
             each = functional.binary_cross_entropy_with_logits(logits.float(), batch["presence"], reduction="none")
@@ -179,9 +202,9 @@ class Trainee(nn.Module):
         self.register_buffer("colours", colours, persistent=False)
         self.model = BUILDERS[self.name][0]()
         self.model.set_attn_implementation("plain")
-        for layer in POINTING_LAYERS:
-            self.model.model.language_model.layers[layer].self_attn.pointing = None
-        self.probes = Probes(self.width)
+        for layer in (LOOKING_BACK, *POINTING_LAYERS):
+            self.model.model.language_model.layers[layer].self_attn.watched = None
+        self.probes = Probes(self.width, self.model.config.text_config.hidden_size)
 
     @property
     def width(self) -> int:
@@ -211,7 +234,8 @@ class Trainee(nn.Module):
         Returns
         -------
         Bool ``[rows, length]`` and ``[rows, length, N]``: nouns that name something, and what they, and the place that
-        opens the answer (which is given the last noun before it), mean. All False where nothing is named.
+        opens the answer, mean. The latter is given the last noun before it and what the answer itself says of the
+        thing, so that "which object appears last ?" means one. All False where nothing is named.
         """
         ids = batch["ids"]
         asked, at = batch["labels"] == IGNORED, torch.arange(ids.shape[1], device=ids.device)
@@ -221,10 +245,15 @@ class Trainee(nn.Module):
         answered = torch.where(asked | (ids == ASSISTANT), -1, at).cummax(1).values
         valid = (naming | (ids == ASSISTANT)) & (last > answered)
         noun, colour = (label.gather(1, last.clamp(min=0))[..., None] for label in (noun, colour))
+        # an answer is a colour, a shape, both, or none of them
+        one, two = (torch.cat((ids[:, by:], torch.full_like(ids[:, :by], PAD)), 1) for by in (1, 2))
+        painted = torch.where(ids == ASSISTANT, self.colours[one], 0)[..., None]
+        shaped = torch.where(ids == ASSISTANT, self.nouns[torch.where(self.colours[one] > 0, two, one)], 0)[..., None]
         # two pictures of a pair lie behind each other, as their tokens do
         shape, paint = (batch[name].reshape(len(ids), 1, -1) for name in ("shape", "colour"))
         meant = (shape > 0) & torch.where(noun > 0, shape == noun, shape <= len(SHAPES))
         meant = meant & ((colour == 0) | (paint == colour)) & valid[..., None]
+        meant &= ((painted == 0) | (paint == painted)) & ((shaped <= 0) | (shape == shaped))
         return naming, meant
 
     def pointing(self, batch: dict[str, torch.Tensor], places: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -237,11 +266,20 @@ class Trainee(nn.Module):
         for layer, opens in POINTING_LAYERS.items():
             row, place = (meant.any(2) & (~naming if opens else naming)).nonzero(as_tuple=True)
             columns = places[row].nonzero()[:, 1].view(len(row), meant.shape[2])
-            logits = self.model.model.language_model.layers[layer].self_attn.pointing[row, place].gather(1, columns)
+            logits = self.model.model.language_model.layers[layer].self_attn.watched[row, 0, place]
+            logits = logits.gather(1, columns)
             each = functional.log_softmax(logits.float(), -1).masked_fill(~meant[row, place], -torch.inf).logsumexp(-1)
             loss = loss - each.sum() / max(1, len(row))
             share.append(each.exp().sum().item() / max(1, len(row)))
         return loss, sum(share) / len(share)
+
+    def looking_back(self, batch: dict[str, torch.Tensor], places: torch.Tensor) -> torch.Tensor:
+        """Loss of the head that tells what was in the same cell one step before, from which events can be seen."""
+        cells, count = batch["shape"].shape[-1] ** 2, int(places[0].sum())
+        first = int(places[0].int().argmax())
+        seen = slice(first, first + count)
+        logits = self.model.model.language_model.layers[LOOKING_BACK].self_attn.watched[:, -1, seen, seen].float()
+        return -logits.log_softmax(-1).diagonal(-cells, 1, 2).mean()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         """Loss and accuracies of a batch of :class:`Batches`."""
@@ -253,12 +291,15 @@ class Trainee(nn.Module):
         embeds = text.embed_tokens(ids)
         places = (ids == config.image_token_id) | (ids == getattr(config, "video_token_id", -1))
         embeds = embeds.masked_scatter(places[..., None], sight.visual.to(embeds.dtype))
-        hidden = text(
+        read = text(
             inputs_embeds=embeds,
             attention_mask=visible(batch["turn"]),
             position_ids=self.positions(batch),
             use_cache=False,
-        ).last_hidden_state
+            output_hidden_states=True,
+        )
+        hidden, between = read.last_hidden_state, read.hidden_states[PLACED]
+        placed = self.probes.placed(between[places].view(len(ids), -1, between.shape[-1]), batch)
         asked = batch["labels"] != IGNORED
         logits, target, task = self.model.lm_head(hidden[asked]).float(), batch["labels"][asked], batch["task"][asked]
         each = functional.cross_entropy(logits, target, reduction="none")
@@ -274,7 +315,12 @@ class Trainee(nn.Module):
         for number in task.unique().tolist():
             scores[f"word {TASKS[number]}"] = right[task == number].float().mean().item()
             scores[f"first {TASKS[number]}"] = right[opening & (task == number)].float().mean().item()
-        return 2 * answers + 0.25 * pointing + 0.5 * loss, scores
+        if batch["pixels"].ndim == 5:
+            back = self.looking_back(batch, places)
+            scores["looking back"] = (-back).exp().item()
+            pointing = pointing + back
+        scores["box error"] = placed.item()
+        return 2 * answers + 0.25 * pointing + 2 * placed + 0.5 * loss, scores
 
 
 class QwenTrainee(Trainee):

@@ -36,7 +36,18 @@ from training.captions import (
     things,
 )
 from training.data import IGNORED, Batches, Plan, choose, pack, visible
-from training.train import POINTING_LAYERS, STAGES, TRAINEES, QwenTrainee, Run, Trainee, progress
+from training.train import (
+    LOOKING_BACK,
+    POINTING_LAYERS,
+    STAGES,
+    TRAINEES,
+    Probes,
+    QwenTrainee,
+    Run,
+    Trainee,
+    middles,
+    progress,
+)
 
 
 def test_words_survive_the_tokenizer():
@@ -161,7 +172,13 @@ def test_questions_point_at_what_they_name():
         opens = [place for place, number in enumerate(batch["ids"][row].tolist()) if number == ASSISTANT]
         stars, blues = [True, False, True, False], [False, True, True, False]
         red_star = [True, False, False, False]
-        expected = {at[0]: stars, opens[0]: stars, at[2]: red_star, at[3]: blues, opens[2]: blues}  # at[1] is an answer
+        expected = {
+            at[0]: stars,
+            opens[0]: red_star,
+            at[2]: red_star,
+            at[3]: blues,
+            opens[2]: blues,
+        }  # at[1] is an answer
         assert found == sorted(expected.items())
 
 
@@ -175,13 +192,45 @@ def test_pointing_is_measured_on_the_heads_that_answer():
         naming, meant = trainee.named(batch)
         loss, shares = 0.0, []
         for layer, opens in POINTING_LAYERS.items():
-            logits = trainee.model.model.language_model.layers[layer].self_attn.pointing
+            logits = trainee.model.model.language_model.layers[layer].self_attn.watched[:, 0]
             chosen = (~naming if opens else naming) & meant.any(2)
             seen = torch.stack([logits[r, p][places[r]].softmax(0)[meant[r, p]].sum() for r, p in chosen.nonzero()])
             loss, shares = loss - seen.log().mean(), [*shares, seen.mean()]
         measured, share = trainee.pointing(batch, places)
     torch.testing.assert_close(measured, loss, atol=1e-4, rtol=1e-4)
     assert share == pytest.approx(float(sum(shares)) / len(shares), abs=1e-4)
+
+
+def test_cells_of_a_clip_look_one_step_back():
+    """The loss is the mean surprise at the same cell of the step before, among all cells up to the own one."""
+    torch.manual_seed(0)
+    trainee = QwenTrainee().eval()
+    plan = replace(STAGES["mini-qwen-vl"]["watch"], clips=1.0, batch=2)
+    batch = Batches(plan, 0).batch(0, word_ids())
+    with torch.no_grad():
+        trainee(batch)
+        places = batch["ids"] == trainee.model.config.video_token_id
+        loss = trainee.looking_back(batch, places)
+        logits = trainee.model.model.language_model.layers[LOOKING_BACK].self_attn.watched[0, -1].float()
+    cells, at = batch["shape"].shape[-1] ** 2, places[0].nonzero()[:, 0].tolist()
+    each = [
+        -logits[own, at[: number + 1]].log_softmax(0)[number - cells]
+        for number, own in enumerate(at)
+        if number >= cells
+    ]
+    torch.testing.assert_close(loss, torch.stack(each).mean(), atol=1e-3, rtol=1e-3)
+
+
+def test_boxes_are_told_from_the_states_of_visual_tokens():
+    torch.manual_seed(0)
+    probes = Probes(8, 16)
+    batch = {"shape": torch.tensor([[[[0, 3], [0, 3]]]]), "box": torch.zeros(1, 1, 2, 2, 4)}
+    batch["box"][..., 1, :] = torch.tensor([0.5, 0.1, 0.9, 0.8])
+    hidden = torch.randn(1, 4, 16)
+    told = probes.place(hidden)[0, [1, 3]]
+    expected = (told - torch.tensor([0.5, 0.1, 0.9, 0.8])).abs().mean()
+    torch.testing.assert_close(probes.placed(hidden, batch), expected)
+    torch.testing.assert_close(middles(2)[0, 1], torch.tensor([0.75, 0.25, 0.75, 0.25]))
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
