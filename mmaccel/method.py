@@ -368,6 +368,8 @@ class CacheOptions:
     every : 0 compacts at the end of prefill only; n also every n decode steps, back to what prefill left.
     cap : keys each head of a layer may hold, of all turns together, instead of what prefill left; 0 for none.
     growth : keys by which that limit grows with every decoded token.
+    chunk : neighbouring keys that stay or go together, as in ChunkKV, arXiv 2502.00299 (10 there): each counts as the mean
+        over its chunk and over heads. A chunk never holds keys of two pictures, or text and visual keys. 0 for none.
     sinks : keys at the start of the sequence that always stay.
     recent : newest keys that always stay; an int is a count, a float a share of the keys.
     protect : visual keys without a cell (``separators``), text behind the last picture (``question``), that always stay.
@@ -385,6 +387,7 @@ class CacheOptions:
     every: int = 0
     cap: int = 0
     growth: float = 0.0
+    chunk: int = 0
     sinks: int = 0
     recent: float = 0
     protect: tuple[str, ...] = ()
@@ -397,7 +400,7 @@ class CacheOptions:
         for kind in self.protect:
             if kind not in CHOICES["protect"]:
                 raise MmaccelError(f"protect={kind!r} is unknown; it can be {' or '.join(CHOICES['protect'])}.")
-        for option in ("every", "cap", "growth", "sinks", "recent"):
+        for option in ("every", "cap", "growth", "chunk", "sinks", "recent"):
             if not getattr(self, option) >= 0:
                 raise MmaccelError(f"{option}={getattr(self, option)} cannot be negative; give 0 or more.")
         if isinstance(self.recent, float) and self.recent > 1:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .budget import Retain, check_retain
 from .errors import MmaccelError
-from .method import LayerMethod, Method, Policy
+from .method import LayerMethod, Method
 from .registry import method, methods, suggest
 
 _SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
@@ -189,12 +189,6 @@ class Recipe:
         for stage, m in built:
             if stage.retain is None and m.budget != "none":
                 raise MmaccelError(f"Method {m.name!r} needs a budget; give retain=0.25 or a count such as retain=64.")
-        codec = [m.name for _, m in built if m.site == "codec"]
-        if codec and (late := [m.name for _, m in built if isinstance(m, Policy) and m.scheduled]):
-            raise MmaccelError(
-                f"Recipe {self.name!r}: {late[0]!r} goes on evicting while it decodes, and what {codec[0]!r} has packed stays "
-                "packed; leave out the codec, or every= and cap=."
-            )
         return built
 
     # --- as data ----------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ import pytest
 import torch
 from mmaccel_kernels.pages import unpack
 
-from mmaccel.errors import MmaccelError, UnsupportedError
+from mmaccel.errors import MmaccelError
 from mmaccel.kv.cache import CacheState, KeyIndex
 from mmaccel.kv.codecs import FP8, KIVI, CalibQuant, Codec, VidKV
+from mmaccel.kv.quantised import QuantisedLayer
 
 HEADS, WIDTH = 2, 32
 #: small enough for short prompts
@@ -201,6 +202,7 @@ def test_tiles_waste_no_byte_where_that_can_be() -> None:
         (lambda: CalibQuant(bits=3), "bits=1, 2, 4 or 8"),
         (lambda: CalibQuant(shrink_keys=0.0), "shrink_keys=0.0"),
         (lambda: CalibQuant(residual=4), "leave out residual"),
+        (lambda: CalibQuant(visual_only=False), "leave out visual_only"),
         (lambda: VidKV(key_bits=1.0), "above 1 and at most 2"),
     ],
 )
@@ -243,7 +245,10 @@ class Stored:
             want = fed.gather(2, index.clamp(min=0).long()[..., None].expand(-1, -1, -1, WIDTH))
             assert error(keys[there], want[there]) < most
             assert error(values[there], centred(want)[there]) < most
-            exact = there & (torch.arange(len(layer.index)) >= layer.width)
+            rest = torch.arange(len(layer.index)) >= layer.width
+            if layer.thawed is not None:
+                rest = rest & ((there & rest).cumsum(-1) > layer.thawed[..., None])
+            exact = there & rest
             assert torch.equal(keys[exact], want[exact])
             assert torch.equal(values[exact], centred(want)[exact])
 
@@ -292,6 +297,27 @@ def test_only_visual_tokens_are_packed_and_text_stays_as_it_is() -> None:
     assert layer.pages.lengths().tolist() == [[50, 50], [27, 27]]
     assert len(layer.pages.keys[0].scale) == 8
     stored.check()
+
+
+@pytest.mark.parametrize(
+    "codec", [KIVI(page=16, group=16, residual=3, visual_only=True), VidKV(page=32, visual_only=True)]
+)
+def test_any_codec_can_leave_text_alone(codec: Codec) -> None:
+    """Whole pages of the pictures of a prompt are packed, but for the newest; no text, now or later."""
+    stored, visual = Stored(codec, batch=2), torch.zeros(2, 90, dtype=torch.bool)
+    visual[0, 5:75], visual[1, 20:60] = True, True
+    stored.feed(90, visual)
+    layer = stored.state.layers[0]
+    lengths = torch.tensor([70, 40])
+    assert torch.equal(layer.pages.lengths(), codec.packable(lengths)[:, None].expand(-1, HEADS))
+    for row, first in enumerate((5, 20)):
+        count = int(codec.packable(lengths)[row])
+        assert layer.index.index[row, :count].tolist() == list(range(first, first + count))
+    before = layer.pages
+    for _ in range(20):
+        stored.feed(10)
+    assert layer.pages is before
+    stored.check(1.1)
 
 
 def test_packing_after_eviction_keeps_heads_of_their_own_lengths() -> None:
@@ -371,19 +397,174 @@ def test_the_newest_tokens_can_be_forgotten() -> None:
     assert layer.pages is not None and len(layer.index) == 1
 
 
-def test_packed_keys_are_not_evicted_one_by_one() -> None:
-    stored = Stored(KIVI(page=16, group=16, residual=0), batch=1)
-    stored.feed(40)
+class Once:
+    """Watches a layer: what a head stores for a place may change once, when it is packed, and never again."""
+
+    def __init__(self, layer: QuantisedLayer) -> None:
+        self.layer = layer
+        self.known: dict[tuple[int, int, int], tuple[bool, torch.Tensor]] = {}
+
+    def look(self) -> set[tuple[int, int, int]]:
+        """(row, head, place) of all that is stored."""
+        both, index = torch.cat(self.layer.stored(), dim=-1), self.layer.index.by_head.expand(-1, HEADS, -1)
+        now = {}
+        for b, h, slot in (index >= 0).nonzero().tolist():
+            at, packed = (b, h, int(index[b, h, slot])), slot < self.layer.width
+            assert at not in now, "stored twice"
+            once, was = self.known.get(at, (False, both[b, h, slot]))
+            now[at] = packed or once, both[b, h, slot]
+            assert torch.equal(was, both[b, h, slot]) or (packed and not once), "changed"
+        self.known = now
+        return set(now)
+
+    def mark(self) -> None:
+        """Give every stored token a figure that says which it is."""
+        index = self.layer.index.by_head
+        self.layer.carried.received = index + 1000.0 * torch.arange(HEADS)[:, None]
+
+    def check_marks(self, before: int) -> None:
+        """The figures of tokens up to place ``before`` are theirs."""
+        index, received = self.layer.index.by_head.expand(-1, HEADS, -1), self.layer.carried.received
+        own = index[..., : received.shape[-1]]
+        there = (own >= 0) & (own < before)
+        assert there.sum() == ((index >= 0) & (index < before)).sum()
+        assert torch.equal(received[there], (own + 1000.0 * torch.arange(HEADS)[:, None])[there])
+
+
+@pytest.mark.parametrize("how", ("heads", "rows"))
+@pytest.mark.parametrize("codec", SMALL, ids=name_of)
+def test_packed_tokens_are_dropped_and_the_others_stay_as_they_are(codec: Codec, how: str) -> None:
+    """The oldest and random ones of every head, or the same of all heads, go while others come."""
+    stored, random = Stored(codec, batch=2), torch.Generator().manual_seed(0)
     layer = stored.state.layers[0]
-    kept = torch.ones(1, HEADS, 40, dtype=torch.bool)
-    kept[..., 36] = False
+    picture = torch.zeros(2, 60, dtype=torch.bool)
+    picture[0, 5:45], picture[1, 3:20] = True, True
+    stored.feed(60, picture)
+    once, rewritten = Once(layer), 0
+    once.look()
+    for step in range(36):
+        index, before = layer.index.by_head, layer.pages
+        gone = torch.rand(2, HEADS if how == "heads" else 1, index.shape[-1], generator=random) < 0.05
+        gone = gone | (index < layer.seen - 90)
+        once.mark()
+        layer.evict(~gone)
+        left = (~gone & (index >= 0)).expand(-1, HEADS, -1)
+        places = index.expand(-1, HEADS, -1)
+        assert once.look() == {(b, h, int(places[b, h, slot])) for b, h, slot in left.nonzero().tolist()}
+        once.check_marks(layer.seen)
+        assert layer.index.index.dim() == (3 if how == "heads" else 2)
+        rewritten += layer.pages is not before
+        stored.feed(2, seed=step)
+        once.look()
+        once.check_marks(layer.seen - 2)
+    stored.check(1.2 if codec.name in ("vidkv", "calibquant") else 0.7)
+    assert 2 <= rewritten < 36
+    both = layer.stored()[0]
+    layer.batch_select_indices(torch.tensor([1]))
+    assert torch.equal(layer.stored()[0], both[1:])
+
+
+@pytest.mark.parametrize("codec", [*(c for c in SMALL if c.name != "vidkv"), VidKV(page=64)], ids=name_of)
+def test_places_are_freed_in_units(codec: Codec) -> None:
+    """Of one head most of every third unit stays, of another a whole stretch: as many pages as that takes."""
+    stored = Stored(codec, batch=1)
+    stored.feed(12 * codec.page + codec.residual, torch.ones(1, 12 * codec.page + codec.residual, dtype=torch.bool))
+    layer = stored.state.layers[0]
+    pages, unit = layer.pages, layer.pages.unit
+    assert unit == {"fp8": 1, "calibquant": 1}.get(codec.name, codec.formats(16)[0].group)
+    before, kept = layer.stored()[0], torch.zeros(1, HEADS, len(layer.index), dtype=torch.bool)
+    slot = torch.arange(6 * codec.page)
+    kept[:, 0, : len(slot)] = (slot // unit % 3 == 0) & ((slot % unit > 2) | (unit == 1))
+    kept[:, 1, 5 * codec.page :] = True
+    kept[..., layer.width :] = True
     layer.evict(kept)
-    assert len(layer.index) == 39 and layer.width == 32
+    units = torch.tensor([kept[0, h, : 12 * codec.page].view(-1, unit).any(1).sum() for h in range(HEADS)])
+    assert torch.equal(layer.pages.cu_pages.diff(), (-(-units * unit // codec.page)).int())
+    assert layer.thawed is None and layer.pages.nbytes() < pages.nbytes() * (len(layer.pages.count) + 1) / len(
+        pages.count
+    )
+    assert layer.pages.lengths().tolist() == [(units * unit).tolist()]
+    index, after = layer.index.index, layer.stored()[0]
+    for h in range(HEADS):
+        assert torch.equal(after[0, h, index[0, h] >= 0], before[0, h, kept[0, h]])
+    # nothing is left of what was packed, and packing goes on
+    layer.evict(layer.index.by_head >= 12 * codec.page)
+    assert layer.pages is None and layer.width == 0
+    stored.feed(2 * codec.page, torch.ones(1, 2 * codec.page, dtype=torch.bool))
+    stored.check(2.0)
+    assert layer.width >= codec.page
+
+
+def test_the_last_tokens_of_a_group_take_no_more_than_in_full_precision() -> None:
+    """They come back as what their codes stand for, and are not packed again."""
+    codec = KIVI(page=128, group=32, residual=0)
+    stored = Stored(codec, batch=2)
+    stored.feed(128 * 4)
+    layer = stored.state.layers[0]
+    once = Once(layer)
+    once.look()
+    # with scales in float32 a group of 32 takes 2 (2 + 2) 32 = 256 bits a channel, and a token 64
+    few = 3
+    kept = torch.zeros(2, HEADS, 512, dtype=torch.bool)
+    kept[:, 0] = torch.arange(512) % 32 < few
+    kept[0, 1] = torch.arange(512) % 32 < few + 1
+    layer.evict(kept)
+    left = once.look()
+    assert layer.thawed.tolist() == [[16 * few, 0], [16 * few, 0]] and len(left) == int(kept.sum())
+    assert layer.pages.lengths().tolist() == [[0, 512], [0, 0]]
     stored.check()
-    kept = torch.ones(1, 1, 39, dtype=torch.bool)
-    kept[..., 3] = False
-    with pytest.raises(UnsupportedError, match="packed cannot be evicted"):
-        layer.evict(kept)
+    for _ in range(3):
+        stored.feed(100)
+        once.look()
+    stored.check()
+    assert layer.pages.lengths().tolist() == [[256, 768], [256, 256]]
+    # rows, tokens taken back, and everything dropped
+    layer.reorder_cache(torch.tensor([1, 0]))
+    stored.keys = [stored.keys[0][[1, 0]]]
+    assert layer.thawed.tolist() == [[16 * few, 0], [16 * few, 0]][::-1]
+    stored.check()
+    layer.crop(-(layer.seen - 40))
+    assert layer.thawed.tolist() == [[2 * few, 0]] * 2
+    stored.keys = [stored.keys[0][:, :, :40]]
+    stored.check()
+    layer.evict(layer.index.by_head < 0)
+    assert layer.pages is None and not layer.thawed.any() and layer.stored()[0].shape[2] == 0
+
+
+def test_pages_that_rows_share_are_written_anew_when_that_pays() -> None:
+    stored = Stored(KIVI(page=16, group=16, residual=0), batch=1)
+    stored.feed(160)
+    layer = stored.state.layers[0]
+    layer.batch_repeat_interleave(2)
+    kept = torch.ones(2, HEADS, 160, dtype=torch.bool)
+    kept[1, :, :64] = False
+    layer.evict(kept)
+    # 20 pages would become 32
+    assert len(layer.pages.count) == 10 * HEADS and (layer.index.index[1, 0] >= 0).sum() == 96
+    kept[..., :80] = False
+    kept[1] = kept[1] & (torch.arange(160) >= 128)
+    layer.evict(kept)
+    assert len(layer.pages.count) == (5 + 2) * HEADS
+    assert layer.index.index[1, 0].tolist() == [*range(128, 160), *[-1] * 48]
+
+
+def test_cropping_behind_dead_places() -> None:
+    stored = Stored(KIVI(page=32, group=16, residual=4), batch=1)
+    stored.feed(104)
+    layer = stored.state.layers[0]
+    once = Once(layer)
+    kept = torch.ones(1, HEADS, 104, dtype=torch.bool)
+    kept[..., 3:80:2] = False
+    layer.evict(kept)
+    once.look()
+    once.mark()
+    layer.crop(-54)
+    assert once.look() == {(0, h, p) for h in range(HEADS) for p in (*range(3), *range(4, 50, 2))}
+    once.check_marks(50)
+    stored.keys = [stored.keys[0][:, :, :50]]
+    stored.feed(40)
+    stored.check()
+    assert len(once.look()) == HEADS * (26 + 40)
 
 
 def test_bytes_reported_are_bytes_held() -> None:

@@ -125,9 +125,9 @@ def _check(keys: Tensor, values: Tensor, kept: Tensor, owner: Tensor | None, wei
         raise ValueError(
             f"compact takes keys [B, H, K, D] and values [B, H, K, Dv], not {tuple(keys.shape)} and {tuple(values.shape)}."
         )
-    if keys.dtype != values.dtype or keys.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if keys.dtype != values.dtype or keys.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(
-            f"compact takes float16, bfloat16 or float32, keys and values alike, not {keys.dtype} and {values.dtype}."
+            f"compact takes keys and values of one type, of 16, 32 or 64 bits, not {keys.dtype} and {values.dtype}."
         )
     shape = tuple(keys.shape[:3])
     fits = tuple(kept.shape) == shape if kept.dtype == torch.bool else tuple(kept.shape[:-1]) == shape[:2]

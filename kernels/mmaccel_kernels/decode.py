@@ -246,15 +246,22 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
 
-def launch(groups: int, queries: int, d: int, dv: int, itemsize: int, packed: bool, hip: bool) -> Launch:
-    """The shipped configurations: tiles of 16 KiB of keys, as many rows as the registers hold without spilling."""
+def launch(groups: int, queries: int, d: int, dv: int, itemsize: int, packed: bool, capability: int) -> Launch:
+    """The shipped configurations: tiles of 16 KiB of keys, as many rows as the registers hold without spilling.
+
+    Parameters
+    ----------
+    capability : of an NVIDIA GPU, such as 90; 0 for others.
+    """
     block_d, block_dv = (max(16, triton.next_power_of_2(n)) for n in (d, dv))
     most = 16 if itemsize == 4 else 64 if queries == 1 else 32
     block_m = min(most, max(16, triton.next_power_of_2(groups * queries)))
     block_n = min(64, max(16, 16384 // (block_d * itemsize)))
     constants = {"D": d, "DV": dv, "BLOCK_N": block_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv}
-    stages = 2 if hip else 3 if block_d > 64 and not packed else 4
-    small = hip or (block_m == 16 and not packed)
+    # what is fetched ahead takes registers, of which sm_80 has too few for 2-bit pages
+    few = capability == 0 or (packed and capability < 90)
+    stages = 2 if few else 3 if block_d > 64 and not packed else 4
+    small = capability == 0 or (block_m == 16 and not packed)
     return Launch(block_m, constants, {"num_warps": 4 if small else 8, "num_stages": stages})
 
 
@@ -297,7 +304,7 @@ def decode_attention_kernel(
         visible = _rows(visible)
         mask, columns = visible.view(torch.uint8), visible.shape[3]
         mask_strides = (visible.stride(0), visible.stride(1) if visible.shape[1] > 1 else 0, visible.stride(2))
-    plan = launch(hq // hkv, q, d, dv, query.element_size(), pages is not None, torch.version.hip is not None)
+    plan = launch(hq // hkv, q, d, dv, query.element_size(), pages is not None, _capability(query.device))
     programs = PROGRAMS_EACH * _multiprocessors(query.device)
     # a program works on one head after the other, so program + head numbers what each of them has done for each
     part = query.new_empty(programs + heads, rows, dv, dtype=torch.float32)
@@ -392,6 +399,14 @@ def _packed_arguments(pages: Pages | None, like: Tensor, masked: bool) -> tuple[
 def _rows(x: Tensor) -> Tensor:
     """The same, its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _capability(device: torch.device) -> int:
+    """Of an NVIDIA GPU, such as 90; 0 for others."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -562,8 +577,6 @@ def _decode(
         end = _before(cu_lengths, cu_pages, head + 1, tail_tiles, RAGGED, PACKED, BLOCK_N)
         tile, tiles = first - begin, tl.minimum(last, end) - begin
         b, h = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
-        at = query + (head.to(tl.int64) * rows + row)[:, None] * D + d[None, :]
-        q = tl.load(at, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -616,6 +629,9 @@ def _decode(
             )
             tile, tiles = tl.maximum(tile - own_pages, 0), tiles - own_pages
             begin += own_pages
+        # not before the pages, which need its registers
+        at = query + (head.to(tl.int64) * rows + row)[:, None] * D + d[None, :]
+        q = tl.load(at, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)
         flat_tiles = end - begin - tail_tiles
         if RAGGED:
             start = tl.load(cu_lengths + head).to(tl.int64)

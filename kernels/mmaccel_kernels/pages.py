@@ -33,7 +33,8 @@ With ``axis="channel"`` nothing needs to be expanded: ``q . k_t = (q * scale) . 
 ``sum_t p_t v_t = scale * sum_t p_t c_t + zero sum_t p_t`` within a group.
 
 **Heads** are ragged: head ``h`` of ``B Hkv`` (rows of the batch outermost) has pages ``table[cu_pages[h]:cu_pages[h + 1]]``,
-in the order of its tokens. Pages are never changed once written; appending adds pages and makes a new table.
+in the order of its tokens. Pages are never changed once written; appending adds pages and makes a new table. Places whose
+tokens were dropped stay until others can take them: see :meth:`Pages.compacted`.
 
 **Planes.** Keys (or values) may be split over channels into planes of different codes. A plane says which channels it
 holds in ``channels [B Hkv, D']``; None says all, in order.
@@ -43,6 +44,7 @@ Tokens that are not packed, a full-precision residual, are no part of this: they
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -302,6 +304,107 @@ class Pages:
         cu_pages = cumulative(sums(stays.long(), self.cu_pages))
         cut = replace(self, count=counts, table=self.table[stays], cu_pages=cu_pages)
         return cut.selected(torch.arange(self.batch, device=table.device))
+
+    @property
+    def pooled(self) -> bool:
+        """Whether a page has one row of scales for all its tokens, so that it can hold any tokens of that row."""
+        formats = [plane.format for plane in (*self.keys, *self.values)]
+        return all(format.axis == "channel" and format.group == self.page for format in formats)
+
+    @property
+    def unit(self) -> int:
+        """Tokens that share scales, and whose places become free together; 1 where every token can move by itself."""
+        formats = [plane.format for plane in (*self.keys, *self.values)]
+        return 1 if self.pooled else math.lcm(*(format.group for format in formats if format.axis == "channel"))
+
+    def compacted(self, live: Tensor) -> tuple[Pages, Tensor] | None:
+        """Fewer pages, with the same codes and scales: nothing is quantised again.
+
+        A code means nothing without its scale, so the tokens of a :attr:`unit` stay together: what is dropped of it leaves
+        dead places, and a unit without a living token is left out.
+
+        Parameters
+        ----------
+        live : ``[B Hkv, L]`` bool, the places of every head whose tokens are needed; ``L`` is the longest of
+            :meth:`lengths`.
+
+        Returns
+        -------
+        New pages, which no two rows share, and ``[B Hkv, L']`` long: which place each of theirs was, -1 for none (which of
+        them are alive is for the caller to know). None if less than an eighth of the pages would be saved: writing them
+        anew costs as much as reading all of them.
+        """
+        unit, each, table = self.unit, self.page // self.unit, self.table.long()
+        head, place, alive = self._listed(live)
+        alive = alive.unflatten(1, (each, unit)).any(2)
+        # pages between which units may move: those of a head, or of a head and a row of scales
+        rows, row = self.meta[table].unique(return_inverse=True)
+        _, run = (head * len(rows) + row if self.pooled else head).unique_consecutive(return_inverse=True)
+        owner = run.new_zeros(int(run[-1]) + 1 if len(run) else 0).scatter_(0, run, head)
+        units = torch.zeros_like(owner).scatter_add_(0, run, alive.sum(1))
+        pages = -(-units // each)
+        if 8 * int(pages.sum()) > 7 * len(self.count):
+            return None
+        source, slot = alive.nonzero(as_tuple=True)
+        rank = torch.arange(len(source), device=table.device) - (units.cumsum(0) - units)[run[source]]
+        at = (pages.cumsum(0) - pages)[run[source]] + rank // each, rank % each
+        of = torch.repeat_interleave(pages)
+        number = torch.arange(len(of), device=table.device)
+
+        def moved(x: Tensor, fill: int = 0) -> Tensor:
+            """``[T, n each, ...]`` of the listed pages -> the same of the new ones."""
+            parts = x.unflatten(1, (each, -1))
+            out = parts.new_full((len(of), *parts.shape[1:]), fill)
+            out[at] = parts[source, slot]
+            return out.flatten(1, 2)
+
+        def rewritten(plane: Plane) -> Plane:
+            codes = pack(moved(unpack(plane.codes[table], plane.format, self.page, self.tile)), plane.format, self.tile)
+            scales = [
+                None if x is None else x[rows] if self.pooled else moved(x[self.meta[table].long()])
+                for x in (plane.scale, plane.zero)
+            ]
+            assert scales[0] is not None
+            return replace(plane, codes=codes, scale=scales[0], zero=scales[1])
+
+        last = units[of] - (number - (pages.cumsum(0) - pages)[of]) * each
+        made = replace(
+            self,
+            keys=tuple(map(rewritten, self.keys)),
+            values=tuple(map(rewritten, self.values)),
+            count=(last.clamp(max=each) * unit).int(),
+            meta=(number.new_zeros(len(of)).scatter_(0, at[0], row[source]) if self.pooled else number).int(),
+            table=number.int(),
+            cu_pages=cumulative(torch.zeros_like(self.cu_pages[1:]).long().scatter_add_(0, owner, pages)),
+        )
+        was, lengths = moved(place, -1), made.lengths().flatten()
+        slots = torch.arange(int(lengths.max()), device=table.device) < lengths[:, None]
+        found = was.new_full(slots.shape, -1)
+        found[slots] = was[torch.arange(self.page, device=table.device) < made.count[:, None]]
+        return made, found
+
+    def sparse(self, live: Tensor, token: int) -> Tensor:
+        """Which of the ``live [B Hkv, L]`` places belong to scales that serve so few that they would take less memory in full
+        precision, ``token`` bytes each."""
+        group = self.page if self.pooled else self.unit
+        size = sum(plane.codes[:1].nbytes for plane in (*self.keys, *self.values))
+        if not self.pooled:
+            size += sum(x[:1].nbytes for p in (*self.keys, *self.values) for x in (p.scale, p.zero) if x is not None)
+        head, place, alive = self._listed(live)
+        few = alive.unflatten(1, (-1, group)).sum(2) * token * self.page < size * group
+        few = alive & few.repeat_interleave(group, dim=1)
+        out = torch.zeros_like(live)
+        out[head[:, None].expand_as(place)[few], place[few]] = True
+        return out
+
+    def _listed(self, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every listed page its head ``[T]`` long, and of its tokens the places in that head ``[T, page]`` long (-1: none)
+        and whether they are ``live [B Hkv, L]``."""
+        head, count = torch.repeat_interleave(self.cu_pages.diff().long()), self.count[self.table.long()].long()
+        token, before = torch.arange(self.page, device=count.device), count.cumsum(0) - count
+        place = (before - before[self.cu_pages.long()[head]])[:, None] + token
+        place = place.masked_fill(token >= count[:, None], -1)
+        return head, place, live[head[:, None], place.clamp(min=0)] & (place >= 0)
 
 
 # --- codes ------------------------------------------------------------------------------------------------------------

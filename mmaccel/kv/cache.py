@@ -7,11 +7,13 @@ key came from is its :class:`KeyIndex`, from which causal, padding and sliding-w
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mmaccel_kernels.compact import compact
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -20,6 +22,15 @@ from .decoding import reads_as_stored
 
 if TYPE_CHECKING:
     from ..door import Step
+
+
+def leftmost(there: Tensor) -> tuple[Tensor, Tensor]:
+    """The slots that are ``there [..., K]`` bool, moved to the left in their order: ``[..., W]`` long, where ``W`` is the most
+    there are of one row, and which of these are slots at all, the same shape, bool."""
+    lengths = there.sum(-1, keepdim=True)
+    width = int(lengths.max())
+    order = (~there).long().argsort(dim=-1, stable=True)[..., :width]
+    return order, torch.arange(width, device=there.device) < lengths
 
 
 class KeyIndex:
@@ -194,6 +205,10 @@ class Carried:
         return out
 
 
+def _nothing() -> None:
+    """What a weak reference to something gone returns."""
+
+
 class CompressedLayer(DynamicLayer):
     """One layer's keys and values: ``keys``/``values [B, Hkv, K, D]``, after head-wise eviction behind a ragged part.
 
@@ -205,12 +220,25 @@ class CompressedLayer(DynamicLayer):
 
     def __init__(self, state: CacheState, number: int) -> None:
         super().__init__()
-        self.state = state
+        # were the two to hold each other, a cache would keep its memory until Python looks for cycles
+        self._state = weakref.ref(state)
         self.number = number
         self.seen = 0
         self.index: KeyIndex | None = None
         self.ragged: Ragged | None = None
         self.carried = Carried()
+
+    @property
+    def state(self) -> CacheState:
+        """What the layers share."""
+        state = self._state()
+        if state is None:
+            raise RuntimeError("a layer without its cache can be looked at, but no longer be used")
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy belongs to the copy of the state, which says so
+        return {**vars(self), "_state": _nothing}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns all that are stored, ``[B, Hkv, K, D]``."""
@@ -257,23 +285,18 @@ class CompressedLayer(DynamicLayer):
         shape = (b, max(index.shape[1], kept.shape[1]), -1)
         index, kept = index.expand(shape), kept.expand(shape)
         kept = kept & (index >= 0)
-        lengths = kept.sum(-1)
-        longest = int(lengths.max())
-        order = (~kept).long().argsort(dim=-1, stable=True)[..., :longest]
-        there = torch.arange(longest, device=kept.device) < lengths[..., None]
+        order, there = leftmost(kept)
         index = index.gather(2, order).masked_fill(~there, -1)
         self.index = KeyIndex(index if shape[1] == heads else index[:, 0], not bool(there.all()), self.seen)
-        order = order.expand(-1, heads, -1)
         if self.carried.received is not None:
-            self.carried.received = self.carried.figures(keys).gather(2, order).masked_fill(~there, 0.0)
+            figures = self.carried.figures(keys).gather(2, order.expand(-1, heads, -1))
+            self.carried.received = figures.masked_fill(~there, 0.0)
+        flat = compact(keys, values, kept.expand(-1, heads, -1))
         if not self.index.padded:
             self.ragged = None
-            self.keys = keys.gather(2, order[..., None].expand(-1, -1, -1, keys.shape[-1]))
-            self.values = values.gather(2, order[..., None].expand(-1, -1, -1, values.shape[-1]))
+            self.keys, self.values = (x.view(b, heads, order.shape[-1], x.shape[-1]) for x in flat[:2])
         else:
-            kept = kept.expand(-1, heads, -1)
-            lengths = lengths.expand(-1, heads).contiguous()
-            self.ragged = Ragged(keys[kept], values[kept], lengths, longest)
+            self.ragged = Ragged(*flat, longest=order.shape[-1])
             self.keys = keys.new_empty(b, heads, 0, keys.shape[-1])
             self.values = values.new_empty(b, heads, 0, values.shape[-1])
 
@@ -348,7 +371,7 @@ class CompressedLayer(DynamicLayer):
         """Back to empty, ready for another prompt."""
         super().reset()
         self.seen, self.index, self.ragged, self.carried = 0, None, None, Carried()
-        self.state.offset = self.state.kinds = self.state.recall = None
+        self.state.offset = self.state.ahead = self.state.kinds = self.state.recall = None
 
 
 @dataclass
@@ -390,9 +413,7 @@ class Reading:
             at = known.long().clamp(0, self.places.shape[1] - 1)
             read = self.places[:, None].expand(-1, known.shape[1], -1).gather(2, at)
             read = (read | (known >= self.places.shape[1])) & (known >= 0)
-            width = int(read.sum(-1).max())
-            order = (~read).long().argsort(dim=-1, stable=True)[..., :width]
-            there = read.gather(2, order)
+            order, there = leftmost(read)
             made = known.gather(2, order).masked_fill(~there, -1)
             made = made if index.index.dim() == 3 else made[:, 0]
             self._made[id(index)] = index, KeyIndex(made, not bool(there.all()), index.upto), order
@@ -415,6 +436,9 @@ class CacheState:
 
     offset : ``[B]`` long: logical length minus next position. The next token of row b stands at
         ``get_seq_length() - offset[b]``; M-RoPE, left padding and renumbering are all in this one number.
+    ahead : ``[B]`` long: with M-RoPE the last frames of a slow clip may stand at later positions than the question behind them.
+        transformers goes on behind the question while it generates, and behind the frames, so much further, in the next
+        turn and in a forward without positions. None once that has happened.
     step : the forward being run, while one is.
     kinds : ``[B, n, 4]`` int32, for the first ``n`` places (picture, t, row, column), -1 for text and for what has no cell;
         only where a recipe goes on compacting while it decodes.
@@ -427,10 +451,16 @@ class CacheState:
 
         self.layers = [QuantisedLayer(self, i) for i in range(layers)]
         self.offset: Tensor | None = None
+        self.ahead: Tensor | None = None
         self.step: Step | None = None
         self.kinds: Tensor | None = None
         self.recall: Recall | None = None
         self.stream = False
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        vars(self).update(attributes)
+        for layer in self.layers:
+            layer._state = weakref.ref(self)
 
     @property
     def seen(self) -> int:
@@ -457,6 +487,8 @@ class CacheState:
             index.select(rows)
         if self.offset is not None:
             self.offset = self.offset[rows.to(self.offset.device)]
+        if self.ahead is not None:
+            self.ahead = self.ahead[rows.to(self.ahead.device)]
         if self.kinds is not None:
             self.kinds = self.kinds[rows.to(self.kinds.device)]
         if self.recall is not None:
@@ -513,7 +545,7 @@ class CacheState:
     def nbytes(self) -> int:
         """Bytes held, counted on unique storages."""
         tensors = [t for layer in self.layers for t in layer.tensors()]
-        tensors += [t for t in (self.offset, self.kinds) if t is not None]
+        tensors += [t for t in (self.offset, self.ahead, self.kinds) if t is not None]
         tensors += self.recall.tensors() if self.recall is not None else []
         return sum(
             {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values()

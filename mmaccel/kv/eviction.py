@@ -6,6 +6,7 @@ layers, when the forward is over. While decoding it is compacted every ``every``
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from .importance import behind_pictures, share_seen
 
 if TYPE_CHECKING:
     from ..door import Step
+    from .quantised import QuantisedLayer
 
 
 @dataclass
@@ -46,7 +48,9 @@ class Eviction:
         assert step.state is not None and owner.policy is not None
         stage, policy = owner.built[owner.policy]
         assert isinstance(policy, Policy)
-        self.step, self.state, self.policy, self.retain = step, step.state, policy, stage.retain
+        # the step holds this; were this to hold the step, the cache would outlive its last user until Python looks for cycles
+        self.step: Step = weakref.proxy(step)
+        self.state, self.policy, self.retain = step.state, policy, stage.retain
         self.text_retain = owner.recipe.text_retain
         self.official = owner.recipe.rounding == "official"
         self.layers = len(step.state.layers)
@@ -199,8 +203,9 @@ class Eviction:
         wanted = [resolve(self.text_retain, n) if n else 0 for n in text.sum(1).tolist()]
         return per_head(scores, text, torch.tensor(wanted, device=scores.device))
 
-    def _compact(self, layer: CompressedLayer, kept: Tensor, old: int = 0) -> None:
-        """Evict, or merge, what is not ``kept [B, Hkv or 1, K]``; the first ``old`` slots take no part in a merge."""
+    def _compact(self, layer: QuantisedLayer, kept: Tensor, old: int = 0) -> None:
+        """Evict, or merge, what is not ``kept [B, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
+        keys that were packed: they would be quantised again."""
         how, decay = self.policy.choice("compact")
         layer.carried.compacted = layer.seen
         assert layer.index is not None
@@ -208,7 +213,7 @@ class Eviction:
             layer.evict(kept)
             return
         keys, values = layer.stored()
-        there = (layer.index.by_head >= 0).expand(keys.shape[:3]).clone()
+        there = ((layer.index.by_head >= 0) & ~layer.once()).expand(keys.shape[:3]).clone()
         there[..., :old] = False
         stay = kept.expand(keys.shape[:3]) & there
         made = merge(
@@ -226,7 +231,7 @@ class Eviction:
         layer.evict(kept, (made.keys, made.values))
 
     # --- while decoding ---------------------------------------------------------------------------------------
-    def _decoded(self, layer: CompressedLayer, scaling: float) -> None:
+    def _decoded(self, layer: QuantisedLayer, scaling: float) -> None:
         """Compact a layer that holds more than it may, when it is time."""
         carried = layer.carried
         if carried.capacity is None:
@@ -234,7 +239,7 @@ class Eviction:
         if layer.seen - carried.compacted >= self.policy.every:
             self._shrink(layer, scaling)
 
-    def _shrink(self, layer: CompressedLayer, scaling: float) -> None:
+    def _shrink(self, layer: QuantisedLayer, scaling: float) -> None:
         """Of all that a layer stores, from whichever turn, keep the best that it may hold."""
         policy, carried = self.policy, layer.carried
         assert layer.index is not None and carried.capacity is not None
@@ -275,7 +280,8 @@ class Eviction:
             index, keys, values = index.flatten(0, 1), keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
             queries = queries.unflatten(1, (heads, -1)).flatten(0, 1)
             received = None if received is None else received.flatten(0, 1)[:, None]
-        order = (index >= 0).long().argsort(dim=1, stable=True)
+        # by place: packed pictures stand before text that is older
+        order = index.argsort(dim=1, stable=True)
         index = index.gather(1, order)
 
         def sorted_(x: Tensor) -> Tensor:
@@ -412,8 +418,28 @@ def rank(
             f"Method {policy.name!r} returned scores of shape {tuple(scores.shape)} where rows, key heads and keys are "
             f"{tuple(keys.keys.shape[:3])}."
         )
+    if policy.chunk:
+        scores = by_chunks(scores, keys, policy.chunk)
     must = protected(policy, keys, start, question)
     return scores.masked_fill(must[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
+
+
+def by_chunks(scores: Tensor, keys: KeyBatch, size: int) -> Tensor:
+    """Scores ``[B, Hkv, K]`` replaced by the mean over heads and over chunks of ``size`` neighbours of one kind. Infinite ones
+    stay, and count as the least of their row, or as one more than the largest."""
+    kind = keys.visual.long() if keys.picture is None else keys.picture
+    kind = kind.masked_fill(~keys.valid, -2)
+    slot = torch.arange(kind.shape[1], device=kind.device)
+    begins = torch.nn.functional.pad(kind[:, 1:] != kind[:, :-1], (1, 0), value=True)
+    since = slot - torch.where(begins, slot, 0).cummax(1).values
+    chunk = ((since % size == 0).flatten().cumsum(0) - 1).view_as(kind)
+    finite = scores.isfinite()
+    most = scores.masked_fill(~finite, -torch.inf).amax((1, 2), keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    least = scores.masked_fill(~finite, torch.inf).amin((1, 2), keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    means = scores.clamp(least, most + 1).mean(1)
+    # sums in a fixed order, without atomics
+    means = torch.segment_reduce(means.flatten(), "mean", lengths=torch.bincount(chunk.flatten()), unsafe=True)[chunk]
+    return torch.where(finite, means[:, None], scores)
 
 
 def protected(policy: Policy, keys: KeyBatch, start: bool = True, question: Tensor | None = None) -> Tensor:

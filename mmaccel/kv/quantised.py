@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..errors import UnsupportedError
-from .cache import CompressedLayer, KeyIndex, Ragged
+from .cache import CompressedLayer, KeyIndex, Ragged, leftmost
 from .codecs import Codec
 
 if TYPE_CHECKING:
@@ -18,18 +19,82 @@ if TYPE_CHECKING:
     from .cache import CacheState
 
 
+@dataclass(frozen=True)
+class Front:
+    """What a layer has packed, apart from the rest.
+
+    pages : of all heads; None before the first are packed.
+    index : ``[B, 1 or Hkv, W]``, where the token of every place of the pages came from; -1 for dead places, whose token was
+        dropped, and behind the end of short heads.
+    received : ``[B, Hkv, W]`` or None, see :class:`.cache.Carried`.
+    """
+
+    pages: Pages | None
+    index: Tensor
+    received: Tensor | None
+
+    def extended(self, new: Pages, index: Tensor, due: Tensor, received: Tensor | None) -> Front:
+        """With ``new`` pages behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this index and these figures."""
+        there = torch.zeros_like(self.index, dtype=torch.bool)
+        if self.pages is not None:
+            # dead places are places
+            lengths = self.pages.lengths()[:, : self.index.shape[1], None]
+            there = torch.arange(self.index.shape[-1], device=lengths.device) < lengths
+        order, there = leftmost(torch.cat([there, due], dim=-1))
+        index = torch.cat([self.index, index], dim=-1).gather(2, order).masked_fill(~there, -1)
+        if self.received is not None and received is not None:
+            both = torch.cat([self.received, received], dim=-1)
+            received = both.gather(2, order.expand(-1, both.shape[1], -1)).masked_fill(~there, 0.0)
+        return Front(new if self.pages is None else self.pages.appended(new), index, received)
+
+    def kept(self, kept: Tensor) -> Front:
+        """Only what is ``kept [B, 1 or Hkv, W]``; pages are written anew where that saves enough of them."""
+        if self.pages is None:
+            return self
+        index = self.index.expand(-1, max(self.index.shape[1], kept.shape[1]), -1).masked_fill(~kept, -1)
+        live, received = (index >= 0).expand(-1, self.pages.heads, -1), self.received
+        if not bool(live.any()):
+            return Front(None, index[..., :0], None if received is None else received[..., :0])
+        made = self.pages.compacted(live.flatten(0, 1))
+        if made is None:
+            return Front(self.pages, index, received)
+        pages, was = made[0], made[1].view(*live.shape[:2], -1)
+        there, was = was >= 0, was.clamp(min=0)
+        if received is not None:
+            received = received.gather(2, was).masked_fill(~there, 0.0)
+        there, was = there[:, : index.shape[1]], was[:, : index.shape[1]]
+        return Front(pages, index.gather(2, was).masked_fill(~there, -1), received)
+
+    def cropped(self, seen: int) -> Front:
+        """Without the tokens from place ``seen`` on."""
+        if self.pages is None:
+            return self
+        stays = (self.index >= 0) & (self.index < seen)
+        # up to the last one; a layer may have pages and no token in them
+        number = torch.arange(1, stays.shape[-1] + 1, device=stays.device)
+        lengths = pad(stays * number, (1, 0)).amax(-1)
+        width = int(lengths.max())
+        pages = self.pages.cropped(lengths.expand(-1, self.pages.heads))
+        received = None if self.received is None else self.received[..., :width]
+        return Front(pages, self.index.masked_fill(~stays, -1)[..., :width], received)
+
+
 class QuantisedLayer(CompressedLayer):
-    """The slots of :meth:`stored` are the packed tokens of every head, then those in full precision.
+    """The slots of :meth:`stored` are the places of the packed tokens of every head, then the tokens in full precision.
 
     pages : packed keys and values, None before the first are packed; ``width``: slots they take, those of the longest head.
+    thawed : ``[B, 1 or Hkv]`` long, how many of the first tokens in full precision were packed once; None if none was.
 
-    A token is packed once and stays packed: heads cannot evict from their pages, but the newest tokens may be cropped.
+    A token is packed once. It can be dropped; what becomes of its place is said at
+    :meth:`mmaccel_kernels.pages.Pages.compacted`. The last few tokens that share scales go back to full precision, as what
+    their codes stand for, when they take less memory so; they are not packed again.
     """
 
     def __init__(self, state: CacheState, number: int) -> None:
         super().__init__(state, number)
         self.pages: Pages | None = None
         self.width = 0
+        self.thawed: Tensor | None = None
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """All keys and values as ``[B, Hkv, K, D]``, packed ones decoded; short heads are padded (see ``index``)."""
@@ -53,105 +118,139 @@ class QuantisedLayer(CompressedLayer):
         visual : ``[B, S]`` bool, which of the places from ``since`` on are visual; None if none is.
         made : old and new indices, so that layers which shared one go on sharing one.
         """
-        if self.index is None or (codec.visual_only and visual is None):
+        due = self._due(codec, visual, since)
+        if due is None or self.index is None:
             return
-        front, rest = self._halves()
-        if not codec.visual_only and rest.shape[-1] < codec.residual + codec.page:
-            return
-        valid = rest >= 0
-        if visual is not None and codec.visual_only:
-            place = (rest.long() - since).flatten(1)
-            seen = visual.to(place.device).gather(1, place.clamp(0, visual.shape[1] - 1)).view_as(rest)
-            due = valid & (rest >= since) & seen
-        else:
-            due = valid & (valid.cumsum(-1) <= codec.packable(valid.sum(-1))[..., None])
-        if not bool(due.any()):
-            return
+        old, front = self.index, self._parted()
+        rest = self.index.by_head
         keys, values = super().stored()
         chosen = due.expand(-1, keys.shape[1], -1)
-        new = codec.pack(keys[chosen], values[chosen], chosen.sum(-1), self.pages)
-        pages = new if self.pages is None else self.pages.appended(new)
-        front = _leftmost(torch.cat([front, rest.masked_fill(~due, -1)], dim=-1))
-        known = made.get(id(self.index))
-        old = self.index
-        self._full_precision(rest)
-        super().evict(valid & ~due)
-        self._join(pages, front)
+        new = codec.pack(keys[chosen], values[chosen], chosen.sum(-1), front.pages)
+        front = front.extended(new, rest, due, self.carried.received)
+        super().evict((rest >= 0) & ~due)
+        self._join(front)
+        known = made.get(id(old))
         if known is not None:
             self.index = known[1]
         elif old.index.dim() == 2:
             made[id(old)] = (old, self.index)
 
+    def _due(self, codec: Codec, visual: Tensor | None, since: int) -> Tensor | None:
+        """Which of the tokens in full precision are to be packed, ``[B, 1 or Hkv, R]`` bool; None if none is."""
+        if self.index is None or (codec.visual_only and visual is None):
+            return None
+        rest = self.index.by_head[..., self.width :]
+        if not codec.visual_only and rest.shape[-1] < codec.residual + codec.page:
+            return None
+        valid = (rest >= 0) & ~self._once(rest)
+        if visual is not None and codec.visual_only:
+            place = (rest.long() - since).flatten(1)
+            seen = visual.to(place.device).gather(1, place.clamp(0, visual.shape[1] - 1)).view_as(rest)
+            valid &= (rest >= since) & seen
+        due = valid & (valid.cumsum(-1) <= codec.packable(valid.sum(-1))[..., None])
+        return due if bool(due.any()) else None
+
     def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None) -> None:
-        """Free all tokens in full precision but ``kept``; packed ones must be among those kept."""
-        if self.pages is None:
+        """Free everything but ``kept``. Packed tokens are dropped or stay as they are; ``merged`` does not reach them."""
+        if self.pages is None and self.thawed is None:
             super().evict(kept, merged)
             return
-        (front, rest), pages, width = self._halves(), self.pages, self.width
-        if not bool((kept[..., :width] | (front < 0)).all()):
-            raise UnsupportedError(
-                "Keys that a codec has packed cannot be evicted one by one; use a policy without a schedule beside a codec."
-            )
-        self._full_precision(rest)
-        if merged is not None:
+        assert self.index is not None
+        index, received, width = self.index, self.carried.received, self.width
+        kept = kept & (index.by_head >= 0)
+        packed, rest = kept[..., :width], kept[..., width:]
+        few = self._few(packed)
+        once = few.sum(-1) + (rest & self._once(index.by_head[..., width:])).sum(-1)
+        thaws = bool(few.any())
+        if thaws and merged is None:
+            merged = self.stored()
+        elif not thaws and merged is not None:
             merged = merged[0][:, :, width:], merged[1][:, :, width:]
-        super().evict(kept[..., width:], merged)
-        self._join(pages, front)
+        front = self._parted().kept(packed & ~few)
+        if thaws:
+            self.index, self.carried.received, rest = index, received, torch.cat([few, rest], dim=-1)
+        super().evict(rest, merged)
+        self._join(front)
+        self.thawed = once if thaws or self.thawed is not None else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens seen; packed ones are cut off their pages."""
-        if self.pages is None or int(tokens_to_remove) >= 0:
+        if (self.pages is None and self.thawed is None) or int(tokens_to_remove) >= 0:
             super().crop(tokens_to_remove)
             return
         self.seen += int(tokens_to_remove)
-        (front, rest), pages = self._halves(), self.pages
-        stays = (front >= 0) & (front < self.seen)
-        pages = pages.cropped(stays.sum(-1).expand(-1, self.keys.shape[1]))
-        self._full_precision(rest)
-        super().evict((rest >= 0) & (rest < self.seen))
-        self._join(pages, _leftmost(front.masked_fill(~stays, -1)))
+        front = self._parted().cropped(self.seen)
+        assert self.index is not None
+        rest = self.index.by_head
+        stays = (rest >= 0) & (rest < self.seen)
+        if self.thawed is not None:
+            self.thawed = (stays & self._once(rest)).sum(-1)
+        super().evict(stays)
+        self._join(front)
 
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor this layer holds."""
         yield from super().tensors()
         if self.pages is not None:
             yield from self.pages.tensors()
+        if self.thawed is not None:
+            yield self.thawed
 
     def reset(self) -> None:
         """Back to empty, ready for another prompt."""
         super().reset()
-        self.pages, self.width = None, 0
+        self.pages, self.width, self.thawed = None, 0, None
 
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)
         if self.pages is not None:
             self.pages = self.pages.selected(rows.to(self.pages.table.device))
+        if self.thawed is not None:
+            self.thawed = self.thawed[rows.to(self.thawed.device)]
 
-    # --- the two parts ----------------------------------------------------------------------------------------
-    def _halves(self) -> tuple[Tensor, Tensor]:
-        """The index of packed slots and of those in full precision, ``[B, 1 or Hkv, K]`` each."""
+    # --- what was packed --------------------------------------------------------------------------------------
+    def once(self) -> Tensor:
+        """``[B, 1 or Hkv, K]`` bool: which slots hold what is packed, or was once."""
         assert self.index is not None
         index = self.index.by_head
-        return index[..., : self.width], index[..., self.width :]
+        return torch.cat([index[..., : self.width] >= 0, self._once(index[..., self.width :])], dim=-1)
 
-    def _full_precision(self, rest: Tensor) -> None:
-        """Be a layer without pages for a while, whose slots are ``rest [B, 1 or Hkv, K]``."""
+    def _once(self, rest: Tensor) -> Tensor:
+        """Which slots ``[B, 1 or Hkv, R]`` of the full-precision part hold what was packed once, bool."""
+        there = rest >= 0
+        return torch.zeros_like(there) if self.thawed is None else there & (there.cumsum(-1) <= self.thawed[..., None])
+
+    def _few(self, kept: Tensor) -> Tensor:
+        """Which of the packed tokens ``kept [B, 1 or Hkv, W]`` are to be thawed."""
+        if self.pages is None:
+            return torch.zeros_like(kept)
+        token = (self.keys.shape[-1] + self.values.shape[-1]) * self.keys.element_size()
+        live = kept.expand(-1, self.pages.heads, -1)
+        return self.pages.sparse(live.flatten(0, 1), token).view_as(live)[:, : kept.shape[1]]
+
+    # --- the two parts ----------------------------------------------------------------------------------------
+    def _parted(self) -> Front:
+        """Take what is packed away: a layer without pages is left, until :meth:`_join`."""
+        assert self.index is not None
+        index, received = self.index.by_head, self.carried.received
+        if received is not None:
+            # tokens that came after the last observation have no figures yet
+            received = pad(received, (0, index.shape[-1] - received.shape[-1]))
+            self.carried.received = received[..., self.width :]
+            received = received[..., : self.width]
+        front, rest = Front(self.pages, index[..., : self.width], received), index[..., self.width :]
         self.pages, self.width = None, 0
         self.index = KeyIndex(rest if rest.shape[1] > 1 else rest[:, 0], True, self.seen)
+        return front
 
-    def _join(self, pages: Pages, front: Tensor) -> None:
-        """Put ``pages`` with slots ``front [B, 1 or Hkv, width]`` before what is stored."""
+    def _join(self, front: Front) -> None:
+        """Put what is packed before what is stored."""
         assert self.index is not None
         rest = self.index.by_head
-        heads = max(front.shape[1], rest.shape[1])
-        index = torch.cat([part.expand(-1, heads, -1) for part in (front, rest)], dim=-1)
-        padded = self.index.padded or bool((front < 0).any())
+        heads = max(front.index.shape[1], rest.shape[1])
+        index = torch.cat([part.expand(-1, heads, -1) for part in (front.index, rest)], dim=-1)
+        padded = self.index.padded or bool((front.index < 0).any())
         self.index = KeyIndex(index if heads > 1 else index[:, 0], padded, self.seen)
-        self.pages, self.width = pages, front.shape[-1]
-
-
-def _leftmost(index: Tensor) -> Tensor:
-    """Slots ``[..., K]`` that hold a key to the left, in order, and as few columns as that takes."""
-    there = index >= 0
-    order = (~there).long().argsort(dim=-1, stable=True)
-    return index.gather(-1, order)[..., : int(there.sum(-1).max())]
+        if front.received is not None and self.carried.received is not None:
+            self.carried.received = torch.cat([front.received, self.carried.received], dim=-1)
+        self.pages, self.width = front.pages, front.index.shape[-1]

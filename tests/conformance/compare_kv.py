@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from comparators import Arrays, Fault, NotBuilt, Params, close, key_batch, rotate, same_keys, same_set
+from comparators import Arrays, Fault, NotBuilt, Params, close, key_batch, rotate, same_keys, same_rows, same_set
+from compare_merging import film_of
 from torch import Tensor
 
 from mmaccel.kv import budgets
@@ -27,6 +28,7 @@ from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.tova import Tova
 from mmaccel.kv.policies.vatp import VATP
 from mmaccel.kv.policies.vl_cache import VLCache
+from mmaccel.merging.dycoke import DyCoke
 from mmaccel.method import KeyBatch, LayerAttention, Policy
 
 
@@ -420,6 +422,36 @@ def dycoke(params: Params, arrays: Arrays) -> None:
         before = paid
 
 
+def dycoke_frames(params: Params, arrays: Arrays) -> None:
+    clip = film_of(arrays["in_features"].unflatten(0, (params["frames"], params["num_tokens_per_frame"])))
+    for ratio in params["merging_ratios"]:
+        theirs = arrays[f"out_ttm_{round(100 * ratio)}"]
+        made = DyCoke(official_tail=True).reduce(clip, torch.tensor([len(theirs)]))
+        same_rows(made.apply(clip.features)[0], theirs)
+
+
+def chunkkv(params: Params, arrays: Arrays) -> None:
+    found = re.fullmatch(r"SnapKV window (\d+) kernel (\d+)", params["inner"])
+    if found is None:
+        raise NotBuilt(f"chunks of scores by {params['inner']}")
+    policy = SnapKV(window=int(found[1]), kernel=int(found[2]), chunk=params["chunk_length"])
+    batch = bare_batch(arrays["in_k"], arrays["in_v"], queries=last_queries({"window_size": policy.window}, arrays))
+    kept = joint(policy, batch, len(arrays["out_kept"]))
+    for ours in kept[0]:
+        same_set(ours.nonzero()[:, 0], arrays["out_kept"])
+
+
+def fastkv(params: Params, arrays: Arrays) -> None:
+    """What is stored; the hidden states that deeper layers get are not ours to choose here."""
+    if params["pooling"] != "avgpool" or params["eviction_mode"] != "constant":
+        raise NotBuilt(f"fastkv with {params['pooling']} and a {params['eviction_mode']} budget")
+    policy = SnapKV(window=params["window_size"], kernel=params["kernel_size"], gqa="sum")
+    score = policy.score(key_batch(arrays | {"in_v": arrays["in_k"]}, arrays["in_q_window"]))
+    same_keys(score, params["max_capacity_prompt"], arrays["out_positions"])
+    if params["tsp_layer"]:
+        raise NotBuilt("fastkv's keys are equal; the layer behind which fewer tokens go on is not there")
+
+
 def l2_norm(params: Params, arrays: Arrays) -> None:
     assert params["layer_idx"] not in params["skip_layers"]
     same_keys(
@@ -458,6 +490,9 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("Zefan-Cai/KVCache-Factory", "L2NormCluster.update_kv"): l2_norm,
     ("THU-MIG/PrefixKV", "obtain_cdf_num"): prefix_kv,
     ("KD-TAO/DyCoke", "PrunableDynamicCache.dycoke_pruning"): dycoke,
+    ("KD-TAO/DyCoke", "dycole_ttm"): dycoke_frames,
+    ("dongwonjo/FastKV", "FastKVCluster.update_kv"): fastkv,
+    ("NVIDIA/kvpress", "ChunkKVPress.compress"): chunkkv,
     ("NVIDIA/kvpress", "PyramidKVPress.get_layer_budget"): pyramid_kvpress,
     ("NVIDIA/kvpress", "AdaKVPress.compress"): adakv_kvpress,
     ("NVIDIA/kvpress", "ObservedAttentionPress.score"): observed_attention,

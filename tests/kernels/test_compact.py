@@ -7,6 +7,8 @@ from mmaccel_kernels import compact as compaction
 from mmaccel_kernels.compact import compact, compact_cost, compact_definition, compact_kernel
 from traffic import counted
 
+from mmaccel.kv.cache import CacheState
+
 #: batch, heads, slots, channels of keys and of values
 SHAPES = [(1, 1, 1, 1, 1), (2, 3, 37, 20, 130), (2, 2, 20, 256, 64)]
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -82,6 +84,31 @@ def test_strided_keys_and_nothing_kept(device):
         for owners in (None, owner.fill_(-1)):
             got = run(keys, values, none, owners, None, None)
             assert got.keys.shape == (0, 20) and got.values.shape == (0, 24) and not got.lengths.any()
+
+
+@pytest.mark.parametrize("kind", ["ragged", "dense", "nothing"])
+def test_a_layer_of_the_cache_evicts_alike(kind, device, monkeypatch):
+    """The cache compacts by the kernel where there is one; what it stores then is what the definition leaves."""
+    keys, values, kept, _, _ = storage(2, 3, 37, 20, 24, device=device)
+    if kind != "ragged":
+        kept = (torch.arange(37, device=device) % 3 == (1 if kind == "dense" else 3)).expand(2, 3, -1)
+    launched, layers = [], []
+    for by_kernel in (False, True):
+        run = compaction.compact_kernel if by_kernel else compaction.compact_definition
+        monkeypatch.setattr(compaction, "has_kernel", lambda x, by_kernel=by_kernel: by_kernel)
+        monkeypatch.setattr(compaction, run.__name__, lambda *args, run=run: launched.append(run) or run(*args))
+        state = CacheState(1)
+        layer = state.layers[0]
+        layer.update(keys, values)
+        layer.evict(kept)
+        layer.update(keys[:, :, :2], values[:, :, :2])
+        layers.append(layer)
+        monkeypatch.setattr(compaction, run.__name__, run)
+    assert launched == [compaction.compact_definition, compaction.compact_kernel]
+    for ours, theirs in zip(layers[1].stored(), layers[0].stored(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(layers[1].index.index, layers[0].index.index)
+    assert (layers[1].ragged is None) == (kind != "ragged")
 
 
 @pytest.mark.parametrize("target", TARGETS)

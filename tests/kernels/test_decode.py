@@ -370,7 +370,8 @@ def built(
 ):
     """The first kernel as it is launched."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    plan = launch(groups, q, d, d, dtype.itemsize, keys is not None, target.startswith("gfx"))
+    capability = 0 if target.startswith("gfx") else int(target[3:])
+    plan = launch(groups, q, d, d, dtype.itemsize, keys is not None, capability)
     meta = torch.empty(0)
 
     def plane(form, width=d):
@@ -407,8 +408,6 @@ SHIPPED = {
     "4 bit": (("int4", "channel", 128), None, ("int4", "channel", 128), 128, 32),
     "2 bit": (("int2", "channel", 128), None, ("int2", "channel", 128), 128, 32),
 }
-#: bytes of the loop over pages that do not fit the registers, known and small
-KNOWN_SPILLS = {("kivi, 2 bit", "sm_80"): 8}
 
 
 def spills(result, target):
@@ -438,15 +437,17 @@ def test_every_configuration_compiles_without_spills(target, d, groups, q, dtype
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHIPPED)
-@pytest.mark.parametrize("target", TARGETS)
-def test_shipped_codecs_compile_without_spills(target, name):
+@pytest.mark.parametrize(
+    ("target", "name", "more"),
+    # beside flat keys and under a mask only what is known to fit: 2-bit keys and values do not on sm_90
+    [(target, name, False) for target in TARGETS for name in SHIPPED] + [("sm_80", "kivi, 2 bit", True)],
+)
+def test_shipped_codecs_compile_without_spills(target, name, more):
     *formats, page, tile = SHIPPED[name]
     keys, other, values = (form and Format(*form) for form in formats)
     planes = {"keys": keys, "other": other, "values": values, "page": page, "tile": tile}
-    result = built(target, 7, 1, 128, torch.bfloat16, flat=False, masked=False, **planes)
-    assert spills(result, target) <= KNOWN_SPILLS.get((name, target), 0)
-    assert result.shared <= SHARED_LIMIT[target]
+    result = built(target, 7, 1, 128, torch.bfloat16, flat=more, masked=more, **planes)
+    assert spills(result, target) == 0 and result.shared <= SHARED_LIMIT[target]
 
 
 def test_lengths_are_not_compiled_for():

@@ -195,7 +195,6 @@ def test_what_cannot_be_combined() -> None:
     bad = [
         ((Stage("kivi"), Stage("fp8")), "sites 'encoder', 'cache' and 'codec'"),
         ((Stage("kivi"), Stage("snapkv", 0.5)), "must follow the order of the sites"),
-        ((Stage("streaming-llm", 0.5, {"every": 4}), Stage("kivi")), "goes on evicting while it decodes"),
         ((Stage("kivi", None, {"bits": 3}),), "bits=2, 4 or 8"),
     ]
     for stages, message in bad:

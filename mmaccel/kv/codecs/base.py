@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from math import gcd
-from typing import ClassVar
 
 import torch
 from mmaccel_kernels.pack import quantise
@@ -39,16 +38,17 @@ class Codec(Method):
     ----------
     page : tokens of a page, a multiple of 16.
     residual : how many of the newest tokens always stay in full precision; with them stays what does not fill a page.
+    visual_only : text stays in full precision for good. Visual tokens are packed at the end of the prompt they came with;
+        ``residual`` counts those of that prompt.
     """
 
     site = "codec"
     budget = "none"
     default_retain = None
-    #: text is never packed, and visual tokens are packed all at once, at the end of the prompt they came with
-    visual_only: ClassVar[bool] = False
 
     page: int = 128
     residual: int = 0
+    visual_only: bool = False
 
     def __post_init__(self) -> None:
         if self.page < 16 or self.page % 16:

@@ -39,8 +39,8 @@ class CalibQuant(Codec):
     name = "calibquant"
     summary = "visual keys and values in 1 bit per channel, text untouched"
     paper = "arXiv 2502.14882"
-    visual_only = True
 
+    visual_only: bool = True
     bits: Literal[1, 2, 4, 8] = 1
     shrink_keys: float | None = None
     shrink_values: float | None = None
@@ -53,6 +53,10 @@ class CalibQuant(Codec):
                 raise MmaccelError(
                     f"calibquant: {name}={shrink} is no share of the range; give more than 0, at most 1."
                 )
+        if not self.visual_only:
+            raise MmaccelError(
+                "calibquant has one range for all visual tokens of a prompt and none for text; leave out visual_only."
+            )
         if self.residual:
             raise MmaccelError("calibquant packs visual tokens only and all of them; leave out residual.")
         super().__post_init__()

@@ -22,7 +22,7 @@ class LagKV(Policy):
     Behind the first ``sinks`` keys the sequence is cut into stretches of ``lag``. Keys and values of a stretch are brought
     to [0, 1] per channel by the minimum and maximum of the *next* stretch; the standard deviation over channels, as a softmax
     over the stretch, is the score, and keys are ranked within their stretch. The last whole stretch, what is behind it, and
-    the sinks stay.
+    the sinks stay. Where there are no two stretches to compare the newest keys stay, as in kvpress.
 
     Parameters
     ----------
@@ -49,6 +49,7 @@ class LagKV(Policy):
             at = mask.nonzero()[self.sinks :, 0]
             stretches = len(at) // self.lag
             if stretches < 2:
+                out[row][:, at] = torch.arange(len(at), device=at.device) / self.lag
                 continue
             at = at[: stretches * self.lag]
             score = sum(
