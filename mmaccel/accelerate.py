@@ -24,7 +24,7 @@ from .method import EncoderMethod, LayerMethod, Policy, TokenMethod
 from .recipe import Recipe
 from .recipe import recipe as find_recipe
 from .reduction import Reduction
-from .scope import Encoded, Scope, current, pop, push
+from .scope import Encoded, Passage, Scope, current, pop, push
 from .stats import Stats
 
 M = TypeVar("M", bound=nn.Module)
@@ -85,6 +85,11 @@ class Accelerator:
     def reduction(self) -> Reduction | None:
         """What became of the places of the last prompt that had pictures, ``[B, S]``, over all prefill stages."""
         return None if self._last is None else self._last.reduction
+
+    @property
+    def trail(self) -> list[Passage]:
+        """The same stage by stage, in the order in which they worked."""
+        return [] if self._last is None else list(self._last.trail)
 
     def remove(self) -> None:
         """Make the model exactly what it was: hooks, methods, attention implementation, this handle."""

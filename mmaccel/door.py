@@ -22,7 +22,7 @@ from .kv.eviction import Eviction
 from .layout import Layout, Units
 from .method import LayerAttention, LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
 from .reduction import Reduction
-from .scope import Scope, current
+from .scope import Passage, Scope, current
 from .stats import Stage
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Step:
         #: ``[B, S]`` on the CPU, with the layout
         self.ids: Tensor | None = None
         self.total: Reduction | None = None
+        self.trail: list[Passage] = []
         self.phases: list[tuple[int, Phase]] = []
         self.looked: dict[str, Tensor] = {}
         self.kinds: Tensor | None = None
@@ -117,7 +118,7 @@ class Step:
 
     # --- reducing ---------------------------------------------------------------------------------------------
     def reduce(self, stage: int, method: TokenMethod, hidden: Tensor, slots: Tensor | None) -> Reduction:
-        """Run one method on what is left; returns its reduction in place coordinates ``[B, S]``.
+        """Run one method on what is left, and note it; returns its reduction in place coordinates ``[B, S]``.
 
         Parameters
         ----------
@@ -168,7 +169,12 @@ class Step:
         record.resolved = None if method.budget in ("adaptive", "none") else (record.resolved or 0) + int(count.sum())
         record.tokens_kept += int(made.kept.sum())
         text = total.kept & ~layout.visual.to(device)
-        return made.relabel(places, rows, total.kept.shape).beside(text)
+        made = made.relabel(places, rows, total.kept.shape).beside(text)
+        self.total = total.then(made)
+        shown = {name: x for name, x in signals.items() if x.dim() == 2 or "attention" in name}
+        layer = int(method.layer) if isinstance(method, LayerMethod) else 0
+        self.trail.append(Passage(stage, layer, self.total, units, shown))
+        return made
 
     def entered(self, units: Units) -> Tensor:
         """How many tokens of each unit entered the language model, ``[N]`` long on the CPU."""
@@ -327,6 +333,12 @@ class Door:
         state, embeds = step.state, kwargs["inputs_embeds"]
         assert state is not None and state.offset is not None
         at = torch.arange(step.seen, step.seen + step.length, device=embeds.device)
+        given = kwargs.get("position_ids")
+        if state.ahead is not None and given is not None and given.dim() == 3:
+            further = state.offset - state.ahead
+            jumps = given[-1, :, 0].to(further.device) == step.seen - further
+            if bool((jumps & (state.ahead > 0)).any()):
+                state.offset, state.ahead = torch.where(jumps, further, state.offset), None
         offset = state.offset.to(embeds.device)[:, None]
         if valid is None:
             step.begin(0, at.expand(len(embeds), -1) - step.seen, False)
@@ -335,7 +347,6 @@ class Door:
             step.begin(0, (at - step.seen).expand_as(valid).masked_fill(~valid, -1), True)
             positions = (step.seen - offset + valid.cumsum(1) - 1).clamp(min=0)
             state.offset = state.offset + (~valid).sum(1).to(state.offset.device)
-        given = kwargs.get("position_ids")
         if given is not None and given.dim() == 3:
             positions = positions.expand(given.shape[0], -1, -1)
         kwargs["position_ids"] = positions
@@ -351,6 +362,7 @@ class Door:
             if (merged := owner.merging.reduction(step.layout, scope.encoded, device)) is not None:
                 # the tokens hold their merged values already; DeepStack features were taken while groups were smaller
                 step.total = merged.beside(valid & ~step.layout.visual.to(device))
+                step.trail.append(Passage(owner.encoder, 0, step.total))
                 planes = [merged.substitute(plane) for plane in planes]
             for number, (_, method) in enumerate(owner.built):
                 if not isinstance(method, ProjectorMethod):
@@ -358,11 +370,11 @@ class Door:
                 made = step.reduce(number, method, embeds, None)
                 embeds = made.substitute(embeds)
                 planes = [made.substitute(plane) for plane in planes]
-                step.total = step.total.then(made)
         chosen, padded = step.compacted(step.total.kept)
         at = chosen.clamp(min=0)
         step.begin(0, chosen, padded)
-        kwargs["inputs_embeds"] = _rows(embeds, at)
+        # where every token stays the caller's embeddings need no copy
+        kwargs["inputs_embeds"] = embeds if at.shape[1] == step.length and not padded else _rows(embeds, at)
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(step.seen, step.seen + step.length, device=device).expand(batch, -1)
@@ -374,18 +386,22 @@ class Door:
         if positions.shape[-2] == 1 and batch > 1:
             positions = positions.expand(*positions.shape[:-2], batch, -1)
         axes = positions[-3:] if positions.dim() == 3 else positions[None]
-        after = axes.amax(0).masked_fill(~valid, -1).amax(1) + 1
+        furthest = axes.amax(0).masked_fill(~valid, -1).amax(1) + 1
+        last = (valid * torch.arange(step.length, device=device)).argmax(1, keepdim=True)
+        text = ~step.layout.visual.to(device).gather(1, last)[:, 0]
+        after = torch.where(text, axes[0].expand_as(valid).gather(1, last)[:, 0] + 1, furthest)
+        ahead: Tensor | None = furthest - after
         kept_positions = positions[..., torch.arange(batch, device=device)[:, None], at]
         if owner.recipe.positions == "paper" and any(m.site in ("encoder", "projector") for _, m in owner.built):
             start = step.seen - step.state.offset.to(device) if step.state and step.state.offset is not None else 0
             rank = (chosen >= 0).cumsum(1) - 1
             kept_positions = (rank + (start[:, None] if isinstance(start, Tensor) else start)).clamp(min=0)
-            after = kept_positions.amax(1) + 1
+            after, ahead = kept_positions.amax(1) + 1, None
             if positions.dim() == 3:
                 kept_positions = kept_positions.expand(positions.shape[0], -1, -1)
         kwargs["position_ids"] = kept_positions
         if step.state is not None:
-            step.state.offset = step.seen + step.length - after
+            step.state.offset, step.state.ahead = step.seen + step.length - after, ahead
             for cut in owner.cuts:
                 step.state.split(cut)
         if planes:
@@ -421,7 +437,6 @@ class Door:
         _, phase = step.phases[-1]
         before = torch.where(phase.places < 0, -1, phase.places - step.seen).long().to(hidden.device)
         made = step.reduce(stage, method, hidden, step.slots(before))
-        step.total = step.total.then(made)
         if made.links is not None:
             # merge where the tokens stand now
             wide = hidden.new_zeros(len(hidden), step.length, hidden.shape[-1])
@@ -470,7 +485,7 @@ class Door:
         if step is None or step.layout is None or step.total is None:
             return None
         scope.reduction = step.total
-        scope.layout = step.layout
+        scope.layout, scope.trail = step.layout, step.trail
         if step.eviction is not None and step.eviction.figures:
             self._record_cache(step, step.eviction.figures)
         if self.owner.codec is not None and step.state is not None:

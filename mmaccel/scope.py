@@ -6,13 +6,15 @@ call (original positions, logical lengths) moves to the KV cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
-from .layout import Layout, Modality
+from .layout import Layout, Modality, Units
 from .reduction import Reduction
 from .stats import Stats
 
@@ -38,6 +40,35 @@ class Encoded:
     merged: Merged | None = None
 
 
+@dataclass(frozen=True)
+class Passage:
+    """What is left of a prompt with pictures behind one stage of the recipe.
+
+    stage : which stage of the recipe.
+    layer : the decoder layer at whose input it works; 0 before the language model.
+    reduction : ``[B, S]``, over this stage and all before it.
+    units, signals : what the method reduced, and the figures per token that it was shown, ``[N, n]`` or ``[N, layers, n]``.
+    """
+
+    stage: int
+    layer: int
+    reduction: Reduction
+    units: Units | None = None
+    signals: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def scores(self) -> dict[str, Tensor]:
+        """The figures by name (sums over tower layers) at the places of the prompt, ``[B, S]`` float32 on the CPU; NaN where
+        there was none."""
+        found = {}
+        for name, figures in self.signals.items():
+            assert self.units is not None
+            flat = figures.float().cpu() if figures.dim() == 2 else figures.float().sum(1).cpu()
+            unit, slot = self.units.valid.nonzero(as_tuple=True)
+            found[name] = torch.full(self.reduction.kept.shape, torch.nan)
+            found[name][self.units.row[unit], self.units.places[unit, slot]] = flat[unit, slot]
+        return found
+
+
 @dataclass
 class Scope:
     """The state of one call. ``step`` is set while the language model runs a forward that mmaccel shapes."""
@@ -54,6 +85,7 @@ class Scope:
     timer: tuple[Any, str] | None = None
     layout: Layout | None = None
     reduction: Reduction | None = None
+    trail: list[Passage] = field(default_factory=list)
 
     @property
     def generating(self) -> bool:

@@ -152,7 +152,8 @@ def _kept(scope: Scope | None, cache: Any = None) -> Any:
 def _next_positions(state: Any, length: int) -> Tensor:
     """``[1, B, length]``: positions of the tokens that follow the cache; the door has the last word on padding."""
     at = torch.arange(state.seen, state.seen + length, device=state.offset.device)
-    return (at - state.offset[:, None])[None]
+    offset = state.offset if state.ahead is None else state.offset - state.ahead
+    return (at - offset[:, None])[None]
 
 
 def _grids(kwargs: Mapping[str, Any]) -> bool:

@@ -136,3 +136,43 @@ def test_all_stages_keep_everything_in_batches_and_beams(family, name):
 def test_a_recipe_of_every_site_keeps_everything(family):
     stages = [oracle.recipe(name, family, 1.0).stages[0] for name in ("tome", "divprune", "random", "fastv", "snapkv")]
     keeps_everything(family, "image", Recipe("all", tuple(stages)))
+
+
+@pytest.mark.parametrize("method", ("uniform", "snapkv"))
+@pytest.mark.parametrize("seconds", (0.5, 8.0))
+def test_the_frames_of_a_slow_clip_may_stand_behind_the_question(method, seconds):
+    """M-RoPE: ``generate`` goes on behind the question, a forward without positions and the next turn behind the frames."""
+    family = "qwen2_5_vl"
+    feed, bare, model = zoo.inputs(family, "video"), oracle.bare(family), oracle.subject(family)
+    feed["second_per_grid_ts"] = [seconds] * len(feed["video_grid_thw"])
+    further = torch.tensor([[7, 11, 13]])
+
+    def turns(model):
+        first = model.generate(
+            **feed,
+            max_new_tokens=4,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            min_new_tokens=4,
+        )
+        ids = torch.cat([first.sequences, further], dim=1)
+        second = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=first.past_key_values,
+            max_new_tokens=3,
+            min_new_tokens=3,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        stepped = [model(**feed, use_cache=True)]
+        for token in (5, 6):
+            stepped.append(model(input_ids=torch.tensor([[token]]), past_key_values=stepped[-1].past_key_values))
+        return [*first.logits, *second.logits, *(step.logits[:, -1] for step in stepped)]
+
+    with accelerated(model, method, retain=1.0):
+        ours = turns(model)
+    for step, (mine, wanted) in enumerate(zip(ours, turns(bare), strict=True)):
+        torch.testing.assert_close(mine, wanted, atol=2e-5, rtol=1e-4, msg=lambda text, at=step: f"step {at}: {text}")
