@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from importlib import metadata
 from pathlib import Path
 
 import av
 import numpy as np
 
-import mmaccel
+from mmaccel import origin
 from mmaccel.video import READERS, decode, spaced, usable
 
 
@@ -111,14 +108,11 @@ def main() -> None:
             f"{name:<24}{row['seconds']:>8.2f} s {row['frames_per_second']:>8.1f} frames/s {row['of_sequential']:>8.2f}x"
         )
     report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": date.today().isoformat(),
-        "machine": {"processor": platform.machine(), "threads": args.threads, "note": args.note},
-        "versions": {
-            "python": platform.python_version(),
-            "mmaccel": mmaccel.__version__,
-            **{name: metadata.version("av" if name == "pyav" else name) for name in backends},
-        },
+        "command": origin.command("python", sys.argv[0]),
+        "date": origin.today(),
+        "machine": {"processor": origin.processor(), "threads": args.threads, "note": args.note},
+        "versions": origin.versions(["mmaccel"])
+        | {name: metadata.version("av" if name == "pyav" else name) for name in backends},
         "clip": {
             "seconds": args.seconds,
             "fps": args.fps,

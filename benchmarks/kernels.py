@@ -14,12 +14,10 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -351,8 +349,11 @@ def selection(bench: Bench) -> None:
 # --- results ----------------------------------------------------------------------------------------------------------
 def roofline(bench: Bench, path: Path) -> None:
     """Operations a second against operations a byte, below the line that the copy bandwidth draws."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print("No roofline plot: matplotlib is not installed.")
+        return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -387,7 +388,7 @@ def main() -> None:
             sys.exit("There is no GPU here; --dry-run goes through everything at tiny shapes.")
         # before anything imports Triton
         os.environ["TRITON_INTERPRET"] = "1"
-    import triton
+    from mmaccel import origin
 
     torch.manual_seed(0)
     began = time.perf_counter()
@@ -397,10 +398,10 @@ def main() -> None:
     for part in (decode, decode_lengths, importance, selection):
         part(bench)
     result = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": date.today().isoformat(),
+        "command": origin.command("python", sys.argv[0]),
+        "date": origin.today(),
         "gpu": torch.cuda.get_device_name() if bench.gpu else None,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "versions": origin.versions(("torch", "triton")),
         "minutes": (time.perf_counter() - began) / 60,
         "copy_bytes_per_s": bench.copy,
         "model": {"query_heads": args.kv_heads * args.groups, "kv_heads": args.kv_heads, "head_size": args.head_size},

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import (
     CLIPVisionConfig,
@@ -33,8 +30,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-import mmaccel
-from mmaccel import accelerated
+from mmaccel import accelerated, origin
 
 IMAGE_TOKEN = 9
 
@@ -250,18 +246,13 @@ def main() -> None:
         args.out.write_text(
             json.dumps(
                 {
-                    "command": " ".join(["python", *sys.argv]),
-                    "date": date.today().isoformat(),
+                    "command": origin.command("python", sys.argv[0]),
+                    "date": origin.today(),
                     "machine": {
-                        "processor": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
+                        "processor": origin.processor(args.device),
                         "threads": torch.get_num_threads(),
                     },
-                    "versions": {
-                        "python": platform.python_version(),
-                        "torch": torch.__version__,
-                        "transformers": transformers.__version__,
-                        "mmaccel": mmaccel.__version__,
-                    },
+                    "versions": origin.versions(),
                     "overhead_of_none": overhead,
                     "prefill": rows,
                 },

@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-import mmaccel
+from mmaccel import origin
 from mmaccel.budget import resolve
 from mmaccel.cli.text import put_between
 from mmaccel.method import LayerAttention, LayerMethod, TokenBatch, TokenMethod
@@ -212,20 +209,15 @@ def main() -> None:
         if args.methods is None or name in args.methods
     ]
     result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": date.today().isoformat(),
+        "command": origin.command("python", sys.argv[0]),
+        "date": origin.today(),
         "machine": {
-            "processor": torch.cuda.get_device_name() if args.device == "cuda" else f"a CPU ({platform.machine()})",
+            "processor": origin.processor(args.device) if args.device == "cuda" else f"a CPU ({origin.processor()})",
             "threads": torch.get_num_threads(),
             "dtype": str(args.dtype).removeprefix("torch."),
             "flops_per_s": per_second,
         },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "mmaccel": mmaccel.__version__,
-        },
+        "versions": origin.versions(),
         "model": {"layers": LAYERS, "width": WIDTH, "intermediate": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS},
         "retain": args.retain,
         "rows": [],

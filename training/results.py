@@ -7,22 +7,21 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
-import shlex
-import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mmaccel import origin
+from mmaccel.bench.claims import claims_table
+from mmaccel.cli.bench_report import HEAD, cases, line, losses
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "training" / "README.md", ROOT / "benchmarks" / "README.md")
 MODELS = ("mini-llava", "mini-qwen-vl", "mini-clip")
-_BLOCK = re.compile(r"(<!-- ((?:mini|prefill)-[\w-]+|shipped) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- ((?:mini|prefill|bench)-[\w-]+|shipped) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def write(path: Path, module: str, packages: tuple[str, ...], figures: dict[str, Any]) -> None:
@@ -30,15 +29,14 @@ def write(path: Path, module: str, packages: tuple[str, ...], figures: dict[str,
 
     Of absolute paths in the command only the name is kept, since folders of one machine mean nothing elsewhere.
     """
-    given = [Path(part).name if Path(part).is_absolute() else part for part in sys.argv[1:]]
-    origin = {
-        "command": shlex.join(["python", "-m", module, *given]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", *packages)}},
-        "machine": f"{platform.machine()}, CPU, threads: {torch.get_num_threads()}",
+    known = {
+        "command": origin.command("python", "-m", module),
+        "date": origin.today(),
+        "versions": origin.versions(("torch", *packages)),
+        "machine": f"{origin.processor()}, CPU, threads: {torch.get_num_threads()}",
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(origin | figures, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(known | figures, indent=2) + "\n", encoding="utf-8")
 
 
 def _origin(record: dict[str, Any]) -> str:
@@ -143,6 +141,17 @@ def prefill_table(record: dict[str, Any]) -> str:
     return _table(rows)
 
 
+def bench_table(record: dict[str, Any]) -> str:
+    """What ``mmaccel bench`` measured, a line for every load and recipe, and what got slower, in words."""
+    rows, words = [["load", *HEAD]], []
+    for title, found in cases(record):
+        rows += [[title, *line(row)] for row in found if row["problem"] is None]
+        words += [f"- {row['recipe']}: {row['problem']}" for row in found if row["problem"] is not None]
+        words += [f"- {title}: {sentence}" for row in found for sentence in losses(row)]
+    known = {**record, "machine": f"{record['machine']['processor']}, {record['machine']['threads']} threads"}
+    return "\n".join([_table(rows), "", *dict.fromkeys(words), "", _origin(known)])
+
+
 def shipped_table() -> str:
     """One line for every measured model."""
     rows = [["model", "parameters", "task set", "every token", "half of the tokens", "blank picture"]]
@@ -159,12 +168,17 @@ def block(name: str) -> str:
     """The text between the markers of this name."""
     if name == "shipped":
         return shipped_table()
+    if name == "bench-claims":
+        found = sorted(RESULTS.glob("bench-*.json"))
+        return _table(claims_table([json.loads(file.read_text(encoding="utf-8")) for file in found]))
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return "Not measured yet."
     record = json.loads(path.read_text(encoding="utf-8"))
     if name.startswith("prefill"):
         return prefill_table(record)
+    if name.startswith("bench"):
+        return bench_table(record)
     if "rows" in record:
         return recipes_table(record)
     if "quality_percent" in record:

@@ -7,14 +7,12 @@ import hashlib
 import json
 import os
 import platform
-import shlex
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
+from .. import origin
 from ..errors import MmaccelError
 from . import ask
 from .text import nbytes, table
@@ -176,8 +174,8 @@ class Run:
         """Write the report, whole or not at all, and return it."""
         told = [{**row.as_dict(), **({"answers": said[row.title]} if row.title in said else {})} for row in rows]
         report = {
-            "command": shlex.join(["mmaccel", *self.options.argv]),
-            "date": date.today().isoformat(),
+            "command": origin.command("mmaccel", arguments=self.options.argv),
+            "date": origin.today(),
             "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
             "settings": self.settings,
             "questions": len(self.questions),
@@ -230,20 +228,13 @@ def spoken(answer: Answer) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """What figures depend on; ``code`` is a digest of mmaccel's own source."""
-    import torch
-    import transformers
-
     digest = hashlib.sha256()
     root = Path(__file__).parent.parent
     for path in sorted(root.rglob("*.py")):
         if path.parent != root / "cli":
             digest.update(path.read_bytes())
-    return {
-        "mmaccel": __version__,
-        "code": digest.hexdigest()[:16],
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    found = origin.versions()
+    return {name: found[name] for name in ("mmaccel", "torch", "transformers")} | {"code": digest.hexdigest()[:16]}
 
 
 def percent(share: float | None) -> str:

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# What one large GPU says about mmaccel, in ten minutes at most: the kernels, 7B shapes under real workloads, and the
+# accuracy of the models that come with mmaccel. Leaves JSON and plots in FOLDER.
+#
+#   benchmarks/gpu_report.sh [--dry-run] [FOLDER]      PYTHON=python3.12 benchmarks/gpu_report.sh report
+#
+# Needs torch, triton, transformers and Pillow; plots want matplotlib, the accuracy torchvision, and times of video decoding PyAV,
+# and what is missing is left out with a sentence. --dry-run goes through all of it at tiny shapes, on a CPU too. A step that
+# fails does not stop the others; the exit status then is 1. Results are written as they come, so what time cuts short is kept.
+set -uo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+dry=""
+if [ "${1:-}" = --dry-run ]; then dry=yes; shift; fi
+out=$(mkdir -p "${1:-gpu-report}" && cd "${1:-gpu-report}" && pwd) || exit 2
+python=${PYTHON:-python3}
+export PYTHONPATH="$root:$root/kernels" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+seconds=580
+failed=0
+cd "$root" || exit 2
+
+has() { "$python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)"; }
+
+# step NAME COMMAND...: what is left of the time is its limit
+step() {
+  local name=$1 left=$((seconds - SECONDS)) status
+  shift
+  printf '\n=== %s (%ss)\n' "$name" "$SECONDS"
+  if [ -z "$dry" ] && [ "$left" -lt 15 ]; then
+    echo "left out: the ten minutes are over"
+    return
+  fi
+  if [ -n "$dry" ]; then "$@"; else timeout "$left" "$@"; fi
+  status=$?
+  if [ "$status" = 124 ]; then
+    echo "$name: cut short, since the ten minutes are over; what was finished is in the folder"
+  elif [ "$status" != 0 ]; then
+    echo "$name: FAILED with exit status $status"
+    failed=1
+  fi
+}
+
+bench() {
+  local shape=$1
+  shift
+  local plots=(--plots "$out/plots-$shape")
+  has matplotlib || plots=()
+  step "bench $shape" "$python" -m mmaccel bench --shape "$shape" "$@" --json "$out/bench-$shape.json" "${plots[@]}"
+}
+
+has matplotlib || echo "No plots: matplotlib is not installed."
+has av || echo "Video decoding is not timed: PyAV is not installed."
+if [ -n "$dry" ]; then
+  step kernels "$python" benchmarks/kernels.py --dry-run --out "$out/kernels.json"
+  bench tiny --workload picture-336 video-32 --recipe divprune fastv --retain 0.25 --answer 4 --repeats 2
+else
+  bench llava-1.5-7b --workload picture-336 --recipe divprune visionzip fastv snapkv --retain 0.25 --answer 32 --repeats 5
+  bench llava-onevision-7b --workload video-32 video-128 --recipe divprune holitom fastvid --retain 0.1 --answer 32 --repeats 3
+  bench qwen2.5-vl-7b --workload tiles-2880 video-128 --recipe divprune fastv kivi --retain 0.25 --answer 32 --repeats 3
+  bench llava-next-7b --workload tiles-2880 --concurrency 1 4 16 --recipe divprune --retain 0.25 --answer 16 --repeats 2
+  step kernels "$python" benchmarks/kernels.py --out "$out/kernels.json"
+fi
+if has torchvision; then
+  limit=(--retain 0.5 0.25 0.1 --limit 20 --batch-size 60)
+  [ -n "$dry" ] && limit=(--retain 0.25 --suite colour --limit 2 --batch-size 2)
+  for folder in mmaccel/models/*/; do
+    [ -f "$folder/processor_config.json" ] || [ -f "$folder/chat_template.jinja" ] || continue
+    name=$(basename "$folder")
+    step "eval $name" "$python" -m mmaccel eval --model "$folder" --recipe balanced "${limit[@]}" --json "$out/eval-$name.json"
+  done
+else
+  echo "The accuracy of the shipped models is left out: torchvision is not installed."
+fi
+printf '\n%s seconds, results in %s\n' "$SECONDS" "$out"
+exit "$failed"

@@ -1,0 +1,1 @@
+"""Speed and memory of real architectures under named workloads, bare and accelerated in turn."""

@@ -1,0 +1,328 @@
+"""Tables and plots of ``mmaccel bench``, from its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..bench.claims import CLAIMS, claims_table, measured
+from ..bench.figures import Spread, changed
+from ..errors import MmaccelError
+from .text import nbytes, seconds, table
+
+Row = Mapping[str, Any]
+#: parts of the time to first token with a colour and a hatch each: Okabe and Ito's colours, and apart in grey
+_BARS = {
+    "decoding": ("#56B4E9", ".."),
+    "preparation": ("#F0E442", ""),
+    "vision": ("#009E73", "//"),
+    "selection": ("#D55E00", "xx"),
+    "prefill": ("#0072B2", ""),
+    "rest": ("#BBBBBB", "--"),
+}
+_LINES = (
+    ("#000000", "o", "-"),
+    ("#0072B2", "s", "--"),
+    ("#D55E00", "D", "-."),
+    ("#009E73", "^", ":"),
+    ("#CC79A7", "v", (0, (5, 1))),
+    ("#E69F00", "P", (0, (3, 1, 1, 1, 1, 1))),
+)
+#: ratios in which a lower figure is a regression, and how they are called
+_WATCHED = {"ttft": "first token", "decode": "decoding", "requests": "requests"}
+
+
+def cases(report: Mapping[str, Any]) -> Iterable[tuple[str, list[Row]]]:
+    """The rows of every case, the bare model's first."""
+    found: dict[str, list[Row]] = {}
+    for row in report["rows"]:
+        found.setdefault(_case(row), []).append(row)
+    return found.items()
+
+
+def _case(row: Row) -> str:
+    load = f"{row['batch']} clients" if row["closed_loop"] else f"batch {row['batch']}"
+    return f"{row['workload']}, {load}, answer of {row['answer']}"
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+def render(report: Mapping[str, Any]) -> str:
+    """The whole report as text."""
+    model, machine = report["model"], report["machine"]
+    lines = [
+        f"{model['name']}, {model['parameters'] / 1e6:,.1f} million parameters, {model['dtype']}, {model['attention']} on "
+        f"{machine['processor']}; {report['repeats']} repeats, medians ± their spread"
+        + ("; random weights" if model["shape"] else "")
+    ]
+    for title, rows in cases(report):
+        lines += ["", title, ""]
+        body = [line(row) for row in rows if row["problem"] is None]
+        if body:
+            lines.append(table([HEAD, *body], numbers=range(1, len(HEAD))))
+            lines += ["", *(split for row in rows if (split := parts(row)))]
+        lines += [f"{row['recipe']}: {row['problem']}" for row in rows if row["problem"] is not None]
+        lines += [sentence for row in rows for sentence in losses(row)]
+        lines += dict.fromkeys(note for row in rows for note in row.get("notes", ()))
+    if any(measured(claim, report) for claim in CLAIMS):
+        lines += ["", "What papers claim, and what was measured here:", "", table(claims_table([report]))]
+    return "\n".join(lines)
+
+
+HEAD = (
+    "recipe,tokens,first token,x,promised,realised,tokens/s,x,promised,requests/s,x,promised,peak,KV,FLOPs saved".split(
+        ","
+    )
+)
+
+
+def line(row: Row) -> list[str]:
+    """One row of the table; a ratio shows its spread."""
+    figures = row["figures"]
+    told = [row["recipe"], _tokens(row), _spread(figures["ttft_s"], seconds), *_ratio(row, "ttft", True)]
+    told += [_spread(figures.get("decode_tokens_per_s"), "{:.1f}".format), *_ratio(row, "decode")]
+    told += [_spread(figures["requests_per_s"], "{:.2f}".format), *_ratio(row, "requests")]
+    peak = figures.get("peak_bytes")
+    told += ["-" if peak is None else nbytes(peak["median"]), nbytes(row["kv_bytes"])]
+    full = row["operations"]["vision"] + row["operations"]["language"]
+    saved = row.get("saved", {}).get("operations")
+    return [*told, "-" if saved is None else f"{saved / (saved + full):.0%}"]
+
+
+def _spread(found: dict[str, Any] | None, write: Callable[[float], str]) -> str:
+    if found is None:
+        return "-"
+    spread = Spread.of(found)
+    return f"{write(spread.median)} ±{spread.notch / spread.median:.0%}"
+
+
+def _tokens(row: Row) -> str:
+    tokens = row["tokens"]
+    return f"{tokens['visual_tokens']} -> {tokens['visual_tokens_kept']}" if tokens else "all"
+
+
+def _ratio(row: Row, figure: str, realised: bool = False) -> list[str]:
+    found = row.get("speedup", {}).get(figure)
+    if found is None:
+        return ["-"] * (3 if realised else 2)
+    spread = Spread.of(found)
+    told = [f"{spread.median:.2f} ±{spread.notch:.2f}", f"{row['promised'][figure]:.2f}"]
+    return [*told, f"{row['realised'][figure]:.0%}"] if realised else told
+
+
+def parts(row: Row) -> str:
+    """The time to first token by its parts; nothing for a row without figures."""
+    if row["problem"] is not None:
+        return ""
+    spent = ", ".join(f"{part} {seconds(value)}" for part, value in row["parts_s"].items() if value > 0)
+    return f"{row['recipe']}: {spent}"
+
+
+def losses(row: Row) -> list[str]:
+    """What did not get faster, and why, in a sentence; none where all is well."""
+    if row["problem"] is not None or "verdict" not in row:
+        return []
+    worse = [_WATCHED[name] for name, found in row["verdict"].items() if found == "slower"]
+    said = [f"SLOWER than the bare model: {', '.join(worse)}"] if worse else []
+    if row["verdict"]["ttft"] == "same":
+        said.append("no difference in the first token beyond noise")
+    why = f" ({'; '.join(row['reasons'])})" if row["reasons"] else ""
+    return [f"{row['recipe']}: {'; '.join(said) or 'little to gain'}{why}"] if said or why else []
+
+
+# --- two reports ------------------------------------------------------------------------------------------------------
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, int]:
+    """What changed between two reports, as text, and the number of regressions.
+
+    Ratios to the bare model are compared, since they were measured in pairs and hold on another machine; a change counts
+    where the spreads do not overlap. Bytes have no spread: there growth above 1% counts.
+
+    Raises
+    ------
+    MmaccelError
+        If the reports have no row in common.
+    """
+    old = {_key(row): row for row in before["rows"]}
+    new = {_key(row): row for row in after["rows"]}
+    common = [key for key in old if key in new]
+    if not common:
+        raise MmaccelError("The two files have no model, workload and recipe in common; there is nothing to compare.")
+    said, regressions = [], 0
+    for key in common:
+        a, b = old[key], new[key]
+        title = f"{_case(a)}, {a['recipe']}"
+        if a["problem"] is None and b["problem"] is not None:
+            said.append(f"REGRESSION {title}: {b['problem']}")
+            regressions += 1
+        if a["problem"] is not None or b["problem"] is not None:
+            continue
+        for name, label in _WATCHED.items():
+            if name not in a.get("speedup", {}) or name not in b.get("speedup", {}):
+                continue
+            was, now = Spread.of(a["speedup"][name]), Spread.of(b["speedup"][name])
+            if change := changed(was, now):
+                said.append(
+                    f"{'improvement' if change > 0 else 'REGRESSION'} {title}: {label} {was.median:.2f}x ±{was.notch:.2f} -> "
+                    f"{now.median:.2f}x ±{now.notch:.2f}"
+                )
+                regressions += change < 0
+        if b["kv_bytes"] > 1.01 * a["kv_bytes"]:
+            said.append(f"REGRESSION {title}: KV {nbytes(a['kv_bytes'])} -> {nbytes(b['kv_bytes'])}")
+            regressions += 1
+    lost = [key for key in old if key not in new]
+    said += [f"only in the first file: {_case(old[key])}, {old[key]['recipe']}" for key in lost]
+    said.append(f"{len(common)} rows compared, {regressions} regressions; what is not listed differs by noise at most.")
+    return "\n".join(said), regressions
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("workload", "answer", "batch", "closed_loop", "recipe"))
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+def draw(report: Mapping[str, Any], folder: Path) -> list[Path]:
+    """The plots that the report has figures for: the parts of the time to first token; memory over retention where a recipe ran
+    at several; requests a second over clients where several numbers of them were tried.
+
+    Raises
+    ------
+    MmaccelError
+        If matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise MmaccelError("Drawing needs matplotlib; run: pip install 'mmaccel[bench]'.") from None
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [row for row in report["rows"] if row["problem"] is None]
+    made = [_stacked(report, [row for row in rows if not row["closed_loop"]], folder / "ttft.png")]
+    made.append(_memory(report, rows, folder / "memory.png"))
+    made.append(_throughput(report, [row for row in rows if row["closed_loop"]], folder / "throughput.png"))
+    return [path for path in made if path is not None]
+
+
+def _stacked(report: Mapping[str, Any], rows: Sequence[Row], path: Path) -> Path | None:
+    from matplotlib import pyplot
+
+    # the shortest answer tells as much about the first token as the longest
+    least = min((row["answer"] for row in rows), default=0)
+    rows = [row for row in rows if row["answer"] == least]
+    if not rows:
+        return None
+    figure, axes = pyplot.subplots(figsize=(8, 1.4 + 0.28 * len(rows)), layout="constrained")
+    names = [f"{row['workload']}, batch {row['batch']}: {row['recipe']}" for row in rows]
+    left = [0.0] * len(rows)
+    for part, (colour, hatch) in _BARS.items():
+        widths = [1e3 * row["parts_s"][part] for row in rows]
+        if any(widths):
+            axes.barh(
+                range(len(rows)),
+                widths,
+                left=left,
+                color=colour,
+                hatch=hatch,
+                edgecolor="black",
+                linewidth=0.5,
+                label=part,
+            )
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("time to first token, ms (medians of the parts)")
+    axes.set_title(_title(report), fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(_BARS), frameon=False, fontsize=8)
+    return _save(figure, path)
+
+
+def _memory(report: Mapping[str, Any], rows: Sequence[Row], path: Path) -> Path | None:
+    """Memory above the bare model's share: the cache, and the peak where it is known."""
+    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        if isinstance(row["retain"], float) and "kv_share" in row:
+            curves.setdefault((_case(row), row["name"]), []).append((100 * row["retain"], row["kv_bytes"] / 2**20))
+    curves = {key: points for key, points in curves.items() if len(points) > 1}
+    if not curves:
+        return None
+    # one case only, the largest: others would lie on other scales
+    cases_drawn = {case for case, _ in curves}
+    full = max((r for r in rows if r["name"] == "bare" and _case(r) in cases_drawn), key=lambda r: r["kv_bytes"])
+    case = _case(full)
+    level = full["kv_bytes"] / 2**20
+    drawn = {name: sorted(points) for (found, name), points in curves.items() if found == case}
+    peaks = sorted(
+        (100 * row["retain"], row["figures"]["peak_bytes"]["median"] / 2**20, row["name"])
+        for row in rows
+        if _case(row) == case and isinstance(row["retain"], float) and "peak_bytes" in row["figures"]
+    )
+    from matplotlib import pyplot
+
+    figure, panes = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    panes[0].axhline(level, color="black", linewidth=1, linestyle=(0, (1, 2)), label="bare")
+    if "peak_bytes" in full["figures"]:
+        top = full["figures"]["peak_bytes"]["median"] / 2**20
+        panes[1].axhline(top, color="black", linewidth=1, linestyle=(0, (1, 2)))
+    for (name, points), style in zip(drawn.items(), _styles(len(drawn)), strict=True):
+        panes[0].plot(*zip(*points, strict=True), **style, label=name)
+        line = [(x, y) for x, y, whose in peaks if whose == name]
+        if line:
+            panes[1].plot(*zip(*line, strict=True), **style)
+    for pane, label in zip(panes, ("KV cache, MiB", "peak memory, MiB"), strict=True):
+        pane.set(xlabel="retained, %", ylabel=label)
+        pane.set_ylim(bottom=0)
+        pane.grid(alpha=0.3)
+        pane.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{_title(report)}: {case}", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    return _save(figure, path)
+
+
+def _throughput(report: Mapping[str, Any], rows: Sequence[Row], path: Path) -> Path | None:
+    curves: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        key = row["workload"], row["answer"], row["recipe"]
+        curves.setdefault(key, []).append((row["batch"], row["figures"]["requests_per_s"]["median"]))
+    curves = {key: sorted(points) for key, points in curves.items() if len(points) > 1}
+    if not curves:
+        return None
+    from matplotlib import pyplot
+
+    load = next(iter(curves))[:2]
+    drawn = {recipe: points for (*where, recipe), points in curves.items() if tuple(where) == load}
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for (name, points), style in zip(drawn.items(), _styles(len(drawn)), strict=True):
+        axes.plot(*zip(*points, strict=True), **style, label=name)
+    axes.set(xlabel="clients in a closed loop", ylabel="requests per second", xscale="log")
+    ticks = sorted({x for points in drawn.values() for x, _ in points})
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{_title(report)}: {load[0]}, answer of {load[1]}", fontsize=10)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    return _save(figure, path)
+
+
+def _styles(count: int) -> list[dict[str, Any]]:
+    return [
+        {"color": colour, "marker": marker, "linestyle": dash, "linewidth": 1.6, "markersize": 5}
+        for colour, marker, dash in (_LINES[i % len(_LINES)] for i in range(count))
+    ]
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    return f"{report['model']['name']} on {report['machine']['processor']}"
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise MmaccelError(f"Cannot write {str(path)!r}: {error.strerror}.") from error
+    finally:
+        pyplot.close(figure)
+    return path
