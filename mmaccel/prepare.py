@@ -98,7 +98,17 @@ def _call(cls: Any, stages: Stages) -> Callable[..., Any]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
-        for given in (bound.arguments, bound.arguments.get("kwargs", {})):
+        extra = bound.arguments.get("kwargs", {})
+        resizing = next((method.name for method, _ in stages if not method.only_chooses), None)
+        if resizing and any(
+            given.get("do_resize") is False
+            for given in (extra, extra.get("images_kwargs", {}), extra.get("videos_kwargs", {}))
+        ):
+            raise UnsupportedError(
+                f"{resizing} changes the size of pictures, and with do_resize=False the processor takes them as they are; "
+                "leave out do_resize, or take a recipe that works behind the processor."
+            )
+        for given in (bound.arguments, extra):
             if given.get("images") is not None:
                 given["images"] = _pictures(given["images"], stages)
             if given.get("videos") is not None:

@@ -294,3 +294,12 @@ def test_paths_are_not_confused_with_base64():
     assert tokens(out) < 20
     with pytest.raises(MmaccelError, match="does not exist"):
         prepare(QWEN, "resize")(text=PROMPT, images=str(Path("a") / "b.png"))
+
+
+@pytest.mark.parametrize("given", [{"do_resize": False}, {"images_kwargs": {"do_resize": False}}])
+def test_pictures_that_must_keep_their_size_are_not_resized(given):
+    feed = {"text": PROMPT, "images": zoo.image(112, 96, 0), "return_tensors": "pt"}
+    with pytest.raises(MmaccelError, match="resize changes the size of pictures.*do_resize=False"):
+        prepare(QWEN, "resize", retain=0.25)(**feed, **given)
+    whole = prepare(QWEN, "uniform-frames", retain=0.5)(**feed, **given)
+    assert tokens(whole) == 7 * 6

@@ -1,0 +1,161 @@
+"""Does lmms-eval find the same accuracy as ``mmaccel eval``, in full and accelerated?
+
+Asks the shipped model the questions of the suite twice: by lmms-eval, which loads the model, applies the chat template,
+generates and averages by itself (in full with its own wrapper, accelerated with ours), and by ``mmaccel eval --data`` on the
+same files. Accuracy must be equal, and so must every answer; those that differ are listed in the JSON, and the exit status is
+1. Both are greedy, in float32, on the CPU, with one question at a time, since rounding differs in a batch.
+
+    benchmarks/lmms_eval/environment.sh build/lmms-eval
+    build/lmms-eval/bin/python benchmarks/lmms_eval/run.py --out benchmarks/results/lmms-eval-mini-llava.json \\
+        --update benchmarks/README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mmaccel import origin
+from mmaccel.cli.ask import shipped
+from mmaccel.cli.measure import percent, versions
+from mmaccel.cli.text import markdown, put_between
+from mmaccel.suite import IMAGE_TASKS, export, make_suite
+
+#: one recipe of every site, and two budgets of the default one
+RECIPES = ("divprune 0.25", "divprune 0.1", "resize 0.25", "tome 0.25", "fastv 0.25", "snapkv 0.25")
+TASK = "mmaccel_suite"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=20, help="questions a task of the suite (default: 20)")
+    parser.add_argument(
+        "--recipes", nargs="+", default=RECIPES, metavar="'NAME RETAIN'", help="default: one of every site"
+    )
+    parser.add_argument("--out", type=Path, help="write JSON here")
+    parser.add_argument("--update", type=Path, help="write the table between the marks of this page")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        # all paths are relative to this folder, so that commands name no place of this machine
+        shutil.copytree(shipped(), work / shipped().name)
+        shutil.copytree(Path(__file__).parent / "task", work / "task")
+        items = list(make_suite("test", IMAGE_TASKS, args.limit))
+        export(items, work)
+        names = [item.name for item in items]
+        rows = []
+        for title in ("none", *args.recipes):
+            rows.append(row := compare(title, names, work))
+            print(f"{title:<16}{row['lmms_eval']['accuracy']:>8.4f}{row['mmaccel_eval']['accuracy']:>8.4f}", end="")
+            print(f"{row['same_answers']:>6} of {len(names)} answers are the same", flush=True)
+    result = {
+        "command": origin.command("python", sys.argv[0]),
+        "date": origin.today(),
+        "machine": f"a CPU ({origin.processor()})",
+        "versions": origin.versions(("lmms-eval", "torch", "transformers", "mmaccel")) | {"code": versions()["code"]},
+        "model": shipped().name,
+        "questions": len(names),
+        "rows": rows,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.update:
+        put_between(args.update, "lmms-eval", table(result))
+    equal = all(r["lmms_eval"]["accuracy"] == r["mmaccel_eval"]["accuracy"] and not r["differ"] for r in rows)
+    return 0 if equal else 1
+
+
+def compare(title: str, names: list[str], work: Path) -> dict[str, Any]:
+    """One recipe by both programs; ``none`` is lmms-eval's own wrapper, without anything of ours."""
+    recipe, _, retain = title.partition(" ")
+    model, options = "llava_hf", ""
+    if recipe != "none":
+        model, options = "mmaccel_llava", f",recipe={recipe},retain={retain}"
+    theirs = ["--model", model, "--model_args", f"pretrained={shipped().name},dtype=float32,device_map=cpu{options}"]
+    theirs += [
+        "--device",
+        "cpu",
+        "--tasks",
+        TASK,
+        "--include_path",
+        "task",
+        "--log_samples",
+        "--output_path",
+        f"out/{title}",
+    ]
+    run("lmms_eval", theirs, work)
+    (found,) = work.glob(f"out/{title}/*/*_results.json")
+    (samples,) = work.glob(f"out/{title}/*/*_samples_{TASK}.jsonl")
+    lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    said = {names[line["doc_id"]]: line["filtered_resps"] for line in lines}
+
+    ours = ["eval", "--model", shipped().name, "--recipe", recipe, *(["--retain", retain] if retain else [])]
+    ours += [
+        "--data",
+        "suite.jsonl",
+        "--batch-size",
+        "1",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--json",
+        "eval.json",
+    ]
+    run("mmaccel", ours, work)
+    report = work / "eval.json"
+    row = json.loads(report.read_text(encoding="utf-8"))["rows"][-1]
+    report.unlink()
+    answers = {answer["name"]: answer["answer"] for answer in row["answers"]}
+    assert list(answers) == names == sorted(said, key=names.index), "both programs must have asked every question"
+    return {
+        "recipe": title,
+        "lmms_eval": {
+            "command": shlex.join(["lmms-eval", *theirs]),
+            "accuracy": json.loads(found.read_text(encoding="utf-8"))["results"][TASK]["accuracy,none"],
+        },
+        "mmaccel_eval": {"command": shlex.join(["mmaccel", *ours]), "accuracy": row["figures"]["accuracy"]},
+        "same_answers": sum(said[name].strip() == answers[name] for name in names),
+        "differ": [
+            {"question": name, "lmms_eval": said[name], "mmaccel_eval": answers[name]}
+            for name in names
+            if said[name].strip() != answers[name]
+        ],
+    }
+
+
+def run(module: str, arguments: list[str], work: Path) -> None:
+    """A program of this environment, offline; what it says is shown if it fails."""
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=work, env=offline, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{module} {shlex.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+
+
+def table(result: dict[str, Any]) -> str:
+    rows = [["recipe", "accuracy by lmms-eval", "by `mmaccel eval`", "same answers"]]
+    for row in result["rows"]:
+        rows.append(
+            [
+                f"`{row['recipe']}`",
+                percent(row["lmms_eval"]["accuracy"]),
+                percent(row["mmaccel_eval"]["accuracy"]),
+                f"{row['same_answers']} of {result['questions']}",
+            ]
+        )
+    used = ", ".join(f"{name} {result['versions'][name]}" for name in ("lmms-eval", "torch", "transformers"))
+    return f"{markdown(rows)}\n\n`{result['command']}`, {result['date']}, {result['machine']}, {used}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
