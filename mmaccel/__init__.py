@@ -12,6 +12,7 @@ from .registry import method, methods, register
 if TYPE_CHECKING:
     from .accelerate import Accelerator, accelerate_vlm, accelerated, is_accelerated
     from .encoders.alone import EncoderAccelerator, accelerate_encoder, accelerated_encoder
+    from .video.qa import answer_videos
     from .video.streaming import VideoSession
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "accelerate_vlm",
     "accelerated",
     "accelerated_encoder",
+    "answer_videos",
     "is_accelerated",
     "method",
     "methods",
@@ -53,4 +55,8 @@ def __getattr__(name: str) -> Any:
         from .video.streaming import VideoSession
 
         return VideoSession
+    if name == "answer_videos":
+        from .video.qa import answer_videos
+
+        return answer_videos
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

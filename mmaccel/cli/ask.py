@@ -12,10 +12,12 @@ import dataclasses
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MmaccelError, UnsupportedError
+from .. import load
+from ..errors import MmaccelError
 from .text import nbytes, seconds, table
 
 if TYPE_CHECKING:
@@ -99,11 +101,11 @@ def run(options: argparse.Namespace) -> int:
         raise MmaccelError('The question is empty; write it last and in quotes, such as "What is this?".')
     if options.max_new_tokens < 1 or options.frames < 1 or options.fps <= 0:
         raise MmaccelError("--max-new-tokens and --frames must be 1 or more, and --fps above 0.")
-    overrides = _overrides(options)
+    changes = overrides(options)
     from ..media import Prompt, encode, load_media
     from ..recipe import recipe
 
-    chosen = recipe(options.recipe).override(**overrides)
+    chosen = recipe(options.recipe).override(**changes)
     chosen.build()
     pictures, clip = load_media([Path(path) for path in options.media], options.frames, options.fps)
     prompt = [Prompt(options.question, tuple(pictures), clip)]
@@ -131,7 +133,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+def overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """What ``--retain`` and ``--set`` say, as changes of a recipe."""
     found: dict[str, Any] = {} if options.retain is None else {"retain": options.retain}
     for text in options.set:
         key, sign, value = text.partition("=")
@@ -150,57 +153,14 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Model and processor, ready to generate.
-
-    Raises
-    ------
-    MmaccelError
-        If there is no such model, its family is not supported, or it does not load.
-    """
-    name = options.model or str(shipped())
-    if name.startswith((".", "~", "/")) and not Path(name).is_dir():
-        raise MmaccelError(f"There is no folder {name!r}; give the folder of a model, or a hub id.")
-    import torch
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
-    from transformers.utils import logging
-
-    from ..families import FAMILIES
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    hub_logging.set_verbosity_error()
-    known = [kind for family in FAMILIES for kind in family.model_types]
-    remote = {"trust_remote_code": options.trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(name, **remote)
-        if config.model_type not in known:
-            raise UnsupportedError(
-                f"{name!r} is a model of type {config.model_type!r}; mmaccel supports {', '.join(known)}."
-            )
-        processor = AutoProcessor.from_pretrained(name, **remote)
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        on_cpu = options.dtype == "auto" and device.type == "cpu"
-        model = AutoModelForImageTextToText.from_pretrained(
-            name,
-            dtype="float32" if on_cpu else options.dtype,
-            use_safetensors=True,
-            **({"attn_implementation": options.attn} if options.attn else {}),
-            **remote,
-        )
-        model = model.to(device).eval()
-    except MmaccelError:
-        raise
-    except ImportError as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise MmaccelError(f"Loading {name!r} needs something that is not installed: {first}") from error
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise MmaccelError(
-            f"Cannot load {name!r} ({first.rstrip('.')}); give a folder with config, safetensors and processor files, or "
-            "a hub id that this machine can reach."
-        ) from error
-    return model, processor
+    """Model and processor, as :func:`mmaccel.load.load_model` gives them."""
+    return load.load_model(
+        options.model or str(shipped()),
+        device=options.device,
+        dtype=options.dtype,
+        attn=options.attn,
+        trust_remote_code=options.trust_remote_code,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -230,7 +190,7 @@ class Answer:
         return {k: v for k, v in vars(self).items() if k not in ("ids", "first_logits")}
 
 
-class _Watch:
+class Watch:
     """A streamer that notes when tokens arrive. The first thing it is given is the prompt."""
 
     def __init__(self) -> None:
@@ -244,8 +204,17 @@ class _Watch:
         """Nothing is buffered."""
 
 
-def answer(model: Any, processor: Any, inputs: Any, recipe: str | Recipe, longest: int) -> Answer:
-    """Generate with a recipe and measure."""
+def answer(
+    model: Any,
+    processor: Any,
+    inputs: Any,
+    recipe: str | Recipe,
+    longest: int,
+    watch: Watch | None = None,
+    after: Callable[[Any, Any], None] | None = None,
+) -> Answer:
+    """Generate with a recipe and measure. ``watch`` is given the tokens as they come; ``after`` the model, while it still has
+    the recipe, and what ``generate`` returned."""
     import torch
 
     from .. import accelerated
@@ -254,7 +223,7 @@ def answer(model: Any, processor: Any, inputs: Any, recipe: str | Recipe, longes
     floats = {k: v.to(model.dtype) for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
     inputs = {**inputs, **floats}
     cuda = model.device.type == "cuda"
-    watch = _Watch()
+    watch = watch or Watch()
     with torch.no_grad(), accelerated(model, recipe, processor=processor):
         try:
             model.generate(**inputs, max_new_tokens=1, do_sample=False)
@@ -276,6 +245,8 @@ def answer(model: Any, processor: Any, inputs: Any, recipe: str | Recipe, longes
                 "The device ran out of memory; give fewer --frames, a smaller picture, or --dtype bfloat16."
             ) from error
         stats = model.mmaccel.stats()
+        if after is not None:
+            after(model, out)
     prompt = inputs["input_ids"].shape[1]
     ids = out.sequences[0, prompt:]
     first = watch.times[1] - begin

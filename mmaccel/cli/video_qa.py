@@ -1,0 +1,284 @@
+"""Answer questions about videos in bulk, accelerated, and go on where a run was broken off.
+
+A line of QUESTIONS is a JSON object: "video" (a file, or a folder of pictures; from the folder of QUESTIONS or absolute) and
+"question"; optional are "choices" (a list; the model answers with a letter), "answer" (the right one, to be scored) and "id".
+
+A line of the answers holds "id", "video", "question" and "answer"; with choices the letter of the "choice" that was taken;
+and "right" where the right answer is known ("expected"). It is on the disk before the next one is begun. Started again with
+the same options, the command goes on where it was killed; answers of another model, recipe or number of frames are never
+mixed with them.
+
+A video or line that cannot be used gets a line with "error", one sentence, and the rest goes on; the exit status is then 3.
+Started again, such questions, and no others, are asked again.
+
+Videos are decoded in processes of their own while the model works. Several questions of one video are answered from one
+prefill of it if the recipe does not look at the question.
+
+With --ray the questions are answered on a cluster, one model a GPU. Every machine of it must see the videos and the model
+under the same paths and have the same mmaccel; the answers and the file are those of a run without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from contextlib import closing, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import origin
+from ..errors import MmaccelError
+from . import ask
+from .measure import PARTIAL, percent, versions
+from .text import nbytes, seconds, table
+
+if TYPE_CHECKING:
+    from ..video.answers import AnswerFile
+    from ..video.qa import Figures, QASettings
+    from ..video.questions import VideoQuestion
+
+HELP = "answers to a JSONL of questions about videos, in bulk"
+EXAMPLES = """\
+examples:
+  mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --recipe holitom --retain 0.15
+  mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --frames 32 --frame-method scene-frames
+  mmaccel video-qa questions.jsonl -o full.jsonl --model ./my-qwen --recipe none --summary full.json
+  mmaccel video-qa questions.jsonl -o answers.jsonl --model /shared/my-qwen --ray auto
+
+lines of questions.jsonl:
+  {"video": "clips/dog.mp4", "question": "What does the dog carry?"}
+  {"video": "clips/dog.mp4", "question": "Where is it?", "choices": ["in a garden", "on a beach"], "answer": "on a beach"}
+"""
+
+#: errors that are shown; all are in the answers
+_SHOWN = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``mmaccel video-qa``."""
+    parser.add_argument("questions", type=Path, metavar="QUESTIONS", help="JSONL, a question a line, see below")
+    parser.add_argument(
+        "-o", "--out", type=Path, required=True, metavar="FILE", help="JSONL of answers to write or go on with"
+    )
+    ask.add_model_arguments(parser)
+    parser.add_argument("--recipe", default="balanced", help="recipe, method or JSON file (default: balanced)")
+    parser.add_argument(
+        "--retain", type=ask.retain, help="0.25: share of visual tokens to keep; 64: their number a video"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="another option of the recipe or of the frame method, e.g. layer=3",
+    )
+    parser.add_argument(
+        "--frames", type=int, default=16, help="frames of a video that the model is shown (default: 16)"
+    )
+    parser.add_argument(
+        "--frame-method",
+        default="uniform",
+        metavar="METHOD",
+        help="uniform (default), keyframes, or a method that chooses out of four times as many, such as scene-frames",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: 64)")
+    parser.add_argument(
+        "--batch-size",
+        type=_batch_size,
+        default="auto",
+        metavar="N|auto",
+        help="questions at a time; auto (default) halves it when memory does not suffice",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=120.0, metavar="SECONDS", help="to decode a video in (default: 120)"
+    )
+    parser.add_argument(
+        "--memory-limit", type=float, default=4.0, metavar="GIB", help="that a decoded video may take (default: 4)"
+    )
+    parser.add_argument(
+        "--ray",
+        metavar="auto|ADDRESS",
+        help="work on a Ray cluster: auto takes the one that runs here, or else all GPUs of this machine; or HOST:PORT",
+    )
+    parser.add_argument("--strict", action="store_true", help="stop at the first question that cannot be answered")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="write the summary to FILE as JSON")
+
+
+def _batch_size(text: str) -> int | str:
+    if text == "auto" or re.fullmatch(r"\d+", text):
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number or auto")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer what is left, write it, print the summary."""
+    from ..video.answers import AnswerFile
+    from ..video.questions import read_questions
+
+    if options.summary is not None and not options.summary.absolute().parent.is_dir():
+        raise MmaccelError(f"The folder {str(options.summary.absolute().parent)!r} does not exist; make it first.")
+    settings = _settings(options)
+    questions = read_questions(options.questions)
+    with AnswerFile(options.out, settings.identity()) as file:
+        before = len(questions) - len(file.left(questions))
+        if before:
+            print(f"{before} of {len(questions)} answers are taken over from {options.out}", file=sys.stderr)
+        try:
+            figures, wall, workers = _answer(options, settings, questions, file)
+        except KeyboardInterrupt:
+            there = len(questions) - len(file.left(questions))
+            print(
+                f"Stopped; {there} of {len(questions)} answers are in {options.out}, and the same command goes on.",
+                file=sys.stderr,
+            )
+            return 130
+        report = {
+            "command": origin.command("mmaccel", arguments=options.argv),
+            "date": origin.today(),
+            "settings": settings.identity(),
+            "versions": versions(),
+            "taken_over": before,
+            **_summary([file.done[one.name] for one in questions], figures, wall, workers),
+        }
+    if options.summary is not None:
+        options.summary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2) if options.json else _render(report, options.out))
+    for record in (failed := [r for r in file.done.values() if "error" in r])[:_SHOWN]:
+        print(f"{record['id']}: {record['error']}", file=sys.stderr)
+    if len(failed) > _SHOWN:
+        print(f"... and {len(failed) - _SHOWN} more, see 'error' in {options.out}", file=sys.stderr)
+    return PARTIAL if failed else 0
+
+
+def _settings(options: argparse.Namespace) -> QASettings:
+    from ..recipe import recipe
+    from ..registry import methods
+    from ..video.decode import GIB
+    from ..video.qa import QASettings
+
+    if not 0 < options.memory_limit < float("inf"):
+        raise MmaccelError(f"--memory-limit {options.memory_limit:g} leaves no room to decode; give GiB above 0.")
+    given = ask.overrides(options)
+    method: Any = methods().get(options.frame_method)
+    named = [] if method is None else [option.name for option in dataclasses.fields(method)]
+    return QASettings(
+        model=options.model or str(ask.shipped(video=True)),
+        frame_options={key: given.pop(key) for key in list(given) if key in named},
+        recipe=recipe(options.recipe).override(**given),
+        frames=options.frames,
+        frame_method=options.frame_method,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
+        device=options.device,
+        dtype=options.dtype,
+        attn=options.attn,
+        trust_remote_code=options.trust_remote_code,
+        timeout=options.time_limit,
+        memory=int(options.memory_limit * GIB),
+    )
+
+
+def _answer(
+    options: argparse.Namespace, settings: QASettings, questions: list[VideoQuestion], file: AnswerFile
+) -> tuple[Figures, float, int]:
+    """Fill the file; what was done, seconds of wall time, and by how many workers. A cluster's time holds that of its start."""
+    from tqdm import tqdm
+
+    from ..video.cluster import ClusterAnswerer
+    from ..video.qa import Figures, VideoAnswerer
+
+    waiting = file.left(questions)
+    if not waiting:
+        return Figures(), 0.0, 1
+
+    def say(sentence: str) -> None:
+        tqdm.write(sentence, file=sys.stderr)
+
+    answerer: VideoAnswerer | ClusterAnswerer
+    if options.ray is None:
+        answerer = VideoAnswerer(settings, say=say)
+    else:
+        answerer = ClusterAnswerer(settings, options.ray, say)
+    begin = time.perf_counter()
+    total, there = len(questions), len(questions) - len(waiting)
+    with (
+        # stdout is the summary's; Ray would tell there of workers that were lost
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),
+        closing(answerer.run(questions, file.done)) as records,
+        tqdm(total=total, initial=there, unit="question", disable=None, leave=False) as bar,
+    ):
+        for record in records:
+            file.write(record)
+            bar.update()
+            if options.strict and "error" in record:
+                raise MmaccelError(f"{record['id']}: {record['error']}")
+    return answerer.figures, time.perf_counter() - begin, answerer.workers
+
+
+# ------------------------------------------------------------------------------------------------------------- summary
+
+
+def _summary(records: list[dict[str, Any]], figures: Figures, wall: float, workers: int) -> dict[str, Any]:
+    """Accuracy over all records; everything else over what this run has done."""
+    judged = [record["right"] for record in records if "right" in record]
+    answered = figures.questions
+    seconds = dict(figures.seconds)
+
+    def over(value: float, by: float) -> float | None:
+        return value / by if by else None
+
+    return {
+        "questions": len(records),
+        "failed": sum("error" in record for record in records),
+        "judged": len(judged),
+        "accuracy": over(sum(judged), len(judged)),
+        "answered_now": answered,
+        "videos": figures.videos,
+        "prefills": figures.prefills,
+        "workers": workers,
+        "wall_seconds": wall,
+        "questions_per_second": over(answered, wall),
+        "model_share": over(seconds.get("model", 0.0), wall * workers),
+        "waiting_share": over(seconds.get("waiting", 0.0), wall * workers),
+        "seconds": seconds,
+        "visual_tokens": over(figures.visual_tokens, answered),
+        "visual_tokens_kept": over(figures.visual_tokens_kept, answered),
+        "kv_bytes": over(figures.kv_bytes, answered),
+        "decoders": dict(figures.backends),
+        "notes": figures.notes,
+    }
+
+
+def _render(report: dict[str, Any], path: Path) -> str:
+    """The summary as text."""
+    rows = [["", ""], ["questions", str(report["questions"])], ["failed", str(report["failed"])]]
+    if report["judged"]:
+        rows.append(["accuracy", f"{percent(report['accuracy'])} of {report['judged']}"])
+    if report["answered_now"]:
+        wall, workers = report["wall_seconds"], report["workers"]
+        on = f" on {workers} workers" if workers > 1 else ""
+        rows += [
+            ["videos decoded", f"{report['videos']} ({', '.join(report['decoders'])})"],
+            ["prefills", f"{report['prefills']} for {report['answered_now']} questions"],
+            ["visual tokens", f"{report['visual_tokens_kept']:.0f} of {report['visual_tokens']:.0f} kept a question"],
+            ["KV cache", f"{nbytes(report['kv_bytes'])} a question"],
+            ["wall time", f"{seconds(wall)}, {report['questions_per_second']:.2f} questions a second{on}"],
+            ["model at work", percent(report["model_share"])],
+            ["waiting for frames", percent(report["waiting_share"])],
+            *(
+                [
+                    f"  {name}",
+                    f"{seconds(report['seconds'][name])}, {percent(report['seconds'][name] / wall / workers)}",
+                ]
+                for name in ("processor", "encoder", "selection", "prefill", "decode")
+                if name in report["seconds"]
+            ),
+        ]
+    title = f"{report['settings']['model']}, {report['settings']['recipe']['name']}; answers in {path}"
+    return "\n".join([title, *table(rows).splitlines()[2:], *report["notes"]])
