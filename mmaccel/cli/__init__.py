@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import MmaccelError
-from . import ask, compare, doctor, methods, quickstart, selfcheck
+from . import ask, bench, compare, demo, doctor, methods, quickstart, selfcheck, video_qa
 from . import eval as eval_
 
 #: exit status of an error that the user can mend; argparse uses the same
@@ -24,6 +24,9 @@ Make pretrained vision and video LLMs faster by dropping visual tokens.
   mmaccel ask --model FOLDER photo.jpg "What is on the table?" full against accelerated, side by side
   mmaccel eval --recipe divprune --retain 0.5 0.25             what does it cost in answers?
   mmaccel compare --out curves.png                             several recipes as curves
+  mmaccel bench --shape llava-1.5-7b                           how fast, on the sizes of real models?
+  mmaccel video-qa questions.jsonl -o answers.jsonl            thousands of videos, and going on where it was killed
+  mmaccel demo                                                 what is kept and what it costs, in a browser
   mmaccel doctor, mmaccel selfcheck                            does everything fit together here?
 """
 
@@ -35,16 +38,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mmaccel {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in (quickstart, ask, eval_, compare, methods, doctor, selfcheck):
+    for module in (quickstart, ask, eval_, compare, bench, video_qa, demo, methods, doctor, selfcheck):
         command = commands.add_parser(
-            module.__name__.rpartition(".")[2],
+            module.__name__.rpartition(".")[2].replace("_", "-"),
             help=module.HELP,
             description=module.__doc__,
             epilog=module.EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
-        if module in (eval_, compare):
+        if module in (eval_, compare, bench):
             command.add_argument(
                 "--json", nargs="?", const="-", metavar="FILE", help="print JSON instead of text, or write it to FILE"
             )

@@ -1,0 +1,381 @@
+"""Asking: in full and accelerated, one after the other, with tokens as they come and figures at the end.
+
+A model answers one question at a time: a recipe hangs on the model itself, and two runs at once would spoil each other's
+times. Who comes meanwhile waits for the lock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils import logging
+
+from mmaccel import MmaccelError, Recipe, UnsupportedError, accelerated, prepare, recipes
+from mmaccel import recipe as recipe_of
+from mmaccel.cli import ask
+from mmaccel.media import Prompt, encode
+
+from .overlay import View, view_of
+
+
+class Stopped(Exception):
+    """The visitor wants no more of this answer."""
+
+
+@dataclass
+class Column:
+    """One answer. ``state``: ``waits``, ``runs``, ``done``, ``stopped``, or ``refused`` with the reason in ``text``.
+
+    agreement, view : how far it agrees with the full answer, and what became of the visual tokens; once it is done, and not
+        for the full answer itself.
+    """
+
+    title: str
+    text: str = ""
+    tokens: int = 0
+    state: str = "waits"
+    answer: ask.Answer | None = None
+    agreement: dict[str, Any] | None = None
+    view: View | None = None
+
+
+@dataclass
+class Exchange:
+    """A question and its answers: of the full model, and of every recipe."""
+
+    full: Column
+    fast: list[Column]
+
+    def note(self) -> str:
+        """What the figures do not show, in words."""
+        notes = [note for one in self.fast if one.answer is not None for note in one.answer.stats["notes"]]
+        return " ".join(f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in dict.fromkeys(notes))
+
+    def report(self) -> dict[str, Any]:
+        """As plain data, once all are done."""
+        return {
+            "full": _plain(self.full),
+            "accelerated": [{"recipe": one.title, "agreement": one.agreement, **_plain(one)} for one in self.fast],
+        }
+
+
+def _plain(column: Column) -> dict[str, Any]:
+    return column.answer.public() if column.answer is not None else {"refused": column.text}
+
+
+class _Typing(ask.Watch):
+    """A streamer that shows the text so far, and ends the run when it is to stop."""
+
+    def __init__(self, tokenizer: Any, stop: threading.Event, show: Callable[[str, int], None]) -> None:
+        super().__init__()
+        self.tokenizer, self.stop, self.show = tokenizer, stop, show
+        self.ids: list[int] = []
+
+    def put(self, value: Any) -> None:
+        """The prompt, then a token at a time."""
+        super().put(value)
+        if self.stop.is_set():
+            raise Stopped
+        if len(self.times) > 1:
+            self.ids += value.reshape(-1).tolist()
+            self.show(self.tokenizer.decode(self.ids, skip_special_tokens=True).strip(), len(self.ids))
+
+
+class Engine:
+    """One model with its processor.
+
+    Parameters
+    ----------
+    model, processor : of a supported family, ready to generate.
+    name : what the page calls the model.
+    """
+
+    def __init__(self, model: Any, processor: Any, name: str) -> None:
+        self.model, self.processor, self.name = model, processor, name
+        self.lock = threading.Lock()
+
+    @property
+    def takes_video(self) -> bool:
+        """Whether the model can be shown clips."""
+        return getattr(self.processor, "video_processor", None) is not None
+
+    def possible(self, chosen: Sequence[Recipe]) -> list[Recipe]:
+        """Those of the recipes that this model can honour."""
+        found = []
+        for one in chosen:
+            try:
+                with self.lock, accelerated(self.model, one, processor=prepare(self.processor, one)):
+                    found.append(one)
+            except MmaccelError:
+                continue
+        return found
+
+    def ask(self, prompt: Prompt, chosen: Sequence[Recipe], longest: int, stop: threading.Event) -> Iterator[Exchange]:
+        """The exchange again and again while it grows; the last one is complete, or says that it was stopped.
+
+        Parameters
+        ----------
+        longest : tokens an answer may have.
+        stop : ends the answer that runs at its next token, and those behind it before they begin.
+
+        Raises
+        ------
+        MmaccelError
+            If none of the recipes, or the prompt, can be honoured.
+        """
+        exchange = Exchange(Column("full model"), [Column(_title(one)) for one in chosen])
+        news: queue.Queue[BaseException | None] = queue.Queue()
+
+        def work() -> None:
+            try:
+                with self.lock:
+                    self._all(exchange, prompt, chosen, longest, stop, lambda: news.put(None))
+            except BaseException as error:
+                news.put(error)
+            else:
+                news.put(StopIteration())
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        try:
+            while True:
+                found = news.get()
+                # what has piled up is shown at once
+                while found is None and not news.empty():
+                    found = news.get()
+                yield exchange
+                if isinstance(found, StopIteration):
+                    return
+                if found is not None:
+                    raise found
+        finally:
+            stop.set()
+            worker.join()
+
+    def _all(
+        self,
+        exchange: Exchange,
+        prompt: Prompt,
+        chosen: Sequence[Recipe],
+        longest: int,
+        stop: threading.Event,
+        tell: Callable[[], None],
+    ) -> None:
+        refused: list[MmaccelError] = []
+        for column, recipe in zip(exchange.fast, chosen, strict=True):
+            try:
+                with accelerated(self.model, recipe, processor=prepare(self.processor, recipe)):
+                    pass  # what the model cannot do is said before the long run, not after it
+            except MmaccelError as error:
+                refused.append(error)
+                column.state, column.text = "refused", str(error)
+        if len(refused) == len(chosen):
+            raise refused[0]
+        self._one(exchange.full, prompt, recipe_of("none"), longest, stop, tell)
+        for column, recipe in zip(exchange.fast, chosen, strict=True):
+            if column.state == "refused":
+                continue
+            self._one(column, prompt, recipe, longest, stop, tell)
+            if exchange.full.answer is not None and column.answer is not None:
+                column.agreement = ask.agreement(exchange.full.answer, column.answer)
+
+    def _one(
+        self,
+        column: Column,
+        prompt: Prompt,
+        recipe: Recipe,
+        longest: int,
+        stop: threading.Event,
+        tell: Callable[[], None],
+    ) -> None:
+        def show(text: str, tokens: int) -> None:
+            column.text, column.tokens = text, tokens
+            tell()
+
+        def look(model: Any, out: Any) -> None:
+            column.view = view_of(model, out.past_key_values, prompt, recipe)
+
+        if stop.is_set():
+            column.state = "stopped"
+            return
+        column.state = "runs"
+        tell()
+        processor = prepare(self.processor, recipe)
+        typing = _Typing(processor.tokenizer, stop, show)
+        try:
+            inputs = encode(processor, [prompt])
+            column.answer = ask.answer(self.model, processor, inputs, recipe, longest, typing, look)
+        except Stopped:
+            column.state = "stopped"
+        else:
+            column.text, column.state = column.answer.answer, "done"
+
+
+def _title(recipe: Recipe) -> str:
+    """The name, with the budget if there is one."""
+    if recipe.retain is None:
+        return recipe.name
+    return (
+        f"{recipe.name} {recipe.retain:.0%}" if isinstance(recipe.retain, float) else f"{recipe.name} {recipe.retain}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+@dataclass
+class Loading:
+    """How far a model is. ``share`` is None while that cannot be told."""
+
+    name: str
+    since: float = field(default_factory=time.monotonic)
+    what: str = "reading"
+    share: float | None = None
+
+    def sentence(self) -> str:
+        """For the page."""
+        share = "" if self.share is None else f", {self.share:.0%}"
+        return f"{self.name} is being loaded: {self.what}{share} ({time.monotonic() - self.since:.0f} s so far)."
+
+
+class House:
+    """The engines of the demo, loaded in the background, and the sessions that follow a stream.
+
+    Parameters
+    ----------
+    options : what :func:`mmaccel.cli.ask.load_model` reads. Without ``model`` the small ones that come with mmaccel are
+        taken, one for pictures and one for clips.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.loading: Loading | None = None
+        #: recipes that can be chosen, once loading is over
+        self.choices: dict[str, list[Recipe]] = {}
+        self._engines: dict[str, Engine | MmaccelError] = {}
+        self._done = threading.Event()
+
+    def load(self) -> None:
+        """Load everything; what fails is kept as its sentence."""
+        names: dict[str, str | None] = {"picture": self.options.model, "video": self.options.model}
+        try:
+            if self.options.model is None:
+                names["picture"] = str(ask.shipped())
+                try:
+                    names["video"] = str(ask.shipped(video=True))
+                except MmaccelError as error:
+                    self._engines["video"] = error
+            made: dict[str, Engine] = {}
+            for kind, name in names.items():
+                if kind in self._engines or name is None:
+                    continue
+                try:
+                    made[name] = made.get(name) or self._engine(name)
+                    self._engines[kind] = made[name]
+                    if kind == "video" and not made[name].takes_video:
+                        raise UnsupportedError(
+                            f"{made[name].name} takes no clips; start the demo with --model and one that does, such as "
+                            "Qwen/Qwen2.5-VL-3B-Instruct."
+                        )
+                except MmaccelError as error:
+                    self._engines[kind] = error
+            for kind, found in self._engines.items():
+                if isinstance(found, Engine):
+                    # recipe none is what everything is compared with
+                    self.choices[kind] = found.possible([one for one in recipes().values() if one.stages])
+        except MmaccelError as error:
+            self._engines = {"picture": error, "video": error}
+        finally:
+            self.loading = None
+            self._done.set()
+
+    def _engine(self, name: str) -> Engine:
+        # of a folder of the shipped models, and of a visitor's business, only the last part
+        short = name.rstrip("/").rpartition("/")[2] if name.startswith((".", "~", "/")) else name
+        self.loading = loading = Loading(short)
+
+        def hook(factory: Any, args: Any, kwargs: Any) -> Any:
+            return _Bar(loading, *args, **kwargs)
+
+        before = logging.set_tqdm_hook(hook)
+        try:
+            model, processor = ask.load_model(argparse.Namespace(**{**vars(self.options), "model": name}))
+        finally:
+            logging.set_tqdm_hook(before)
+        return Engine(model, processor, short)
+
+    def sentence(self) -> str:
+        """What is loaded, or how far loading is, or why there is nothing."""
+        if not self.ready:
+            return self.loading.sentence() if self.loading else "The model is being loaded."
+        words = []
+        for kind, what in (("picture", "pictures"), ("video", "clips")):
+            found = self._engines[kind]
+            if isinstance(found, Engine):
+                about = f"on {found.model.device}, {str(found.model.dtype).removeprefix('torch.')}"
+                words.append(f"{what.capitalize()} are shown to {found.name} ({about}).")
+            elif str(found) not in words:
+                words.append(str(found))
+        return " ".join(words)
+
+    @property
+    def ready(self) -> bool:
+        """Whether loading is over."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Until loading is over."""
+        self._done.wait()
+
+    def engine(self, kind: str) -> Engine:
+        """The engine for ``picture`` or ``video``.
+
+        Raises
+        ------
+        MmaccelError
+            If it is not there, or not yet.
+        """
+        found = self._engines.get(kind)
+        if isinstance(found, Engine):
+            return found
+        if found is not None:
+            raise found
+        raise MmaccelError(self.loading.sentence() if self.loading else "The model is being loaded; try again soon.")
+
+
+class _Bar:
+    """What transformers takes for a progress bar; it writes into a :class:`Loading`."""
+
+    def __init__(
+        self, loading: Loading, iterable: Any = None, desc: Any = None, total: Any = None, *args: Any, **options: Any
+    ) -> None:
+        self.loading, self.iterable = loading, iterable
+        self.loading.what = str(desc or "weights").lower().removeprefix("loading ")
+        self.total = total or (len(iterable) if hasattr(iterable, "__len__") else 0)
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.iterable:
+            yield item
+            self.update()
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *about: Any) -> None:
+        pass
+
+    def update(self, steps: int = 1) -> None:
+        """Further on."""
+        self.count += steps
+        self.loading.share = self.count / self.total if self.total else None
+
+    def __getattr__(self, name: str) -> Any:
+        # the rest of a bar: set_description, refresh, close and so on
+        return lambda *args, **kwargs: None

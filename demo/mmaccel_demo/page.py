@@ -1,0 +1,447 @@
+"""The page: four tabs over the engines, and the endpoints of the API."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from abc import ABCMeta
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gradio as gr
+
+from mmaccel import MmaccelError, Recipe, recipe
+from mmaccel.media import Prompt
+
+from . import cards, limits, overlay
+from .engine import House
+from .examples import Example
+from .visitors import Live, Visitors
+
+#: what uses a model waits in one queue
+_QUEUED: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
+#: what only draws does not wait, and is nothing for the API
+_AT_ONCE: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+_START = "balanced"
+_COMPARED = ["uniform", "divprune", "vtc-cls", "fastv", "pool"]
+#: recipes that are compared at once
+_MOST = 6
+_ANSWER = 64
+_SECONDS = 1.0
+log = logging.getLogger("mmaccel_demo")
+
+Handler = Callable[..., Iterator[Any]]
+
+
+class _Uploaded:
+    """A component whose files come from the visitor's machine and nowhere else, and are not opened by Gradio."""
+
+    is_template = True
+
+    async def async_move_resource_to_block_cache(self, url_or_file_path: Any) -> Any:
+        """Addresses are not fetched."""
+        if str(url_or_file_path).lower().startswith(("http:", "https:")):
+            raise gr.Error("Addresses are not fetched; upload the file itself.")
+        return await super().async_move_resource_to_block_cache(url_or_file_path)  # type: ignore[misc]
+
+    def preprocess(self, payload: Any) -> str | None:
+        """The path of the upload; :mod:`mmaccel_demo.limits` looks at it before anything decodes it."""
+        return None if payload is None else payload.path
+
+
+def _uploaded(base: Any) -> Any:
+    """The component ``base`` for uploads alone."""
+    members = {"get_block_name": lambda self: base.__name__.lower(), "__module__": __name__}
+    # Gradio's own metaclass would write a .pyi beside this file
+    return ABCMeta.__new__(type(base), f"Uploaded{base.__name__}", (_Uploaded, base), members)
+
+
+_Picture, _Clip = _uploaded(gr.Image), _uploaded(gr.Video)
+
+
+def _said(outputs: int) -> Callable[[Handler], Handler]:
+    """Errors of a handler as a sentence in the first of its outputs; the others go on showing what they show."""
+
+    def wrap(handler: Handler) -> Handler:
+        @functools.wraps(handler)
+        def told(*args: Any) -> Iterator[Any]:
+            try:
+                yield from handler(*args)
+            except Exception as error:
+                if not isinstance(error, MmaccelError):
+                    log.exception("a fault of the demo")
+                yield cards.say(cards.sentence(error), error=True), *[gr.skip()] * (outputs - 1)
+
+        return told
+
+    return wrap
+
+
+def _reported(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Errors of an endpoint as the sentence that its caller gets."""
+
+    @functools.wraps(function)
+    def told(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            if not isinstance(error, MmaccelError):
+                log.exception("a fault of the demo")
+            raise gr.Error(cards.sentence(error)) from None
+
+    return told
+
+
+def build(house: House, examples: list[Example]) -> gr.Blocks:
+    """The page over the engines of ``house``; it may be shown before they are loaded."""
+    visitors = Visitors()
+    with gr.Blocks(title="mmaccel", analytics_enabled=False, delete_cache=(600, 1800)) as blocks:
+        gr.HTML(
+            '<header class="mm-head"><h1>mmaccel</h1><p>What a vision language model looks at, what a recipe drops, and what '
+            "that costs. A question is answered by the full model and then by the accelerated one; they take turns, so that "
+            "neither slows the other.</p></header>"
+        )
+        state = gr.HTML(elem_id="state")
+        with gr.Tab("Picture"):
+            picture = _asking(house, visitors, "picture", examples)
+        with gr.Tab("Video"):
+            video = _asking(house, visitors, "video", examples)
+        with gr.Tab("Compare recipes"):
+            compared = _comparing(house, visitors, examples)
+        with gr.Tab("Stream"):
+            stream = _streaming(house, visitors, examples)
+        _endpoints(house)
+
+        timer = gr.Timer(1.0)
+        lists = [picture, video, compared, stream]
+
+        def ready() -> list[Any]:
+            return [
+                cards.say(house.sentence(), error=house.ready and not house.choices),
+                gr.Timer(active=not house.ready),
+                _choices(house, "picture"),
+                _choices(house, "video"),
+                _choices(house, "picture"),
+                _choices(house, "video", _follows),
+            ]
+
+        gr.on([blocks.load, timer.tick], ready, None, [state, timer, *lists], **_AT_ONCE)
+
+        def leave(request: gr.Request) -> None:
+            visitors.leave(str(request.session_hash))
+
+        blocks.unload(leave)
+    return blocks
+
+
+def _choices(house: House, kind: str, only: Callable[[Recipe], bool] = lambda one: True) -> Any:
+    """The recipes of a list once it is known which the model can honour; until then the list stays as it is."""
+    if not (found := [one for one in house.choices.get(kind, []) if only(one)]):
+        return gr.skip()
+    return gr.update(choices=cards.choices(found))
+
+
+def _follows(one: Recipe) -> bool:
+    """Whether a stream can be followed with a recipe: one that evicts from the cache."""
+    return cards.site(one) == "cache" and len(one.stages) == 1 and one.primary is not None
+
+
+def _known() -> list[tuple[str, str]]:
+    from mmaccel import recipes
+
+    return cards.choices([one for one in recipes().values() if one.stages])
+
+
+def _media(kind: str) -> Any:
+    if kind == "picture":
+        return _Picture(
+            label="Picture", sources=["upload", "clipboard"], type="filepath", height=260, elem_id="picture"
+        )
+    return _Clip(label="Clip", sources=["upload"], height=260)
+
+
+def _shown(kind: str, path: str | None, question: str | None, frames: float = limits.FRAMES) -> Prompt:
+    """What a visitor asks, checked."""
+    asked = limits.question(question)
+    if kind == "picture":
+        return Prompt(asked, (limits.picture(path),))
+    return Prompt(asked, clip=limits.clip(path, limits.number(frames, 2, limits.FRAMES, "The number of frames")))
+
+
+def _examples(examples: list[Example], kind: str, inputs: list[Any]) -> None:
+    rows = [[str(one.path), one.question] for one in examples if one.kind == kind]
+    if rows:
+        gr.Examples(rows, inputs, label="Examples, for the models that come with mmaccel", cache_examples=False)
+
+
+# ------------------------------------------------------------------------------------------------------- picture, video
+
+
+def _asking(house: House, visitors: Visitors, kind: str, examples: list[Example]) -> Any:
+    """One question, two answers, and the drawing; returns the list of recipes."""
+    with gr.Row():
+        with gr.Column(scale=2, min_width=300):
+            media = _media(kind)
+            question = gr.Textbox(label="Question", max_lines=3, elem_classes=f"question-{kind}")
+            chosen, panel = _recipe_panel()
+            with gr.Row():
+                ask = gr.Button("Ask", variant="primary", min_width=80)
+                stop = gr.Button("Stop", min_width=80)
+        with gr.Column(scale=3, min_width=300):
+            said, answers = gr.HTML(elem_classes=f"said-{kind}"), gr.HTML(elem_classes=f"answers-{kind}")
+            step = gr.Slider(0, 1, 0, step=1, label="Through sites and layers", visible=False, elem_classes="mm-step")
+            drawing = gr.HTML(elem_classes=f"drawing-{kind}")
+    _examples(examples, kind, [media, question])
+    with gr.Accordion("More", open=False):
+        longest = gr.Slider(1, limits.ANSWER, _ANSWER, step=1, label="Longest answer, in tokens")
+        frames = gr.Slider(
+            2, limits.FRAMES, 16, step=2, label="Frames of the clip, evenly spaced", visible=kind == "video"
+        )
+
+    def begin(request: gr.Request) -> tuple[Any, ...]:
+        visitors[str(request.session_hash)].begin()
+        return "", "", gr.update(visible=False), ""
+
+    @_said(4)
+    def run(
+        media: str | None, question: str, panel: str, longest: float, frames: float, request: gr.Request
+    ) -> Iterator[Any]:
+        visitor = visitors[str(request.session_hash)]
+        prompt = _shown(kind, media, question, frames)
+        recipes = [limits.recipe(panel)]
+        length = limits.number(longest, 1, limits.ANSWER, "The longest answer")
+        for exchange in house.engine(kind).ask(prompt, recipes, length, visitor.stop):
+            yield "", cards.columns(exchange), gr.skip(), gr.skip()
+        view = visitor.views[kind] = exchange.fast[0].view
+        last = len(view.steps) - 1 if view is not None else 0
+        slider = gr.update(maximum=max(1, last), value=last, visible=last > 0)
+        yield cards.say(exchange.note()), cards.columns(exchange), slider, overlay.draw(view, last)
+
+    def move(step: float, request: gr.Request) -> str:
+        view = visitors[str(request.session_hash)].views.get(kind)
+        return overlay.draw(view, min(int(step), len(view.steps) - 1)) if view is not None else ""
+
+    def halt(request: gr.Request) -> None:
+        visitors[str(request.session_hash)].stop.set()
+
+    inputs, outputs = [media, question, panel, longest, frames], [said, answers, step, drawing]
+    begun = gr.on([ask.click, question.submit], begin, None, outputs, **_AT_ONCE)
+    begun.then(run, inputs, outputs, **_QUEUED, api_visibility="private", show_progress="minimal")
+    stop.click(halt, **_AT_ONCE)
+    step.input(move, step, drawing, trigger_mode="always_last", **_AT_ONCE)
+    return chosen
+
+
+def _recipe_panel() -> tuple[Any, Any]:
+    """The list of recipes, the budget, and the recipe as JSON, which is what counts; returns the list and the JSON."""
+    first = recipe(_START)
+    chosen = gr.Dropdown(_known(), value=_START, label="Recipe, by the site where it works")
+    about = gr.HTML(cards.about(first))
+    retain = gr.Slider(0.05, 1.0, first.retain, step=0.05, label="Share of the visual tokens that stays")
+    with gr.Accordion("Expert: the recipe as JSON", open=False):
+        text = gr.Textbox(first.to_json(), label="Recipe", lines=12, max_lines=24, elem_classes="mm-code")
+        verdict = gr.HTML(cards.say("The recipe is valid."))
+
+    def budget(one: Recipe) -> Any:
+        if not isinstance(one.retain, float):
+            return gr.update(interactive=False)
+        return gr.update(value=one.retain, interactive=True)
+
+    def pick(name: str) -> tuple[Any, ...]:
+        one = limits.recipe(name)
+        return cards.about(one), budget(one), one.to_json(), cards.say("The recipe is valid.")
+
+    def keep(text: str, retain: float) -> tuple[Any, ...]:
+        try:
+            one = limits.recipe(text, float(retain))
+        except MmaccelError as error:
+            return gr.skip(), gr.skip(), cards.say(str(error), error=True)
+        return cards.about(one), one.to_json(), cards.say("The recipe is valid.")
+
+    def write(text: str) -> tuple[Any, ...]:
+        try:
+            one = limits.recipe(text)
+        except MmaccelError as error:
+            return gr.skip(), gr.skip(), cards.say(str(error), error=True)
+        return cards.about(one), budget(one), cards.say("The recipe is valid.")
+
+    chosen.input(pick, chosen, [about, retain, text, verdict], **_AT_ONCE)
+    retain.input(keep, [text, retain], [about, text, verdict], trigger_mode="always_last", **_AT_ONCE)
+    text.input(write, text, [about, retain, verdict], trigger_mode="always_last", **_AT_ONCE)
+    return chosen, text
+
+
+# -------------------------------------------------------------------------------------------------------------- compare
+
+
+def _comparing(house: House, visitors: Visitors, examples: list[Example]) -> Any:
+    """Several recipes on one picture; returns the list of recipes."""
+    with gr.Row():
+        with gr.Column(scale=2, min_width=300):
+            media = _media("picture")
+            question = gr.Textbox(label="Question", max_lines=3, elem_classes="question-compare")
+            chosen = gr.Dropdown(
+                _known(), value=_COMPARED, multiselect=True, max_choices=_MOST, label=f"Recipes, {_MOST} at the most"
+            )
+            retain = gr.Slider(0.05, 1.0, 0.25, step=0.05, label="Share of the visual tokens that stays")
+            with gr.Row():
+                ask = gr.Button("Compare", variant="primary", min_width=80)
+                stop = gr.Button("Stop", min_width=80)
+        with gr.Column(scale=3, min_width=300):
+            said, table = gr.HTML(elem_classes="said-compare"), gr.HTML(elem_classes="answers-compare")
+            drawings = gr.HTML(elem_classes="drawing-compare")
+    _examples(examples, "picture", [media, question])
+
+    def begin(request: gr.Request) -> tuple[Any, ...]:
+        visitors[str(request.session_hash)].begin()
+        return "", "", ""
+
+    @_said(3)
+    def run(media: str | None, question: str, names: list[str], retain: float, request: gr.Request) -> Iterator[Any]:
+        visitor = visitors[str(request.session_hash)]
+        prompt = _shown("picture", media, question)
+        if not 1 <= len(names or []) <= _MOST:
+            raise MmaccelError(f"Choose 1 to {_MOST} recipes to compare.")
+        found = [limits.recipe(name, float(retain)) for name in names]
+        for exchange in house.engine("picture").ask(prompt, found, _ANSWER, visitor.stop):
+            yield "", cards.comparison(exchange), gr.skip()
+        views = {one.title: one.view for one in exchange.fast if one.view is not None}
+        yield cards.say(exchange.note()), cards.comparison(exchange), overlay.sheet(views)
+
+    def halt(request: gr.Request) -> None:
+        visitors[str(request.session_hash)].stop.set()
+
+    outputs = [said, table, drawings]
+    begun = gr.on([ask.click, question.submit], begin, None, outputs, **_AT_ONCE)
+    begun.then(
+        run, [media, question, chosen, retain], outputs, **_QUEUED, api_visibility="private", show_progress="minimal"
+    )
+    stop.click(halt, **_AT_ONCE)
+    return chosen
+
+
+# --------------------------------------------------------------------------------------------------------------- stream
+
+
+def _streaming(house: House, visitors: Visitors, examples: list[Example]) -> Any:
+    """A clip that comes as if live, and questions at any time; returns the list of recipes."""
+    with gr.Row():
+        with gr.Column(scale=2, min_width=300):
+            media = _media("video")
+            chosen = gr.Dropdown(
+                [one for one in _known() if _follows(recipe(one[1]))],
+                value="infinipot-v",
+                label="Recipe that keeps the cache under its cap",
+            )
+            cap = gr.Slider(128, 4096, 512, step=64, label="Keys that each head of a layer may hold")
+            with gr.Row():
+                start = gr.Button("Start", variant="primary", min_width=80)
+                stop = gr.Button("Stop", min_width=80)
+            if rows := [[str(one.path)] for one in examples if one.kind == "video"]:
+                gr.Examples(rows, [media], label="Examples", cache_examples=False)
+        with gr.Column(scale=3, min_width=300):
+            said = gr.HTML(elem_classes="said-stream")
+            frame, line = gr.HTML(elem_classes="frame-stream"), gr.HTML(elem_classes="memory-stream")
+            question = gr.Textbox(label="Question, at any time", max_lines=3, elem_classes="question-stream")
+            ask = gr.Button("Ask now", min_width=80)
+            answers = gr.HTML(elem_classes="answers-stream")
+    timer = gr.Timer(_SECONDS, active=False)
+
+    @_said(5)
+    def begin(media: str | None, chosen: str, cap: float, request: gr.Request) -> Iterator[Any]:
+        visitor = visitors[str(request.session_hash)]
+        visitor.live = None
+        visitors.room(visitor)
+        engine = house.engine("video")
+        clip = limits.clip(media, limits.STREAMED, fps=limits.STREAM_FPS)
+        visitor.live = Live(engine, limits.recipe(chosen), clip, limits.number(cap, 64, 4096, "The cap"))
+        yield "", gr.Timer(active=True), "", "", ""
+
+    @_said(4)
+    def tick(request: gr.Request) -> Iterator[Any]:
+        live = visitors[str(request.session_hash)].live
+        if live is None:
+            yield gr.skip(), gr.Timer(active=False), gr.skip(), gr.skip()
+            return
+        try:
+            shown = live.step()
+        except Exception:
+            visitors[str(request.session_hash)].live = None
+            raise
+        yield gr.skip(), gr.skip(), overlay.frame(shown), cards.memory(live.points, live.cap)
+
+    @_said(2)
+    def now(question: str, before: str, request: gr.Request) -> Iterator[Any]:
+        live = visitors[str(request.session_hash)].live
+        if live is None:
+            raise MmaccelError("No stream runs; start one first.")
+        asked = limits.question(question)
+        yield "", cards.asked(asked, live.ask(asked, _ANSWER), live.session.frames) + (before or "")
+
+    def halt(request: gr.Request) -> Any:
+        visitors[str(request.session_hash)].live = None
+        return gr.Timer(active=False)
+
+    start.click(
+        begin,
+        [media, chosen, cap],
+        [said, timer, frame, line, answers],
+        api_visibility="private",
+        show_progress="minimal",
+    )
+    timer.tick(tick, None, [said, timer, frame, line], **_AT_ONCE)
+    gr.on(
+        [ask.click, question.submit],
+        now,
+        [question, answers],
+        [said, answers],
+        **_QUEUED,
+        api_visibility="private",
+        show_progress="minimal",
+    )
+    stop.click(halt, None, timer, **_AT_ONCE)
+    return chosen
+
+
+# ------------------------------------------------------------------------------------------------------------------ API
+
+
+def _endpoints(house: House) -> None:
+    """What programs call; hidden from the page."""
+
+    def answer(kind: str, path: str | None, question: str, name: str, retain: float, longest: float) -> dict[str, Any]:
+        # 0 leaves the budget to the recipe
+        chosen = limits.recipe(name, float(retain) if retain else None)
+        prompt = _shown(kind, path, question, 16)
+        length = limits.number(longest, 1, limits.ANSWER, "longest")
+        *_, exchange = house.engine(kind).ask(prompt, [chosen], length, threading.Event())
+        report = exchange.report()
+        return {"full": report["full"], "accelerated": report["accelerated"][0]}
+
+    def ask_picture(picture: str | None, question: str, recipe: str, retain: float, longest: float) -> Any:
+        """Ask about a picture, in full and accelerated. ``recipe``: a name of /recipes, or a recipe as JSON; ``retain``: the
+        share of the visual tokens that stays, 0 for the recipe's own; ``longest``: tokens of an answer."""
+        return answer("picture", picture, question, recipe, retain, longest)
+
+    def ask_video(video: str | None, question: str, recipe: str, retain: float, longest: float) -> Any:
+        """The same about a clip, of which 16 evenly spaced frames are shown."""
+        return answer("video", video, question, recipe, retain, longest)
+
+    def recipes() -> Any:
+        """The names of the recipes that the loaded models can honour: for pictures, and for clips."""
+        return {kind: [name for _, name in cards.choices(found)] for kind, found in house.choices.items()}
+
+    with gr.Group(visible=False):
+        rest = [
+            gr.Textbox(label="question"),
+            gr.Textbox(_START, label="recipe"),
+            gr.Number(0, label="retain"),
+            gr.Number(_ANSWER, label="longest"),
+        ]
+        out = gr.JSON()
+        picture, video = _media("picture"), _media("video")
+        for function, media in ((ask_picture, picture), (ask_video, video)):
+            name = function.__name__
+            gr.Button().click(_reported(function), [media, *rest], out, api_name=name, **_QUEUED)
+        gr.Button().click(_reported(recipes), None, out, api_name="recipes", queue=False)

@@ -1,0 +1,119 @@
+"""Starting the demo: the models load while the page is shown already, and everything written is below one folder that goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from mmaccel import MmaccelError
+from mmaccel.cli import demo
+
+from . import examples, limits
+from .engine import House
+from .page import build
+
+_HERE = Path(__file__).parent
+#: questions that may wait
+_WAITING = 16
+
+
+@contextmanager
+def workplace() -> Iterator[Path]:
+    """A temporary folder for uploads and whatever else is written, which is removed in the end."""
+    before, named = tempfile.tempdir, os.environ.get("GRADIO_TEMP_DIR")
+    with tempfile.TemporaryDirectory(prefix="mmaccel-demo-", ignore_cleanup_errors=True) as folder:
+        # Gradio is told where to put uploads by this variable alone
+        tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = before
+            if named is None:
+                del os.environ["GRADIO_TEMP_DIR"]
+            else:
+                os.environ["GRADIO_TEMP_DIR"] = named
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Being terminated, which is how services end a program, is taken for an interrupt, so that the folder goes then too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def launch(house: House, folder: Path, **options: Any) -> tuple[gr.Blocks, str]:
+    """Show the page; returns it, and its address. ``options`` are those of ``gr.Blocks.launch``."""
+    blocks = build(house, examples.make(folder))
+    blocks.queue(max_size=_WAITING)
+    _, address, _ = blocks.launch(
+        prevent_thread_lock=True,
+        quiet=True,
+        max_file_size=limits.UPLOAD,
+        ssr_mode=False,
+        footer_links=["api"],
+        theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+        css_paths=[_HERE / "style.css"],
+        head=f"<script>{(_HERE / 'page.js').read_text(encoding='utf-8')}</script>",
+        **options,
+    )
+    return blocks, address
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until interrupted.
+
+    Raises
+    ------
+    MmaccelError
+        If the model does not load, or the port is taken.
+    """
+    house = House(options)
+    with terminable(), workplace() as folder:
+        threading.Thread(target=house.load, daemon=True).start()
+        try:
+            blocks, address = launch(
+                house, folder, server_name=options.host, server_port=options.port, share=options.share
+            )
+        except OSError as error:
+            raise MmaccelError(
+                f"The demo cannot listen there ({str(error).splitlines()[0]}); give another --port."
+            ) from None
+        try:
+            print(json.dumps({"address": address}) if options.json else f"The demo is at {address}", flush=True)
+            house.wait()
+            # without any model there is nothing to show
+            house.engine("picture")
+            if not options.json:
+                print(house.sentence(), flush=True)
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            blocks.close(verbose=False)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The demo by itself, without the command ``mmaccel``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    demo.add_arguments(parser)
+    parser.set_defaults(json=False)
+    try:
+        return run(parser.parse_args(argv))
+    except MmaccelError as error:
+        print(error, file=sys.stderr)
+        return 2

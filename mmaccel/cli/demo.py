@@ -1,0 +1,39 @@
+"""Show the demo in a browser: what a model looks at, what a recipe drops, and what that costs.
+
+A question about a picture or a clip is answered in full and accelerated, side by side. Without --model the small models that
+come with mmaccel are shown, offline. Visitors can send files and recipes, and cannot name files or models of this machine;
+what they send lies in a temporary folder that is removed in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+
+from ..errors import MmaccelError
+from .ask import add_model_arguments
+
+HELP = "show what a recipe does in a browser"
+EXAMPLES = """\
+examples:
+  mmaccel demo
+  mmaccel demo --model Qwen/Qwen2.5-VL-3B-Instruct --device cuda
+  mmaccel demo --model ./my-llava --host 0.0.0.0 --port 8080
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``mmaccel demo``."""
+    add_model_arguments(parser)
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1, this machine alone)")
+    parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
+    parser.add_argument("--share", action="store_true", help="also make a public address, over Gradio's servers")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    if find_spec("gradio") is None:
+        raise MmaccelError("The demo needs Gradio; run: pip install 'mmaccel[demo]'.")
+    from mmaccel_demo import serve
+
+    return serve.run(options)

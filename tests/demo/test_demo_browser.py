@@ -1,0 +1,353 @@
+"""The demo as visitors meet it, in a headless Chromium, and as programs do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'mmaccel[demo]'")
+
+
+def answers(page, kind="picture"):
+    """Titles, answers and figures of both columns, once they are complete."""
+    page.until(lambda: len(page.all(f".answers-{kind} .mm-column[data-state=done]")) == 2)
+    found = []
+    for column in page.all(f".answers-{kind} .mm-column"):
+        names = [e.text for e in column.find_elements(page.css, "dt")]
+        values = [e.text for e in column.find_elements(page.css, "dd")]
+        found.append(
+            {
+                "title": column.find_element(page.css, "h3").text,
+                "answer": column.find_element(page.css, ".mm-answer").text,
+                **dict(zip(names, values, strict=True)),
+            }
+        )
+    return found
+
+
+def titles(page, kind="picture"):
+    found = page.driver.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", f".drawing-{kind} .mm-t title"
+    )
+    return list(found)
+
+
+def ask_about(page, path, question):
+    page.upload(path)
+    page.write(".question-picture", question)
+    page.press("Ask")
+
+
+def test_a_picture_is_answered_twice(visit, files):
+    """Upload, ask, read, go through the sites, change the budget and the recipe, by mouse and keyboard."""
+    page = visit()
+    ask_about(page, files.png, files.question)
+    full, fast = answers(page)
+    assert full["answer"] == files.answer
+    assert full["title"] == "full model" and fast["title"] == "balanced 25%"
+    assert full["visual tokens kept"] == "196 of 196" and fast["visual tokens kept"] == "49 of 196"
+    for column in (full, fast):
+        assert float(column["tokens per second"]) > 0
+        assert re.fullmatch(r"[\d.]+ m?s", column["time to first token"])
+    held = [float(column["KV cache"].split()[0]) for column in (full, fast)]
+    assert held[1] < held[0]
+    said = page.text(".mm-agreement")
+    assert ("are equal" in said) == (full["answer"] == fast["answer"]) and "nats" in said
+
+    # every token has a title, and a quarter of them stays
+    drawn = page.until(lambda: titles(page))
+    assert len(drawn) == 196 and sum(": kept" in title for title in drawn) == 49
+    assert drawn[1].startswith("token 2 of 196, row 1, column 2, place ")
+
+    # through the sites: back to all tokens
+    page.slide("Through sites", -1)
+    page.until(lambda: sum(": kept" in title for title in titles(page)) == 196)
+    assert "before the recipe" in page.text(".mm-count")
+
+    # tokens by keyboard: what the focused one says is written below
+    from selenium.webdriver.common.keys import Keys
+
+    first = page.all(".drawing-picture .mm-t")[0]
+    page.driver.execute_script("arguments[0].focus()", first)
+    page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
+    page.until(lambda: page.text(".mm-readout").startswith("token 16 of 196, row 2, column 2"))
+
+    # another recipe, another budget
+    page.choose("pool")
+    page.until(lambda: "average of neighbouring grid cells" in page.text(".mm-about"))
+    page.slide("Share of the visual", 5)
+    page.until(lambda: "Keeps 0.5 of the tokens" in page.text(".mm-about"))
+    page.press("Ask")
+    page.until(lambda: "pool 50%" in page.text(".answers-picture h3"))
+    _, fast = answers(page)
+    kept, of = map(int, fast["visual tokens kept"].split(" of "))
+    assert of == 196 and kept <= 98
+    page.until(lambda: any("merged into token" in title for title in titles(page)))
+
+
+def test_the_recipe_as_json(visit, files):
+    page = visit()
+    page.press("Expert: the recipe as JSON")
+    page.until(lambda: page.all(".mm-code textarea"))
+    before = json.loads(page.value(".mm-code"))
+    assert before["stages"][0]["method"] == "divprune"
+    page.put(".mm-code", json.dumps(before).replace("divprune", "divprun"))
+    page.until(lambda: "did you mean 'divprune'" in page.text(".mm-error"))
+    page.put(".mm-code", json.dumps({"name": "mine", "stages": [{"method": "cdpruner", "options": {"clip": "/x"}}]}))
+    page.until(lambda: "visitors cannot" in page.text(".mm-error"))
+    page.put(".mm-code", json.dumps({"name": "mine", "stages": [{"method": "uniform", "retain": 7}]}))
+    page.until(lambda: "The recipe is valid" in page.text(".mm-say"))
+    ask_about(page, files.png, files.question)
+    _, fast = answers(page)
+    assert fast["title"] == "mine 7" and fast["visual tokens kept"] == "7 of 196"
+
+
+def test_errors_are_sentences(visit, files):
+    page = visit()
+
+    def refused(path, question, sentence):
+        if path is not None:
+            page.upload(path)
+        page.write(".question-picture", question)
+        page.press("Ask")
+        page.until(lambda: sentence in page.text(".said-picture .mm-error"))
+        assert "Traceback" not in page.text("body")
+
+    refused(None, "what?", "There is no picture")
+    refused(files.png, "", "The question is empty")
+    refused(files.huge, "what?", "megapixels are taken")
+    refused(files.broken_png, "what?", "The picture is broken")
+
+
+def test_a_clip_that_cannot_be_decoded(visit, files):
+    page = visit()
+    page.tab("Video")
+    page.upload(files.broken_mp4)
+    page.write(".question-video", "what?")
+    page.press("Ask")
+    page.until(lambda: "The clip cannot be decoded" in page.text(".said-video .mm-error"))
+
+
+def test_a_clip_is_answered_twice_and_can_be_stopped(visit, files):
+    pytest.importorskip("av")
+    page = visit()
+    page.tab("Video")
+    page.upload(files.mp4)
+    page.write(".question-video", files.clip_question)
+    page.choose("prunevid-merge")
+    page.until(lambda: "still places kept once" in page.text(".mm-about"))
+    page.press("Ask")
+    # the answer of random weights is long enough to be stopped in the middle
+    page.until(lambda: page.text(".answers-video .mm-answer"))
+    page.press("Stop")
+    page.until(lambda: "stopped" in page.text(".answers-video .mm-state"))
+    assert not page.all(".answers-video .mm-column[data-state=runs]")
+    page.press("Ask")
+    full, fast = answers(page, "video")
+    assert full["answer"] and fast["title"] == "prunevid-merge 50%"
+    in_, of = map(int, fast["visual tokens kept"].split(" of "))
+    assert 0 < in_ < of
+    drawn = page.until(lambda: titles(page, "video"))
+    assert len(drawn) == of and any("merged into token" in title for title in drawn)
+    assert len(page.all(".drawing-video .mm-panel")) == 8, "two frames make one slice"
+    assert "segment 1" in page.text(".drawing-video")
+
+
+def test_recipes_are_compared(visit, files):
+    page = visit()
+    page.tab("Compare recipes")
+    page.upload(files.png)
+    page.write(".question-compare", files.question)
+    page.press("Compare")
+    page.until(lambda: page.all(".drawing-compare .mm-panel"))
+    rows = [e.text for e in page.all(".answers-compare tbody tr")]
+    assert len(rows) == 6 and rows[0].startswith(f"full model {files.answer}")
+    assert all("49 of 196" in row for row in rows[1:4])
+    assert len(page.all(".drawing-compare .mm-panel")) == 5
+
+
+def test_a_stream_is_followed(visit, files):
+    pytest.importorskip("av")
+    page = visit()
+    page.tab("Stream")
+    page.press("Ask now")
+    page.until(lambda: "No stream runs" in page.text(".said-stream .mm-error"))
+    page.upload(files.mp4)
+    page.press("Start")
+    count = re.compile(r"(\d+) frames read, .* (\d+) of at most 512 keys")
+
+    def read():
+        found = count.search(page.text(".memory-stream figcaption"))
+        return found and tuple(map(int, found.groups()))
+
+    page.until(lambda: (read() or (0,))[0] >= 8)
+    page.write(".question-stream", "what?")
+    page.press("Ask now")
+    page.until(lambda: page.all(".answers-stream .mm-asked"))
+    before = read()
+    page.until(lambda: read()[0] > before[0])
+    assert read()[1] <= 512
+    page.press("Stop")
+
+
+def test_two_visitors_get_their_own_answers(visit, files):
+    first, second = visit(), visit(390, 844)
+    for page, path, question in (
+        (first, files.png, files.question),
+        (second, files.other, files.other_question),
+    ):
+        page.upload(path)
+        page.write(".question-picture", question)
+    first.press("Ask")
+    second.press("Ask")
+    assert answers(first)[0]["answer"] == files.answer
+    assert answers(second)[0]["answer"] == files.other_answer
+    # the drawing of one is that of his own picture, and moving in it leaves the other alone
+    mine, its = titles(first), titles(second)
+    second.slide("Through sites", -1)
+    second.until(lambda: titles(second) != its)
+    assert titles(first) == mine
+
+
+def test_a_phone(visit):
+    page = visit(390, 844)
+    width = page.driver.execute_script("return document.documentElement.scrollWidth")
+    assert width <= 390, "nothing to scroll sideways"
+    for name in ("Video", "Compare recipes", "Stream"):
+        page.tab(name)
+        assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390
+
+
+def test_keyboard_alone_reaches_the_answer(visit, files):
+    from selenium.webdriver.common.keys import Keys
+
+    page = visit()
+    page.upload(files.png)
+    page.write(".question-picture", files.question)
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    assert answers(page)[0]["answer"] == files.answer
+    reached = set()
+    page.driver.execute_script("document.activeElement.blur(); window.scrollTo(0, 0)")
+    for _ in range(60):
+        page.driver.switch_to.active_element.send_keys(Keys.TAB)
+        focused = page.driver.switch_to.active_element
+        reached |= {(focused.get_attribute("aria-label") or focused.text or focused.get_attribute("class")).strip()}
+    for name in ("Ask", "Stop", "Recipe, by the site where it works", "Expert: the recipe as JSON"):
+        assert any(name in label for label in reached), (name, reached)
+    assert any("mm-t" in label for label in reached), "the tokens"
+
+
+# ----------------------------------------------------------------------------------------------------------- programs
+
+
+@pytest.fixture(scope="module")
+def client(site):
+    from gradio_client import Client
+
+    return Client(site.address, verbose=False)
+
+
+def test_the_client_of_the_readme(client, site, files, tmp_path, monkeypatch, capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    code = next(part for part in re.findall(r"```python\n(.*?)```", readme, re.S) if "gradio_client" in part)
+    monkeypatch.chdir(tmp_path)
+    Path("photo.png").write_bytes(files.png.read_bytes())
+    exec(code.replace("http://127.0.0.1:7860", site.address), {})
+    assert files.answer in capsys.readouterr().out
+
+
+def test_the_endpoints(client, files):
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+
+    about = client.view_api(return_format="dict", print_info=False)["named_endpoints"]
+    assert set(about) == {"/ask_picture", "/ask_video", "/recipes"}
+    assert [p["parameter_name"] for p in about["/ask_picture"]["parameters"]] == [
+        "picture", "question", "recipe", "retain", "longest",
+    ]  # fmt: skip
+    assert "divprune" in client.predict(api_name="/recipes")["picture"]
+    found = client.predict(handle_file(str(files.png)), files.question, "uniform", 0.5, api_name="/ask_picture")
+    assert found["accelerated"]["visual_tokens_kept"] == 98 and found["full"]["answer"] == files.answer
+    for wrong, sentence in (
+        ((handle_file(str(files.png)), " "), "The question is empty"),
+        ((handle_file(str(files.png)), "what?", "/etc/passwd"), "There is no recipe"),
+        ((handle_file(str(files.huge)), "what?"), "megapixels are taken"),
+    ):
+        with pytest.raises(AppError, match=sentence):
+            client.predict(*wrong, api_name="/ask_picture")
+
+
+@pytest.mark.parametrize("which", ["picture of ours", "http://127.0.0.1:9/picture.png"])
+def test_visitors_name_no_files_of_ours(site, which):
+    """Asked without the client, which would upload the file that it is given."""
+    import httpx
+
+    path = str(Path(__file__).parents[2] / "docs" / "kept.png") if which == "picture of ours" else which
+    media = {"path": path, "meta": {"_type": "gradio.FileData"}}
+    url = f"{site.address}gradio_api/call/ask_picture"
+    event = httpx.post(url, json={"data": [media, "what?", "balanced", 0, 8]}, timeout=120).json()["event_id"]
+    said = httpx.get(f"{url}/{event}", timeout=120).text
+    assert "event: error" in said and "full" not in said
+
+
+def test_uploads_are_limited(site, tmp_path):
+    import httpx
+    from mmaccel_demo import limits
+
+    large = tmp_path / "large.png"
+    with large.open("wb") as file:
+        file.truncate(limits.UPLOAD + 1)
+    with large.open("rb") as file:
+        reply = httpx.post(f"{site.address}gradio_api/upload", files={"files": file}, timeout=120)
+    assert reply.status_code == 413
+
+
+def test_the_queue_has_an_end(site):
+    assert site.blocks._queue.max_size == 16
+    models = [f for f in site.blocks.fns.values() if f.concurrency_id == "model"]
+    assert len(models) >= 5 and all(f.concurrency_limit == 1 for f in models)
+
+
+def test_nothing_is_written_elsewhere(site, files):
+    assert not list(site.started_in.iterdir())
+    assert os.environ["GRADIO_TEMP_DIR"] == str(site.folder)
+    assert list(site.folder.iterdir()), "uploads lie here"
+    assert not list((Path(__file__).parents[2] / "demo").rglob("*.pyi")), "Gradio writes them beside subclasses"
+
+
+def test_the_command(tmp_path, files):
+    """``mmaccel demo`` serves, answers a program, and leaves nothing behind when it is interrupted."""
+    import signal
+    import subprocess
+
+    from gradio_client import Client, handle_file
+
+    command = [sys.executable, "-m", "mmaccel", "demo", "--json", "--device", "cpu"]
+    here = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=here)
+    try:
+        address = json.loads(server.stdout.readline())["address"]
+        assert address.startswith("http://127.0.0.1:")
+        client, end = Client(address, verbose=False), time.monotonic() + 240
+        while not client.predict(api_name="/recipes") and time.monotonic() < end:
+            time.sleep(0.5)
+        found = client.predict(handle_file(str(files.png)), files.question, api_name="/ask_picture")
+        assert found["full"]["answer"] == files.answer
+        assert [path.name.startswith("mmaccel-demo-") for path in tmp_path.iterdir()] == [True]
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_not_there(capsys):
+    from mmaccel.cli import main
+
+    assert main(["demo", "--model", "./nowhere"]) == 2
+    assert "There is no folder './nowhere'" in capsys.readouterr().err

@@ -1,0 +1,353 @@
+"""Asking, measuring and drawing, without a page."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from mmaccel_demo import cards, engine, limits, overlay
+from mmaccel_demo.visitors import STREAMS, VISITORS, Live, Visitors
+
+from mmaccel import MmaccelError, Recipe, Reduction, Stage, accelerated, is_accelerated
+from mmaccel.cli import ask
+from mmaccel.media import Clip, Prompt
+
+OPTIONS = argparse.Namespace(model=None, device="cpu", dtype="auto", attn=None, trust_remote_code=False)
+
+
+@pytest.fixture(scope="module")
+def house():
+    found = engine.House(OPTIONS)
+    found.load()
+    return found
+
+
+@pytest.fixture(scope="module")
+def films():
+    """An engine that takes clips, with random weights."""
+    return engine.Engine(zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl"), "tiny")
+
+
+def clip(frames=8, still=4):
+    """Frames of noise, the first ``still`` of them alike."""
+    pixels = np.random.default_rng(0).integers(0, 255, (frames, 64, 96, 3), dtype=np.uint8)
+    pixels[:still] = pixels[0]
+    return Clip(pixels, list(range(frames)), frames, 4.0)
+
+
+def answered(where, prompt, *names, longest=8, **changes):
+    chosen = [limits.recipe(name).override(**changes) for name in names]
+    *earlier, last = where.ask(prompt, chosen, longest, threading.Event())
+    return last
+
+
+def scene(files):
+    return Prompt(files.question, (limits.picture(str(files.png)),))
+
+
+# ------------------------------------------------------------------------------------------------------------- engine
+
+
+def test_an_exchange(house, files):
+    where = house.engine("picture")
+    stages = []
+    for exchange in where.ask(scene(files), [limits.recipe("divprune", 0.25)], 8, threading.Event()):
+        stages.append((exchange.full.state, exchange.fast[0].state, exchange.full.text))
+    assert stages[0][:2] == ("runs", "waits") and stages[-1][:2] == ("done", "done")
+    assert ("done", "runs") in [stage[:2] for stage in stages], "one after the other"
+    assert exchange.full.text == files.answer
+    report = exchange.report()
+    fast = report["accelerated"][0]
+    assert (report["full"]["visual_tokens_kept"], fast["visual_tokens_kept"]) == (196, 49)
+    assert fast["kv_bytes"] < report["full"]["kv_bytes"]
+    assert fast["agreement"]["same_answer"] == (exchange.fast[0].text == exchange.full.text)
+    assert not is_accelerated(where.model)
+    # the figures are those of the command line
+    direct = ask.answer(where.model, where.processor, _encoded(where, files), "none", 8)
+    assert (direct.answer, direct.kv_bytes) == (exchange.full.text, report["full"]["kv_bytes"])
+
+
+def _encoded(where, files):
+    from mmaccel.media import encode
+
+    return encode(where.processor, [scene(files)])
+
+
+def test_text_grows_token_by_token(films):
+    prompt = Prompt("what?", clip=clip())
+    watched, seen = threading.Event(), []
+    for exchange in films.ask(prompt, [limits.recipe("uniform")], 6, watched):
+        seen.append((exchange.full.tokens, exchange.full.text))
+    full = exchange.full.answer
+    assert seen[-1] == (full.new_tokens, full.answer)
+    assert all(full.answer.startswith(text) for _, text in seen)
+
+
+def test_stopping_in_the_middle(films):
+    stop, prompt = threading.Event(), Prompt("what?", clip=clip())
+    for exchange in films.ask(prompt, [limits.recipe("uniform")], 200, stop):
+        if exchange.full.tokens >= 3:
+            stop.set()
+    assert (exchange.full.state, exchange.fast[0].state) == ("stopped", "stopped")
+    assert 3 <= exchange.full.tokens < 200
+    assert exchange.full.answer is None and exchange.fast[0].agreement is None
+    assert not films.lock.locked() and not is_accelerated(films.model)
+    assert "stopped" in cards.columns(exchange)
+
+
+def test_who_leaves_stops_the_run(films):
+    run = films.ask(Prompt("what?", clip=clip()), [limits.recipe("uniform")], 200, threading.Event())
+    next(run)
+    run.close()
+    assert not films.lock.locked()
+
+
+def test_two_at_once_do_not_mix(house, files):
+    where = house.engine("picture")
+    other = Prompt(files.other_question, (limits.picture(str(files.other)),))
+    found = {}
+
+    def visit(name, prompt):
+        found[name] = answered(where, prompt, "divprune", retain=0.5)
+
+    alone = [answered(where, one, "divprune", retain=0.5) for one in (scene(files), other)]
+    threads = [threading.Thread(target=visit, args=pair) for pair in (("a", scene(files)), ("b", other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, expected in zip("ab", alone, strict=True):
+        assert found[name].full.text == expected.full.text
+        assert torch.equal(found[name].fast[0].answer.ids, expected.fast[0].answer.ids)
+
+
+def test_refusals(house, films, files):
+    where = house.engine("picture")
+    with pytest.raises(MmaccelError, match="needs a CLS token"):
+        answered(films, Prompt("what?", clip=clip()), "vtc-cls")
+    with pytest.raises(MmaccelError, match="takes no video"):
+        answered(where, Prompt("what?", clip=clip()), "uniform")
+    # of several the others go on
+    last = answered(films, Prompt("what?", clip=clip()), "vtc-cls", "uniform")
+    assert [one.state for one in last.fast] == ["refused", "done"]
+    assert "not with this model" not in cards.comparison(last) and "needs a CLS token" in cards.comparison(last)
+
+
+def test_the_house(house, monkeypatch, tmp_path):
+    assert "mini-llava" in house.sentence() and house.ready
+    names = [one.name for one in house.choices["picture"]]
+    assert "vtc-cls" in names and "none" not in names
+    monkeypatch.setattr(ask, "SHIPPED_VIDEO", tmp_path / "nothing")
+    alone = engine.House(OPTIONS)
+    with pytest.raises(MmaccelError, match="being loaded"):
+        alone.engine("picture")
+    alone.load()
+    with pytest.raises(MmaccelError, match="No model that takes videos comes with"):
+        alone.engine("video")
+    assert "No model that takes videos" in alone.sentence()
+    # a model for pictures only, named by the one who starts the demo
+    named = engine.House(argparse.Namespace(**{**vars(OPTIONS), "model": str(ask.SHIPPED)}))
+    named.load()
+    assert named.engine("picture").name == "mini-llava"
+    with pytest.raises(MmaccelError, match="mini-llava takes no clips"):
+        named.engine("video")
+    missing = engine.House(argparse.Namespace(**{**vars(OPTIONS), "model": str(tmp_path / "gone")}))
+    missing.load()
+    with pytest.raises(MmaccelError, match="There is no folder"):
+        missing.engine("picture")
+    assert not missing.choices
+
+
+def test_progress_while_loading(monkeypatch):
+    seen = []
+
+    def note(loading, name, value):
+        object.__setattr__(loading, name, value)
+        seen.append((loading.what, loading.share))
+
+    monkeypatch.setattr(engine.Loading, "__setattr__", note)
+    engine.House(OPTIONS).load()
+    shares = [share for what, share in seen if what == "weights" and share]
+    assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 10
+    loading = engine.Loading("mine", what="weights", share=0.5)
+    assert loading.sentence().startswith("mine is being loaded: weights, 50% (")
+
+
+# ------------------------------------------------------------------------------------------------------------ overlay
+
+
+def titles(html):
+    return re.findall(r"<title>(.*?)</title>", html)
+
+
+def test_dropped_tokens_and_scores(house, files):
+    view = answered(house.engine("picture"), scene(files), "vtc-cls", retain=0.25).fast[0].view
+    assert [step.title for step in view.steps] == ["before the recipe: every token", "projector: vtc-cls"]
+    drawn = titles(overlay.draw(view, 1))
+    kept = [t for t in drawn if ": kept" in t]
+    assert (len(drawn), len(kept), sum(": dropped" in t for t in drawn)) == (196, 49, 147)
+    score = [float(re.search(r"cls attention ([\d.e-]+)", t)[1]) for t in drawn]
+    assert min(s for s, t in zip(score, drawn, strict=True) if t in kept) >= max(
+        s for s, t in zip(score, drawn, strict=True) if t not in kept
+    )
+    assert drawn[15].startswith("token 16 of 196, row 2, column 2, place ")
+    assert all(": kept" in t for t in titles(overlay.draw(view, 0)))
+
+
+def test_merged_tokens(house, files):
+    view = answered(house.engine("picture"), scene(files), "pool", retain=0.25).fast[0].view
+    html = overlay.draw(view, 1)
+    drawn = titles(html)
+    stays = [t for t in drawn if "kept, stands for 4 tokens" in t]
+    assert (len(stays), html.count("mm-dot")) == (49, 49)
+    assert sum("merged into token" in t for t in drawn) == 147
+    assert "merged into token 1" in drawn[1] and drawn[1].startswith("token 2 of 196")
+
+
+def test_steps_through_layers_and_the_cache(house, files):
+    where = house.engine("picture")
+    view = answered(where, scene(files), "aim").fast[0].view
+    assert [s.title for s in view.steps][1:] == [
+        "projector: aim-merge",
+        "decoder layer 3: aim-pagerank",
+        "decoder layer 4: aim-pagerank",
+    ]
+    left = [int(step.reduction.kept[0, view.visual].sum()) for step in view.steps]
+    assert left == sorted(left, reverse=True) and left[0] == 196 and left[-1] == 1
+    # merged at the projector and dropped later: what is seen before the layer is the merge
+    assert "merged into" in overlay.draw(view, 1)
+    assert "importance" in overlay.draw(view, 2)
+
+    view = answered(where, scene(files), "adakv", retain=0.25).fast[0].view
+    cached = view.steps[1:]
+    assert [s.title for s in cached] == [f"cache of layer {i}: snapkv" for i in range(5)]
+    held = sum(int(s.heads[view.visual].sum()) for s in cached) / sum(s.of for s in cached)
+    assert held == pytest.approx(49, abs=1)
+    assert re.search(r"kept by 1 of \d heads", overlay.draw(view, 1))
+
+
+def test_pixels_only(house, files):
+    view = answered(house.engine("picture"), scene(files), "resize").fast[0].view
+    assert not view.steps and "pixels only" in overlay.draw(view, 0)
+
+
+def test_a_film_strip_with_segments(films):
+    view = answered(films, Prompt("what?", clip=clip(8, still=4)), "holitom-merge", tau=0.9).fast[0].view
+    assert view.moves and len(view.panels) == 4, "this model joins two frames"
+    found = view.segments(view.steps[1])
+    assert found == [0, 0, 1, 2]
+    html = overlay.draw(view, 1)
+    assert "segment 1, 2 frames" in html and "segment 3, 1 frame<" in html
+    assert html.count("<div") == html.count("</div>")
+    assert [panel.caption for panel in view.panels] == ["0.0 s", "0.5 s", "1.0 s", "1.5 s"]
+    assert view.segments(view.steps[0]) == [0, 1, 2, 3]
+    assert len(titles(html)) == len(view.visual)
+
+
+def test_frames_that_are_left_out(films):
+    view = answered(films, Prompt("what?", clip=clip(8, still=1)), "uniform-frames", retain=0.5).fast[0].view
+    out = [panel.caption for panel in view.panels if panel.caption.endswith("left out")]
+    assert len(out) == 4
+
+
+def test_what_the_processor_cuts_off():
+    """A tower that sees the middle of a wide picture: the drawing shows that middle."""
+    where = engine.Engine(zoo.model("llava"), zoo.processor("llava"), "tiny")
+    wide = zoo.Image.new("RGB", (90, 60), "red")
+    wide.paste("blue", (15, 0, 75, 60))
+    view = answered(where, Prompt("what?", (wide,)), "uniform").fast[0].view
+    assert view.panels[0].picture.size == (60, 60)
+    assert view.panels[0].picture.getcolors() == [(3600, (0, 0, 255))]
+
+
+def test_tiles_of_unknown_place():
+    where = engine.Engine(zoo.model("smolvlm"), zoo.processor("smolvlm"), "tiny")
+    view = answered(where, Prompt("what?", (zoo.Image.new("RGB", (90, 60), "red"),)), "uniform").fast[0].view
+    captions = [panel.caption for panel in view.panels]
+    assert captions[-1] == "the whole picture" and captions[0] == "tile 1"
+    assert view.panels[0].picture is None and view.panels[-1].picture is not None
+    assert len(titles(overlay.draw(view, 1))) == len(view.visual)
+
+
+# -------------------------------------------------------------------------------------------------------------- cards
+
+
+def test_nothing_of_a_visitor_is_markup():
+    evil = "<script>alert(1)</script>"
+    exchange = engine.Exchange(engine.Column("full model", evil), [engine.Column(evil, evil)])
+    shown = [
+        cards.columns(exchange),
+        cards.comparison(exchange),
+        cards.say(evil),
+        cards.asked(evil, evil, 3),
+        cards.about(Recipe(evil, (Stage("uniform", 0.5),), summary=evil, paper=evil)),
+    ]
+    view = overlay.View([overlay.Panel(None, evil)], [overlay.Step(evil, Reduction.identity(torch.ones(1, 2) > 0))])
+    shown += [overlay.draw(view, 0), overlay.sheet({evil: view})]
+    assert all("<script" not in html and "&lt;script" in html for html in shown)
+
+
+def test_recipes_by_site():
+    found = cards.choices([limits.recipe(name) for name in ("snapkv", "fastv", "divprune", "tome", "resize", "kivi")])
+    assert [text.split(" · ")[0] for text, _ in found] == list(cards.SITES)
+    assert [name for _, name in found] == ["resize", "tome", "divprune", "fastv", "snapkv", "kivi"]
+    about = cards.about(limits.recipe("divprune"))
+    assert 'href="https://arxiv.org/abs/2503.02175"' in about and "max-min cosine distance" in about
+    assert "href" not in cards.about(limits.recipe("uniform"))
+
+
+def test_faults_of_ours_tell_nothing():
+    assert cards.sentence(MmaccelError("Give less.")) == "Give less."
+    assert "/secret" not in cards.sentence(OSError("/secret")) and "OSError" in cards.sentence(OSError("/secret"))
+
+
+# ----------------------------------------------------------------------------------------------------------- visitors
+
+
+def test_a_stream_stays_under_its_cap(films):
+    live = Live(films, limits.recipe("infinipot-v"), clip(12, still=1), cap=128, chunk=4)
+    for _ in range(8):
+        frame = live.step()
+    assert frame.shape == (64, 96, 3) and live.session.frames == 32
+    frames, held, keys = zip(*live.points, strict=True)
+    assert frames == (4, 8, 12, 16, 20, 24, 28, 32)
+    assert max(keys) <= 128 and held[-1] == held[-2] == max(held), "the line is flat"
+    before = live.session.nbytes()
+    assert isinstance(live.ask("what?", 4), str) and live.session.nbytes() == before
+    chart = cards.memory(live.points, live.cap)
+    assert "32 frames read" in chart and "of at most 128 keys" in chart
+    with accelerated(films.model, "none"):
+        pass
+
+
+def test_visitors_are_apart_and_forgotten(monkeypatch):
+    all_ = Visitors()
+    one, other = all_["a"], all_["b"]
+    assert all_["a"] is one and one is not other
+    stop = one.begin()
+    assert not stop.is_set() and not other.stop.is_set()
+    assert one.begin() is not stop and stop.is_set(), "a new question ends the one before"
+    all_.leave("a")
+    assert one.stop.is_set() and all_["a"] is not one
+    for number in range(VISITORS + 5):
+        all_[f"n{number}"]
+    assert len(all_) == VISITORS and other.stop.is_set()
+
+
+def test_streams_are_few(monkeypatch):
+    all_ = Visitors()
+    for number in range(STREAMS):
+        all_[f"{number}"].live = object()
+    late = all_["late"]
+    with pytest.raises(MmaccelError, match=f"{STREAMS} streams are being followed"):
+        all_.room(late)
+    all_.room(all_["0"])  # who follows one already may begin another
+    all_["1"].seen = time.monotonic() - 1000
+    all_.room(late)
+    assert all_["1"].live is None

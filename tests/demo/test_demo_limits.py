@@ -1,0 +1,113 @@
+"""What visitors may send, and the one sentence that refuses the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from mmaccel_demo import limits
+from PIL import Image
+
+from mmaccel import MmaccelError, methods
+
+
+def refused(match, call, *args):
+    with pytest.raises(MmaccelError, match=match) as caught:
+        call(*args)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and "/" not in sentence.replace("28 / 28", ""), "no path of ours"
+
+
+@pytest.mark.parametrize("text", ["", "  \n ", None])
+def test_an_empty_question(text):
+    refused("question is empty", limits.question, text)
+
+
+def test_a_question_is_trimmed_and_bounded():
+    assert limits.question("  what? ") == "what?"
+    refused("1001 characters", limits.question, "x" * 1001)
+
+
+def test_pictures(files, tmp_path):
+    assert limits.picture(str(files.png)).size == (224, 224)
+    refused("no picture; upload", limits.picture, None)
+    refused("is no picture that can be read", limits.picture, str(files.text))
+    refused("is broken", limits.picture, str(files.broken_png))
+    refused("200 megapixels|far too large", limits.picture, str(files.huge))
+    # below the limit of the decoder, above ours; and right at ours
+    Image.new("1", (8000, 5001)).save(tmp_path / "over.png")
+    refused("40 megapixels", limits.picture, str(tmp_path / "over.png"))
+    Image.new("1", (8000, 5000)).save(tmp_path / "most.png")
+    assert limits.picture(str(tmp_path / "most.png")).size == (1536, 960)
+    # a kind that Pillow knows and we do not take
+    Image.new("L", (8, 8)).save(tmp_path / "old.pcx")
+    refused("is no picture that can be read", limits.picture, str(tmp_path / "old.pcx"))
+
+
+def test_heavy_files(files, monkeypatch):
+    monkeypatch.setattr(limits, "UPLOAD", 1 << 10)
+    refused("at most 0 are taken", limits.picture, str(files.png))
+
+
+def test_clips(files, monkeypatch):
+    pytest.importorskip("av")
+    found = limits.clip(str(files.mp4), 4)
+    assert found.frames.shape == (4, 112, 112, 3)
+    monkeypatch.setattr(limits, "FRAME_SIDE", 56)
+    assert limits.clip(str(files.mp4), 4).frames.shape == (4, 56, 56, 3)
+    refused("no clip; upload", limits.clip, "", 4)
+    refused("is no clip", limits.clip, str(files.png), 4)
+    refused("cannot be decoded; upload another", limits.clip, str(files.broken_mp4), 4)
+
+
+def test_recipes():
+    assert limits.recipe("divprune", 0.5).retain == 0.5
+    assert limits.recipe("kivi", 0.5).retain is None, "a codec drops nothing, so there is no budget to set"
+    text = limits.recipe("holitom").to_json()
+    assert limits.recipe(text) == limits.recipe("holitom")
+    refused("no recipe 'divprun'", limits.recipe, "divprun")
+    refused("no valid JSON", limits.recipe, "{")
+    refused("has no option 'speed'", limits.recipe, _stage("divprune", {"speed": 9}))
+    refused("at most 20000", limits.recipe, "{" + "x" * 20_000)
+    refused("retain", limits.recipe, "divprune", 1.5)
+
+
+@pytest.mark.parametrize("name", ["../../recipe.json", "/etc/passwd", "~/x.json", "recipe.json"])
+def test_recipes_are_not_read_from_files(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.json").write_text(limits.recipe("divprune").to_json())
+    with pytest.raises(MmaccelError, match="There is no recipe"):
+        limits.recipe(name)
+
+
+@pytest.mark.parametrize(("method", "option"), [("cdpruner", "clip"), ("scenetilling", "clip_model")])
+def test_recipes_name_no_models(method, option):
+    refused("visitors cannot", limits.recipe, _stage(method, {option: "models"}))
+
+
+def test_options_that_name_files_or_models():
+    """A new option of text must be looked at, and refused if it names something of this machine."""
+    known = {"clip", "clip_model", "query", "text_policy", "compact", "head_budget", "layer_budget", "protect"}
+    found = {
+        field.name
+        for one in methods().values()
+        if dataclasses.is_dataclass(one) and one.__module__.startswith("mmaccel.")
+        for field in dataclasses.fields(one)
+        if "str" in str(field.type)
+    }
+    assert found == known
+    assert set(limits._NAMES) <= found
+
+
+def _stage(method, options):
+    return json.dumps({"name": "mine", "stages": [{"method": method, "retain": 0.5, "options": options}]})
+
+
+@pytest.mark.parametrize("value", [0, 33, 2.5, None, "8", True, float("nan"), float("inf")])
+def test_numbers_out_of_bounds(value):
+    refused("whole number from 1 to 32", limits.number, value, 1, 32, "frames")
+
+
+def test_numbers():
+    assert limits.number(8.0, 1, 32, "frames") == 8

@@ -1,0 +1,162 @@
+"""A headless Chromium at the demo, in the words of a visitor."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Visit:
+    """One visitor's browser tab."""
+
+    def __init__(self, address: str, width: int, height: int) -> None:
+        from selenium import webdriver
+        from selenium.webdriver.chrome.service import Service
+        from selenium.webdriver.common.by import By
+
+        options = webdriver.ChromeOptions()
+        for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
+            options.add_argument(flag)
+        options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
+        self.css = By.CSS_SELECTOR
+        self.driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+        self.size(width, height)
+        self.driver.get(address)
+        self.until(lambda: "are shown to" in self.text("#state"))
+
+    def size(self, width: int, height: int, dark: bool = False) -> None:
+        about = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", about)
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+
+    def all(self, selector: str, visible: bool = True) -> list[Any]:
+        return [e for e in self.driver.find_elements(self.css, selector) if not visible or e.is_displayed()]
+
+    def text(self, selector: str) -> str:
+        return " ".join(e.text for e in self.all(selector))
+
+    def until(self, holds: Callable[[], Any], seconds: float = 240.0) -> Any:
+        from selenium.common.exceptions import StaleElementReferenceException
+
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            # the page redraws while it is read
+            with contextlib.suppress(StaleElementReferenceException):
+                if found := holds():
+                    return found
+            time.sleep(0.1)
+        raise AssertionError(f"not within {seconds:.0f} s; the page says: {self.text('body')[:3000]}")
+
+    def tab(self, name: str) -> None:
+        if not (found := [e for e in self.all("button[role=tab]") if e.text == name]):
+            # at phone width the last tabs are behind a menu
+            self.all(".overflow-menu > button")[0].click()
+            found = self.until(lambda: [e for e in self.all(".overflow-dropdown button") if e.text == name])
+        found[0].click()
+
+    def press(self, name: str) -> None:
+        button = self.until(lambda: [e for e in self.all("button") if e.text == name])[0]
+        self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+        self.until(button.is_enabled)
+        button.click()
+
+    def panel(self) -> Any:
+        return self.all("[role=tabpanel]")[0]
+
+    def upload(self, path: Path) -> None:
+        """Put a file where the panel takes one, and wait until the server has it."""
+        panel = self.panel()
+        for clear in panel.find_elements(self.css, "button[aria-label*=Clear], button[aria-label*=Remove]"):
+            clear.click()
+        field = self.until(lambda: panel.find_elements(self.css, "input[type=file]"))[0]
+        field.send_keys(str(path))
+        sources = "return [...arguments[0].querySelectorAll('img, video')].map(e => e.src + (e.currentSrc || ''))"
+        name = path.name
+        self.until(lambda: any(name in source for source in self.driver.execute_script(sources, panel)))
+
+    def value(self, selector: str) -> str:
+        """What a field holds, whether it is folded away or not."""
+        return str(self.all(f"{selector} textarea, {selector} input", visible=False)[0].get_property("value"))
+
+    def put(self, selector: str, text: str) -> None:
+        """Text into a field all at once, as pasting does."""
+        field = self.all(f"{selector} textarea, {selector} input")[0]
+        self.driver.execute_script(
+            "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input', {bubbles: true}))",
+            field,
+            text,
+        )
+
+    def write(self, selector: str, text: str) -> None:
+        from selenium.webdriver.common.keys import Keys
+
+        field = self.all(f"{selector} textarea, {selector} input")[0]
+        field.send_keys(Keys.CONTROL, "a")
+        field.send_keys(Keys.DELETE if not text else text)
+
+    def slide(self, label: str, presses: int) -> None:
+        """Move a slider by arrow keys, as the keyboard does."""
+        from selenium.webdriver.common.keys import Keys
+
+        field = [e for e in self.all("input[type=range]") if label in (e.get_attribute("aria-label") or "")][0]
+        for _ in range(abs(presses)):
+            field.send_keys(Keys.ARROW_RIGHT if presses > 0 else Keys.ARROW_LEFT)
+
+    def choose(self, name: str) -> None:
+        """A recipe of the list, by typing its name."""
+        from selenium.webdriver.common.keys import Keys
+
+        field = self.all("input[role=combobox]")[0]
+        field.click()
+        field.send_keys(Keys.CONTROL, "a")
+        field.send_keys(name)
+        option = self.until(lambda: [e for e in self.all("[role=option]") if e.text.endswith(f" {name}")])[0]
+        option.click()
+
+    def close(self) -> None:
+        self.driver.quit()
+
+
+def screenshots(address: str, folder: Path) -> None:
+    """The pictures of ``demo/screenshots``, from a demo with the shipped models that runs at ``address``.
+
+    Each tab is asked its first example at 1280 and at 390 pixels; the colours are reduced to a palette, which keeps them small.
+    """
+    for width in (1280, 390):
+        page = Visit(address, width, 900)
+        _shoot(page, "Picture", "picture", "Ask", width, folder)
+        _shoot(page, "Compare recipes", "compare", "Compare", width, folder)
+        page.close()
+
+
+def _shoot(page: Visit, tab: str, kind: str, button: str, width: int, folder: Path) -> None:
+    from io import BytesIO
+
+    from PIL import Image
+
+    page.tab(tab)
+    page.until(lambda: page.panel().find_elements(page.css, "tbody tr.tr-body"))[0].click()
+    page.until(lambda: page.value(f".question-{kind}"))
+    time.sleep(2)
+    page.press(button)
+    page.until(lambda: page.all(f".drawing-{kind} .mm-panel"))
+    for dark in (False, True) if (width, kind) == (1280, "picture") else (False,):
+        page.size(width, 900, dark)
+        page.size(width, page.driver.execute_script("return document.documentElement.scrollHeight"), dark)
+        page.driver.execute_script("document.activeElement.blur(); window.scrollTo(0, 0)")
+        time.sleep(2)
+        shot = Image.open(BytesIO(page.driver.get_screenshot_as_png())).convert("RGB")
+        name = f"{kind}-{width}{'-dark' * dark}.png"
+        shot.quantize(128, dither=Image.Dither.NONE).save(folder / name, optimize=True)
+    page.size(width, 900)
+
+
+if __name__ == "__main__":
+    # python tests/demo/visiting.py http://127.0.0.1:7860/ demo/screenshots
+    screenshots(sys.argv[1], Path(sys.argv[2]))
