@@ -218,7 +218,7 @@ def build_qwen() -> Qwen2_5_VLForConditionalGeneration:
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [4, 6, 6]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 6, 6]},
         "pad_token_id": PAD,
         "bos_token_id": BOS,
         "eos_token_id": END,

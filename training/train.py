@@ -152,11 +152,25 @@ class Probes(nn.Module):
         self.cells = nn.Linear(width, sum(self.sizes.values()))
         self.early, self.late = nn.Linear(width, PRESENCE), nn.Linear(width, PRESENCE)
         self.place = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, 4))
+        self.before = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, self.sizes["shape"] + self.sizes["colour"]))
 
     def placed(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Loss of the boxes that the language model's states of visual tokens ``[rows, N, hidden]`` tell."""
         owned = batch["shape"].reshape(hidden.shape[:2]) > 0
         return (self.place(hidden).float() - batch["box"].reshape(*hidden.shape[:2], 4))[owned].abs().mean()
+
+    def remembered(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Loss of what the same states, of a clip, tell about the same cell one step before."""
+        steps = batch["shape"].shape[1]
+        told = (
+            self.before(hidden.unflatten(1, (steps, -1))[:, 1:])
+            .float()
+            .split((self.sizes["shape"], self.sizes["colour"]), -1)
+        )
+        was = (batch[name][:, :-1].flatten(2) for name in ("shape", "colour"))
+        return sum(
+            functional.cross_entropy(part.flatten(0, 2), label.flatten()) for part, label in zip(told, was, strict=True)
+        )
 
     def forward(self, sight: Sight, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         """Loss and accuracies."""
@@ -299,7 +313,8 @@ class Trainee(nn.Module):
             output_hidden_states=True,
         )
         hidden, between = read.last_hidden_state, read.hidden_states[PLACED]
-        placed = self.probes.placed(between[places].view(len(ids), -1, between.shape[-1]), batch)
+        between = between[places].view(len(ids), -1, between.shape[-1])
+        placed = self.probes.placed(between, batch)
         asked = batch["labels"] != IGNORED
         logits, target, task = self.model.lm_head(hidden[asked]).float(), batch["labels"][asked], batch["task"][asked]
         each = functional.cross_entropy(logits, target, reduction="none")
@@ -318,7 +333,7 @@ class Trainee(nn.Module):
         if batch["pixels"].ndim == 5:
             back = self.looking_back(batch, places)
             scores["looking back"] = (-back).exp().item()
-            pointing = pointing + back
+            pointing = pointing + back + 4 * self.probes.remembered(between, batch)
         scores["box error"] = placed.item()
         return 2 * answers + 0.25 * pointing + 2 * placed + 0.5 * loss, scores
 
