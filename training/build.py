@@ -184,7 +184,10 @@ def build_qwen_processor() -> Qwen2_5_VLProcessor:
     }
     pictures = Qwen2VLImageProcessor(size={"shortest_edge": 96 * 96, "longest_edge": 256 * 256}, **shared)
     clips = Qwen2VLVideoProcessor(
-        size={"shortest_edge": 96 * 96, "longest_edge": 128 * 128}, do_sample_frames=False, **shared
+        size={"shortest_edge": 96 * 96, "longest_edge": 128 * 128},
+        do_sample_frames=False,
+        cap_pixels_per_frame=False,  # said outright, transformers has no need to warn
+        **shared,
     )
     return Qwen2_5_VLProcessor(
         image_processor=pictures,

@@ -138,7 +138,12 @@ def prefill_table(record: dict[str, Any]) -> str:
                 f"{row['realised_without_selection']:.2f}",
             ]
         )
-    return _table(rows)
+    kept = [
+        f"{what} {found['ratio_median']:.3f} ({found['ratio_min']:.3f} to {found['ratio_max']:.3f})"
+        for what, found in record["overhead_of_none"].items()
+    ]
+    none = f"Recipe `none` against the bare model (median of paired runs, and their range): {', '.join(kept)}."
+    return "\n".join([_table(rows), "", f"{none} Made by `{record['command']}`, {record['date']}."])
 
 
 def bench_table(record: dict[str, Any]) -> str:

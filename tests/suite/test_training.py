@@ -233,6 +233,22 @@ def test_boxes_are_told_from_the_states_of_visual_tokens():
     torch.testing.assert_close(middles(2)[0, 1], torch.tensor([0.75, 0.25, 0.75, 0.25]))
 
 
+def test_what_was_there_before_is_told_from_the_second_step_on():
+    torch.manual_seed(0)
+    probes = Probes(8, 16)
+    batch = {name: torch.randint(0, 3, (2, 3, 2, 2)) for name in ("shape", "colour")}
+    hidden = torch.randn(2, 12, 16)
+    told, shapes, each = probes.before(hidden), probes.sizes["shape"], []
+    for row in range(2):
+        for place in range(4, 12):
+            step, cell = divmod(place - 4, 4)
+            labels = [int(batch[name][row, step].flatten()[cell]) for name in ("shape", "colour")]
+            parts = told[row, place, :shapes], told[row, place, shapes:]
+            each.append([-part.log_softmax(0)[label] for part, label in zip(parts, labels, strict=True)])
+    expected = torch.tensor([[float(part) for part in pair] for pair in each]).mean(0).sum()
+    torch.testing.assert_close(probes.remembered(hidden, batch), expected)
+
+
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setitem(STAGES["mini-llava"], "see", Plan(batch=2))
     Run("mini-llava", tmp_path, 1e-3, 1 / 3600).train()
