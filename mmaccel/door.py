@@ -171,7 +171,10 @@ class Step:
         text = total.kept & ~layout.visual.to(device)
         made = made.relabel(places, rows, total.kept.shape).beside(text)
         self.total = total.then(made)
-        shown = {name: x for name, x in signals.items() if x.dim() == 2 or "attention" in name}
+        # figures per token, not its keys and features: this outlives the call
+        shown = {
+            name: x if x.dim() == 2 else x.sum(1) for name, x in signals.items() if x.dim() == 2 or "attention" in name
+        }
         layer = int(method.layer) if isinstance(method, LayerMethod) else 0
         self.trail.append(Passage(stage, layer, self.total, units, shown))
         return made

@@ -47,7 +47,7 @@ class Passage:
     stage : which stage of the recipe.
     layer : the decoder layer at whose input it works; 0 before the language model.
     reduction : ``[B, S]``, over this stage and all before it.
-    units, signals : what the method reduced, and the figures per token that it was shown, ``[N, n]`` or ``[N, layers, n]``.
+    units, signals : what the method reduced, and the figures per token that it was shown, ``[N, n]`` (sums over tower layers).
     """
 
     stage: int
@@ -57,12 +57,11 @@ class Passage:
     signals: Mapping[str, Tensor] = field(default_factory=dict)
 
     def scores(self) -> dict[str, Tensor]:
-        """The figures by name (sums over tower layers) at the places of the prompt, ``[B, S]`` float32 on the CPU; NaN where
-        there was none."""
+        """The figures by name at the places of the prompt, ``[B, S]`` float32 on the CPU; NaN where there was none."""
         found = {}
         for name, figures in self.signals.items():
             assert self.units is not None
-            flat = figures.float().cpu() if figures.dim() == 2 else figures.float().sum(1).cpu()
+            flat = figures.float().cpu()
             unit, slot = self.units.valid.nonzero(as_tuple=True)
             found[name] = torch.full(self.reduction.kept.shape, torch.nan)
             found[name][self.units.row[unit], self.units.places[unit, slot]] = flat[unit, slot]

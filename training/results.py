@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "training" / "README.md", ROOT / "benchmarks" / "README.md")
 MODELS = ("mini-llava", "mini-qwen-vl", "mini-clip")
-_BLOCK = re.compile(r"(<!-- ((?:mini|prefill|bench)-[\w-]+|shipped) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- ((?:mini|prefill|bench|video-qa)-[\w-]+|shipped) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def write(path: Path, module: str, packages: tuple[str, ...], figures: dict[str, Any]) -> None:
@@ -146,6 +146,18 @@ def prefill_table(record: dict[str, Any]) -> str:
     return "\n".join([_table(rows), "", f"{none} Made by `{record['command']}`, {record['date']}."])
 
 
+def video_qa_table(record: dict[str, Any]) -> str:
+    """What ``mmaccel video-qa`` said about the same questions with several recipes."""
+    rows = [["recipe", "accuracy", "visual tokens", "KV cache", "wall time", "model at work", "waiting for frames"]]
+    for run in record["runs"]:
+        kept = f"{run['visual_tokens_kept']:.0f} of {run['visual_tokens']:.0f}"
+        shares = (f"{100 * run[key]:.0f}%" for key in ("model_share", "waiting_share"))
+        cache, wall = f"{run['kv_bytes'] / 1024:.0f} KiB", f"{run['wall_seconds']:.1f} s"
+        rows.append([f"`{run['recipe']}`", f"{100 * run['accuracy']:.1f}%", kept, cache, wall, *shares])
+    words = f"{record['clips']} clips of {record['frames']} frames, a question each; the full model first and last."
+    return "\n".join([_table(rows), "", words, _origin({**record, "machine": f"{record['machine']}, CPU"})])
+
+
 def bench_table(record: dict[str, Any]) -> str:
     """What ``mmaccel bench`` measured, a line for every load and recipe, and what got slower, in words."""
     rows, words = [["load", *HEAD]], []
@@ -184,6 +196,8 @@ def block(name: str) -> str:
         return prefill_table(record)
     if name.startswith("bench"):
         return bench_table(record)
+    if name.startswith("video-qa"):
+        return video_qa_table(record)
     if "rows" in record:
         return recipes_table(record)
     if "quality_percent" in record:

@@ -22,9 +22,12 @@ OPTIONS = argparse.Namespace(model=None, device="cpu", dtype="auto", attn=None, 
 
 
 @pytest.fixture(scope="module")
-def house():
+def house(tmp_path_factory):
+    """With the shipped model for pictures alone."""
     found = engine.House(OPTIONS)
-    found.load()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ask, "SHIPPED_VIDEO", tmp_path_factory.mktemp("none"))
+        found.load()
     return found
 
 
@@ -164,8 +167,9 @@ def test_the_house(house, monkeypatch, tmp_path):
     assert not missing.choices
 
 
-def test_progress_while_loading(monkeypatch):
+def test_progress_while_loading(monkeypatch, tmp_path):
     seen = []
+    monkeypatch.setattr(ask, "SHIPPED_VIDEO", tmp_path)
 
     def note(loading, name, value):
         object.__setattr__(loading, name, value)
@@ -317,7 +321,8 @@ def test_a_stream_stays_under_its_cap(films):
     assert frame.shape == (64, 96, 3) and live.session.frames == 32
     frames, held, keys = zip(*live.points, strict=True)
     assert frames == (4, 8, 12, 16, 20, 24, 28, 32)
-    assert max(keys) <= 128 and held[-1] == held[-2] == max(held), "the line is flat"
+    # which places are left, of heads that keep different ones, is noted in a few bytes more or less
+    assert max(keys) <= 128 and max(held[3:]) < 1.01 * min(held[3:]), "the line is flat"
     before = live.session.nbytes()
     assert isinstance(live.ask("what?", 4), str) and live.session.nbytes() == before
     chart = cards.memory(live.points, live.cap)
