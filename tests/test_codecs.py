@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mmaccel_kernels.pages import unpack
 from mmaccel.errors import MmaccelError
 from mmaccel.kv.cache import CacheState, KeyIndex
 from mmaccel.kv.codecs import FP8, KIVI, CalibQuant, Codec, VidKV
+from mmaccel.kv.eviction import Eviction
 from mmaccel.kv.quantised import QuantisedLayer
 
 HEADS, WIDTH = 2, 32
@@ -529,6 +531,57 @@ def test_the_last_tokens_of_a_group_take_no_more_than_in_full_precision() -> Non
     stored.check()
     layer.evict(layer.index.by_head < 0)
     assert layer.pages is None and not layer.thawed.any() and layer.stored()[0].shape[2] == 0
+
+
+@pytest.mark.parametrize("codec", SMALL, ids=name_of)
+def test_rows_may_have_no_page_at_all(codec: Codec) -> None:
+    """Because their picture was dropped or is none, or was taken back."""
+    stored, visual = Stored(codec, batch=2), torch.zeros(2, 90, dtype=torch.bool)
+    visual[0, 5:75] = True
+    stored.feed(90, visual)
+    layer = stored.state.layers[0]
+    if not codec.visual_only:
+        kept = torch.ones(2, 1, 90, dtype=torch.bool)
+        kept[1, :, : layer.width] = False
+        layer.evict(kept)
+    before = layer.stored()
+    again = copy.deepcopy(stored)
+    layer.reorder_cache(torch.tensor([1]))
+    assert layer.pages.lengths().tolist() == [[0, 0]]
+    for ours, whole in zip(layer.stored(), before, strict=True):
+        there = (layer.index.by_head >= 0).expand(-1, HEADS, -1)
+        assert torch.equal(ours[there], whole[1:][there])
+    stored.batch, stored.keys = 1, [stored.keys[0][1:]]
+    stored.feed(40, torch.ones(1, 40, dtype=torch.bool))
+    assert layer.pages.lengths().min() >= codec.page
+    stored.check(1.2)
+    # back to before the first packed token
+    layer = again.state.layers[0]
+    layer.evict(layer.index.by_head != 0)
+    layer.crop(1 - layer.seen)
+    assert not (layer.index.by_head >= 0).any() and layer.stored()[0].shape[2] == len(layer.index)
+    again.keys = [again.keys[0][:, :, :1]]
+    again.feed(90, torch.ones(2, 90, dtype=torch.bool))
+    assert layer.pages.lengths().min() >= codec.page
+    again.check(2.0)
+
+
+@pytest.mark.parametrize("how", ("pivot", "average", "nearest"))
+def test_packed_keys_do_not_flow_into_others(how: str) -> None:
+    """When they are dropped in a merge, nothing of them is left; others do flow."""
+    stored = Stored(KIVI(page=16, group=16, residual=4), batch=1)
+    stored.feed(30)
+    layer = stored.state.layers[0]
+    stage = SimpleNamespace(policy=SimpleNamespace(choice=lambda _: (how, None), scheduled=False), official=False)
+    kept = torch.ones(1, HEADS, 30, dtype=torch.bool)
+    kept[..., 3:16] = False
+    fresh = layer.stored()[0][:, :, 16:]
+    Eviction._compact(stage, layer, kept)
+    assert torch.equal(layer.stored()[0][:, :, -14:], fresh)
+    kept = torch.ones(1, HEADS, len(layer.index), dtype=torch.bool)
+    kept[..., -1] = False
+    Eviction._compact(stage, layer, kept)
+    assert not torch.equal(layer.stored()[0][:, :, -13:], fresh[:, :, :-1])
 
 
 def test_pages_that_rows_share_are_written_anew_when_that_pays() -> None:

@@ -951,7 +951,7 @@ def test_the_first_and_the_newest_stay_wherever_they_are_stored() -> None:
 
 @pytest.mark.parametrize("how", ("pivot", "average", "nearest"))
 def test_merging_leaves_packed_keys_alone(how: str) -> None:
-    """They neither take in others nor flow into them, which would quantise them again."""
+    """They do not take in others, which would quantise them again."""
     family, feed = "llava", zoo.inputs("llava", "image")
     recipe = beside(SCHEDULES["h2o"].override(compact=how), "kivi")
     changed = 0

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
+from laws.helpers import stored
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -135,3 +137,23 @@ def test_every_policy_is_known_to_both_sides() -> None:
     presses = (Path(compare.__file__).parent / "with_kvpress.py").read_text(encoding="utf-8")
     assert list(POLICIES) == list(compare.POLICIES)
     assert all(f'"{name}": ' in presses for name in POLICIES)
+
+
+def test_observed_attention_keeps_what_its_definition_says():
+    """The policy without a map against the maps of eager attention, at a length of several blocks of queries."""
+    model = zoo.model("llava").eval()
+    picture = zoo.image(*zoo._TABLE["llava"].sizes[0], 1)
+    feed = dict(zoo.encode("llava", [([picture], [], "what " * 400)]))
+    length = feed["input_ids"].shape[1]
+    with torch.no_grad(), accelerated(model, "observed-attention", retain=200, joint=True):
+        out = model.generate(**feed, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    held = stored(out.past_key_values, length)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(**feed, output_attentions=True).attentions
+    for layer, there in zip(maps, held, strict=True):
+        heads = there.shape[1]
+        mean = (layer.sum(2) / torch.arange(length, 0, -1)).unflatten(1, (heads, -1)).mean(2)
+        for head in range(heads):
+            kept = there[0, head, :length].nonzero()[:, 0].tolist()
+            assert len(kept) == 200 and set(kept) == set(mean[0, head].topk(200).indices.tolist())

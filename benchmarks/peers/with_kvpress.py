@@ -66,6 +66,8 @@ class Kvpress(Side):
         """The model under a press."""
         # a hair more than the share: the number that stays is truncated
         press = PRESSES[name](1 - (kept + 0.01) / tokens)
+        for layer in self.text.layers:
+            layer.self_attn.masked_key_indices = None  # a head-wise press leaves them, and they would go on hiding keys
         scorer = getattr(press, "press", press)
         score, self.scores = scorer.score, []
 

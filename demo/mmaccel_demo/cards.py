@@ -124,7 +124,7 @@ def _bars(exchange: Exchange) -> str:
 
 
 def _bar(share: float, text: str, kind: str) -> str:
-    return f'<div class="mm-bar"><i class="{kind}" style="width:{100 * share:.1f}%"></i><em>{escape(text)}</em></div>'
+    return f'<div class="mm-bar"><em>{escape(text)}</em><i class="{kind}" style="width:{100 * share:.1f}%"></i></div>'
 
 
 # ----------------------------------------------------------------------------------------------------------- comparison
@@ -135,7 +135,7 @@ def comparison(exchange: Exchange) -> str:
     done = [one.answer for one in (exchange.full, *exchange.fast) if one.answer is not None]
     slowest = max((one.first_token_seconds for one in done), default=1.0)
     largest = max((one.kv_bytes for one in done), default=1)
-    head = ("recipe", "answer", "agrees with the full model", "visual tokens", "time to first token", "KV cache")
+    head = ("recipe", "answer", "agrees with full", "visual tokens", "time to first token", "KV cache")
     body = ""
     for column in (exchange.full, *exchange.fast):
         found, answer = column.agreement, column.answer
@@ -151,7 +151,8 @@ def comparison(exchange: Exchange) -> str:
                 _bar(answer.first_token_seconds / slowest, seconds(answer.first_token_seconds), "mm-fast"),
                 _bar(answer.kv_bytes / max(1, largest), nbytes(answer.kv_bytes), "mm-fast"),
             ]
-        body += f'<tr><th scope="row">{escape(column.title)}</th>' + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
+        named = "".join(f'<td data-name="{name}">{cell}</td>' for name, cell in zip(head[1:], cells, strict=True))
+        body += f'<tr><th scope="row">{escape(column.title)}</th>{named}</tr>'
     heads = "".join(f'<th scope="col">{name}</th>' for name in head)
     return (
         '<div class="mm-table" tabindex="0" role="region" aria-label="recipes compared"><table>'

@@ -247,7 +247,7 @@ class Launch(NamedTuple):
 
 
 def launch(groups: int, queries: int, d: int, dv: int, itemsize: int, packed: bool, capability: int) -> Launch:
-    """The shipped configurations: tiles of 16 KiB of keys, as many rows as the registers hold without spilling.
+    """The shipped configurations: tiles of at most 16 KiB of keys, as many rows as the registers hold without spilling.
 
     Parameters
     ----------
@@ -256,7 +256,8 @@ def launch(groups: int, queries: int, d: int, dv: int, itemsize: int, packed: bo
     block_d, block_dv = (max(16, triton.next_power_of_2(n)) for n in (d, dv))
     most = 16 if itemsize == 4 else 64 if queries == 1 else 32
     block_m = min(most, max(16, triton.next_power_of_2(groups * queries)))
-    block_n = min(64, max(16, 16384 // (block_d * itemsize)))
+    # beside the deep pipeline that pages have on sm_90, more keys at once would not fit the registers
+    block_n = min(32 if packed and capability >= 90 else 64, max(16, 16384 // (block_d * itemsize)))
     constants = {"D": d, "DV": dv, "BLOCK_N": block_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv}
     # what is fetched ahead takes registers, of which sm_80 has too few for 2-bit pages
     few = capability == 0 or (packed and capability < 90)

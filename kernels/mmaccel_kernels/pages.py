@@ -410,10 +410,10 @@ class Pages:
 # --- codes ------------------------------------------------------------------------------------------------------------
 def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
     """``codes [N, page, D]``, whole numbers below ``levels`` (e4m3 bytes for fp8) -> bytes ``[N, rows, D]`` uint8."""
-    digits, (n, page, width) = format.digits, codes.shape
-    padded = codes.new_zeros(n, format.rows(page, tile) * digits, width, dtype=torch.int32)
+    digits, rows, (n, page, width) = format.digits, format.rows(codes.shape[1], tile), codes.shape
+    padded = codes.new_zeros(n, rows * digits, width, dtype=torch.int32)
     padded[:, :page] = codes
-    padded = padded.view(n, -1, digits, tile, width)
+    padded = padded.view(n, rows // tile, digits, tile, width)
     weights = [3 ** (4 - i) if format.code == "ternary" else format.levels**i for i in range(digits)]
     if digits == 1:
         weights = [1]
@@ -421,22 +421,23 @@ def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
     assert isinstance(number, Tensor)
     if format.code == "ternary":
         number = (number * 256 + 242) // 243
-    return number.to(torch.uint8).view(n, -1, width)
+    return number.to(torch.uint8).view(n, rows, width)
 
 
 def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
     """The inverse of :func:`pack`: bytes ``[N, rows, D]`` -> codes ``[N, page, D]`` int32."""
-    n, _, width = packed.shape
-    blocks = packed.int().view(n, -1, 1, tile, width)
+    n, rows, width = packed.shape
+    # no size is left to be inferred: there may be no page
+    blocks = packed.int().view(n, rows // tile, 1, tile, width)
     if format.digits == 1:
-        return blocks.view(n, -1, width)[:, :page]
+        return blocks.view(n, rows, width)[:, :page]
     if format.code == "ternary":
         power = torch.tensor([3**i for i in range(5)], dtype=torch.int32, device=packed.device)
         codes = (blocks * power[:, None, None] & 255) * 3 >> 8
     else:
         shift = torch.arange(format.digits, dtype=torch.int32, device=packed.device) * (8 // format.digits)
         codes = blocks >> shift[:, None, None] & (format.levels - 1)
-    return codes.reshape(n, -1, width)[:, :page]
+    return codes.reshape(n, rows * format.digits, width)[:, :page]
 
 
 def dequantise(codes: Tensor, format: Format, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -102,10 +102,10 @@ class QuantisedLayer(CompressedLayer):
         if self.pages is None:
             return keys, values
         old_keys, old_values = self.pages.decoded(keys.dtype)
-        shape = (*keys.shape[:2], self.width, -1)
+        shape = (*keys.shape[:2], self.width)
         if len(old_keys) == keys.shape[0] * keys.shape[1] * self.width:
             # all heads are as long
-            old_keys, old_values = old_keys.view(shape), old_values.view(shape)
+            old_keys, old_values = (x.view(*shape, x.shape[1]) for x in (old_keys, old_values))
         else:
             old_keys, old_values = Ragged(old_keys, old_values, self.pages.lengths(), self.width).padded()
         return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)

@@ -41,7 +41,7 @@ class Visit:
     def text(self, selector: str) -> str:
         return " ".join(e.text for e in self.all(selector))
 
-    def until(self, holds: Callable[[], Any], seconds: float = 240.0) -> Any:
+    def until(self, holds: Callable[[], Any], seconds: float = 120.0) -> Any:
         from selenium.common.exceptions import StaleElementReferenceException
 
         end = time.monotonic() + seconds
@@ -61,7 +61,8 @@ class Visit:
         found[0].click()
 
     def press(self, name: str) -> None:
-        button = self.until(lambda: [e for e in self.all("button") if e.text == name])[0]
+        # what folds out has an arrow in a second line
+        button = self.until(lambda: [e for e in self.all("button") if e.text.split("\n")[0] == name])[0]
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
         self.until(button.is_enabled)
         button.click()
@@ -85,13 +86,11 @@ class Visit:
         return str(self.all(f"{selector} textarea, {selector} input", visible=False)[0].get_property("value"))
 
     def put(self, selector: str, text: str) -> None:
-        """Text into a field all at once, as pasting does."""
-        field = self.all(f"{selector} textarea, {selector} input")[0]
-        self.driver.execute_script(
-            "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input', {bubbles: true}))",
-            field,
-            text,
-        )
+        """Text in place of what a field holds, all at once, as pasting does."""
+        from selenium.webdriver.common.keys import Keys
+
+        self.all(f"{selector} textarea, {selector} input")[0].send_keys(Keys.CONTROL, "a")
+        self.driver.execute_cdp_cmd("Input.insertText", {"text": text})
 
     def write(self, selector: str, text: str) -> None:
         from selenium.webdriver.common.keys import Keys

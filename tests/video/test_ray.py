@@ -245,10 +245,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def machine() -> Iterator[None]:
-    """A small Ray of this machine alone."""
+    """The Ray that runs here, which must have two CPUs, or else a small one of this machine alone."""
     import ray
 
-    if not ray.is_initialized():
+    # as a run that connects by itself has it
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        ray.init("auto", log_to_driver=False)
+    except ConnectionError:
         ray.init(num_cpus=2, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

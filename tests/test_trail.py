@@ -1,0 +1,61 @@
+"""What a call leaves behind of its way through the stages: figures per token, and nothing as large as features."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+from mmaccel import Recipe, Stage, accelerated, door
+from mmaccel.method import TokenBatch
+
+
+def run(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[weakref.ref[torch.Tensor]], dict[str, int]]:
+    """The trail of a ``generate``; what the methods were given with more than two axes; and the axes of every signal."""
+    large: list[weakref.ref[torch.Tensor]] = []
+    axes: dict[str, int] = {}
+
+    def batch(**given: Any) -> TokenBatch:
+        tokens = TokenBatch(**given)
+        axes.update({name: x.dim() for name, x in tokens.signals.items()})
+        large.extend(weakref.ref(x) for x in (tokens.features, *tokens.signals.values()) if x.dim() > 2)
+        return tokens
+
+    monkeypatch.setattr(door, "TokenBatch", batch)
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    with accelerated(model, recipe, processor=processor):
+        model.generate(**zoo.inputs("llava", batch=2), max_new_tokens=2, do_sample=False)
+        gc.collect()
+        return model.mmaccel.trail, large, axes
+
+
+@pytest.mark.parametrize("recipe", ["vtc-cls", "visionzip", "prumerge", "tome", "pool", "fastv", "mustdrop"])
+def test_nothing_large_outlives_the_call(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trail, large, axes = run(recipe, monkeypatch)
+    assert trail and all(found() is None for found in large)
+    for passage in trail:
+        assert passage.reduction.kept.dim() == 2
+        for figures in passage.signals.values():
+            assert figures.dim() == 2 and figures.untyped_storage().nbytes() == figures.nbytes
+    # all that says something about single tokens is there, and only that
+    shown = {name for passage in trail for name in passage.signals}
+    assert shown == {name for name, dim in axes.items() if dim == 2 or "attention" in name}
+
+
+def test_scores_are_sums_over_tower_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scores(*layers: int) -> torch.Tensor:
+        recipe = Recipe("mine", (Stage("vtc-cls", 0.5, {"layers": list(layers)}),))
+        (passage,), _, _ = run(recipe, monkeypatch)
+        found: torch.Tensor = passage.scores()["cls_attention"]
+        assert found.shape == passage.reduction.kept.shape
+        return found
+
+    one, other, both = scores(0), scores(1), scores(0, 1)
+    torch.testing.assert_close(both, one + other, equal_nan=True)
+    assert both.isfinite().any() and both.isnan().any() and not torch.equal(one.nan_to_num(), other.nan_to_num())
