@@ -263,12 +263,20 @@ def _recipe_panel() -> tuple[Any, Any]:
         try:
             one = limits.recipe(text)
         except MmaccelError as error:
-            return gr.skip(), gr.skip(), cards.say(str(error), error=True)
-        return cards.about(one), budget(one), cards.say("The recipe is valid.")
+            return gr.skip(), cards.say(str(error), error=True)
+        return cards.about(one), cards.say("The recipe is valid.")
+
+    def settle(text: str) -> Any:
+        try:
+            return budget(limits.recipe(text))
+        except MmaccelError:
+            return gr.skip()
 
     chosen.input(pick, chosen, [about, retain, text, verdict], **_AT_ONCE)
     retain.input(keep, [text, retain], [about, text, verdict], trigger_mode="always_last", **_AT_ONCE)
-    text.input(write, text, [about, retain, verdict], trigger_mode="always_last", **_AT_ONCE)
+    # Gradio's "input" of a text is a key alone, not what is pasted; the slider waits, or it would move under the hand
+    text.change(write, text, [about, verdict], trigger_mode="always_last", **_AT_ONCE)
+    text.blur(settle, text, retain, **_AT_ONCE)
     return chosen, text
 
 

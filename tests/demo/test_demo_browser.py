@@ -103,6 +103,7 @@ def test_the_recipe_as_json(visit, files):
     page.until(lambda: "visitors cannot" in page.text(".mm-error"))
     page.put(".mm-code", json.dumps({"name": "mine", "stages": [{"method": "uniform", "retain": 7}]}))
     page.until(lambda: "The recipe is valid" in page.text(".mm-say"))
+    assert "Keeps 7." in page.until(lambda: page.text(".mm-about"))
     ask_about(page, files.png, files.question)
     _, fast = answers(page)
     assert fast["title"] == "mine 7" and fast["visual tokens kept"] == "7 of 196"
