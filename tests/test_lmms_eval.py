@@ -174,7 +174,7 @@ def test_what_the_model_cannot_do_is_said_in_a_sentence(stand_in):
 @pytest.fixture(scope="module")
 def models():
     """The registry of an installed lmms-eval."""
-    pytest.importorskip("lmms_eval", reason="lmms-eval is not installed; see benchmarks/lmms_eval/environment.sh")
+    pytest.importorskip("lmms_eval", reason="lmms-eval is not installed; see benchmarks/lmms/environment.sh")
     plugin._class.cache_clear()
     from lmms_eval import models
 

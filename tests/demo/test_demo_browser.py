@@ -99,7 +99,8 @@ def test_the_recipe_as_json(visit, files):
     assert before["stages"][0]["method"] == "divprune"
     page.put(".mm-code", json.dumps(before).replace("divprune", "divprun"))
     page.until(lambda: "did you mean 'divprune'" in page.text(".mm-error"))
-    page.put(".mm-code", json.dumps({"name": "mine", "stages": [{"method": "cdpruner", "options": {"clip": "/x"}}]}))
+    named = {"method": "cdpruner", "retain": 0.5, "options": {"clip": "/x"}}
+    page.put(".mm-code", json.dumps({"name": "mine", "stages": [named]}))
     page.until(lambda: "visitors cannot" in page.text(".mm-error"))
     page.put(".mm-code", json.dumps({"name": "mine", "stages": [{"method": "uniform", "retain": 7}]}))
     page.until(lambda: "The recipe is valid" in page.text(".mm-say"))

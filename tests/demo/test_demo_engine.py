@@ -322,7 +322,7 @@ def test_a_stream_stays_under_its_cap(films):
     frames, held, keys = zip(*live.points, strict=True)
     assert frames == (4, 8, 12, 16, 20, 24, 28, 32)
     # which places are left, of heads that keep different ones, is noted in a few bytes more or less
-    assert max(keys) <= 128 and max(held[3:]) < 1.01 * min(held[3:]), "the line is flat"
+    assert max(keys) <= 128 and max(held[3:]) < 1.03 * min(held[3:]), "the line is flat"
     before = live.session.nbytes()
     assert isinstance(live.ask("what?", 4), str) and live.session.nbytes() == before
     chart = cards.memory(live.points, live.cap)

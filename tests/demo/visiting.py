@@ -41,7 +41,7 @@ class Visit:
     def text(self, selector: str) -> str:
         return " ".join(e.text for e in self.all(selector))
 
-    def until(self, holds: Callable[[], Any], seconds: float = 120.0) -> Any:
+    def until(self, holds: Callable[[], Any], seconds: float = 240.0) -> Any:
         from selenium.common.exceptions import StaleElementReferenceException
 
         end = time.monotonic() + seconds

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # An environment with lmms-eval and the mmaccel of this checkout, from the package registry:
 #
-#   benchmarks/lmms_eval/environment.sh DIR       PYTHON=python3.12 benchmarks/lmms_eval/environment.sh DIR
+#   benchmarks/lmms/environment.sh DIR       PYTHON=python3.12 benchmarks/lmms/environment.sh DIR
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 "${PYTHON:-python3}" -m venv "$1"

@@ -5,8 +5,8 @@ generates and averages by itself (in full with its own wrapper, accelerated with
 same files. Accuracy must be equal, and so must every answer; those that differ are listed in the JSON, and the exit status is
 1. Both are greedy, in float32, on the CPU, with one question at a time, since rounding differs in a batch.
 
-    benchmarks/lmms_eval/environment.sh build/lmms-eval
-    build/lmms-eval/bin/python benchmarks/lmms_eval/run.py --out benchmarks/results/lmms-eval-mini-llava.json \\
+    benchmarks/lmms/environment.sh build/lmms-eval
+    build/lmms-eval/bin/python benchmarks/lmms/run.py --out benchmarks/results/lmms-eval-mini-llava.json \\
         --update benchmarks/README.md
 """
 
