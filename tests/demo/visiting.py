@@ -103,9 +103,9 @@ class Visit:
         """Move a slider by arrow keys, as the keyboard does."""
         from selenium.webdriver.common.keys import Keys
 
-        field = [e for e in self.all("input[type=range]") if label in (e.get_attribute("aria-label") or "")][0]
-        for _ in range(abs(presses)):
-            field.send_keys(Keys.ARROW_RIGHT if presses > 0 else Keys.ARROW_LEFT)
+        sliders = f"input[type=range][aria-label*='{label}']"
+        field = self.until(lambda: self.all(sliders))[0]
+        field.send_keys((Keys.ARROW_RIGHT if presses > 0 else Keys.ARROW_LEFT) * abs(presses))
 
     def choose(self, name: str) -> None:
         """A recipe of the list, by typing its name."""
@@ -130,6 +130,7 @@ def screenshots(address: str, folder: Path) -> None:
     for width in (1280, 390):
         page = Visit(address, width, 900)
         _shoot(page, "Picture", "picture", "Ask", width, folder)
+        _shoot(page, "Video", "video", "Ask", width, folder)
         _shoot(page, "Compare recipes", "compare", "Compare", width, folder)
         page.close()
 
