@@ -327,6 +327,27 @@ def test_evs_keeps_the_first_frame_and_what_changes() -> None:
     assert Evs().reduce(tokens, torch.tensor([4])).kept[0].nonzero()[:, 0].tolist() == [4, 13, 22, 31]
 
 
+def test_evs_falls_back_row_by_row() -> None:
+    """Of two clips in a batch one has a budget below its first frame."""
+    tokens = batch_of([((4, 3, 3), False), ((4, 3, 3), False)])
+    kept = Evs().reduce(tokens, torch.tensor([11, 4])).kept
+    assert kept[0, :9].all() and kept[0].sum() == 11
+    assert kept[1].nonzero()[:, 0].tolist() == [4, 13, 22, 31]
+
+
+def test_cosines_do_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 37, 5, generator=rng)
+    slots = torch.randint(-1, 37, (2, 37), generator=rng)
+    whole = film.cosine_to(x, slots)
+    own = torch.where(slots < 0, torch.arange(37), slots)
+    other = torch.stack([row[at] for row, at in zip(x, own, strict=True)])
+    torch.testing.assert_close(whole, torch.nn.functional.cosine_similarity(x, other, dim=-1))
+    # four tokens of both rows at a time
+    monkeypatch.setattr(film, "CACHED", 40)
+    assert torch.equal(film.cosine_to(x, slots), whole)
+
+
 def test_official_rounding_frame_by_frame() -> None:
     # 8 frames of 10 cells: 2 stay whole, 6 keep int(0.3 * 10) = 3 each; 0.475 of 80 would be 38
     assert DyCoke().official_count(0.475, 80, (8, 2, 5)) == 38

@@ -59,8 +59,9 @@ POLICIES = {
 IMAGE = 9
 
 
-def environment(folder: Path, packages: Sequence[str]) -> Path:
-    """The Python of a virtual environment with ``packages`` from the package index, made if it is not there."""
+def environment(folder: Path, packages: Sequence[str], alone: Sequence[str] = ()) -> Path:
+    """The Python of a virtual environment with ``packages`` from the package index, made if it is not there; those in ``alone``
+    come without what they depend on."""
     python = folder / "bin" / "python"
     if not (folder / "made").exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -68,7 +69,10 @@ def environment(folder: Path, packages: Sequence[str]) -> Path:
         site = subprocess.run([python, "-c", where], check=True, capture_output=True, text=True).stdout.strip()
         # torch need not be there twice
         (Path(site) / "zz_shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-warn-conflicts", *packages], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--no-warn-conflicts"]
+        subprocess.run([*install, *packages], check=True)
+        if alone:
+            subprocess.run([*install, "--no-deps", *alone], check=True)
         (folder / "made").touch()
     return python
 

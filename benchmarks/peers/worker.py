@@ -15,13 +15,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from live import Allocations
+
+
+class Answers(Protocol):
+    """What a process serves."""
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]: ...
 
 
 class Side(ABC):
@@ -132,7 +138,7 @@ class Side(ABC):
         }
 
 
-def serve(side: Side) -> None:
+def serve(side: Answers) -> None:
     """Answer requests until there are no more."""
     torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
     # what libraries print must not stand between the answers

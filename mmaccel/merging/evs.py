@@ -48,6 +48,8 @@ class Evs(ProjectorMethod):
         earlier = Film.of(tokens).earlier()
         score = (1.0 - cosine_to(tokens.features, earlier)).masked_fill(earlier < 0, torch.inf)
         changed = Reduction.top(score.masked_fill(~here, -torch.inf), tokens.valid, count).kept
-        even = even_in_groups(torch.where(here, 0, -1), count[:, None])
         short = count < (here & (earlier < 0)).sum(1)
+        if not bool(short.any()):
+            return Reduction(changed, tokens.valid)
+        even = even_in_groups(torch.where(here, 0, -1), count[:, None])
         return Reduction(torch.where(short[:, None], even, changed), tokens.valid)

@@ -13,6 +13,8 @@ from ..method import TokenBatch
 
 #: entries of a block of pairs of tokens held at once
 BLOCK = 1 << 24
+#: entries of a block of features that stays in the cache of a core
+CACHED = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,16 @@ def frame_numbers(tokens: TokenBatch) -> Tensor:
 
 def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
     """``[N, n]`` float32: cosine of each token of ``features [N, n, D]`` to the one at ``slots [N, n]``; -1 is its own."""
-    own = torch.arange(slots.shape[1], device=slots.device)
-    x = torch.nn.functional.normalize(features.float(), dim=-1)
-    return (x * x.gather(1, torch.where(slots < 0, own, slots)[..., None].expand_as(x))).sum(-1)
+    rows, n, width = features.shape
+    row, own = torch.arange(rows, device=slots.device)[:, None], torch.arange(n, device=slots.device)
+    at = torch.where(slots < 0, own, slots)
+    product = torch.empty(rows, n, device=features.device)
+    step = max(1, (CACHED if features.device.type == "cpu" else BLOCK) // max(1, rows * width))
+    for left in range(0, n, step):
+        block = slice(left, left + step)
+        product[:, block] = (features[:, block].float() * features[row, at[:, block]].float()).sum(-1)
+    length = torch.linalg.vector_norm(features, dim=-1, dtype=torch.float32).clamp(min=1e-12)
+    return product / length / length.gather(1, at)
 
 
 # --- choosing within groups -------------------------------------------------------------------------------------------
