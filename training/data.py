@@ -17,6 +17,8 @@ from training.build import ASSISTANT, END, PAD, PATCH, PIXELS, USER, prefix, wor
 
 IGNORED = -100
 TASKS = (*PICTURE_TASKS, "comparison", "description", *CLIP_TASKS)
+CLIP_SHARES = {"order": 3, "motion": 1, "occurrences": 4, "needle": 3, "change": 4}
+"""How often every task is thrown: more often what is learnt late."""
 PRESENCE = len(SHAPES) * len(COLOURS) + len(CHARACTERS)
 
 
@@ -155,9 +157,10 @@ class Batches(IterableDataset):
     def clips(self, number: int, dice: Dice, words: dict[str, int]) -> dict[str, torch.Tensor]:
         """A batch of clips, half as many as pictures; ``step`` is the time in seconds between two grids."""
         plan, pixels, length = self.plan, self.plan.pixels[0], 2 * dice.integer(4, self.plan.frames // 2)
+        tasks = [task for task, share in CLIP_SHARES.items() for _ in range(share)]
         shown: list[tuple[Clip, list[Turn]]] = []
         while len(shown) < max(1, plan.batch // 2):
-            thrown = CLIP_TASKS[dice.pick(tuple(CLIP_TASKS))](dice, length)
+            thrown = CLIP_TASKS[dice.pick(tasks)](dice, length)
             shown += [thrown] if thrown else []
         frames = torch.from_numpy(np.stack([render_clip(clip, pixels) for clip, _ in shown]))
         grid = pixels // plan.cell

@@ -62,7 +62,7 @@ STAGES: dict[str, dict[str, Plan]] = {
     "mini-qwen-vl": {
         **{name: replace(plan, **_SIZES) for name, plan in _LLAVA.items()},
         "compare": replace(_LLAVA["compare"], **_SIZES | _LARGE),
-        "watch": replace(_LLAVA["compare"], clips=0.6, **_SIZES | _LARGE),
+        "watch": replace(_LLAVA["compare"], clips=0.7, **_SIZES | _LARGE),
     },
 }
 DONE_AT = {"see": 0.90, "describe": 0.60, "ask": 0.75, "compare": 0.80}
@@ -106,6 +106,10 @@ PLACED = 2
 """So many layers of the language model must do to know the box of the thing that a visual token shows."""
 LOOKING_BACK = 0
 """The layer whose last head learns to look, from every cell of a clip, at the same cell one step before."""
+COUNTED = 3
+"""So many layers of the language model must do to know how often something has appeared in a cell of a clip."""
+MOST_OFTEN = 4
+"""Where counting ends."""
 
 WEIGHTS = {"description": 0.3, "grounding": 0.6, "shape": 1.0, "reading": 1.5}
 """How much a word of a task's answers counts in the loss; 3 where nothing is said."""
@@ -126,6 +130,14 @@ def middles(grid: int) -> torch.Tensor:
     at = (torch.arange(grid) + 0.5) / grid
     down, across = torch.meshgrid(at, at, indexing="ij")
     return torch.stack((across, down, across, down), -1).view(1, -1, 4)
+
+
+def appearances(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """How often something new has appeared in every cell of a clip so far: int64 ``[rows, N]``, at most `MOST_OFTEN`."""
+    shown = batch["shape"] * (len(COLOURS) + 1) + batch["colour"]
+    fresh = batch["shape"] > 0
+    fresh[:, 1:] &= shown[:, 1:] != shown[:, :-1]
+    return fresh.cumsum(1).clamp(max=MOST_OFTEN).flatten(1)
 
 
 @dataclass
@@ -153,6 +165,7 @@ class Probes(nn.Module):
         self.early, self.late = nn.Linear(width, PRESENCE), nn.Linear(width, PRESENCE)
         self.place = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, 4))
         self.before = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, self.sizes["shape"] + self.sizes["colour"]))
+        self.tally = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, MOST_OFTEN + 1))
 
     def placed(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Loss of the boxes that the language model's states of visual tokens ``[rows, N, hidden]`` tell."""
@@ -171,6 +184,17 @@ class Probes(nn.Module):
         return sum(
             functional.cross_entropy(part.flatten(0, 2), label.flatten()) for part, label in zip(told, was, strict=True)
         )
+
+    def counted(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
+        """Loss and accuracy of how often, by the same states, something has appeared in every cell that shows a thing.
+
+        Every number counts as much as every other one: most things appear once.
+        """
+        often, owned = appearances(batch), batch["shape"].flatten(1) > 0
+        told, often = self.tally(hidden[owned]).float(), often[owned]
+        weight = 1 / often.bincount(minlength=MOST_OFTEN + 1).clamp(min=1)
+        right = (told.argmax(-1) == often) * weight[often]
+        return functional.cross_entropy(told, often, weight), (right.sum() / weight[often].sum()).item()
 
     def forward(self, sight: Sight, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         """Loss and accuracies."""
@@ -268,6 +292,11 @@ class Trainee(nn.Module):
         meant = (shape > 0) & torch.where(noun > 0, shape == noun, shape <= len(SHAPES))
         meant = meant & ((colour == 0) | (paint == colour)) & valid[..., None]
         meant &= ((painted == 0) | (paint == painted)) & ((shaped <= 0) | (shape == shaped))
+        if "step" in batch:
+            # the last time a thing appears tells how often it did
+            often = appearances(batch)[:, None].masked_fill(~meant, 0)
+            counting = (batch["task"] == TASKS.index("occurrences")) & (ids == ASSISTANT)
+            meant &= ~counting[..., None] | (often == often.amax(-1, keepdim=True))
         return naming, meant
 
     def pointing(self, batch: dict[str, torch.Tensor], places: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -312,8 +341,11 @@ class Trainee(nn.Module):
             use_cache=False,
             output_hidden_states=True,
         )
-        hidden, between = read.last_hidden_state, read.hidden_states[PLACED]
-        between = between[places].view(len(ids), -1, between.shape[-1])
+        hidden = read.last_hidden_state
+        between, later = (
+            states[places].view(len(ids), -1, states.shape[-1])
+            for states in (read.hidden_states[PLACED], read.hidden_states[COUNTED])
+        )
         placed = self.probes.placed(between, batch)
         asked = batch["labels"] != IGNORED
         logits, target, task = self.model.lm_head(hidden[asked]).float(), batch["labels"][asked], batch["task"][asked]
@@ -333,7 +365,8 @@ class Trainee(nn.Module):
         if batch["pixels"].ndim == 5:
             back = self.looking_back(batch, places)
             scores["looking back"] = (-back).exp().item()
-            pointing = pointing + back + 4 * self.probes.remembered(between, batch)
+            tally, scores["tally"] = self.probes.counted(later, batch)
+            pointing = pointing + back + 4 * self.probes.remembered(between, batch) + 4 * tally
         scores["box error"] = placed.item()
         return 2 * answers + 0.25 * pointing + 2 * placed + 0.5 * loss, scores
 

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from mmaccel.suite import Dice, item_seed, make_item, render, sample_scene, vocabulary
+from mmaccel.suite.clip import CLIP_TASKS
 from mmaccel.suite.questions import Turn
 from mmaccel.suite.scene import COLOURS, SHAPES
 from training.build import (
@@ -35,7 +36,7 @@ from training.captions import (
     text_about,
     things,
 )
-from training.data import IGNORED, Batches, Plan, choose, pack, visible
+from training.data import CLIP_SHARES, IGNORED, TASKS, Batches, Plan, choose, pack, visible
 from training.train import (
     LOOKING_BACK,
     POINTING_LAYERS,
@@ -45,6 +46,7 @@ from training.train import (
     QwenTrainee,
     Run,
     Trainee,
+    appearances,
     middles,
     progress,
 )
@@ -247,6 +249,38 @@ def test_what_was_there_before_is_told_from_the_second_step_on():
             each.append([-part.log_softmax(0)[label] for part, label in zip(parts, labels, strict=True)])
     expected = torch.tensor([[float(part) for part in pair] for pair in each]).mean(0).sum()
     torch.testing.assert_close(probes.remembered(hidden, batch), expected)
+
+
+def test_the_last_appearance_in_a_clip_holds_the_count():
+    """What the probe is told of the cells that the answer is to look at is the answer."""
+    plan = replace(STAGES["mini-qwen-vl"]["watch"], clips=1.0, batch=16, pixels=(112,))
+    number, trainee, answers = TASKS.index("occurrences"), QwenTrainee(), set()
+    digits = {number: int(word) for word, number in word_ids().items() if word.isdigit() and len(word) == 1}
+    for start in range(16):
+        batch = Batches(plan, start).batch(16 * start, word_ids())
+        often, (_, meant) = appearances(batch), trainee.named(batch)
+        for row, place in ((batch["ids"] == ASSISTANT) & (batch["task"] == number)).nonzero().tolist():
+            answer = digits[int(batch["labels"][row, place])]
+            assert set(often[row, meant[row, place]].tolist()) == {answer}
+            answers.add(answer)
+    assert answers == {1, 2, 3, 4}
+    assert set(CLIP_SHARES) == set(CLIP_TASKS)
+
+
+def test_how_often_is_told_of_the_cells_that_show_something():
+    """Every count weighs the same, however rare; the ground says nothing."""
+    torch.manual_seed(0)
+    probes = Probes(8, 16)
+    shape = torch.tensor([1, 1, 1, 0, 1, 2]).view(1, 6, 1, 1)  # shown, gone, shown, another in its place
+    batch = {"shape": shape, "colour": torch.where(shape > 0, 3, 0)}
+    assert appearances(batch).tolist() == [[1, 1, 1, 1, 2, 3]]
+    hidden = torch.randn(1, 6, 16)
+    surprise = -probes.tally(hidden)[0].log_softmax(-1)
+    expected = (surprise[:3, 1].mean() + surprise[4, 2] + surprise[5, 3]) / 3
+    right = (surprise.argmin(-1) == torch.tensor([1, 1, 1, 1, 2, 3])).float()
+    loss, share = probes.counted(hidden, batch)
+    torch.testing.assert_close(loss, expected)
+    assert share == pytest.approx(float(right[:3].mean() + right[4] + right[5]) / 3)
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
