@@ -36,6 +36,7 @@ from training.captions import (
     text_about,
     things,
 )
+from training.curves import draw
 from training.data import CLIP_SHARES, IGNORED, TASKS, Batches, Plan, choose, pack, visible
 from training.train import (
     LOOKING_BACK,
@@ -281,6 +282,17 @@ def test_how_often_is_told_of_the_cells_that_show_something():
     loss, share = probes.counted(hidden, batch)
     torch.testing.assert_close(loss, expected)
     assert share == pytest.approx(float(right[:3].mean() + right[4] + right[5]) / 3)
+
+
+def test_curves_of_clips_are_drawn_where_there_are_any(tmp_path):
+    log, sizes = [{"seen": 1, "stage": "ask", "loss": 2.0, "first colour": 0.5}], []
+    for line in ({"seen": 2, "stage": "ask"}, {"seen": 3, "stage": "watch", "first order": 0.4}):
+        log.append({**log[0], **line})
+        (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
+        draw(tmp_path / "log.jsonl", tmp_path / "curves.png")
+        with Image.open(tmp_path / "curves.png") as drawn:
+            sizes.append(drawn.height)
+    assert sizes == [720, 1170]
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
