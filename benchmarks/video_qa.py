@@ -2,7 +2,11 @@
 
 ``python benchmarks/video_qa.py --out benchmarks/results/video-qa-cpu.json`` makes clips of the suite (mp4, all of its video
 tasks), asks ``mmaccel video-qa`` about them once in full and once with every recipe given, each in a process of its own, the
-full one first and last, and writes the summaries. Nothing is downloaded.
+full one first and last, and writes the summaries; ``--update README.md`` puts the table there. Nothing is downloaded.
+
+By default ``divprune`` shortens the prompt, and policies shrink the cache after it was read. ``tova`` ranks keys by the last
+query of the prompt alone, which looks for the first word of the answer; ``look-m`` by all of them, and like ``tova`` with
+``recent`` it keeps the newest keys.
 """
 
 from __future__ import annotations
@@ -16,17 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from mmaccel import origin
+from mmaccel.cli.measure import percent
+from mmaccel.cli.text import markdown, nbytes, put_between, seconds
 from mmaccel.suite import VIDEO_TASKS, make_suite
 from mmaccel.suite.files import export
 
 SIDE = 112
+RECIPES = ["divprune@0.25", "look-m@0.25", "tova@0.25", "tova@0.25,recent=0.1"]
 
 
 def summary(questions: Path, folder: Path, recipe: str, frames: int, number: int) -> dict[str, Any]:
     """What ``mmaccel video-qa`` says at its end."""
-    name, _, retain = recipe.partition("@")
+    name, _, rest = recipe.partition("@")
+    retain, *more = rest.split(",")
     told = folder / f"{number}.json"
     options = ["--recipe", name, *(["--retain", retain] if retain else []), "--frames", str(frames)]
+    options += [word for option in more for word in ("--set", option)]
     command = [sys.executable, "-m", "mmaccel", "video-qa", str(questions), "-o", str(told.with_suffix(".jsonl"))]
     subprocess.run([*command, *options, "--summary", str(told)], check=True, stdout=subprocess.DEVNULL)
     found: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
@@ -34,29 +43,47 @@ def summary(questions: Path, folder: Path, recipe: str, frames: int, number: int
     return {"recipe": recipe, **{key: value for key, value in found.items() if key not in left_out}}
 
 
+def readme(report: dict[str, Any]) -> str:
+    """The summaries as a table, and what they come from."""
+    rows = [["recipe", "accuracy", "visual tokens", "KV cache", "wall time", "model at work", "waiting for frames"]]
+    for run in report["runs"]:
+        tokens = f"{run['visual_tokens_kept']:.0f} of {run['visual_tokens']:.0f}"
+        shares = [percent(run["model_share"]), percent(run["waiting_share"])]
+        cost = [nbytes(run["kv_bytes"]), seconds(run["wall_seconds"]), *shares]
+        rows.append([f"`{run['recipe']}`", percent(run["accuracy"]), tokens, *cost])
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return (
+        f"{markdown(rows)}\n\n{report['clips']} clips of {report['frames']} frames, a question each; the full model first "
+        f"and last.\n`{report['command']}`, {report['date']}, {report['machine']}, CPU, {versions}."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clips", type=int, default=10, help="clips of every task (default: 10, 50 in all)")
     parser.add_argument("--length", type=int, default=16, help="frames in a clip, and shown of it (default: 16)")
-    parser.add_argument("--recipes", nargs="+", default=["divprune@0.25", "tova@0.25"], metavar="NAME[@RETAIN]")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="NAME[@RETAIN[,OPTION=VALUE...]]")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="Markdown page to put the table into")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         clips = list(make_suite("test", VIDEO_TASKS, options.clips, frames=options.length))
         questions = export(clips, Path(folder), pixels=SIDE)
         recipes = ["none", *options.recipes, "none"]
         runs = [summary(questions, Path(folder), name, options.length, at) for at, name in enumerate(recipes)]
-    known = {
+    report = {
         "command": origin.command("python", "benchmarks/video_qa.py"),
         "date": origin.today(),
         "machine": origin.processor(),
         "versions": origin.versions(),
         "clips": len(clips),
         "frames": options.length,
+        "runs": runs,
     }
-    options.out.write_text(json.dumps({**known, "runs": runs}, indent=1) + "\n", encoding="utf-8")
-    for run in runs:
-        print(f"{run['recipe']:16} accuracy {run['accuracy']:.3f}  wall {run['wall_seconds']:.1f} s")
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(readme(report))
+    if options.update is not None:
+        put_between(options.update, "video-qa-cpu", readme(report))
 
 
 if __name__ == "__main__":

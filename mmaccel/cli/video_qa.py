@@ -120,8 +120,8 @@ def run(options: argparse.Namespace) -> int:
     from ..video.answers import AnswerFile
     from ..video.questions import read_questions
 
-    if options.summary is not None and not options.summary.absolute().parent.is_dir():
-        raise MmaccelError(f"The folder {str(options.summary.absolute().parent)!r} does not exist; make it first.")
+    if options.summary is not None:
+        _check_summary(options.summary, options.questions, options.out)
     settings = _settings(options)
     questions = read_questions(options.questions)
     with AnswerFile(options.out, settings.identity()) as file:
@@ -153,6 +153,16 @@ def run(options: argparse.Namespace) -> int:
     if len(failed) > _SHOWN:
         print(f"... and {len(failed) - _SHOWN} more, see 'error' in {options.out}", file=sys.stderr)
     return PARTIAL if failed else 0
+
+
+def _check_summary(path: Path, *others: Path) -> None:
+    """It is written at the end of a long run."""
+    if not path.absolute().parent.is_dir():
+        raise MmaccelError(f"The folder {str(path.absolute().parent)!r} does not exist; make it first.")
+    if path.is_dir() or path.resolve() in [other.resolve() for other in others]:
+        raise MmaccelError(
+            f"--summary {str(path)!r} is a folder, or the file of the questions or answers; give another file."
+        )
 
 
 def _settings(options: argparse.Namespace) -> QASettings:

@@ -41,7 +41,8 @@ class AnswerFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
-        self.path = Path(path)
+        # a link goes on pointing to the file, which is written anew where errors are dropped
+        self.path = Path(os.path.realpath(path))
         self.beside = self.path.with_name(self.path.name + ".run.json")
         self.done: dict[str, Record] = {}
         if not self.path.absolute().parent.is_dir():
@@ -58,6 +59,8 @@ class AnswerFile:
             raise
 
     def _open(self) -> None:
+        if self.path.exists() and not self.path.is_file():
+            raise MmaccelError(f"Cannot write {str(self.path)!r} (it is no regular file); give another file.")
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
         if fcntl is None:
             return

@@ -18,6 +18,7 @@ import importlib.util
 import logging
 import os
 import pickle
+import re
 import socket
 import sys
 import time
@@ -43,6 +44,16 @@ _WINDOWS = 4
 _JOBS = 4
 #: seconds for an address to answer
 _PATIENCE = 10.0
+#: how often a start of Ray is tried, for not all of its parts can be told to wait
+_TRIES = 3
+#: what Ray is told where nobody told it otherwise: the run has a progress bar and errors of its own, so that Ray's words stay
+#: in its log files and those of its core unsaid; and on a busy machine its parts wait for each other, minutes if need be
+_RAY = {
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_gcs_server_port_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+}
 #: how gRPC begins: the words of HTTP/2 and a frame of settings, which is answered by another
 _HELLO, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"\4"
 
@@ -137,7 +148,7 @@ class ClusterAnswerer:
             If there is no such cluster, the model cannot be loaded or honour the recipe, or workers were lost again and again.
         """
         questions, done = list(questions), set(done)
-        with _connected(self.address):
+        with _connected(self.address, self._say):
             most, cpus, gpus = _places(self.settings.device)
             # one pass, unless a job that was begun anew came out in another order
             while jobs := self._jobs(questions, done, most):
@@ -199,18 +210,18 @@ def _stream(settings: QASettings, jobs: Sequence[Job], workers: int, cpus: int, 
             yield from map(_unpack, block["told"])
     except Exception as error:
         raise MmaccelError(
-            f"Ray gave up ({type(error).__name__}: {_first(error)}); what is answered is kept, and the same command goes on."
+            f"Ray gave up ({_fault(error)}); what is answered is kept, and the same command goes on."
         ) from error
 
 
 @contextmanager
-def _connected(address: str) -> Iterator[None]:
-    """Connected to a cluster for the length of the block."""
+def _connected(address: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Connected to a cluster for the length of the block; ``say`` is told what takes long."""
     import ray
     import ray.data
 
-    # the run has a progress bar and errors of its own; Ray's words stay in its log files, those of its core unsaid
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    for name, value in _RAY.items():
+        os.environ.setdefault(name, value)
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.CRITICAL)
@@ -220,6 +231,18 @@ def _connected(address: str) -> Iterator[None]:
     if address != "auto":
         _reach(address)
     try:
+        say("Connecting to Ray; where it has to be started first, a busy machine takes a minute or two.")
+        _join(address, say)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _join(address: str, say: Callable[[str], None]) -> None:
+    """Connect to a cluster, or start one; what is too slow to start is tried again."""
+    import ray
+
+    for left in reversed(range(_TRIES if address == "auto" else 1)):
         try:
             with _silent():
                 ray.init(
@@ -229,13 +252,14 @@ def _connected(address: str) -> Iterator[None]:
                     log_to_driver=False,
                     logging_level=logging.CRITICAL,
                 )
+            return
         except Exception as error:
-            raise MmaccelError(
-                f"Cannot use the Ray cluster {address!r} ({_first(error)}); see 'ray status' on this machine."
-            ) from error
-        yield
-    finally:
-        ray.shutdown()
+            if not left:
+                raise MmaccelError(
+                    f"Cannot use the Ray cluster {address!r} ({_first(error)}); see 'ray status' on this machine."
+                ) from error
+            say(f"Ray did not start ({_first(error)}); trying again.")
+            ray.shutdown()
 
 
 @contextmanager
@@ -287,6 +311,12 @@ def _places(device: str | None) -> tuple[int, int, int]:
         raise MmaccelError("The cluster has no GPU; leave out the device cuda, or add a machine that has one.")
     each = max(1, min(_CPUS, max(cpus, default=0)))
     return max(1, sum(c // each for c in cpus)), each, 0
+
+
+def _fault(error: BaseException) -> str:
+    """What went wrong in a worker, by the line below the traceback that Ray carries along; else the first line."""
+    below = re.search(r"^[A-Za-z_][\w.]*(: .+)?$", str(error), re.MULTILINE)
+    return below[0].rstrip(".") if below else f"{type(error).__name__}: {_first(error)}"
 
 
 def _first(error: BaseException) -> str:

@@ -304,6 +304,8 @@ class VideoAnswerer:
         self._family = family_of(model, processor)
         self._base: Any = self._family.model
         self._own_prefill = needs_own_prefill(settings.recipe)
+        #: what prompts hold in place of what is shown
+        self._places = [getattr(processor, name, None) for name in ("video_token", "image_token")]
 
     # --- for the user -----------------------------------------------------------------------------------------
     def answer(self, questions: Sequence[VideoQuestion]) -> list[Record]:
@@ -347,9 +349,18 @@ class VideoAnswerer:
                     continue
                 self.figures.videos += 1
                 self.figures.backends[clip.backend] += 1
-                batch += self._chosen(group, clip)
+                misplaced = [one for one in group if self._place(one)]
+                for one in misplaced:
+                    error = f"The question holds {self._place(one)!r}, by which this model is shown something; leave it out."
+                    yield from self._failed([one] if one in wanted else [], error)
+                if asked := [one for one in group if one not in misplaced]:
+                    batch += self._chosen(asked, clip)
             for part in self._batches(batch):
                 yield from self._answer(part, done)
+
+    def _place(self, one: VideoQuestion) -> str | None:
+        """What a question holds of that by which the model is shown something."""
+        return next((place for place in self._places if place and place in one.words()), None)
 
     # --- who is asked together --------------------------------------------------------------------------------
     def _chosen(self, group: list[VideoQuestion], clip: Clip) -> Batch:

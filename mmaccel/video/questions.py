@@ -58,6 +58,11 @@ class VideoQuestion:
         named = exact or [i for i, choice in enumerate(self.choices) if f" {_plain(choice)} " in f" {words} "]
         return _LETTERS[named[0]] if len(named) == 1 else None
 
+    def right(self) -> str | None:
+        """The letter of the right choice: of the one in these very words, were they a letter, before the one of this letter."""
+        same = [i for i, choice in enumerate(self.choices) if choice.strip() == (self.answer or "").strip()]
+        return _LETTERS[same[0]] if same else self.chosen(self.answer or "")
+
     def about(self) -> dict[str, Any]:
         """What its lines begin with: ``id``, ``video``, ``question``, and ``choices`` and ``expected`` where there are some."""
         line: dict[str, Any] = {"id": self.name, "video": self.video, "question": self.question}
@@ -74,9 +79,7 @@ class VideoQuestion:
         if self.choices:
             line["choice"] = self.chosen(answer)
         if self.answer is not None:
-            line["right"] = (
-                line["choice"] == self.chosen(self.answer) if self.choices else is_right(answer, self.answer)
-            )
+            line["right"] = line["choice"] == self.right() if self.choices else is_right(answer, self.answer)
         return line
 
     def failed(self, error: str) -> dict[str, Any]:
@@ -186,7 +189,11 @@ def _question(given: Any, own: str, folder: str) -> VideoQuestion:
         tuple(choices or ()),
         answer,
     )
-    if one.choices and answer is not None and one.chosen(answer) is None:
+    try:
+        "".join([one.name, one.video, one.words(), answer or ""]).encode()
+    except UnicodeEncodeError as error:
+        raise MmaccelError(f"{error.object[error.start]!a} is half a character; write the text in UTF-8") from error
+    if one.choices and answer is not None and one.right() is None:
         raise MmaccelError(f"the answer {answer!r} is none of the choices")
     return one
 

@@ -35,7 +35,7 @@ ITS_OWN = {
         "pyramid.mp4",
         "odd.mp4",
     }
-    | {"hevc.mp4", "mpeg4.mp4", "vp9.webm", "vp8.webm", "ntsc.mp4"},
+    | {"hevc.mp4", "mpeg4.mp4", "vp9.webm", "vp8.webm", "ntsc.mp4", "prores.mov", "h264-10bit.mkv"},
     "torchcodec": set(KINDS) - {"mpeg4-b.avi", "mpeg2-b.mpg", "mpeg2-b.ts", "h264.ts", "camera.m2ts", "flv1.flv"},
     "pyav": set(KINDS),
 }
@@ -379,6 +379,26 @@ def test_frames_that_an_edit_list_cuts_off(tmp_path):
         clip = decode(path, 100, backend=backend)
         assert (clip.total, numbers(clip.frames)) == (25, list(range(5, 30))), backend
         assert clip.timestamps[0] == 0
+
+
+@pytest.mark.parametrize("first", (True, False))
+def test_a_cover_is_not_the_video(tmp_path, first):
+    """Music videos and lectures carry a picture as a stream of its own, which may come before the video."""
+    path = tmp_path / "cover.mkv"
+    with av.open(str(path), "w") as out:
+        codecs = ("mjpeg", "libx264") if first else ("libx264", "mjpeg")
+        streams = {codec: out.add_stream(codec, rate=24) for codec in codecs}
+        for codec, stream in streams.items():
+            stream.width, stream.height = (32, 32) if codec == "mjpeg" else (96, 64)
+            stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        cover = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 200, np.uint8), format="rgb24")
+        out.mux([*streams["mjpeg"].encode(cover), *streams["mjpeg"].encode()])
+        for at in range(30):
+            out.mux(streams["libx264"].encode(av.VideoFrame.from_ndarray(frame(at), format="rgb24")))
+        out.mux(streams["libx264"].encode())
+    for backend in {None, *BACKENDS}:
+        clip = decode(path, 5, backend=backend)
+        assert (clip.total, numbers(clip.frames)) == (30, spaced(30, 5)), backend
 
 
 def test_frames_that_share_a_time_are_counted(tmp_path):

@@ -117,6 +117,7 @@ LINES = [
     '{"video": "a.mp4", "question": "?", "id": 7}',
     '{"video": "a.mp4", "question": "?", "id": true}',
     "[" * 100000,
+    '{"video": "a.mp4", "question": "half a \\ud83d ?"}',
     '{"video": "https://example.org/a.mp4", "question": "?"}',
 ]
 
@@ -131,9 +132,9 @@ def test_lines_are_read_and_bad_ones_named(tmp_path: Path) -> None:
     assert mine == VideoQuestion("mine", "/abs/b.mp4", "/abs/b.mp4", "which?", ("red", "blue"), "blue")
     assert found[-1].path == "https://example.org/a.mp4"
     bad = {int(one.error.split("line ")[1].split(":")[0]): one.error for one in found if one.error}
-    assert sorted(bad) == [4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 15]
+    assert sorted(bad) == [4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 15, 16]
     assert "'video'" in bad[6] and "'question'" in bad[7] and "'choices'" in bad[8] and "'choices'" in bad[9]
-    assert "'green'" in bad[10] and "line 3" in bad[12]
+    assert "half a character" in bad[16] and "'green'" in bad[10] and "line 3" in bad[12]
     assert all(error.startswith("q.jsonl, line ") and error.endswith(".") for error in bad.values())
     # a name holds as long as its line does
     path.write_text("\n".join([LINES[0], "", '{"video": "a.mp4", "question": "else?"}']))
@@ -189,6 +190,21 @@ def test_which_choice_an_answer_names(answer: str, letter: str | None) -> None:
 def test_an_exact_choice_wins_over_one_inside_it() -> None:
     one = VideoQuestion("1", "a", "a", "what?", ("a dog", "not a dog"))
     assert (one.chosen("Not a dog."), one.chosen("a dog"), one.chosen("it is not a dog")) == ("B", "A", None)
+
+
+@pytest.mark.parametrize(
+    ("choices", "right", "letter"),
+    [
+        (("red", "blue"), "B", "B"),
+        (("red", "blue"), "blue", "B"),
+        # the words of a choice before a letter
+        (("B", "A"), "B", "A"),
+        (("1. C", "A. x", "C. y"), "A. x", "B"),
+    ],
+)
+def test_the_right_choice_by_its_words_or_its_letter(choices: tuple[str, ...], right: str, letter: str) -> None:
+    one = VideoQuestion("1", "a", "a", "which?", choices, right)
+    assert one.right() == letter and one.record(letter)["right"] and not one.record("Z")["right"]
 
 
 def test_records_hold_what_is_known() -> None:
@@ -289,6 +305,24 @@ def test_files_that_are_not_gone_on_with(tmp_path: Path) -> None:
         file.write(record("1"))
     with pytest.raises(MmaccelError, match="frames"):
         AnswerFile(path, {"frames": 8})
+
+
+def test_a_link_goes_on_pointing_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    os.symlink(tmp_path / "disk" / "a.jsonl", tmp_path / "link.jsonl")
+    with AnswerFile(tmp_path / "link.jsonl", {}) as file:
+        file.write(record("1"))
+        file.write(VideoQuestion("2", "a", "a", "what?").failed("broken"))
+    # errors are dropped, so the file is written anew
+    with AnswerFile(tmp_path / "link.jsonl", {}) as file:
+        assert set(file.done) == {"1"}
+    assert (tmp_path / "link.jsonl").is_symlink() and len(lines(tmp_path / "disk" / "a.jsonl")) == 1
+
+
+@pytest.mark.parametrize("path", ("/dev/null", "."))
+def test_what_is_no_file_holds_no_answers(path: str) -> None:
+    with pytest.raises(MmaccelError, match="Cannot write .* no regular file"):
+        AnswerFile(path, {})
 
 
 def test_answers_to_other_questions_are_not_taken(tmp_path: Path) -> None:
@@ -483,6 +517,16 @@ def test_one_question_that_breaks_the_model_breaks_no_other(films: Path, monkeyp
             assert "(ValueError: a processor says no)" in found[question.name]["error"]
         else:
             assert found[question.name]["answer"] == wanted[question.name]
+
+
+@pytest.mark.parametrize(("family", "place"), [("qwen2_5_vl", "<|image_pad|>"), ("llava_onevision", "<video>")])
+def test_a_question_that_shows_the_model_something(family: str, place: str, films: Path) -> None:
+    """As in sets made for training, where the prompt begins with a place for the video."""
+    broken = VideoQuestion("x", "a.mp4", str(films / "a.mp4"), f"{place}\nwhat?")
+    questions = ask(films, ("a.mp4",), ASKED[:2])
+    *found, last = answerer(family, "divprune").answer([*questions, broken])
+    assert {one["id"]: one["answer"] for one in found} == alone(family, "divprune", questions)
+    assert last["error"] == f"The question holds '{place}', by which this model is shown something; leave it out."
 
 
 @pytest.mark.parametrize(
@@ -754,6 +798,18 @@ def test_options_that_the_command_refuses(
     assert main(command(questions, tmp_path / "a.jsonl", model, *more)) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+def test_a_summary_overwrites_nothing(
+    films: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = questions_file(tmp_path / "q.jsonl", [films / "a.mp4"])
+    content = questions.read_bytes()
+    (tmp_path / "a.jsonl").touch()
+    for told in (questions, tmp_path / "a.jsonl", tmp_path):
+        assert main(command(questions, tmp_path / "a.jsonl", model, "--summary", told)) == 2
+        assert "give another file" in capsys.readouterr().err
+    assert questions.read_bytes() == content and not (tmp_path / "a.jsonl").read_bytes()
 
 
 def test_questions_and_answers_are_two_files(

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,6 +201,54 @@ def test_somebody_else_listens(answer: bytes | None, said: str, monkeypatch: pyt
             cluster._reach(f"127.0.0.1:{server.getsockname()[1]}")
 
 
+@pytest.mark.parametrize(
+    ("address", "failing", "tries"), [("auto", 0, 1), ("auto", 2, 3), ("auto", 9, 3), ("10.0.0.1:6379", 9, 1)]
+)
+def test_a_start_that_fails_is_tried_again(
+    address: str, failing: int, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is begun is taken down before; somebody else's cluster is asked once."""
+    did: list[str] = []
+
+    def init(**options: Any) -> None:
+        did.append(f"init {options['address']}")
+        if len([one for one in did if one.startswith("init")]) <= failing:
+            raise TimeoutError("too slow.\nat line 3")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: did.append("down")))
+    if failing >= tries:
+        with pytest.raises(
+            MmaccelError, match=rf"^Cannot use the Ray cluster '{address}' \(too slow\); see 'ray status'"
+        ):
+            cluster._join(address, did.append)
+    else:
+        cluster._join(address, did.append)
+    begin = f"init {None if address == 'auto' else address}"
+    assert did == [begin, *["Ray did not start (too slow); trying again.", "down", begin] * (tries - 1)]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (
+            '\x1b[36mray::MapWorker(F).submit()\x1b[39m (pid=7, repr=F)\n  File "f.py", line 9, in f\n    raise x\n'
+            "ZeroDivisionError: a fault: ours\n\nThe above exception was the direct cause of the following exception:\n\n"
+            "\x1b[36mray::MapWorker(F).submit()\x1b[39m (pid=7)\nray.exceptions.UserCodeException: UDF failed.",
+            "ZeroDivisionError: a fault: ours",
+        ),
+        (
+            'The actor died.\n  File "f.py", line 9\n    ^^^^\ntorch.AcceleratorError: no GPU.\n',
+            "torch.AcceleratorError: no GPU",
+        ),
+        ('The actor died.\n  File "f.py", line 9\nAssertionError\n', "AssertionError"),
+        ("No progress for 1800 s.\nSee the log.", "RuntimeError: No progress for 1800 s"),
+        ("", "RuntimeError: RuntimeError"),
+    ],
+)
+def test_a_fault_is_one_line(said: str, why: str) -> None:
+    assert cluster._fault(RuntimeError(said)) == why
+
+
 # --- on a cluster -----------------------------------------------------------------------------------------------------
 class Mortal(cluster._Worker):
     """A worker that is killed at its third record, the first that comes so far."""
@@ -249,7 +298,8 @@ def machine() -> Iterator[None]:
     import ray
 
     # as a run that connects by itself has it
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    for name, value in cluster._RAY.items():
+        os.environ.setdefault(name, value)
     try:
         ray.init("auto", log_to_driver=False)
     except ConnectionError:
@@ -284,6 +334,30 @@ def test_a_wrong_address_is_one_sentence(questions: Path, tmp_path: Path, capsys
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "No Ray cluster answers at '127.0.0.1:1'" in said
     assert (tmp_path / "a.jsonl").read_bytes() == b""
+
+
+@ray_only
+@pytest.mark.slow
+def test_a_slow_start_is_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first start is given no time at all; what was begun is gone, and the second start comes up."""
+    import ray
+
+    if ray.is_initialized():
+        pytest.skip("this process is connected to a cluster already")
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
+    said: list[str] = []
+
+    def say(sentence: str) -> None:
+        said.append(sentence)
+        if "trying again" in sentence:
+            monkeypatch.delenv("RAY_gcs_server_port_wait_time_s")
+
+    with cluster._connected("auto", say):
+        assert cluster._places("cpu")[0] >= 1
+    assert not ray.is_initialized()
+    connecting, again = said
+    assert connecting.startswith("Connecting to Ray") and again.startswith("Ray did not start (")
+    assert capfd.readouterr().err == ""
 
 
 @ray_only
@@ -343,7 +417,9 @@ def test_a_fault_ends_the_run_with_a_sentence(
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(cluster, "_Worker", Faulty)
     asked = [VideoQuestion("1", "1.mp4", str(questions.parent / "1.mp4"), "what?")]
-    with pytest.raises(MmaccelError, match="Ray gave up .*a fault of ours"):
+    with pytest.raises(
+        MmaccelError, match=r"^Ray gave up \(ZeroDivisionError: a fault of ours\); what is answered is kept"
+    ):
         list(ClusterAnswerer(settings(model=str(model))).run(asked))
 
 

@@ -21,9 +21,10 @@ def opened(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
 
     # naming the format leaves nothing to a guess; the whitelist leaves nothing but files
     with av.open(str(path), format=kind, options={"protocol_whitelist": "file"}) as container:
-        if not container.streams.video:
+        # as other back ends choose: not a cover, which may come first
+        stream = container.streams.best("video")
+        if stream is None:
             raise MmaccelError(f"{str(path)!r} has no video stream; give a video file.")
-        stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
         yield container, stream
 
