@@ -18,7 +18,7 @@ from .encoders.taps import Taps
 from .encoders.text import TextTower
 from .errors import MmaccelError, UnsupportedError
 from .families import Family, family_of
-from .kv.codecs import Codec
+from .kv.codecs import Codec, kinds
 from .layout import Layout
 from .method import EncoderMethod, LayerMethod, Policy, TokenMethod
 from .recipe import Recipe
@@ -53,7 +53,7 @@ class Accelerator:
         self.notes: list[str] = []
         self.cuts = self._cuts()
         self.policy = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, Policy)), None)
-        self.codec = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, Codec)), None)
+        self.kinds = kinds({i: m for i, (_, m) in enumerate(self.built) if isinstance(m, Codec)})
         self.encoder = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, EncoderMethod)), -1)
         self.readers = {
             m.text_tower: self._reader(m) for _, m in self.built if isinstance(m, TokenMethod) and m.text_tower
@@ -118,6 +118,11 @@ class Accelerator:
         self.door = Door(self)
         self._hook(*self.door.handles)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
+        policy = None if self.policy is None else self.built[self.policy][1]
+        if isinstance(policy, Policy) and policy.future:
+            for layer in family.text.layers:
+                last = getattr(layer.self_attn, "q_norm", None) or layer.self_attn.q_proj
+                self._hook(last.register_forward_hook(self._note_queries))
         for module in (model, inner):
             self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))
             self._hook(module.register_forward_hook(self._close, always_call=True))
@@ -133,6 +138,13 @@ class Accelerator:
                 self._switch_attention(model, "vision_config", family.vision, "vision")
         model.mmaccel = self
         self._restore.append(functools.partial(model.__dict__.pop, "mmaccel", None))
+
+    def _note_queries(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Show the cache stage of a prompt the queries of a layer before RoPE."""
+        scope = current(self)
+        step = scope.step if scope is not None else None
+        if step is not None and step.eviction is not None and step.layout is not None:
+            step.eviction.unturned = output
 
     def _hook(self, *handles: Any) -> None:
         self._restore.extend(handle.remove for handle in handles)

@@ -55,6 +55,18 @@ add_recipe(
     )
 )
 
+add_recipe(
+    Recipe(
+        "fastkv",
+        (
+            Stage("fastkv-tokens", 0.2, {"layer": 16 / 32}),
+            Stage("snapkv", 0.2, {"window": 8, "kernel": 7, "gqa": "sum"}),
+        ),
+        summary="from the middle on a fifth of the visual tokens, and of the keys of every layer a fifth of what was there",
+        paper="arXiv 2502.01068",
+    )
+)
+
 # --- the cache --------------------------------------------------------------------------------------------------------
 add_recipe(
     Recipe(
@@ -86,6 +98,14 @@ add_recipe(
         (Stage("h2o", 0.2, {"recent": 0.1, "compact": "pivot"}),),
         summary="text stays, visual keys with little attention are merged into the most alike",
         paper="arXiv 2406.18139",
+    )
+)
+add_recipe(
+    Recipe(
+        "meda",
+        (Stage("h2o", 0.2, {"layer_budget": "entropy", "recent": 0.1, "compact": "average"}),),
+        summary="look-m where layers whose attention is spread more evenly keep more",
+        paper="arXiv 2502.17599",
     )
 )
 add_recipe(

@@ -17,8 +17,9 @@ from transformers.cache_utils import DynamicCache
 from .budget import counts
 from .errors import MmaccelError, UnsupportedError
 from .kv.cache import CacheState, KeyIndex, Reading, adopt, cache_bytes, state_of
-from .kv.codecs import Codec
+from .kv.codecs import Among, Kind
 from .kv.eviction import Eviction
+from .kv.importance import energy
 from .layout import Layout, Units
 from .method import LayerAttention, LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
 from .reduction import Reduction
@@ -72,6 +73,10 @@ class Step:
         self.kinds: Tensor | None = None
         self.reading: Reading | None = None
         self.eviction = Eviction(self) if owner.policy is not None and state is not None else None
+        #: ``[B, S]`` bool, the visual tokens that a codec stores better than the others
+        self.salient: Tensor | None = None
+        #: per layer ``[B, Hkv, D]``, the mean square of the last queries, if a codec looks at them
+        self.asked: dict[int, Tensor] = {}
         #: indices that packing replaced, so that layers go on sharing one
         self.repacked: dict[int, tuple[KeyIndex, KeyIndex]] = {}
 
@@ -103,18 +108,45 @@ class Step:
         if self.eviction is not None:
             with self.scope.stats.clock.measure("selection", query.device):
                 self.eviction.after_attention(number, query, key, visible, scaling)
+        if (window := max((kind.codec.window for kind in self.owner.kinds), default=0)) and self.state is not None:
+            there = self.phase(number).places.to(query.device)[:, -window:] >= 0
+            self.asked[number] = energy(query[:, :, -window:], there, key.shape[1])
         if self.eviction is None or not self.eviction.waiting:
             self.pack(number, query.device)
 
     def pack(self, number: int, device: torch.device) -> None:
-        """Let the recipe's codec store layer ``number``, once nothing is evicted from it any more."""
-        if self.owner.codec is None or self.state is None:
+        """Let the recipe's codecs store layer ``number``, once nothing is evicted from it any more."""
+        if not self.owner.kinds or self.state is None:
             return
-        codec = self.owner.built[self.owner.codec][1]
-        assert isinstance(codec, Codec)
-        visual = None if self.layout is None else self.layout.visual
         with self.scope.stats.clock.measure("packing", device):
-            self.state.layers[number].pack(codec, visual, self.seen, self.repacked)
+            for kind in self.owner.kinds:
+                among = self.among(kind)
+                if among is not None:
+                    self.state.layers[number].pack(kind, among, self.repacked, self.asked.get(number))
+
+    def tell_apart(self, embeds: Tensor) -> None:
+        """Note what the recipe's codecs must know of a prompt, ``embeds [B, S, D]``."""
+        assert self.layout is not None and self.total is not None
+        if self.state is not None and any(kind.of == "text" for kind in self.owner.kinds):
+            self.state.note_visual(self.layout.visual.to(embeds.device), self.seen)
+        kept, visual = self.total.kept, self.layout.visual.to(embeds.device)
+        for kind in self.owner.kinds:
+            if kind.of == "salient":
+                self.salient = kind.source.salient(embeds, kept & visual, kept & ~visual).cpu()
+
+    def among(self, kind: Kind) -> Among | None:
+        """The places that tokens of a kind may be of; None where there are none in this forward."""
+        assert self.state is not None
+        if kind.of == "text":
+            return Among(None if self.state.visual is None else ~self.state.visual, 0, True)
+        if self.layout is None:
+            return Among(None, 0, True) if kind.of == "all" else None
+        # visual tokens are packed with the prompt they came with
+        apart = self.salient if kind.codec.for_salient() is not None else None
+        if kind.of == "all":
+            return Among(None if apart is None else ~apart, self.seen, True)
+        mask = self.salient if kind.of == "salient" else self.layout.visual
+        return Among(mask if mask is None or apart is None else mask & ~apart, self.seen, False)
 
     # --- reducing ---------------------------------------------------------------------------------------------
     def reduce(self, stage: int, method: TokenMethod, hidden: Tensor, slots: Tensor | None) -> Reduction:
@@ -373,6 +405,7 @@ class Door:
                 made = step.reduce(number, method, embeds, None)
                 embeds = made.substitute(embeds)
                 planes = [made.substitute(plane) for plane in planes]
+        step.tell_apart(embeds)
         chosen, padded = step.compacted(step.total.kept)
         at = chosen.clamp(min=0)
         step.begin(0, chosen, padded)
@@ -491,8 +524,10 @@ class Door:
         scope.layout, scope.trail = step.layout, step.trail
         if step.eviction is not None and step.eviction.figures:
             self._record_cache(step, step.eviction.figures)
-        if self.owner.codec is not None and step.state is not None:
-            self._record_codec(step, self.owner.codec)
+        if step.state is not None:
+            for kind in self.owner.kinds:
+                if kind.of != "salient":
+                    self._record_codec(step, step.state, kind)
         if not scope.generating:
             output.last_hidden_state = self._widen(step, output.last_hidden_state)
         return output
@@ -506,16 +541,19 @@ class Door:
         record.resolved = (record.resolved or 0) + round(figures[1])
         record.tokens_kept += round(figures[2])
 
-    def _record_codec(self, step: Step, stage: int) -> None:
+    def _record_codec(self, step: Step, state: CacheState, kind: Kind) -> None:
         """A codec drops nothing: what it finds is what stays."""
-        stats, codec = step.scope.stats, self.owner.built[stage][1]
-        assert isinstance(codec, Codec)
-        record = stats.stages.setdefault(stage, Stage("codec", codec.name, resolved=None))
-        before = [s.tokens_kept for s in stats.stages.values() if s.site == "cache"]
-        record.tokens_in = record.tokens_kept = before[0] if before else stats.layer_tokens[-1]
-        if step.state is not None and not any(layer.width for layer in step.state.layers):
+        stats, codec = step.scope.stats, kind.codec
+        record = stats.stages.setdefault(kind.stage, Stage("codec", codec.name, resolved=None))
+        if kind.of != "text":
+            before = [s.tokens_kept for s in stats.stages.values() if s.site == "cache"]
+            record.tokens_in = record.tokens_kept = before[0] if before else stats.layer_tokens[-1]
+        own = {other.number for other in self.owner.kinds if other.stage == kind.stage}
+        if not any(width for layer in state.layers for n, width in enumerate(layer.widths) if n in own):
+            what = f"{kind.of} tokens" if kind.of in ("text", "visual") else "tokens"
             stats.notes.append(
-                f"{codec.name} has packed nothing: it packs {codec.page} tokens at a time, beyond the newest {codec.residual}."
+                f"{codec.name} has packed nothing: it packs {codec.page} {what} at a time, beyond the newest "
+                f"{codec.residual}."
             )
 
     def _widen(self, step: Step, hidden: Tensor) -> Tensor:

@@ -304,6 +304,10 @@ class KeyBatch:
     picture, cells : ``[B, K]`` and ``[B, K, 3]`` long, which picture or clip a visual key is of and its (t, row, column);
         -1 for text, and for visual keys without a cell (newlines).
     survivors : ``[B, K]`` bool, keys whose tokens reach the last layer; None unless the policy is ``deferred``.
+    expected : mean ``[B, Hq, D]`` and covariance ``[B, Hq, D, D]``, float32, of the queries to come, if they are like those of
+        the prompt; None unless the policy looks into the ``future``.
+    outgoing : ``[B, Hkv, K]`` float32, the L1 norm of each value behind the layer's output projection, mean over the query
+        heads of its key head; None unless the policy ``needs_outgoing``.
     layer, depth : which layer this is, and how many there are.
     decoding : whether this is a decode step, not the end of a prompt.
     """
@@ -321,6 +325,8 @@ class KeyBatch:
     picture: Tensor | None = None
     cells: Tensor | None = None
     survivors: Tensor | None = None
+    expected: tuple[Tensor, Tensor] | None = None
+    outgoing: Tensor | None = None
     layer: int = 0
     depth: int = 1
     decoding: bool = False
@@ -334,7 +340,14 @@ class KeyBatch:
 
 #: what the options of a cache stage that choose by name know, with the default of the number behind the colon
 CHOICES: Mapping[str, Mapping[str, float | None]] = {
-    "layer_budget": {"uniform": None, "pyramid": 20.0, "sparsity": 0.0, "prefix": None, "variance": None},
+    "layer_budget": {
+        "uniform": None,
+        "pyramid": 20.0,
+        "sparsity": 0.0,
+        "entropy": None,
+        "prefix": None,
+        "variance": None,
+    },
     "head_budget": {"uniform": None, "adaptive": 0.2, "concentrated": 0.2, "safeguard": 0.2},
     "compact": {
         "evict": None,
@@ -358,8 +371,9 @@ class CacheOptions:
     layer_budget : how the budget is split over layers; the mean is what ``retain`` says. ``uniform``; ``pyramid:20``
         (PyramidKV: an arithmetic row whose last layer has a 20th of the mean); ``sparsity`` (VL-Cache: the more, the less
         sparse the attention of the text behind the pictures; ``sparsity:0.8`` gives 80 % uniformly and the rest so);
-        ``prefix`` (PrefixKV: one share of the summed scores for all layers); ``variance`` (D2O: the more, the less the
-        scores vary). All but the first two are settled when the forward is over.
+        ``entropy`` (MEDA: the more, the more evenly attention is spread); ``prefix`` (PrefixKV: one share of the summed
+        scores for all layers); ``variance`` (D2O: the more, the less the scores vary). All but the first two are settled
+        when the forward is over.
     head_budget : how a layer's budget is split over its KV heads. ``uniform``; ``adaptive:0.2`` (AdaKV: heads compete, 20 %
         is given uniformly); ``concentrated:0.2`` (the same, and heads whose attention is concentrated count more);
         ``safeguard:0.2`` (the same where the best 20 % of each head stay and the rest compete).
@@ -433,6 +447,10 @@ class Policy(CacheOptions, Method):
     shared: ClassVar[bool] = False
     #: scores when the forward is over, when it is known which tokens reach the last layer
     deferred: ClassVar[bool] = False
+    #: over how many positions to come :attr:`KeyBatch.expected` is an average; 0 leaves it None
+    future: int = 0
+    #: whether :attr:`KeyBatch.outgoing` is to be filled
+    needs_outgoing: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, keys: KeyBatch) -> Tensor:

@@ -68,7 +68,8 @@ class Recipe:
     Parameters
     ----------
     name : what it is called.
-    stages : at most one ``encoder`` stage; any number at ``projector``; ``layers`` stages at rising layers.
+    stages : at most one ``encoder`` stage; any number at ``projector``; ``layers`` stages at rising layers; at most one
+        ``cache`` stage; one ``codec`` stage, or two of which one is ``visual_only`` and the other ``text_only``.
     positions : ``keep`` (kept tokens keep their original order and position ids, text its own, and decoding continues after
         the unreduced prompt), which is the adjustment of GAP (*Grounding-Aware Token Pruning*, arXiv 2506.21873) and may
         be called ``gap`` where a recipe drops tokens; or ``paper`` (what the authors did: most renumber what enters
@@ -99,10 +100,8 @@ class Recipe:
             raise MmaccelError(
                 f"Recipe {self.name!r}: stages must follow the order of the sites, {' -> '.join(_SITES)}."
             )
-        if any(order.count(_SITES.index(site)) > 1 for site in ("encoder", "cache", "codec")):
-            raise MmaccelError(
-                f"Recipe {self.name!r}: one method each at sites 'encoder', 'cache' and 'codec' is the most."
-            )
+        if any(order.count(_SITES.index(site)) > 1 for site in ("encoder", "cache")):
+            raise MmaccelError(f"Recipe {self.name!r}: one method each at sites 'encoder' and 'cache' is the most.")
         for stage in self.stages:
             if stage.retain is not None:
                 check_retain(stage.retain)
@@ -185,6 +184,13 @@ class Recipe:
             raise MmaccelError(
                 f"positions='paper' cannot be had with {late[0]!r}: its authors renumber between layers, so that a token has "
                 "other positions in every layer's cache; use 'keep'."
+            )
+        codecs = [m for _, m in built if m.site == "codec"]
+        packs = sorted(what for m in codecs for what in ("text", "visual") if getattr(m, f"{what}_only"))
+        if len(codecs) > 1 and packs != ["text", "visual"] or len(codecs) > 2:
+            raise MmaccelError(
+                f"Recipe {self.name!r}: of two codecs one packs visual tokens and one text; set visual_only=True on one and "
+                "text_only=True on the other."
             )
         for stage, m in built:
             if stage.retain is None and m.budget != "none":

@@ -10,9 +10,10 @@ import pytest
 import torch
 from mmaccel_kernels.pages import unpack
 
+from mmaccel.door import Step
 from mmaccel.errors import MmaccelError
 from mmaccel.kv.cache import CacheState, KeyIndex
-from mmaccel.kv.codecs import FP8, KIVI, CalibQuant, Codec, VidKV
+from mmaccel.kv.codecs import FP8, KIVI, CalibQuant, Codec, ThinK, VidKV, kinds
 from mmaccel.kv.eviction import Eviction
 from mmaccel.kv.quantised import QuantisedLayer
 
@@ -24,13 +25,25 @@ SMALL = (
     KIVI(page=32, residual=0, bits=4, group=16),
     KIVI(page=16, residual=0, bits=8, group=16),
     VidKV(page=32),
+    VidKV(page=32, value_bits=2, fourier=True),
     CalibQuant(page=16),
     CalibQuant(page=32, bits=4),
+    ThinK(page=32, residual=8, prune=0.2, align=1),
+)
+#: codecs that tell kinds of tokens apart
+SEVERAL = (
+    (VidKV(page=32, protect=0.3),),
+    (CalibQuant(page=16, bits=4), KIVI(page=16, group=16, residual=4, bits=4, text_only=True)),
+    (VidKV(page=32, protect=0.3, visual_only=True), FP8(page=16, text_only=True)),
 )
 
 
-def name_of(codec: Codec) -> str:
-    return f"{codec.name}-{getattr(codec, 'bits', '')}-{codec.page}"
+def name_of(*codecs: Codec) -> str:
+    return " ".join(f"{codec.name}-{getattr(codec, 'bits', '')}-{codec.page}" for codec in codecs)
+
+
+def names_of(codecs: tuple[Codec, ...]) -> str:
+    return name_of(*codecs)
 
 
 def keys_like(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -169,11 +182,38 @@ def test_vidkv_gives_two_bits_to_the_channels_that_span_most() -> None:
     assert len(both.keys) == 1 and both.keys[0].channels is None
 
 
+def test_think_drops_the_channels_that_queries_make_least_of() -> None:
+    keys, random = keys_like(2, HEADS, 64, WIDTH), torch.Generator().manual_seed(3)
+    asked, lengths = torch.rand(2, HEADS, WIDTH, generator=random), torch.tensor([[64, 64], [64, 64]])
+    codec = ThinK(page=32, residual=0, bits=8, align=1)
+    pages = codec.pack(flat(keys), flat(keys), lengths, asked=asked)
+    (plane,) = pages.keys
+    left = (keys.double() ** 2).mean(2) * asked
+    want = left.flatten(0, 1).topk(WIDTH - int(0.4 * WIDTH)).indices.sort(1).values
+    assert torch.equal(plane.channels.long(), want) and not torch.equal(want[0], want[1])
+    held = torch.zeros(4, WIDTH).scatter_(1, want, 1.0).view(2, HEADS, 1, WIDTH)
+    for ours, true in zip(pages.decoded(), (keys * held, keys), strict=True):
+        torch.testing.assert_close(ours, flat(true), atol=0.06, rtol=0)
+    # 20 of 32 bytes a key, 32 a value; scales in float32
+    assert plane.codes.nbytes == 20 * 4 * 64 and pages.values[0].codes.nbytes == 32 * 4 * 64
+    # rows alone, later pages, and a query that looks elsewhere
+    chosen = pages.selected(torch.tensor([1]))
+    assert torch.equal(chosen.decoded()[0], pages.decoded()[0][128:])
+    later = codec.pack(flat(keys.flip(-1)), flat(keys), lengths, before=pages, asked=asked.flip(-1))
+    assert torch.equal(pages.appended(later).keys[0].channels, plane.channels)
+    assert pages.appended(later).decoded()[0].shape == (2 * 4 * 64, WIDTH)
+    other = codec.pack(flat(keys), flat(keys), lengths, asked=asked.flip(-1))
+    assert not torch.equal(other.keys[0].channels, plane.channels)
+    assert [codec.left(32), ThinK().left(32), ThinK().left(128), ThinK(prune=0.5).left(128)] == [20, 32, 80, 64]
+    everything = ThinK(page=32, residual=0, prune=0.0).pack(flat(keys), flat(keys), lengths)
+    assert everything.keys[0].channels is None and everything.key_width == 0
+
+
 def test_a_constant_channel_comes_back_exactly() -> None:
     keys = keys_like(1, HEADS, 64, WIDTH)
     keys[..., 4] = 5.5
     keys[..., 32:] = 1.0
-    for codec in (KIVI(page=32), CalibQuant(shrink_keys=1.0, page=32), VidKV(page=32, key_bits=2.0)):
+    for codec in (KIVI(page=32), ThinK(page=32), CalibQuant(shrink_keys=1.0, page=32), VidKV(page=32, key_bits=2.0)):
         decoded = codec.pack(flat(keys), flat(keys), torch.full((1, HEADS), 64)).decoded()
         assert all(x.isfinite().all() for x in decoded)
         assert (decoded[0][:, 4] == 5.5).all()
@@ -206,6 +246,14 @@ def test_tiles_waste_no_byte_where_that_can_be() -> None:
         (lambda: CalibQuant(residual=4), "leave out residual"),
         (lambda: CalibQuant(visual_only=False), "leave out visual_only"),
         (lambda: VidKV(key_bits=1.0), "above 1 and at most 2"),
+        (lambda: ThinK(prune=1.0), "no share of the channels"),
+        (lambda: ThinK(align=0), "no count of channels"),
+        (lambda: VidKV(value_bits=4), "value_bits of 1.58 or 2"),
+        (lambda: VidKV(protect=1.0), "no share of the visual tokens"),
+        (lambda: VidKV(protect=0.1, value_bits=2), "leave out protect"),
+        (lambda: VidKV(protect=0.1, text_only=True), "leave out protect"),
+        (lambda: KIVI(text_only=True, visual_only=True), "packs nothing"),
+        (lambda: CalibQuant(text_only=True), "leave out visual_only and text_only"),
     ],
 )
 def test_options_that_make_no_sense(make, message: str) -> None:
@@ -217,24 +265,40 @@ def test_options_that_make_no_sense(make, message: str) -> None:
 class Stored:
     """A state of quantised layers beside plain lists of all keys and values ever fed, by place."""
 
-    def __init__(self, codec: Codec, batch: int, layers: int = 1) -> None:
-        self.codec, self.batch = codec, batch
+    def __init__(self, *codecs: Codec, batch: int, layers: int = 1) -> None:
+        self.kinds, self.batch = kinds(dict(enumerate(codecs))), batch
         self.state = CacheState(layers)
         self.keys = [torch.zeros(batch, HEADS, 0, WIDTH) for _ in range(layers)]
         index = KeyIndex(torch.zeros(batch, 0, dtype=torch.int32), False, 0)
         for layer in self.state.layers:
             layer.index = index
 
-    def feed(self, tokens: int, visual: torch.Tensor | None = None, seed: int = 0) -> None:
+    def feed(
+        self,
+        tokens: int,
+        visual: torch.Tensor | None = None,
+        seed: int = 0,
+        salient: torch.Tensor | None = None,
+    ) -> None:
         since = self.state.seen
         for number, layer in enumerate(self.state.layers):
             new = keys_like(self.batch, HEADS, tokens, WIDTH, seed=seed + number + 100 * since)
             # values are spread alike in all channels
             layer.update(new, centred(new))
             self.keys[number] = torch.cat([self.keys[number], new], dim=2)
-        made: dict = {}
+        layout = None if visual is None else SimpleNamespace(visual=visual)
+        if visual is not None and any(kind.of == "text" for kind in self.kinds):
+            self.state.note_visual(visual, since)
+        step = SimpleNamespace(state=self.state, layout=layout, salient=salient, seen=since)
+        self.pack(step, {})
+
+    def pack(self, step: SimpleNamespace, made: dict) -> None:
+        """As the door does."""
         for layer in self.state.layers:
-            layer.pack(self.codec, visual, since, made)
+            for kind in self.kinds:
+                among = Step.among(step, kind)
+                if among is not None:
+                    layer.pack(kind, among, made)
 
     def check(self, most: float = 0.7) -> None:
         """Every stored slot holds the key of its place, and the value of the same."""
@@ -322,6 +386,102 @@ def test_any_codec_can_leave_text_alone(codec: Codec) -> None:
     stored.check(1.1)
 
 
+def prompt(length: int, *spans: tuple[int, int]) -> torch.Tensor:
+    """``[B, length]`` bool, a span of visual tokens in every row."""
+    places = torch.arange(length)
+    return torch.stack([(places >= first) & (places < end) for first, end in spans])
+
+
+def places_of(layer: QuantisedLayer, row: int) -> list[list[int]]:
+    """The places of what a row has packed, kind by kind, and of the rest; of heads that are alike."""
+    parts = layer.index.by_head.split((*layer.widths, len(layer.index) - layer.width), dim=-1)
+    return [[place for place in part[row, 0].tolist() if place >= 0] for part in parts]
+
+
+def test_protected_tokens_have_values_of_two_bits() -> None:
+    stored, visual = Stored(VidKV(page=32, protect=0.25), batch=2), prompt(200, (10, 170), (50, 150))
+    salient = visual & (torch.arange(200) % 4 == 1)
+    stored.feed(200, visual, salient=salient)
+    layer = stored.state.layers[0]
+    others, better = layer.packs
+    assert [plane.format.code for plane in (others.values[0], better.values[0])] == ["ternary", "int2"]
+    # the channels of a prompt are chosen once
+    for mine, theirs in zip(better.keys, others.keys, strict=True):
+        assert mine.format == theirs.format and torch.equal(mine.channels, theirs.channels)
+    for row in range(2):
+        first, second, rest = places_of(layer, row)
+        want = salient[row].nonzero()[:, 0].tolist()
+        plain = (~salient[row]).nonzero()[:, 0].tolist()
+        assert second == want and first == plain[: len(first)] and rest == plain[len(first) :]
+        assert len(first) == len(plain) // 32 * 32
+    stored.check(1.1)
+    values, true = layer.stored()[1], centred(stored.keys[0])
+    lost = []
+    for start, own in ((0, places_of(layer, 0)[0]), (layer.widths[0], places_of(layer, 0)[1])):
+        lost.append(error(values[0, :, start : start + len(own)], true[0, :, own]))
+    assert lost[1] < 0.7 * lost[0]
+    # what comes later is not protected, whatever it is
+    for _ in range(4):
+        stored.feed(32)
+    assert len(places_of(layer, 0)[1]) == int(salient[0].sum()) and len(places_of(layer, 0)[2]) < 32
+    stored.check(1.1)
+
+
+def test_salient_tokens_are_those_most_like_the_text() -> None:
+    random = torch.Generator().manual_seed(0)
+    embeds = torch.randn(2, 300, 8, generator=random)
+    visual = prompt(300, (20, 280), (100, 120))
+    text = ~visual
+    text[1, :50] = False
+    codec = VidKV(protect=0.3)
+    chosen = codec.salient(embeds, visual, text)
+    # 0.3 of 260 in whole groups; of 20 all
+    assert chosen.sum(1).tolist() == [64, 20]
+    likeness = (embeds @ embeds[0, text[0]].T).mean(-1)[0]
+    assert likeness[chosen[0]].min() > likeness[visual[0] & ~chosen[0]].max()
+    assert not (chosen & ~visual).any()
+    alone = codec.salient(embeds[:1, 20:290], visual[:1, 20:290], text[:1, 20:290])
+    assert alone.sum() == 64 and not torch.equal(alone[0], chosen[0, 20:290])
+
+
+def test_text_and_visual_tokens_have_codecs_of_their_own() -> None:
+    """Text as it comes, pictures with their prompt; what a picture left in full precision is no text later."""
+    visual_codec, text_codec = (
+        KIVI(page=16, group=16, residual=3, bits=8, visual_only=True),
+        FP8(page=16, text_only=True),
+    )
+    stored = Stored(visual_codec, text_codec, batch=2)
+    stored.feed(7)
+    stored.feed(90, prompt(90, (5, 75), (20, 60)))
+    layer = stored.state.layers[0]
+    text = [[*range(12), *range(82, 97)], [*range(27), *range(67, 97)]]
+    for row, count in enumerate((70, 40)):
+        picture = [place for place in range(97) if place not in text[row]]
+        packed, words, rest = places_of(layer, row)
+        assert packed == picture[: (count - 3) // 16 * 16]
+        assert words == text[row][: len(text[row]) // 16 * 16]
+        assert sorted(packed + words + rest) == list(range(97))
+    assert [pages.keys[0].format.code for pages in layer.packs] == ["int8", "fp8"]
+    stored.check(0.2)
+    for step in range(40):
+        stored.feed(1, seed=step)
+    for row in range(2):
+        packed, words, rest = places_of(layer, row)
+        assert words == [*text[row], *range(97, 137)][: len(words)] and len(words) // 16 == (len(text[row]) + 40) // 16
+        assert set(rest) - set(range(97)) <= set(range(137 - 16, 137))
+    stored.check(0.2)
+    # rows, tokens taken back, bytes
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in layer.tensors() if t.numel()}
+    assert stored.state.nbytes() == sum(held.values()) + stored.state.visual.nbytes
+    before = layer.stored()[0]
+    layer.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(layer.stored()[0], before[[1, 0]])
+    layer.crop(-20)
+    assert all(max(part, default=0) < 117 for row in range(2) for part in places_of(layer, row))
+    layer.reset()
+    assert layer.packs == () and layer.width == 0 and stored.state.visual is None
+
+
 def test_packing_after_eviction_keeps_heads_of_their_own_lengths() -> None:
     """Quantised pruning: a policy has evicted, the codec stores what stayed."""
     codec = KIVI(page=16, group=16, residual=4, bits=4)
@@ -332,7 +492,7 @@ def test_packing_after_eviction_keeps_heads_of_their_own_lengths() -> None:
         stored.keys[0] = new
     kept = torch.rand(2, HEADS, 64, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.9, 0.4])[:, None]
     layer.evict(kept)
-    layer.pack(codec, None, 0, {})
+    stored.pack(SimpleNamespace(state=stored.state, layout=None), {})
     lengths = kept.sum(-1)
     assert torch.equal(layer.pages.lengths(), (lengths - 4) // 16 * 16)
     assert torch.equal((layer.index.index >= 0).sum(-1), lengths)
@@ -434,18 +594,18 @@ class Once:
 
 
 @pytest.mark.parametrize("how", ("heads", "rows"))
-@pytest.mark.parametrize("codec", SMALL, ids=name_of)
-def test_packed_tokens_are_dropped_and_the_others_stay_as_they_are(codec: Codec, how: str) -> None:
+@pytest.mark.parametrize("codecs", [*((codec,) for codec in SMALL), *SEVERAL], ids=names_of)
+def test_packed_tokens_are_dropped_and_the_others_stay_as_they_are(codecs: tuple[Codec, ...], how: str) -> None:
     """The oldest and random ones of every head, or the same of all heads, go while others come."""
-    stored, random = Stored(codec, batch=2), torch.Generator().manual_seed(0)
+    stored, random = Stored(*codecs, batch=2), torch.Generator().manual_seed(0)
     layer = stored.state.layers[0]
     picture = torch.zeros(2, 60, dtype=torch.bool)
     picture[0, 5:45], picture[1, 3:20] = True, True
-    stored.feed(60, picture)
+    stored.feed(60, picture, salient=picture & (torch.arange(60) % 3 == 0))
     once, rewritten = Once(layer), 0
     once.look()
     for step in range(36):
-        index, before = layer.index.by_head, layer.pages
+        index, before = layer.index.by_head, layer.packs
         gone = torch.rand(2, HEADS if how == "heads" else 1, index.shape[-1], generator=random) < 0.05
         gone = gone | (index < layer.seen - 90)
         once.mark()
@@ -455,11 +615,11 @@ def test_packed_tokens_are_dropped_and_the_others_stay_as_they_are(codec: Codec,
         assert once.look() == {(b, h, int(places[b, h, slot])) for b, h, slot in left.nonzero().tolist()}
         once.check_marks(layer.seen)
         assert layer.index.index.dim() == (3 if how == "heads" else 2)
-        rewritten += layer.pages is not before
+        rewritten += any(now is not was for now, was in zip(layer.packs, before, strict=True))
         stored.feed(2, seed=step)
         once.look()
         once.check_marks(layer.seen - 2)
-    stored.check(1.2 if codec.name in ("vidkv", "calibquant") else 0.7)
+    stored.check(1.2 if codecs[0].name in ("vidkv", "calibquant") else 0.7)
     assert 2 <= rewritten < 36
     both = layer.stored()[0]
     layer.batch_select_indices(torch.tensor([1]))

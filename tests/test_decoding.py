@@ -14,6 +14,18 @@ from mmaccel.recipe import Recipe, Stage
 RECIPES = {
     "ragged": Recipe("ragged", (Stage("snapkv", 0.4, {"window": 8, "head_budget": "adaptive"}),)),
     "packed": Recipe("packed", (Stage("kivi", None, {"page": 16, "residual": 0, "group": 16}),)),
+    "narrow keys": Recipe("narrow", (Stage("think", None, {"page": 32, "residual": 0, "align": 4}),)),
+    "waves, some protected": Recipe(
+        "protected", (Stage("vidkv", None, {"page": 32, "fourier": True, "protect": 0.3}),)
+    ),
+    "ragged, text apart": Recipe(
+        "apart",
+        (
+            Stage("snapkv", 0.6, {"window": 8, "head_budget": "adaptive"}),
+            Stage("calibquant", None, {"page": 16}),
+            Stage("fp8", None, {"page": 16, "text_only": True}),
+        ),
+    ),
 }
 
 

@@ -23,8 +23,10 @@ from mmaccel.kv.cache import KeyIndex, Reading
 from mmaccel.kv.compact import merge
 from mmaccel.kv.eviction import by_chunks, choose, protected, rank
 from mmaccel.kv.policies.a2sf import A2SF
+from mmaccel.kv.policies.criticalkv import CriticalKV
 from mmaccel.kv.policies.dycoke_cache import DyCokeCache
 from mmaccel.kv.policies.elastic_cache import ElasticCache
+from mmaccel.kv.policies.expected_attention import ExpectedAttention
 from mmaccel.kv.policies.h2o import H2O
 from mmaccel.kv.policies.infinipot_v import InfiniPotV, temporal_redundancy
 from mmaccel.kv.policies.keydiff import KeyDiff
@@ -77,6 +79,9 @@ RECIPES = {
     "safeguard": stage("h2o", head_budget="safeguard:0.5"),
     "prefix-adaptive": stage("h2o", layer_budget="prefix", head_budget="adaptive:0"),
     "variance": stage("h2o", layer_budget="variance"),
+    "entropy": stage("h2o", layer_budget="entropy"),
+    "criticalkv": stage("criticalkv", window=4),
+    "expected-attention": stage("expected-attention"),
     "chunks": stage("snapkv", chunk=3),
     "joint": stage("h2o", joint=True, sinks=2, recent=0.1),
     "text": stage("snapkv", text_retain=0.5, text_policy="knorm", protect=("question", "separators")),
@@ -152,6 +157,23 @@ def test_the_share_of_entries_that_matter(block: int, monkeypatch: pytest.Monkey
     expected = strong.sum((1, 2, 3)) / entries
     assert (expected > 0.05).all() and (expected < 0.95).all()
     torch.testing.assert_close(importance.share_seen(attention, rows, 0.2), expected)
+
+
+@pytest.mark.parametrize("block", [1, 1000])
+def test_the_entropy_of_what_queries_pay(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all look at one key it is nought, where all look everywhere the logarithm of how many."""
+    monkeypatch.setattr(streaming, "BLOCK", block)
+    attention = attention_of()
+    paid = attention.attention(0, 11).double()
+    each = -(paid * paid.clamp(min=1e-300).log()).sum(-1)
+    there = ~each.isnan()
+    expected = each.nan_to_num().sum((1, 2)) / there.sum((1, 2))
+    torch.testing.assert_close(importance.entropy(attention), expected.float())
+    even = replace(attention, query=torch.zeros_like(attention.query))
+    assert attention.visible is not None
+    seen = attention.visible.sum(-1).double()
+    want = seen.clamp(min=1).log().sum((1, 2)) / (seen > 0).sum((1, 2))
+    torch.testing.assert_close(importance.entropy(even), want.float())
 
 
 def test_text_behind_the_last_picture() -> None:
@@ -300,6 +322,9 @@ POLICIES = [
     DyCokeCache(),
     A2SF(),
     VATP(),
+    CriticalKV(window=4),
+    ExpectedAttention(),
+    ExpectedAttention(covariance=False, weigh_values=False),
 ]
 
 
@@ -315,7 +340,9 @@ def keys_of(pads: tuple[int, ...], heads: int = 2, group: int = 3, total: int = 
     i = torch.arange(20)
     cells[:, at] = torch.stack([i // 4, i % 4 // 2, i % 2], dim=1)
     visual &= valid
+    spread = torch.randn(len(pads), heads * group, 8, 8, generator=random)
     return KeyBatch(
+        expected=(torch.randn(spread.shape[:3], generator=random), spread @ spread.mT),
         keys=torch.randn(shape, generator=random),
         values=torch.randn(shape, generator=random),
         queries=torch.randn(len(pads), heads * group, window, 8, generator=random),
@@ -327,12 +354,14 @@ def keys_of(pads: tuple[int, ...], heads: int = 2, group: int = 3, total: int = 
         count=torch.full((len(pads),), 12),
         picture=torch.where(visual, 0, -1),
         cells=torch.where(visual[..., None], cells, -1),
+        outgoing=torch.rand(shape[:3], generator=random),
     )
 
 
 def alone(keys: KeyBatch, row: int) -> KeyBatch:
     real, one = keys.valid[row], slice(row, row + 1)
     assert keys.received is not None and keys.count is not None and keys.picture is not None and keys.cells is not None
+    assert keys.outgoing is not None and keys.expected is not None
     last = -min(keys.queries.shape[2], int(real.sum()))
     return replace(
         keys,
@@ -347,6 +376,8 @@ def alone(keys: KeyBatch, row: int) -> KeyBatch:
         count=keys.count[one],
         picture=keys.picture[one, real],
         cells=keys.cells[one, real],
+        outgoing=keys.outgoing[one, :, real],
+        expected=(keys.expected[0][one], keys.expected[1][one]),
     )
 
 
@@ -575,6 +606,7 @@ SCHEDULES = {
     "cap": stage("knorm", cap=20, joint=True),
     "elastic": stage("elastic-cache", every=1, joint=True, compact="evict", distance=-3, growth=0.5),
     "vl-cache": stage("vl-cache", every=2, text_retain=0.9),
+    "criticalkv": stage("criticalkv", every=2, joint=True, head_budget="adaptive", window=4),
 }
 
 
@@ -1263,6 +1295,135 @@ def test_reading_keeps_whatever_came_later() -> None:
     keys = torch.arange(12.0).view(2, 1, 6, 1)
     read, _ = reading.read(index, keys, keys)
     assert read[0, 0, :, 0].tolist() == [0, 2, 4, 5] and read[1, 0, :3, 0].tolist() == [7, 10, 11]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_values_are_weighed_behind_the_output_projection(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the prompt, and where heads store different keys while decoding."""
+    seen: list[KeyBatch] = []
+    score = CriticalKV.score
+    monkeypatch.setattr(CriticalKV, "score", lambda self, keys: seen.append(keys) or score(self, keys))
+    model, feed = helpers.model(family), zoo.inputs(family, "uneven")
+    recipe = stage("criticalkv", every=1, joint=True, head_budget="adaptive", window=4)
+    with accelerated(model, recipe), torch.no_grad():
+        helpers.generate(model, feed, new=3)
+    text = model.model.language_model
+    heads, batch = text.config.num_key_value_heads, len(feed["input_ids"])
+    assert {len(keys.keys) for keys in seen} == {batch, batch * heads}
+    for keys in seen:
+        weight = text.layers[keys.layer].self_attn.o_proj.weight
+        values = keys.values.reshape(batch, heads, *keys.values.shape[2:])
+        values = values.repeat_interleave(text.config.num_attention_heads // heads, dim=1)
+        sent = values[..., None, :] * weight.unflatten(1, (values.shape[1], -1)).transpose(0, 1)[None, :, None]
+        want = sent.sum(-1).abs().sum(-1).unflatten(1, (heads, -1)).mean(2)
+        torch.testing.assert_close(keys.outgoing, want.view_as(keys.outgoing))
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_queries_to_come_are_those_of_the_prompt_turned(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean and covariance of turned draws of a bare model's queries before RoPE, from the position at which it goes on."""
+    model, feed, future, sinks = zoo.model(family), zoo.inputs(family), 40, 4
+    text, before, asked = model.model.language_model, {}, []
+
+    def note(number: int) -> Any:
+        def hook(module: Any, args: Any, out: Tensor) -> None:
+            before.setdefault(number, out)
+
+        return hook
+
+    hooks = [
+        text.rotary_emb.register_forward_pre_hook(
+            lambda _, args, given: asked.append([*args, *given.values()][1]), with_kwargs=True
+        )
+    ]
+    for number, layer in enumerate(text.layers):
+        last = layer.self_attn.q_norm if family == "qwen3_vl" else layer.self_attn.q_proj
+        hooks.append(last.register_forward_hook(note(number)))
+    model.generate(**feed, max_new_tokens=2, min_new_tokens=2, do_sample=False)
+    for hook in hooks:
+        hook.remove()
+    seen: list[KeyBatch] = []
+    score = ExpectedAttention.score
+    monkeypatch.setattr(ExpectedAttention, "score", lambda self, keys: seen.append(keys) or score(self, keys))
+    with accelerated(model, stage("expected-attention", future=future, sinks=sinks)):
+        model(**feed)
+    assert asked[1].numel() in (1, 3)
+    position = asked[1] + torch.arange(future)
+    cos, sin = text.rotary_emb(torch.zeros(1), position)
+    assert len(seen) == len(text.layers)
+    for keys in seen:
+        queries = before[keys.layer].flatten(2).unflatten(2, (-1, cos.shape[-1]))[:, sinks:].transpose(1, 2)
+        # the mean over positions of every query turned to all of them
+        halves = queries.chunk(2, dim=-1)
+        swapped = torch.cat([-halves[1], halves[0]], dim=-1)
+        turned = (queries[:, :, :, None] * cos[:, None, None] + swapped[:, :, :, None] * sin[:, None, None]).mean(3)
+        assert keys.expected is not None
+        torch.testing.assert_close(keys.expected[0], turned.mean(2))
+        off = turned - turned.mean(2, keepdim=True)
+        torch.testing.assert_close(keys.expected[1], off.mT @ off / turned.shape[2])
+
+
+def test_expected_attention_is_the_mean_of_draws() -> None:
+    keys = keys_of((0,), group=1)
+    assert keys.expected is not None
+    mean, covariance = keys.expected[0], keys.expected[1] / 8
+    policy = ExpectedAttention(sinks=2, weigh_values=False)
+    ours = policy.score(replace(keys, expected=(mean, covariance)))
+    factor = torch.linalg.cholesky(covariance)
+    draws = torch.randn(400_000, 8, generator=torch.Generator().manual_seed(1))
+    for head in range(2):
+        logits = (mean[0, head] + draws @ factor[0, head].T) @ keys.keys[0, head, 2:].T * keys.scaling
+        weight = logits.double().exp().mean(0)
+        torch.testing.assert_close(ours[0, head, 2:].double(), weight / weight.sum(), rtol=0.03, atol=1e-4)
+    assert (ours[..., :2] == torch.inf).all()
+    weighed = ExpectedAttention(sinks=2).score(replace(keys, expected=(mean, covariance)))
+    torch.testing.assert_close(weighed[..., 2:], (ours * keys.values.norm(dim=-1))[..., 2:])
+    for options, said in (({"future": 0}, "positions ahead"), ({"every": 2}, "leave out every and cap")):
+        with pytest.raises(MmaccelError, match=said):
+            ExpectedAttention(**options)
+    model = zoo.model("llava")
+    del model.model.language_model.layers[1].self_attn.q_proj
+    with pytest.raises(MmaccelError, match="has no q_proj"), accelerated(model, "expected-attention"):
+        pass
+
+
+def test_critical_keys_are_half_of_the_budget() -> None:
+    """Half by attention alone, half by attention and value; a quantised model has no projection to look at."""
+    keys = keys_of((0,))
+    plain = SnapKV(window=4).score(keys)[0]
+    ours = CriticalKV(window=4).score(keys)[0]
+    for head in range(2):
+        best = plain[head].masked_fill(~keys.visual[0], -torch.inf).topk(6).indices
+        assert (ours[head, best] == torch.inf).all()
+        rest = keys.visual[0].clone()
+        rest[best] = False
+        assert keys.outgoing is not None
+        torch.testing.assert_close(ours[head, rest], (plain[head, rest] + 1e-4) * keys.outgoing[0, head, rest])
+    model = zoo.model("llava")
+    model.model.language_model.layers[1].self_attn.o_proj.weight.requires_grad_(False).data = torch.zeros(4).byte()
+    with pytest.raises(MmaccelError, match="use snapkv or vatp"), accelerated(model, "criticalkv"):
+        pass
+    with pytest.raises(MmaccelError, match="first from 0 to 1"):
+        CriticalKV(first=2.0)
+
+
+def test_layers_whose_attention_is_spread_keep_more() -> None:
+    """Their budgets rise with the exponential of the entropy that the bare attention has."""
+    tiny, feed = zoo.model("llava"), zoo.inputs("llava")
+    entropies: list[Tensor] = []
+    tiny.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = tiny(**feed, output_attentions=True).attentions
+    for paid in maps:
+        entropies.append(-(paid * paid.clamp(min=1e-30).log()).sum(-1).mean((1, 2)))
+    with accelerated(tiny, stage("h2o", 0.4, layer_budget="entropy")), torch.no_grad():
+        cache = tiny(**feed, use_cache=True).past_key_values
+        visual = int(tiny.mmaccel.layout.visual.sum())
+    lengths = [int((layer.index.index[0] >= 0).sum(-1).max()) for layer in cache.layers]
+    held = [length - (feed["input_ids"].shape[1] - visual) for length in lengths]
+    shares = torch.stack(entropies)[:, 0].exp()
+    assert held == budgets.by_shares(round(0.4 * visual), [visual] * len(held), shares.tolist())
+    assert len(set(held)) > 1
 
 
 def test_elastic_cache_hears_all_heads() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
 from mmaccel.layers.aim import AimPageRank
+from mmaccel.layers.fastkv import FastKVTokens
 from mmaccel.layers.framefusion import FrameFusion, merge_runs, sparsity_needed
 from mmaccel.layers.holitom import HoliTomInner, nearest_kept
 from mmaccel.layers.mustdrop import MustDropFilter
@@ -31,6 +32,8 @@ METHODS = [
     MustDropFilter(),
     MustDropFilter(adaptive=True, global_threshold=0.02, individual_threshold=0.3),
     PromptDistill(),
+    FastKVTokens(),
+    FastKVTokens(window=3, kernel=1),
 ]
 named = pytest.mark.parametrize("method", METHODS, ids=repr)
 #: the first layer behind DeepStack
@@ -45,7 +48,7 @@ def tokens_of(units=UNITS, seed: int = 0) -> TokenBatch:
     # row by row, as in batch_of
     figures = {
         name: torch.stack([torch.rand(shape[1], generator=random) for _ in range(shape[0])])
-        for name in ("importance", "text_sum", "text_max", "prompt_logits")
+        for name in ("importance", "text_sum", "text_max", "prompt_logits", "window_attention")
     }
     features = tokens.features.clone()
     for unit, (t, h, w) in enumerate(tokens.grid.tolist()):
@@ -330,6 +333,17 @@ def test_promptdistill_smooths_along_the_prompt() -> None:
         torch.testing.assert_close(smooth[j], bare[max(0, j - 1) : j + 2].sum() / 3)
 
 
+def test_fastkv_hears_the_end_of_the_prompt() -> None:
+    layer = layer_of([12])
+    paid = layer.attention(9, 12)[0].sum((0, 1))
+    paid[9:] = 0.0
+    raw = FastKVTokens(window=3, kernel=1).look(layer)["window_attention"][0]
+    torch.testing.assert_close(raw, paid)
+    smooth = FastKVTokens(window=3, kernel=3).look(layer)["window_attention"][0]
+    for j in range(12):
+        torch.testing.assert_close(smooth[j], paid[max(0, j - 1) : j + 2].sum() / 3)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -338,6 +352,8 @@ def test_promptdistill_smooths_along_the_prompt() -> None:
         lambda: AimPageRank(teleport=1.0),
         lambda: MustDropFilter(global_threshold=0.0),
         lambda: PromptDistill(kernel=4),
+        lambda: FastKVTokens(kernel=4),
+        lambda: FastKVTokens(window=0),
     ],
 )
 def test_useless_options_are_refused(wrong) -> None:
@@ -356,7 +372,7 @@ def last_logits(model, feed) -> Tensor:
     return model(**feed).logits[:, -1]
 
 
-ALONE = ["aim-pagerank", "framefusion", "holitom-inner", "mustdrop-filter", "promptdistill"]
+ALONE = ["aim-pagerank", "fastkv-tokens", "framefusion", "holitom-inner", "mustdrop-filter", "promptdistill"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

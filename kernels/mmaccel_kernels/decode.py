@@ -139,6 +139,7 @@ def check(
         if pages.heads != hkv or pages.batch != b:
             raise ValueError(f"pages hold {pages.batch} rows of {pages.heads} heads, and keys {b} rows of {hkv}.")
         widths = [sum(plane.codes.shape[2] for plane in planes) for planes in (pages.keys, pages.values)]
+        widths[0] = pages.key_width or widths[0]
         if widths != [d, values.shape[3]]:
             raise ValueError(
                 f"pages hold {widths[0]} and {widths[1]} channels, and keys and values {d} and {values.shape[3]}."
@@ -313,10 +314,12 @@ def decode_attention_kernel(
     out, lse = query.new_empty(b, hq, q, dv), query.new_empty(b, hq, q, dtype=torch.float32)
     tail_tiles = triton.cdiv(tail, plan.constants["BLOCK_N"])
     packed, planes = _packed_arguments(pages, query, visible is not None)
+    turned = query if pages is None else pages.turned(query).contiguous()
     cu_pages = keys if pages is None else pages.cu_pages
     layout = {"RAGGED": flat is not None, "PACKED": pages is not None, "BLOCK_N": plan.constants["BLOCK_N"]}
     _decode[programs, triton.cdiv(rows, plan.block_m)](
         query,
+        turned,
         *ragged[:3],
         keys,
         values,
@@ -499,6 +502,7 @@ def _channels_of(channels, head, rows, PLANE: tl.constexpr, PART: tl.constexpr):
 @jit(do_not_specialize=_CHANGING)
 def _decode(
     query,
+    turned,
     flat_keys,
     flat_values,
     cu_lengths,
@@ -585,7 +589,7 @@ def _decode(
         if PACKED:
             packed = tl.load(cu_pages + head)
             own_pages = tl.load(cu_pages + head + 1) - packed
-            rows_at = query + (head.to(tl.int64) * rows + row)[:, None] * D
+            rows_at = turned + (head.to(tl.int64) * rows + row)[:, None] * D
             channel, there = _channels_of(channels, head, row < rows, KEY, KEY[6] != D)
             if OTHER is None:
                 other, other_there = channel, there
@@ -723,8 +727,11 @@ def _merge(
     head, row = tl.program_id(0), tl.program_id(1)
     dv = tl.arange(0, BLOCK_DV)
     share = tl.cdiv(_before(cu_lengths, cu_pages, heads, tail_tiles, RAGGED, PACKED, BLOCK_N), PROGRAMS)
-    first = _before(cu_lengths, cu_pages, head, tail_tiles, RAGGED, PACKED, BLOCK_N) // share
-    last = (_before(cu_lengths, cu_pages, head + 1, tail_tiles, RAGGED, PACKED, BLOCK_N) - 1) // share
+    begin = _before(cu_lengths, cu_pages, head, tail_tiles, RAGGED, PACKED, BLOCK_N)
+    end = _before(cu_lengths, cu_pages, head + 1, tail_tiles, RAGGED, PACKED, BLOCK_N)
+    # no program may have come by a head without a tile
+    first = begin // share
+    last = tl.where(end > begin, (end - 1) // share, first - 1)
     highest, total, acc = float("-inf"), 0.0, tl.zeros([BLOCK_DV], tl.float32)
     for start in range(first, last + 1, PARTS):
         program = start + tl.arange(0, PARTS)

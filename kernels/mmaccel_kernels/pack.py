@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._triton import has_kernel, jit, tl, triton
-from .pages import FP8_MAX, Format, Plane, grouped, pack
+from .pages import FP8_MAX, Format, Plane, grouped, pack, waves
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -57,7 +57,8 @@ def quantise(
     """
     _check(x, start, count, format, page, tile, shared)
     run = quantise_kernel if has_kernel(x) else quantise_definition
-    return run(x, start, count, format, page, tile, meta_dtype or x.dtype, shared)
+    meta_dtype = meta_dtype or x.dtype
+    return run(waves(x) if format.fourier else x, start, count, format, page, tile, meta_dtype, shared)
 
 
 def _check(

@@ -36,6 +36,9 @@ With ``axis="channel"`` nothing needs to be expanded: ``q . k_t = (q * scale) . 
 in the order of its tokens. Pages are never changed once written; appending adds pages and makes a new table. Places whose
 tokens were dropped stay until others can take them: see :meth:`Pages.compacted`.
 
+**Waves.** A format with ``fourier`` codes not the channels of a token but their Fourier transform (:func:`waves`), which is
+orthogonal, so that nothing is undone to attend: ``q . k = waves(q) . waves(k)`` (:meth:`Pages.turned`).
+
 **Planes.** Keys (or values) may be split over channels into planes of different codes. A plane says which channels it
 holds in ``channels [B Hkv, D']``; None says all, in order.
 
@@ -79,11 +82,13 @@ class Format:
     axis : ``channel`` (one scale for every channel of a group of tokens) or ``token`` (one for every token of a group of
         channels).
     group : tokens, or channels, that share a scale.
+    fourier : code the :func:`waves` of the channels.
     """
 
     code: Code
     axis: Literal["channel", "token"]
     group: int
+    fourier: bool = False
 
     def __post_init__(self) -> None:
         if self.code not in _CODES:
@@ -176,12 +181,13 @@ class Plane:
 class Pages:
     """Packed keys and values of all heads of a layer.
 
-    keys, values : planes; together they hold every channel once.
+    keys, values : planes; together they hold every channel once. Channels of keys that none holds are zero.
     page, tile : tokens.
     count : ``[N]`` int32, tokens in each page, from 1 to ``page``.
     meta : ``[N]`` int32, the row of scales of each page.
     table : ``[T]`` int32, pages by head; ``cu_pages [B Hkv + 1]`` int32, where each head begins.
     heads : Hkv.
+    key_width : D, where planes of keys do not hold every channel; 0 where they do.
     """
 
     keys: tuple[Plane, ...]
@@ -193,6 +199,7 @@ class Pages:
     table: Tensor
     cu_pages: Tensor
     heads: int
+    key_width: int = 0
 
     @property
     def batch(self) -> int:
@@ -214,11 +221,23 @@ class Pages:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors()}
         return sum(storages.values())
 
+    def turned(self, query: Tensor) -> Tensor:
+        """``query [B, Hq, q, D]`` as the keys are coded: the same, but for waves where a plane of keys holds them."""
+        for plane in self.keys:
+            if plane.format.fourier:
+                rows = query.reshape(self.batch * self.heads, -1, query.shape[-1])
+                if plane.channels is None:
+                    query = waves(rows).to(query.dtype).view_as(query)
+                else:
+                    at = plane.channels.long()[:, None].expand(-1, rows.shape[1], -1)
+                    query = rows.scatter(2, at, waves(rows.gather(2, at)).to(query.dtype)).view_as(query)
+        return query
+
     def decoded(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Keys and values, flat ``[total, D]`` each: head after head, tokens in order (lengths as :meth:`lengths`)."""
-        return self._decoded(self.keys, dtype), self._decoded(self.values, dtype)
+        return self._decoded(self.keys, dtype, self.key_width), self._decoded(self.values, dtype)
 
-    def _decoded(self, planes: tuple[Plane, ...], dtype: torch.dtype) -> Tensor:
+    def _decoded(self, planes: tuple[Plane, ...], dtype: torch.dtype, width: int = 0) -> Tensor:
         table = self.table.long()
         there = torch.arange(self.page, device=table.device) < self.count[table][:, None]
         parts = [plane.decoded(self.page, self.tile, table, self.meta[table].long()) for plane in planes]
@@ -226,7 +245,7 @@ class Pages:
         parts = [part.flatten(0, 1) if full else part[there] for part in parts]
         if len(parts) == 1 and planes[0].channels is None:
             return parts[0].to(dtype)
-        out = parts[0].new_empty(len(parts[0]), sum(part.shape[1] for part in parts))
+        out = parts[0].new_zeros(len(parts[0]), width or sum(part.shape[1] for part in parts))
         per_head = self.lengths().flatten()
         for part, plane in zip(parts, planes, strict=True):
             assert plane.channels is not None
@@ -243,7 +262,8 @@ class Pages:
         """
         mine, theirs = (self.keys, self.values), (other.keys, other.values)
         same = [[plane.format for plane in planes] for planes in (*mine, *theirs)]
-        if same[:2] != same[2:] or (self.page, self.tile, self.heads) != (other.page, other.tile, other.heads):
+        shape = [(pages.page, pages.tile, pages.heads, pages.key_width) for pages in (self, other)]
+        if same[:2] != same[2:] or shape[0] != shape[1]:
             raise ValueError("Pages of different formats cannot be joined.")
         if len(self.cu_pages) != len(other.cu_pages):
             raise ValueError(f"{len(other.cu_pages) - 1} heads cannot be appended to {len(self.cu_pages) - 1}.")
@@ -447,7 +467,8 @@ def dequantise(codes: Tensor, format: Format, scale: Tensor, zero: Tensor | None
     value = grouped(value, format) * _spread(scale.float(), format)
     if zero is not None:
         value = value + _spread(zero.float(), format)
-    return value.reshape(n, page, width)
+    value = value.reshape(n, page, width)
+    return channels_of(value) if format.fourier else value
 
 
 def grouped(x: Tensor, format: Format) -> Tensor:
@@ -457,6 +478,35 @@ def grouped(x: Tensor, format: Format) -> Tensor:
 
 def _spread(meta: Tensor, format: Format) -> Tensor:
     return meta.unsqueeze(2 if format.axis == "channel" else 3)
+
+
+def waves(x: Tensor) -> Tensor:
+    """The orthonormal Fourier transform of the last axis, in real numbers: ``[..., D]`` -> ``[..., D]`` float32.
+
+    The transform of real numbers at frequency ``D - f`` is the conjugate of that at ``f``, so half of it says all: first the
+    real parts at frequencies 0 to ``D // 2``, then the imaginary parts at 1 to ``(D - 1) // 2``.
+    """
+    width = x.shape[-1]
+    spectrum = torch.view_as_real(torch.fft.rfft(x.float(), norm="ortho"))
+    # what stands for two frequencies weighs twice as much
+    twice = 0.5**-0.5
+    real = spectrum[..., 0] * torch.where(_paired(width, x.device), twice, 1.0)
+    return torch.cat([real, spectrum[..., 1 : (width + 1) // 2, 1] * twice], dim=-1)
+
+
+def channels_of(x: Tensor) -> Tensor:
+    """The inverse of :func:`waves`."""
+    width, half = x.shape[-1], x.shape[-1] // 2 + 1
+    real = x[..., :half] * torch.where(_paired(width, x.device), 0.5**0.5, 1.0)
+    imaginary = torch.zeros_like(real)
+    imaginary[..., 1 : (width + 1) // 2] = x[..., half:] * 0.5**0.5
+    return torch.fft.irfft(torch.complex(real, imaginary), n=width, norm="ortho")
+
+
+def _paired(width: int, device: torch.device) -> Tensor:
+    """Which of the frequencies 0 to ``width // 2`` have another that is their conjugate, bool."""
+    frequency = torch.arange(width // 2 + 1, device=device)
+    return (frequency > 0) & (2 * frequency < width)
 
 
 def from_e4m3(byte: Tensor) -> Tensor:

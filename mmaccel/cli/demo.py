@@ -1,8 +1,9 @@
 """Show the demo in a browser: what a model looks at, what a recipe drops, and what that costs.
 
-A question about a picture or a clip is answered in full and accelerated, side by side. Without --model the small models that
-come with mmaccel are shown, offline. Visitors can send files and recipes, and cannot name files or models of this machine;
-what they send lies in a temporary folder that is removed in the end.
+Open the address that is printed, choose an example and press Ask: a question about a picture or a clip is answered in full and
+accelerated, side by side. Ctrl-C ends the demo. Without --model the small models that come with mmaccel are shown, offline.
+Visitors can send files and recipes, and cannot name files or models of this machine; what they send lies in a temporary folder
+that is removed in the end. Of a machine without a screen, run ssh -L 7860:127.0.0.1:7860 MACHINE, and open the address at home.
 """
 
 from __future__ import annotations

@@ -105,6 +105,10 @@ def _needs(cls: Any) -> list[str]:
         needs.append("prompt attention" if cls.look is LayerMethod.look else "layer attention")
     if issubclass(cls, Policy) and cls.window:
         needs.append("last query" if cls.window == 1 else f"last {cls.window} queries")
+    if issubclass(cls, Policy) and cls.future:
+        needs.append("queries before RoPE")
+    if issubclass(cls, Policy) and cls.needs_outgoing:
+        needs.append("output projection")
     if issubclass(cls, Policy) and cls.observe is not Policy.observe:
         needs.append("prompt attention")
     if issubclass(cls, Policy) and cls.recall is not Policy.recall:

@@ -74,6 +74,16 @@ def sparsity_ratios(seen: Tensor, ratio: float) -> Tensor:
     return (seen / seen.sum() * ratio * len(seen)).clamp(0.01, 1.0)
 
 
+def entropy_ratios(entropies: Tensor, ratio: float) -> Tensor:
+    """The share of its keys each layer keeps, ``[L]``: ``clip(softmax(E) * ratio * L, 0.01, 1)`` of its entropy ``E [L]``.
+
+    *MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference*, NAACL 2025, arXiv 2502.17599. ``E`` is
+    the entropy of the attention each query pays, mean over queries and heads; the entropies between text and pictures of the
+    paper are in a function that its program does not call.
+    """
+    return sparsity_ratios(entropies.softmax(0), ratio)
+
+
 def prefix(scores: list[Tensor], count: int) -> list[int]:
     """One share of the summed scores for all layers, so that the layers keep ``count`` keys in the mean.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mmaccel_kernels.compact import compact
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedError
@@ -371,7 +372,7 @@ class CompressedLayer(DynamicLayer):
         """Back to empty, ready for another prompt."""
         super().reset()
         self.seen, self.index, self.ragged, self.carried = 0, None, None, Carried()
-        self.state.offset = self.state.ahead = self.state.kinds = self.state.recall = None
+        self.state.offset = self.state.ahead = self.state.kinds = self.state.visual = self.state.recall = None
 
 
 @dataclass
@@ -442,6 +443,7 @@ class CacheState:
     step : the forward being run, while one is.
     kinds : ``[B, n, 4]`` int32, for the first ``n`` places (picture, t, row, column), -1 for text and for what has no cell;
         only where a recipe goes on compacting while it decodes.
+    visual : ``[B, n]`` bool, which of the first ``n`` places are visual; only where text has a codec of its own.
     recall : what a recipe carries that reads other keys at every step.
     stream : all pictures are stretches of one clip, whose frames are counted on.
     """
@@ -454,6 +456,7 @@ class CacheState:
         self.ahead: Tensor | None = None
         self.step: Step | None = None
         self.kinds: Tensor | None = None
+        self.visual: Tensor | None = None
         self.recall: Recall | None = None
         self.stream = False
 
@@ -474,6 +477,11 @@ class CacheState:
             if layer.index is not None:
                 layer.index.forget()
 
+    def note_visual(self, visual: Tensor, since: int) -> None:
+        """Remember which places from ``since`` on are visual, ``[B, S]`` bool."""
+        before = visual[:, :0] if self.visual is None else self.visual[:, :since]
+        self.visual = torch.cat([pad(before, (0, since - before.shape[1])), visual], dim=1)
+
     def split(self, at: int) -> None:
         """Let layers from ``at`` on have indices of their own: they are about to store other tokens than those before."""
         clones: dict[int, KeyIndex] = {}
@@ -491,6 +499,8 @@ class CacheState:
             self.ahead = self.ahead[rows.to(self.ahead.device)]
         if self.kinds is not None:
             self.kinds = self.kinds[rows.to(self.kinds.device)]
+        if self.visual is not None:
+            self.visual = self.visual[rows.to(self.visual.device)]
         if self.recall is not None:
             self.recall.select(rows)
 
@@ -539,13 +549,15 @@ class CacheState:
             self.offset = self.offset - (seen - left)
         if self.kinds is not None:
             self.kinds = self.kinds[:, held[: self.kinds.shape[1]].to(self.kinds.device)]
+        if self.visual is not None:
+            self.visual = self.visual[:, held[: self.visual.shape[1]].to(self.visual.device)]
         if self.recall is not None:
             self.recall = Recall(self.recall.count)
 
     def nbytes(self) -> int:
         """Bytes held, counted on unique storages."""
         tensors = [t for layer in self.layers for t in layer.tensors()]
-        tensors += [t for t in (self.offset, self.ahead, self.kinds) if t is not None]
+        tensors += [t for t in (self.offset, self.ahead, self.kinds, self.visual) if t is not None]
         tensors += self.recall.tensors() if self.recall is not None else []
         return sum(
             {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values()

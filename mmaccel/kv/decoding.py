@@ -30,7 +30,7 @@ def reads_as_stored(step: Step, number: int, new: Tensor) -> bool:
     if not on_gpu(new) or new.shape[2] > MAX_QUERIES or step.state is None:
         return False
     layer, eviction = step.state.layers[number], step.eviction
-    if step.layout is not None or step.reading is not None or (layer.ragged is None and layer.pages is None):
+    if step.layout is not None or step.reading is not None or (layer.ragged is None and not layer.packed):
         return False
     return eviction is None or not (eviction.policy.recalls or eviction.policy.scheduled)
 
@@ -50,7 +50,26 @@ def attend(layer: QuantisedLayer, query: Tensor, visible: Tensor | None, scaling
     if (ragged := layer.ragged) is not None:
         bounds = torch.nn.functional.pad(ragged.lengths.flatten().cumsum(0), (1, 0))
         flat = Flat(ragged.keys, ragged.values, bounds, ragged.longest)
-    out, _ = decode_attention(
-        query, layer.keys, layer.values, scaling=scaling, flat=flat, pages=layer.pages, visible=visible
-    )
-    return out.transpose(1, 2)
+    # one kind is read in the same pass as the rest, each of the others in a pass of its own
+    kinds = [(pages, width) for pages, width in zip(layer.packs, layer.widths, strict=True) if pages is not None]
+    parts, none = [], (layer.keys[:, :, :0], layer.values[:, :, :0])
+    for pages, width in kinds[:-1]:
+        mine = None
+        if visible is not None:
+            mine, visible = visible[..., :width], visible[..., width:]
+        if len(pages.table):
+            parts.append(decode_attention(query, *none, scaling=scaling, pages=pages, visible=mine))
+    last = kinds[-1][0] if kinds else None
+    read = decode_attention(query, layer.keys, layer.values, scaling=scaling, flat=flat, pages=last, visible=visible)
+    return merged([*parts, read]).transpose(1, 2)
+
+
+def merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention over several sets of keys as one: outputs ``[B, Hq, q, Dv]`` of each set by their logarithms of the sum of
+    exponentials ``[B, Hq, q]`` float32, of which one at least is finite for every query that sees anything."""
+    if len(parts) == 1:
+        return parts[0][0]
+    total = torch.stack([lse for _, lse in parts])
+    share = (total - total.amax(0).clamp(min=torch.finfo(total.dtype).min)).exp()
+    share = share / share.sum(0).clamp(min=torch.finfo(total.dtype).tiny)
+    return torch.stack([out.float() for out, _ in parts]).mul(share[..., None]).sum(0).to(parts[0][0].dtype)

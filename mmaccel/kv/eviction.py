@@ -20,7 +20,7 @@ from ..reduction import top_mask
 from . import budgets
 from .cache import CompressedLayer, Reading, Recall
 from .compact import merge
-from .importance import behind_pictures, share_seen
+from .importance import behind_pictures, entropy, expected_queries, outgoing_norm, share_seen
 
 if TYPE_CHECKING:
     from ..door import Step
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Waiting:
-    """A layer whose budget is settled when the forward is over; ``seen [B]`` is the share of its attention that matters."""
+    """A layer whose budget is settled when the forward is over, in proportion to ``seen [B]``, if that is known already."""
 
     number: int
     keys: KeyBatch
@@ -56,6 +56,8 @@ class Eviction:
         self.layers = len(step.state.layers)
         self.figures: list[Tensor] = []
         self.waiting: list[Waiting] = []
+        #: ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, the queries of the layer at work before RoPE, if the policy looks at them
+        self.unturned: Tensor | None = None
 
     def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
         """``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``, and who sees what ``[B, 1 or Hkv, q, K]``."""
@@ -102,11 +104,17 @@ class Eviction:
             count=torch.tensor(self._budget(), device=places.device),
             picture=picture,
             cells=cells,
+            expected=self._expected(places, keys),
+            outgoing=self._outgoing(number, values[:, :, -new:]),
             layer=number,
             depth=self.layers,
         )
         if waits:
-            seen = share_seen(attention, behind_pictures(attention), 0.01) if split == "sparsity" else None
+            seen = None
+            if split == "sparsity":
+                seen = share_seen(attention, behind_pictures(attention), 0.01)
+            elif split == "entropy":
+                seen = entropy(attention).exp()
             self.waiting.append(Waiting(number, batch, seen))
         else:
             self._cut(batch, self._rank(batch), self._over_layers()[number])
@@ -162,10 +170,9 @@ class Eviction:
         how, number = self.policy.choice("layer_budget")
         among = [self._competing(one.keys)[row] for one in waiting]
         sizes = [int(a.sum()) for a in among]
-        if how == "sparsity":
-            assert number is not None
+        if how in ("sparsity", "entropy"):
             shares = [float(one.seen[row]) if one.seen is not None else 1.0 for one in waiting]
-            return budgets.by_shares(count, sizes, shares, number)
+            return budgets.by_shares(count, sizes, shares, number or 0.0)
         mine = [_proportions(s[row][:, a]) for s, a in zip(scores, among, strict=True)]
         if how == "prefix":
             return budgets.prefix([s.mean(0) for s in mine], count)
@@ -274,12 +281,12 @@ class Eviction:
         carried, index = layer.carried, layer.index.index.long()
         queries, asked, received = carried.queries, carried.places, carried.received
         queries = keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3]) if queries is None else queries
-        heads = 1
+        outgoing, heads = self._outgoing(layer.number, values), 1
         if index.dim() == 3:
             heads = index.shape[1]
             index, keys, values = index.flatten(0, 1), keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
             queries = queries.unflatten(1, (heads, -1)).flatten(0, 1)
-            received = None if received is None else received.flatten(0, 1)[:, None]
+            received, outgoing = (None if x is None else x.flatten(0, 1)[:, None] for x in (received, outgoing))
         # by place: packed pictures stand before text that is older
         order = index.argsort(dim=1, stable=True)
         index = index.gather(1, order)
@@ -301,6 +308,7 @@ class Eviction:
             received=None if received is None else sorted_(received),
             picture=picture,
             cells=cells,
+            outgoing=None if outgoing is None else sorted_(outgoing),
             layer=layer.number,
             depth=self.layers,
             decoding=True,
@@ -348,6 +356,30 @@ class Eviction:
         """``[B, Hkv]`` long: keys each head stores."""
         assert layer.index is not None
         return (layer.index.by_head >= 0).sum(-1).expand(-1, layer.keys.shape[1]).contiguous()
+
+    def _expected(self, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What the queries behind those at ``places [B, q]`` may be, if the policy looks into the future."""
+        policy, state, queries = self.policy, self.state, self.unturned
+        if not policy.future or queries is None:
+            return None
+        self.unturned = None
+        there = places >= 0
+        text, position = self.step.owner.family.text, torch.arange(policy.future, device=keys.device)
+        assert state.offset is not None
+        position = (self.step.seen + self.step.length - state.offset.to(keys.device))[:, None] + position
+        if "mrope_section" in (text.config.rope_parameters or {}):
+            position = position.expand(3, -1, -1)
+        # in full precision, as half precision does not tell late positions apart
+        cos, sin = (x[0] if x.dim() == 4 else x for x in text.rotary_emb(keys[..., :0].float(), position))
+        queries = queries.flatten(2).unflatten(2, (-1, keys.shape[3]))
+        return expected_queries(queries, there & (there.cumsum(1) > policy.sinks), cos, sin)
+
+    def _outgoing(self, number: int, values: Tensor) -> Tensor | None:
+        """Norms of ``values [B, Hkv, K, D]`` behind the output projection of layer ``number``, if the policy looks at them."""
+        if not self.policy.needs_outgoing:
+            return None
+        weight: Tensor = self.step.owner.family.text.layers[number].self_attn.o_proj.weight
+        return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
     def _visual(self, places: Tensor) -> Tensor:
         """``[B, q]`` bool of places of this forward."""

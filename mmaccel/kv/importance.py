@@ -56,10 +56,71 @@ def share_seen(attention: LayerAttention, rows: Tensor, threshold: float) -> Ten
     return (strong / entries.clamp(min=1)).float()
 
 
+def entropy(attention: LayerAttention) -> Tensor:
+    """``[B]`` float32: the entropy of what each query pays, in nats; mean over queries and heads."""
+    batch, heads = attention.query.shape[:2]
+    total = attention.query.new_zeros(batch, dtype=torch.float64)
+    rows = total.clone()
+    for start, stop in row_blocks(attention):
+        logits = upto(attention, stop).logits(start, stop)
+        most = logits.amax(-1, keepdim=True)
+        # queries that are padding see nothing
+        there = most[..., 0] > -torch.inf
+        logits = (logits - most).nan_to_num(0.0, neginf=-torch.inf)
+        weight = logits.exp()
+        sum_ = weight.sum(-1)
+        paid = sum_.log() - (weight * logits.clamp(min=torch.finfo(logits.dtype).min)).sum(-1) / sum_
+        total += paid.masked_fill(~there, 0.0).sum((1, 2))
+        rows += there.sum((1, 2))
+    return (total / rows.clamp(min=1)).float()
+
+
 def by_group(figures: Tensor, heads: int, join: Join = "mean") -> Tensor:
     """``[B, Hq, K]`` joined over the query heads of each of ``heads`` key heads, ``[B, Hkv, K]``."""
     grouped = figures.unflatten(1, (heads, -1))
     return grouped.amax(2) if join == "max" else grouped.sum(2) if join == "sum" else grouped.mean(2)
+
+
+def expected_queries(queries: Tensor, there: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean ``[B, Hq, D]`` and covariance ``[B, Hq, D, D]``, float32, of queries at positions to come.
+
+    Parameters
+    ----------
+    queries : ``[B, S, Hq, D]`` before RoPE. there : ``[B, S]`` bool, those that count.
+    cos, sin : ``[B, n, D]``, of RoPE in the layout of two halves, at the positions to come.
+    """
+    weight = there[:, :, None, None].float()
+    count = weight.sum(1).clamp(min=1)
+    mean = (queries.float() * weight).sum(1) / count
+    off = (queries.float() - mean[:, None]) * weight
+    covariance = torch.einsum("bshd,bshe->bhde", off, off) / count[..., None]
+    half = cos.shape[-1] // 2
+    swap = torch.eye(half, device=cos.device)
+    turn = torch.zeros(2 * half, 2 * half, device=cos.device)
+    turn[:half, half:], turn[half:, :half] = -swap, swap
+    rotation = torch.diag_embed(cos.float().mean(1)) + sin.float().mean(1)[:, :, None] * turn
+    rotation = rotation[:, None]
+    return (rotation @ mean[..., None])[..., 0], rotation @ covariance @ rotation.mT
+
+
+def energy(queries: Tensor, there: Tensor, heads: int) -> Tensor:
+    """The mean square of every channel of the queries, mean over the query heads of each of ``heads`` key heads: ``queries
+    [B, Hq, W, D]``, of which ``there [B, W]`` count -> ``[B, Hkv, D]`` float32."""
+    weight = there[:, None, :, None].float()
+    mean = (queries.float() ** 2 * weight).sum(2) / weight.sum(2).clamp(min=1)
+    return mean.unflatten(1, (heads, -1)).mean(2)
+
+
+def outgoing_norm(values: Tensor, output: Tensor) -> Tensor:
+    """``values [B, Hkv, K, D]`` through the output projection ``[d, Hq, D]`` of each query head: the L1 norm of what arrives,
+    mean over the query heads of a key head, ``[B, Hkv, K]`` float32."""
+    heads = values.shape[1]
+    norms = []
+    # a head at a time: the projections of all are as large as the hidden states of that many prompts
+    for head, projection in enumerate(output.float().unbind(1)):
+        value = values[:, head * heads // output.shape[1]].float()
+        norms.append((value @ projection.T).abs().sum(-1))
+    return torch.stack(norms, dim=1).unflatten(1, (heads, -1)).mean(2)
 
 
 def behind_pictures(attention: LayerAttention) -> Tensor:

@@ -1,9 +1,10 @@
-"""A cache layer that stores what a codec packs in pages, and the rest in full precision behind them."""
+"""A cache layer that stores what codecs pack in pages, and the rest in full precision behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .cache import CompressedLayer, KeyIndex, Ragged, leftmost
-from .codecs import Codec
+from .codecs import Among, Codec, Kind
 
 if TYPE_CHECKING:
     from mmaccel_kernels.pages import Pages
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Front:
-    """What a layer has packed, apart from the rest.
+    """What a layer has packed of one kind of tokens, apart from the rest.
 
     pages : of all heads; None before the first are packed.
     index : ``[B, 1 or Hkv, W]``, where the token of every place of the pages came from; -1 for dead places, whose token was
@@ -80,9 +81,11 @@ class Front:
 
 
 class QuantisedLayer(CompressedLayer):
-    """The slots of :meth:`stored` are the places of the packed tokens of every head, then the tokens in full precision.
+    """The slots of :meth:`stored` are the places of the packed tokens of every head, kind after kind, then the tokens in full
+    precision.
 
-    pages : packed keys and values, None before the first are packed; ``width``: slots they take, those of the longest head.
+    packs : packed keys and values of every kind of tokens, None before the first are packed; ``widths``: slots they take, those
+        of the longest head.
     thawed : ``[B, 1 or Hkv]`` long, how many of the first tokens in full precision were packed once; None if none was.
 
     A token is packed once. It can be dropped; what becomes of its place is said at
@@ -92,67 +95,89 @@ class QuantisedLayer(CompressedLayer):
 
     def __init__(self, state: CacheState, number: int) -> None:
         super().__init__(state, number)
-        self.pages: Pages | None = None
-        self.width = 0
+        self.packs: tuple[Pages | None, ...] = ()
+        self.widths: tuple[int, ...] = ()
         self.thawed: Tensor | None = None
+
+    @property
+    def pages(self) -> Pages | None:
+        """What is packed of the first kind."""
+        return self.packs[0] if self.packs else None
+
+    @property
+    def width(self) -> int:
+        """Slots of all that is packed."""
+        return sum(self.widths)
+
+    @property
+    def packed(self) -> bool:
+        """Whether anything is, or was and has left pages."""
+        return any(pages is not None for pages in self.packs)
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """All keys and values as ``[B, Hkv, K, D]``, packed ones decoded; short heads are padded (see ``index``)."""
-        keys, values = super().stored()
-        if self.pages is None:
-            return keys, values
-        old_keys, old_values = self.pages.decoded(keys.dtype)
-        shape = (*keys.shape[:2], self.width)
-        if len(old_keys) == keys.shape[0] * keys.shape[1] * self.width:
-            # all heads are as long
-            old_keys, old_values = (x.view(*shape, x.shape[1]) for x in (old_keys, old_values))
-        else:
-            old_keys, old_values = Ragged(old_keys, old_values, self.pages.lengths(), self.width).padded()
-        return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
+        parts = [super().stored()]
+        (batch, heads), dtype = parts[0][0].shape[:2], parts[0][0].dtype
+        for pages, width in zip(self.packs, self.widths, strict=True):
+            if pages is None:
+                continue
+            keys, values = pages.decoded(dtype)
+            if len(keys) == batch * heads * width:
+                # all heads are as long
+                keys, values = (x.view(batch, heads, width, x.shape[1]) for x in (keys, values))
+            else:
+                keys, values = Ragged(keys, values, pages.lengths(), width).padded()
+            parts.insert(len(parts) - 1, (keys, values))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([k for k, _ in parts], dim=2), torch.cat([v for _, v in parts], dim=2)
 
-    def pack(self, codec: Codec, visual: Tensor | None, since: int, made: dict[int, tuple[KeyIndex, KeyIndex]]) -> None:
-        """Quantise what is due.
+    def pack(
+        self, kind: Kind, among: Among, made: dict[int, tuple[KeyIndex, KeyIndex]], asked: Tensor | None = None
+    ) -> None:
+        """Quantise what is due of one kind of tokens.
 
         Parameters
         ----------
-        visual : ``[B, S]`` bool, which of the places from ``since`` on are visual; None if none is.
+        among : the places it may be of.
         made : old and new indices, so that layers which shared one go on sharing one.
+        asked : ``[B, Hkv, D]`` float32, the mean square of the last queries, if the codec looks at them.
         """
-        due = self._due(codec, visual, since)
+        due = self._due(kind.codec, among)
         if due is None or self.index is None:
             return
-        old, front = self.index, self._parted()
+        old, fronts = self.index, self._parted()
         rest = self.index.by_head
         keys, values = super().stored()
         chosen = due.expand(-1, keys.shape[1], -1)
-        new = codec.pack(keys[chosen], values[chosen], chosen.sum(-1), front.pages)
-        front = front.extended(new, rest, due, self.carried.received)
-        super().evict((rest >= 0) & ~due)
-        self._join(front)
+        empty = None if self.carried.received is None else self.carried.received[..., :0]
+        fronts += [Front(None, rest[..., :0], empty)] * (kind.number + 1 - len(fronts))
+        front = fronts[kind.number]
+        before = front.pages if front.pages is not None else fronts[kind.like].pages
+        new = kind.codec.pack(keys[chosen], values[chosen], chosen.sum(-1), before, asked)
+        fronts[kind.number] = front.extended(new, rest, due, self.carried.received)
+        super().evict((rest >= 0) & ~due, (keys, values))
+        self._join(fronts)
         known = made.get(id(old))
         if known is not None:
             self.index = known[1]
         elif old.index.dim() == 2:
             made[id(old)] = (old, self.index)
 
-    def _due(self, codec: Codec, visual: Tensor | None, since: int) -> Tensor | None:
+    def _due(self, codec: Codec, among: Among) -> Tensor | None:
         """Which of the tokens in full precision are to be packed, ``[B, 1 or Hkv, R]`` bool; None if none is."""
-        if self.index is None or (codec.visual_only and visual is None):
+        if self.index is None:
             return None
         rest = self.index.by_head[..., self.width :]
-        if not codec.visual_only and rest.shape[-1] < codec.residual + codec.page:
+        if among.others and rest.shape[-1] < codec.residual + codec.page:
             return None
-        valid = (rest >= 0) & ~self._once(rest)
-        if visual is not None and codec.visual_only:
-            place = (rest.long() - since).flatten(1)
-            seen = visual.to(place.device).gather(1, place.clamp(0, visual.shape[1] - 1)).view_as(rest)
-            valid &= (rest >= since) & seen
+        valid = (rest >= 0) & ~self._once(rest) & among.holds(rest)
         due = valid & (valid.cumsum(-1) <= codec.packable(valid.sum(-1))[..., None])
         return due if bool(due.any()) else None
 
     def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None) -> None:
         """Free everything but ``kept``. Packed tokens are dropped or stay as they are; ``merged`` does not reach them."""
-        if self.pages is None and self.thawed is None:
+        if not self.packed and self.thawed is None:
             super().evict(kept, merged)
             return
         assert self.index is not None
@@ -166,45 +191,46 @@ class QuantisedLayer(CompressedLayer):
             merged = self.stored()
         elif not thaws and merged is not None:
             merged = merged[0][:, :, width:], merged[1][:, :, width:]
-        front = self._parted().kept(packed & ~few)
+        parts = (packed & ~few).split(self.widths, dim=-1)
+        fronts = [front.kept(part) for front, part in zip(self._parted(), parts, strict=True)]
         if thaws:
             self.index, self.carried.received, rest = index, received, torch.cat([few, rest], dim=-1)
         super().evict(rest, merged)
-        self._join(front)
+        self._join(fronts)
         self.thawed = once if thaws or self.thawed is not None else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens seen; packed ones are cut off their pages."""
-        if (self.pages is None and self.thawed is None) or int(tokens_to_remove) >= 0:
+        if (not self.packed and self.thawed is None) or int(tokens_to_remove) >= 0:
             super().crop(tokens_to_remove)
             return
         self.seen += int(tokens_to_remove)
-        front = self._parted().cropped(self.seen)
+        fronts = [front.cropped(self.seen) for front in self._parted()]
         assert self.index is not None
         rest = self.index.by_head
         stays = (rest >= 0) & (rest < self.seen)
         if self.thawed is not None:
             self.thawed = (stays & self._once(rest)).sum(-1)
         super().evict(stays)
-        self._join(front)
+        self._join(fronts)
 
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor this layer holds."""
         yield from super().tensors()
-        if self.pages is not None:
-            yield from self.pages.tensors()
+        for pages in self.packs:
+            if pages is not None:
+                yield from pages.tensors()
         if self.thawed is not None:
             yield self.thawed
 
     def reset(self) -> None:
         """Back to empty, ready for another prompt."""
         super().reset()
-        self.pages, self.width, self.thawed = None, 0, None
+        self.packs, self.widths, self.thawed = (), (), None
 
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)
-        if self.pages is not None:
-            self.pages = self.pages.selected(rows.to(self.pages.table.device))
+        self.packs = tuple(pages and pages.selected(rows.to(pages.table.device)) for pages in self.packs)
         if self.thawed is not None:
             self.thawed = self.thawed[rows.to(self.thawed.device)]
 
@@ -222,35 +248,43 @@ class QuantisedLayer(CompressedLayer):
 
     def _few(self, kept: Tensor) -> Tensor:
         """Which of the packed tokens ``kept [B, 1 or Hkv, W]`` are to be thawed."""
-        if self.pages is None:
-            return torch.zeros_like(kept)
         token = (self.keys.shape[-1] + self.values.shape[-1]) * self.keys.element_size()
-        live = kept.expand(-1, self.pages.heads, -1)
-        return self.pages.sparse(live.flatten(0, 1), token).view_as(live)[:, : kept.shape[1]]
+        parts = []
+        for pages, part in zip(self.packs, kept.split(self.widths, dim=-1), strict=True):
+            if pages is None:
+                continue
+            live = part.expand(-1, pages.heads, -1)
+            parts.append(pages.sparse(live.flatten(0, 1), token).view_as(live)[:, : kept.shape[1]])
+        return torch.cat(parts, dim=-1) if parts else torch.zeros_like(kept)
 
     # --- the two parts ----------------------------------------------------------------------------------------
-    def _parted(self) -> Front:
+    def _parted(self) -> list[Front]:
         """Take what is packed away: a layer without pages is left, until :meth:`_join`."""
         assert self.index is not None
-        index, received = self.index.by_head, self.carried.received
+        index, received, ends = self.index.by_head, self.carried.received, list(accumulate(self.widths, initial=0))
         if received is not None:
             # tokens that came after the last observation have no figures yet
             received = pad(received, (0, index.shape[-1] - received.shape[-1]))
             self.carried.received = received[..., self.width :]
-            received = received[..., : self.width]
-        front, rest = Front(self.pages, index[..., : self.width], received), index[..., self.width :]
-        self.pages, self.width = None, 0
+        fronts = [
+            Front(pages, index[..., start:stop], None if received is None else received[..., start:stop])
+            for pages, start, stop in zip(self.packs, ends, ends[1:], strict=False)
+        ]
+        rest = index[..., self.width :]
+        self.packs, self.widths = (), ()
         self.index = KeyIndex(rest if rest.shape[1] > 1 else rest[:, 0], True, self.seen)
-        return front
+        return fronts
 
-    def _join(self, front: Front) -> None:
+    def _join(self, fronts: list[Front]) -> None:
         """Put what is packed before what is stored."""
         assert self.index is not None
-        rest = self.index.by_head
-        heads = max(front.index.shape[1], rest.shape[1])
-        index = torch.cat([part.expand(-1, heads, -1) for part in (front.index, rest)], dim=-1)
-        padded = self.index.padded or bool((front.index < 0).any())
+        indices = [*(front.index for front in fronts), self.index.by_head]
+        heads = max(index.shape[1] for index in indices)
+        index = torch.cat([part.expand(-1, heads, -1) for part in indices], dim=-1)
+        padded = self.index.padded or any(bool((front.index < 0).any()) for front in fronts)
         self.index = KeyIndex(index if heads > 1 else index[:, 0], padded, self.seen)
-        if front.received is not None and self.carried.received is not None:
-            self.carried.received = torch.cat([front.received, self.carried.received], dim=-1)
-        self.pages, self.width = front.pages, front.index.shape[-1]
+        if self.carried.received is not None:
+            figures = [front.received for front in fronts if front.received is not None]
+            self.carried.received = torch.cat([*figures, self.carried.received], dim=-1)
+        self.packs = tuple(front.pages for front in fronts)
+        self.widths = tuple(front.index.shape[-1] for front in fronts)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import torch
 from comparators import Arrays, NotBuilt, Params, close
+from compare_kv import last_queries
 from mmaccel_kernels.pages import Format, Plane, unpack
 from torch import Tensor
 
-from mmaccel.kv.codecs import KIVI, CalibQuant, VidKV
+from mmaccel.kv.codecs import KIVI, CalibQuant, ThinK, VidKV
 from mmaccel.kv.codecs.base import Codec, Cut
+from mmaccel.kv.importance import energy
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
@@ -75,10 +77,10 @@ def calibquant(params: Params, arrays: Arrays) -> None:
 
 def vidkv(params: Params, arrays: Arrays) -> None:
     key_bits, value_bits = params["nbits"]
-    if value_bits != 1.58 or params["q_group_size"] != 32:
+    if value_bits not in (1.58, 2) or params["q_group_size"] != 32:
         raise NotBuilt(f"vidkv with {value_bits} bits for the values and groups of {params['q_group_size']}")
     k, v = arrays["in_k"], arrays["in_v"]
-    codec = VidKV(key_bits=key_bits, page=64)
+    codec = VidKV(key_bits=key_bits, value_bits=value_bits, page=64, fourier=True)
     pages = packed(codec, k, v)
     hard = pages.keys[0]
     assert hard.channels is not None and pages.keys[1].channels is not None
@@ -94,7 +96,26 @@ def vidkv(params: Params, arrays: Arrays) -> None:
     at = arrays["out_hard_idx"]
     close(pages.decoded()[0].reshape(k.shape)[..., at], arrays["out_k_dequant_as_shipped"][..., at])
 
+    # theirs are codes of both parts at every frequency, of which ours are a half: real parts, then imaginary ones
+    easy = pages.keys[1]
+    width = len(arrays["out_easy_idx"])
+    both = torch.cat([2 * torch.arange(width // 2 + 1), 2 * torch.arange(1, (width + 1) // 2) + 1])
+    assert torch.equal(codes(codec, easy, k).mT, fields(arrays["out_easy_code"], 1)[:, :, both])
+    alone = (both == 0) | (both == width)
+    weight = torch.where(alone, 1.0, 2**0.5) / width**0.5
+    # 1-bit codes are a scale apart here, and two of theirs; frequencies that stand for two weigh more
+    ours = easy.scale.reshape(1, k.shape[1], groups, -1).mT / 2
+    close(ours, arrays["out_easy_scale"][:, :, both] * weight[:, None])
+    signs = (2 * fields(arrays["out_easy_code"], 1) - 1) * arrays["out_easy_scale"].repeat_interleave(32, dim=-1)
+    half = torch.view_as_complex(signs.mT.unflatten(-1, (-1, 2)).contiguous())[..., : width // 2 + 1]
+    easy_keys = pages.decoded()[0].reshape(k.shape)[..., arrays["out_easy_idx"]]
+    close(easy_keys, torch.fft.irfft(half, n=width))
+
     value = pages.values[0]
+    if value_bits == 2:
+        assert torch.equal(codes(codec, value, v).mT, fields(arrays["out_v_code"], 2))
+        close(value.scale.reshape(1, v.shape[1], groups, -1).mT, arrays["out_v_scale"])
+        return
     ternary = codes(codec, value, v)
     assert torch.equal(ternary.mT, fields(arrays["out_v_code"], 2))
     close(value.scale.reshape(1, v.shape[1], groups, -1).mT, arrays["out_v_scale"])
@@ -103,9 +124,37 @@ def vidkv(params: Params, arrays: Arrays) -> None:
     scale = arrays["out_v_scale"].mT.repeat_interleave(32, dim=2)
     close(pages.decoded()[1].reshape(v.shape), (fields(arrays["out_v_code"], 2).mT - 1) * scale)
 
-    # the 1-bit codes of theirs are those of a Fourier transform, which ours leaves out; the quantiser is the same
-    waves = torch.view_as_real(torch.fft.fft(k[..., arrays["out_easy_idx"]])).flatten(-2)
-    _one_plane("sign", 1, waves.mT, arrays["out_easy_code"], arrays["out_easy_scale"])
+
+def think(params: Params, arrays: Arrays) -> None:
+    """The channels that stay, and keys of eight bits on them; theirs are in full precision."""
+    keys, queries, recent = arrays["in_k"], arrays["in_q_window"], params["recent_size"]
+    there = torch.ones(1, queries.shape[2], dtype=torch.bool)
+    mask, pages = thinned(keys, queries, there, params["ratio"])
+    assert torch.equal(mask, arrays["out_channel_mask"][0])
+    older = pages.decoded()[0].view_as(keys)[:, :, :-recent]
+    ours = older[mask[None, :, None].expand_as(older)].view(arrays["out_k_pruned"].shape)
+    # half a step of the 255 that a group of 32 tokens spans
+    spread = float(keys.amax((2,)).sub(keys.amin((2,))).max())
+    assert float((ours - arrays["out_k_pruned"]).abs().max()) <= spread / 255 / 2 * 1.001
+    assert not older[~mask[None, :, None].expand_as(older)].any()
+    assert torch.equal(keys[:, :, -recent:], arrays["out_k_recent"])
+
+
+def think_kvpress(params: Params, arrays: Arrays) -> None:
+    keys, window = arrays["in_k"], params["window_size"]
+    there = torch.ones(1, window, dtype=torch.bool)
+    mask, _ = thinned(keys, last_queries(params, arrays), there, params["key_channel_compression_ratio"])
+    assert torch.equal(mask, arrays["out_channel_kept"])
+
+
+def thinned(keys: Tensor, queries: Tensor, there: Tensor, ratio: float):
+    """``[H, D]`` bool, the channels of ``keys [1, H, T, D]`` that stay, and the pages."""
+    codec, heads, tokens, width = ThinK(prune=ratio, align=1, residual=0, bits=8, page=64), *keys.shape[1:]
+    lengths = torch.full((1, heads), tokens)
+    pages = codec.pack(*[keys.flatten(0, 2)] * 2, lengths, asked=energy(queries, there, heads))
+    channels = pages.keys[0].channels
+    assert channels is not None
+    return torch.zeros(heads, width, dtype=torch.bool).scatter_(1, channels.long(), True), pages
 
 
 def vidkv_pack(params: Params, arrays: Arrays) -> None:
@@ -138,6 +187,8 @@ _KIVI = "quant_and_pack_kcache / quant_and_pack_vcache / unpack_and_dequant_* / 
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("jy-yuan/KIVI", _KIVI): kivi,
     ("insuhan/calibquant", "quant"): calibquant,
+    ("SalesforceAIResearch/ThinK", "key_pruner_query_driven"): think,
+    ("NVIDIA/kvpress", "ThinKPress.compress"): think_kvpress,
     ("KD-TAO/VidKV", _CACHE): vidkv,
     ("KD-TAO/VidKV", "triton_quantize_and_pack_along_last_dim"): vidkv_pack,
 }

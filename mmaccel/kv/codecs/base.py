@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
+from typing import ClassVar, Literal
 
 import torch
 from mmaccel_kernels.pack import quantise
@@ -22,12 +24,14 @@ class Cut:
     start, count : ``[N]`` long and int32, first row and tokens of every page, head after head.
     head : ``[N]`` long, the head of every page, of ``B Hkv``.
     lengths : ``[B, Hkv]`` long.
+    asked : ``[B, Hkv, D]`` float32, the mean square of the last queries, for codecs with a ``window``.
     """
 
     start: Tensor
     count: Tensor
     head: Tensor
     lengths: Tensor
+    asked: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,19 +42,25 @@ class Codec(Method):
     ----------
     page : tokens of a page, a multiple of 16.
     residual : how many of the newest tokens always stay in full precision; with them stays what does not fill a page.
-    visual_only : text stays in full precision for good. Visual tokens are packed at the end of the prompt they came with;
-        ``residual`` counts those of that prompt.
+    visual_only : text is not packed. Visual tokens are packed at the end of the prompt they came with; ``residual`` counts
+        those of that prompt.
+    text_only : visual tokens are not packed. A recipe may have one codec for visual tokens and one for text.
     """
 
     site = "codec"
     budget = "none"
     default_retain = None
+    #: how many of the last queries the codec looks at
+    window: ClassVar[int] = 0
 
     page: int = 128
     residual: int = 0
     visual_only: bool = False
+    text_only: bool = False
 
     def __post_init__(self) -> None:
+        if self.visual_only and self.text_only:
+            raise MmaccelError(f"{self.name} packs nothing if it is visual_only and text_only; leave out one of them.")
         if self.page < 16 or self.page % 16:
             raise MmaccelError(f"{self.name} needs pages of a multiple of 16 tokens, not {self.page}.")
         if self.residual < 0:
@@ -66,6 +76,19 @@ class Codec(Method):
     def formats(self, channels: int) -> tuple[Format, ...]:
         """Every format used for heads of this size: that of the keys first, that of the values last."""
 
+    def salient(self, embeds: Tensor, visual: Tensor, text: Tensor) -> Tensor:
+        """Which visual tokens :meth:`for_salient` packs, ``[B, S]`` bool, from what enters the language model.
+
+        Parameters
+        ----------
+        embeds : ``[B, S, D]``. visual, text : ``[B, S]`` bool.
+        """
+        raise NotImplementedError
+
+    def for_salient(self) -> Codec | None:
+        """The codec of the visual tokens of a prompt that are to be stored better than the others; by default there is none."""
+        return None
+
     @property
     def tile(self) -> int:
         """Tokens of a tile: 32 where that wastes no byte and crosses no group, else 16."""
@@ -78,7 +101,14 @@ class Codec(Method):
         """How many of the oldest of ``lengths`` tokens can be packed now: whole pages, beyond the residual."""
         return (lengths - self.residual).clamp(min=0) // self.page * self.page
 
-    def pack(self, keys: Tensor, values: Tensor, lengths: Tensor, before: Pages | None = None) -> Pages:
+    def pack(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        lengths: Tensor,
+        before: Pages | None = None,
+        asked: Tensor | None = None,
+    ) -> Pages:
         """Quantise tokens and pack them.
 
         Parameters
@@ -86,11 +116,14 @@ class Codec(Method):
         keys, values : ``[total, D]`` and ``[total, Dv]`` float16, bfloat16 or float32, flat: head after head.
         lengths : ``[B, Hkv]`` long, tokens of each head.
         before : what these heads have packed already.
+        asked : see :class:`Cut`.
         """
         start, count, cu_pages = split(lengths.flatten(), self.page)
-        cut = Cut(start, count, torch.repeat_interleave(cu_pages.diff().long()), lengths)
+        cut = Cut(start, count, torch.repeat_interleave(cu_pages.diff().long()), lengths, asked)
+        planes = self.key_planes(keys.contiguous(), cut, before)
+        narrow = sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
         return Pages(
-            keys=self.key_planes(keys.contiguous(), cut, before),
+            keys=planes,
             values=self.value_planes(values.contiguous(), cut),
             page=self.page,
             tile=self.tile,
@@ -99,6 +132,7 @@ class Codec(Method):
             table=torch.arange(len(count), dtype=torch.int32, device=count.device),
             cu_pages=cu_pages,
             heads=lengths.shape[1],
+            key_width=keys.shape[1] if narrow else 0,
         )
 
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
@@ -116,6 +150,54 @@ class Codec(Method):
     def plane(self, x: Tensor, cut: Cut, format: Format) -> Plane:
         """``x [total, D]`` in one format, scales per page."""
         return quantise(x, cut.start, cut.count, format, page=self.page, tile=self.tile)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Tokens that are packed alike, in pages of their own.
+
+    codec : how. of : which they are; ``salient`` ones are some of the visual ones of a prompt.
+    source : the codec of the recipe that this is of, and its stage.
+    number : counted from 0. like : the kind whose choices for a prompt, such as that of channels, are made for this one too.
+    """
+
+    codec: Codec
+    of: Literal["all", "visual", "text", "salient"]
+    source: Codec
+    stage: int
+    number: int
+    like: int
+
+
+def kinds(codecs: Mapping[int, Codec]) -> tuple[Kind, ...]:
+    """Every kind of tokens that the codecs of a recipe, by stage, tell apart."""
+    out: list[Kind] = []
+    for stage, codec in codecs.items():
+        of: Literal["all", "visual", "text"] = "visual" if codec.visual_only else "text" if codec.text_only else "all"
+        number, better = len(out), codec.for_salient()
+        out.append(Kind(codec, of, codec, stage, number, number))
+        if better is not None:
+            out.append(Kind(better, "salient", codec, stage, number + 1, number))
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Among:
+    """Places a codec may pack: of those from ``since`` on what ``mask [B, n]`` bool says, of all others ``others``."""
+
+    mask: Tensor | None
+    since: int
+    others: bool
+
+    def holds(self, places: Tensor) -> Tensor:
+        """``places [B, heads, K]`` -> the same shape, bool."""
+        if self.mask is None:
+            return torch.full_like(places, self.others, dtype=torch.bool)
+        at = places.long() - self.since
+        inside = (at >= 0) & (at < self.mask.shape[1])
+        mask = self.mask.to(places.device)[:, None].expand(-1, places.shape[1], -1)
+        found = mask.gather(2, at.clamp(0, self.mask.shape[1] - 1))
+        return torch.where(inside, found, self.others)
 
 
 def channel_group(group: int, channels: int) -> int:

@@ -53,9 +53,10 @@ class CalibQuant(Codec):
                 raise MmaccelError(
                     f"calibquant: {name}={shrink} is no share of the range; give more than 0, at most 1."
                 )
-        if not self.visual_only:
+        if not self.visual_only or self.text_only:
             raise MmaccelError(
-                "calibquant has one range for all visual tokens of a prompt and none for text; leave out visual_only."
+                "calibquant has one range for all visual tokens of a prompt and none for text; leave out visual_only and "
+                "text_only."
             )
         if self.residual:
             raise MmaccelError("calibquant packs visual tokens only and all of them; leave out residual.")

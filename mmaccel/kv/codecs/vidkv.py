@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from mmaccel_kernels.pages import Format, Pages, Plane
 from torch import Tensor
 
 from ...errors import MmaccelError
+from ...reduction import top_mask
 from ...registry import register
 from .base import Codec, Cut
 
-_HARD, _EASY, _VALUE = (
+_TWO_BITS, _SIGN, _WAVES, _TERNARY = (
     Format("int2", "channel", 32),
     Format("sign", "channel", 32),
+    Format("sign", "channel", 32, fourier=True),
     Format("ternary", "channel", 32),
 )
 
@@ -30,17 +32,25 @@ class VidKV(Codec):
     2 bits, ``x ~ c s + min``; the others 1, ``x ~ (2c - 1) mean |x|``. Values: ``c = sign(x)`` where ``|x| > mean |x| / 2``,
     else 0, and ``x ~ c mean |x|``. All over groups of 32 tokens.
 
+    ``protect``: the visual tokens of a prompt that are most like its text, by the mean inner product of what enters the
+    language model, have values of 2 bits, coded as hard keys are (the paper's semantic token protection, STP).
+
     Parameters
     ----------
     key_bits : 1.5 as in the paper; more than 1, at most 2.
+    value_bits : 1.58, or 2: values coded as hard keys are.
+    fourier : take the 1-bit codes of the Fourier transform across the easy channels, as the paper does. Off: it is one more
+        transform a step.
+    protect : the share of visual tokens that is protected, in whole groups, at least one. 0 is none; with 0.2 values have 1.66
+        bits in the mean.
     page : tokens of a page. In pages of 640 tokens no byte has room to spare; in pages of 320 the 1-bit channels take 1.2.
     residual : newest tokens in full precision, beside those that do not fill a page.
 
     Paper and program: the program's decoder returns 0 and ``s`` for the 1-bit codes, and the bare signs for the values;
-    here it is the inverse of the coder. The program takes the 1-bit codes of a Fourier transform across the channels, real
-    and imaginary part, which is 2 bits a channel again; left out. It decodes and codes everything again every 128
-    steps; here nothing is quantised twice, and the channels chosen for a prompt serve what follows. Protecting the values
-    of tokens that resemble the question (``STP``) needs their embeddings, which a cache has not; left out.
+    here it is the inverse of the coder. The program codes the real and the imaginary part at every frequency, which is 2
+    bits a channel; half of them say all (:func:`mmaccel_kernels.pages.waves`), so here it is 1. It decodes and codes
+    everything again every 128 steps; here nothing is quantised twice, and the channels chosen for a prompt serve what
+    follows. It leaves the last 32 of the protected tokens out; here they are in.
     """
 
     name = "vidkv"
@@ -49,15 +59,36 @@ class VidKV(Codec):
 
     page: int = 320
     key_bits: float = 1.5
+    value_bits: float = 1.58
+    fourier: bool = False
+    protect: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 < self.key_bits <= 2:
             raise MmaccelError(f"vidkv needs key_bits above 1 and at most 2, not {self.key_bits}.")
+        if self.value_bits not in (1.58, 2):
+            raise MmaccelError(f"vidkv needs value_bits of 1.58 or 2, not {self.value_bits}.")
+        if not 0 <= self.protect < 1:
+            raise MmaccelError(f"vidkv: protect={self.protect} is no share of the visual tokens; give 0 to below 1.")
+        if self.protect and (self.text_only or self.value_bits == 2):
+            raise MmaccelError("vidkv protects visual tokens whose values have less than 2 bits; leave out protect.")
         super().__post_init__()
 
     def formats(self, channels: int) -> tuple[Format, ...]:
         """Hard channels of the keys, easy ones, values."""
-        return _HARD, _EASY, _VALUE
+        return _TWO_BITS, _WAVES if self.fourier else _SIGN, _TERNARY if self.value_bits == 1.58 else _TWO_BITS
+
+    def for_salient(self) -> Codec | None:
+        """The same with 2 bits for values, in pages that they fill."""
+        return _Protected(**{**asdict(self), "value_bits": 2, "protect": 0.0, "page": 128}) if self.protect else None
+
+    def salient(self, embeds: Tensor, visual: Tensor, text: Tensor) -> Tensor:
+        """The best ``protect`` of the visual tokens of each row, in whole groups of 32, at least 32."""
+        # the mean of products is the product with the mean
+        asked = (embeds * text[..., None]).float().sum(1) / text.sum(1, keepdim=True).clamp(min=1)
+        score = torch.einsum("bsd,bd->bs", embeds.float(), asked)
+        count = (visual.sum(1).double() * self.protect).long() // 32 * 32
+        return top_mask(score, visual, count.clamp(min=32))
 
     def hard_channels(self, keys: Tensor, lengths: Tensor) -> Tensor:
         """The channels with the widest range over all heads and tokens of each row.
@@ -95,7 +126,16 @@ class VidKV(Codec):
             channels = [None if c is None else c.repeat_interleave(heads, dim=0).int() for c in chosen]
         head = torch.repeat_interleave(cut.lengths.flatten())
         planes = []
-        for which, format in zip(channels, (_HARD, _EASY), strict=False):
+        for which, format in zip(channels, self.formats(width), strict=False):
             picked = keys if which is None else keys.gather(1, which.long()[head])
             planes.append(replace(self.plane(picked, cut, format), channels=which))
         return tuple(planes)
+
+
+@dataclass(frozen=True)
+class _Protected(VidKV):
+    """What :class:`VidKV` protects: all of it is packed at the end of its prompt."""
+
+    def packable(self, lengths: Tensor) -> Tensor:
+        """All."""
+        return lengths

@@ -2,8 +2,10 @@
 
 from . import (
     a2sf,
+    criticalkv,
     dycoke_cache,
     elastic_cache,
+    expected_attention,
     h2o,
     infinipot_v,
     keydiff,
@@ -20,8 +22,10 @@ from . import (
 
 __all__ = [
     "a2sf",
+    "criticalkv",
     "dycoke_cache",
     "elastic_cache",
+    "expected_attention",
     "h2o",
     "infinipot_v",
     "keydiff",

@@ -1,0 +1,80 @@
+"""ThinK: keys without the channels that queries make least of, and KIVI for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from mmaccel_kernels.pages import Pages, Plane
+from torch import Tensor
+
+from ...errors import MmaccelError
+from ...registry import register
+from .base import Cut
+from .kivi import KIVI
+
+
+@register
+@dataclass(frozen=True)
+class ThinK(KIVI):
+    """Of every key head the channels with the least query-key energy are dropped; what is left is coded as by KIVI.
+
+    *ThinK: Thinner Key Cache by Query-Driven Pruning*, ICLR 2025, arXiv 2407.21018.
+
+    ``e_c = mean_q q_c^2 mean_t k_c^2`` over the last queries of the prompt (mean over the query heads of a key head) and the
+    keys that are packed; the lowest ``int(D prune)`` channels of the head are gone for all of them, and count as zero in
+    ``q . k``. Values keep all channels. The channels chosen for a prompt serve what follows.
+
+    Parameters
+    ----------
+    prune : share of the channels of keys that is dropped. 0.4 as in the paper.
+    bits : 4, or 2 or 8, see ``kivi``; the paper also adds its pruning to KIVI.
+    align : as many channels stay as make a multiple of this: bytes of a token that a GPU loads at once. 1 as in the program.
+    residual : the newest tokens keep all channels, in full precision. 32 as in the paper.
+
+    Paper and program: both chiefly prune keys in full precision; a page here always holds codes (``bits=8`` is close to
+    that). Keys that are not packed yet have no part in ``e_c``, as they have in the program.
+    """
+
+    name = "think"
+    summary = "keys without 40 % of their channels, in 4 bits as by kivi"
+    paper = "arXiv 2407.21018"
+    window: ClassVar[int] = 32
+
+    residual: int = 32
+    bits: Literal[2, 4, 8] = 4
+    prune: float = 0.4
+    align: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.prune < 1:
+            raise MmaccelError(f"think: prune={self.prune} is no share of the channels; give 0 to below 1.")
+        if self.align < 1:
+            raise MmaccelError(f"think: align={self.align} is no count of channels; give 1 or more.")
+
+    def left(self, width: int) -> int:
+        """How many of the channels of a key stay."""
+        return min(width, -(-(width - int(width * self.prune)) // self.align) * self.align)
+
+    def channels(self, keys: Tensor, cut: Cut) -> Tensor:
+        """The channels that stay, ``[B Hkv, D']`` int32, ascending; ``keys [total, D]``, flat."""
+        lengths, width = cut.lengths.flatten(), keys.shape[1]
+        # a double, so that equal channels of equal keys tie however many they are
+        summed = torch.segment_reduce(keys.double() ** 2, "sum", lengths=lengths, unsafe=True)
+        energy = summed / lengths.clamp(min=1)[:, None]
+        if cut.asked is not None:
+            energy = energy * cut.asked.double().flatten(0, 1)
+        # stable: of equal channels the lower one stays
+        order = energy.argsort(dim=1, descending=True, stable=True)
+        return order[:, : self.left(width)].sort(1).values.int()
+
+    def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
+        """One plane of the channels that stay."""
+        chosen = before.keys[0].channels if before is not None else self.channels(keys, cut)
+        if chosen is None or chosen.shape[1] == keys.shape[1]:
+            return super().key_planes(keys, cut, before)
+        head = torch.repeat_interleave(cut.lengths.flatten())
+        picked = keys.gather(1, chosen.long()[head])
+        return (replace(self.plane(picked, cut, self.formats(keys.shape[1])[0]), channels=chosen),)

@@ -1,0 +1,73 @@
+"""CriticalKV: half of the budget for attention, half for what a value does to the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...errors import MmaccelError, UnsupportedError
+from ...method import KeyBatch
+from ...reduction import top_mask
+from ...registry import register
+from .snapkv import SnapKV
+
+if TYPE_CHECKING:
+    from ...families.base import Family
+
+
+@register
+@dataclass(frozen=True)
+class CriticalKV(SnapKV):
+    """SnapKV in two stages, of which the second weighs attention by the projected value.
+
+    *Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective*, arXiv 2502.03805.
+
+    Evicting a key changes the output of attention by its weight times its value as the output projection ``W_o`` sends it
+    on. Of each head's budget the share ``first`` goes to the highest scores ``s_k`` of SnapKV, the rest to the highest
+    ``(s_k + epsilon) mean_{h in group} ||W_o,h v_k||_1``.
+
+    Parameters
+    ----------
+    first : 0.5 as in the paper.
+    epsilon : 1e-4 as in kvpress, so that the size of values also ranks keys without attention.
+
+    The budget of the first stage is that of the layer, before heads compete for it.
+    """
+
+    name = "criticalkv"
+    summary = "keys the last prompt queries attend to, then those whose values change the output most"
+    paper = "arXiv 2502.03805"
+    needs_outgoing = True
+
+    first: float = 0.5
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.first <= 1 or self.epsilon < 0:
+            raise MmaccelError(
+                f"criticalkv needs first from 0 to 1 and epsilon >= 0, not {self.first} and {self.epsilon}."
+            )
+
+    def check(self, family: Family) -> None:
+        """The output projection is to be there, as numbers."""
+        super().check(family)
+        for layer in family.text.layers:
+            weight = getattr(getattr(layer.self_attn, "o_proj", None), "weight", None)
+            if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+                raise UnsupportedError(
+                    "criticalkv reads the output projection of every attention layer, and those of this model are quantised or "
+                    "named otherwise; use snapkv or vatp."
+                )
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]``, ``outgoing [B, Hkv, K]``, ``count [B]`` -> ``[B, Hkv, K]``."""
+        score = super().score(keys)
+        assert keys.outgoing is not None and keys.count is not None
+        among = (keys.valid if self.joint else keys.valid & keys.visual).repeat_interleave(score.shape[1], dim=0)
+        count = (keys.count.double() * self.first).long().repeat_interleave(score.shape[1])
+        best = top_mask(score.flatten(0, 1), among, count.to(score.device)).view_as(score)
+        return ((score + self.epsilon) * keys.outgoing).masked_fill(best, torch.inf)

@@ -1,0 +1,83 @@
+"""Expected attention: keys that queries to come will attend to, if they are like those of the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...errors import MmaccelError, UnsupportedError
+from ...method import KeyBatch, Policy
+from ...registry import register
+
+if TYPE_CHECKING:
+    from ...families.base import Family
+
+
+@register
+@dataclass(frozen=True)
+class ExpectedAttention(Policy):
+    """Score keys by the mean attention of queries that have not come yet.
+
+    *Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution*, arXiv 2510.00636.
+
+    Queries of a prompt are, before RoPE, nearly normal: ``q ~ N(m, S)`` of each head. Turned by the mean rotation of the next
+    ``future`` positions, the expected weight of a key is ``z_k = exp(m . k / sqrt(D) + k S k / 2D)``, and
+    ``s_k = mean_{h in group} z_k / sum_j z_j``, times ``||v_k||_2``.
+
+    Parameters
+    ----------
+    future : positions over which the rotation is averaged. 512 as in kvpress, the authors' program.
+    covariance : without it the mean alone decides.
+    weigh_values : whether the norm of the value counts.
+    sinks : the first tokens of a prompt stay, and have no part in ``m``, ``S`` and the sum. 4 as in the program.
+
+    What decodes does not change the scores: keys are evicted at the end of a prompt only.
+    """
+
+    name = "expected-attention"
+    summary = "keys that queries like those of the prompt will attend to, times the norm of their values"
+    paper = "arXiv 2510.00636"
+    default_retain = 0.25
+
+    sinks: int = 4
+    future: int = 512
+    covariance: bool = True
+    weigh_values: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.future < 1:
+            raise MmaccelError(
+                f"expected-attention cannot look {self.future} positions ahead; give future of 1 or more."
+            )
+        if self.scheduled:
+            raise MmaccelError("expected-attention scores the keys of a prompt when it ends; leave out every and cap.")
+
+    def check(self, family: Family) -> None:
+        """Queries before RoPE are to be seen."""
+        super().check(family)
+        if any(not hasattr(layer.self_attn, "q_proj") for layer in family.text.layers):
+            raise UnsupportedError(
+                "expected-attention looks at queries before RoPE, and this model has no q_proj where they come from; use "
+                "snapkv."
+            )
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """``keys``, ``values [B, Hkv, K, D]``, ``expected`` ``[B, Hq, D]`` and ``[B, Hq, D, D]`` -> ``[B, Hkv, K]``."""
+        assert keys.expected is not None
+        heads, key = keys.keys.shape[1], keys.keys.float()
+        first = keys.valid.cumsum(1) <= self.sinks
+        score = torch.zeros_like(key[..., 0])
+        mean, covariance = (x.unflatten(1, (heads, -1)) for x in keys.expected)
+        for m, c in zip(mean.unbind(2), covariance.unbind(2), strict=True):
+            logits = (key @ m[..., None])[..., 0] * keys.scaling
+            if self.covariance:
+                logits = logits + ((key @ c) * key).sum(-1) * keys.scaling**2 / 2
+            score += logits.masked_fill((first | ~keys.valid)[:, None], -torch.inf).softmax(-1)
+        score = score / mean.shape[2]
+        if self.weigh_values:
+            score = score * keys.values.float().norm(dim=-1)
+        return score.masked_fill((first & keys.valid)[:, None], torch.inf)

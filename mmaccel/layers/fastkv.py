@@ -1,0 +1,65 @@
+"""FastKV: half-way through the language model keep the visual tokens that the end of the prompt attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from ..errors import MmaccelError
+from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..reduction import Reduction
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class FastKVTokens(LayerMethod):
+    """Token-selective propagation: rank visual tokens by the attention of the last queries of one layer, smoothed.
+
+    *FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding Acceleration*, arXiv 2502.01068.
+
+    ``s_j = sum_h pool( sum_{q in window} A_{l-1}[h, q, j] )``; the ``count`` highest of each picture go on, at their
+    original positions, and all text. The layers below ``layer`` keep their own keys, for which the paper uses SnapKV of the
+    same window: the recipe ``fastkv`` has both.
+
+    Parameters
+    ----------
+    layer : the input of this layer. The paper selects by its layer 15 of 32, so 16.
+    window : queries at the end of the prompt that vote; 8 as in the program.
+    kernel : odd width of the pooling; 7 as in the program.
+
+    Paper and program: every token of a text prompt competes, and the window always goes on; here text stays and visual
+    tokens compete, each picture for its own budget.
+    """
+
+    name = "fastkv-tokens"
+    summary = "tokens the last prompt queries attend to, from the middle of the language model on"
+    paper = "arXiv 2502.01068"
+    default_retain = 0.2
+
+    layer: float = 16
+    window: int = 8
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise MmaccelError(
+                f"fastkv-tokens needs window >= 1 and an odd kernel, not {self.window} and {self.kernel}."
+            )
+
+    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+        """``window_attention [B, K]``: sums over window and heads; the window's own keys count as zero."""
+        rows = attention.query.shape[2]
+        first = max(0, rows - self.window)
+        # queries that are padding see nothing
+        paid = attention.attention(first, rows).nan_to_num(0.0)
+        score = paid.sum((1, 2))
+        score[:, first - rows :] = 0.0
+        return {"window_attention": avg_pool1d(score[:, None], self.kernel, stride=1, padding=self.kernel // 2)[:, 0]}
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``window_attention [N, n]``, ``count [N]`` -> the highest."""
+        return Reduction.top(tokens.signals["window_attention"], tokens.valid, count)
