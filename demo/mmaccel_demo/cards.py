@@ -65,17 +65,22 @@ def _paper(name: str) -> str:
 
 def columns(exchange: Exchange) -> str:
     """The full answer and the accelerated ones side by side, with their figures."""
-    cells = "".join(_column(one) for one in (exchange.full, *exchange.fast))
+    cells = "".join(_column(one, exchange.stopping) for one in (exchange.full, *exchange.fast))
     return f'<div class="mm-columns">{cells}</div>{_agreement(exchange)}'
 
 
-def _column(column: Column) -> str:
-    shown = escape(column.text) or f'<span class="mm-dim">{_STATES.get(column.state, "(an empty answer)")}</span>'
-    state = "" if column.state == "done" else f' <span class="mm-state">{_STATES[column.state]}</span>'
+def _column(column: Column, stopping: bool) -> str:
+    said = _state(column, stopping)
+    shown = escape(column.text) or f'<span class="mm-dim">{said or "(an empty answer)"}</span>'
+    state = f' <span class="mm-state">{said}</span>' * bool(said)
     return (
         f'<section class="mm-column" data-state="{column.state}"><h3>{escape(column.title)}{state}</h3>'
         f'<p class="mm-answer" aria-live="polite">{shown}</p>{_figures(column)}</section>'
     )
+
+
+def _state(column: Column, stopping: bool) -> str:
+    return "stops at its next token ..." if stopping and column.state == "runs" else _STATES.get(column.state, "")
 
 
 def _figures(column: Column) -> str:
@@ -142,7 +147,7 @@ def comparison(exchange: Exchange) -> str:
         agrees = "-"
         if found is not None:
             agrees = f"{'yes' if found['same_answer'] else 'no'}, KL {found['kl_first_token']:.2g}"
-        cells = [escape(column.text) or _STATES.get(column.state, "(an empty answer)"), agrees]
+        cells = [escape(column.text) or _state(column, exchange.stopping) or "(an empty answer)", agrees]
         if answer is None:
             cells += ["", "", ""]
         else:

@@ -23,6 +23,9 @@ from mmaccel.media import Prompt, encode
 
 from .overlay import View, view_of
 
+#: seconds after which a silent run looks whether it is to stop
+_LOOK = 0.1
+
 
 class Stopped(Exception):
     """The visitor wants no more of this answer."""
@@ -51,6 +54,8 @@ class Exchange:
 
     full: Column
     fast: list[Column]
+    #: it is to stop, and the model is at work on the token after which it does
+    stopping: bool = False
 
     def note(self) -> str:
         """What the figures do not show, in words."""
@@ -145,7 +150,13 @@ class Engine:
         worker.start()
         try:
             while True:
-                found = news.get()
+                try:
+                    found = news.get(timeout=_LOOK)
+                except queue.Empty:
+                    if stop.is_set() and not exchange.stopping:
+                        exchange.stopping = True
+                        yield exchange
+                    continue
                 # what has piled up is shown at once
                 while found is None and not news.empty():
                     found = news.get()

@@ -17,7 +17,7 @@ from mmaccel.media import Prompt
 from . import cards, limits, overlay
 from .engine import House
 from .examples import Example
-from .visitors import Live, Visitors
+from .visitors import Live, Visitor, Visitors
 
 #: what uses a model waits in one queue
 _QUEUED: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
@@ -185,33 +185,37 @@ def _asking(house: House, visitors: Visitors, kind: str, examples: list[Example]
             media = _media(kind)
             question = gr.Textbox(label="Question", max_lines=3, elem_classes=f"question-{kind}")
             chosen, panel = _recipe_panel()
+            more = "Longest answer" if kind == "picture" else "Frames, and longest answer"
+            with gr.Accordion(more, open=False):
+                frames = gr.Slider(
+                    2, limits.FRAMES, 16, step=2, label="Frames of the clip, evenly spaced", visible=kind == "video"
+                )
+                longest = gr.Slider(1, limits.ANSWER, _ANSWER, step=1, label="Longest answer, in tokens")
             with gr.Row():
                 ask = gr.Button("Ask", variant="primary", min_width=80)
                 stop = gr.Button("Stop", min_width=80)
         with gr.Column(scale=3, min_width=300):
-            said, answers = gr.HTML(elem_classes=f"said-{kind}"), gr.HTML(elem_classes=f"answers-{kind}")
+            what = "picture" if kind == "picture" else "clip"
+            hint = cards.say(f"Choose an example below or upload a {what}, and ask.")
+            said = gr.HTML(hint, elem_classes=f"said-{kind}")
+            answers = gr.HTML(elem_classes=f"answers-{kind}")
             step = gr.Slider(0, 1, 0, step=1, label="Through sites and layers", visible=False, elem_classes="mm-step")
             drawing = gr.HTML(elem_classes=f"drawing-{kind}")
     _examples(examples, kind, [media, question])
-    with gr.Accordion("More", open=False):
-        longest = gr.Slider(1, limits.ANSWER, _ANSWER, step=1, label="Longest answer, in tokens")
-        frames = gr.Slider(
-            2, limits.FRAMES, 16, step=2, label="Frames of the clip, evenly spaced", visible=kind == "video"
-        )
 
-    def begin(request: gr.Request) -> tuple[Any, ...]:
-        visitors[str(request.session_hash)].begin()
-        return "", "", gr.update(visible=False), ""
-
-    @_said(4)
     def run(
-        media: str | None, question: str, panel: str, longest: float, frames: float, request: gr.Request
+        visitor: Visitor,
+        stop: threading.Event,
+        media: str | None,
+        question: str,
+        panel: str,
+        longest: float,
+        frames: float,
     ) -> Iterator[Any]:
-        visitor = visitors[str(request.session_hash)]
         prompt = _shown(kind, media, question, frames)
         recipes = [limits.recipe(panel)]
         length = limits.number(longest, 1, limits.ANSWER, "The longest answer")
-        for exchange in house.engine(kind).ask(prompt, recipes, length, visitor.stop):
+        for exchange in house.engine(kind).ask(prompt, recipes, length, stop):
             yield "", cards.columns(exchange), gr.skip(), gr.skip()
         view = visitor.views[kind] = exchange.fast[0].view
         last = len(view.steps) - 1 if view is not None else 0
@@ -222,15 +226,55 @@ def _asking(house: House, visitors: Visitors, kind: str, examples: list[Example]
         view = visitors[str(request.session_hash)].views.get(kind)
         return overlay.draw(view, min(int(step), len(view.steps) - 1)) if view is not None else ""
 
-    def halt(request: gr.Request) -> None:
-        visitors[str(request.session_hash)].stop.set()
-
     inputs, outputs = [media, question, panel, longest, frames], [said, answers, step, drawing]
-    begun = gr.on([ask.click, question.submit], begin, None, outputs, **_AT_ONCE)
-    begun.then(run, inputs, outputs, **_QUEUED, api_visibility="private", show_progress="minimal")
-    stop.click(halt, **_AT_ONCE)
+    _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, ("", "", gr.update(visible=False), ""))
     step.input(move, step, drawing, trigger_mode="always_last", **_AT_ONCE)
     return chosen
+
+
+def _turns(
+    visitors: Visitors,
+    asked: list[Any],
+    stop: gr.Button,
+    run: Handler,
+    inputs: list[Any],
+    outputs: list[Any],
+    blank: tuple[Any, ...],
+) -> None:
+    """What is asked is numbered, and the outputs are made ``blank``, at once; it is ``run`` when its turn has come. And the
+    button that stops it."""
+    number = gr.Number(visible=False)
+
+    def begin(request: gr.Request) -> tuple[Any, ...]:
+        return visitors[str(request.session_hash)].begin(), *blank
+
+    @_said(len(outputs))
+    def turn(number: float, request: gr.Request, *inputs: Any) -> Iterator[Any]:
+        visitor = visitors[str(request.session_hash)]
+        stop = visitor.turn(int(number))
+        if stop.is_set():
+            yield cards.say("Stopped before it was asked."), *[gr.skip()] * (len(outputs) - 1)
+            return
+        yield from run(visitor, stop, *inputs)
+
+    def halt(request: gr.Request) -> Any:
+        visitor = visitors[str(request.session_hash)]
+        visitor.stop.set()
+        waits = "The question is taken back; it leaves the queue when its turn has come."
+        return cards.say(waits) if visitor.waits else gr.skip()
+
+    begun = gr.on(asked, begin, None, [number, *outputs], **_AT_ONCE)
+    begun.then(
+        turn,
+        [number, *inputs],
+        outputs,
+        **_QUEUED,
+        api_visibility="private",
+        show_progress="minimal",
+        # a question that comes while another is answered ends that one, and is asked then
+        trigger_mode="always_last",
+    )
+    stop.click(halt, None, outputs[0], **_AT_ONCE)
 
 
 def _recipe_panel() -> tuple[Any, Any]:
@@ -297,35 +341,25 @@ def _comparing(house: House, visitors: Visitors, examples: list[Example]) -> Any
                 ask = gr.Button("Compare", variant="primary", min_width=80)
                 stop = gr.Button("Stop", min_width=80)
         with gr.Column(scale=3, min_width=300):
-            said, table = gr.HTML(elem_classes="said-compare"), gr.HTML(elem_classes="answers-compare")
+            hint = cards.say("Choose an example below or upload a picture, ask, and see what each recipe makes of it.")
+            said, table = gr.HTML(hint, elem_classes="said-compare"), gr.HTML(elem_classes="answers-compare")
             drawings = gr.HTML(elem_classes="drawing-compare")
     _examples(examples, "picture", [media, question])
 
-    def begin(request: gr.Request) -> tuple[Any, ...]:
-        visitors[str(request.session_hash)].begin()
-        return "", "", ""
-
-    @_said(3)
-    def run(media: str | None, question: str, names: list[str], retain: float, request: gr.Request) -> Iterator[Any]:
-        visitor = visitors[str(request.session_hash)]
+    def run(
+        visitor: Visitor, stop: threading.Event, media: str | None, question: str, names: list[str], retain: float
+    ) -> Iterator[Any]:
         prompt = _shown("picture", media, question)
         if not 1 <= len(names or []) <= _MOST:
             raise MmaccelError(f"Choose 1 to {_MOST} recipes to compare.")
         found = [limits.recipe(name, float(retain)) for name in names]
-        for exchange in house.engine("picture").ask(prompt, found, _ANSWER, visitor.stop):
+        for exchange in house.engine("picture").ask(prompt, found, _ANSWER, stop):
             yield "", cards.comparison(exchange), gr.skip()
         views = {one.title: one.view for one in exchange.fast if one.view is not None}
         yield cards.say(exchange.note()), cards.comparison(exchange), overlay.sheet(views)
 
-    def halt(request: gr.Request) -> None:
-        visitors[str(request.session_hash)].stop.set()
-
-    outputs = [said, table, drawings]
-    begun = gr.on([ask.click, question.submit], begin, None, outputs, **_AT_ONCE)
-    begun.then(
-        run, [media, question, chosen, retain], outputs, **_QUEUED, api_visibility="private", show_progress="minimal"
-    )
-    stop.click(halt, **_AT_ONCE)
+    inputs, outputs = [media, question, chosen, retain], [said, table, drawings]
+    _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, ("", "", ""))
     return chosen
 
 
@@ -346,25 +380,31 @@ def _streaming(house: House, visitors: Visitors, examples: list[Example]) -> Any
             with gr.Row():
                 start = gr.Button("Start", variant="primary", min_width=80)
                 stop = gr.Button("Stop", min_width=80)
-            if rows := [[str(one.path)] for one in examples if one.kind == "video"]:
-                gr.Examples(rows, [media], label="Examples", cache_examples=False)
         with gr.Column(scale=3, min_width=300):
-            said = gr.HTML(elem_classes="said-stream")
+            hint = cards.say("Choose an example or upload a clip, and start. It comes as if live, over and over.")
+            said = gr.HTML(hint, elem_classes="said-stream")
             frame, line = gr.HTML(elem_classes="frame-stream"), gr.HTML(elem_classes="memory-stream")
             question = gr.Textbox(label="Question, at any time", max_lines=3, elem_classes="question-stream")
             ask = gr.Button("Ask now", min_width=80)
             answers = gr.HTML(elem_classes="answers-stream")
+    _examples(examples, "video", [media, question])
+    small = "The small model learned on clips of 16 frames: it answers well early, and badly once far more have come."
+    note = cards.say("" if house.options.model else small)
     timer = gr.Timer(_SECONDS, active=False)
 
     @_said(5)
     def begin(media: str | None, chosen: str, cap: float, request: gr.Request) -> Iterator[Any]:
         visitor = visitors[str(request.session_hash)]
-        visitor.live = None
+        visitor.live, visitor.starting = None, (mine := object())
         visitors.room(visitor)
         engine = house.engine("video")
         clip = limits.clip(media, limits.STREAMED, fps=limits.STREAM_FPS)
-        visitor.live = Live(engine, limits.recipe(chosen), clip, limits.number(cap, 64, 4096, "The cap"))
-        yield "", gr.Timer(active=True), "", "", ""
+        live = Live(engine, limits.recipe(chosen), clip, limits.number(cap, 64, 4096, "The cap"))
+        if visitor.starting is not mine:  # stopped, or started anew, while the clip was decoded
+            yield (gr.skip(),) * 5
+            return
+        visitor.live, visitor.starting = live, None
+        yield note, gr.Timer(active=True), "", "", ""
 
     @_said(4)
     def tick(request: gr.Request) -> Iterator[Any]:
@@ -385,11 +425,13 @@ def _streaming(house: House, visitors: Visitors, examples: list[Example]) -> Any
         if live is None:
             raise MmaccelError("No stream runs; start one first.")
         asked = limits.question(question)
-        yield "", cards.asked(asked, live.ask(asked, _ANSWER), live.session.frames) + (before or "")
+        yield note, cards.asked(asked, live.ask(asked, _ANSWER), live.session.frames) + (before or "")
 
     def halt(request: gr.Request) -> Any:
-        visitors[str(request.session_hash)].live = None
-        return gr.Timer(active=False)
+        visitor = visitors[str(request.session_hash)]
+        early = visitor.live is None and visitor.starting is not None
+        visitor.live = visitor.starting = None
+        return cards.say("The stream is not started.") if early else gr.skip(), gr.Timer(active=False)
 
     start.click(
         begin,
@@ -408,7 +450,7 @@ def _streaming(house: House, visitors: Visitors, examples: list[Example]) -> Any
         api_visibility="private",
         show_progress="minimal",
     )
-    stop.click(halt, None, timer, **_AT_ONCE)
+    stop.click(halt, None, [said, timer], **_AT_ONCE)
     return chosen
 
 

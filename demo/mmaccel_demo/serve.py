@@ -64,6 +64,8 @@ def launch(house: House, folder: Path, **options: Any) -> tuple[gr.Blocks, str]:
         quiet=True,
         max_file_size=limits.UPLOAD,
         ssr_mode=False,
+        # else Gradio asks for its own page, and where that takes more than 3 seconds, as on a busy machine, it gives up
+        _frontend=False,
         footer_links=["api"],
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
         css_paths=[_HERE / "style.css"],
@@ -81,17 +83,19 @@ def run(options: argparse.Namespace) -> int:
     MmaccelError
         If the model does not load, or the port is taken.
     """
+    if options.port is not None and not 0 < options.port < 1 << 16:
+        raise MmaccelError(f"--port must be from 1 to 65535, not {options.port}.")
     house = House(options)
     with terminable(), workplace() as folder:
-        threading.Thread(target=house.load, daemon=True).start()
         try:
             blocks, address = launch(
                 house, folder, server_name=options.host, server_port=options.port, share=options.share
             )
         except OSError as error:
             raise MmaccelError(
-                f"The demo cannot listen there ({str(error).splitlines()[0]}); give another --port."
+                f"The demo cannot listen there ({str(error).split('. ')[0]}); give another --port or --host."
             ) from None
+        threading.Thread(target=house.load, daemon=True).start()
         try:
             print(json.dumps({"address": address}) if options.json else f"The demo is at {address}", flush=True)
             house.wait()

@@ -57,18 +57,38 @@ class Live:
 
 @dataclass
 class Visitor:
-    """One browser tab, or one client of the API."""
+    """One browser tab, or one client of the API.
 
+    asked : questions so far; only the last of them is answered.
+    stop : ends the answer to that one.
+    waits : it waits in the queue.
+    starting : what stands for the stream that is about to start; another, or None, once the visitor wants that no more.
+    """
+
+    asked: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
+    waits: bool = False
     views: dict[str, View | None] = field(default_factory=dict)
     live: Live | None = None
+    starting: object = None
     seen: float = field(default_factory=time.monotonic)
 
-    def begin(self) -> threading.Event:
-        """The event that stops the answer that begins now; an answer that still runs is stopped."""
+    def begin(self) -> int:
+        """The number of a new question; the one before is stopped, whether it waits or is answered."""
         self.stop.set()
-        self.stop = threading.Event()
-        return self.stop
+        self.stop, self.waits = threading.Event(), True
+        self.asked += 1
+        return self.asked
+
+    def turn(self, number: int) -> threading.Event:
+        """The event that stops question ``number``, whose turn it is; already set if another came after it, or if the
+        visitor left."""
+        if number == self.asked:
+            self.waits = False
+            return self.stop
+        past = threading.Event()
+        past.set()
+        return past
 
 
 class Visitors:
@@ -100,7 +120,7 @@ class Visitors:
         visitor = self._all.pop(key, None)
         if visitor is not None:
             visitor.stop.set()
-            visitor.live = None
+            visitor.live = visitor.starting = None
 
     def room(self, visitor: Visitor) -> None:
         """Make sure that one more stream may begin.

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zoo
 from PIL import Image
-from visiting import Visit
+from visiting import Visit, browser
 
 from mmaccel.cli import ask
 from mmaccel.suite import make_item, render_clip, write_video
@@ -76,8 +77,17 @@ def site(tiny_video_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             blocks.close(verbose=False)
 
 
+@pytest.fixture(scope="session")
+def idle() -> Iterator[list[Any]]:
+    """Browsers that nobody uses; starting one takes long."""
+    found: list[Any] = []
+    yield found
+    for one in found:
+        one.quit()
+
+
 @pytest.fixture
-def visit(site: SimpleNamespace) -> Iterator[Callable[..., Visit]]:
+def visit(site: SimpleNamespace, idle: list[Any]) -> Iterator[Callable[..., Visit]]:
     """Open the page: ``visit()``, or ``visit(390, 844)``."""
     if find_spec("selenium") is None:
         pytest.skip("selenium is not installed: pip install selenium")
@@ -87,9 +97,10 @@ def visit(site: SimpleNamespace) -> Iterator[Callable[..., Visit]]:
     visits: list[Visit] = []
 
     def start(width: int = 1280, height: int = 1000) -> Visit:
-        visits.append(Visit(site.address, width, height))
+        visits.append(Visit(idle.pop() if idle else browser(), site.address, width, height))
         return visits[-1]
 
     yield start
     for one in visits:
-        one.close()
+        one.leave()
+        idle.append(one.driver)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from gate import Gate
 
 pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'mmaccel[demo]'")
 
 
 def answers(page, kind="picture"):
-    """Titles, answers and figures of both columns, once they are complete."""
-    page.until(lambda: len(page.all(f".answers-{kind} .mm-column[data-state=done]")) == 2)
+    """Titles, answers and figures of both columns, once they are complete and their tokens are drawn."""
+    page.until(lambda: page.all(f".drawing-{kind} .mm-panel"), 180)
     found = []
-    for column in page.all(f".answers-{kind} .mm-column"):
+    for column in page.all(f".answers-{kind} .mm-column[data-state=done]"):
         names = [e.text for e in column.find_elements(page.css, "dt")]
         values = [e.text for e in column.find_elements(page.css, "dd")]
         found.append(
@@ -28,6 +31,7 @@ def answers(page, kind="picture"):
                 **dict(zip(names, values, strict=True)),
             }
         )
+    assert len(found) == 2
     return found
 
 
@@ -61,7 +65,7 @@ def test_a_picture_is_answered_twice(visit, files):
     assert ("are equal" in said) == (full["answer"] == fast["answer"]) and "nats" in said
 
     # every token has a title, and a quarter of them stays
-    drawn = page.until(lambda: titles(page))
+    drawn = titles(page)
     assert len(drawn) == 196 and sum(": kept" in title for title in drawn) == 49
     assert drawn[1].startswith("token 2 of 196, row 1, column 2, place ")
 
@@ -71,12 +75,17 @@ def test_a_picture_is_answered_twice(visit, files):
     assert "before the recipe" in page.text(".mm-count")
 
     # tokens by keyboard: what the focused one says is written below
+    from selenium.webdriver import ActionChains
     from selenium.webdriver.common.keys import Keys
 
     first = page.all(".drawing-picture .mm-t")[0]
     page.driver.execute_script("arguments[0].focus()", first)
     page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     page.until(lambda: page.text(".mm-readout").startswith("token 16 of 196, row 2, column 2"))
+
+    # and by mouse
+    ActionChains(page.driver).move_to_element(page.all(".drawing-picture .mm-t")[3]).perform()
+    page.until(lambda: page.text(".mm-readout").startswith("token 4 of 196, row 1, column 4"))
 
     # another recipe, another budget
     page.choose("pool")
@@ -104,7 +113,7 @@ def test_the_recipe_as_json(visit, files):
     page.until(lambda: "visitors cannot" in page.text(".mm-error"))
     page.put(".mm-code", json.dumps({"name": "mine", "stages": [{"method": "uniform", "retain": 7}]}))
     page.until(lambda: "The recipe is valid" in page.text(".mm-say"))
-    assert "Keeps 7." in page.until(lambda: page.text(".mm-about"))
+    page.until(lambda: "Keeps 7." in page.text(".mm-about"))
     ask_about(page, files.png, files.question)
     _, fast = answers(page)
     assert fast["title"] == "mine 7" and fast["visual tokens kept"] == "7 of 196"
@@ -136,7 +145,7 @@ def test_a_clip_that_cannot_be_decoded(visit, files):
     page.until(lambda: "The clip cannot be decoded" in page.text(".said-video .mm-error"))
 
 
-def test_a_clip_is_answered_twice_and_can_be_stopped(visit, files):
+def test_a_clip_is_answered_twice_and_can_be_stopped(visit, files, site):
     pytest.importorskip("av")
     page = visit()
     page.tab("Video")
@@ -144,34 +153,37 @@ def test_a_clip_is_answered_twice_and_can_be_stopped(visit, files):
     page.write(".question-video", files.clip_question)
     page.choose("prunevid-merge")
     page.until(lambda: "still places kept once" in page.text(".mm-about"))
-    # the answer of random weights does not end by itself, so that it can be stopped in the middle
-    page.press("More")
-    page.slide("Longest answer", 192)
-    page.press("Ask")
-    page.until(lambda: page.text(".answers-video .mm-answer"))
-    page.press("Stop")
-    page.until(lambda: "stopped" in page.text(".answers-video .mm-state"))
-    assert not page.all(".answers-video .mm-column[data-state=runs]")
+    with Gate(site.house.engine("video").model, 5) as gate:
+        page.press("Ask")
+        page.until(gate.reached.is_set, 180)
+        page.until(lambda: "is answering" in page.text(".answers-video .mm-state"))
+        page.press("Stop")
+        page.until(lambda: "stops at its next token" in page.text(".answers-video .mm-state"))
+        gate.open()
+        page.until(lambda: page.text(".answers-video .mm-state") == "stopped stopped")
+        assert gate.passes == 5
     page.press("Ask")
     full, fast = answers(page, "video")
     assert full["answer"] and fast["title"] == "prunevid-merge 50%"
     in_, of = map(int, fast["visual tokens kept"].split(" of "))
     assert 0 < in_ < of
-    drawn = page.until(lambda: titles(page, "video"))
+    drawn = titles(page, "video")
     assert len(drawn) == of and any("merged into token" in title for title in drawn)
     assert len(page.all(".drawing-video .mm-panel")) == 8, "two frames make one slice"
     assert "segment 1" in page.text(".drawing-video")
 
 
-def test_recipes_are_compared(visit, files):
-    page = visit()
+def test_recipes_are_compared(visit, tmp_path):
+    from mmaccel_demo import examples
+
+    page, first = visit(), examples.make(tmp_path)[0]
     page.tab("Compare recipes")
-    page.upload(files.png)
-    page.write(".question-compare", files.question)
+    page.example(".question-compare")
+    assert page.value(".question-compare") == first.question
     page.press("Compare")
-    page.until(lambda: page.all(".drawing-compare .mm-panel"))
+    page.until(lambda: page.all(".drawing-compare .mm-panel"), 180)
     rows = [e.text for e in page.all(".answers-compare tbody tr")]
-    assert len(rows) == 6 and rows[0].startswith(f"full model {files.answer}")
+    assert len(rows) == 6 and rows[0].startswith(f"full model {first.answer}")
     assert all("49 of 196" in row for row in rows[1:4])
     assert len(page.all(".drawing-compare .mm-panel")) == 5
 
@@ -194,10 +206,101 @@ def test_a_stream_is_followed(visit, files):
     page.write(".question-stream", "what?")
     page.press("Ask now")
     page.until(lambda: page.all(".answers-stream .mm-asked"))
-    before = read()
-    page.until(lambda: read()[0] > before[0])
-    assert read()[1] <= 512
+    before = page.until(read)
+    after = page.until(lambda: (now := read()) and now[0] > before[0] and now)
+    assert after[1] <= 512
     page.press("Stop")
+
+
+def test_a_stream_is_stopped_before_it_starts(visit, files, monkeypatch):
+    pytest.importorskip("av")
+    from mmaccel_demo import limits
+    from mmaccel_demo import page as pages
+
+    decodes, goes_on, made = (threading.Event() for _ in range(3))
+    decode, live = limits.clip, pages.Live
+
+    def clip(*args, **options):
+        decodes.set()
+        goes_on.wait(120)
+        return decode(*args, **options)
+
+    def make(*args):
+        made.set()
+        return live(*args)
+
+    monkeypatch.setattr(limits, "clip", clip)
+    monkeypatch.setattr(pages, "Live", make)
+    page = visit()
+    page.tab("Stream")
+    page.upload(files.mp4)
+    page.press("Start")
+    page.until(decodes.is_set)
+    page.press("Stop")
+    page.until(lambda: "is not started" in page.text(".said-stream"))
+    goes_on.set()
+    page.until(made.is_set)
+    page.press("Ask now")
+    page.until(lambda: "No stream runs" in page.text(".said-stream .mm-error"))
+
+
+def waiting(site):
+    """Questions in the queue."""
+    return len(site.blocks._queue.event_queue_per_concurrency_id["model"].queue)
+
+
+def test_a_question_is_taken_back_from_the_queue(visit, files, site):
+    first, second = visit(), visit()
+    with Gate(site.house.engine("picture").model, 2) as gate:
+        ask_about(first, files.png, files.question)
+        first.until(gate.reached.is_set)
+        ask_about(second, files.other, files.other_question)
+        second.until(lambda: waiting(site) == 1)
+        second.press("Stop")
+        second.until(lambda: "taken back" in second.text(".said-picture"))
+        gate.open()
+        assert answers(first)[0]["answer"] == files.answer
+        passes = gate.passes
+        second.until(lambda: "Stopped before it was asked" in second.text(".said-picture"))
+        assert not second.all(".answers-picture .mm-column") and gate.passes == passes
+
+
+def test_a_new_question_ends_the_one_before(visit, files, site):
+    page = visit()
+    with Gate(site.house.engine("picture").model, 2) as gate:
+        ask_about(page, files.png, files.question)
+        page.until(gate.reached.is_set)
+        page.choose("uniform")
+        page.until(lambda: page.text(".mm-about").startswith("uniform"))
+        page.press("Ask")
+        page.until(lambda: "stops at its next token" in page.text(".answers-picture .mm-state"))
+        gate.open()
+        full, fast = answers(page)
+    assert full["answer"] == files.answer and fast["title"].startswith("uniform")
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["answered", "queued"])
+def test_who_closes_the_page_frees_the_model(visit, files, site, monkeypatch, waits):
+    from mmaccel_demo.visitors import Visitors
+
+    left, leave = threading.Event(), Visitors.leave
+    monkeypatch.setattr(Visitors, "leave", lambda self, key: (leave(self, key), left.set()))
+    engine = site.house.engine("picture")
+    page, other = visit(), visit() if waits else None
+    with Gate(engine.model, 2) as gate:
+        if other is not None:
+            ask_about(other, files.other, files.other_question)
+            other.until(gate.reached.is_set)
+        ask_about(page, files.png, files.question)
+        page.until((lambda: waiting(site) == 1) if waits else gate.reached.is_set)
+        page.driver.get("about:blank")
+        page.until(left.is_set)
+        gate.open()
+        if other is not None:
+            assert answers(other)[0]["answer"] == files.other_answer
+            passes = gate.passes
+        page.until(lambda: waiting(site) == 0 and not engine.lock.locked())
+        assert gate.passes == (passes if waits else 2)
 
 
 def test_two_visitors_get_their_own_answers(visit, files):
@@ -212,7 +315,7 @@ def test_two_visitors_get_their_own_answers(visit, files):
     second.press("Ask")
     assert answers(first)[0]["answer"] == files.answer
     assert answers(second)[0]["answer"] == files.other_answer
-    # the drawing of one is that of his own picture, and moving in it leaves the other alone
+    # what is drawn for one is his own picture, and moving in it leaves the other alone
     mine, its = titles(first), titles(second)
     second.slide("Through sites", -1)
     second.until(lambda: titles(second) != its)
@@ -350,8 +453,22 @@ def test_the_command(tmp_path, files):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_is_not_there(capsys):
-    from mmaccel.cli import main
+def test_what_cannot_be_started(capsys, monkeypatch):
+    """Each in a sentence with its remedy."""
+    from mmaccel_demo.engine import House
+
+    from mmaccel.cli import demo, main
 
     assert main(["demo", "--model", "./nowhere"]) == 2
     assert "There is no folder './nowhere'" in capsys.readouterr().err
+    monkeypatch.setattr(House, "load", lambda self: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["demo", "--port", port]) == 2
+    said = capsys.readouterr().err
+    assert port in said and "give another --port" in said and "GRADIO" not in said and said.count("\n") == 1
+    assert main(["demo", "--port", "99999"]) == 2
+    assert "from 1 to 65535, not 99999" in capsys.readouterr().err
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    assert main(["demo"]) == 2
+    assert "pip install 'mmaccel[demo]'" in capsys.readouterr().err

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from mmaccel_demo import cards, engine, limits, overlay
+from gate import Gate
+from mmaccel_demo import cards, engine, examples, limits, overlay
 from mmaccel_demo.visitors import STREAMS, VISITORS, Live, Visitors
 
 from mmaccel import MmaccelError, Recipe, Reduction, Stage, accelerated, is_accelerated
 from mmaccel.cli import ask
-from mmaccel.media import Clip, Prompt
+from mmaccel.media import Clip, Prompt, encode
 
 OPTIONS = argparse.Namespace(model=None, device="cpu", dtype="auto", attn=None, trust_remote_code=False)
 
@@ -77,8 +78,6 @@ def test_an_exchange(house, files):
 
 
 def _encoded(where, files):
-    from mmaccel.media import encode
-
     return encode(where.processor, [scene(files)])
 
 
@@ -102,6 +101,32 @@ def test_stopping_in_the_middle(films):
     assert exchange.full.answer is None and exchange.fast[0].agreement is None
     assert not films.lock.locked() and not is_accelerated(films.model)
     assert "stopped" in cards.columns(exchange)
+
+
+@pytest.mark.parametrize(
+    ("at", "full", "fast", "tokens"),
+    [
+        (1, "stopped", "stopped", 0),  # the warm-up
+        (2, "stopped", "stopped", 0),  # prefill
+        (4, "stopped", "stopped", 2),  # decoding
+        (6, "done", "stopped", 0),  # the same of the accelerated model
+        (7, "done", "stopped", 0),
+        (9, "done", "stopped", 2),
+    ],
+)
+def test_the_first_stop_counts(films, at, full, fast, tokens):
+    """Pressed during the ``at``-th pass, it is seen at once, and that pass is the last."""
+    stop, seen = threading.Event(), []
+    with Gate(films.model, at, stop.set) as gate:
+        for exchange in films.ask(Prompt("what?", clip=clip()), [limits.recipe("uniform")], 4, stop):
+            if exchange.stopping:
+                seen.append(cards.columns(exchange))
+                gate.open()
+    assert gate.passes == at and "stops at its next token" in seen[0]
+    columns = (exchange.full, exchange.fast[0])
+    assert tuple(one.state for one in columns) == (full, fast)
+    assert columns[full == "done"].tokens == tokens
+    assert "next token" not in cards.columns(exchange) and not films.lock.locked()
 
 
 def test_who_leaves_stops_the_run(films):
@@ -335,11 +360,16 @@ def test_visitors_are_apart_and_forgotten(monkeypatch):
     all_ = Visitors()
     one, other = all_["a"], all_["b"]
     assert all_["a"] is one and one is not other
-    stop = one.begin()
-    assert not stop.is_set() and not other.stop.is_set()
-    assert one.begin() is not stop and stop.is_set(), "a new question ends the one before"
+    first = one.begin()
+    assert one.waits
+    stop = one.turn(first)
+    assert not stop.is_set() and not other.stop.is_set() and not one.waits
+    second = one.begin()
+    assert stop.is_set(), "a new question ends the one before"
+    assert one.turn(first).is_set() and not one.turn(second).is_set(), "in the queue too"
     all_.leave("a")
     assert one.stop.is_set() and all_["a"] is not one
+    assert all_["a"].turn(second).is_set(), "what he asked before he left is not asked any more"
     for number in range(VISITORS + 5):
         all_[f"n{number}"]
     assert len(all_) == VISITORS and other.stop.is_set()
@@ -356,3 +386,22 @@ def test_streams_are_few(monkeypatch):
     all_["1"].seen = time.monotonic() - 1000
     all_.room(late)
     assert all_["1"].live is None
+
+
+@pytest.mark.parametrize("kind", ["picture", "video"])
+def test_the_examples_are_answered_right(kind, tmp_path):
+    """By the models that come with mmaccel, in full; whoever trains them anew picks other items in ``examples``."""
+    if kind == "video":
+        pytest.importorskip("av")
+    # by its folder: the site of the browser tests has another model for clips
+    folder = ask.SHIPPED if kind == "picture" else ask.SHIPPED.with_name("mini-qwen-vl")
+    model, processor = ask.load_model(argparse.Namespace(**{**vars(OPTIONS), "model": str(folder)}))
+    found = [one for one in examples.make(tmp_path) if one.kind == kind]
+    shown = [
+        Prompt(one.question, (limits.picture(str(one.path)),))
+        if kind == "picture"
+        else Prompt(one.question, clip=limits.clip(str(one.path), 16))
+        for one in found
+    ]
+    said = [ask.answer(model, processor, encode(processor, [prompt]), "none", 16).answer for prompt in shown]
+    assert len(said) >= 3 and said == [one.answer for one in found]

@@ -11,20 +11,29 @@ from pathlib import Path
 from typing import Any
 
 
-class Visit:
-    """One visitor's browser tab."""
+def browser() -> Any:
+    """A headless Chromium."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
 
-    def __init__(self, address: str, width: int, height: int) -> None:
-        from selenium import webdriver
-        from selenium.webdriver.chrome.service import Service
+    options = webdriver.ChromeOptions()
+    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu", "hide-scrollbars"):
+        options.add_argument(f"--{flag}")
+    # pages that nobody sees are made slow otherwise, which on a busy machine is very slow
+    for flag in ("renderer-backgrounding", "backgrounding-occluded-windows", "background-timer-throttling"):
+        options.add_argument(f"--disable-{flag}")
+    options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
+    return webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+
+
+class Visit:
+    """One visitor, with a browser for himself."""
+
+    def __init__(self, driver: Any, address: str, width: int, height: int) -> None:
         from selenium.webdriver.common.by import By
 
-        options = webdriver.ChromeOptions()
-        for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
-            options.add_argument(flag)
-        options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
         self.css = By.CSS_SELECTOR
-        self.driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+        self.driver = driver
         self.size(width, height)
         self.driver.get(address)
         self.until(lambda: "are shown to" in self.text("#state"))
@@ -39,9 +48,11 @@ class Visit:
         return [e for e in self.driver.find_elements(self.css, selector) if not visible or e.is_displayed()]
 
     def text(self, selector: str) -> str:
-        return " ".join(e.text for e in self.all(selector))
+        # in one go, since the page redraws while it is read
+        seen = "[...document.querySelectorAll(arguments[0])].filter(e => e.checkVisibility())"
+        return str(self.driver.execute_script(f"return {seen}.map(e => e.innerText.trim()).join(' ')", selector))
 
-    def until(self, holds: Callable[[], Any], seconds: float = 240.0) -> Any:
+    def until(self, holds: Callable[[], Any], seconds: float = 60.0) -> Any:
         from selenium.common.exceptions import StaleElementReferenceException
 
         end = time.monotonic() + seconds
@@ -81,6 +92,15 @@ class Visit:
         name = path.name
         self.until(lambda: any(name in source for source in self.driver.execute_script(sources, panel)))
 
+    def example(self, field: str) -> None:
+        """The first example of the panel, once its file is shown and its question stands in ``field``."""
+        self.until(lambda: self.panel().find_elements(self.css, "tbody tr.tr-body"))[0].click()
+        # not those of the list of examples
+        mine = "[...arguments[0].querySelectorAll('img, video')].filter(e => !e.closest('table'))"
+        shown = f"return {mine}.some(e => e.naturalWidth || e.videoWidth)"
+        self.until(lambda: self.driver.execute_script(shown, self.panel()))
+        self.until(lambda: self.value(field))
+
     def value(self, selector: str) -> str:
         """What a field holds, whether it is folded away or not."""
         return str(self.all(f"{selector} textarea, {selector} input", visible=False)[0].get_property("value"))
@@ -118,8 +138,8 @@ class Visit:
         option = self.until(lambda: [e for e in self.all("[role=option]") if e.text.endswith(f" {name}")])[0]
         option.click()
 
-    def close(self) -> None:
-        self.driver.quit()
+    def leave(self) -> None:
+        self.driver.get("about:blank")
 
 
 def screenshots(address: str, folder: Path) -> None:
@@ -127,12 +147,16 @@ def screenshots(address: str, folder: Path) -> None:
 
     Each tab is asked its first example at 1280 and at 390 pixels; the colours are reduced to a palette, which keeps them small.
     """
-    for width in (1280, 390):
-        page = Visit(address, width, 900)
-        _shoot(page, "Picture", "picture", "Ask", width, folder)
-        _shoot(page, "Video", "video", "Ask", width, folder)
-        _shoot(page, "Compare recipes", "compare", "Compare", width, folder)
-        page.close()
+    driver = browser()
+    try:
+        for width in (1280, 390):
+            page = Visit(driver, address, width, 900)
+            _shoot(page, "Picture", "picture", "Ask", width, folder)
+            _shoot(page, "Video", "video", "Ask", width, folder)
+            _shoot(page, "Compare recipes", "compare", "Compare", width, folder)
+            _shoot(page, "Stream", "stream", "Start", width, folder)
+    finally:
+        driver.quit()
 
 
 def _shoot(page: Visit, tab: str, kind: str, button: str, width: int, folder: Path) -> None:
@@ -141,11 +165,20 @@ def _shoot(page: Visit, tab: str, kind: str, button: str, width: int, folder: Pa
     from PIL import Image
 
     page.tab(tab)
-    page.until(lambda: page.panel().find_elements(page.css, "tbody tr.tr-body"))[0].click()
-    page.until(lambda: page.value(f".question-{kind}"))
-    time.sleep(2)
+    page.example(f".question-{kind}")
     page.press(button)
-    page.until(lambda: page.all(f".drawing-{kind} .mm-panel"))
+    if kind == "stream":
+
+        def frames() -> int:
+            return int(page.text(".memory-stream figcaption").partition(" ")[0] or 0)
+
+        page.until(lambda: frames() >= 8, 180)
+        page.press("Ask now")
+        page.until(lambda: page.all(".answers-stream .mm-asked"), 180)
+        page.until(lambda: frames() >= 60, 180)
+        page.press("Stop")
+    else:
+        page.until(lambda: page.all(f".drawing-{kind} .mm-panel"), 180)
     for dark in (False, True) if (width, kind) == (1280, "picture") else (False,):
         page.size(width, 900, dark)
         page.size(width, page.driver.execute_script("return document.documentElement.scrollHeight"), dark)
@@ -153,7 +186,7 @@ def _shoot(page: Visit, tab: str, kind: str, button: str, width: int, folder: Pa
         time.sleep(2)
         shot = Image.open(BytesIO(page.driver.get_screenshot_as_png())).convert("RGB")
         name = f"{kind}-{width}{'-dark' * dark}.png"
-        shot.quantize(128, dither=Image.Dither.NONE).save(folder / name, optimize=True)
+        shot.quantize(160, kmeans=1, dither=Image.Dither.NONE).save(folder / name, optimize=True)
     page.size(width, 900)
 
 
