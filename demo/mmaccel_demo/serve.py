@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio import routes
 
 from mmaccel import MmaccelError
 from mmaccel.cli import demo
@@ -31,14 +32,14 @@ _WAITING = 16
 @contextmanager
 def workplace() -> Iterator[Path]:
     """A temporary folder for uploads and whatever else is written, which is removed in the end."""
-    before, named = tempfile.tempdir, os.environ.get("GRADIO_TEMP_DIR")
+    before, named, routed = tempfile.tempdir, os.environ.get("GRADIO_TEMP_DIR"), routes.DEFAULT_TEMP_DIR
     with tempfile.TemporaryDirectory(prefix="mmaccel-demo-", ignore_cleanup_errors=True) as folder:
-        # Gradio is told where to put uploads by this variable alone
-        tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder
+        # Gradio is told where to put uploads by this variable alone, and its routes had read it when they were imported
+        tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = routes.DEFAULT_TEMP_DIR = folder
         try:
             yield Path(folder)
         finally:
-            tempfile.tempdir = before
+            tempfile.tempdir, routes.DEFAULT_TEMP_DIR = before, routed
             if named is None:
                 del os.environ["GRADIO_TEMP_DIR"]
             else:
