@@ -4,8 +4,8 @@
 tasks), asks ``mmaccel video-qa`` about them once in full and once with every recipe given, each in a process of its own, the
 full one first and last, and writes the summaries; ``--update README.md`` puts the table there. Nothing is downloaded.
 
-By default ``divprune`` shortens the prompt, and policies shrink the cache after it was read: ``look-m`` ranks keys by all queries,
-``tova`` by the last one of the prompt alone, with ``recent`` beside the newest keys.
+By default ``divprune`` shortens the prompt, and policies shrink the cache after it was read: ``look-m`` ranks keys by all
+queries, ``tova`` by the last one of the prompt alone, with ``recent`` beside the newest keys.
 """
 
 from __future__ import annotations
