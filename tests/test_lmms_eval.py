@@ -5,6 +5,8 @@ The first part needs no lmms-eval: modules of its names and shapes stand in. The
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import subprocess
 import sys
 import tomllib
@@ -18,7 +20,7 @@ import zoo
 
 import mmaccel
 from mmaccel.integrations import lmms_eval as plugin
-from mmaccel.suite import write_video
+from mmaccel.suite import export, make_item, write_video
 
 ROOT = Path(__file__).parent.parent
 
@@ -166,6 +168,37 @@ def test_what_the_model_cannot_do_is_said_in_a_sentence(stand_in):
         plugin.LlavaChat(recipe="divprune", retain=1000).generate_until(["what is it?"])
     with pytest.raises(SystemExit, match="^mmaccel: The picture 'gone.png' does not exist"):
         plugin.LlavaChat().generate_until_multi_round([])
+
+
+def of_benchmark(path):
+    """A module of ``benchmarks/lmms``."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / "benchmarks" / "lmms" / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_knows_every_shipped_vlm_and_what_is_registered_for_it(stand_in):
+    models = of_benchmark("run.py").MODELS
+    shipped = {folder.parent.name for folder in (ROOT / "mmaccel" / "models").glob("*/processor_config.json")}
+    assert set(models) == shipped
+    assert {wrapper.ours for wrapper in models.values()} <= {manifest.model_id for manifest in plugin.manifests()}
+
+
+@pytest.mark.parametrize("task", ["turns", "comparison", "motion"])
+def test_the_benchmark_shows_lmms_eval_the_media_of_a_line(task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = json.loads(export([make_item(task, "test", 0)], Path()).read_text())
+    first, *rest = of_benchmark("task/questions.py").messages(line)
+    *media, text = first["content"]
+    if task == "motion":
+        assert media == [{"type": "video", "url": line["video"]}]
+    else:
+        assert [part["type"] for part in media] == ["image"] * len(line["images"])
+        assert all(part["url"].size == (112, 112) for part in media)
+    assert [turn["role"] for turn in rest] == (["assistant", "user"] if task == "turns" else [])
+    assert [part["type"] for turn in rest for part in turn["content"]] == ["text"] * len(rest)
+    assert (rest[-1]["content"][0] if rest else text) == {"type": "text", "text": line["question"]}
 
 
 # ------------------------------------------------------------------------------------------------- lmms-eval itself

@@ -1,13 +1,15 @@
 """Does lmms-eval find the same accuracy as ``mmaccel eval``, in full and accelerated?
 
-Asks the shipped model the questions of the suite twice: by lmms-eval, which loads the model, applies the chat template,
+Asks a shipped model the questions of the suite twice: by lmms-eval, which loads the model, applies the chat template,
 generates and averages by itself (in full with its own wrapper, accelerated with ours), and by ``mmaccel eval --data`` on the
 same files. Accuracy must be equal, and so must every answer; those that differ are listed in the JSON, and the exit status is
-1. Both are greedy, in float32, on the CPU, with one question at a time, since rounding differs in a batch.
+1. Both are greedy, in one dtype, on the CPU, with one question at a time, since rounding differs in a batch.
 
     benchmarks/lmms/environment.sh build/lmms-eval
     build/lmms-eval/bin/python benchmarks/lmms/run.py --out benchmarks/results/lmms-eval-mini-llava.json \\
         --update benchmarks/README.md
+    build/lmms-eval/bin/python benchmarks/lmms/run.py --model mini-qwen-vl \\
+        --out benchmarks/results/lmms-eval-mini-qwen-vl.json --update benchmarks/README.md
 """
 
 from __future__ import annotations
@@ -21,39 +23,70 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmaccel import origin
 from mmaccel.cli.ask import shipped
 from mmaccel.cli.measure import percent, versions
 from mmaccel.cli.text import markdown, put_between
-from mmaccel.suite import IMAGE_TASKS, export, make_suite
+from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS, export, make_suite
 
-#: one recipe of every site, and two budgets of the default one
-RECIPES = ("divprune 0.25", "divprune 0.1", "resize 0.25", "tome 0.25", "fastv 0.25", "snapkv 0.25")
 TASK = "mmaccel_suite"
+
+
+class Wrapper(NamedTuple):
+    """How lmms-eval runs a shipped model."""
+
+    bare: str  # lmms-eval's own
+    ours: str
+    arguments: str  # so that both programs see the same pixels and frames in the same dtype
+    dtype: str
+    tasks: tuple[str, ...]
+    recipes: tuple[str, ...]  # one of every site, and two budgets of the default one
+
+
+MODELS = {
+    "mini-llava": Wrapper(
+        "llava_hf",
+        "mmaccel_llava",
+        "dtype=float32",
+        "float32",
+        IMAGE_TASKS,
+        ("divprune 0.25", "divprune 0.1", "resize 0.25", "tome 0.25", "fastv 0.25", "snapkv 0.25"),
+    ),
+    # this wrapper has no dtype, and without sizes it enlarges small pictures
+    "mini-qwen-vl": Wrapper(
+        "qwen2_5_vl",
+        "mmaccel_qwen2_5_vl",
+        "min_pixels=9216,max_pixels=65536,max_num_frames=16",
+        "bfloat16",
+        (*IMAGE_TASKS, *VIDEO_TASKS),
+        ("divprune 0.25", "divprune 0.1", "resize 0.25", "tome 0.5", "fastv 0.25", "snapkv 0.25"),
+    ),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="mini-llava", help="default: mini-llava")
     parser.add_argument("--limit", type=int, default=20, help="questions a task of the suite (default: 20)")
-    parser.add_argument(
-        "--recipes", nargs="+", default=RECIPES, metavar="'NAME RETAIN'", help="default: one of every site"
-    )
+    parser.add_argument("--recipes", nargs="+", metavar="'NAME RETAIN'", help="default: one of every site")
     parser.add_argument("--out", type=Path, help="write JSON here")
     parser.add_argument("--update", type=Path, help="write the table between the marks of this page")
     args = parser.parse_args()
+    model = shipped().with_name(args.model)
+    recipes = args.recipes or MODELS[args.model].recipes
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         # all paths are relative to this folder, so that commands name no place of this machine
-        shutil.copytree(shipped(), work / shipped().name)
+        shutil.copytree(model, work / model.name)
         shutil.copytree(Path(__file__).parent / "task", work / "task")
-        items = list(make_suite("test", IMAGE_TASKS, args.limit))
+        items = list(make_suite("test", MODELS[args.model].tasks, args.limit))
         export(items, work)
         names = [item.name for item in items]
         rows = []
-        for title in ("none", *args.recipes):
-            rows.append(row := compare(title, names, work))
+        for title in ("none", *recipes):
+            rows.append(row := compare(model.name, title, names, work))
             print(f"{title:<16}{row['lmms_eval']['accuracy']:>8.4f}{row['mmaccel_eval']['accuracy']:>8.4f}", end="")
             print(f"{row['same_answers']:>6} of {len(names)} answers are the same", flush=True)
     result = {
@@ -61,25 +94,24 @@ def main() -> int:
         "date": origin.today(),
         "machine": f"a CPU ({origin.processor()})",
         "versions": origin.versions(("lmms-eval", "torch", "transformers", "mmaccel")) | {"code": versions()["code"]},
-        "model": shipped().name,
+        "model": model.name,
         "questions": len(names),
         "rows": rows,
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.update:
-        put_between(args.update, "lmms-eval", table(result))
+        put_between(args.update, f"lmms-eval-{model.name}", table(result))
     equal = all(r["lmms_eval"]["accuracy"] == r["mmaccel_eval"]["accuracy"] and not r["differ"] for r in rows)
     return 0 if equal else 1
 
 
-def compare(title: str, names: list[str], work: Path) -> dict[str, Any]:
+def compare(model: str, title: str, names: list[str], work: Path) -> dict[str, Any]:
     """One recipe by both programs; ``none`` is lmms-eval's own wrapper, without anything of ours."""
     recipe, _, retain = title.partition(" ")
-    model, options = "llava_hf", ""
-    if recipe != "none":
-        model, options = "mmaccel_llava", f",recipe={recipe},retain={retain}"
-    theirs = ["--model", model, "--model_args", f"pretrained={shipped().name},dtype=float32,device_map=cpu{options}"]
+    bare, ours, arguments, dtype, *_ = MODELS[model]
+    wrapper, options = (bare, "") if recipe == "none" else (ours, f",recipe={recipe},retain={retain}")
+    theirs = ["--model", wrapper, "--model_args", f"pretrained={model},{arguments},device_map=cpu{options}"]
     theirs += [
         "--device",
         "cpu",
@@ -97,8 +129,8 @@ def compare(title: str, names: list[str], work: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     said = {names[line["doc_id"]]: line["filtered_resps"] for line in lines}
 
-    ours = ["eval", "--model", shipped().name, "--recipe", recipe, *(["--retain", retain] if retain else [])]
-    ours += [
+    here = ["eval", "--model", model, "--recipe", recipe, *(["--retain", retain] if retain else [])]
+    here += [
         "--data",
         "suite.jsonl",
         "--batch-size",
@@ -106,11 +138,11 @@ def compare(title: str, names: list[str], work: Path) -> dict[str, Any]:
         "--device",
         "cpu",
         "--dtype",
-        "float32",
+        dtype,
         "--json",
         "eval.json",
     ]
-    run("mmaccel", ours, work)
+    run("mmaccel", here, work)
     report = work / "eval.json"
     row = json.loads(report.read_text(encoding="utf-8"))["rows"][-1]
     report.unlink()
@@ -122,7 +154,7 @@ def compare(title: str, names: list[str], work: Path) -> dict[str, Any]:
             "command": shlex.join(["lmms-eval", *theirs]),
             "accuracy": json.loads(found.read_text(encoding="utf-8"))["results"][TASK]["accuracy,none"],
         },
-        "mmaccel_eval": {"command": shlex.join(["mmaccel", *ours]), "accuracy": row["figures"]["accuracy"]},
+        "mmaccel_eval": {"command": shlex.join(["mmaccel", *here]), "accuracy": row["figures"]["accuracy"]},
         "same_answers": sum(said[name].strip() == answers[name] for name in names),
         "differ": [
             {"question": name, "lmms_eval": said[name], "mmaccel_eval": answers[name]}

@@ -1,29 +1,33 @@
-"""A line of the suite as lmms-eval wants it: pictures, messages, and whether an answer is right."""
+"""A line of the suite as lmms-eval wants it: what is shown, messages, and whether an answer is right."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from mmaccel.media import Prompt, load_picture
+from mmaccel.media import Prompt, load_picture, read_video
 from mmaccel.suite import is_right
 
 Line = dict[str, Any]
 
 
-def pictures(line: Line) -> list[Image.Image]:
-    return [load_picture(path) for path in line["images"]]
+def shown(line: Line) -> list[Image.Image | str]:
+    """Its pictures, or the path of its clip."""
+    return [line["video"]] if line.get("video") else [load_picture(path) for path in line["images"]]
 
 
 def messages(line: Line) -> list[dict[str, Any]]:
-    """The chat that ``mmaccel eval`` holds about the line, with the pictures in it."""
-    shown = iter(pictures(line))
+    """The chat that ``mmaccel eval`` holds about the line, with the pictures in it, or the path of the clip."""
+    media = iter(shown(line))
     earlier = tuple((question, answer) for question, answer in line.get("earlier") or ())
-    chat = Prompt(line["question"], tuple(pictures(line)), earlier=earlier).messages()
+    # to the chat it matters only that there is a clip; lmms-eval reads the frames
+    clip = read_video(Path(line["video"]), 1) if line.get("video") else None
+    chat = Prompt(line["question"], () if clip else tuple(shown(line)), clip, earlier).messages()
     for turn in chat:
         turn["content"] = [
-            {**part, "url": next(shown)} if part["type"] == "image" else part for part in turn["content"]
+            {**part, "url": next(media)} if part["type"] in ("image", "video") else part for part in turn["content"]
         ]
     return chat
 
