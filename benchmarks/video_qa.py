@@ -2,7 +2,8 @@
 
 ``python benchmarks/video_qa.py --out benchmarks/results/video-qa-cpu.json`` makes clips of the suite (mp4, all of its video
 tasks), asks ``mmaccel video-qa`` about them once in full and once with every recipe given, each in a process of its own, the
-full one first and last, and writes the summaries; ``--update README.md`` puts the table there. Nothing is downloaded.
+full one first and last, and writes the summaries; ``python -m training.results`` puts them into the README. Nothing is
+downloaded.
 
 By default ``divprune`` shortens the prompt, and policies shrink the cache after it was read: ``look-m`` ranks keys by all
 queries, ``tova`` by the last one of the prompt alone, with ``recent`` beside the newest keys.
@@ -19,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from mmaccel import origin
-from mmaccel.cli.measure import percent
-from mmaccel.cli.text import markdown, nbytes, put_between, seconds
 from mmaccel.suite import VIDEO_TASKS, make_suite
 from mmaccel.suite.files import export
 
@@ -42,28 +41,12 @@ def summary(questions: Path, folder: Path, recipe: str, frames: int, number: int
     return {"recipe": recipe, **{key: value for key, value in found.items() if key not in left_out}}
 
 
-def readme(report: dict[str, Any]) -> str:
-    """The summaries as a table, and what they come from."""
-    rows = [["recipe", "accuracy", "visual tokens", "KV cache", "wall time", "model at work", "waiting for frames"]]
-    for run in report["runs"]:
-        tokens = f"{run['visual_tokens_kept']:.0f} of {run['visual_tokens']:.0f}"
-        shares = [percent(run["model_share"]), percent(run["waiting_share"])]
-        cost = [nbytes(run["kv_bytes"]), seconds(run["wall_seconds"]), *shares]
-        rows.append([f"`{run['recipe']}`", percent(run["accuracy"]), tokens, *cost])
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return (
-        f"{markdown(rows)}\n\n{report['clips']} clips of {report['frames']} frames, a question each; the full model first "
-        f"and last.\n`{report['command']}`, {report['date']}, {report['machine']}, CPU, {versions}."
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clips", type=int, default=10, help="clips of every task (default: 10, 50 in all)")
     parser.add_argument("--length", type=int, default=16, help="frames in a clip, and shown of it (default: 16)")
     parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="NAME[@RETAIN[,OPTION=VALUE...]]")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
-    parser.add_argument("--update", type=Path, metavar="PAGE", help="Markdown page to put the table into")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         clips = list(make_suite("test", VIDEO_TASKS, options.clips, frames=options.length))
@@ -80,9 +63,8 @@ def main() -> None:
         "runs": runs,
     }
     options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(readme(report))
-    if options.update is not None:
-        put_between(options.update, "video-qa-cpu", readme(report))
+    for run in runs:
+        print(f"{run['recipe']:24} accuracy {run['accuracy']:.3f}  wall {run['wall_seconds']:.1f} s")
 
 
 if __name__ == "__main__":

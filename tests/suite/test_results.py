@@ -128,9 +128,3 @@ def test_a_line_for_every_recipe(tmp_path, monkeypatch):
     assert "| `none` | 80.0% | 0.250 | 50% | 60% | 80.0% | 0.250 | 50% | 60% |" in text
     assert "| `a` | 70.0% | 0.250 | 50% | 60% | 40.0% | 0.250 | 50% | 60% |" in text
     assert text.startswith("| recipe | accuracy at 50% | KL at 50% |") and "9 questions. `mmaccel compare`" in text
-
-
-def test_the_pages_are_current():
-    for page in results.PAGES:
-        text = page.read_text(encoding="utf-8")
-        assert results.renewed(text) == text, "run: python -m training.results"
