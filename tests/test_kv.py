@@ -20,8 +20,9 @@ import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
 from mmaccel.kv import budgets, importance
 from mmaccel.kv.cache import KeyIndex, Reading
+from mmaccel.kv.chunks import by_chunks
 from mmaccel.kv.compact import merge
-from mmaccel.kv.eviction import by_chunks, choose, protected, rank
+from mmaccel.kv.eviction import choose, protected, rank
 from mmaccel.kv.policies.a2sf import A2SF
 from mmaccel.kv.policies.criticalkv import CriticalKV
 from mmaccel.kv.policies.dycoke_cache import DyCokeCache
@@ -38,6 +39,7 @@ from mmaccel.kv.policies.streaming_llm import StreamingLLM
 from mmaccel.kv.policies.tova import Tova
 from mmaccel.kv.policies.vatp import VATP
 from mmaccel.kv.policies.vl_cache import VLCache
+from mmaccel.kv.policies.windowkv import WindowKV
 from mmaccel.layers import streaming
 from mmaccel.method import KeyBatch, LayerAttention, Policy
 
@@ -82,6 +84,8 @@ RECIPES = {
     "entropy": stage("h2o", layer_budget="entropy"),
     "criticalkv": stage("criticalkv", window=4),
     "expected-attention": stage("expected-attention"),
+    "windowkv": stage("windowkv", window=4, width=3),
+    "windowkv-average": stage("windowkv", window=4, width=3, strategy="average", layer_budget="uniform", joint=True),
     "chunks": stage("snapkv", chunk=3),
     "joint": stage("h2o", joint=True, sinks=2, recent=0.1),
     "text": stage("snapkv", text_retain=0.5, text_policy="knorm", protect=("question", "separators")),
@@ -325,6 +329,8 @@ POLICIES = [
     CriticalKV(window=4),
     ExpectedAttention(),
     ExpectedAttention(covariance=False, weigh_values=False),
+    WindowKV(window=4),
+    WindowKV(window=4, width=3, strategy="average"),
 ]
 
 
@@ -607,6 +613,7 @@ SCHEDULES = {
     "elastic": stage("elastic-cache", every=1, joint=True, compact="evict", distance=-3, growth=0.5),
     "vl-cache": stage("vl-cache", every=2, text_retain=0.9),
     "criticalkv": stage("criticalkv", every=2, joint=True, head_budget="adaptive", window=4),
+    "windowkv": stage("windowkv", every=2, joint=True, window=3, width=2),
 }
 
 
@@ -1405,6 +1412,46 @@ def test_critical_keys_are_half_of_the_budget() -> None:
         pass
     with pytest.raises(MmaccelError, match="first from 0 to 1"):
         CriticalKV(first=2.0)
+
+
+def test_windows_of_keys_stay_or_go_together() -> None:
+    """Each is counted from where a picture or text begins, and ends before the last queries; by hand."""
+    keys, seen = keys_of((0, 4), window=3), torch.arange(30) <= torch.arange(27, 30)[:, None]
+    pictures = [[*range(6, 14)], [*range(14, 22)], [*range(22, 26)]]
+    for row, text in enumerate(([*range(6)], [4, 5])):
+        queries = keys.queries[row].unflatten(0, (2, 3))
+        logits = torch.einsum("hgqd,hkd->hgqk", queries, keys.keys[row]) * keys.scaling
+        paid = logits.masked_fill(~(seen & keys.valid[row]), -torch.inf).softmax(-1).mean(2).flatten(0, 1)
+        for strategy, most in (("max", 4), ("average", 8)):
+            policy, means = WindowKV(window=3, strategy=strategy), []
+            ours = policy.score(keys)[row]
+            for window in [*pictures, text, [26]]:
+                means.append(paid[:, window].topk(min(most, len(window))).values.mean())
+                torch.testing.assert_close(ours[:, window], means[-1].expand(2, len(window)))
+            assert (ours[:, 27:] == torch.inf).all() and (ours[:, : text[0]] == -torch.inf).all()
+            # the budget is exact: of the last window that stays its first keys do
+            order = sorted(range(3), key=lambda window: -means[window])
+            want = sorted([at for window in order for at in pictures[window]][:13])
+            kept = choose(policy, ours[None], keys.visual[row : row + 1], torch.tensor([13]))[0]
+            assert [head.nonzero()[:, 0].tolist() for head in kept] == [want, want]
+    # half of a window of one key is that key
+    single = (WindowKV(window=3, width=1, strategy=strategy).score(keys) for strategy in ("max", "average"))
+    torch.testing.assert_close(*single)
+
+
+def test_windowkv_stores_the_same_keys_for_all_heads_and_fewer_in_higher_layers() -> None:
+    feed = zoo.inputs("llava")
+    with accelerated(oracle.subject("llava"), stage("windowkv")) as model:
+        cache, visual = model(**feed, use_cache=True).past_key_values, int(model.mmaccel.layout.visual.sum())
+    assert all(layer.index.index.dim() == 2 for layer in cache.layers)
+    text, count = feed["input_ids"].shape[1] - visual, round(0.3 * visual)
+    held = [len(layer.index) - text for layer in cache.layers]
+    assert held == budgets.pyramid(count, [visual] * len(held), 1.75) and held[-1] == round(count / 1.75)
+    for options in ({"window": 0}, {"width": 0}):
+        with pytest.raises(MmaccelError, match="window and width of 1 or more"):
+            WindowKV(**options)
+    with pytest.raises(MmaccelError, match="'max' and 'average', not 'min'"):
+        WindowKV(strategy="min")  # type: ignore[arg-type]
 
 
 def test_layers_whose_attention_is_spread_keep_more() -> None:

@@ -19,6 +19,7 @@ from ..method import KeyBatch, LayerAttention, Policy
 from ..reduction import top_mask
 from . import budgets
 from .cache import CompressedLayer, Reading, Recall
+from .chunks import by_chunks
 from .compact import merge
 from .importance import behind_pictures, entropy, expected_queries, outgoing_norm, share_seen
 
@@ -454,24 +455,6 @@ def rank(
         scores = by_chunks(scores, keys, policy.chunk)
     must = protected(policy, keys, start, question)
     return scores.masked_fill(must[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
-
-
-def by_chunks(scores: Tensor, keys: KeyBatch, size: int) -> Tensor:
-    """Scores ``[B, Hkv, K]`` replaced by the mean over heads and over chunks of ``size`` neighbours of one kind. Infinite ones
-    stay, and count as the least of their row, or as one more than the largest."""
-    kind = keys.visual.long() if keys.picture is None else keys.picture
-    kind = kind.masked_fill(~keys.valid, -2)
-    slot = torch.arange(kind.shape[1], device=kind.device)
-    begins = torch.nn.functional.pad(kind[:, 1:] != kind[:, :-1], (1, 0), value=True)
-    since = slot - torch.where(begins, slot, 0).cummax(1).values
-    chunk = ((since % size == 0).flatten().cumsum(0) - 1).view_as(kind)
-    finite = scores.isfinite()
-    most = scores.masked_fill(~finite, -torch.inf).amax((1, 2), keepdim=True).nan_to_num(0.0, 0.0, 0.0)
-    least = scores.masked_fill(~finite, torch.inf).amin((1, 2), keepdim=True).nan_to_num(0.0, 0.0, 0.0)
-    means = scores.clamp(least, most + 1).mean(1)
-    # sums in a fixed order, without atomics
-    means = torch.segment_reduce(means.flatten(), "mean", lengths=torch.bincount(chunk.flatten()), unsafe=True)[chunk]
-    return torch.where(finite, means[:, None], scores)
 
 
 def protected(policy: Policy, keys: KeyBatch, start: bool = True, question: Tensor | None = None) -> Tensor:

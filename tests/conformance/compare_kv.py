@@ -30,6 +30,7 @@ from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.tova import Tova
 from mmaccel.kv.policies.vatp import VATP
 from mmaccel.kv.policies.vl_cache import VLCache
+from mmaccel.kv.policies.windowkv import WindowKV
 from mmaccel.layers.fastkv import FastKVTokens
 from mmaccel.merging.dycoke import DyCoke
 from mmaccel.method import KeyBatch, LayerAttention, Policy
@@ -497,6 +498,26 @@ def chunkkv(params: Params, arrays: Arrays) -> None:
         same_set(ours.nonzero()[:, 0], arrays["out_kept"])
 
 
+def windowkv(params: Params, arrays: Arrays) -> None:
+    """The first layer of every group chooses for it; theirs drops whole windows until the budget is met."""
+    size, suffix, group = params["review_window_size"], params["suffix_size"], params["shared_layers"]
+    keys, strategy = arrays["in_k"], params["window_select_strategy"]
+    assert strategy == "average" or params["win_max_attn_scores"] == size // 2
+    policy = WindowKV(window=suffix, width=size, strategy=strategy)
+    batch = bare_batch(keys, keys, queries=arrays["in_q_suffix"])
+    score, review = policy.score(batch)[0, 0], keys.shape[2] - suffix
+    theirs = arrays["out_layers_budget"].tolist()[::group]
+    ours = budgets.pyramid(params["max_capacity_prompt"], [review] * len(theirs), params["beta"] / group)
+    # theirs is a row of whole steps
+    assert all(abs(a - b) <= 1 for a, b in zip(ours, theirs, strict=True))
+    for layer, budget in zip(range(0, params["num_hidden_layers"], group), theirs, strict=True):
+        positions = arrays[f"out_positions_l{layer}"]
+        assert len(positions) == review - size * -(-(review - budget) // size) + suffix
+        assert (score[positions[:-suffix]].diff() <= 0).all(), "windows come in the order of their scores"
+        for kept in joint(policy, batch, len(positions))[0]:
+            same_set(kept.nonzero()[:, 0], positions)
+
+
 def fastkv(params: Params, arrays: Arrays) -> None:
     """What is stored, and which tokens go on to deeper layers."""
     if params["pooling"] != "avgpool":
@@ -558,6 +579,7 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("KD-TAO/DyCoke", "PrunableDynamicCache.dycoke_pruning"): dycoke,
     ("KD-TAO/DyCoke", "dycole_ttm"): dycoke_frames,
     ("dongwonjo/FastKV", "FastKVCluster.update_kv"): fastkv,
+    ("optim996/WindowKV", "WindowKVCluster.update_kv"): windowkv,
     ("NVIDIA/kvpress", "CriticalKVPress.score"): critical,
     ("NVIDIA/kvpress", "ExpectedAttentionPress.score"): expected_attention,
     ("NVIDIA/kvpress", "ChunkKVPress.compress"): chunkkv,

@@ -18,6 +18,7 @@ from . import (
     tova,
     vatp,
     vl_cache,
+    windowkv,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "tova",
     "vatp",
     "vl_cache",
+    "windowkv",
 ]

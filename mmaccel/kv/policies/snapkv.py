@@ -60,20 +60,25 @@ class SnapKV(Policy):
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
-        heads = keys.keys.shape[1]
-        queries = keys.queries.float().unflatten(1, (heads, -1))
-        logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, keys.keys.float()) * keys.scaling
-        # a query that is padding has no vote
-        place, votes = keys.places, keys.places >= 0
-        seen = keys.valid[:, None, :] & (keys.index[:, None, :] <= place[:, :, None]) & votes[:, :, None]
-        attention = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-        attention = attention.masked_fill(~seen[:, None, None], 0.0)
-        score = attention.sum(3) / votes.sum(1).clamp(min=1)[:, None, None, None]
+        score, own = window_attention(keys)
         score = score.amax(2) if self.gqa == "max" else score.mean(2) if self.gqa == "mean" else score.sum(2)
-
-        first = place.masked_fill(~votes, torch.iinfo(place.dtype).max).amin(1, keepdim=True)
-        own = keys.index >= first
-        score = score.masked_fill(own[:, None], 0.0)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
         score = pool(score, self.kernel, stride=1, padding=self.kernel // 2)
         return score.masked_fill(own[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
+
+
+def window_attention(keys: KeyBatch) -> tuple[Tensor, Tensor]:
+    """The attention ``[B, Hkv, g, K]`` that the last queries pay, mean over them, zero for their own keys; and which keys these
+    are, ``[B, K]`` bool."""
+    heads = keys.keys.shape[1]
+    queries = keys.queries.float().unflatten(1, (heads, -1))
+    logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, keys.keys.float()) * keys.scaling
+    # a query that is padding has no vote
+    place, votes = keys.places, keys.places >= 0
+    seen = keys.valid[:, None, :] & (keys.index[:, None, :] <= place[:, :, None]) & votes[:, :, None]
+    attention = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    attention = attention.masked_fill(~seen[:, None, None], 0.0)
+    paid = attention.sum(3) / votes.sum(1).clamp(min=1)[:, None, None, None]
+    first = place.masked_fill(~votes, torch.iinfo(place.dtype).max).amin(1, keepdim=True)
+    own = keys.index >= first
+    return paid.masked_fill(own[:, None, None], 0.0), own
