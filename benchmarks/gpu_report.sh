@@ -9,9 +9,15 @@
 # fails does not stop the others; the exit status then is 1. Results are written as they come, so what time cuts short is kept.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-dry=""
-if [ "${1:-}" = --dry-run ]; then dry=yes; shift; fi
-out=$(mkdir -p "${1:-gpu-report}" && cd "${1:-gpu-report}" && pwd) || exit 2
+dry="" folder=gpu-report
+for given in "$@"; do
+  case $given in
+    --dry-run) dry=yes ;;
+    -*) echo "gpu_report.sh knows --dry-run and a folder, not '$given'." >&2; exit 2 ;;
+    *) folder=$given ;;
+  esac
+done
+out=$(mkdir -p "$folder" && cd "$folder" && pwd) || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH="$root:$root/kernels" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 seconds=580
