@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,10 +120,14 @@ class Step:
         if not self.owner.kinds or self.state is None:
             return
         with self.scope.stats.clock.measure("packing", device):
-            for kind in self.owner.kinds:
-                among = self.among(kind)
-                if among is not None:
-                    self.state.layers[number].pack(kind, among, self.repacked, self.asked.get(number))
+            for kind, among in self.due:
+                self.state.layers[number].pack(kind, among, self.repacked, self.asked.get(number))
+
+    @cached_property
+    def due(self) -> list[tuple[Kind, Among]]:
+        """What the recipe's codecs may pack in this forward, of every layer alike."""
+        each = ((kind, self.among(kind)) for kind in self.owner.kinds)
+        return [(kind, among) for kind, among in each if among is not None]
 
     def tell_apart(self, embeds: Tensor) -> None:
         """Note what the recipe's codecs must know of a prompt, ``embeds [B, S, D]``."""

@@ -16,6 +16,8 @@ import torch
 from mmaccel import origin
 from mmaccel.bench.claims import claims_table
 from mmaccel.cli.bench_report import HEAD, cases, line, losses
+from mmaccel.cli.measure import percent
+from mmaccel.cli.text import nbytes, seconds
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -151,9 +153,9 @@ def video_qa_table(record: dict[str, Any]) -> str:
     rows = [["recipe", "accuracy", "visual tokens", "KV cache", "wall time", "model at work", "waiting for frames"]]
     for run in record["runs"]:
         kept = f"{run['visual_tokens_kept']:.0f} of {run['visual_tokens']:.0f}"
-        shares = (f"{100 * run[key]:.0f}%" for key in ("model_share", "waiting_share"))
-        cache, wall = f"{run['kv_bytes'] / 1024:.0f} KiB", f"{run['wall_seconds']:.1f} s"
-        rows.append([f"`{run['recipe']}`", f"{100 * run['accuracy']:.1f}%", kept, cache, wall, *shares])
+        shares = (percent(run[key]) for key in ("model_share", "waiting_share"))
+        cost = (nbytes(run["kv_bytes"]), seconds(run["wall_seconds"]), *shares)
+        rows.append([f"`{run['recipe']}`", percent(run["accuracy"]), kept, *cost])
     words = f"{record['clips']} clips of {record['frames']} frames, a question each; the full model first and last."
     return "\n".join([_table(rows), "", words, _origin({**record, "machine": f"{record['machine']}, CPU"})])
 

@@ -108,7 +108,7 @@ def energy(queries: Tensor, there: Tensor, heads: int) -> Tensor:
     [B, Hq, W, D]``, of which ``there [B, W]`` count -> ``[B, Hkv, D]`` float32."""
     weight = there[:, None, :, None].float()
     mean = (queries.float() ** 2 * weight).sum(2) / weight.sum(2).clamp(min=1)
-    return mean.unflatten(1, (heads, -1)).mean(2)
+    return by_group(mean, heads)
 
 
 def outgoing_norm(values: Tensor, output: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def outgoing_norm(values: Tensor, output: Tensor) -> Tensor:
     for head, projection in enumerate(output.float().unbind(1)):
         value = values[:, head * heads // output.shape[1]].float()
         norms.append((value @ projection.T).abs().sum(-1))
-    return torch.stack(norms, dim=1).unflatten(1, (heads, -1)).mean(2)
+    return by_group(torch.stack(norms, dim=1), heads)
 
 
 def behind_pictures(attention: LayerAttention) -> Tensor:

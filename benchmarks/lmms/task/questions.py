@@ -20,11 +20,12 @@ def shown(line: Line) -> list[Image.Image | str]:
 
 def messages(line: Line) -> list[dict[str, Any]]:
     """The chat that ``mmaccel eval`` holds about the line, with the pictures in it, or the path of the clip."""
-    media = iter(shown(line))
+    given = shown(line)
+    media = iter(given)
     earlier = tuple((question, answer) for question, answer in line.get("earlier") or ())
     # to the chat it matters only that there is a clip; lmms-eval reads the frames
     clip = read_video(Path(line["video"]), 1) if line.get("video") else None
-    chat = Prompt(line["question"], () if clip else tuple(shown(line)), clip, earlier).messages()
+    chat = Prompt(line["question"], () if clip else tuple(given), clip, earlier).messages()
     for turn in chat:
         turn["content"] = [
             {**part, "url": next(media)} if part["type"] in ("image", "video") else part for part in turn["content"]

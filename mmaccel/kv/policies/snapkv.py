@@ -12,6 +12,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
 from ...registry import register
+from ..importance import by_group
 
 
 @register
@@ -61,14 +62,14 @@ class SnapKV(Policy):
     def score(self, keys: KeyBatch) -> Tensor:
         """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         score, own = window_attention(keys)
-        score = score.amax(2) if self.gqa == "max" else score.mean(2) if self.gqa == "mean" else score.sum(2)
+        score = by_group(score, keys.keys.shape[1], self.gqa)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
         score = pool(score, self.kernel, stride=1, padding=self.kernel // 2)
         return score.masked_fill(own[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
 
 
 def window_attention(keys: KeyBatch) -> tuple[Tensor, Tensor]:
-    """The attention ``[B, Hkv, g, K]`` that the last queries pay, mean over them, zero for their own keys; and which keys these
+    """The attention ``[B, Hq, K]`` that the last queries pay, mean over them, zero for their own keys; and which keys these
     are, ``[B, K]`` bool."""
     heads = keys.keys.shape[1]
     queries = keys.queries.float().unflatten(1, (heads, -1))
@@ -81,4 +82,4 @@ def window_attention(keys: KeyBatch) -> tuple[Tensor, Tensor]:
     paid = attention.sum(3) / votes.sum(1).clamp(min=1)[:, None, None, None]
     first = place.masked_fill(~votes, torch.iinfo(place.dtype).max).amin(1, keepdim=True)
     own = keys.index >= first
-    return paid.masked_fill(own[:, None, None], 0.0), own
+    return paid.masked_fill(own[:, None, None], 0.0).flatten(1, 2), own

@@ -61,7 +61,6 @@ class WindowKV(Policy):
     def score(self, keys: KeyBatch) -> Tensor:
         """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``, the same for all heads."""
         paid, own = window_attention(keys)
-        paid = paid.flatten(1, 2)
         place = place_in_chunk(replace(keys, valid=keys.valid & ~own), self.width)
         number = (place == 0).cumsum(1) - 1
         slot = (number * self.width + place)[:, None].expand_as(paid)
