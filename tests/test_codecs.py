@@ -427,6 +427,17 @@ def test_protected_tokens_have_values_of_two_bits() -> None:
     stored.check(1.1)
 
 
+def test_protected_tokens_are_packed_once_where_text_is_not() -> None:
+    stored, visual = Stored(VidKV(page=32, protect=0.25, visual_only=True), batch=1), prompt(200, (10, 170))
+    salient = visual & (torch.arange(200) % 4 == 1)
+    stored.feed(200, visual, salient=salient)
+    first, second, rest = places_of(stored.state.layers[0], 0)
+    plain = (visual & ~salient)[0].nonzero()[:, 0].tolist()
+    assert second == salient[0].nonzero()[:, 0].tolist() and first == plain[: len(plain) // 32 * 32] and first
+    assert rest == sorted({*range(200)} - {*first, *second})
+    stored.check(1.1)
+
+
 def test_salient_tokens_are_those_most_like_the_text() -> None:
     random = torch.Generator().manual_seed(0)
     embeds = torch.randn(2, 300, 8, generator=random)
