@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from .attention import BACKENDS, register
-from .door import Door, finish
+from .attention import Plug
+from .door import Door, finish, show_dropped
 from .encoders.merging import EncoderMerging
 from .encoders.taps import Taps
 from .encoders.text import TextTower
@@ -33,8 +33,8 @@ M = TypeVar("M", bound=nn.Module)
 class Accelerator:
     """The handle ``model.mmaccel``: what was put on one model, its statistics, and the way back.
 
-    Everything hangs on this one instance: hooks on its modules, four wrapped methods in its ``__dict__``, and the name
-    of the attention implementation in its config. Nothing is patched on a class.
+    Everything hangs on this one instance: hooks on its modules, wrapped methods in its ``__dict__``, and the config that its
+    attention modules see. Nothing is patched on a class, and the model's own config stays as it was.
     """
 
     def __init__(self, model: Any, recipe: Recipe, processor: Any = None) -> None:
@@ -65,6 +65,7 @@ class Accelerator:
         self._model = model
         self._last: Scope | None = None
         self._restore: list[Callable[[], None]] = []
+        self._plugs: list[Plug] = []
         try:
             self._attach(model)
         except BaseException:
@@ -96,7 +97,31 @@ class Accelerator:
         for undo in reversed(self._restore):
             undo()
         self._restore.clear()
+        self._plugs.clear()
         self._drop_stale(None)
+
+    @property
+    def attached(self) -> bool:
+        """Whether :meth:`remove` has not been called."""
+        return bool(self._restore)
+
+    @classmethod
+    def on(cls, model: Any) -> Accelerator | None:
+        """The handle that is in force on ``model``; None on a bare model.
+
+        Raises
+        ------
+        UnsupportedError
+            If ``model`` is a shallow copy, whose modules are those of the accelerated model it was made of.
+        """
+        handle = getattr(model, "mmaccel", None)
+        if not isinstance(handle, cls) or not handle.attached:
+            return None
+        if handle._model is not model:
+            raise UnsupportedError(
+                "This model is a shallow copy of an accelerated one and shares its modules; call model.mmaccel.remove() first."
+            )
+        return handle
 
     def __reduce__(self) -> Any:
         # a copied or unpickled model would go on calling the wrapped methods of the model it came from
@@ -110,13 +135,10 @@ class Accelerator:
         family, inner = self.family, self.family.inner
         encoder = self.built[self.encoder][1] if self.encoder >= 0 else None
         assert encoder is None or isinstance(encoder, EncoderMethod)
-        self.taps = Taps(family, [tap for _, m in self.built for tap in m.taps()])
-        self._hook(*self.taps.handles)
+        self.taps = Taps(family, [tap for _, m in self.built for tap in m.taps()], self._hook)
         retain = self.built[self.encoder][0].retain if encoder else None
-        self.merging = EncoderMerging(family, encoder, retain, self.encoder)
-        self._hook(*self.merging.handles)
-        self.door = Door(self)
-        self._hook(*self.door.handles)
+        self.merging = EncoderMerging(family, encoder, retain, self._hook, self.encoder)
+        self.door = Door(self, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         policy = None if self.policy is None else self.built[self.policy][1]
         if isinstance(policy, Policy) and policy.future:
@@ -125,17 +147,21 @@ class Accelerator:
                 self._hook(last.register_forward_hook(self._note_queries))
         for module in (model, inner):
             self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))
-            self._hook(module.register_forward_hook(self._close, always_call=True))
+            self._hook(module.register_forward_hook(self._close, with_kwargs=True, always_call=True))
         self._wrap(model, "generate", self._generate)
+        self._wrap(model, "set_attn_implementation", self._set_attention)
         for modality in family.modalities:
             if hasattr(inner, f"get_{modality}_features"):
                 self._wrap(inner, f"get_{modality}_features", functools.partial(self._encode, modality))
         if self.active:
             for target, name, wrapper in family.wrappers():
                 self._wrap(target, name, functools.partial(_scoped, wrapper, self))
-            self._switch_attention(model, "text_config", family.text.config, "text")
+            for name in filter(functools.partial(hasattr, model), _CONTINUOUS):
+                self._wrap(model, name, _no_continuous_batching)
+            self._plug(family.text, "text")
             if self.taps.need_attention or encoder is not None:
-                self._switch_attention(model, "vision_config", family.vision, "vision")
+                for tower in family.towers():
+                    self._plug(tower, "vision")
         model.mmaccel = self
         self._restore.append(functools.partial(model.__dict__.pop, "mmaccel", None))
 
@@ -162,15 +188,38 @@ class Accelerator:
 
         self._restore.append(undo)
 
-    def _switch_attention(self, model: Any, key: str, config: Any, kind: str) -> None:
-        base = config._attn_implementation
-        if base not in BACKENDS:
-            raise UnsupportedError(
-                f"mmaccel does not work on top of attn_implementation={base!r}; load the model with one of "
-                f"{', '.join(BACKENDS)}."
-            )
-        model.set_attn_implementation({key: register(base, kind)})
-        self._restore.append(functools.partial(model.set_attn_implementation, {key: base}))
+    def _plug(self, root: nn.Module, kind: Literal["text", "vision"]) -> None:
+        plug = Plug(root, kind)
+        self._plugs.append(plug)
+        self._restore.append(plug.off)
+
+    def _set_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What the user sets goes below our attention function, and stays after :meth:`remove`."""
+
+        @functools.wraps(original)
+        def set_attn_implementation(*args: Any, **kwargs: Any) -> Any:
+            before = [pair for plug in self._plugs for pair in plug.bases()]
+            for plug in self._plugs:
+                plug.off()
+            try:
+                result = original(*args, **kwargs)
+                for plug in self._plugs:
+                    plug.check_backend()
+                return result
+            except BaseException:
+                for config, base in before:
+                    config._attn_implementation_internal = base
+                raise
+            finally:
+                for plug in self._plugs:
+                    plug.on()
+
+        return set_attn_implementation
+
+    def check_attached(self) -> None:
+        """Raise when something that :func:`accelerate_vlm` installed is no longer there; called before every forward."""
+        for plug in self._plugs:
+            plug.check()
 
     def _reader(self, method: TokenMethod) -> TextTower:
         """The text tower that a method names."""
@@ -239,16 +288,34 @@ class Accelerator:
             )
         if said("prefill_chunk_size"):
             raise UnsupportedError("prefill_chunk_size would reduce only the first chunk; leave it out.")
+        if said("is_assistant"):
+            raise UnsupportedError(
+                "An accelerated model cannot draft for another one, which shows it no pictures; call "
+                "assistant.mmaccel.remove() first."
+            )
+        self.check_cache(said("use_cache"))
         if (self.cuts or self.policy is not None) and (said("prompt_lookup_num_tokens") or said("assistant_model")):
             raise UnsupportedError(
                 f"Assisted decoding puts candidates behind the prompt, and recipe {self.recipe.name!r} would take them for "
                 "its end; leave out the assistant, or use a recipe that works before the language model."
             )
 
+    def check_cache(self, use_cache: bool | None) -> None:
+        """Raise when the recipe compresses a KV cache and there is to be none."""
+        at_work = [m.name for _, m in self.built if isinstance(m, (Policy, Codec))]
+        if use_cache is False and at_work:
+            raise UnsupportedError(
+                f"Recipe {self.recipe.name!r} compresses the KV cache ({', '.join(at_work)}), and use_cache=False makes none; "
+                "leave out use_cache=False, or use a recipe that works before or inside the language model."
+            )
+
     # --- while it runs ----------------------------------------------------------------------------------------
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def generate(*args: Any, **kwargs: Any) -> Any:
+            if not self.attached:
+                # a shallow copy of the model kept this method when the handle was removed
+                return original(*args, **kwargs)
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
             self._check_generation(_Given(kwargs), config, self._model.generation_config)
             self._drop_stale(None)
@@ -284,17 +351,28 @@ class Accelerator:
         if scope is not None and scope.opened_by is not None and (module is None or scope.opened_by is module):
             pop(scope)
 
-    def _close(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _close(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         scope = current(self)
-        if scope is not None and scope.opened_by is module:
-            pop(scope)
-            self._finish(scope)
+        if scope is None or scope.opened_by is not module:
+            return None
+        pop(scope)
+        dropped = scope.dropped
+        self._finish(scope)
+        if dropped is None or output is None:
+            return None
+        kept = kwargs.get("logits_to_keep", 0)
+        if isinstance(output, tuple):
+            # behind the loss, if there is one
+            at = int(kwargs.get("labels") is not None)
+            return (*output[:at], show_dropped(output[at], dropped, kept), *output[at + 1 :])
+        output.logits = show_dropped(output.logits, dropped, kept)
+        return output
 
     def _finish(self, scope: Scope) -> None:
         finish(scope)
         # what was needed only while the call ran must not keep tensors alive
         scope.encoded.clear()
-        scope.cache = scope.labels = scope.step = scope.input_ids = scope.encoding = None
+        scope.cache = scope.labels = scope.step = scope.input_ids = scope.encoding = scope.dropped = None
         self._last = scope
 
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -342,6 +420,22 @@ class _Given:
         self.prefill_chunk_size = kwargs.get("prefill_chunk_size")
         self.prompt_lookup_num_tokens = kwargs.get("prompt_lookup_num_tokens")
         self.assistant_model = kwargs.get("assistant_model")
+        self.use_cache = kwargs.get("use_cache")
+
+
+#: transformers' continuous batching takes no pixels
+_CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+
+
+def _no_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"{original.__name__}() takes no pixels, so an accelerated model has nothing to reduce there; use generate(), or "
+            "call model.mmaccel.remove() first."
+        )
+
+    return refuse
 
 
 def _scoped(wrapper: Any, owner: Accelerator, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -382,13 +476,13 @@ def accelerate_vlm(
     """
     chosen = find_recipe(recipe).override(**overrides)
     target = _base(model)
-    previous = getattr(target, "mmaccel", None)
-    if isinstance(previous, Accelerator):
+    previous = Accelerator.on(target)
+    if previous is not None:
         previous.remove()
     try:
         Accelerator(target, chosen, processor)
     except BaseException:
-        if isinstance(previous, Accelerator):
+        if previous is not None:
             Accelerator(target, previous.recipe, previous.processor)
         raise
     return model
@@ -401,20 +495,21 @@ def accelerated(
     """:func:`accelerate_vlm` for the length of a ``with`` block; afterwards the model is what it was before, bare or
     accelerated in another way."""
     target = _base(model)
-    previous = getattr(target, "mmaccel", None)
+    previous = Accelerator.on(target)
     accelerate_vlm(model, recipe, processor=processor, **overrides)
     try:
         yield model
     finally:
-        if is_accelerated(target):
-            target.mmaccel.remove()
-        if isinstance(previous, Accelerator):
+        if (handle := Accelerator.on(target)) is not None:
+            handle.remove()
+        if previous is not None:
             Accelerator(target, previous.recipe, previous.processor)
 
 
 def is_accelerated(model: Any) -> bool:
     """Whether :func:`accelerate_vlm` is in force on ``model``."""
-    return isinstance(getattr(model, "mmaccel", None), Accelerator)
+    handle = getattr(model, "mmaccel", None)
+    return isinstance(handle, Accelerator) and handle.attached
 
 
 __all__ = ["Accelerator", "accelerate_vlm", "accelerated", "is_accelerated"]

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from .errors import UnsupportedError
 from .kv.decoding import attend, reads_as_stored
 from .scope import current
 
@@ -35,6 +37,100 @@ def register(base: str, kind: str) -> str:
         AttentionInterface.register(name, functools.partial(function, base))
         AttentionMaskInterface.register(name, functools.partial(_mask, base))
     return name
+
+
+class _Plugged:
+    """Mixed into the class of a config: the same config, seen by modules whose attention function is ours.
+
+    It shares every attribute with the ``_plain`` config except for the name of the attention implementation, which follows
+    that of the plain one. The plain one stays what it was, so that other models may be built from it, and the modules of a
+    model that was plugged are the only ones that know.
+    """
+
+    __slots__ = ()
+    _plain: Any
+    _names: Mapping[str, str]
+
+    @property
+    def _attn_implementation(self) -> str:
+        base = self._plain._attn_implementation
+        return self._names.get(base, base)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # whoever copies the name from here means the implementation below
+        below = {ours: base for base, ours in self._names.items()}
+        setattr(self._plain, name, below.get(value, value) if isinstance(value, str) else value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)
+
+
+@functools.cache
+def _plugged_class(plain: type, kind: str) -> type:
+    names = {base: register(base, kind) for base in BACKENDS}
+    # transformers finds model classes by the name of the config's class
+    body = {"__slots__": ("_plain",), "_names": names, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (_Plugged, plain), body)
+
+
+class Plug:
+    """Our attention function on all modules of one text model or vision tower, on top of whatever implementation its config
+    names, now or later.
+
+    Raises
+    ------
+    UnsupportedError
+        If the config names an implementation that is not one of :data:`BACKENDS`.
+    """
+
+    def __init__(self, root: nn.Module, kind: Literal["text", "vision"]) -> None:
+        self._plugged: dict[int, Any] = {}
+        self._modules: list[tuple[nn.Module, Any]] = []
+        for module in root.modules():
+            config = getattr(module, "config", None)
+            if not isinstance(config, PreTrainedConfig):
+                continue
+            config = getattr(config, "_plain", config)
+            if id(config) not in self._plugged:
+                made: Callable[..., type] = _plugged_class
+                plugged: Any = object.__new__(made(type(config), kind))
+                object.__setattr__(plugged, "_plain", config)
+                object.__setattr__(plugged, "__dict__", vars(config))
+                self._plugged[id(config)] = plugged
+            self._modules.append((module, config))
+        self.check_backend()
+        self.on()
+
+    def on(self) -> None:
+        """Plug it in."""
+        for module, config in self._modules:
+            module.config = self._plugged[id(config)]
+
+    def off(self) -> None:
+        """Give every module the config it had."""
+        for module, config in self._modules:
+            module.config = config
+
+    def bases(self) -> list[tuple[Any, str]]:
+        """The configs, and the implementation that each names."""
+        return [(config, config._attn_implementation) for config in {id(c): c for _, c in self._modules}.values()]
+
+    def check_backend(self) -> None:
+        """Raise when the config names what mmaccel cannot build on."""
+        for _, base in self.bases():
+            if base not in BACKENDS:
+                raise UnsupportedError(
+                    f"mmaccel does not work on top of attn_implementation={base!r}; load the model with one of "
+                    f"{', '.join(BACKENDS)}."
+                )
+
+    def check(self) -> None:
+        """Raise when a module no longer has the config that was plugged in, or that names what mmaccel cannot build on."""
+        if any(module.config is not self._plugged[id(config)] for module, config in self._modules):
+            raise UnsupportedError(
+                "The config of this model's attention was replaced after accelerate_vlm; call accelerate_vlm(model, ...) again."
+            )
+        self.check_backend()
 
 
 def base_function(base: str, module: nn.Module) -> Attention:

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from .budget import counts
 from .errors import MmaccelError, UnsupportedError
-from .kv.cache import CacheState, KeyIndex, Reading, adopt, cache_bytes, state_of
+from .kv.cache import CacheState, KeyIndex, Reading, adopt, cache_bytes, check_plain, state_of
 from .kv.codecs import Among, Kind
 from .kv.eviction import Eviction
 from .kv.importance import energy
@@ -78,6 +78,8 @@ class Step:
         self.salient: Tensor | None = None
         #: per layer ``[B, Hkv, D]``, the mean square of the last queries, if a codec looks at them
         self.asked: dict[int, Tensor] = {}
+        #: layers whose attention ran through our function
+        self.attended = 0
         #: indices that packing replaced, so that layers go on sharing one
         self.repacked: dict[int, tuple[KeyIndex, KeyIndex]] = {}
 
@@ -98,6 +100,7 @@ class Step:
 
     def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
         """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``."""
+        self.attended += 1
         if self.layout is not None and number + 1 in self.owner.cuts:
             method = self.owner.built[self.owner.cuts[number + 1]][1]
             assert isinstance(method, LayerMethod)
@@ -199,7 +202,9 @@ class Step:
             entered=(self.entered(whole) if self.phases else torch.tensor(present)).to(device),
             signals={k: v.to(device) for k, v in signals.items()},
         )
-        made = method.reduce(tokens, count.to(device))
+        # a choice has no gradient; the values that are merged have theirs
+        with torch.no_grad():
+            made = method.reduce(tokens, count.to(device))
         _check(method, made, valid, count)
         record = self.scope.stats.stages.setdefault(stage, Stage(method.site, method.name))
         record.tokens_in += sum(present)
@@ -285,20 +290,20 @@ def _check(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) -
 
 
 class Door:
-    """The hooks on the text model and its layers."""
+    """The hooks on the text model and its layers.
 
-    def __init__(self, owner: Accelerator) -> None:
+    ``hook`` takes the handle of every one as soon as it is registered, so that all can be removed whatever fails.
+    """
+
+    def __init__(self, owner: Accelerator, hook: Callable[..., None]) -> None:
         self.owner = owner
         text = owner.family.text
         self.layers = list(text.layers)
-        self.handles = [
-            text.register_forward_pre_hook(self.enter, with_kwargs=True),
-            text.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
-        ]
+        hook(text.register_forward_pre_hook(self.enter, with_kwargs=True))
+        hook(text.register_forward_hook(self.leave, with_kwargs=True, always_call=True))
         if owner.cuts:
             for number in range(min(owner.cuts), len(self.layers)):
-                hook = self._layer(number)
-                self.handles.append(self.layers[number].register_forward_pre_hook(hook, with_kwargs=True))
+                hook(self.layers[number].register_forward_pre_hook(self._layer(number), with_kwargs=True))
 
     # --- into the text model ----------------------------------------------------------------------------------
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -330,8 +335,15 @@ class Door:
             return None
         if self.owner.family.model.training:
             raise UnsupportedError("mmaccel accelerates inference; call model.eval() first.")
+        self.owner.check_attached()
+        if cache is not None and state is not None and cache.layers != state.layers:
+            raise UnsupportedError(
+                "The layers of this cache were exchanged after mmaccel reduced its prompt; start again with a new cache."
+            )
         kwargs = dict(kwargs)
         seen = cache.get_seq_length() if cache is not None else 0
+        if visual and cache is not None and state is None:
+            check_plain(cache)
         valid = self._valid(kwargs.get("attention_mask"), embeds, seen)
         if visual and state is None:
             cache, state = self._adopt(kwargs, seen)
@@ -363,6 +375,7 @@ class Door:
         config = self.owner.family.text.config
         if cache is None:
             if not (config.use_cache if use is None else use):
+                self.owner.check_cache(False)
                 return None, None
             cache = kwargs["past_key_values"] = DynamicCache(config=config)
         mask = kwargs.get("attention_mask")
@@ -523,6 +536,12 @@ class Door:
             return None
         cache = getattr(output, "past_key_values", None)
         scope.cache = cache if cache is not None else scope.cache
+        if step is not None and step.attended != len(self.layers):
+            raise UnsupportedError(
+                f"mmaccel saw the attention of {step.attended} of {len(self.layers)} layers, so this result is wrong: "
+                "something replaced the attention function of the model (other kernels, a patched forward); undo that, or "
+                "call model.mmaccel.remove() first."
+            )
         if step is None or step.layout is None or step.total is None:
             return None
         scope.reduction = step.total
@@ -562,14 +581,21 @@ class Door:
             )
 
     def _widen(self, step: Step, hidden: Tensor) -> Tensor:
-        """Back to the caller's length: NaN where a token was dropped, zero where there was none."""
+        """Back to the caller's length: zero where there was no token, NaN where one was dropped.
+
+        Where a head follows, its logits are given their NaN by :func:`show_dropped`: here it would reach the gradient of the
+        head's weights.
+        """
         assert step.total is not None
         _, phase = step.phases[-1]
         places = torch.where(phase.places < 0, -1, phase.places - step.seen).long().to(hidden.device)
         wide = hidden.new_zeros(len(hidden), step.length, hidden.shape[-1])
         valid, kept = step.total.valid.to(hidden.device), step.total.kept.to(hidden.device)
         dropped = valid & ~kept
-        wide[dropped] = torch.nan
+        if step.scope.opened_by is self.owner.family.model:
+            step.scope.dropped = dropped
+        else:
+            wide[dropped] = torch.nan
         there = places >= 0
         rows = there.nonzero(as_tuple=True)[0]
         wide[rows, places[there]] = hidden[there]
@@ -601,6 +627,16 @@ def _planes(mask: Tensor, deepstack: list[Tensor]) -> list[Tensor]:
         plane[mask] = features
         planes.append(plane)
     return planes
+
+
+def show_dropped(logits: Tensor, dropped: Tensor, kept: int | Tensor) -> Tensor:
+    """``logits [B, n, V]`` with NaN where a token was ``dropped [B, S]``.
+
+    ``kept`` says which of the ``S`` places have logits, as ``logits_to_keep`` of transformers does.
+    """
+    rows = dropped[:, -kept or None :] if isinstance(kept, int) else dropped[:, kept.to(dropped.device)]
+    fill = logits.masked_fill if logits.requires_grad else logits.masked_fill_
+    return fill(rows.to(logits.device)[..., None], torch.nan)
 
 
 def finish(scope: Scope) -> None:

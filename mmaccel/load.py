@@ -9,7 +9,7 @@ from .errors import MmaccelError, UnsupportedError
 
 
 def load_model(
-    name: str,
+    name: str | Path,
     *,
     device: str | None = None,
     dtype: str = "auto",
@@ -31,6 +31,7 @@ def load_model(
     MmaccelError
         If there is no such model, its family is not supported, or it does not load.
     """
+    name = str(name)
     if name.startswith((".", "~", "/")) and not Path(name).is_dir():
         raise MmaccelError(f"There is no folder {name!r}; give the folder of a model, or a hub id.")
     import torch

@@ -70,7 +70,11 @@ class Passage:
 
 @dataclass
 class Scope:
-    """The state of one call. ``step`` is set while the language model runs a forward that mmaccel shapes."""
+    """The state of one call.
+
+    ``step`` is set while the language model runs a forward that mmaccel shapes; ``dropped [B, S]`` bool says afterwards which
+    rows of the logits stand for tokens that were dropped.
+    """
 
     owner: Accelerator
     stats: Stats
@@ -80,6 +84,7 @@ class Scope:
     encoding: Encoded | None = None
     input_ids: Tensor | None = None
     labels: Tensor | None = None
+    dropped: Tensor | None = None
     step: Step | None = None
     timer: tuple[Any, str] | None = None
     layout: Layout | None = None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..attention import BACKENDS, register
+from ..attention import Plug
 from ..errors import MmaccelError, UnsupportedError
 from ..method import EncoderMethod
 from ..recipe import Recipe
@@ -49,6 +49,9 @@ class Encoder(Towers):
         """Let the attention of every layer tell what merging must know; returns how to undo it."""
         raise NotImplementedError
 
+    def check_attached(self) -> None:
+        """Raise when what :meth:`attach` installed is no longer there."""
+
 
 class TransformersEncoder(Encoder):
     """CLIP and SigLIP of transformers, whole or the vision half, with or without projection."""
@@ -58,6 +61,7 @@ class TransformersEncoder(Encoder):
     def __init__(self, model: Any) -> None:
         self.name = model.config.model_type
         self.tower = getattr(model, "vision_model", model)
+        self.plug: Plug | None = None
 
     @property
     def has_cls(self) -> bool:
@@ -75,14 +79,13 @@ class TransformersEncoder(Encoder):
 
     def attach(self, method: EncoderMethod) -> list[Callable[[], None]]:
         """By the tower's attention function."""
-        base = self.tower.config._attn_implementation
-        if base not in BACKENDS:
-            raise UnsupportedError(
-                f"mmaccel does not work on top of attn_implementation={base!r}; load the model with one of "
-                f"{', '.join(BACKENDS)}."
-            )
-        self.tower.set_attn_implementation(register(base, "vision"))
-        return [functools.partial(self.tower.set_attn_implementation, base)]
+        self.plug = Plug(self.tower, "vision")
+        return [self.plug.off]
+
+    def check_attached(self) -> None:
+        """Whether the attention function is ours."""
+        if self.plug is not None:
+            self.plug.check()
 
 
 class OpenClipEncoder(Encoder):
@@ -201,17 +204,16 @@ class EncoderAccelerator:
         self.recipe = recipe
         self.encoder = encoder_of(model)
         method.check(self.encoder)
-        self.taps = Taps(self.encoder, [])
         self._last: Stats | None = None
         self._merged: Merged | None = None
         self._restore: list[Callable[[], None]] = []
+        self.taps = Taps(self.encoder, [], self._hook)
         try:
-            self.merging = EncoderMerging(self.encoder, method, built[0][0].retain)
-            self._restore += [handle.remove for handle in self.merging.handles]
+            self.merging = EncoderMerging(self.encoder, method, built[0][0].retain, self._hook)
             self._restore += self.encoder.attach(method)
             tower = self.encoder.tower
-            self._restore.append(tower.register_forward_pre_hook(self._open, prepend=True).remove)
-            self._restore.append(tower.register_forward_hook(self._close, always_call=True).remove)
+            self._hook(tower.register_forward_pre_hook(self._open, prepend=True))
+            self._hook(tower.register_forward_hook(self._close, always_call=True))
         except BaseException:
             self.remove()
             raise
@@ -244,7 +246,11 @@ class EncoderAccelerator:
     def __repr__(self) -> str:
         return f"<mmaccel {self.recipe.name!r} on {self.encoder.name}>"
 
+    def _hook(self, *handles: Any) -> None:
+        self._restore.extend(handle.remove for handle in handles)
+
     def _open(self, module: nn.Module, args: Any) -> None:
+        self.encoder.check_attached()
         if module.training:
             raise UnsupportedError("mmaccel accelerates inference; call model.eval() first.")
         if (stale := current(self)) is not None:  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ so this is the merged sum behind the attention plus its own MLP.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -187,13 +188,20 @@ class EncoderMerging:
     ----------
     towers : the model's family, or the adapter of an encoder that stands alone.
     retain : a count is per picture where the tower is told which frames belong together (packed towers), else per tile.
+    hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
     stage : the stage's number in the recipe, for the statistics. They count patches (blocks of patches where those merge
         as one) of all tiles and frames of the call.
     """
 
-    def __init__(self, towers: Towers, method: EncoderMethod | None, retain: Retain | None, stage: int = 0) -> None:
+    def __init__(
+        self,
+        towers: Towers,
+        method: EncoderMethod | None,
+        retain: Retain | None,
+        hook: Callable[..., None],
+        stage: int = 0,
+    ) -> None:
         self.towers, self.method, self.retain, self.stage = towers, method, retain, stage
-        self.handles: list[Any] = []
         if method is None:
             return
         self.layers = towers.merging_layers()
@@ -202,13 +210,13 @@ class EncoderMerging:
             blocks = towers.tower_layers(tower)
             for number in range(self.last + 1):
                 block, depth = blocks[number], number / len(blocks)
-                self.handles.append(block.register_forward_pre_hook(self._enter(number), with_kwargs=True))
-                self.handles.append(block.register_forward_hook(self._leave(number), prepend=True))
+                hook(block.register_forward_pre_hook(self._enter(number), with_kwargs=True))
+                hook(block.register_forward_hook(self._leave(number), prepend=True))
                 if number in self.layers:
                     norm, mlp = towers.second_half(block)
-                    self.handles.append(norm.register_forward_pre_hook(self._between(depth)))
-                    self.handles.append(mlp.register_forward_hook(self._spread))
-            self.handles += [reader.register_forward_pre_hook(self._full) for reader in towers.readers(tower)]
+                    hook(norm.register_forward_pre_hook(self._between(depth)))
+                    hook(mlp.register_forward_hook(self._spread))
+            hook(*(reader.register_forward_pre_hook(self._full) for reader in towers.readers(tower)))
 
     # --- while the tower runs ---------------------------------------------------------------------------------
     def _enter(self, number: int) -> Any:

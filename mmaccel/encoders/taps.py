@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ class Taps:
     Parameters
     ----------
     wanted : what the recipe's methods ask for.
+    hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
     """
 
-    def __init__(self, family: Towers, wanted: Sequence[Tap]) -> None:
+    def __init__(self, family: Towers, wanted: Sequence[Tap], hook: Callable[..., None]) -> None:
         self.family = family
         self.layers: dict[int, set[str]] = {}
         for tap in wanted:
@@ -33,14 +34,13 @@ class Taps:
                 self.layers.setdefault(family.tap_layer(wish), set()).add(tap.kind)
         #: attention modules by identity: tower modules carry no layer index
         self.numbers: dict[int, int] = {}
-        self.handles: list[Any] = []
         if not wanted:
             return
         for tower in family.towers():
             for number, layer in enumerate(family.tower_layers(tower)):
                 self.numbers[id(family.attention_of(layer))] = number
                 if "features" in self.layers.get(number, ()):
-                    self.handles.append(layer.register_forward_hook(self._features(number)))
+                    hook(layer.register_forward_hook(self._features(number)))
 
     @property
     def need_attention(self) -> bool:

@@ -578,6 +578,16 @@ def cache_bytes(cache: Any) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+def check_plain(cache: Cache) -> None:
+    """Raise :class:`UnsupportedError` unless the layers of this cache can be adopted."""
+    if getattr(cache, "offloading", False) or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        kinds = {type(layer).__name__ for layer in cache.layers}
+        raise UnsupportedError(
+            f"mmaccel needs a plain DynamicCache, not {type(cache).__name__} with {', '.join(sorted(kinds)) or 'offloading'}; "
+            "leave out past_key_values and cache_implementation."
+        )
+
+
 def adopt(cache: Cache, layers: int, valid: Tensor | None) -> CacheState:
     """Swap the layers of a dynamic cache in place; what it already holds stays.
 
@@ -591,12 +601,7 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None) -> CacheState:
     UnsupportedError
         If the cache is static, quantised, offloaded, or has slid already.
     """
-    if getattr(cache, "offloading", False) or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
-        kinds = {type(layer).__name__ for layer in cache.layers}
-        raise UnsupportedError(
-            f"mmaccel needs a plain DynamicCache, not {type(cache).__name__} with {', '.join(sorted(kinds)) or 'offloading'}; "
-            "leave out past_key_values and cache_implementation."
-        )
+    check_plain(cache)
     state, first = CacheState(layers), None
     held: list[Any] = list(cache.layers)
     for old, new in zip(held, state.layers, strict=False):
