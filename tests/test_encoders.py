@@ -221,6 +221,7 @@ CASES = [
     *((name, method, {}, 0.5) for name, method in METHODS),
     *((name, "tome", {"pace": "decreasing"}, 0.4) for name in ("clip", "siglip", "open_clip")),
     *((name, "pitome", {"variant": "bsm"}, 0.4) for name in ("clip", "siglip")),
+    ("clip", "pitome", {"variant": "text"}, 0.4),
     ("clip", "pitome", {"margin": 0.75}, 0.3),
     ("clip", "tome", {}, 10),
     ("open_clip", "evit", {}, 2),

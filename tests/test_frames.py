@@ -108,7 +108,7 @@ def test_valleys():
     # climbing stops at 0.9 on both sides
     assert depths(similarity) == pytest.approx([0.0, 0.2 - 0.1 + 0.0, 1.4, 0.2, 0.0, 0.05])
     assert boundaries(depths(similarity)).tolist() == [2]
-    assert boundaries(depths(similarity), k=2).tolist() == [2, 3]
+    assert boundaries(depths(similarity), alpha=-1.0, most=2).tolist() == [2, 3]
     assert boundaries(np.asarray([1.0, 5.0, 5.0, 1.0, 1.0]), most=1).tolist() == [1]
     assert boundaries(np.zeros(6)).tolist() == []
     assert boundaries(np.asarray([0.3])).tolist() == []

@@ -1473,6 +1473,17 @@ def test_layers_whose_attention_is_spread_keep_more() -> None:
     assert len(set(held)) > 1
 
 
+def test_official_rounding_gives_the_layers_the_whole_steps_of_pyramidkv() -> None:
+    feed = zoo.inputs("llava")
+    recipe = replace(stage("snapkv", layer_budget="pyramid:7", joint=True, window=4), rounding="official")
+    with accelerated(oracle.subject("llava"), recipe) as model:
+        cache = model(**feed, use_cache=True).past_key_values
+    size = feed["input_ids"].shape[1]
+    held = [len(layer.index) for layer in cache.layers]
+    assert held == budgets.pyramid_official(round(0.3 * size), 4, size, len(held), 7)
+    assert held != budgets.pyramid(round(0.3 * size), [size] * len(held), 7)
+
+
 def test_elastic_cache_hears_all_heads() -> None:
     attention = attention_of((0,), rows=9, total=9, visible=False)
     expected = attention.attention(0, 9).sum(2).mean(1)

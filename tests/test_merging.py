@@ -20,7 +20,7 @@ from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
 from mmaccel.merging.film import Film, even_in_groups, frame_numbers, top_in_groups
 from mmaccel.merging.holitom import HoliTomMerge
-from mmaccel.merging.moviechat import MovieChat, consolidate, memory
+from mmaccel.merging.moviechat import MovieChat, consolidate
 from mmaccel.merging.mustdrop import MustDropMerge, window_similarity, windows
 from mmaccel.merging.pitome import PiToMe, energy, energy_bipartite_matching, energy_matching, text_matching
 from mmaccel.merging.prunevid import PruneVidMerge, scenes_of
@@ -41,6 +41,7 @@ METHODS: list[TokenMethod] = [
     FastVID(segments=3, tau=-1.0, merged=0.8, stride=2, query="all"),
     HoliTomMerge(),
     HoliTomMerge(tau=0.2, contextual=0.5, beta=None),
+    HoliTomMerge(strict=True),
     MovieChat(),
     MovieChat(similarity="official_dot"),
     MustDropMerge(threshold=2.0, window=2),
@@ -527,7 +528,6 @@ def test_moviechat_averages_the_most_similar_neighbours() -> None:
     assert run.tolist() == [0, 1, 1, 2, 2, 3] and weight.tolist() == [1, 0.5, 0.5, 0.5, 0.5, 1]
     run, weight = consolidate(x, 3)
     assert run.tolist() == [0, 1, 1, 2, 2, 2] and weight.tolist() == [1, 0.5, 0.5, 0.25, 0.25, 0.5]
-    assert len(memory([x, x[:2]], short=4, merged=2)) == 4
     # the tiles of a picture are pooled each for itself
     tiles = clips([((2, 4, 4), False)])
     tiles = replace(
@@ -627,7 +627,8 @@ def test_pitome_schedule_is_exact_and_halves_at_most() -> None:
         lambda: HoliTomMerge(contextual=2.0),
         lambda: HoliTomMerge(layers=()),
         lambda: MovieChat(similarity="dot"),  # type: ignore[arg-type]
-        lambda: PiToMe(variant="text"),  # type: ignore[arg-type]
+        lambda: PiToMe(variant="image"),  # type: ignore[arg-type]
+        lambda: PiToMe(variant="text", margin=1.0),
     ],
 )
 def test_impossible_options_are_refused(make) -> None:

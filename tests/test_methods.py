@@ -19,7 +19,7 @@ from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.streaming_llm import StreamingLLM
 from mmaccel.layers.fastv import FastV
 from mmaccel.merging.pool import Pool, window_grid
-from mmaccel.merging.tome import ToMe, bipartite_soft_matching, kth_bipartite_matching
+from mmaccel.merging.tome import ToMe, bipartite_soft_matching
 from mmaccel.method import EncoderMethod, EncoderTokens, FramesMethod, KeyBatch, Policy, TokenBatch, TokenMethod
 from mmaccel.pruning.attention_received import AttentionReceived
 from mmaccel.pruning.divprune import DivPrune, max_min_diverse
@@ -320,7 +320,6 @@ def test_matching_breaks_ties_low_and_conserves_mass() -> None:
     target = bipartite_soft_matching(torch.ones(1, 8, 3), 2)
     assert target.tolist() == [[1, 1, 1, 3, 4, 5, 6, 7]]
     assert Reduction.merge(target, torch.ones(1, 8, dtype=torch.bool)).mass().tolist() == [[0, 3, 0, 1, 1, 1, 1, 1]]
-    assert kth_bipartite_matching(torch.ones(1, 7, 3), 3).tolist() == [[2, 2, 2, 2, 2, 5, -1]]
 
 
 # --- cache policies ---------------------------------------------------------------------------------------------------

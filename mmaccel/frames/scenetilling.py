@@ -67,13 +67,12 @@ def depths(similarity: np.ndarray) -> np.ndarray:
     return out
 
 
-def boundaries(depth: np.ndarray, k: int | None = None, alpha: float = 0.5, most: int = _MOST) -> np.ndarray:
+def boundaries(depth: np.ndarray, alpha: float = 0.5, most: int = _MOST) -> np.ndarray:
     """The last frames of scenes, ascending, but for the last frame of all; from ``depth [T - 1]``.
 
-    The ``k`` deepest, or those deeper than the mean plus ``alpha`` standard deviations (unbiased), the deepest ``most`` of
-    them; the earlier on a tie.
+    Those deeper than the mean plus ``alpha`` standard deviations (unbiased), the deepest ``most`` of them; the earlier on a
+    tie.
     """
-    if k is None:
-        deep = depth > depth.mean() + alpha * depth.std(ddof=1) if len(depth) > 1 else np.zeros(len(depth), dtype=bool)
-        k = min(most, int(deep.sum()))
+    deep = depth > depth.mean() + alpha * depth.std(ddof=1) if len(depth) > 1 else np.zeros(len(depth), dtype=bool)
+    k = min(most, int(deep.sum()))
     return np.sort(np.argsort(-depth, kind="stable")[:k])

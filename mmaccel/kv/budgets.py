@@ -15,16 +15,13 @@ from ..reduction import top_mask
 
 
 # --- over layers ------------------------------------------------------------------------------------------------------
-def pyramid(count: int, sizes: list[int], beta: float, floor: int = 0) -> list[int]:
+def pyramid(count: int, sizes: list[int], beta: float) -> list[int]:
     """An arithmetic row over the layers with mean ``count``; the last layer has ``count / beta``.
 
-    *PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling*, arXiv 2406.02069. Where the last
-    layer would have fewer than ``floor`` keys all have the same, as in kvpress.
+    *PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling*, arXiv 2406.02069.
     """
     layers = len(sizes)
     most, least = pyramid_ends(count, max(sizes), Fraction(str(beta)))
-    if least < floor:
-        most = least = Fraction(count)
     shares = [float(most - (most - least) * i / max(1, layers - 1)) for i in range(layers)]
     return split(count * layers, sizes, shares)
 
@@ -36,18 +33,18 @@ def pyramid_ends(count: int, size: int, beta: Fraction) -> tuple[Fraction, Fract
     return (Fraction(size), Fraction(2 * count - size)) if most >= size else (most, least)
 
 
-def pyramid_official(capacity: int, window: int, size: int, layers: int, beta: int) -> list[int]:
+def pyramid_official(capacity: int, window: int, size: int, layers: int, beta: float) -> list[int]:
     """Keys per layer in the authors' program, the window included: whole steps, and no pyramid for short prompts."""
     count = capacity - window
     if size < capacity:
         return [size] * layers
     if size < 2 * count:
         return [capacity] * layers
-    least = count // beta
+    least = int(count // beta)
     most = 2 * count - least
     if most >= size - window:
         most, least = size - window, 2 * count - (size - window)
-    step = (most - least) // (layers - 1)
+    step = (most - least) // max(1, layers - 1)
     return [most - i * step + window for i in range(layers)]
 
 

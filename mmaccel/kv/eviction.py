@@ -161,7 +161,12 @@ class Eviction:
             layout = self.step.layout
             assert layout is not None and number is not None
             there = (layout.valid if self.policy.joint else layout.visual).sum(1).tolist()
-            rows = [budgets.pyramid(c, [n] * layers, number) for c, n in zip(budget, there, strict=True)]
+            if self.official:
+                # the program counts the window, which stays where all keys compete
+                own = self.policy.window if self.policy.joint else 0
+                rows = [budgets.pyramid_official(c, own, n, layers, number) for c, n in zip(budget, there, strict=True)]
+            else:
+                rows = [budgets.pyramid(c, [n] * layers, number) for c, n in zip(budget, there, strict=True)]
         else:
             assert waiting is not None and scores is not None
             rows = [self._row_over_layers(row, count, waiting, scores) for row, count in enumerate(budget)]

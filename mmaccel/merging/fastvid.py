@@ -105,14 +105,17 @@ class FastVID(AttentionGuided):
         kept[batch, slot] = True
         return Reduction(kept, tokens.valid, Links(batch, slot, source, weight).sorted(here.shape[1]))
 
-    def clip(self, x: Tensor, attention: Tensor, there: Tensor, count: int, frames: Tensor | None = None) -> Flat:
+    def frames(self, x: Tensor, there: Tensor) -> Tensor:
+        """``[T, d]``, what frames are compared by: the mean of their tokens ``x [T, P, D]``, ``there [T, P]`` bool."""
+        return (x * there[..., None]).sum(1) / there.sum(1).clamp(min=1)[:, None]
+
+    def clip(self, x: Tensor, attention: Tensor, there: Tensor, count: int) -> Flat:
         """The links of one clip in cells ``t P + p``.
 
         Parameters
         ----------
         x, attention, there : ``[T, P, D]``, ``[T, P]``, ``[T, P]`` bool, False where no token is.
         count : tokens that may stay.
-        frames : ``[T, d]``, what frames are compared by; by default the mean of their tokens.
         """
         x, size = x.float(), there.sum(1)
         each = count * size // size.sum()
@@ -124,9 +127,7 @@ class FastVID(AttentionGuided):
         unit = normalize(x.flatten(0, 1), dim=-1)
         salient = top_mask(attention, there, each - context)
         out = [_alone(salient.flatten().nonzero()[:, 0])]
-        if frames is None:
-            frames = (x * there[..., None]).sum(1) / size.clamp(min=1)[:, None]
-        for first, last in changing_segments(frames, self.segments - 1, self.tau):
+        for first, last in changing_segments(self.frames(x, there), self.segments - 1, self.tau):
             anchors = range(last, first - 1, -self.stride)
             share = int(context[first : last + 1].sum()) // len(anchors)
             rest = torch.zeros_like(there)

@@ -48,6 +48,7 @@ class HoliTomMerge(ProjectorMethod):
     neighbours : of the density, the paper's 7.
     longest : frames of a segment at most.
     layers : tower layers to sum received attention over; None is the layer the language model reads.
+    strict : equally dense tokens do not rank, so that copies of a token are all peaks, as in the program but for its noise.
 
     Paper and program: ``contextual > 0`` crashes in the program (a mask of the wrong shape). Its density carries random
     noise against ties; here equally dense tokens rank by slot. With newlines in a grid it appends one to every row with
@@ -66,6 +67,7 @@ class HoliTomMerge(ProjectorMethod):
     neighbours: int = 7
     longest: int = 1024
     layers: tuple[int | None, ...] = (None,)
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.contextual <= 1.0 or not (self.beta is None or 0.0 <= self.beta <= 1.0):
@@ -105,14 +107,13 @@ class HoliTomMerge(ProjectorMethod):
         kept[batch, slot] = True
         return Reduction(kept, tokens.valid, Links(batch, slot, source, weight).sorted(here.shape[1]))
 
-    def clip(self, x: Tensor, attention: Tensor, there: Tensor, retain: float, strict: bool = False) -> Flat:
+    def clip(self, x: Tensor, attention: Tensor, there: Tensor, retain: float) -> Flat:
         """The links of one clip in cells ``t P + p``.
 
         Parameters
         ----------
         x, attention, there : ``[T, P, D]``, ``[T, P]``, ``[T, P]`` bool, False where no token is.
         retain : share of the tokens to keep.
-        strict : see :func:`density_peaks`.
         """
         x, places = x.float(), x.shape[1]
         similar = (cosine_similarity(x[:-1], x[1:], dim=-1) > self.tau) & there[:-1] & there[1:]
@@ -132,12 +133,12 @@ class HoliTomMerge(ProjectorMethod):
         for t, wanted in enumerate(k - r for k, r in zip(kept, ranked, strict=True)):
             if wanted:
                 rest = (dynamic[t] & ~dominant[t]).nonzero()[:, 0]
-                slot, source, weight = self._merge(x[t, rest], wanted, strict)
+                slot, source, weight = self._merge(x[t, rest], wanted)
                 out.append((t * places + rest[slot], t * places + rest[source], weight))
         for first, last in segments:
             at = still[first].nonzero()[:, 0]
             if wanted := round(len(at) * rho):
-                slot, source, weight = self._merge(x[first : last + 1, at].mean(0), wanted, strict)
+                slot, source, weight = self._merge(x[first : last + 1, at].mean(0), wanted)
                 frames = torch.arange(first, last + 1, device=x.device)
                 sources = frames[:, None] * places + at[source]
                 slots = (first * places + at[slot]).expand_as(sources)
@@ -147,10 +148,10 @@ class HoliTomMerge(ProjectorMethod):
             links = _alone(attention.masked_fill(~there, -torch.inf).flatten().argmax()[None])
         return links[0], links[1], links[2]
 
-    def _merge(self, x: Tensor, count: int, strict: bool) -> Flat:
+    def _merge(self, x: Tensor, count: int) -> Flat:
         """``x [m, D]`` into ``count`` density peaks; links in places of ``x``."""
         one = torch.ones(1, len(x), dtype=torch.bool, device=x.device)
-        chosen = centres(density_peaks(x[None], one, min(self.neighbours, count), strict), count)
+        chosen = centres(density_peaks(x[None], one, min(self.neighbours, count), self.strict), count)
         cluster = nearest_centre(x[None], chosen)[0]
         slot = chosen[0, cluster]
         members = torch.bincount(cluster, minlength=count)[cluster]

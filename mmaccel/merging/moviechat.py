@@ -33,8 +33,8 @@ class MovieChat(ProjectorMethod):
     below one frame, as always with a single image, pools cells on top of it (:class:`Pool`), the tiles of a picture each
     for itself. Newlines are dropped.
 
-    The paper consolidates its short memory of 18 frames to 2 whenever it is full; :func:`memory` does that. Here the
-    clip is at hand, and the whole of it is consolidated at once.
+    The paper consolidates its short memory of 18 frames to 2 whenever it is full. Here the clip is at hand, and the whole
+    of it is consolidated at once.
 
     Parameters
     ----------
@@ -128,18 +128,3 @@ def consolidate(x: Tensor, frames: int, similarity: str = "cosine") -> tuple[Ten
             for other in ((pair - 1).clamp(min=0), pair.clamp(max=left - 3)):
                 near[other] = alike(x[other], x[other + 1])
     return now, weight
-
-
-def memory(fragments: list[Tensor], short: int = 18, merged: int = 2, similarity: str = "cosine") -> Tensor:
-    """The long memory ``[L, P, D]`` after fragments ``[T, P, D]`` have passed through the short one.
-
-    Of every fragment the newest ``short`` frames fill the short memory, which is consolidated to ``merged`` frames.
-    """
-    out = []
-    for fragment in fragments:
-        x = fragment[-short:]
-        run, weight = consolidate(x, merged, similarity)
-        mixed = torch.zeros(int(run.max()) + 1, len(x), device=x.device)
-        mixed[run, torch.arange(len(x), device=x.device)] = weight
-        out.append(torch.einsum("lt,tpd->lpd", mixed, x.float()))
-    return torch.cat(out)

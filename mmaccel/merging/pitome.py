@@ -35,7 +35,9 @@ class PiToMe(EncoderMethod):
     margin : the similarity that counts as alike; None is ``0.9 (1 - l / L)`` in layer ``l`` of ``L``, which the program
         has for CLIP of transformers and for BLIP. It has 0.95 for its other CLIP, and 0.75 for DeiT and MAE.
     variant : ``energy``; or ``bsm``: all tokens, in the order of their energy, alternate between A and B, and the ``r``
-        best proposals are carried out, as in ToMe. The program takes it for the first half of its layers (DeiT).
+        best proposals are carried out, as in ToMe. The program takes it for the first half of its layers (DeiT). Or
+        ``text``, which it takes for text encoders: energy is a Gaussian around a cosine of one, and the ``r`` candidates of
+        higher energy flow into the ``r`` of lower.
 
     Paper and program: the paper keeps a share of the tokens in every layer; so does :meth:`schedule`, with the share
     that meets the budget. The paper weighs attention by sizes, as here; the program leaves that out. The program's sorts
@@ -48,11 +50,13 @@ class PiToMe(EncoderMethod):
     conserves_mass: ClassVar[bool] = True
 
     margin: float | None = None
-    variant: Literal["energy", "bsm"] = "energy"
+    variant: Literal["energy", "bsm", "text"] = "energy"
 
     def __post_init__(self) -> None:
-        if self.variant not in ("energy", "bsm"):
-            raise MmaccelError(f"pitome knows the variants 'energy' and 'bsm', not {self.variant!r}.")
+        if self.variant not in _MATCHING:
+            raise MmaccelError(f"pitome knows the variants 'energy', 'bsm' and 'text', not {self.variant!r}.")
+        if self.variant == "text" and self.margin is not None and self.margin >= 1:
+            raise MmaccelError(f"pitome's text variant needs a margin below 1, not {self.margin}.")
 
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
         """The same share of what is left in each layer; whole numbers that remove ``tokens - kept`` in all."""
@@ -73,14 +77,13 @@ class PiToMe(EncoderMethod):
 
     def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
         """``keys [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
-        matching = energy_matching if self.variant == "energy" else energy_bipartite_matching
         margin = 0.9 * (1.0 - tokens.depth) if self.margin is None else self.margin
-        return matching(tokens.keys, remove, margin, tokens.protected)
+        return _MATCHING[self.variant](tokens.keys, remove, margin, tokens.protected)
 
 
-def energy(metric: Tensor, margin: float, alpha: float = 1.0) -> Tensor:
+def energy(metric: Tensor, margin: float) -> Tensor:
     """``[N, T]``: the mean over all tokens of ``ELU(cos - margin)`` for ``metric [N, T, d]``, in blocks of rows."""
-    return _mean_of_similarity(metric, lambda s: elu(s - margin, alpha=alpha))
+    return _mean_of_similarity(metric, lambda s: elu(s - margin))
 
 
 def text_energy(metric: Tensor, margin: float) -> Tensor:
@@ -90,9 +93,9 @@ def text_energy(metric: Tensor, margin: float) -> Tensor:
     return _mean_of_similarity(metric, lambda s: (-(((1.0 - s) / sigma) ** 2) / 2.0).exp() / bell)
 
 
-def energy_matching(metric: Tensor, remove: int, margin: float, protected: int = 0, alpha: float = 1.0) -> Tensor:
+def energy_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
     """The slot each token flows into, ``[N, T]`` long: ``2 remove`` candidates of highest energy, by turns A and B."""
-    ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin, alpha))
+    ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin))
     return _flow(metric, ranked[:, : 2 * remove : 2], ranked[:, 1 : 2 * remove : 2], remove)
 
 
@@ -102,12 +105,13 @@ def text_matching(metric: Tensor, remove: int, margin: float, protected: int = 0
     return _flow(metric, ranked[:, :remove], ranked[:, remove : 2 * remove], remove)
 
 
-def energy_bipartite_matching(
-    metric: Tensor, remove: int, margin: float, protected: int = 0, alpha: float = 1.0
-) -> Tensor:
+def energy_bipartite_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
     """All tokens by turns A and B in the order of their energy; the ``remove`` best proposals of A are carried out."""
-    ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin, alpha))
+    ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin))
     return _flow(metric, ranked[:, 0::2], ranked[:, 1::2], remove)
+
+
+_MATCHING = {"energy": energy_matching, "bsm": energy_bipartite_matching, "text": text_matching}
 
 
 def _ranked(metric: Tensor, remove: int, protected: int, values: Tensor) -> tuple[Tensor, int]:

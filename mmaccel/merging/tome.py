@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -109,33 +108,3 @@ def bipartite_soft_matching(metric: Tensor, remove: int, protected: int = 0) -> 
     best[:, : (protected + 1) // 2] = -torch.inf
     giver = best.argsort(dim=1, descending=True, stable=True)[:, :remove]
     return target.scatter(1, 2 * giver, 2 * partner.gather(1, giver) + 1)
-
-
-def kth_bipartite_matching(metric: Tensor, k: int) -> Tensor:
-    """The coarse variant: the last of every ``k`` tokens receives, all others flow to the nearest receiver.
-
-    ``metric [N, T, d]`` -> ``[N, T]`` long; the ``T % k`` tokens behind the last full group are dropped (-1).
-    """
-    rows, tokens = metric.shape[:2]
-    place = torch.arange(tokens, device=metric.device)
-    full = tokens - tokens % k
-    x = normalize(metric.float(), dim=-1)[:, :full]
-    nearest = best_match(x, x[:, k - 1 :: k])[1] * k + k - 1
-    target = torch.full((rows, tokens), -1, device=metric.device)
-    target[:, :full] = torch.where(place[:full] % k == k - 1, place[:full], nearest)
-    return target
-
-
-def layer_removals(layers: int, r: int | Sequence[int], inflect: float = 0.0) -> list[int]:
-    """The paper's own way to say how many tokens each layer removes; :meth:`ToMe.schedule` meets a budget instead.
-
-    Parameters
-    ----------
-    r : mean number per layer, or the numbers of the first layers (none after them).
-    inflect : from -1 (a line from ``2 r`` down to 0) over 0 (constant) to 1 (a line from 0 up to ``2 r``).
-    """
-    if not isinstance(r, int):
-        return list(r) + [0] * (layers - len(r))
-    low = int(r * (1.0 - inflect))
-    step = (2 * r - 2 * low) / max(1, layers - 1)
-    return [int(low + step * i) for i in range(layers)]

@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
-from comparators import Arrays, Fault, Params, close, one_unit, same_set
+from comparators import Arrays, Params, close, kept_of, one_unit, same_set
+from harness import beneath, fault, make, paid
 from torch import Tensor
 
-from mmaccel.layers.aim import AimPageRank
-from mmaccel.layers.framefusion import FrameFusion, merge_runs, sparsity_needed
-from mmaccel.layers.holitom import HoliTomInner
-from mmaccel.layers.mustdrop import MustDropFilter
-from mmaccel.layers.promptdistill import PromptDistill
-from mmaccel.method import LayerAttention
+from mmaccel.errors import MmaccelError
+from mmaccel.layers.framefusion import merge_runs, sparsity_needed
 from mmaccel.reduction import Reduction
 
 
-@dataclass(frozen=True)
-class Given(LayerAttention):
-    """A layer whose logits are those of a vector, ``[B, H, q, K]``; everything else is derived from them as always."""
-
-    map: Tensor
-
-    @staticmethod
-    def of(logits: Tensor, text: Tensor | None = None) -> Given:
-        batch, _, rows, keys = logits.shape
-        text = torch.ones(batch, rows, dtype=torch.bool) if text is None else text
-        # queries and keys are only asked for their shapes
-        return Given(logits[..., :1], logits.new_zeros(batch, 1, keys, 1), None, 1.0, text, logits)
-
-    def logits(self, start: int, stop: int) -> Tensor:
-        rows = self.map[:, :, start:stop, : self.key.shape[2]]
-        return rows.masked_fill(rows <= -1e8, -torch.inf)
-
-
-def kept_of(reduction: Reduction) -> Tensor:
-    return reduction.kept[0].nonzero()[:, 0]
-
-
 def aim_pagerank(params: Params, arrays: Arrays) -> None:
-    method = AimPageRank(tau=params["tau_imp"], iterations=params["iters"], teleport=params["d"])
-    importance = method.look(Given.of(arrays["logits"]))["importance"]
+    method = make("aim-pagerank", tau=params["tau_imp"], iterations=params["iters"], teleport=params["d"])
+    importance = method.look(paid(arrays["logits"]))["importance"]
     close(importance, arrays["importance"])
 
     first, last, length = params["visual_start"], params["visual_end"], importance.shape[1]
@@ -66,37 +40,40 @@ def mustdrop_dual_filter(params: Params, arrays: Arrays) -> None:
     found = {name: name.removeprefix("out_keep_g").split("_i") for name in arrays if name.startswith("out_keep_g")}
     assert found
     for name, (low, high) in found.items():
-        method = MustDropFilter(global_threshold=float(low), individual_threshold=float(high), adaptive=True)
+        method = make("mustdrop-filter", global_threshold=float(low), individual_threshold=float(high), adaptive=True)
         same_set(kept_of(method.reduce(batch, torch.tensor([attention.shape[1]]))), arrays[name])
 
 
 def mustdrop_filter(params: Params, arrays: Arrays) -> None:
     first, size = params["v_token_start"], params["img_seq"]
-    method = MustDropFilter(
-        global_threshold=params["global_thr"], individual_threshold=params["individual_thr"], adaptive=True
+    method = make(
+        "mustdrop-filter",
+        global_threshold=params["global_thr"],
+        individual_threshold=params["individual_thr"],
+        adaptive=True,
     )
     attention = arrays["attn"][:1]
     text = torch.ones(1, attention.shape[2], dtype=torch.bool)
     text[:, first : first + size] = False
     # the logarithm of a softmax is a row of logits
-    seen = method.look(Given.of(attention.log().clamp(min=-1e9), text))
+    seen = method.look(paid(attention.log().clamp(min=-1e9), text))
     span = {name: figures[0, first : first + size] for name, figures in seen.items()}
     batch = one_unit(torch.zeros(size, 1), **span)
     theirs = arrays["kept"]
-    if not len(theirs):
-        raise Fault("the filter of MustDrop may drop the whole picture; ours leaves one token")
-    ours = method.reduce(batch, torch.tensor([size]))
-    same_set(kept_of(ours), theirs)
+    with fault(not len(theirs), "the filter of MustDrop may drop the whole picture; ours leaves one token"):
+        same_set(kept_of(method.reduce(batch, torch.tensor([size]))), theirs)
     # the same set when the budget asks for as many
-    exact = MustDropFilter(global_threshold=params["global_thr"], individual_threshold=params["individual_thr"])
+    exact = make(
+        "mustdrop-filter", global_threshold=params["global_thr"], individual_threshold=params["individual_thr"]
+    )
     same_set(kept_of(exact.reduce(batch, torch.tensor([len(theirs)]))), theirs)
 
 
 def promptdistill(params: Params, arrays: Arrays) -> None:
     end, logits = params["prompt_end"], arrays["logits"]
-    method = PromptDistill(pooling=params["use_pooling"], kernel=params["kernel"])
+    method = make("promptdistill", pooling=params["use_pooling"], kernel=params["kernel"])
     # our prompt ends where the vector's does; what is behind it always stays
-    seen = method.look(Given.of(logits[:, None, None, : end + 1]))["prompt_logits"][0]
+    seen = method.look(paid(logits[:, None, None, : end + 1]))["prompt_logits"][0]
     batch = one_unit(seen[:end, None], prompt_logits=seen[:end])
     ours = kept_of(method.reduce(batch, torch.tensor([min(params["n_topk"], end)])))
     same_set(torch.cat([ours, torch.arange(end, logits.shape[1])]), arrays["kept_idx"])
@@ -105,7 +82,7 @@ def promptdistill(params: Params, arrays: Arrays) -> None:
 def holitom_inner(params: Params, arrays: Arrays) -> None:
     first, size = params["image_start"], params["image_len"]
     hidden, attention = arrays["hidden"][0], arrays["attn_last_row"].mean(0)
-    method, last = HoliTomInner(), first + size
+    method, last = make("holitom-inner"), first + size
     count = max(1, method.official_count(1 - params["r"], size))
     batch = one_unit(hidden[first:last], prompt_attention=attention[first:last])
     ours = method.reduce(batch, torch.tensor([count]))
@@ -114,52 +91,106 @@ def holitom_inner(params: Params, arrays: Arrays) -> None:
     close(torch.cat([hidden[:first], ours.apply(batch.features)[0], hidden[last:]]), arrays["out"][0])
 
 
-def framefusion(params: Params, arrays: Arrays) -> None:
-    hidden, kind = arrays["hidden0"][0], arrays["patch_type"][0]
-    place = torch.arange(len(hidden))
-    done = list(params["initial_sparsity_list"] or [])
-    # what the program was told, or has found out, before the first step
-    merging = not done or done[-1] >= params["ratio_lower_bound"]
-    pruning = True
-    for number, step in enumerate(params["steps"], 1):
-        visual = kind != -1
-        size = int(visual.sum())
-        needed = sparsity_needed(params["cost"], params["num_layers"], done)
-        span, inside = hidden[visual], torch.zeros(size, dtype=torch.bool)
-        kept = Reduction.identity(torch.ones(1, size, dtype=torch.bool))
-        if not merging and pruning:
-            # the program averages over whatever query rows it gets
-            scores = arrays["attn_rows"].mean((0, 1))[visual]
-            batch = one_unit(span, prompt_attention=scores)
-            method = FrameFusion(similarity=params["similarity_lower_bound"])
-            kept = method.reduce(batch, torch.tensor([max(1, method.official_count(1 - needed, size))]))
-            pruning = False
-        elif merging:
-            # the cells of a patch are told apart by their order in time
-            cells = torch.stack([place[visual], kind[visual].clamp(min=-1), torch.zeros(size, dtype=torch.long)], 1)
-            cells[kind[visual] < 0] = -1
-            valid, bound = torch.ones(1, size, dtype=torch.bool), params["similarity_lower_bound"]
-            free = merge_runs(span[None], valid, cells[None], bound, torch.tensor([size]))
-            share = (size - int(free.kept.sum())) / size
-            if share < needed:
-                kept = free
-                done.append(share)
-                merging = share >= params["ratio_lower_bound"]
-            else:
-                kept = merge_runs(span[None], valid, cells[None], bound, torch.tensor([int(needed * size)]))
-                merging = pruning = False
-        assert done == pytest.approx(step["sparsity_list"])
-        assert merging != step.get("finish_merging", not merging)
-        assert pruning != step.get("finish_pruning", not pruning)
-        stays = ~visual
-        inside = kept.kept[0]
-        stays[visual.nonzero()[:, 0][inside]] = True
-        hidden = hidden.clone()
-        hidden[visual] = kept.substitute(span[None])[0]
-        hidden, kind, place = hidden[stays], kind[stays], place[stays]
-        same_set(place, arrays[f"pos{number}"])
-        close(hidden, arrays[f"out{number}"][0])
+class Cascade:
+    """FrameFusion over several layers, which the product does not do: it merges, or prunes, at one.
 
+    hidden, kind, place : of the tokens that are left ``[n, D]``, ``[n]`` and ``[n]``, the patch (-1 for text) and the place.
+    """
+
+    def __init__(self, params: Params, arrays: Arrays) -> None:
+        self.params = params
+        self.hidden, self.kind = arrays["hidden0"][0], arrays["patch_type"][0]
+        self.place = torch.arange(len(self.hidden))
+        # what the program was told, or has found out, before the first step
+        self.done = list(params.get("initial_sparsity_list") or [])
+        self.merging = not self.done or self.done[-1] >= params["ratio_lower_bound"]
+        self.pruning = True
+        self.method = make("framefusion", similarity=params["similarity_lower_bound"])
+
+    @property
+    def needed(self) -> float:
+        return sparsity_needed(self.params["cost"], self.params["num_layers"], self.done)
+
+    def step(self, scores: Tensor | None) -> None:
+        """One layer; ``scores [n]`` are the attention of the last prompt token."""
+        visual, size = self.kind != -1, int((self.kind != -1).sum())
+        kept, span = Reduction.identity(torch.ones(1, size, dtype=torch.bool)), self.hidden[visual]
+        if self.merging:
+            kept = self._merge(span, visual)
+        elif self.pruning:
+            assert scores is not None
+            count = max(1, self.method.official_count(1 - self.needed, size))
+            kept = self.method.reduce(one_unit(span, prompt_attention=scores[visual]), torch.tensor([count]))
+            self.pruning = False
+        stays = ~visual
+        stays[visual.nonzero()[:, 0][kept.kept[0]]] = True
+        self.hidden = self.hidden.clone()
+        self.hidden[visual] = kept.substitute(span[None])[0]
+        self.hidden, self.kind, self.place = self.hidden[stays], self.kind[stays], self.place[stays]
+
+    def _merge(self, span: Tensor, visual: Tensor) -> Reduction:
+        kind, size, needed = self.kind[visual], len(span), self.needed
+        # the cells of a patch are told apart by their order in time
+        cells = torch.stack([self.place[visual], kind.clamp(min=-1), torch.zeros(size, dtype=torch.long)], 1)
+        cells[kind < 0] = -1
+        valid, bound = torch.ones(1, size, dtype=torch.bool), self.params["similarity_lower_bound"]
+        free = merge_runs(span[None], valid, cells[None], bound, torch.tensor([size]))
+        share = (size - int(free.kept.sum())) / size
+        if share < needed:
+            self.done.append(share)
+            self.merging = share >= self.params["ratio_lower_bound"]
+            return free
+        self.merging = self.pruning = False
+        return merge_runs(span[None], valid, cells[None], bound, torch.tensor([int(needed * size)]))
+
+
+@beneath("layers.framefusion.sparsity_needed")
+def framefusion(params: Params, arrays: Arrays) -> None:
+    cascade = Cascade(params, arrays)
+    for number, step in enumerate(params["steps"], 1):
+        # the program averages over whatever query rows it gets
+        scores = arrays["attn_rows"].mean((0, 1)) if "attn_rows" in arrays else None
+        cascade.step(scores)
+        assert cascade.done == pytest.approx(step["sparsity_list"])
+        assert cascade.merging != step.get("finish_merging", not cascade.merging)
+        assert cascade.pruning != step.get("finish_pruning", not cascade.pruning)
+        same_set(cascade.place, arrays[f"pos{number}"])
+        close(cascade.hidden, arrays[f"out{number}"][0])
+
+
+@beneath("layers.framefusion.sparsity_needed")
+def framefusion_cascade(params: Params, arrays: Arrays) -> None:
+    """Layer after layer; between them the tokens that are left change."""
+    cascade = Cascade(params, arrays)
+    for layer in range(params["calls"]):
+        cascade.hidden = cascade.hidden + arrays["delta"][layer][cascade.place]
+        if arrays["required"][layer] < 0:
+            with pytest.raises(MmaccelError, match="is spent"):
+                _ = cascade.needed
+        elif cascade.merging or cascade.pruning:
+            assert cascade.needed == pytest.approx(float(arrays["required"][layer]), abs=1e-5)
+        cascade.step(arrays["attention"][layer][cascade.place])
+        kept = arrays["kept"][layer]
+        same_set(cascade.place, kept[kept >= 0])
+        assert [not cascade.merging, not cascade.pruning] == arrays["flags"][layer].tolist()
+    assert cascade.done == pytest.approx(arrays["sparsity_list"].tolist())
+    close(cascade.hidden, arrays["out"][0])
+
+
+def fastv(params: Params, arrays: Arrays) -> None:
+    start, length = params["image_start"], params["image_len"]
+    rows = arrays["attn_last_row"]
+    # the logarithm of a softmax is a row of logits
+    method, total = make("fastv"), rows.shape[-1]
+    image = method.look(paid(rows.log()[None, :, None]))["prompt_attention"][0, start : start + length]
+    # the program rounds half to even
+    count = torch.tensor([round(length * (1 - params["r"]))])
+    ours = kept_of(method.reduce(one_unit(image[:, None], prompt_attention=image), count))
+    text = torch.cat([torch.arange(start), torch.arange(start + length, total)])
+    same_set(torch.cat([text, ours + start]), arrays["keep_idx"])
+
+
+_FASTV = "src/FastV/llava-hf/transformers/src/transformers/models/llama/modeling_llama.py"
 
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     (
@@ -180,4 +211,6 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "holitom/modeling_qwen2.py:Qwen2Model_holitom.forward (block at layer HOLITOM_k)",
     ): holitom_inner,
     ("thu-nics/FrameFusion", "framefusion/main.py:FrameFusion.forward"): framefusion,
+    ("thu-nics/FrameFusion", "framefusion/main.py:FrameFusion.forward called once per layer"): framefusion_cascade,
+    ("pkunlp-icler/FastV", f"{_FASTV}:LlamaModel.fastv_forward (block at layer K)"): fastv,
 }

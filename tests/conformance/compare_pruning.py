@@ -5,25 +5,17 @@ Positions are compared exactly; features within 1e-4 relative (see ``close``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from math import isqrt
-from typing import Any
 
 import torch
-from comparators import Fault, close, one_unit, same_rows, same_set
+from comparators import Arrays, Params, close, one_unit, same_rows, same_set
+from harness import fault, make
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from mmaccel.method import TokenBatch
-from mmaccel.pruning.cdpruner import conditional_diverse, mean_cosine, rescaled
-from mmaccel.pruning.hired import HiRED
-from mmaccel.pruning.prumerge import PruMerge, PruMergePlus
-from mmaccel.pruning.visionzip import VisionZip
-from mmaccel.pruning.vispruner import VisPruner
-
-Params = Mapping[str, Any]
-Arrays = Mapping[str, Tensor]
 
 
 def budget(count: int) -> Tensor:
@@ -35,7 +27,7 @@ def hired(params: Params, arrays: Arrays) -> None:
     parts, n = late.shape
     side = isqrt(n)
     assert parts == params["partitions"] and n == params["num_vision_tokens"] == side * side
-    method = HiRED(layout="official_bands", alpha=params["alpha"])
+    method = make("hired", layout="official_bands", alpha=params["alpha"])
     count = max(1, method.official_count(params["token_budget_rate"], parts * n))
     # which band belongs to which tile does not depend on how the tiles stand, so they stand in a column
     tile, cells = torch.arange(parts)[:, None], torch.cartesian_prod(torch.tensor([0]), *[torch.arange(side)] * 2)
@@ -58,14 +50,14 @@ def hired(params: Params, arrays: Arrays) -> None:
 
 def hired_single(params: Params, arrays: Arrays) -> None:
     late = arrays["attn_last_layer_cls"][:, 1:].mean(0)
-    method = HiRED()
+    method = make("hired")
     count = max(1, method.official_count(params["token_budget_rate"], len(late)))
     assert count == params.get("k", count) == int(arrays["mask"].sum())
     tokens = one_unit(torch.zeros(len(late), 1), cls_attention=torch.stack([torch.full_like(late, torch.nan), late]))
     assert torch.equal(method.reduce(tokens, budget(count)).kept[0], arrays["mask"])
 
 
-def prumerge(method: PruMerge) -> Callable[[Params, Arrays], None]:
+def prumerge(name: str) -> Callable[[Params, Arrays], None]:
     def compare(params: Params, arrays: Arrays) -> None:
         query, keys, x = arrays["q_last_cls"], arrays["k_last"], arrays["features"]
         n = len(x)
@@ -74,21 +66,22 @@ def prumerge(method: PruMerge) -> Callable[[Params, Arrays], None]:
         close(attention, arrays["cls_attn"])
         tokens = one_unit(x, cls_attention_unsplit=attention[None], keys_unsplit=keys[None, 1:])
         fixed = not params.get("if_adaptive", True)
-        if fixed and isinstance(method, PruMergePlus):
-            raise Fault("with a fixed ratio PruMerge+ chooses tokens twice")
-        ours = replace(method, adaptive=not fixed, neighbours=params.get("knn", 32))
-        count = n
+        method = make(name, heads="official_unsplit", adaptive=not fixed, neighbours=params.get("knn", 32))
+        wrong, count = None, n
         if fixed:
-            count = ours.official_count(next(params[k] for k in ("reduction_ratio", "iqr_ratio") if k in params), n)
+            count = method.official_count(next(params[k] for k in ("reduction_ratio", "iqr_ratio") if k in params), n)
+            if name == "prumerge-plus":
+                wrong = "with a fixed ratio PruMerge+ chooses tokens twice"
         else:
             found = int((attention > _fence(attention)).sum())
             if int(n * (found / n)) != found:
-                raise Fault("int(N * (m / N)) loses one of the m outliers in floating point")
-            if int(1 / (found / n)) != n // found:
-                raise Fault("int(1 / (m / N)) is not N // m in floating point")
-        reduction = ours.reduce(tokens, budget(count))
-        assert int(reduction.kept.sum()) == len(arrays["out"])
-        same_rows(reduction.apply(x[None])[0], arrays["out"])
+                wrong = "int(N * (m / N)) loses one of the m outliers in floating point"
+            elif int(1 / (found / n)) != n // found:
+                wrong = "int(1 / (m / N)) is not N // m in floating point"
+        with fault(wrong, str(wrong)):
+            reduction = method.reduce(tokens, budget(count))
+            assert int(reduction.kept.sum()) == len(arrays["out"])
+            same_rows(reduction.apply(x[None])[0], arrays["out"])
 
     return compare
 
@@ -103,18 +96,18 @@ def visionzip(params: Params, arrays: Arrays) -> None:
     dominant, contextual = params["dominant_num_without_cls"], params["contextual_num"]
     x = hidden[1:]
     tokens = one_unit(x, cls_attention=attention[None], keys=metric[None])
-    ours = VisionZip(contextual=contextual).reduce(tokens, budget(min(dominant + contextual, len(x))))
+    ours = make("visionzip", contextual=contextual).reduce(tokens, budget(min(dominant + contextual, len(x))))
     # theirs also keep the CLS token
     close(hidden[0], arrays["out"][0])
     same_rows(ours.apply(x[None])[0], arrays["out"][1:])
     # no contextual token: what stays is what dominates
-    alone = VisionZip(contextual=0).reduce(tokens, budget(dominant)).kept[0].nonzero()[:, 0]
+    alone = make("visionzip", contextual=0).reduce(tokens, budget(dominant)).kept[0].nonzero()[:, 0]
     same_set(torch.cat([torch.tensor([0]), alone + 1]), arrays["keep_idx"])
 
 
 def vispruner(params: Params, arrays: Arrays) -> None:
     attention, features = arrays["cls_attn"].mean(0), arrays["features"]
-    method = VisPruner(important=params["important_ratio"], step=params.get("prune_step", 8))
+    method = make("vispruner", important=params["important_ratio"], step=params.get("prune_step", 8))
     tokens = one_unit(features, cls_attention=attention[None])
     tokens = replace(tokens, signals={**tokens.signals, "features": features[None, None]})
     kept = method.reduce(tokens, budget(params["visual_token_num"])).kept[0]
@@ -122,16 +115,17 @@ def vispruner(params: Params, arrays: Arrays) -> None:
 
 
 def cdpruner(params: Params, arrays: Arrays) -> None:
-    x, patches, text = arrays["features"][None], arrays["image_embeds"][None], arrays["text_embeds"][None]
-    valid = torch.ones(x.shape[:2], dtype=torch.bool)
-    # negated, as the program does with CLIP
-    relevance = rescaled(-mean_cosine(patches, text, torch.ones(text.shape[:2], dtype=torch.bool)), valid)
-    count = params["visual_token_num"]
-    ours = conditional_diverse(x, relevance, valid, budget(count))[0]
+    """With CLIP, whose cosine the program negates."""
+    x, words, count = arrays["features"], arrays["text_embeds"][None], params["visual_token_num"]
+    tokens = replace(
+        one_unit(x, patches=arrays["image_embeds"]),
+        question=words,
+        question_valid=torch.ones(words.shape[:2], dtype=torch.bool),
+    )
+    ours = make("cdpruner", clip="given by the vector").reduce(tokens, budget(count)).kept[0]
     assert int(ours.sum()) == count
-    if count > _rank(x[0]):
-        raise Fault("beyond the rank of the kernel the program divides by zero")
-    assert torch.equal(ours, arrays["mask"])
+    with fault(count > _rank(x), "beyond the rank of the kernel the program divides by zero"):
+        assert torch.equal(ours, arrays["mask"])
 
 
 def _rank(x: Tensor) -> int:
@@ -148,10 +142,8 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "hasanar1f/HiRED",
         "transformers/src/transformers/models/llava/modeling_llava.py:HiRED_token_selection",
     ): hired_single,
-    ("42Shawn/LLaVA-PruMerge", f"{_CLIP}.token_prune_merge_advanced"): prumerge(PruMerge(heads="official_unsplit")),
-    ("42Shawn/LLaVA-PruMerge", f"{_CLIP}.token_prune_merge_advanced_plus"): prumerge(
-        PruMergePlus(heads="official_unsplit")
-    ),
+    ("42Shawn/LLaVA-PruMerge", f"{_CLIP}.token_prune_merge_advanced"): prumerge("prumerge"),
+    ("42Shawn/LLaVA-PruMerge", f"{_CLIP}.token_prune_merge_advanced_plus"): prumerge("prumerge-plus"),
     ("dvlab-research/VisionZip", "visionzip/clip_encoder.py:CLIPVisionTower_VisionZip.forward"): visionzip,
     ("Theia-4869/VisPruner", _ENCODE): vispruner,
     ("Theia-4869/CDPruner", _ENCODE): cdpruner,

@@ -1,0 +1,249 @@
+"""How a golden vector reaches the product: methods come from the registry, and the product's own code runs them.
+
+Methods at the sites ``projector`` and ``layers`` are called as the door calls them (``reduce`` on a :class:`TokenBatch`,
+``look`` on a :class:`LayerAttention`), those inside the tower as its hook does (``match``, ``weigh``), codecs as the cache
+does (``pack``). Policies run in :class:`CacheRun`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel import registry
+from mmaccel.door import Phase
+from mmaccel.kv.cache import CacheState, Reading
+from mmaccel.kv.eviction import Eviction
+from mmaccel.layout import Layout, Segment, Tile
+from mmaccel.method import LayerAttention, Method, Policy
+from mmaccel.recipe import Stage
+
+Compare = Callable[[Mapping[str, Any], Mapping[str, Tensor]], None]
+
+#: the registered methods that were made since this was last cleared
+made: list[str] = []
+#: what comparators call that no registered method calls
+BENEATH: dict[Compare, str] = {}
+
+
+def make(name: str, given: Mapping[str, Callable[..., Any]] | None = None, **options: Any) -> Any:
+    """The registered method ``name`` with these options.
+
+    ``given`` replaces parts of it that look at a model by what the vector holds in their place.
+    """
+    kind = registry.method(name)
+    method: Method = (type(kind.__name__, (kind,), dict(given)) if given else kind)(**options)
+    made.append(name)
+    return method
+
+
+def whole(share: float, size: int) -> list[int]:
+    """The budgets in whole tokens on both sides of a share that an authors' program takes as it is."""
+    exact = round(share * size, 6)
+    return sorted({math.floor(exact), math.ceil(exact)})
+
+
+# --- what a comparison may find ---------------------------------------------------------------------------------------
+class NotOffered(AssertionError):
+    """The vector shows a variant that the registered method does not offer."""
+
+
+class Fault(Exception):
+    """The vector shows a fault of the authors' program that ours deliberately lacks, and the comparison failed as it should."""
+
+
+def beneath(what: str) -> Callable[[Compare], Compare]:
+    """Marks a comparator of which a part, ``what``, is reached by tests only, no registered method calls it."""
+
+    def mark(compare: Compare) -> Compare:
+        BENEATH[compare] = what
+        return compare
+
+    return mark
+
+
+@contextmanager
+def fault(there: object, why: str) -> Iterator[None]:
+    """Where the authors' fault is ``there``, the comparison in this block must fail; else it must pass."""
+    try:
+        yield
+    except AssertionError as failed:
+        if not there:
+            raise
+        raise Fault(why) from failed
+    assert not there, f"the comparison passes, so this is no fault any more: {why}"
+
+
+def in_their_order(score: Tensor, chosen: Tensor) -> Tensor:
+    """``score [..., n]`` as whole numbers in which equal scores come as ``chosen [..., n]`` bool has them, then by place.
+
+    Nothing but exact ties is decided so: a choice that is not the best by ``score`` does not become it.
+    """
+    order = (~chosen).long().argsort(dim=-1, stable=True)
+    order = order.gather(-1, score.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    place = torch.arange(score.shape[-1], 0, -1, dtype=torch.float32).expand(score.shape)
+    return torch.empty_like(place).scatter_(-1, order, place)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+def paid(rows: Tensor, text: Tensor | None = None) -> LayerAttention:
+    """A layer whose logits are ``rows [B, H, q, K]``, of which causal attention shows the last ``q`` keys one by one."""
+    query, key = as_queries(rows)
+    text = torch.ones(len(rows), rows.shape[2], dtype=torch.bool) if text is None else text
+    return LayerAttention(query, key, None, 1.0, text)
+
+
+def as_queries(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries ``[B, H, q, q]`` and keys ``[B, H, K, q]`` whose products are ``rows [B, H, q, K]``."""
+    batch, heads, count, _ = rows.shape
+    return torch.eye(count).expand(batch, heads, count, count), rows.clamp(min=-1e9).mT.contiguous()
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+class _Watched(Eviction):
+    """Notes what the product ranks."""
+
+    def __init__(self, step: Any) -> None:
+        super().__init__(step)
+        self.ranks: list[Tensor] = []
+
+    def _rank(self, *args: Any, **named: Any) -> Tensor:
+        scores = super()._rank(*args, **named)
+        self.ranks.append(scores)
+        return scores
+
+
+class _Step:
+    """What :class:`Eviction` reads of a forward of a model."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.total = self.kinds = None
+        self.reading: Reading | None = None
+        vars(self).update(attributes)
+
+
+class CacheRun:
+    """The cache stage of a recipe on tensors: :class:`mmaccel.kv.eviction.Eviction` on the layers of a real cache.
+
+    Parameters
+    ----------
+    policy : a policy as :func:`make` returns it.
+    retain : how many keys stay; of all keys if the policy is ``joint``, else of the visual ones. A float is a share.
+    layers : of the language model.
+    visual : ``[S]`` bool, the places that are visual; by default all.
+    grid : (t, h, w) of the visual places, in raster order; by default one row.
+    text : what the policy asks of the language model (``rotary_emb``, ``o_proj``).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        retain: float,
+        *,
+        layers: int = 1,
+        visual: Tensor | None = None,
+        grid: tuple[int, int, int] | None = None,
+        rounding: str = "exact",
+        text: Any = None,
+    ) -> None:
+        self.policy, self.visual, self.grid = policy, visual, grid
+        stage = Stage(policy.name, retain)
+        recipe = SimpleNamespace(text_retain=None, rounding=rounding)
+        self.owner = SimpleNamespace(
+            policy=0, built=[(stage, policy)], recipe=recipe, family=SimpleNamespace(text=text)
+        )
+        self.state = CacheState(layers)
+        self.eviction: _Watched
+
+    def begin(self, size: int, rows: int = 1, prompt: bool = True) -> _Watched:
+        """A forward of ``size`` new tokens."""
+        seen = self.state.seen
+        places = torch.arange(seen, seen + size).expand(rows, -1)
+        layout = self._layout(size, rows) if prompt else None
+        phase = Phase(places, False)
+        # an eviction holds its step weakly, as the handle of a model holds both
+        self.step = _Step(
+            owner=self.owner, state=self.state, layout=layout, seen=seen, length=size, phase=lambda layer: phase
+        )
+        self.state.offset = torch.zeros(rows, dtype=torch.long)
+        self.eviction = _Watched(self.step)  # type: ignore[arg-type]
+        return self.eviction
+
+    def _layout(self, size: int, rows: int) -> Layout:
+        at = (torch.ones(size, dtype=torch.bool) if self.visual is None else self.visual).nonzero()[:, 0]
+        tile = Tile.raster(*(self.grid or (1, 1, len(at))), offset=0)
+        assert len(tile) == len(at)
+        valid = torch.ones(rows, size, dtype=torch.bool)
+        return Layout(valid, [Segment(row, "video", row, tile, at) for row in range(rows)])
+
+    def feed(
+        self, keys: Tensor, values: Tensor, query: Tensor, layer: int = 0, seen_as: Tensor | None = None
+    ) -> Tensor:
+        """``keys``, ``values [B, Hkv, q, D]`` of new tokens reach a layer, and ``query [B, Hq, q, D]`` attends.
+
+        Returns what attention read, ``[B, Hkv, K, D]``. ``seen_as`` replaces the keys that are attended to.
+        """
+        stored = self.state.layers[layer]
+        read, _ = stored.update(keys, values)
+        index = stored.index
+        assert index is not None
+        visible = index.mask(self.step.phase(layer).places, None)
+        shown = read if seen_as is None else seen_as
+        scaling = 1.0 if seen_as is not None else keys.shape[3] ** -0.5
+        self.eviction.after_attention(layer, query, shown, visible, scaling)
+        if layer == len(self.state.layers) - 1:
+            self.eviction.settle()
+        return read
+
+    def prompt(self, keys: Tensor, values: Tensor, query: Tensor | None = None) -> Tensor:
+        """A prompt of ``keys``, ``values [B, Hkv, K, D]`` in every layer; returns the scores of the last, ``[B, Hkv, K]``.
+
+        ``query [B, Hq, W, D]`` are the last ones; those before them, which nothing looks at, are zero.
+        """
+        size = keys.shape[2]
+        self.begin(size, len(keys))
+        full = keys.new_zeros(len(keys), keys.shape[1] if query is None else query.shape[1], size, keys.shape[3])
+        if query is not None and query.shape[2]:
+            full[:, :, -query.shape[2] :] = query
+        for layer in range(len(self.state.layers)):
+            self.feed(keys, values, full, layer)
+        return self.eviction.ranks[-1]
+
+    def layer_counts(self, size: int) -> list[int]:
+        """How many keys of a prompt of ``size`` tokens each layer keeps, where the content does not matter."""
+        return [int(torch.as_tensor(counts)[0]) for counts in self.begin(size)._over_layers()]
+
+    def positions(self, layer: int = 0) -> list[list[Tensor]]:
+        """Per row and head, the places of the keys that are stored."""
+        index, heads = self.state.layers[layer].index, self.state.layers[layer].keys.shape[1]
+        assert index is not None
+        return [[one[one >= 0].long() for one in row.expand(heads, -1)] for row in index.by_head]
+
+    def stored(self, layer: int = 0) -> list[list[tuple[Tensor, Tensor]]]:
+        """Per row and head, the keys and values that are stored, in the order of :meth:`positions`."""
+        one = self.state.layers[layer]
+        assert one.index is not None
+        there = (one.index.by_head >= 0).expand(-1, one.keys.shape[1], -1)
+        keys, values = one.stored()
+        return [
+            [(keys[b, h, there[b, h]], values[b, h, there[b, h]]) for h in range(keys.shape[1])]
+            for b in range(len(keys))
+        ]
+
+
+def receiving(name: str, figures: Sequence[Tensor], **options: Any) -> Policy:
+    """The registered policy, which receives ``figures`` (``[B, Hkv, K]`` of every forward) in place of attention."""
+    queue = iter(figures)
+
+    def observe(self: Policy, attention: LayerAttention, before: Tensor) -> Tensor:
+        return before + next(queue)
+
+    policy = make(name, {"observe": observe}, **options)
+    assert isinstance(policy, Policy)
+    return policy

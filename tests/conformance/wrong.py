@@ -1,0 +1,91 @@
+"""Registered methods made wrong by one place: a comparison that still passes does not look at what they choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from harness import Compare, made
+from torch import Tensor
+
+from mmaccel import registry
+from mmaccel.kv.codecs.base import Codec
+from mmaccel.method import EncoderMethod, EncoderTokens, FramesMethod, KeyBatch, Method, Policy, TokenBatch, TokenMethod
+from mmaccel.reduction import Links, Reduction
+
+
+def shifted(kind: type[Method]) -> dict[str, Any]:
+    """What a method does with its choice moved by one place."""
+
+    def reduce(self: TokenMethod, tokens: TokenBatch, count: Tensor) -> Reduction:
+        made, n = kind.reduce(self, tokens, count), tokens.valid.shape[1]  # type: ignore[attr-defined]
+        links = made.links
+        if links is not None:
+            links = Links(links.batch, (links.slot + 1) % n, (links.source + 1) % n, links.weight).sorted(n)
+        return Reduction(made.kept.roll(1, 1), made.valid, links)
+
+    def match(self: EncoderMethod, tokens: EncoderTokens, remove: int) -> Tensor:
+        def roll(x: Tensor) -> Tensor:
+            return torch.cat([x[:, : tokens.protected], x[:, tokens.protected :].roll(1, 1)], 1)
+
+        seen = None if tokens.cls_attention is None else roll(tokens.cls_attention)
+        return kind.match(self, replace(tokens, keys=roll(tokens.keys), cls_attention=seen), remove)  # type: ignore[attr-defined]
+
+    def score(self: Policy, keys: KeyBatch) -> Tensor:
+        return kind.score(self, keys).roll(1, -1)  # type: ignore[attr-defined]
+
+    def recall(self: Policy, paid: Tensor, *others: Any) -> Tensor:
+        return kind.recall(self, paid.roll(1, -1), *others)  # type: ignore[attr-defined]
+
+    def pack(self: Codec, keys: Tensor, values: Tensor, lengths: Tensor, *others: Any, **named: Any) -> Any:
+        if named.get("asked") is not None:
+            named["asked"] = named["asked"].roll(1, -1)
+        return kind.pack(self, keys.roll(1, 0), values.roll(1, 0), lengths, *others, **named)  # type: ignore[attr-defined]
+
+    def pick(self: FramesMethod, frames: np.ndarray, count: int) -> np.ndarray:
+        return (kind.pick(self, frames, count) + 1) % len(frames)  # type: ignore[attr-defined]
+
+    if issubclass(kind, Policy):
+        return {"recall": recall, "score": score} if kind.recall is not Policy.recall else {"score": score}
+    if issubclass(kind, TokenMethod):
+        return {"reduce": reduce}
+    if issubclass(kind, EncoderMethod):
+        return {"match": match}
+    return {"pack": pack} if issubclass(kind, Codec) else {"pick": pick}
+
+
+def level(kind: type[Method]) -> dict[str, Any]:
+    """A policy that gives every layer the same, whatever it is told."""
+
+    def choice(self: Policy, option: str) -> tuple[str, float | None]:
+        return ("uniform", None) if option == "layer_budget" else kind.choice(self, option)  # type: ignore[attr-defined]
+
+    return {"choice": choice}
+
+
+@contextmanager
+def registered(change: Any) -> Iterator[None]:
+    """Every method of the registry changed."""
+    before = dict(registry.methods())
+    changed = {name: type(kind.__name__, (kind,), change(kind)) for name, kind in before.items() if change(kind)}
+    registry._methods.update(changed)
+    try:
+        yield
+    finally:
+        registry._methods.update(before)
+
+
+def notices(compare: Compare, params: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> bool:
+    """Whether a comparison that has just passed fails when the methods it made are wrong."""
+    policies = all(issubclass(registry.method(name), Policy) for name in made)
+    for change in (shifted, level) if policies else (shifted,):
+        with registered(change):
+            try:
+                compare(params, arrays)
+            except AssertionError:
+                return True
+    return False
