@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from laws import oracle
+from laws import helpers, oracle
 from PIL import Image
 from test_streaming import film, session
 from torch import Tensor, nn
 
-from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, is_accelerated
+from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, is_accelerated, method
 from mmaccel.cli import main
 from mmaccel.kv.cache import CacheState, CompressedLayer
 from mmaccel.kv.quantised import QuantisedLayer
@@ -319,3 +319,61 @@ def test_what_is_no_clip() -> None:
         with pytest.raises(MmaccelError, match="go backwards"):
             Clip(NOISE, indices, 2, 1.0)
     assert Clip(NOISE, [3, 3], 4, 2).timestamps.tolist() == [1.5, 1.5]
+
+
+# ------------------------------------------------------------------------------------------- caches that a user has kept
+
+
+def two_turns(model: Any, family: str) -> tuple[Any, dict[str, Any]]:
+    """The cache after a first turn, and what a second one with another picture feeds."""
+    first = helpers.inputs(family)
+    out = helpers.generate(model, first, past_key_values=helpers.cache())
+    return out.past_key_values, helpers.follow(first, out, helpers.inputs(family, seed=3))[0]
+
+
+@pytest.mark.parametrize("error", (Fault, KeyboardInterrupt))
+@pytest.mark.parametrize("recipe", ("fastv", "snapkv", "h2o-decode", "kivi"))
+@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl"))
+def test_a_kept_cache_that_was_broken_off_is_refused(family: str, recipe: str, error: type[BaseException]) -> None:
+    """Every way of going on with it, accelerated or bare; once it is reset, it is as good as new."""
+    model, said = oracle.subject(family), "A forward with this cache was broken off"
+    faults = Faults(model, few=True)
+    with accelerated(model, recipe):
+        wanted = helpers.generate(model, helpers.inputs(family), past_key_values=helpers.cache()).sequences
+        cache, more = two_turns(model, family)
+        with faults.at(next(name for name, _ in faults._modules() if "language_model.layers.2" in name), 2, error):
+            helpers.generate(model, more, past_key_values=cache)
+        refusals = [lambda: helpers.generate(model, more, past_key_values=cache)] * 2
+        refusals.append(lambda: model(input_ids=more["input_ids"][:, -1:], past_key_values=cache))
+        for again in refusals:
+            with pytest.raises(MmaccelError, match=said):
+                again()
+    for again in refusals:
+        with pytest.raises(MmaccelError, match=said):
+            again()
+    with accelerated(model, recipe):
+        cache.reset()
+        again = helpers.generate(model, helpers.inputs(family), past_key_values=cache)
+        assert torch.equal(again.sequences, wanted)
+
+
+@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl"))
+def test_a_kept_cache_survives_what_happens_before_it_is_changed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second picture that cannot be encoded, or whose tokens a method refuses: the cache goes on with the next one."""
+    model = oracle.subject(family)
+    faults, recipe = Faults(model, few=True), Recipe("two", (Stage("divprune", 0.5), Stage("snapkv", 0.5)))
+    with accelerated(model, recipe):
+        cache, more = two_turns(model, family)
+        wanted = helpers.generate(model, more, past_key_values=cache).sequences
+        cache, more = two_turns(model, family)
+        tower = next(name for name, _ in faults._modules() if "projector" in name or "merger" in name)
+        with faults.at(tower, 1, Fault):
+            helpers.generate(model, more, past_key_values=cache)
+        with monkeypatch.context() as patch, pytest.raises(MmaccelError, match="not this one"):
+            patch.setattr(method("divprune"), "reduce", refuse)
+            helpers.generate(model, more, past_key_values=cache)
+        assert torch.equal(helpers.generate(model, more, past_key_values=cache).sequences, wanted)
+
+
+def refuse(*about: Any) -> None:
+    raise MmaccelError("not this one")
