@@ -32,7 +32,9 @@ QUESTION = "what is it?"
 HEADS = {"head_budget": "adaptive"}
 RECIPES = {
     "infinipot-v": Recipe("cap", (Stage("infinipot-v", 0.5),)),
-    "token method": Recipe("tokens", (Stage("divprune", 0.5), Stage("fastv", 0.4), Stage("snapkv", 0.5, HEADS))),
+    "token method": Recipe(
+        "tokens", (Stage("divprune", 0.5), Stage("fastv", 0.4, {"layer": 3}), Stage("snapkv", 0.5, HEADS))
+    ),
     "merging in the tower": Recipe("merged", (Stage("tome", 0.5), Stage("knorm", 0.5))),
     "scheduled": Recipe("scheduled", (Stage("h2o", 0.5, {"recent": 8, "every": 2}),)),
     "codec": Recipe("codec", (Stage("knorm", 0.5), Stage("kivi", None, {"page": 16, "residual": 8, "group": 16}))),
@@ -131,6 +133,8 @@ def disturbed(family: str, recipe: Recipe, few: bool) -> Counter[str]:
     returns how often each place was passed."""
     ours, quiet = (session(family, CAPS.get(family, 60), recipe=recipe) for _ in range(2))
     faults, passed = Faults(ours.model, few), Counter[str]()
+    # transformers puts hooks of its own on some towers, in their first forward
+    session(family, recipe=recipe).push(film(family, 4))
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in ours.model.modules())
     errors = (Fault, KeyboardInterrupt, torch.OutOfMemoryError)
     for stretch in range(2):
@@ -170,8 +174,16 @@ def test_a_fault_anywhere_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("family", ("llava_onevision", "qwen3_vl", "smolvlm", "internvl"))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llava_onevision", "scheduled"),
+        ("qwen3_vl", "token method"),
+        ("internvl", "merging in the tower"),
+        ("smolvlm", "codec"),
+        ("video_llava", "infinipot-v"),
+    ],
+)
 def test_a_fault_in_any_module_leaves_no_trace(family: str, name: str) -> None:
     disturbed(family, RECIPES[name], few=False)
 
