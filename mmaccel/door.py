@@ -356,7 +356,6 @@ class Door:
             self._prefill(step, kwargs, layout_valid.to(embeds.device))
         else:
             self._continue(step, kwargs, valid)
-        scope.step = step
         if state is not None:
             state.step = step
         return args, kwargs
@@ -385,6 +384,8 @@ class Door:
         """New tokens without pictures on a reduced cache: all stay, positions follow the cache's offset."""
         state, embeds = step.state, kwargs["inputs_embeds"]
         assert state is not None and state.offset is not None
+        # from here on the cache is changed
+        step.scope.step = step
         at = torch.arange(step.seen, step.seen + step.length, device=embeds.device)
         given = kwargs.get("position_ids")
         if state.ahead is not None and given is not None and given.dim() == 3:
@@ -423,6 +424,8 @@ class Door:
                 made = step.reduce(number, method, embeds, None)
                 embeds = made.substitute(embeds)
                 planes = [made.substitute(plane) for plane in planes]
+        # from here on the cache is changed
+        scope.step = step
         step.tell_apart(embeds)
         chosen, padded = step.compacted(step.total.kept)
         at = chosen.clamp(min=0)
@@ -520,18 +523,19 @@ class Door:
         scope = current(self.owner)
         if scope is None:
             return None
-        step, scope.step = scope.step, None
+        step = scope.step
         if step is not None and step.eviction is not None and output is not None:
             device, waits = step.phase(0).places.device, bool(step.eviction.waiting)
             with scope.stats.clock.measure("selection", device):
                 step.eviction.settle()
             for number in range(len(self.layers) if waits else 0):
                 step.pack(number, device)
+        scope.step = None
         if scope.timer is not None:
             scope.stats.clock.stop(scope.timer[1], scope.timer[0])
             scope.timer = None
         if step is not None and step.state is not None:
-            step.state.settle()
+            step.state.settle(whole=output is not None)
         if output is None:
             return None
         cache = getattr(output, "past_key_values", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from .errors import MmaccelError, UnsupportedError
 from .prepare import load_picture
 from .video import Clip, decode, spaced
 
+#: of added tokens, those that stand for pixels or around them
+_PIXELS = re.compile(r"[<\[].*(ima?ge?|video|vision|row_\d+_col_\d+)", re.IGNORECASE)
 VIDEO_SUFFIXES = tuple(".mp4 .mov .mkv .webm .avi .m4v .mpg .mpeg .wmv .flv .ts .m2ts .ogv".split())
 
 
@@ -80,9 +83,18 @@ def encode(processor: Any, prompts: Sequence[Prompt]) -> Any:
 
     Raises
     ------
+    MmaccelError
+        If a question is no text, or holds what stands for pixels in prompts of this model, or a clip is none.
     UnsupportedError
         If there is a clip and the processor takes none, or rows must be padded and the tokenizer cannot.
     """
+    for prompt in prompts:
+        for words in (prompt.question, *(part for turn in prompt.earlier for part in turn)):
+            check_words(processor, words)
+        if not isinstance(prompt.clip, Clip | None):
+            raise MmaccelError(
+                f"clip= takes a mmaccel.media.Clip, not {type(prompt.clip).__name__}; pictures go to pictures=."
+            )
     if any(p.clip is not None for p in prompts) and getattr(processor, "video_processor", None) is None:
         raise UnsupportedError("This model takes no video; give it single frames as pictures.")
     texts = [_text(processor, prompt) for prompt in prompts]
@@ -104,6 +116,31 @@ def encode(processor: Any, prompts: Sequence[Prompt]) -> Any:
         given["videos"] = [[clip.frames] for clip in clips]
         given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [clip.metadata() for clip in clips]}
     return processor(text=texts, return_tensors="pt", **given)
+
+
+def check_words(processor: Any, words: Any) -> None:
+    """See that ``words`` of a question are text which the processor does not take for pixels.
+
+    Raises
+    ------
+    MmaccelError
+        If they are not.
+    """
+    if not isinstance(words, str):
+        raise MmaccelError(f"A question is text, not {type(words).__name__}.")
+    try:
+        words.encode()
+    except UnicodeEncodeError as error:
+        raise MmaccelError(
+            f"{error.object[error.start]!a} in the question is half a character; write the text in UTF-8."
+        ) from None
+    added = (token for token in processor.tokenizer.get_added_vocab() if _PIXELS.match(token))
+    named = (getattr(processor, name, None) for name in ("image_token", "video_token"))
+    found = sorted({token for token in (*added, *named) if token and token in words})
+    if found:
+        raise MmaccelError(
+            f"The question holds {found[0]!r}, which stands for pixels in prompts of this model; write it in another way."
+        )
 
 
 def _text(processor: Any, prompt: Prompt) -> str:

@@ -114,5 +114,7 @@ def push(scope: Scope) -> None:
 
 
 def pop(scope: Scope) -> None:
-    """Close ``scope``, wherever it stands."""
+    """Close ``scope``, wherever it stands; a forward that it is in the middle of has been broken off."""
+    if scope.step is not None and scope.step.state is not None:
+        scope.step.state.settle(whole=False)
     _scopes.set(tuple(s for s in _scopes.get() if s is not scope))

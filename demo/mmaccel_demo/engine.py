@@ -11,9 +11,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
 from transformers.utils import logging
 
 from mmaccel import MmaccelError, Recipe, UnsupportedError, accelerated, prepare, recipes
@@ -21,6 +23,7 @@ from mmaccel import recipe as recipe_of
 from mmaccel.cli import ask
 from mmaccel.media import Prompt, encode
 
+from . import limits
 from .overlay import View, view_of
 
 #: seconds after which a silent run looks whether it is to stop
@@ -29,6 +32,10 @@ _LOOK = 0.1
 
 class Stopped(Exception):
     """The visitor wants no more of this answer."""
+
+
+class TimeOver(MmaccelError):
+    """What this demo gives one question is used up."""
 
 
 @dataclass
@@ -75,18 +82,17 @@ def _plain(column: Column) -> dict[str, Any]:
 
 
 class _Typing(ask.Watch):
-    """A streamer that shows the text so far, and ends the run when it is to stop."""
+    """A streamer that shows the text so far; ``look`` ends the run when it is to stop."""
 
-    def __init__(self, tokenizer: Any, stop: threading.Event, show: Callable[[str, int], None]) -> None:
+    def __init__(self, tokenizer: Any, look: Callable[[], None], show: Callable[[str, int], None]) -> None:
         super().__init__()
-        self.tokenizer, self.stop, self.show = tokenizer, stop, show
+        self.tokenizer, self.look, self.show = tokenizer, look, show
         self.ids: list[int] = []
 
     def put(self, value: Any) -> None:
         """The prompt, then a token at a time."""
         super().put(value)
-        if self.stop.is_set():
-            raise Stopped
+        self.look()
         if len(self.times) > 1:
             self.ids += value.reshape(-1).tolist()
             self.show(self.tokenizer.decode(self.ids, skip_special_tokens=True).strip(), len(self.ids))
@@ -99,11 +105,39 @@ class Engine:
     ----------
     model, processor : of a supported family, ready to generate.
     name : what the page calls the model.
+    seconds : that it works for one question.
     """
 
-    def __init__(self, model: Any, processor: Any, name: str) -> None:
-        self.model, self.processor, self.name = model, processor, name
+    def __init__(self, model: Any, processor: Any, name: str, seconds: float = limits.ANSWERED) -> None:
+        self.model, self.processor, self.name, self.seconds = model, processor, name, seconds
         self.lock = threading.Lock()
+
+    @contextmanager
+    def turn(self, stop: threading.Event | None = None) -> Iterator[Callable[[], None]]:
+        """The model for one question, once it is free.
+
+        What comes back ends the work, by an exception, when ``stop`` is set or the time is over. It is called between the
+        blocks of the model, in the tower and in the language model, and so also between the stages of a recipe.
+        """
+        with self.lock:
+            end = time.monotonic() + self.seconds
+
+            def look(*about: Any) -> None:
+                if stop is not None and stop.is_set():
+                    raise Stopped
+                if time.monotonic() > end:
+                    raise TimeOver(
+                        f"The model worked for {self.seconds:g} seconds, which is all that one question is given here; ask "
+                        "for a shorter answer, fewer frames, or fewer recipes at once."
+                    )
+
+            lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
+            handles = [block.register_forward_pre_hook(look) for blocks in lists for block in blocks]
+            try:
+                yield look
+            finally:
+                for handle in handles:
+                    handle.remove()
 
     @property
     def takes_video(self) -> bool:
@@ -127,20 +161,20 @@ class Engine:
         Parameters
         ----------
         longest : tokens an answer may have.
-        stop : ends the answer that runs at its next token, and those behind it before they begin.
+        stop : ends the answer that runs, at its next token or block, and those behind it before they begin.
 
         Raises
         ------
         MmaccelError
-            If none of the recipes, or the prompt, can be honoured.
+            If none of the recipes, or the prompt, can be honoured, or the time for one question is over.
         """
         exchange = Exchange(Column("full model"), [Column(_title(one)) for one in chosen])
         news: queue.Queue[BaseException | None] = queue.Queue()
 
         def work() -> None:
             try:
-                with self.lock:
-                    self._all(exchange, prompt, chosen, longest, stop, lambda: news.put(None))
+                with self.turn(stop) as look:
+                    self._all(exchange, prompt, chosen, longest, look, lambda: news.put(None))
             except BaseException as error:
                 news.put(error)
             else:
@@ -175,7 +209,7 @@ class Engine:
         prompt: Prompt,
         chosen: Sequence[Recipe],
         longest: int,
-        stop: threading.Event,
+        look: Callable[[], None],
         tell: Callable[[], None],
     ) -> None:
         refused: list[MmaccelError] = []
@@ -188,13 +222,18 @@ class Engine:
                 column.state, column.text = "refused", str(error)
         if len(refused) == len(chosen):
             raise refused[0]
-        self._one(exchange.full, prompt, recipe_of("none"), longest, stop, tell)
-        for column, recipe in zip(exchange.fast, chosen, strict=True):
-            if column.state == "refused":
-                continue
-            self._one(column, prompt, recipe, longest, stop, tell)
-            if exchange.full.answer is not None and column.answer is not None:
-                column.agreement = ask.agreement(exchange.full.answer, column.answer)
+        try:
+            self._one(exchange.full, prompt, recipe_of("none"), longest, look, tell)
+            for column, recipe in zip(exchange.fast, chosen, strict=True):
+                if column.state == "refused":
+                    continue
+                self._one(column, prompt, recipe, longest, look, tell)
+                if exchange.full.answer is not None and column.answer is not None:
+                    column.agreement = ask.agreement(exchange.full.answer, column.answer)
+        except TimeOver:
+            for column in (exchange.full, *exchange.fast):
+                column.state = "stopped" if column.state in ("waits", "runs") else column.state
+            raise
 
     def _one(
         self,
@@ -202,26 +241,24 @@ class Engine:
         prompt: Prompt,
         recipe: Recipe,
         longest: int,
-        stop: threading.Event,
+        look: Callable[[], None],
         tell: Callable[[], None],
     ) -> None:
         def show(text: str, tokens: int) -> None:
             column.text, column.tokens = text, tokens
             tell()
 
-        def look(model: Any, out: Any) -> None:
+        def draw(model: Any, out: Any) -> None:
             column.view = view_of(model, out.past_key_values, prompt, recipe)
 
-        if stop.is_set():
-            column.state = "stopped"
-            return
-        column.state = "runs"
-        tell()
-        processor = prepare(self.processor, recipe)
-        typing = _Typing(processor.tokenizer, stop, show)
         try:
+            look()
+            column.state = "runs"
+            tell()
+            processor = prepare(self.processor, recipe)
+            typing = _Typing(processor.tokenizer, look, show)
             inputs = encode(processor, [prompt])
-            column.answer = ask.answer(self.model, processor, inputs, recipe, longest, typing, look)
+            column.answer = ask.answer(self.model, processor, inputs, recipe, longest, typing, draw)
         except Stopped:
             column.state = "stopped"
         else:
@@ -262,10 +299,11 @@ class House:
     ----------
     options : what :func:`mmaccel.cli.ask.load_model` reads. Without ``model`` the small ones that come with mmaccel are
         taken, one for pictures and one for clips.
+    seconds : that a model works for one question.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, seconds: float = limits.ANSWERED) -> None:
+        self.options, self.seconds = options, seconds
         self.loading: Loading | None = None
         #: recipes that can be chosen, once loading is over
         self.choices: dict[str, list[Recipe]] = {}
@@ -319,7 +357,7 @@ class House:
             model, processor = ask.load_model(argparse.Namespace(**{**vars(self.options), "model": name}))
         finally:
             logging.set_tqdm_hook(before)
-        return Engine(model, processor, short)
+        return Engine(model, processor, short, self.seconds)
 
     def sentence(self) -> str:
         """What is loaded, or how far loading is, or why there is nothing."""

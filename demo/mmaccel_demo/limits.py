@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
 import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from PIL import Image
 from PIL.Image import Image as PILImage
 
-from mmaccel import MmaccelError, Recipe, recipes
+from mmaccel import MmaccelError, Recipe, Stage, method, recipes
 from mmaccel.media import Clip
 from mmaccel.prepare import load_picture
 from mmaccel.video import decode
 
-#: bytes of one upload
-UPLOAD = 64 << 20
+#: bytes of one upload, and of all that are kept
+UPLOAD, KEPT = 64 << 20, 1 << 30
 PIXELS = 40_000_000
 #: pixels along the longer side of a picture, and of a frame, that the model is shown: some make a token of every 28 x 28
 SIDE, FRAME_SIDE = 1536, 640
 #: characters
 QUESTION, RECIPE = 1000, 20_000
+#: seconds that a model works for one question
+ANSWERED = 120.0
+#: stages of a recipe, and entries of an option that is a list
+STAGES = 16
+#: numbers in options of methods: so many times the default, or so much, whichever is more; at the sites that count keys of a
+#: whole context the latter
+TIMES, LEAST, CONTEXT = 8, 1024, 1 << 15
 #: frames of a clip that are shown to the model at once, and tokens of an answer
 FRAMES, ANSWER = 32, 256
 #: frames of a clip that comes as if live, and how many a second of it
@@ -125,7 +137,7 @@ def recipe(text: str | None, retain: float | None = None) -> Recipe:
     Raises
     ------
     MmaccelError
-        If there is no such recipe, the JSON is not valid, or it names a file or a model.
+        If there is no such recipe, the JSON is not valid, it names a file or a model, or asks for too much work.
     """
     text = (text or "").strip()
     if len(text) > RECIPE:
@@ -136,7 +148,10 @@ def recipe(text: str | None, retain: float | None = None) -> Recipe:
         chosen = known[text]
     else:
         raise MmaccelError(f"There is no recipe {text[:80]!r}; choose one of the list, or write JSON.")
+    if len(chosen.stages) > STAGES:
+        raise MmaccelError(f"The recipe has {len(chosen.stages)} stages; at most {STAGES} are taken.")
     for stage in chosen.stages:
+        _bound(stage)
         for option in _NAMES:
             if stage.options.get(option) is not None:
                 raise MmaccelError(
@@ -146,6 +161,62 @@ def recipe(text: str | None, retain: float | None = None) -> Recipe:
         chosen = chosen.override(retain=retain)
     chosen.build()
     return chosen
+
+
+def _bound(stage: Stage) -> None:
+    """See that a stage asks for no more work or memory than one of its kind may: every number among its options is within a
+    multiple of the default."""
+    cls = method(stage.method)
+    least = CONTEXT if cls.site in ("cache", "codec") else LEAST
+    for option, value in {"retain": stage.retain, **stage.options}.items():
+        most = max([least, *(TIMES * abs(x) for x in _numbers(getattr(cls, option, None)))])
+        if isinstance(value, tuple) and len(value) > STAGES:
+            raise MmaccelError(f"{stage.method}: {option}= has {len(value)} entries; at most {STAGES} are taken.")
+        for x in _numbers(value):
+            # a NaN is not below anything
+            if not abs(x) <= most:
+                raise MmaccelError(
+                    f"{stage.method}: {option}={x:g} is too much for a visitor; at most {most:g} is taken."
+                )
+
+
+def _numbers(value: Any) -> list[float]:
+    """The numbers in the value of an option, that of ``pyramid:20`` too."""
+    if isinstance(value, tuple):
+        return [x for part in value for x in _numbers(part)]
+    if isinstance(value, str):
+        value = value.partition(":")[2]
+    try:
+        return [] if value is None or value == "" else [float(value)]
+    except (TypeError, ValueError):
+        return []
+    except OverflowError:
+        return [math.inf]
+
+
+def host(header: str | None, allowed: Sequence[str]) -> bool:
+    """Whether a ``Host`` header names this machine: ``localhost``, an address, or one of the ``allowed`` patterns.
+
+    A page of somebody else's can have its own name point here (DNS rebinding), and would then be read as if it were ours; an
+    address cannot be made to point elsewhere.
+    """
+    name = ""
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost" or any(fnmatchcase(name, pattern.lower()) for pattern in allowed)
+    return True
+
+
+def room(folder: Path, more: int) -> bool:
+    """Whether so many bytes more may lie in the folder of the uploads."""
+    held = 0
+    for path in folder.rglob("*"):
+        # Gradio may be removing it
+        with contextlib.suppress(OSError):
+            held += path.stat().st_size if path.is_file() else 0
+    return held + more <= KEPT
 
 
 def number(value: Any, least: int, most: int, what: str) -> int:

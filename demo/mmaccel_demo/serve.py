@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -16,12 +17,14 @@ from typing import Any
 
 import gradio as gr
 from gradio import routes
+from starlette.middleware import Middleware
 
 from mmaccel import MmaccelError
 from mmaccel.cli import demo
 
 from . import examples, limits
 from .engine import House
+from .entrance import Entrance
 from .page import build
 
 _HERE = Path(__file__).parent
@@ -56,8 +59,15 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def launch(house: House, folder: Path, **options: Any) -> tuple[gr.Blocks, str]:
-    """Show the page; returns it, and its address. ``options`` are those of ``gr.Blocks.launch``."""
+def launch(house: House, folder: Path, allowed: Sequence[str] = (), **options: Any) -> tuple[gr.Blocks, str]:
+    """Show the page; returns it, and its address.
+
+    Parameters
+    ----------
+    folder : of :func:`workplace`.
+    allowed : names, or patterns of names, by which the page may be asked for beside ``localhost`` and addresses.
+    **options : those of ``gr.Blocks.launch``.
+    """
     blocks = build(house, examples.make(folder))
     blocks.queue(max_size=_WAITING)
     _, address, _ = blocks.launch(
@@ -68,6 +78,7 @@ def launch(house: House, folder: Path, **options: Any) -> tuple[gr.Blocks, str]:
         # else Gradio asks for its own page, and where that takes more than 3 seconds, as on a busy machine, it gives up
         _frontend=False,
         footer_links=["api"],
+        app_kwargs={"middleware": [Middleware(Entrance, folder=folder, allowed=allowed)]},
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
         css_paths=[_HERE / "style.css"],
         head=f"<script>{(_HERE / 'page.js').read_text(encoding='utf-8')}</script>",
@@ -86,11 +97,18 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.port is not None and not 0 < options.port < 1 << 16:
         raise MmaccelError(f"--port must be from 1 to 65535, not {options.port}.")
-    house = House(options)
+    if not (math.isfinite(options.time_limit) and options.time_limit > 0):
+        raise MmaccelError(f"--time-limit must be seconds above 0, not {options.time_limit:g}.")
+    allowed = [
+        *options.allow_host,
+        *([options.host] if options.host else []),
+        *(["*.gradio.live"] if options.share else []),
+    ]
+    house = House(options, options.time_limit)
     with terminable(), workplace() as folder:
         try:
             blocks, address = launch(
-                house, folder, server_name=options.host, server_port=options.port, share=options.share
+                house, folder, allowed, server_name=options.host, server_port=options.port, share=options.share
             )
         except OSError as error:
             raise MmaccelError(

@@ -42,7 +42,7 @@ class Live:
     def step(self) -> np.ndarray:
         """Push the next frames; returns the last of them, ``[H, W, 3]`` uint8."""
         at = [(self.next + i) % len(self.clip.frames) for i in range(self.chunk)]
-        with self.engine.lock:
+        with self.engine.turn():
             self.session.push(self.clip.frames[at])
             self.points.append((self.session.frames, self.session.nbytes(), self.session.tokens()))
         self.next += self.chunk
@@ -51,7 +51,7 @@ class Live:
 
     def ask(self, question: str, longest: int) -> str:
         """The answer to a question about all that came so far."""
-        with self.engine.lock:
+        with self.engine.turn():
             return self.session.ask(question, longest)
 
 

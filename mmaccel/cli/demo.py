@@ -3,7 +3,8 @@
 Open the address that is printed, choose an example and press Ask: a question about a picture or a clip is answered in full and
 accelerated, side by side. Ctrl-C ends the demo. Without --model the small models that come with mmaccel are shown, offline.
 Visitors can send files and recipes, and cannot name files or models of this machine; what they send lies in a temporary folder
-that is removed in the end. Of a machine without a screen, run ssh -L 7860:127.0.0.1:7860 MACHINE, and open the address at home.
+that is removed in the end, and a question may take no longer than --time-limit. Of a machine without a screen, run ssh -L
+7860:127.0.0.1:7860 MACHINE, and open the address at home.
 """
 
 from __future__ import annotations
@@ -28,6 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1, this machine alone)")
     parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name by which browsers may ask for the demo, such as that of a proxy; *.example.com and * are patterns "
+        "(default: localhost, addresses, and --host)",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="that the model works for one question (default: 120)",
+    )
     parser.add_argument("--share", action="store_true", help="also make a public address, over Gradio's servers")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..errors import UnsupportedError
+from ..errors import MmaccelError, UnsupportedError
 from .decoding import reads_as_stored
 
 if TYPE_CHECKING:
@@ -302,7 +302,19 @@ class CompressedLayer(DynamicLayer):
             self.values = values.new_empty(b, heads, 0, values.shape[-1])
 
     def get_seq_length(self) -> int:
-        """Tokens seen, stored or not."""
+        """Tokens seen, stored or not. Whoever goes on with a cache asks this first.
+
+        Raises
+        ------
+        MmaccelError
+            If a forward with this cache did not end.
+        """
+        state = self._state()
+        if state is not None and state.broken:
+            raise MmaccelError(
+                "A forward with this cache was broken off, so that its layers may hold different tokens; begin again with a "
+                "new cache, or call reset() on this one."
+            )
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -373,6 +385,7 @@ class CompressedLayer(DynamicLayer):
         super().reset()
         self.seen, self.index, self.ragged, self.carried = 0, None, None, Carried()
         self.state.offset = self.state.ahead = self.state.kinds = self.state.visual = self.state.recall = None
+        self.state.step, self.state.broken = None, False
 
 
 @dataclass
@@ -446,6 +459,7 @@ class CacheState:
     visual : ``[B, n]`` bool, which of the first ``n`` places are visual; only where text has a codec of its own.
     recall : what a recipe carries that reads other keys at every step.
     stream : all pictures are stretches of one clip, whose frames are counted on.
+    broken : a forward was broken off; layers may hold different tokens.
     """
 
     def __init__(self, layers: int) -> None:
@@ -459,6 +473,7 @@ class CacheState:
         self.visual: Tensor | None = None
         self.recall: Recall | None = None
         self.stream = False
+        self.broken = False
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         vars(self).update(attributes)
@@ -470,9 +485,10 @@ class CacheState:
         """Tokens seen."""
         return self.layers[0].seen
 
-    def settle(self) -> None:
-        """The forward is over: let go of it, and of the masks that were made for it."""
+    def settle(self, whole: bool) -> None:
+        """The forward is over, as a ``whole`` or broken off: let go of it, and of the masks that were made for it."""
         self.step = None
+        self.broken |= not whole
         for layer in self.layers:
             if layer.index is not None:
                 layer.index.forget()

@@ -3,9 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
+
+from ..errors import MmaccelError
+
+
+def as_frames(given: Any) -> np.ndarray:
+    """``given`` as an array of frames ``[T, H, W, 3]`` uint8, which may share its memory.
+
+    Raises
+    ------
+    MmaccelError
+        If it is none.
+    """
+    try:
+        frames = np.asarray(given)
+    except Exception:
+        # frames of several sizes, a tensor of another device, anything else that arrays are not made of
+        frames = np.asarray(None)
+    if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8 or 0 in frames.shape[1:3]:
+        plain = frames.dtype == object or not frames.ndim
+        what = type(given).__name__ + ("" if plain else f" of {frames.dtype} {list(frames.shape)}")
+        raise MmaccelError(
+            f"Frames are one array [T, H, W, 3] of uint8, RGB and all of one size, not {what}; a single picture is "
+            "np.asarray(picture.convert('RGB'))[None]."
+        )
+    return frames
+
+
+def as_rate(fps: Any) -> float:
+    """Frames a second.
+
+    Raises
+    ------
+    MmaccelError
+        If it is no finite number above 0.
+    """
+    known = isinstance(fps, (int, float, np.integer, np.floating)) and not isinstance(fps, bool)
+    if not (known and math.isfinite(fps) and fps > 0):
+        raise MmaccelError(f"Frames a second must be finite, with fps > 0, not {fps!r}.")
+    return float(fps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +58,11 @@ class Clip:
     fps : its frames a second; with a variable frame rate the mean.
     timestamps : ``[T]`` float64, seconds from the first frame of the video; by default ``indices / fps``.
     backend : what read it: ``decord``, ``torchcodec``, ``pyav``, ``pictures``, or nothing.
+
+    Raises
+    ------
+    MmaccelError
+        If there is no frame, frames are no such array, or times do not fit them, are not finite, or go backwards.
     """
 
     frames: np.ndarray
@@ -28,8 +73,15 @@ class Clip:
     backend: str = ""
 
     def __post_init__(self) -> None:
-        if self.timestamps is None:
-            object.__setattr__(self, "timestamps", np.asarray(self.indices, dtype=np.float64) / self.fps)
+        count, fps = len(as_frames(self.frames)), as_rate(self.fps)
+        times = self.indices if self.timestamps is None else self.timestamps
+        times = np.asarray(times, dtype=np.float64) / (fps if self.timestamps is None else 1.0)
+        object.__setattr__(self, "timestamps", times)
+        if not count or times.shape != (count,) or not np.isfinite(times).all() or (np.diff(times) < 0).any():
+            raise MmaccelError(
+                f"A clip of {count} frames needs one or more of them and as many times in seconds, which are finite and do "
+                "not go backwards; see indices, fps and timestamps."
+            )
 
     @property
     def duration(self) -> float:

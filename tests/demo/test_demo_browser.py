@@ -415,6 +415,39 @@ def test_uploads_are_limited(site, tmp_path):
     assert reply.status_code == 413
 
 
+def test_uploads_are_limited_in_all(site, files, monkeypatch):
+    import httpx
+    from mmaccel_demo import limits
+
+    def upload(**more):
+        return httpx.post(f"{site.address}gradio_api/upload", timeout=120, **more)
+
+    assert upload(files={"files": files.png.read_bytes()}).status_code == 200
+    monkeypatch.setattr(limits, "KEPT", sum(path.stat().st_size for path in site.folder.rglob("*") if path.is_file()))
+    reply = upload(files={"files": files.png.read_bytes()})
+    assert reply.status_code == 507 and reply.text.startswith("Visitors have sent ") and "try again later" in reply.text
+    # who does not say how much comes
+    parts = iter(
+        [b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n', b"0" * 99, b"\r\n--x--"]
+    )
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    assert upload(content=parts, headers=kind).status_code == 411
+    monkeypatch.undo()
+    assert upload(files={"files": files.png.read_bytes()}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["", "config", "gradio_api/info", "gradio_api/upload", "gradio_api/queue/join"])
+def test_a_foreign_name_is_refused(site, path):
+    """As a page has it whose own name was made to point here."""
+    import httpx
+
+    for verb in ("GET", "POST"):
+        reply = httpx.request(verb, site.address + path, headers={"host": "evil.example.com:7860"})
+        assert reply.status_code == 403 and "not to be reached by this name" in reply.text
+        port = site.address.rsplit(":", 1)[1].strip("/")
+        assert httpx.request(verb, site.address + path, headers={"host": f"localhost:{port}"}).status_code != 403
+
+
 def test_the_queue_has_an_end(site):
     assert site.blocks._queue.max_size == 16
     models = [f for f in site.blocks.fns.values() if f.concurrency_id == "model"]
@@ -473,6 +506,9 @@ def test_what_cannot_be_started(capsys, monkeypatch):
     assert port in said and "give another --port" in said and "GRADIO" not in said and said.count("\n") == 1
     assert main(["demo", "--port", "99999"]) == 2
     assert "from 1 to 65535, not 99999" in capsys.readouterr().err
+    for seconds in ("0", "-1", "nan", "inf"):
+        assert main(["demo", f"--time-limit={seconds}"]) == 2
+        assert "--time-limit must be seconds above 0" in capsys.readouterr().err
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
     assert main(["demo"]) == 2
     assert "pip install 'mmaccel[demo]'" in capsys.readouterr().err

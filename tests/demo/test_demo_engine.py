@@ -6,6 +6,7 @@ import argparse
 import re
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -134,6 +135,92 @@ def test_who_leaves_stops_the_run(films):
     next(run)
     run.close()
     assert not films.lock.locked()
+
+
+@pytest.fixture
+def slow(films, monkeypatch):
+    """Time passes by a second with every block of the model, of which it has eight, and never otherwise; yields the clock."""
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(engine, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(films, "seconds", 10.0)
+
+    def wait(*about):
+        clock.now += 1
+
+    inner = films.model.model
+    blocks = (*inner.visual.blocks, *inner.language_model.layers)
+    assert len(blocks) == 8
+    handles = [block.register_forward_hook(wait) for block in blocks]
+    yield clock
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("seconds", [2, 6, 8, 10, 16, 18])
+def test_a_question_takes_no_longer_than_it_may(films, slow, seconds):
+    """In the tower, in a prefill or while decoding; and the model can be asked again."""
+    prompt, stop, shown = Prompt("what?", clip=clip()), threading.Event(), []
+    films.seconds = seconds
+    with pytest.raises(MmaccelError, match=f"worked for {seconds} seconds, .* ask for a shorter answer") as caught:
+        shown.extend(films.ask(prompt, [limits.recipe("divprune")], 100, stop))
+    assert slow.now == seconds + 1
+    assert cards.sentence(caught.value) == str(caught.value)
+    assert not films.lock.locked() and not is_accelerated(films.model)
+    films.seconds = 60.0
+    assert answered(films, prompt, "divprune", longest=1).fast[0].state == "done"
+
+
+def test_what_was_answered_in_time_is_shown(films, slow):
+    """The answer of the full model, when the time is over while a recipe runs."""
+    films.seconds = 20.0
+    run = films.ask(Prompt("what?", clip=clip()), [limits.recipe("uniform")] * 2, 1, threading.Event())
+    with pytest.raises(MmaccelError, match="worked for 20 seconds"):
+        while exchange := next(run):
+            pass
+    assert [one.state for one in (exchange.full, *exchange.fast)] == ["done", "stopped", "stopped"]
+
+
+def test_waiting_for_the_model_takes_no_time(films, slow):
+    films.seconds, found = 40.0, []
+    prompt = Prompt("what?", clip=clip())
+    asking = threading.Thread(target=lambda: found.append(answered(films, prompt, "uniform", longest=1)))
+    with films.lock:
+        asking.start()
+        asking.join(0.5)
+        slow.now += 1000
+    asking.join()
+    assert found[0].fast[0].state == "done"
+
+
+def test_a_stream_takes_no_longer_than_it_may(films, slow):
+    """What is pushed, or asked, after the time was over once gives what it would have given."""
+    live, other = (Live(films, limits.recipe("infinipot-v"), clip(12), cap=128, chunk=4) for _ in range(2))
+    for one in (live, other):
+        films.seconds = 5.0
+        if one is live:
+            with pytest.raises(MmaccelError, match="worked for 5 seconds"):
+                live.step()
+            assert (live.session.frames, live.points, live.next) == (0, [], 0)
+        films.seconds = 60.0
+        one.step()
+        films.seconds = 5.0
+        if one is live:
+            with pytest.raises(MmaccelError, match="worked for 5 seconds"):
+                live.ask("what?", 20)
+        films.seconds = 60.0
+    assert live.ask("what?", 2) == other.ask("what?", 2)
+    assert live.points == other.points
+
+
+def test_what_stands_for_pixels_is_no_question(house, films, files):
+    with pytest.raises(MmaccelError, match=r"holds '<\|video_pad\|>', which stands for pixels"):
+        answered(films, Prompt("what is <|video_pad|>?", clip=clip()), "uniform")
+    with pytest.raises(MmaccelError, match="holds '<image>', which stands for pixels"):
+        answered(house.engine("picture"), Prompt("<image>?", scene(files).pictures), "uniform")
+    live = Live(films, limits.recipe("infinipot-v"), clip(12), cap=128, chunk=4)
+    live.step()
+    with pytest.raises(MmaccelError, match=r"holds '<\|image_pad\|>'"):
+        live.ask("<|image_pad|>?", 2)
 
 
 def test_two_at_once_do_not_mix(house, files):

@@ -9,7 +9,7 @@ import pytest
 from mmaccel_demo import limits
 from PIL import Image
 
-from mmaccel import MmaccelError, methods
+from mmaccel import MmaccelError, Stage, methods, recipes
 
 
 def refused(match, call, *args):
@@ -84,6 +84,75 @@ def test_recipes_are_not_read_from_files(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("method", "option"), [("cdpruner", "clip"), ("scenetilling", "clip_model")])
 def test_recipes_name_no_models(method, option):
     refused("visitors cannot", limits.recipe, _stage(method, {option: "models"}))
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("aim-pagerank", {"iterations": 30_000}),
+        ("centerclip", {"iterations": 30_000}),
+        ("expected-attention", {"future": 10**7}),
+        ("random", {"seed": -(10**9)}),
+        ("fastvid", {"segments": 10**400}),
+        ("holitom-merge", {"tau": float("nan")}),
+        ("snapkv", {"growth": float("inf")}),
+        ("snapkv", {"layer_budget": "pyramid:1e300"}),
+        ("vtc-cls", {"layers": [10**6]}),
+        ("vtc-cls", {"layers": [1] * 17}),
+        ("kivi", {"residual": 10**6}),
+    ],
+)
+def test_options_that_ask_for_too_much(method, options):
+    refused(f"^{method}: {next(iter(options))}=.*; at most .* (is|are) taken.$", limits.recipe, _stage(method, options))
+
+
+def test_recipes_that_ask_for_too_much():
+    refused("retain=1e\\+09 is too much", limits.recipe, json.dumps({"name": "n", "stages": [_plain(retain=10**9)]}))
+    refused("17 stages; at most 16", limits.recipe, json.dumps({"name": "n", "stages": [_plain()] * 17}))
+
+
+def _plain(**values):
+    return {"method": "divprune", "retain": 0.5, "options": {}, **values}
+
+
+def test_what_may_be_asked_for():
+    """Every number of every method at its default and at four times that, and counts of keys of a long context."""
+    for name, one in recipes().items():
+        assert limits.recipe(name) == one and limits.recipe(one.to_json()) == one
+    for cls in methods().values():
+        for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+            if isinstance(field.default, (int, float)) and not isinstance(field.default, bool):
+                limits._bound(Stage(cls.name, 0.5, {field.name: 4 * field.default}))
+    limits.recipe(_stage("snapkv", {"cap": 16_384, "sinks": 64, "recent": 1024, "every": 128}))
+    limits.recipe(_stage("random", {"seed": 1000}))
+
+
+@pytest.mark.parametrize(
+    ("header", "taken"),
+    [
+        *(
+            (name, True)
+            for name in ("localhost", "localhost:7860", "LOCALHOST:1", "127.0.0.1:7860", "10.0.0.7", "[::1]:7860")
+        ),
+        *((name, True) for name in ("demo.example.com", "a.hf.space:443", "Box:80")),
+        *(
+            (name, False)
+            for name in ("evil.com", "evil.com:7860", "localhost.evil.com", "127.0.0.1.evil.com", "hf.space")
+        ),
+        *((name, False) for name in (None, "", ":7860", "evil.com@localhost.evil.com", "[", "a.hf.space.evil.com")),
+    ],
+)
+def test_names_of_this_machine(header, taken):
+    assert limits.host(header, ("demo.example.com", "*.hf.space", "box")) is taken
+
+
+def test_room_for_uploads(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "KEPT", 1000)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one").write_bytes(b"x" * 600)
+    assert limits.room(tmp_path, 400) and not limits.room(tmp_path, 401)
+    (tmp_path / "a" / "two").write_bytes(b"x" * 400)
+    assert limits.room(tmp_path, 0) and not limits.room(tmp_path, 1)
 
 
 def test_options_that_name_files_or_models():
