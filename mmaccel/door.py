@@ -7,7 +7,7 @@ are left at each layer, where they came from, and what attention must still do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +43,24 @@ class Phase:
     places: Tensor
     padded: bool
     extra: dict[str, Any] | None = None
-    _index: KeyIndex | None = None
+    _indices: dict[torch.device, KeyIndex] = field(default_factory=dict)
 
-    def shared_index(self, upto: int) -> KeyIndex:
-        """One index of these places for all layers that store them first."""
-        if self._index is None:
-            self._index = KeyIndex(self.places, self.padded, upto)
-        return self._index
+    @cached_property
+    def on_host(self) -> Tensor:
+        """``places`` on the CPU."""
+        return self.places.cpu()
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Tokens of every row that are no padding, ``[B]`` long on the CPU."""
+        return (self.on_host >= 0).sum(1) if self.padded else torch.full((len(self.places),), self.places.shape[1])
+
+    def shared_index(self, upto: int, device: torch.device) -> KeyIndex:
+        """One index of these places for all layers on ``device`` that store them first."""
+        if device not in self._indices:
+            lengths = self.lengths[:, None]
+            self._indices[device] = KeyIndex(self.places.to(device), self.padded, upto, lengths)
+        return self._indices[device]
 
 
 class Step:
@@ -94,7 +105,8 @@ class Step:
             if self.reading is not None and layer >= self.reading.first:
                 return self.reading.index(index)
             return index
-        return self.phase(layer).shared_index(self.seen + self.length)
+        phase = self.phase(layer)
+        return phase.shared_index(self.seen + self.length, phase.places.device)
 
     def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
         """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``."""

@@ -41,7 +41,7 @@ class Front:
             # dead places are places
             lengths = self.pages.lengths()[:, : self.index.shape[1], None]
             there = torch.arange(self.index.shape[-1], device=lengths.device) < lengths
-        order, there = leftmost(torch.cat([there, due], dim=-1))
+        order, there, _ = leftmost(torch.cat([there, due], dim=-1))
         index = torch.cat([self.index, index], dim=-1).gather(2, order).masked_fill(~there, -1)
         if self.received is not None and received is not None:
             both = torch.cat([self.received, received], dim=-1)
@@ -175,10 +175,10 @@ class QuantisedLayer(CompressedLayer):
         due = valid & (valid.cumsum(-1) <= codec.packable(valid.sum(-1))[..., None])
         return due if bool(due.any()) else None
 
-    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None) -> None:
+    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None) -> None:
         """Free everything but ``kept``. Packed tokens are dropped or stay as they are; ``merged`` does not reach them."""
         if not self.packed and self.thawed is None:
-            super().evict(kept, merged)
+            super().evict(kept, merged, lengths)
             return
         assert self.index is not None
         index, received, width = self.index, self.carried.received, self.width
