@@ -21,6 +21,7 @@ from .kv.cache import CacheState, KeyIndex, Reading, adopt, cache_bytes, state_o
 from .kv.codecs import Among, Kind
 from .kv.eviction import Eviction
 from .kv.importance import energy
+from .kv.packing import Packing
 from .layout import Layout, Units
 from .method import LayerAttention, LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
 from .reduction import Reduction
@@ -87,10 +88,7 @@ class Step:
         self.eviction = Eviction(self) if owner.policy is not None and state is not None else None
         #: ``[B, S]`` bool, the visual tokens that a codec stores better than the others
         self.salient: Tensor | None = None
-        #: per layer ``[B, Hkv, D]``, the mean square of the last queries, if a codec looks at them
-        self.asked: dict[int, Tensor] = {}
-        #: indices that packing replaced, so that layers go on sharing one
-        self.repacked: dict[int, tuple[KeyIndex, KeyIndex]] = {}
+        self.packing = Packing(self)
 
     def phase(self, layer: int) -> Phase:
         """The phase a layer belongs to."""
@@ -123,7 +121,7 @@ class Step:
                 self.eviction.after_attention(number, query, key, visible, scaling)
         if (window := max((kind.codec.window for kind in self.owner.kinds), default=0)) and self.state is not None:
             there = self.phase(number).places.to(query.device)[:, -window:] >= 0
-            self.asked[number] = energy(query[:, :, -window:], there, key.shape[1])
+            self.packing.asked[number] = energy(query[:, :, -window:], there, key.shape[1])
         if self.eviction is None or not self.eviction.waiting:
             self.pack(number, query.device)
 
@@ -132,8 +130,7 @@ class Step:
         if not self.owner.kinds or self.state is None:
             return
         with self.scope.stats.clock.measure("packing", device):
-            for kind, among in self.due:
-                self.state.layers[number].pack(kind, among, self.repacked, self.asked.get(number))
+            self.packing.pack(self.state.layers[number])
 
     @cached_property
     def due(self) -> list[tuple[Kind, Among]]:
@@ -526,6 +523,9 @@ class Door:
                 step.eviction.settle()
             for number in range(len(self.layers) if waits else 0):
                 step.pack(number, device)
+        if step is not None and step.packing.waiting and output is not None:
+            with scope.stats.clock.measure("packing", step.phase(0).places.device):
+                step.packing.settle()
         if scope.timer is not None:
             scope.stats.clock.stop(scope.timer[1], scope.timer[0])
             scope.timer = None

@@ -101,6 +101,8 @@ class Eviction:
         self.figures: list[Tensor] = []
         self.undecided: list[Undecided] = []
         self.chosen: list[Chosen] = []
+        #: per layer ``[B, 1]`` long on the CPU, visual keys of this forward that stay in each head, where the host knows
+        self.pictured: dict[int, Tensor] = {}
         #: ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, the queries of the layer at work before RoPE, if the policy looks at them
         self.unturned: Tensor | None = None
         self._tokens: dict[tuple[int, torch.device], Tokens] = {}
@@ -261,6 +263,8 @@ class Eviction:
         if certain:
             self._note(there, resolved, sum(lengths))
         if not policy.joint:
+            if certain:
+                self.pictured[keys.layer] = torch.tensor(lengths)[:, None]
             wanted = tokens.texts
             text = (keys.valid & ~keys.visual)[:, None]
             if self.text_retain is not None:
@@ -321,7 +325,7 @@ class Eviction:
             decay=decay or 0.0,
             threshold=layer.carried.threshold,
             by_rank=self.official,
-            few=self.step.layout is None,
+            few=lengths is None,
         )
         if self.policy.scheduled:
             layer.carried.threshold = made.threshold
