@@ -384,6 +384,9 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
     "protect": {"separators": None, "question": None},
 }
 
+#: the least and the most that number can be: a share, unless it says otherwise here
+LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
@@ -450,9 +453,16 @@ class CacheOptions:
         if name not in known or (colon and known[name] is None):
             raise MmaccelError(f"{option}={getattr(self, option)!r} is unknown; it can be {', '.join(known)}.")
         try:
-            return name, float(number) if colon else known[name]
+            value = float(number) if colon else known[name]
         except ValueError as error:
             raise MmaccelError(f"{option}={getattr(self, option)!r}: behind the colon stands a number.") from error
+        least, most = LIMITS.get(name, (0.0, 1.0))
+        # not a number is in no range
+        if value is not None and not least <= value <= most:
+            raise MmaccelError(
+                f"{option}={getattr(self, option)!r}: behind the colon stands a number from {least:g} to {most:g}."
+            )
+        return name, value
 
     @property
     def scheduled(self) -> bool:
