@@ -492,7 +492,8 @@ class Eviction:
         # in full precision, as half precision does not tell late positions apart
         cos, sin = (x[0] if x.dim() == 4 else x for x in text.rotary_emb(keys[..., :0].float(), position))
         queries = queries.flatten(2).unflatten(2, (-1, keys.shape[3]))
-        return expected_queries(queries, there & (there.cumsum(1) > policy.sinks), cos, sin)
+        counted = there & (there.cumsum(1) > policy.sinks)
+        return expected_queries(queries, counted, cos.to(keys.device), sin.to(keys.device))
 
     def _outgoing(self, number: int, values: Tensor) -> Tensor | None:
         """Norms of ``values [B, Hkv, K, D]`` behind the output projection of layer ``number``, if the policy looks at them."""
