@@ -27,7 +27,7 @@ import mmaccel_kernels
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 #: operations that start no kernel beside views
@@ -38,6 +38,8 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_
 WAITS |= {"is_nonzero", "bincount", "_linalg_check_errors", "_is_all_true", "_is_any_true"}
 #: operations that change the shape of what they are given, which a wrapper cannot
 RESHAPES = {"unsqueeze_", "squeeze_", "t_", "transpose_", "resize_", "set_", "swapaxes_"}
+#: functions that count as one launch, whatever PyTorch would make of them on the CPU
+WHOLE = {nn.functional.scaled_dot_product_attention, torch.quantile, torch.nanquantile}
 COPIES = {"_to_copy", "copy_", "copy"}
 
 
@@ -99,6 +101,10 @@ class SimulatedTensor(torch.Tensor):
     def data_ptr(self) -> int:
         """Where the numbers are."""
         return self.numbers.data_ptr()
+
+    def tolist(self) -> Any:
+        """A copy to the CPU, for which the host waits."""
+        return self.cpu().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"simulated({self.numbers!r}, device={str(self.device)!r})"
@@ -272,7 +278,7 @@ class _Dispatch(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What Python calls above the dispatcher: attention as one launch, and tensors made of lists."""
+    """What is to be seen before PyTorch takes it to pieces: attention, and tensors made of lists."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -280,17 +286,17 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention and isinstance(args[0], SimulatedTensor):
+        if func in WHOLE and isinstance(args[0], SimulatedTensor):
             flat, spec = tree_flatten((args, kwargs))
-            mine = [x for x in flat if isinstance(x, SimulatedTensor)]
             devices = {str(x.device) for x in flat if isinstance(x, Tensor)}
             if len(devices) > 1:
-                raise DevicesMixed(f"attention expected all tensors on the same device, but found {sorted(devices)}")
-            self.machine.launch("scaled_dot_product_attention")
+                raise DevicesMixed(
+                    f"{func.__name__} expected all tensors to be on the same device, but found {sorted(devices)}"
+                )
+            self.machine.launch(func.__name__)
             plain, options = tree_unflatten([x.numbers if isinstance(x, SimulatedTensor) else x for x in flat], spec)
-            with torch.utils._python_dispatch._disable_current_modes():
-                made = func(*plain, **options)
-            return SimulatedTensor(made, mine[0].device)
+            with _disable_current_modes():
+                return SimulatedTensor(func(*plain, **options), args[0].device)
         if func in (torch.tensor, torch.as_tensor, torch.asarray) and kwargs.get("device") is not None:
             target = self.machine.device_of(kwargs["device"])
             if target.type == "cuda":
