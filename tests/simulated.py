@@ -39,7 +39,8 @@ WAITS |= {"is_nonzero", "bincount", "_linalg_check_errors", "_is_all_true", "_is
 #: operations that change the shape of what they are given, which a wrapper cannot
 RESHAPES = {"unsqueeze_", "squeeze_", "t_", "transpose_", "resize_", "set_", "swapaxes_"}
 #: functions that count as one launch, whatever PyTorch would make of them on the CPU
-WHOLE = {nn.functional.scaled_dot_product_attention, torch.quantile, torch.nanquantile}
+WHOLE = {nn.functional.scaled_dot_product_attention, torch.quantile, torch.Tensor.quantile}
+WHOLE |= {torch.nanquantile, torch.Tensor.nanquantile}
 COPIES = {"_to_copy", "copy_", "copy"}
 
 
