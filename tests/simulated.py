@@ -303,7 +303,9 @@ class _Functions(TorchFunctionMode):
             if target.type == "cuda":
                 if args and isinstance(args[0], SimulatedTensor):
                     return args[0].to(target, kwargs.get("dtype"))
-                return func(*args, **{**kwargs, "device": "cpu"}).to(target)
+                # numbers in a list are fetched one by one
+                data = tree_map(lambda x: x.item() if isinstance(x, Tensor) else x, args)
+                return func(*data, **{**kwargs, "device": "cpu"}).to(target)
         if func is torch.Tensor.new_tensor and isinstance(args[0], SimulatedTensor):
             options = {"dtype": args[0].dtype, **kwargs}
             target = options.pop("device", args[0].device)
