@@ -10,6 +10,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -166,8 +167,7 @@ class ProjectorMethod(TokenMethod):
 class LayerAttention:
     """The attention of one language model layer over a prompt, to be looked at in slices; the whole map never exists.
 
-    query : ``[B, Hq, q, D]``, key : ``[B, Hkv, K, D]``, post-RoPE. The prompt's own keys are the last ``q`` of the ``K``. Keys
-        are held in float32, so that slices need not convert them again.
+    query : ``[B, Hq, q, D]``, key : ``[B, Hkv, K, D]``, post-RoPE. The prompt's own keys are the last ``q`` of the ``K``.
     visible : ``[B, 1 or Hkv, q, K]`` bool, or None for plain causal attention.
     text : ``[B, q]`` bool, the prompt tokens that are neither visual nor padding.
     """
@@ -178,14 +178,16 @@ class LayerAttention:
     scaling: float
     text: Tensor
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", self.key.float())
+    @cached_property
+    def exact_key(self) -> Tensor:
+        """The keys in float32, made when a method first looks at them, so that slices need not convert them again."""
+        return self.key.float()
 
     def logits(self, start: int, stop: int) -> Tensor:
         """``[B, Hq, stop - start, K]`` float32 of query rows ``start`` to ``stop``; ``-inf`` where a row may not look."""
         rows, keys, heads = self.query[:, :, start:stop], self.key.shape[2], self.query.shape[1]
         grouped = rows.unflatten(1, (self.key.shape[1], -1)).float()
-        logits = torch.einsum("bkgqd,bkld->bkgql", grouped, self.key) * self.scaling
+        logits = torch.einsum("bkgqd,bkld->bkgql", grouped, self.exact_key) * self.scaling
         if self.visible is not None:
             seen = self.visible[:, :, None, start:stop]
         else:
