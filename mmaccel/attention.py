@@ -186,6 +186,9 @@ def _text_attention(
     phase, index = step.phase(number), step.index(number)
     window = kwargs.get("sliding_window")
     visible = index.mask(phase.places, window)
+    if visible is not None:
+        # layers may be spread over devices
+        visible = visible.to(query.device, non_blocking=True)
     groups = query.shape[1] // key.shape[1]
     if reads_as_stored(step, number, query):
         assert step.state is not None
@@ -205,10 +208,10 @@ def _text_attention(
             if index.index.dim() == 3 or (window is not None and index.upto > window):
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
-                padding = index.index >= 0
+                padding = (index.index >= 0).to(query.device, non_blocking=True)
         mask = padding
     else:
-        mask = None if visible is None else _for_heads(visible, groups).to(query.device)
+        mask = None if visible is None else _for_heads(visible, groups)
         if mask is None and base == "eager" and query.shape[2] > 1:
             # eager attention is causal by its mask alone; without one all keys are those of the queries
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]

@@ -7,6 +7,7 @@ are left at each layer, where they came from, and what attention must still do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -38,23 +39,22 @@ class Phase:
 
     places : ``[B, q]`` long, the place of each token in the unreduced sequence; -1 for padding.
     padded : whether any is padding.
+    chosen : the same on the CPU, as places of this forward; None where every one of them stays and none is padding.
     extra : layer arguments that replace the caller's from here on (None in the first phase).
     """
 
     places: Tensor
     padded: bool
+    chosen: Tensor | None = None
     extra: dict[str, Any] | None = None
     _indices: dict[torch.device, KeyIndex] = field(default_factory=dict)
 
     @cached_property
-    def on_host(self) -> Tensor:
-        """``places`` on the CPU."""
-        return self.places.cpu()
-
-    @cached_property
     def lengths(self) -> Tensor:
         """Tokens of every row that are no padding, ``[B]`` long on the CPU."""
-        return (self.on_host >= 0).sum(1) if self.padded else torch.full((len(self.places),), self.places.shape[1])
+        if self.padded and self.chosen is not None:
+            return (self.chosen >= 0).sum(1)
+        return torch.full((len(self.places),), self.places.shape[1])
 
     def shared_index(self, upto: int, device: torch.device) -> KeyIndex:
         """One index of these places for all layers on ``device`` that store them first."""
@@ -79,6 +79,7 @@ class Step:
         self.layout: Layout | None = None
         #: ``[B, S]`` on the CPU, with the layout
         self.ids: Tensor | None = None
+        #: ``[B, S]`` on the CPU: what is left so far
         self.total: Reduction | None = None
         self.trail: list[Passage] = []
         self.phases: list[tuple[int, Phase]] = []
@@ -113,26 +114,31 @@ class Step:
         self.attended += 1
         if self.layout is not None and number + 1 in self.owner.cuts:
             method = self.owner.built[self.owner.cuts[number + 1]][1]
-            assert isinstance(method, LayerMethod)
-            places = self.phase(number).places.to(query.device).long() - self.seen
-            text = (places >= 0) & ~self.layout.visual.to(query.device).gather(1, places.clamp(min=0))
-            with self.scope.stats.clock.measure("selection", query.device):
-                seen = method.look(LayerAttention(query, key, visible, scaling, text))
+            chosen = self.phase(number).chosen
+            assert isinstance(method, LayerMethod) and chosen is not None
+            text = (chosen >= 0) & ~self.layout.visual.gather(1, chosen.clamp(min=0))
+            with self.measured("selection", query.device):
+                looked = LayerAttention(query, key, visible, scaling, text.to(query.device, non_blocking=True))
+                seen = method.look(looked)
             self.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
         if self.eviction is not None:
-            with self.scope.stats.clock.measure("selection", query.device):
+            with self.measured("selection", query.device):
                 self.eviction.after_attention(number, query, key, visible, scaling)
         if (window := max((kind.codec.window for kind in self.owner.kinds), default=0)) and self.state is not None:
-            there = self.phase(number).places.to(query.device)[:, -window:] >= 0
+            there = self.phase(number).places.to(query.device, non_blocking=True)[:, -window:] >= 0
             self.packing.asked[number] = energy(query[:, :, -window:], there, key.shape[1])
         if self.eviction is None or not self.eviction.waiting:
             self.pack(number, query.device)
+
+    def measured(self, name: str, device: torch.device) -> AbstractContextManager[None]:
+        """The time of a stage, at a prompt; while decoding it is part of the step's, which has few launches to spare."""
+        return self.scope.stats.clock.measure(name, device) if self.layout is not None else nullcontext()
 
     def pack(self, number: int, device: torch.device) -> None:
         """Let the recipe's codecs store layer ``number``, once nothing is evicted from it any more."""
         if not self.owner.kinds or self.state is None:
             return
-        with self.scope.stats.clock.measure("packing", device):
+        with self.measured("packing", device):
             self.packing.pack(self.state.layers[number])
 
     @cached_property
@@ -145,11 +151,12 @@ class Step:
         """Note what the recipe's codecs must know of a prompt, ``embeds [B, S, D]``."""
         assert self.layout is not None and self.total is not None
         if self.state is not None and any(kind.of == "text" for kind in self.owner.kinds):
-            self.state.note_visual(self.layout.visual.to(embeds.device), self.seen)
-        kept, visual = self.total.kept, self.layout.visual.to(embeds.device)
+            self.state.note_visual(self.layout.visual.to(embeds.device, non_blocking=True), self.seen)
+        kept, visual = self.total.kept, self.layout.visual
         for kind in self.owner.kinds:
             if kind.of == "salient":
-                self.salient = kind.source.salient(embeds, kept & visual, kept & ~visual).cpu()
+                of = (mask.to(embeds.device, non_blocking=True) for mask in (kept & visual, kept & ~visual))
+                self.salient = kind.source.salient(embeds, *of).cpu()
 
     def among(self, kind: Kind) -> Among | None:
         """The places that tokens of a kind may be of; None where there are none in this forward."""
@@ -172,25 +179,36 @@ class Step:
         Parameters
         ----------
         hidden : ``[B, q, D]``.
-        slots : ``[B, S]`` long, where each place stands in ``hidden``; None when ``hidden`` is not compacted yet.
+        slots : ``[B, S]`` long on the CPU, where each place stands in ``hidden``; None when ``hidden`` is not compacted yet.
         """
         layout, total = self.layout, self.total
         assert layout is not None and total is not None
         device = hidden.device
         whole = layout.units(method.unit)
-        units = whole.only(total.kept.cpu())
+        units = whole.only(total.kept)
         retain = self.owner.built[stage][0].retain
         assert retain is not None
         official = method.official_count if self.owner.recipe.rounding == "official" else None
-        present = units.valid.sum(1).tolist()
+        present = units.valid.sum(1)
         primary = self.owner.recipe.primary
         least = self.owner.recipe.retain if primary is not None and stage < primary else None
         grids = [(t, h, w) for t, h, w in whole.grid.tolist()]
-        count = counts(retain, whole.valid.sum(1).tolist(), present, units.picture, least, official, grids)
-        rows = units.row.to(device)
-        places = units.places.clamp(min=0).to(device)
-        at = places if slots is None else slots[rows[:, None], places]
-        valid = units.valid.to(device)
+        count = counts(retain, whole.valid.sum(1).tolist(), present.tolist(), units.picture, least, official, grids)
+        places = units.places.clamp(min=0)
+        at, rows, there, cells, grid, segment, tile, tiles, entered, wanted = _sent(
+            device,
+            places if slots is None else slots[units.row[:, None], places],
+            units.row,
+            units.valid,
+            units.cells,
+            units.grid,
+            units.segment,
+            units.tile,
+            units.tiles,
+            self.entered(whole) if self.phases else present,
+            count,
+        )
+        valid = there.bool()
         signals = self.owner.taps.signals(method.taps(), self.scope.encoded, units) if method.taps() else {}
         if isinstance(method, LayerMethod):
             for name, figures in self.looked.items():
@@ -203,24 +221,22 @@ class Step:
             question_valid=asked,
             features=hidden[rows[:, None], at] * valid[..., None],
             valid=valid,
-            cells=units.cells.to(device),
-            grid=units.grid.to(device),
-            segment=units.segment.to(device),
-            tile=units.tile.to(device),
-            tiles=units.tiles.to(device),
-            entered=(self.entered(whole) if self.phases else torch.tensor(present)).to(device),
+            cells=cells,
+            grid=grid,
+            segment=segment,
+            tile=tile,
+            tiles=tiles,
+            entered=entered,
             signals={k: v.to(device) for k, v in signals.items()},
         )
         # a choice has no gradient; the values that are merged have theirs
         with torch.no_grad():
-            made = method.reduce(tokens, count.to(device))
-        _check(method, made, valid, count)
+            made = _checked(method, method.reduce(tokens, wanted), units.valid, count)
         record = self.scope.stats.stages.setdefault(stage, Stage(method.site, method.name))
-        record.tokens_in += sum(present)
+        record.tokens_in += int(present.sum())
         record.resolved = None if method.budget in ("adaptive", "none") else (record.resolved or 0) + int(count.sum())
         record.tokens_kept += int(made.kept.sum())
-        text = total.kept & ~layout.visual.to(device)
-        made = made.relabel(places, rows, total.kept.shape).beside(text)
+        made = made.relabel(units.places, units.row, total.kept.shape).beside(total.kept & ~layout.visual)
         self.total = total.then(made)
         # figures per token, not its keys and features: this outlives the call
         shown = {
@@ -232,11 +248,11 @@ class Step:
 
     def entered(self, units: Units) -> Tensor:
         """How many tokens of each unit entered the language model, ``[N]`` long on the CPU."""
-        assert self.total is not None
-        places = self.phases[0][1].places.cpu()
-        rows, slots = (places >= 0).nonzero(as_tuple=True)
+        chosen = self.phases[0][1].chosen
+        assert self.total is not None and chosen is not None
         there = torch.zeros(self.total.kept.shape, dtype=torch.bool)
-        there[rows, (places[rows, slots] - self.seen).long()] = True
+        rows, slots = (chosen >= 0).nonzero(as_tuple=True)
+        there[rows, chosen[rows, slots]] = True
         return units.only(there).valid.sum(1)
 
     def question(
@@ -255,39 +271,43 @@ class Step:
             assert self.ids is not None
             words = [self.owner.family.words(ids[mine]) for ids, mine in zip(self.ids, asked, strict=True)]
             found, there = self.owner.readers[method.text_tower].embed(words)
+            found, there = found.to(hidden.device), there.to(hidden.device)
             return found[rows], there[rows]
         self.scope.stats.notes.append(f"{method.name}: the question as the language model itself embeds it")
-        chosen, _ = self.compacted(asked.to(hidden.device))
+        chosen, _ = self.compacted(asked)
         at = chosen.clamp(min=0)
-        at = at if slots is None else slots.gather(1, at)
-        return _rows(hidden, at)[rows], (chosen >= 0)[rows]
+        at, real = _sent(hidden.device, at if slots is None else slots.gather(1, at), chosen >= 0)
+        return _rows(hidden, at)[rows], real.bool()[rows]
 
     def compacted(self, kept: Tensor) -> tuple[Tensor, bool]:
-        """Places that stay, left-padded: ``[B, widest]`` long with -1 for padding, and whether there is any."""
+        """Places that stay, left-padded: ``[B, widest]`` long with -1 for padding, and whether there is any; on the CPU."""
         width = int(kept.sum(1).max())
         order = kept.long().argsort(dim=1, stable=True)[:, -width:] if width else kept.new_zeros(len(kept), 0).long()
         there = kept.gather(1, order)
         return order.masked_fill(~there, -1), not bool(there.all())
 
-    def begin(self, first: int, chosen: Tensor, padded: bool, extra: dict[str, Any] | None = None) -> None:
-        """From layer ``first`` on the tokens at ``chosen [B, q]`` (places of this forward, -1 padding) are left."""
+    def begin(
+        self, first: int, chosen: Tensor, padded: bool, device: torch.device, extra: dict[str, Any] | None = None
+    ) -> None:
+        """From layer ``first`` on the tokens at ``chosen [B, q]`` (places of this forward on the CPU, -1 padding) are left."""
         places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
-        self.phases.append((first, Phase(places, padded, extra)))
+        self.phases.append((first, Phase(places.to(device, non_blocking=True), padded, chosen, extra)))
 
     def slots(self, chosen: Tensor) -> Tensor:
         """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""
-        out = torch.zeros(len(chosen), self.length, dtype=torch.long, device=chosen.device)
-        there = chosen >= 0
-        b, slot = there.nonzero(as_tuple=True)
-        out[b, chosen[there]] = slot
+        out = torch.zeros(len(chosen), self.length, dtype=torch.long)
+        b, slot = (chosen >= 0).nonzero(as_tuple=True)
+        out[b, chosen[b, slot]] = slot
         return out
 
 
-def _check(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) -> None:
-    """A method of somebody else's may be wrong; say so before the answers are."""
-    if made.kept.shape != valid.shape or bool((made.kept & ~valid).any()):
+def _checked(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) -> Reduction:
+    """What a method made, on the CPU. One of somebody else's may be wrong; say so before the answers are."""
+    shaped = made.kept.shape == valid.shape
+    made = made.cpu() if shaped else made
+    if not shaped or bool((made.kept & ~valid).any()):
         raise MmaccelError(f"Method {method.name!r} kept slots that hold no token.")
-    kept, count = made.kept.sum(1).cpu(), count.cpu()
+    kept = made.kept.sum(1)
     empty = (kept == 0) & (count > 0)
     over = kept != count if method.budget == "exact" else kept > count if method.budget == "at_most" else empty
     if bool((over | empty).any()):
@@ -296,6 +316,7 @@ def _check(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) -
             f"Method {method.name!r} has the budget class {method.budget!r} but kept {int(kept[i])} of "
             f"{int(valid[i].sum())} tokens where {int(count[i])} were resolved."
         )
+    return made
 
 
 class Door:
@@ -329,13 +350,14 @@ class Door:
         scope.cache = cache if cache is not None else scope.cache
         ids, scope.input_ids = scope.input_ids, None
         length = embeds.shape[1]
-        visual = 0
+        visual, prompt = 0, None
         # one new token is a decode step; looking for placeholders in it would cost every step
         prefill = length > 1
         # a candidate of prompt lookup may repeat a placeholder, when the pictures of this call are in the cache already
         guessed = scope.generating and state is not None and scope.layout is not None
         if prefill and not guessed and ids is not None and ids.shape == embeds.shape[:2]:
-            visual = int(self.owner.family.visual(ids).sum())
+            prompt = ids.cpu()
+            visual = int(self.owner.family.visual(prompt).sum())
         scope.timer = scope.stats.clock.start(embeds.device), "prefill" if prefill else "decode"
         scope.stats.prompt_tokens += embeds.shape[0] * length * prefill
         scope.stats.decode_steps += not prefill
@@ -358,11 +380,10 @@ class Door:
             cache, state = self._adopt(kwargs, seen)
         step = Step(self.owner, scope, state, seen, length)
         kwargs["attention_mask"] = None
-        if visual and ids is not None:
-            layout_valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid.cpu()
-            step.ids = ids.cpu()
-            step.layout = self.owner.family.layout(step.ids, layout_valid, scope.encoded)
-            self._prefill(step, kwargs, layout_valid.to(embeds.device))
+        if visual and prompt is not None:
+            valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid
+            step.ids, step.layout = prompt, self.owner.family.layout(prompt, valid, scope.encoded)
+            self._prefill(step, kwargs)
         else:
             self._continue(step, kwargs, valid)
         if state is not None:
@@ -370,12 +391,12 @@ class Door:
         return args, kwargs
 
     def _valid(self, mask: Any, embeds: Tensor, seen: int) -> Tensor | None:
-        """``[B, q]`` bool of the new tokens, or None if none is padding; a single new token never is."""
+        """``[B, q]`` bool of the new tokens, on the CPU, or None if none is padding; a single new token never is."""
         if mask is None or (seen and embeds.shape[1] == 1):
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             raise UnsupportedError("mmaccel needs the 2-D attention mask of the processor, not a prepared 4-D one.")
-        new = mask[:, -embeds.shape[1] :].bool().to(embeds.device)
+        new = mask[:, -embeds.shape[1] :].bool().cpu()
         return None if bool(new.all()) else new
 
     def _adopt(self, kwargs: dict[str, Any], seen: int) -> tuple[Any, CacheState | None]:
@@ -393,38 +414,45 @@ class Door:
         """New tokens without pictures on a reduced cache: all stay, positions follow the cache's offset."""
         state, embeds = step.state, kwargs["inputs_embeds"]
         assert state is not None and state.offset is not None
+        device = embeds.device
         # from here on the cache is changed
         step.scope.step = step
-        at = torch.arange(step.seen, step.seen + step.length, device=embeds.device)
+        at = torch.arange(step.seen, step.seen + step.length, device=device)
         given = kwargs.get("position_ids")
+        offset = state.offset.to(device)
         if state.ahead is not None and given is not None and given.dim() == 3:
-            further = state.offset - state.ahead
-            jumps = given[-1, :, 0].to(further.device) == step.seen - further
-            if bool((jumps & (state.ahead > 0)).any()):
-                state.offset, state.ahead = torch.where(jumps, further, state.offset), None
-        offset = state.offset.to(embeds.device)[:, None]
+            ahead = state.ahead.to(device)
+            jumps = given[-1, :, 0].to(device) == step.seen - (offset - ahead)
+            # decided on the device: the host would wait for the answer at every step
+            offset, state.ahead = _settled(offset, ahead, jumps)
+            state.offset = offset
+        offset, chosen = offset[:, None], None
         if valid is None:
-            step.begin(0, at.expand(len(embeds), -1) - step.seen, False)
+            places, padded = at.expand(len(embeds), -1), False
             positions = at - offset
         else:
-            step.begin(0, (at - step.seen).expand_as(valid).masked_fill(~valid, -1), True)
+            chosen = torch.arange(step.length).expand_as(valid).masked_fill(~valid, -1)
+            valid = valid.to(device, non_blocking=True)
+            places, padded = at.expand_as(valid).masked_fill(~valid, -1), True
             positions = (step.seen - offset + valid.cumsum(1) - 1).clamp(min=0)
             state.offset = state.offset + (~valid).sum(1).to(state.offset.device)
+        step.phases.append((0, Phase(places.to(torch.int32), padded, chosen)))
         if given is not None and given.dim() == 3:
             positions = positions.expand(given.shape[0], -1, -1)
         kwargs["position_ids"] = positions
 
-    def _prefill(self, step: Step, kwargs: dict[str, Any], valid: Tensor) -> None:
+    def _prefill(self, step: Step, kwargs: dict[str, Any]) -> None:
         owner, scope, embeds = self.owner, step.scope, kwargs["inputs_embeds"]
         assert step.layout is not None
+        visual, real = step.layout.visual, step.layout.valid
         batch, device = embeds.shape[0], embeds.device
-        step.total = Reduction.identity(valid)
+        step.total = Reduction.identity(real)
         deepstack = kwargs.get("deepstack_visual_embeds")
         planes = _planes(kwargs["visual_pos_masks"], deepstack) if deepstack is not None else []
-        with scope.stats.clock.measure("selection", device):
-            if (merged := owner.merging.reduction(step.layout, scope.encoded, device)) is not None:
+        with step.measured("selection", device):
+            if (merged := owner.merging.reduction(step.layout, scope.encoded)) is not None:
                 # the tokens hold their merged values already; DeepStack features were taken while groups were smaller
-                step.total = merged.beside(valid & ~step.layout.visual.to(device))
+                step.total = merged.beside(real & ~visual)
                 step.trail.append(Passage(owner.encoder, 0, step.total))
                 planes = [merged.substitute(plane) for plane in planes]
             for number, (_, method) in enumerate(owner.built):
@@ -437,8 +465,21 @@ class Door:
         scope.step = step
         step.tell_apart(embeds)
         chosen, padded = step.compacted(step.total.kept)
+        step.begin(0, chosen, padded, device)
         at = chosen.clamp(min=0)
-        step.begin(0, chosen, padded)
+        left = visual.gather(1, at) & (chosen >= 0)
+        # the last token of a row decides where the next one stands
+        last = (real * torch.arange(step.length)).argmax(1, keepdim=True)
+        at, valid, rank, last, text, spots = _sent(
+            device,
+            at,
+            real,
+            (chosen >= 0).cumsum(1) - 1,
+            last,
+            ~visual.gather(1, last)[:, 0],
+            left.flatten().nonzero()[:, 0],
+        )
+        valid, text = valid.bool(), text.bool()
         # where every token stays the caller's embeddings need no copy
         kwargs["inputs_embeds"] = embeds if at.shape[1] == step.length and not padded else _rows(embeds, at)
         positions = kwargs.get("position_ids")
@@ -453,28 +494,26 @@ class Door:
             positions = positions.expand(*positions.shape[:-2], batch, -1)
         axes = positions[-3:] if positions.dim() == 3 else positions[None]
         furthest = axes.amax(0).masked_fill(~valid, -1).amax(1) + 1
-        last = (valid * torch.arange(step.length, device=device)).argmax(1, keepdim=True)
-        text = ~step.layout.visual.to(device).gather(1, last)[:, 0]
         after = torch.where(text, axes[0].expand_as(valid).gather(1, last)[:, 0] + 1, furthest)
         ahead: Tensor | None = furthest - after
         kept_positions = positions[..., torch.arange(batch, device=device)[:, None], at]
         if owner.recipe.positions == "paper" and any(m.site in ("encoder", "projector") for _, m in owner.built):
             start = step.seen - step.state.offset.to(device) if step.state and step.state.offset is not None else 0
-            rank = (chosen >= 0).cumsum(1) - 1
             kept_positions = (rank + (start[:, None] if isinstance(start, Tensor) else start)).clamp(min=0)
             after, ahead = kept_positions.amax(1) + 1, None
             if positions.dim() == 3:
                 kept_positions = kept_positions.expand(positions.shape[0], -1, -1)
         kwargs["position_ids"] = kept_positions
         if step.state is not None:
+            # asked once here, so that most calls need not look at it while they decode
+            ahead = ahead if ahead is not None and positions.dim() == 3 and bool((ahead > 0).any()) else None
             step.state.offset, step.state.ahead = step.seen + step.length - after, ahead
             for cut in owner.cuts:
                 step.state.split(cut)
         if planes:
-            visual = (step.layout.visual.to(device)[torch.arange(batch, device=device)[:, None], at]) & (chosen >= 0)
-            kwargs["visual_pos_masks"] = visual
-            kwargs["deepstack_visual_embeds"] = [_rows(plane, at)[visual] for plane in planes]
-        scope.stats.layer_tokens = [int((step.total.kept & step.layout.visual.to(device)).sum())] * len(self.layers)
+            kwargs["visual_pos_masks"] = left.to(device, non_blocking=True)
+            kwargs["deepstack_visual_embeds"] = [_rows(plane, at).flatten(0, 1)[spots] for plane in planes]
+        scope.stats.layer_tokens = [int(left.sum())] * len(self.layers)
 
     # --- between layers ---------------------------------------------------------------------------------------
     def _layer(self, number: int) -> Callable[..., Any]:
@@ -485,7 +524,7 @@ class Door:
                 return None
             hidden = args[0] if args else kwargs["hidden_states"]
             if number in self.owner.cuts:
-                with scope.stats.clock.measure("selection", hidden.device):
+                with step.measured("selection", hidden.device):
                     hidden = self._cut(step, number, hidden, kwargs)
             extra = step.phase(number).extra
             kwargs = {**kwargs, **extra} if extra is not None else kwargs
@@ -501,17 +540,12 @@ class Door:
         method = self.owner.built[stage][1]
         assert isinstance(method, LayerMethod) and step.total is not None and step.layout is not None
         _, phase = step.phases[-1]
-        before = torch.where(phase.places < 0, -1, phase.places - step.seen).long().to(hidden.device)
-        made = step.reduce(stage, method, hidden, step.slots(before))
-        if made.links is not None:
-            # merge where the tokens stand now
-            wide = hidden.new_zeros(len(hidden), step.length, hidden.shape[-1])
-            rows = torch.arange(len(hidden), device=hidden.device)[:, None].expand_as(before)
-            there = before >= 0
-            wide[rows[there], before[there]] = hidden[there]
-            hidden = made.substitute(wide)[rows, before.clamp(min=0)]
+        assert phase.chosen is not None
+        slots = step.slots(phase.chosen)
+        made = step.reduce(stage, method, hidden, slots)
         chosen, padded = step.compacted(made.kept)
-        at = step.slots(before)[torch.arange(len(hidden), device=hidden.device)[:, None], chosen.clamp(min=0)]
+        slots, places = _sent(hidden.device, slots, chosen.clamp(min=0))
+        at = slots.gather(1, places)
         extra: dict[str, Any] = {}
         previous = {**kwargs, **(phase.extra or {})}
         if previous.get("position_embeddings") is not None:
@@ -519,12 +553,16 @@ class Door:
                 _rows(_batched(x, hidden), at) for x in previous["position_embeddings"]
             )
         if isinstance(previous.get("position_ids"), Tensor):
-            extra["position_ids"] = previous["position_ids"].expand(len(hidden), -1).gather(1, at)
-        step.begin(number, chosen, padded, extra)
+            positions = previous["position_ids"]
+            extra["position_ids"] = positions.expand(len(hidden), -1).gather(1, at.to(positions.device))
+        step.begin(number, chosen, padded, hidden.device, extra)
         tokens = step.scope.stats.layer_tokens
-        left = int((made.kept & step.layout.visual.to(hidden.device)).sum())
+        left = int((made.kept & step.layout.visual).sum())
         tokens[number:] = [left] * (len(tokens) - number)
-        return _rows(hidden, at)
+        if made.links is None:
+            return _rows(hidden, at)
+        # merged where the tokens stand in the prompt; what stands at places that are gone is not looked at
+        return _rows(made.substitute(_rows(hidden, slots)), places)
 
     # --- out of the text model --------------------------------------------------------------------------------
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -535,7 +573,7 @@ class Door:
         step = scope.step
         if step is not None and step.eviction is not None and output is not None:
             device, waits = step.phase(0).places.device, bool(step.eviction.waiting)
-            with scope.stats.clock.measure("selection", device):
+            with step.measured("selection", device):
                 step.eviction.settle()
             for number in range(len(self.layers) if waits else 0):
                 step.pack(number, device)
@@ -602,19 +640,15 @@ class Door:
         Where a head follows, its logits are given their NaN by :func:`show_dropped`: here it would reach the gradient of the
         head's weights.
         """
-        assert step.total is not None
-        _, phase = step.phases[-1]
-        places = torch.where(phase.places < 0, -1, phase.places - step.seen).long().to(hidden.device)
-        wide = hidden.new_zeros(len(hidden), step.length, hidden.shape[-1])
-        valid, kept = step.total.valid.to(hidden.device), step.total.kept.to(hidden.device)
-        dropped = valid & ~kept
+        chosen = step.phases[-1][1].chosen
+        assert step.total is not None and chosen is not None
+        dropped = step.total.valid & ~step.total.kept
+        slots, kept, gone = _sent(hidden.device, step.slots(chosen), step.total.kept, dropped)
+        wide = _rows(hidden, slots).masked_fill(~kept.bool()[..., None], 0.0)
         if step.scope.opened_by is self.owner.family.model:
-            step.scope.dropped = dropped
+            step.scope.dropped = gone.bool()
         else:
-            wide[dropped] = torch.nan
-        there = places >= 0
-        rows = there.nonzero(as_tuple=True)[0]
-        wide[rows, places[there]] = hidden[there]
+            wide = wide.masked_fill(gone.bool()[..., None], torch.nan)
         labels = step.scope.labels
         if labels is not None:
             # a row predicts the label behind it
@@ -640,8 +674,7 @@ def _planes(mask: Tensor, deepstack: list[Tensor]) -> list[Tensor]:
     planes = []
     for features in deepstack:
         plane = features.new_zeros(*mask.shape, features.shape[-1])
-        plane[mask] = features
-        planes.append(plane)
+        planes.append(plane.masked_scatter(mask[..., None].to(plane.device), features))
     return planes
 
 
@@ -653,6 +686,20 @@ def show_dropped(logits: Tensor, dropped: Tensor, kept: int | Tensor) -> Tensor:
     rows = dropped[:, -kept or None :] if isinstance(kept, int) else dropped[:, kept.to(dropped.device)]
     fill = logits.masked_fill if logits.requires_grad else logits.masked_fill_
     return fill(rows.to(logits.device)[..., None], torch.nan)
+
+
+def _settled(offset: Tensor, ahead: Tensor, jumps: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets ``[B]`` of a cache whose positions went on behind its frames in the rows that ``jumps``, and what is ahead from
+    now on: nothing in any row, once one has jumped."""
+    jumped = (jumps & (ahead > 0)).any()
+    return torch.where(jumped & jumps, offset - ahead, offset), ahead.masked_fill(jumped, 0)
+
+
+def _sent(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """Whole numbers and masks from the CPU on a device, all of them long: one copy, which the host does not wait for."""
+    flat = torch.cat([x.flatten().long() for x in tensors]).to(device, non_blocking=True)
+    parts = flat.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 def finish(scope: Scope) -> None:

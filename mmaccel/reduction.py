@@ -9,6 +9,7 @@ drawing independent of how many tokens survived so far.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -108,6 +109,21 @@ class Reduction:
         """Whether nothing is dropped and nothing merged."""
         return self.links is None and bool(torch.equal(self.kept, self.valid))
 
+    def cpu(self) -> Reduction:
+        """The same on the CPU, where what it says can be asked without waiting for a device each time."""
+        if self.kept.device.type == "cpu":
+            return self
+        links = self.links
+        # one copy of all that is whole
+        whole = [self.kept.flatten().long(), self.valid.flatten().long()]
+        whole += [] if links is None else [links.batch, links.slot, links.source]
+        kept, valid, *held = torch.cat(whole).cpu().split([len(x) for x in whole])
+        kept, valid = kept.bool().view(self.kept.shape), valid.bool().view(self.valid.shape)
+        if links is None:
+            return Reduction(kept, valid)
+        batch, slot, source = held
+        return Reduction(kept, valid, Links(batch, slot, source, links.weight.cpu()))
+
     def full_links(self) -> Links:
         """The links of every kept slot, those that are only themselves included."""
         batch, slot = self.kept.nonzero(as_tuple=True)
@@ -153,18 +169,23 @@ class Reduction:
     # --- what it does -----------------------------------------------------------------------------------------
     def substitute(self, x: Tensor) -> Tensor:
         """``x [N, n, ...]`` with every kept slot holding its merged value; all slots stay in place."""
-        if self.links is None:
+        if self._sums is None:
             return x
+        source, weight, lengths, slot = (t.to(x.device, non_blocking=True) for t in self._sums)
+        flat = x.reshape(x.shape[0] * self.kept.shape[1], -1)
+        merged = segment_sum(flat[source].float() * weight[:, None], lengths).to(x.dtype)
+        return flat.index_copy(0, slot, merged).reshape(x.shape)
+
+    @cached_property
+    def _sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """What :meth:`substitute` adds up, all slots of all rows counted through: of every term the slot ``source [L]`` and its
+        ``weight [L]`` float32, of every sum its number of terms ``lengths [K]`` and the ``slot [K]`` it stands in."""
+        if self.links is None:
+            return None
         n = self.kept.shape[1]
         links = self.links.sorted(n)
-        _, lengths = torch.unique_consecutive(links.batch * n + links.slot, return_counts=True)
-        flat = x.reshape(x.shape[0], n, -1)
-        parts = flat[links.batch, links.source].float() * links.weight[:, None].float()
-        merged = segment_sum(parts, lengths).to(x.dtype)
-        first = torch.cumsum(lengths, 0) - lengths
-        out = flat.clone()
-        out[links.batch[first], links.slot[first]] = merged
-        return out.reshape(x.shape)
+        slot, lengths = torch.unique_consecutive(links.batch * n + links.slot, return_counts=True)
+        return links.batch * n + links.source, links.weight.float(), lengths, slot
 
     def apply(self, x: Tensor) -> Tensor:
         """The tokens that stay, ``[N, n, ...] -> [N, max kept, ...]`` in slot order; short rows end in zeros."""
@@ -194,10 +215,10 @@ class Reduction:
         """
 
         def lift(mask: Tensor) -> Tensor:
-            out = torch.zeros(shape, dtype=torch.bool, device=mask.device)
-            unit, slot = mask.nonzero(as_tuple=True)
-            out[rows[unit], places[unit, slot]] = True
-            return out
+            # what is not in the mask is written behind the end
+            out = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=mask.device)
+            at = torch.where(mask, rows[:, None] * shape[1] + places, len(out) - 1)
+            return out.index_fill(0, at.flatten(), True)[:-1].view(shape[0], shape[1])
 
         links = None
         if self.links is not None:

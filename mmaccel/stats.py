@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,11 +25,12 @@ class Stage:
 
 
 class Clock:
-    """Seconds per name. On CUDA it records events and waits for them only when it is read."""
+    """Seconds per name. On CUDA it records events, on the stream of the device that works, and waits for none of them before
+    it is read."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextmanager
     def measure(self, name: str, device: torch.device | None = None) -> Iterator[None]:
@@ -54,16 +56,22 @@ class Clock:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
         else:
             end = torch.cuda.Event(enable_timing=True)
-            end.record()
+            end.record(torch.cuda.current_stream(begin.device))
             self._events.append((name, begin, end))
+            # what is over by now need not be held until somebody asks
+            while self._events and self._events[0][2].query():
+                self._add()
 
     def seconds(self) -> dict[str, float]:
         """Seconds by name, those on the device included."""
-        for name, begin, end in self._events:
-            end.synchronize()
-            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
-        self._events.clear()
+        while self._events:
+            self._events[0][2].synchronize()
+            self._add()
         return dict(self._seconds)
+
+    def _add(self) -> None:
+        name, begin, end = self._events.popleft()
+        self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
 
 
 @dataclass

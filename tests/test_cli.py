@@ -69,6 +69,20 @@ def test_ask_compares_full_and_accelerated(folder, capsys):
         assert words in text
 
 
+def test_ask_warms_up_before_it_measures():
+    model, lengths = zoo.model("llava"), []
+    model.model.language_model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["inputs_embeds"].shape[1]), with_kwargs=True
+    )
+    given = zoo.processor("llava"), zoo.inputs("llava"), "none"
+    measured = ask.answer(model, *given, 4)
+    # kernels of a step must not be compiled inside the run that is measured
+    assert 1 in lengths[: lengths.index(measured.prompt_tokens, 1)]
+    assert measured.tokens_per_second > 0
+    # two tokens have one interval, which says nothing
+    assert ask.answer(model, *given, 2).tokens_per_second is None
+
+
 def test_ask_with_everything_kept_agrees(folder, capsys):
     argv = ["ask", "--model", folder / "qwen2_5_vl", "--max-new-tokens", 4, folder / "a.png", folder / "b.jpg", "what?"]
     report = json.loads(output(capsys, *argv, "--retain", "1.0", "--json"))

@@ -149,6 +149,12 @@ def overrides(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+#: tokens that are generated before anything is measured
+_WARM_UP = 4
+#: intervals between tokens from which a rate is told
+_INTERVALS = 3
+
+
 # --------------------------------------------------------------------------------------------------------------- model
 
 
@@ -203,6 +209,11 @@ class Watch:
     def end(self) -> None:
         """Nothing is buffered."""
 
+    def rate(self) -> float | None:
+        """Tokens a second behind the first; None of so few that one of them would decide."""
+        intervals = len(self.times) - 2
+        return intervals / (self.times[-1] - self.times[1]) if intervals >= _INTERVALS else None
+
 
 def answer(
     model: Any,
@@ -226,7 +237,9 @@ def answer(
     watch = watch or Watch()
     with torch.no_grad(), accelerated(model, recipe, processor=processor):
         try:
-            model.generate(**inputs, max_new_tokens=1, do_sample=False)
+            # steps behind the prompt too: their kernels are compiled when they first run
+            steps = min(longest, _WARM_UP)
+            model.generate(**inputs, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
             if cuda:
                 torch.cuda.synchronize(model.device)
                 torch.cuda.reset_peak_memory_stats(model.device)
@@ -259,7 +272,7 @@ def answer(
         new_tokens=len(ids),
         first_token_seconds=first,
         total_seconds=total,
-        tokens_per_second=(len(ids) - 1) / (total - first) if len(ids) > 1 else None,
+        tokens_per_second=watch.rate(),
         kv_bytes=stats["kv_bytes"],
         peak_memory_bytes=torch.cuda.max_memory_allocated(model.device) if cuda else None,
         stats=stats,

@@ -314,8 +314,9 @@ class EncoderMerging:
         return args[0][merged.owner], *args[1:]
 
     # --- at the door ------------------------------------------------------------------------------------------
-    def reduction(self, layout: Layout, encoded: dict[Modality, Encoded], device: torch.device) -> Reduction | None:
-        """What the merge in the tower makes of the language model's visual tokens, in places ``[B, S]``; None without one.
+    def reduction(self, layout: Layout, encoded: dict[Modality, Encoded]) -> Reduction | None:
+        """What the merge in the tower makes of the language model's visual tokens, in places ``[B, S]`` on the CPU; None
+        without one.
 
         A group stays at the place its merged token has in the tower, or at its first place if that one was cropped. Where a
         token is a blend of patches that do not merge as one (pooled clips), it stays if any of them stands for its group.
@@ -337,7 +338,7 @@ class EncoderMerging:
             leader = order[(lengths.cumsum(0) - lengths)[inverse]]
             target[segment.row, places[order]] = places[leader]
             target[segment.row, places[(group < 0) & (source >= 0) & ~stands]] = -1
-        return Reduction.merge(target.to(device), layout.visual.to(device))
+        return Reduction.merge(target, layout.visual)
 
     def _held(self, modality: Modality, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Of every token the tower delivers for, ``[tokens]`` on the CPU: the number of its group, and whether it stands for

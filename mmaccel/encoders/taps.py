@@ -109,10 +109,11 @@ class Taps:
                 for modality, part in parts.items():
                     starts[modality], start = start, start + len(part)
                 flat = torch.cat(list(parts.values()))
-                first = torch.tensor([starts[m] for m in units.modality], device=flat.device)
-                source = units.source.to(flat.device)
-                values = flat[source.clamp(min=0) + first[:, None]]
-                nothing = (source < 0).view(*source.shape, *[1] * (values.dim() - 2))
+                first = torch.tensor([starts[m] for m in units.modality])
+                source = units.source
+                at = (source.clamp(min=0) + first[:, None]).to(flat.device, non_blocking=True)
+                values = flat[at]
+                nothing = (source < 0).to(flat.device, non_blocking=True).view(*source.shape, *[1] * (values.dim() - 2))
                 stack.append(values.masked_fill(nothing, torch.nan))
             out[tap.kind] = torch.stack(stack, dim=1)
         return out

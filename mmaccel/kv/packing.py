@@ -83,7 +83,8 @@ class Packing:
         """``[B, 1]`` long: of the prompt's tokens that layer ``number`` sees those at which ``mask [B, S]`` is ``wanted``."""
         phase = self.step.phase(number)
         if (id(phase), kind.number) not in self._counted:
-            at = phase.on_host.long() - self.step.seen
-            count = ((mask.gather(1, at.clamp(min=0)) == wanted) & (phase.on_host >= 0)).sum(1, keepdim=True)
+            at = phase.chosen
+            assert at is not None
+            count = ((mask.gather(1, at.clamp(min=0)) == wanted) & (at >= 0)).sum(1, keepdim=True)
             self._counted[id(phase), kind.number] = count
         return self._counted[id(phase), kind.number]

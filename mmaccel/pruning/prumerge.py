@@ -146,7 +146,8 @@ class PruMergePlus(PruMerge):
 def outliers(score: Tensor) -> Tensor:
     """``[N]`` long: how many of ``score [N, n]`` lie above the third quartile by more than 1.5 times the distance of the
     quartiles (interpolated linearly); NaN is left out. At least one where there is any."""
-    low, high = score.nanquantile(torch.tensor([0.25, 0.75], device=score.device), dim=1)
+    quarters = torch.tensor([0.25, 0.75]).to(score.device, non_blocking=True)
+    low, high = score.nanquantile(quarters, dim=1)
     above = (score > (high + 1.5 * (high - low))[:, None]).sum(1)
     return above.clamp(min=1)
 

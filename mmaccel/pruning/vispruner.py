@@ -65,7 +65,7 @@ class VisPruner(AttentionGuided):
         size = seen.sum(1)
         room = torch.minimum(count, size)
         # float64, as in Python: 0.29 * 100 is cut to 28 there too
-        first = torch.tensor([int(k * self.important) for k in room.tolist()], device=room.device)
+        first = torch.tensor([int(k * self.important) for k in room.tolist()]).to(room.device, non_blocking=True)
         important = top_mask(score, seen, first)
         step = torch.full_like(size, self.step) if self.step else (-(-size // 72)).clamp(min=8)
         rest = seen & ~important
@@ -86,8 +86,8 @@ def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, 
     order = score.masked_fill(~among, -torch.inf).argsort(dim=1, descending=True, stable=True)
     # a token among them may score -inf too
     order = order.gather(1, (~among).gather(1, order).long().argsort(dim=1, stable=True))
-    # lengths follow from numbers alone, so the device is not asked again
-    length, left, most = among.sum(1).cpu(), count.cpu(), step.cpu()
+    # lengths follow from numbers alone, so the device is asked once, and what they say is sent without waiting
+    length, left, most = torch.stack([among.sum(1), count, step]).cpu()
     while bool(((length > left) & (left > 0)).any()):
         evens, odds = (length + 1) // 2, length // 2
         drop = torch.minimum((length - left).clamp(min=0), torch.minimum(most, evens)).masked_fill(left == 0, 0)
@@ -95,14 +95,15 @@ def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, 
         even, odd = order[:, 0::2], order[:, 1::2]
         places = torch.arange(even.shape[1])
         real_even, real_odd = places < evens[:, None], places[: odd.shape[1]] < odds[:, None]
-        stays = torch.cat([real_even & (places >= drop[:, None]), real_odd], 1).to(x.device)
-        similar, _ = best_match(gather(x, even), gather(x, odd), real_odd.to(x.device))
-        similar = similar.masked_fill(~real_even.to(x.device), -torch.inf)
+        masks = torch.cat([real_even, real_odd, real_even & (places >= drop[:, None])], 1).to(
+            x.device, non_blocking=True
+        )
+        real_even, real_odd, stays = masks.split([even.shape[1], odd.shape[1], even.shape[1]], 1)
+        stays = torch.cat([stays, real_odd], 1)
+        similar, _ = best_match(gather(x, even), gather(x, odd), real_odd)
+        similar = similar.masked_fill(~real_even, -torch.inf)
         even = even.gather(1, similar.argsort(dim=1, descending=True, stable=True))
         order = torch.cat([even, odd], 1).gather(1, (~stays).long().argsort(dim=1, stable=True))
         length = length - drop
-    kept = (torch.arange(order.shape[1]) < torch.minimum(length, left)[:, None]).to(x.device)
-    batch, place = kept.nonzero(as_tuple=True)
-    out = torch.zeros_like(among)
-    out[batch, order[batch, place]] = True
-    return out
+    kept = (torch.arange(order.shape[1]) < torch.minimum(length, left)[:, None]).to(x.device, non_blocking=True)
+    return torch.zeros_like(among).scatter_(1, order, kept)
