@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._triton import has_kernel, jit, tl, triton
+from .copies import equal_rows, first_copies
 
 #: products the definition holds at once; they fit a core's cache, and the kernel holds one tile
 BLOCK = 1 << 20
@@ -26,7 +27,7 @@ def best_match(x: Tensor, y: Tensor, there: Tensor | None = None, *, others: boo
     Returns
     -------
     ``[N, a]`` float32 and ``[N, a]`` long. Equal products go to the lower place; where nothing is to be matched, minus
-    infinity and 0.
+    infinity and 0. Unless ``others``, rows that are equal to the bit have the same products, however the device rounds.
 
     Raises
     ------
@@ -34,9 +35,25 @@ def best_match(x: Tensor, y: Tensor, there: Tensor | None = None, *, others: boo
         If shapes or types do not fit.
     """
     _check(x, y, there)
-    if has_kernel(x) and x.numel() and y.shape[1]:
-        return best_match_kernel(x, y, there, others)
-    return best_match_definition(x, y, there, others)
+    if not (x.numel() and y.shape[1]):
+        return best_match_definition(x, y, there, others)
+    run = best_match_kernel if has_kernel(x) else best_match_definition
+    score, place = run(x, y, there, others)
+    if others:
+        # copies differ in whom they may match
+        return score, place
+    mine = first_copies(x)
+    return score.gather(1, mine), first_copies(y, there).gather(1, place.gather(1, mine))
+
+
+def most_alike(x: Tensor, y: Tensor, there: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """:func:`best_match` of unit vectors, or zeros, whose products are cosines: none is above one, and that of a row and its
+    copy is one, so that all pairs of copies tie."""
+    score, place = best_match(x, y, there)
+    if not (x.numel() and y.shape[1]):
+        return score, place
+    copy = equal_rows(x, y, place) & (score > 0)
+    return score.clamp(max=1.0).masked_fill(copy, 1.0), place
 
 
 def best_match_definition(x: Tensor, y: Tensor, there: Tensor | None, others: bool) -> tuple[Tensor, Tensor]:

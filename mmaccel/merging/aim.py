@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from mmaccel_kernels.matching import best_match
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -82,7 +82,7 @@ def merge_in_rounds(x: Tensor, removals: list[int]) -> tuple[Tensor, Tensor]:
         left = x.shape[1]
         remove = min(remove, left // 2)
         unit = normalize(x, dim=-1)
-        best, partner = best_match(unit[:, 0::2], unit[:, 1::2])
+        best, partner = most_alike(unit[:, 0::2], unit[:, 1::2])
         ranked = best.argsort(dim=1, descending=True, stable=True)
         giver, stays = ranked[:, :remove], ranked[:, remove:]
         flow = torch.arange(left, device=x.device).repeat(frames, 1)

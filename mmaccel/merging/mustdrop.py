@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from mmaccel_kernels.copies import first_copies
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -97,7 +98,10 @@ def window_similarity(x: Tensor, slots: Tensor) -> Tensor:
     unit = normalize(x.float(), dim=-1)[rows, slots]
     size = slots.shape[2]
     # the square of the sum holds every pair twice, and each with itself
-    return (unit.sum(2).square().sum(-1) - unit.square().sum((2, 3))) / (size * (size - 1))
+    similar = (unit.sum(2).square().sum(-1) - unit.square().sum((2, 3))) / (size * (size - 1))
+    # windows of copies tie
+    first = first_copies(x)[rows, slots]
+    return similar.clamp(max=1.0).masked_fill((first == first[..., :1]).all(-1), 1.0)
 
 
 def merge_windows(valid: Tensor, slots: Tensor, there: Tensor, similar: Tensor, most: Tensor) -> Reduction:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mmaccel_kernels.matching import best_match
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -96,7 +96,7 @@ def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, 
         places = torch.arange(even.shape[1])
         real_even, real_odd = places < evens[:, None], places[: odd.shape[1]] < odds[:, None]
         stays = torch.cat([real_even & (places >= drop[:, None]), real_odd], 1).to(x.device)
-        similar, _ = best_match(gather(x, even), gather(x, odd), real_odd.to(x.device))
+        similar, _ = most_alike(gather(x, even), gather(x, odd), real_odd.to(x.device))
         similar = similar.masked_fill(~real_even.to(x.device), -torch.inf)
         even = even.gather(1, similar.argsort(dim=1, descending=True, stable=True))
         order = torch.cat([even, odd], 1).gather(1, (~stays).long().argsort(dim=1, stable=True))
