@@ -16,8 +16,9 @@ CACHED, BLOCK = 1 << 18, 1 << 25
 _STEP, _MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
-def first_copies(x: Tensor, among: Tensor | None = None) -> Tensor:
-    """``[N, n]`` long: the first slot whose vector in ``x [N, n, D]`` is equal to the one in each slot.
+def first_copies(x: Tensor, among: Tensor | None = None) -> Tensor | None:
+    """``[N, n]`` long: the first slot whose vector in ``x [N, n, D]`` is equal to the one in each slot; None where a CPU finds
+    no copy.
 
     Zeros are equal whatever their sign; what is not finite equals nothing. Found by a hash of the bits in whole numbers and a
     sort, and checked entry by entry: the same on every machine, and nothing is fetched from a GPU.
@@ -29,7 +30,7 @@ def first_copies(x: Tensor, among: Tensor | None = None) -> Tensor:
     """
     own = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
     if not x.numel():
-        return own
+        return None
     factor = torch.arange(1, x.shape[2] + 1, device=x.device) * _STEP
     factor = (factor ^ (factor >> 29)) * _MIX
     low, high = factor.int(), (factor >> 32).int()
@@ -46,9 +47,9 @@ def first_copies(x: Tensor, among: Tensor | None = None) -> Tensor:
     begins = torch.nn.functional.pad(code[:, 1:] != code[:, :-1], (1, 0), value=True)
     first = order.gather(1, torch.where(begins, own, 0).cummax(1).values)
     first = torch.empty_like(first).scatter_(1, order, first)
-    # only a GPU is not asked whether there is anything to check
+    # a GPU is not asked, which would be to wait for it
     if x.device.type == "cpu" and torch.equal(first, own):
-        return own
+        return None
     return torch.where(equal_rows(x, x, first), first, own)
 
 
@@ -61,10 +62,22 @@ def equal_rows(x: Tensor, y: Tensor, at: Tensor) -> Tensor:
     return torch.cat(same).view(at.shape) if same else torch.ones_like(at, dtype=torch.bool)
 
 
-def alike(pairs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """``pairs [N, a, b]`` with every entry taken from the first copies ``rows [N, a]`` and ``columns [N, b]``."""
-    number = torch.arange(len(pairs), device=pairs.device)[:, None]
-    return pairs[number, rows].gather(2, columns[:, None].expand(pairs.shape))
+def of_first(figures: Tensor, first: Tensor | None) -> Tensor:
+    """``figures [N, n]`` with those of copies taken from the ``first [N, n]``."""
+    return figures if first is None else figures.gather(1, first)
+
+
+def pairs_of_first(pairs: Tensor, first: Tensor | None, itself: float | None = None) -> Tensor:
+    """``pairs [N, n, n]`` with rows and columns of copies taken from the ``first [N, n]``, and ``itself`` between them."""
+    if first is not None:
+        number = torch.arange(len(pairs), device=pairs.device)[:, None]
+        pairs = pairs[number, first].gather(2, first[:, None].expand(pairs.shape))
+    if itself is None:
+        return pairs
+    if first is None:
+        pairs.diagonal(dim1=1, dim2=2).fill_(itself)
+        return pairs
+    return pairs.masked_fill_(first[:, :, None] == first[:, None], itself)
 
 
 def _blocks(x: Tensor) -> list[slice]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._triton import has_kernel, jit, tl, triton
-from .copies import alike, first_copies
+from .copies import first_copies, of_first, pairs_of_first
 from .maxmin import best_of, block_best, check, has_room, largest
 
 #: tokens, and their channels or picks at a time, of one program
@@ -62,7 +62,7 @@ def greedy_dpp_definition(
 ) -> Tensor:
     """:func:`greedy_dpp` in plain torch."""
     first = _first(x, quality)
-    all_pairs = alike(torch.bmm(x, x.transpose(1, 2)), first, first) if has_room(x) else None
+    all_pairs = pairs_of_first(torch.bmm(x, x.transpose(1, 2)), first) if has_room(x) else None
     left = quality * x.square().sum(-1) * quality
     least, spent = left * noise, (-1.0 / (1.0 + quality)).masked_fill(~valid, -torch.inf)
     left = left.masked_fill(~valid, -torch.inf)
@@ -76,7 +76,7 @@ def greedy_dpp_definition(
         picked[rows, pick] |= i < count
         cosine = torch.bmm(x, x[rows, pick, :, None])[..., 0] if all_pairs is None else all_pairs[rows, pick]
         e = quality * cosine * quality[rows, pick][:, None]
-        e = (e - torch.bmm(basis[rows, :i, pick][:, None], basis[:, :i])[:, 0]).gather(1, first)
+        e = of_first(e - torch.bmm(basis[rows, :i, pick][:, None], basis[:, :i])[:, 0], first)
         # what is spanned has a negative merit, and nothing new to subtract
         basis[:, i] = torch.where(best > 0, e / best.clamp(min=torch.finfo(torch.float32).tiny).sqrt(), 0.0)
         left = left - basis[:, i].square()
@@ -90,10 +90,7 @@ def greedy_dpp_kernel(
     """:func:`greedy_dpp` in one launch a pick."""
     rows, slots, width = x.shape
     x, quality, count = x.contiguous(), quality.contiguous(), count.to(device=x.device, dtype=torch.int32)
-    pairs = None
-    if has_room(x):
-        first = _first(x, quality)
-        pairs = alike(torch.bmm(x, x.transpose(1, 2)), first, first)
+    pairs = pairs_of_first(torch.bmm(x, x.transpose(1, 2)), _first(x, quality)) if has_room(x) else None
     left = quality * x.square().sum(-1) * quality
     least, spent = left * noise, -1.0 / (1.0 + quality)
     merit = torch.where(left > least, left, spent).masked_fill(~valid, -torch.inf)
@@ -111,7 +108,7 @@ def greedy_dpp_kernel(
     return picked.bool()
 
 
-def _first(x: Tensor, quality: Tensor) -> Tensor:
+def _first(x: Tensor, quality: Tensor) -> Tensor | None:
     """``[N, n]`` long: the first token with the vector and the quality of each."""
     return first_copies(torch.cat([x, quality[..., None]], 2))
 

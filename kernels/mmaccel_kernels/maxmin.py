@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._triton import has_kernel, jit, tl, triton
-from .copies import alike, first_copies
+from .copies import first_copies, of_first, pairs_of_first
 from .matching import best_match
 
 #: products the definition holds at once
@@ -65,8 +65,9 @@ def max_min_definition(x: Tensor, valid: Tensor, count: Tensor, noise: float, mo
         pick = nearest.argmax(1)
         picked[rows, pick] |= i < count
         if all_pairs is None:
-            away = _distance(torch.bmm(x, x[rows, pick, :, None])[..., 0], noise).gather(1, first)
-            away = away.masked_fill(first == first[rows, pick][:, None], 0.0)
+            away = of_first(_distance(torch.bmm(x, x[rows, pick, :, None])[..., 0], noise), first)
+            if first is not None:
+                away = away.masked_fill(first == first[rows, pick][:, None], 0.0)
         else:
             away = all_pairs[rows, pick]
         nearest[rows, pick] = -torch.inf
@@ -142,14 +143,15 @@ def _distance(cosine: Tensor, noise: float) -> Tensor:
     return away.masked_fill_(away < noise, 0.0)
 
 
-def _all_distances(x: Tensor, first: Tensor, noise: float) -> Tensor:
+def _all_distances(x: Tensor, first: Tensor | None, noise: float) -> Tensor:
     """``[N, n, n]``, the same for all copies; ``first [N, n]`` are the first of them."""
-    away = alike(_distance(torch.bmm(x, x.transpose(1, 2)), noise), first, first)
-    return away.masked_fill_(first[:, :, None] == first[:, None], 0.0)
+    return pairs_of_first(_distance(torch.bmm(x, x.transpose(1, 2)), noise), first, 0.0)
 
 
-def _of_copies(nearest: Tensor, first: Tensor) -> Tensor:
+def _of_copies(nearest: Tensor, first: Tensor | None) -> Tensor:
     """``nearest [N, n]`` as the first copy has it, and zero where there is more than one."""
+    if first is None:
+        return nearest
     copy = (first != torch.arange(first.shape[1], device=first.device)).long()
     several = torch.zeros_like(first).scatter_reduce(1, first, copy, "amax").gather(1, first)
     return nearest.gather(1, first).masked_fill(several > 0, 0.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mmaccel_kernels.matching import best_match
+from mmaccel_kernels.copies import first_copies
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -66,8 +67,8 @@ def nearest_kept(features: Tensor, kept: Tensor) -> Tensor:
     x = normalize(features.float(), dim=-1)
     # only the kept ones are candidates; short rows are filled up with others, which cannot win
     slots = (~kept).long().argsort(dim=1, stable=True)[:, : int(kept.sum(1).max())]
-    other = x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))
-    return slots.gather(1, best_match(x, other, kept.gather(1, slots))[1])
+    every = torch.arange(kept.shape[1], device=x.device).expand_as(kept)
+    return slots.gather(1, most_alike(x, every, slots, kept.gather(1, slots), first=first_copies(x))[1])
 
 
 def _halving(target: Tensor, kept: Tensor, flows: Tensor) -> Links:

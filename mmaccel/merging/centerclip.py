@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from mmaccel_kernels.copies import alike as same_for_copies
-from mmaccel_kernels.copies import first_copies
+from mmaccel_kernels.copies import first_copies, pairs_of_first
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -110,9 +109,7 @@ def distances(x: Tensor, kind: str) -> Tensor:
         away = 1.0 - unit @ unit.transpose(1, 2)
     else:
         away = torch.cdist(x, x)
-    first = first_copies(x)
-    away = same_for_copies(torch.minimum(away, away.transpose(1, 2)), first, first)
-    return away.clamp_(min=0).masked_fill_(first[:, :, None] == first[:, None], 0.0)
+    return pairs_of_first(torch.minimum(away, away.transpose(1, 2)).clamp_(min=0), first_copies(x), 0.0)
 
 
 def k_medoids(x: Tensor, away: Tensor, k: int, iterations: int = 80) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from mmaccel_kernels.copies import first_copies
+from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
 
 from .film import BLOCK
@@ -20,7 +20,8 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
     - ``delta_i = min d_ij over j with rho_j > rho_i``; the largest distance of the sample where there is none
     - score ``rho delta``
 
-    Copies are at a distance of zero and equally dense. Distances are made in blocks of rows, twice; no ``m x m`` matrix is kept unless it is one block.
+    Copies are at a distance of zero and equally dense. Distances are made in blocks of rows, twice; no ``m x m`` matrix is
+    kept unless it is one block.
 
     Parameters
     ----------
@@ -35,6 +36,7 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
     if size == 0:
         return x.new_zeros(frames, 0)
     scale, place, first = x.shape[-1] ** -0.5, torch.arange(size, device=x.device), first_copies(x, valid)
+    name = place.expand_as(valid) if first is None else first
     height = max(1, BLOCK // max(1, frames * size))
     tops = range(0, size, height)
 
@@ -44,7 +46,7 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
             # two that are nearest to each other tie
             away = torch.minimum(away, away.transpose(1, 2))
         # rounding must not make a token differ from itself or its copy
-        return away.masked_fill_(first[:, top : top + height, None] == first[:, None], 0.0)
+        return away.masked_fill_(name[:, top : top + height, None] == name[:, None], 0.0)
 
     once = distance(0) if len(tops) == 1 else None
     number = valid.sum(1)
@@ -57,7 +59,7 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
         density.append((-near.square().sum(2) / within.sum(1, keepdim=True).clamp(min=1)).exp())
         both = valid[:, None] & valid[:, top : top + height, None]
         far = torch.maximum(far, away.masked_fill(~both, 0.0).amax((1, 2)))
-    rho = torch.cat(density, 1).gather(1, first)
+    rho = of_first(torch.cat(density, 1), first)
     delta = []
     for top in tops:
         away = distance(top) if once is None else once
@@ -68,7 +70,7 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
         to_denser = away.masked_fill(~(denser & valid[:, None]), torch.inf).amin(2)
         delta.append(torch.minimum(to_denser, far[:, None]))
     score = torch.cat(delta, 1) * rho
-    return (score.gather(1, first) if strict else score).masked_fill(~valid, -torch.inf)
+    return (of_first(score, first) if strict else score).masked_fill(~valid, -torch.inf)
 
 
 def centres(score: Tensor, count: int) -> Tensor:
@@ -88,6 +90,8 @@ def nearest_centre(x: Tensor, chosen: Tensor) -> Tensor:
         [torch.cdist(x[:, top : top + height], middle).argmin(2) for top in range(0, x.shape[1], height)], 1
     )
     number, first = torch.arange(chosen.shape[1], device=x.device).expand_as(chosen), first_copies(x)
+    if first is None:
+        return near.scatter(1, chosen, number)
     # the first centre that is a copy of each token, behind all where there is none
     home = torch.full_like(near, chosen.shape[1]).scatter_reduce(1, first.gather(1, chosen), number, "amin")
     near = home.gather(1, first.gather(1, chosen.gather(1, near))).gather(1, first)

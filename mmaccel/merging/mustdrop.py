@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from mmaccel_kernels.copies import first_copies
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -100,8 +99,7 @@ def window_similarity(x: Tensor, slots: Tensor) -> Tensor:
     # the square of the sum holds every pair twice, and each with itself
     similar = (unit.sum(2).square().sum(-1) - unit.square().sum((2, 3))) / (size * (size - 1))
     # windows of copies tie
-    first = first_copies(x)[rows, slots]
-    return similar.clamp(max=1.0).masked_fill((first == first[..., :1]).all(-1), 1.0)
+    return similar.clamp(max=1.0).masked_fill((unit - unit[:, :, :1]).abs().amax((2, 3)) == 0, 1.0)
 
 
 def merge_windows(valid: Tensor, slots: Tensor, there: Tensor, similar: Tensor, most: Tensor) -> Reduction:

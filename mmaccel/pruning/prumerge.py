@@ -171,7 +171,8 @@ def prune_merge(score: Tensor, keys: Tensor, chosen: Tensor, seen: Tensor, neigh
     links = [torch.stack([*chosen.nonzero(as_tuple=True), chosen.nonzero()[:, 1]])]
     for part, real in zip(*(x.split(max(1, BLOCK // max(1, seen.numel())), 1) for x in (at, there)), strict=True):
         similar = torch.bmm(gather(key, part), key.transpose(1, 2))
-        similar = similar.gather(2, first[:, None].expand(similar.shape))
+        if first is not None:
+            similar = similar.gather(2, first[:, None].expand(similar.shape))
         others = seen[:, None] & real[..., None] & (part[..., None] != slots)
         batch, which, source = _nearest(similar, others, k).nonzero(as_tuple=True)
         links.append(torch.stack([batch, part[batch, which], source]))
