@@ -71,7 +71,7 @@ def most_alike(
 
 
 def _first_places(name: Tensor, names: int, there: Tensor | None) -> Tensor:
-    """``[N, names]`` long: the first place at which ``name [N, p]`` has each name, among those that are there; ``p`` for none."""
+    """``[N, names]`` long: the first place of ``name [N, p]`` that is there and has each name; ``p`` for none."""
     place = torch.arange(name.shape[1], device=name.device).expand_as(name)
     if there is not None:
         place = place.masked_fill(~there, name.shape[1])
