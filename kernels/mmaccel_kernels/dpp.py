@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._triton import has_kernel, jit, tl, triton
+from .copies import first_copies, of_first, pairs_of_first
 from .maxmin import best_of, block_best, check, has_room, largest
 
 #: tokens, and their channels or picks at a time, of one program
@@ -19,7 +20,8 @@ def greedy_dpp(
 
     With ``L_ij = q_i (x_i . x_j) q_j``: ``argmax_j d_j``, where ``d`` starts as the diagonal of ``L`` and every pick ``i``
     subtracts ``e_j^2``, ``e_j = (L_ij - sum_k c_ki c_kj) / sqrt(d_i)``, ``c_k`` being the ``e`` of the picks before. Equal ones
-    go to the lower slot. Tokens that the picked ones span already follow behind all others, by their quality.
+    go to the lower slot. Tokens that the picked ones span already follow behind all others, by their quality. Tokens whose
+    vector and quality are equal to the bit stay equal, however the device rounds products.
 
     All products of vectors are made once where they take no more memory than the vectors (``n <= D``); else a pick costs
     one product ``[n, D] @ [D]``. ``most x n`` numbers are stored. On a GPU a pick is one launch, and nothing is fetched from
@@ -59,7 +61,8 @@ def greedy_dpp_definition(
     x: Tensor, quality: Tensor, valid: Tensor, count: Tensor, noise: float, most: int | None
 ) -> Tensor:
     """:func:`greedy_dpp` in plain torch."""
-    all_pairs = torch.bmm(x, x.transpose(1, 2)) if has_room(x) else None
+    first = _first(x, quality)
+    all_pairs = pairs_of_first(torch.bmm(x, x.transpose(1, 2)), first) if has_room(x) else None
     left = quality * x.square().sum(-1) * quality
     least, spent = left * noise, (-1.0 / (1.0 + quality)).masked_fill(~valid, -torch.inf)
     left = left.masked_fill(~valid, -torch.inf)
@@ -73,7 +76,7 @@ def greedy_dpp_definition(
         picked[rows, pick] |= i < count
         cosine = torch.bmm(x, x[rows, pick, :, None])[..., 0] if all_pairs is None else all_pairs[rows, pick]
         e = quality * cosine * quality[rows, pick][:, None]
-        e = e - torch.bmm(basis[rows, :i, pick][:, None], basis[:, :i])[:, 0]
+        e = of_first(e - torch.bmm(basis[rows, :i, pick][:, None], basis[:, :i])[:, 0], first)
         # what is spanned has a negative merit, and nothing new to subtract
         basis[:, i] = torch.where(best > 0, e / best.clamp(min=torch.finfo(torch.float32).tiny).sqrt(), 0.0)
         left = left - basis[:, i].square()
@@ -87,7 +90,7 @@ def greedy_dpp_kernel(
     """:func:`greedy_dpp` in one launch a pick."""
     rows, slots, width = x.shape
     x, quality, count = x.contiguous(), quality.contiguous(), count.to(device=x.device, dtype=torch.int32)
-    pairs = torch.bmm(x, x.transpose(1, 2)) if has_room(x) else None
+    pairs = pairs_of_first(torch.bmm(x, x.transpose(1, 2)), _first(x, quality)) if has_room(x) else None
     left = quality * x.square().sum(-1) * quality
     least, spent = left * noise, -1.0 / (1.0 + quality)
     merit = torch.where(left > least, left, spent).masked_fill(~valid, -torch.inf)
@@ -103,6 +106,11 @@ def greedy_dpp_kernel(
             PAIRS=pairs is not None, BLOCKS=triton.next_power_of_2(blocks), **TILE,
         )  # fmt: skip
     return picked.bool()
+
+
+def _first(x: Tensor, quality: Tensor) -> Tensor | None:
+    """``[N, n]`` long: the first token with the vector and the quality of each."""
+    return first_copies(torch.cat([x, quality[..., None]], 2))
 
 
 def greedy_dpp_cost(rows: int, slots: int, width: int, turn: int) -> tuple[int, int]:

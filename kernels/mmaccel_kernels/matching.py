@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._triton import has_kernel, jit, tl, triton
+from .copies import first_copies, of_first
 
 #: products the definition holds at once; they fit a core's cache, and the kernel holds one tile
 BLOCK = 1 << 20
@@ -26,7 +27,7 @@ def best_match(x: Tensor, y: Tensor, there: Tensor | None = None, *, others: boo
     Returns
     -------
     ``[N, a]`` float32 and ``[N, a]`` long. Equal products go to the lower place; where nothing is to be matched, minus
-    infinity and 0.
+    infinity and 0. Unless ``others``, rows that are equal to the bit have the same products, however the device rounds.
 
     Raises
     ------
@@ -34,9 +35,47 @@ def best_match(x: Tensor, y: Tensor, there: Tensor | None = None, *, others: boo
         If shapes or types do not fit.
     """
     _check(x, y, there)
-    if has_kernel(x) and x.numel() and y.shape[1]:
-        return best_match_kernel(x, y, there, others)
-    return best_match_definition(x, y, there, others)
+    run = best_match_kernel if has_kernel(x) and x.numel() and y.shape[1] else best_match_definition
+    score, place = run(x, y, there, others)
+    if others or not y.shape[1]:
+        # copies differ in which other one they may match
+        return score, place
+    mine, theirs = first_copies(x), first_copies(y, there)
+    place = of_first(place, mine)
+    return of_first(score, mine), place if theirs is None else theirs.gather(1, place)
+
+
+def most_alike(
+    x: Tensor, a: Tensor, b: Tensor, there: Tensor | None = None, *, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`best_match` of some of the unit vectors ``x [N, n, D]`` with others, by cosine: ``a [N, p]`` and ``b [N, q]`` are
+    slots of ``x``, and ``first`` is what :func:`first_copies` says of ``x``.
+
+    No cosine is above one, and that of a vector and its copy is one, so that all pairs of copies tie.
+    """
+    row = torch.arange(len(x), device=x.device)[:, None]
+    run = best_match_kernel if has_kernel(x) and a.numel() and b.shape[1] else best_match_definition
+    score, place = run(x[row, a], x[row, b], there, False)
+    score = score.clamp(max=1.0)
+    if first is None or not b.shape[1]:
+        return score, place
+    mine, theirs = first.gather(1, a), first.gather(1, b)
+    here, home = _first_places(mine, x.shape[1], None), _first_places(theirs, x.shape[1], there)
+    lead = here.gather(1, mine)
+    score, place = score.gather(1, lead), place.gather(1, lead)
+    none, twin = b.shape[1], home.gather(1, mine)
+    place = torch.where(score > -torch.inf, home.gather(1, theirs.gather(1, place)), place)
+    # a vector of zeros has no direction
+    copy = (twin < none) & (score > 0)
+    return score.masked_fill(copy, 1.0), torch.where(copy, twin, place)
+
+
+def _first_places(name: Tensor, names: int, there: Tensor | None) -> Tensor:
+    """``[N, names]`` long: the first place of ``name [N, p]`` that is there and has each name; ``p`` for none."""
+    place = torch.arange(name.shape[1], device=name.device).expand_as(name)
+    if there is not None:
+        place = place.masked_fill(~there, name.shape[1])
+    return place.new_full((len(name), names), name.shape[1]).scatter_reduce(1, name, place, "amin")
 
 
 def best_match_definition(x: Tensor, y: Tensor, there: Tensor | None, others: bool) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._triton import has_kernel, jit, tl, triton
+from .copies import first_copies, of_first, pairs_of_first
 from .matching import best_match
 
 #: products the definition holds at once
@@ -20,7 +21,8 @@ def max_min(x: Tensor, valid: Tensor, count: Tensor, noise: float = 0.0, most: i
     """Greedy max-min selection (Gonzalez 1985; DivPrune, arXiv 2503.02175).
 
     With ``d(i, j) = 1 - x_i . x_j`` the first pick is ``argmax_i min_{j != i} d(i, j)``, each next one
-    ``argmax_i min_{j picked} d(i, j)``. Equal distances go to the lower slot.
+    ``argmax_i min_{j picked} d(i, j)``. Equal distances go to the lower slot. Vectors that are equal to the bit are at a
+    distance of zero, and have the same distances to all others, however the device rounds products.
 
     All distances are made once where they take no more memory than the vectors (``n <= D``); else a pick costs one product
     ``[n, D] @ [D]``. On a GPU nothing is fetched from the device if ``most`` is given or all distances are made, so the
@@ -31,7 +33,7 @@ def max_min(x: Tensor, valid: Tensor, count: Tensor, noise: float = 0.0, most: i
     x : ``[N, n, D]`` float32 unit vectors.
     valid : ``[N, n]`` bool; nothing else is picked.
     count : ``[N]`` whole numbers, how many to pick; at most the valid ones.
-    noise : distances below it count as zero, so that exact copies tie on every machine.
+    noise : distances below it count as zero.
     most : the largest ``count``, where it is known without asking the device.
 
     Returns
@@ -53,8 +55,9 @@ def max_min(x: Tensor, valid: Tensor, count: Tensor, noise: float = 0.0, most: i
 
 def max_min_definition(x: Tensor, valid: Tensor, count: Tensor, noise: float, most: int | None) -> Tensor:
     """:func:`max_min` in plain torch: a pick is one row of distances, a minimum and an argmax."""
-    all_pairs = _distance(torch.bmm(x, x.transpose(1, 2)), noise) if has_room(x) else None
-    nearest = _nearest(x, valid, noise) if all_pairs is None else _nearest_of(all_pairs, valid)
+    first = first_copies(x, valid)
+    all_pairs = _all_distances(x, first, noise) if has_room(x) else None
+    nearest = _of_copies(_nearest(x, valid, noise), first) if all_pairs is None else _nearest_of(all_pairs, valid)
     picked, rows = torch.zeros_like(valid), torch.arange(len(x), device=x.device)
     # minus infinity is the smaller of any two: what is picked or padding stays out
     nearest = nearest.masked_fill(~valid, -torch.inf)
@@ -62,7 +65,9 @@ def max_min_definition(x: Tensor, valid: Tensor, count: Tensor, noise: float, mo
         pick = nearest.argmax(1)
         picked[rows, pick] |= i < count
         if all_pairs is None:
-            away = _distance(torch.bmm(x, x[rows, pick, :, None])[..., 0], noise)
+            away = of_first(_distance(torch.bmm(x, x[rows, pick, :, None])[..., 0], noise), first)
+            if first is not None:
+                away = away.masked_fill(first == first[rows, pick][:, None], 0.0)
         else:
             away = all_pairs[rows, pick]
         nearest[rows, pick] = -torch.inf
@@ -75,14 +80,17 @@ def max_min_kernel(x: Tensor, valid: Tensor, count: Tensor, noise: float, most: 
     """:func:`max_min` in one launch if all distances are made and fit one program, else in one launch a pick."""
     rows, slots, width = x.shape
     x, count = x.contiguous(), count.to(device=x.device, dtype=torch.int32)
-    picked = torch.zeros(rows, slots, dtype=torch.uint8, device=x.device)
+    picked, first = torch.zeros(rows, slots, dtype=torch.uint8, device=x.device), first_copies(x, valid)
     if has_room(x) and slots <= ONE_PROGRAM:
-        away = _distance(torch.bmm(x, x.transpose(1, 2)), noise)
+        away = _all_distances(x, first, noise)
         nearest = _nearest_of(away, valid).masked_fill(~valid, -torch.inf)
         size = triton.next_power_of_2(slots)
         _pick_all[(rows,)](away, nearest, count, picked, slots, BLOCK=size, num_warps=max(1, min(16, size // 128)))
         return picked.bool()
-    nearest = _distance(best_match(x, x, valid, others=True)[0], noise).masked_fill(~valid, -torch.inf)
+    cosine, place = best_match(x, x, valid, others=True)
+    cosine = cosine.scatter_reduce(1, place, cosine.masked_fill(~valid, -torch.inf), "amax")
+    nearest = _of_copies(_distance(cosine, noise), first)
+    nearest = nearest.masked_fill(~valid, -torch.inf)
     value, place = block_best(nearest, TILE["BLOCK"])
     blocks = value.shape[-1]
     for turn in range(largest(count, most)):
@@ -135,10 +143,26 @@ def _distance(cosine: Tensor, noise: float) -> Tensor:
     return away.masked_fill_(away < noise, 0.0)
 
 
+def _all_distances(x: Tensor, first: Tensor | None, noise: float) -> Tensor:
+    """``[N, n, n]``, the same for all copies; ``first [N, n]`` are the first of them."""
+    return pairs_of_first(_distance(torch.bmm(x, x.transpose(1, 2)), noise), first, 0.0)
+
+
+def _of_copies(nearest: Tensor, first: Tensor | None) -> Tensor:
+    """``nearest [N, n]`` as the first copy has it, and zero where there is more than one."""
+    if first is None:
+        return nearest
+    copy = (first != torch.arange(first.shape[1], device=first.device)).long()
+    several = torch.zeros_like(first).scatter_reduce(1, first, copy, "amax").gather(1, first)
+    return nearest.gather(1, first).masked_fill(several > 0, 0.0)
+
+
 def _nearest_of(away: Tensor, valid: Tensor) -> Tensor:
     """``[N, n]``: the distance of every token to the nearest other one, from all ``away [N, n, n]``."""
     own = torch.eye(away.shape[1], dtype=torch.bool, device=away.device)
-    return away.masked_fill(own | ~valid[:, None], torch.inf).amin(2)
+    away = away.masked_fill(own | ~(valid[:, None] & valid[..., None]), torch.inf)
+    # both ways, so that two that are nearest to each other tie
+    return torch.minimum(away.amin(2), away.amin(1))
 
 
 def _nearest(x: Tensor, valid: Tensor, noise: float) -> Tensor:
@@ -203,14 +227,15 @@ def _step(
         # every program of a row finds the same pick; what it leaves goes to the other half, for the next turn
         pick, _ = best_of(value, place, (turn % 2 * rows + row) * blocks, blocks, BLOCKS)
         i = block * BLOCK + tl.arange(0, BLOCK)
-        cosine = tl.zeros([BLOCK], tl.float32)
+        cosine, apart = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, width, BLOCK_D):
             k = start + tl.arange(0, BLOCK_D)
             here = (i < slots)[:, None] & (k < width)
             mine = tl.load(x + (row * slots + i)[:, None] * width + k, mask=here, other=0.0)
             theirs = tl.load(x + (row * slots + pick) * width + k, mask=k < width, other=0.0)
             cosine += tl.sum(mine * theirs[None, :], 1)
-        away = tl.where(1.0 - cosine < noise, 0.0, 1.0 - cosine)
+            apart = tl.maximum(apart, tl.max(tl.abs(mine - theirs[None, :]), 1))
+        away = tl.where((1.0 - cosine < noise) | (apart == 0.0), 0.0, 1.0 - cosine)
         near = tl.load(nearest + row * slots + i, mask=i < slots, other=float("-inf"))
         left = tl.where(turn == 0, away, tl.minimum(near, away))
         near = tl.where((i == pick) | (near == float("-inf")), float("-inf"), left)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 #: entries of the similarities held at once
 BLOCK = 1 << 24
+#: cosines that are nearer than this to the largest are equal to it: copies tie however a product rounds
+_NOISE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def merge(
 
 
 def _most_alike(keys: Tensor, kept: Tensor, gone: Tensor, few: bool) -> tuple[Tensor, Tensor]:
-    """The largest cosine of every evicted key to the kept ones of its head, and whose it is, ``[B, H, K]`` each."""
+    """The largest cosine of every evicted key to the kept ones of its head, one to a copy, and whose it is, the lower slot on
+    a tie, ``[B, H, K]`` each."""
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     rows, heads, total, _ = keys.shape
     best = keys.new_full((rows, heads, total), -torch.inf, dtype=torch.float32)
@@ -95,8 +98,10 @@ def _most_alike(keys: Tensor, kept: Tensor, gone: Tensor, few: bool) -> tuple[Te
     for start in starts:
         stop = min(start + height, total)
         cosine = (unit[:, :, start:stop] @ unit.transpose(2, 3)).masked_fill(~kept[:, :, None], -torch.inf)
-        best[..., start:stop], pivot[..., start:stop] = cosine.max(-1)
-    return best.masked_fill(~gone, 0.0), pivot
+        best[..., start:stop] = most = cosine.amax(-1)
+        pivot[..., start:stop] = (cosine >= most[..., None] - _NOISE).byte().argmax(-1)
+    copy = (unit - unit.gather(2, pivot[..., None].expand_as(unit))).abs().amax(-1) == 0
+    return best.clamp(max=1.0).masked_fill(copy, 1.0).masked_fill(~gone, 0.0), pivot
 
 
 def _nearest(kept: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from ..errors import MmaccelError
+from ..merging.film import cosine_to
 from ..method import Grid, LayerMethod, TokenBatch
 from ..reduction import Reduction, top_mask
 from ..registry import register
@@ -83,12 +83,10 @@ def merge_runs(features: Tensor, valid: Tensor, cells: Tensor, similarity: float
     follows = torch.zeros_like(valid)
     follows[:, 1:] = (lane[:, 1:] >= 0) & (lane[:, 1:] == lane[:, :-1]) & (time[:, 1:] > time[:, :-1])
 
-    x = normalize(features.float(), dim=-1).gather(1, order[..., None].expand_as(features))
-    cosine = torch.full(valid.shape, -torch.inf, device=valid.device)
-    cosine[:, 1:] = (x[:, 1:] * x[:, :-1]).sum(-1)
     # back to slots, where ties are broken
     back = order.argsort(dim=1)
-    cosine, follows = cosine.gather(1, back), follows.gather(1, back)
+    earlier, follows = order.roll(1, 1).gather(1, back), follows.gather(1, back)
+    cosine = cosine_to(features, earlier.masked_fill(~follows, -1))
     goes = top_mask(cosine, follows & (cosine >= similarity), most)
     if not bool(goes.any()):
         return Reduction(valid, valid)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mmaccel_kernels.copies import first_copies
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..method import Grid, LayerMethod, TokenBatch
 from ..reduction import Links, Reduction, top_mask
 from ..registry import register
-
-#: entries of the block of similarities held at once
-_BLOCK = 1 << 24
 
 
 @register
@@ -68,14 +67,8 @@ def nearest_kept(features: Tensor, kept: Tensor) -> Tensor:
     x = normalize(features.float(), dim=-1)
     # only the kept ones are candidates; short rows are filled up with others, which cannot win
     slots = (~kept).long().argsort(dim=1, stable=True)[:, : int(kept.sum(1).max())]
-    other = x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1])).transpose(1, 2)
-    gap = ~kept.gather(1, slots)[:, None]
-    height = max(1, _BLOCK // max(1, slots.numel()))
-    parts = [
-        torch.bmm(x[:, top : top + height], other).masked_fill(gap, -torch.inf).argmax(2)
-        for top in range(0, kept.shape[1], height)
-    ]
-    return slots.gather(1, torch.cat(parts, 1))
+    every = torch.arange(kept.shape[1], device=x.device).expand_as(kept)
+    return slots.gather(1, most_alike(x, every, slots, kept.gather(1, slots), first=first_copies(x))[1])
 
 
 def _halving(target: Tensor, kept: Tensor, flows: Tensor) -> Links:

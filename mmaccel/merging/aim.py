@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from mmaccel_kernels.matching import best_match
+from mmaccel_kernels.copies import first_copies
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -82,11 +83,11 @@ def merge_in_rounds(x: Tensor, removals: list[int]) -> tuple[Tensor, Tensor]:
         left = x.shape[1]
         remove = min(remove, left // 2)
         unit = normalize(x, dim=-1)
-        best, partner = best_match(unit[:, 0::2], unit[:, 1::2])
-        ranked = best.argsort(dim=1, descending=True, stable=True)
-        giver, stays = ranked[:, :remove], ranked[:, remove:]
         flow = torch.arange(left, device=x.device).repeat(frames, 1)
         odd = flow[:, 1::2]
+        best, partner = most_alike(unit, flow[:, 0::2], odd, first=first_copies(unit))
+        ranked = best.argsort(dim=1, descending=True, stable=True)
+        giver, stays = ranked[:, :remove], ranked[:, remove:]
         flow = flow.scatter(1, 2 * giver, 2 * partner.gather(1, giver) + 1)
         members = torch.zeros_like(flow).scatter_add_(1, flow, torch.ones_like(flow))
         order = torch.cat([2 * stays, odd], 1)

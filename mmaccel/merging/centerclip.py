@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from mmaccel_kernels.copies import first_copies, pairs_of_first
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -102,14 +103,13 @@ def cut(part: Tensor) -> Tensor:
 
 
 def distances(x: Tensor, kind: str) -> Tensor:
-    """``[F, m, m]`` distances of ``x [F, m, D]``, the same both ways and zero to itself."""
+    """``[F, m, m]`` distances of ``x [F, m, D]``, the same both ways and for copies, and zero between them."""
     if kind == "cosine":
         unit = normalize(x, dim=-1)
         away = 1.0 - unit @ unit.transpose(1, 2)
     else:
         away = torch.cdist(x, x)
-    away = torch.minimum(away, away.transpose(1, 2))
-    return away.clamp(min=0).masked_fill(torch.eye(x.shape[1], dtype=torch.bool, device=x.device), 0.0)
+    return pairs_of_first(torch.minimum(away, away.transpose(1, 2)).clamp_(min=0), first_copies(x), 0.0)
 
 
 def k_medoids(x: Tensor, away: Tensor, k: int, iterations: int = 80) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
 
 from .film import BLOCK
@@ -19,7 +20,8 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
     - ``delta_i = min d_ij over j with rho_j > rho_i``; the largest distance of the sample where there is none
     - score ``rho delta``
 
-    Distances are made in blocks of rows, twice; no ``m x m`` matrix is kept unless it is one block.
+    Copies are at a distance of zero and equally dense. Distances are made in blocks of rows, twice; no ``m x m`` matrix is
+    kept unless it is one block.
 
     Parameters
     ----------
@@ -33,14 +35,18 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
     frames, size = valid.shape
     if size == 0:
         return x.new_zeros(frames, 0)
-    scale, place = x.shape[-1] ** -0.5, torch.arange(size, device=x.device)
+    scale, place, first = x.shape[-1] ** -0.5, torch.arange(size, device=x.device), first_copies(x, valid)
+    name = place.expand_as(valid) if first is None else first
     height = max(1, BLOCK // max(1, frames * size))
     tops = range(0, size, height)
 
     def distance(top: int) -> Tensor:
         away = torch.cdist(x[:, top : top + height], x) * scale
-        # rounding must not make a token differ from itself
-        return away.masked_fill(place[top : top + height, None] == place, 0.0)
+        if len(tops) == 1:
+            # two that are nearest to each other tie
+            away = torch.minimum(away, away.transpose(1, 2))
+        # rounding must not make a token differ from itself or its copy
+        return away.masked_fill_(name[:, top : top + height, None] == name[:, None], 0.0)
 
     once = distance(0) if len(tops) == 1 else None
     number = valid.sum(1)
@@ -53,7 +59,7 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
         density.append((-near.square().sum(2) / within.sum(1, keepdim=True).clamp(min=1)).exp())
         both = valid[:, None] & valid[:, top : top + height, None]
         far = torch.maximum(far, away.masked_fill(~both, 0.0).amax((1, 2)))
-    rho = torch.cat(density, 1)
+    rho = of_first(torch.cat(density, 1), first)
     delta = []
     for top in tops:
         away = distance(top) if once is None else once
@@ -63,7 +69,8 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
             denser |= (rho[:, None] == mine) & (place < place[top : top + height, None])
         to_denser = away.masked_fill(~(denser & valid[:, None]), torch.inf).amin(2)
         delta.append(torch.minimum(to_denser, far[:, None]))
-    return (torch.cat(delta, 1) * rho).masked_fill(~valid, -torch.inf)
+    score = torch.cat(delta, 1) * rho
+    return (of_first(score, first) if strict else score).masked_fill(~valid, -torch.inf)
 
 
 def centres(score: Tensor, count: int) -> Tensor:
@@ -74,7 +81,7 @@ def centres(score: Tensor, count: int) -> Tensor:
 def nearest_centre(x: Tensor, chosen: Tensor) -> Tensor:
     """``[F, m]`` long: which of the centres ``chosen [F, k]`` every token of ``x [F, m, D]`` is nearest to.
 
-    A centre is its own; of equally near ones the first.
+    A centre is its own; of equally near ones the first. A copy of centres belongs to the first of them.
     """
     x = x.float()
     middle = x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1]))
@@ -82,5 +89,11 @@ def nearest_centre(x: Tensor, chosen: Tensor) -> Tensor:
     near = torch.cat(
         [torch.cdist(x[:, top : top + height], middle).argmin(2) for top in range(0, x.shape[1], height)], 1
     )
-    number = torch.arange(chosen.shape[1], device=x.device).expand_as(chosen)
-    return near.scatter(1, chosen, number)
+    number, first = torch.arange(chosen.shape[1], device=x.device).expand_as(chosen), first_copies(x)
+    if first is None:
+        return near.scatter(1, chosen, number)
+    # the first centre that is a copy of each token, behind all where there is none
+    home = torch.full_like(near, chosen.shape[1]).scatter_reduce(1, first.gather(1, chosen), number, "amin")
+    near = home.gather(1, first.gather(1, chosen.gather(1, near))).gather(1, first)
+    own = home.gather(1, first)
+    return torch.where(own < chosen.shape[1], own, near).scatter(1, chosen, number)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mmaccel_kernels.matching import best_match
+from mmaccel_kernels.copies import first_copies
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -125,6 +126,7 @@ class FastVID(AttentionGuided):
             )
         context = torch.tensor([int(k * self.merged) for k in each.tolist()], device=x.device)
         unit = normalize(x.flatten(0, 1), dim=-1)
+        first_of = first_copies(unit[None])
         salient = top_mask(attention, there, each - context)
         out = [_alone(salient.flatten().nonzero()[:, 0])]
         for first, last in changing_segments(self.frames(x, there), self.segments - 1, self.tau):
@@ -133,20 +135,20 @@ class FastVID(AttentionGuided):
             rest = torch.zeros_like(there)
             rest[first : last + 1] = there[first : last + 1] & ~salient[first : last + 1]
             for anchor in anchors if share else ():
-                out.append(self._merge(x, unit, rest, anchor, share))
+                out.append(self._merge(x, unit, first_of, rest, anchor, share))
         slot, source, weight = (torch.cat(part) for part in zip(*out, strict=True))
         return slot, source, weight
 
-    def _merge(self, x: Tensor, unit: Tensor, rest: Tensor, anchor: int, count: int) -> Flat:
+    def _merge(self, x: Tensor, unit: Tensor, first: Tensor | None, rest: Tensor, anchor: int, count: int) -> Flat:
         """The tokens ``rest [T, P]`` of a segment into ``count`` density peaks of one frame of it; ``unit`` are unit vectors,
-        ``[T P, D]``."""
+        ``[T P, D]``, and ``first`` the first copies of them."""
         mine, places = rest[anchor].nonzero()[:, 0], x.shape[1]
         if not len(mine):
             return _alone(mine)
         own = x[anchor, mine][None]
         peaks = centres(density_peaks(own, torch.ones_like(own[..., 0], dtype=torch.bool), self.neighbours), count)[0]
         slots, sources = anchor * places + mine[peaks], rest.flatten().nonzero()[:, 0]
-        into = slots[best_match(unit[None, sources], unit[None, slots])[1][0]]
+        into = slots[most_alike(unit[None], sources[None], slots[None], first=first)[1][0]]
         # a centre is its own, copies of it or not
         into = torch.where(torch.isin(sources, slots), sources, into)
         members = torch.bincount(into, minlength=rest.numel())[into]

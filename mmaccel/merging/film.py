@@ -78,17 +78,20 @@ def frame_numbers(tokens: TokenBatch) -> Tensor:
 
 
 def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
-    """``[N, n]`` float32: cosine of each token of ``features [N, n, D]`` to the one at ``slots [N, n]``; -1 is its own."""
+    """``[N, n]`` float32: cosine of each token of ``features [N, n, D]`` to the one at ``slots [N, n]``; -1 is its own. That
+    of a token and its copy is one."""
     rows, n, width = features.shape
     row, own = torch.arange(rows, device=slots.device)[:, None], torch.arange(n, device=slots.device)
     at = torch.where(slots < 0, own, slots)
-    product = torch.empty(rows, n, device=features.device)
+    cosine = torch.empty(rows, n, device=features.device)
     step = max(1, (CACHED if features.device.type == "cpu" else BLOCK) // max(1, rows * width))
     for left in range(0, n, step):
         block = slice(left, left + step)
-        product[:, block] = (features[:, block].float() * features[row, at[:, block]].float()).sum(-1)
-    length = torch.linalg.vector_norm(features, dim=-1, dtype=torch.float32).clamp(min=1e-12)
-    return product / length / length.gather(1, at)
+        x, y = features[:, block].float(), features[row, at[:, block]].float()
+        # three sums in one order, and sqrt(a a) is a: exact for copies
+        square = ((x * x).sum(-1) * (y * y).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
+        cosine[:, block] = (x * y).sum(-1) / square.sqrt()
+    return cosine.clamp_(max=1.0)
 
 
 # --- choosing within groups -------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
@@ -110,7 +109,9 @@ def consolidate(x: Tensor, frames: int, similarity: str = "cosine") -> tuple[Ten
 
     def alike(a: Tensor, b: Tensor) -> Tensor:
         if similarity == "cosine":
-            return (normalize(a, dim=-1) * normalize(b, dim=-1)).sum(-1).mean(-1)
+            # sqrt(s s) is s: one between copies
+            square = ((a * a).sum(-1) * (b * b).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
+            return ((a * b).sum(-1) / square.sqrt()).clamp(max=1.0).mean(-1)
         # the mean over all pairs of cells is the product of the means
         return (a.mean(-2) * b.mean(-2)).sum(-1)
 

@@ -97,7 +97,9 @@ def window_similarity(x: Tensor, slots: Tensor) -> Tensor:
     unit = normalize(x.float(), dim=-1)[rows, slots]
     size = slots.shape[2]
     # the square of the sum holds every pair twice, and each with itself
-    return (unit.sum(2).square().sum(-1) - unit.square().sum((2, 3))) / (size * (size - 1))
+    similar = (unit.sum(2).square().sum(-1) - unit.square().sum((2, 3))) / (size * (size - 1))
+    # windows of copies tie
+    return similar.clamp(max=1.0).masked_fill((unit - unit[:, :, :1]).abs().amax((2, 3)) == 0, 1.0)
 
 
 def merge_windows(valid: Tensor, slots: Tensor, there: Tensor, similar: Tensor, most: Tensor) -> Reduction:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from mmaccel_kernels.matching import best_match
+from mmaccel_kernels.copies import first_copies, of_first
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import elu, normalize
 
@@ -126,8 +127,7 @@ def _flow(metric: Tensor, a: Tensor, b: Tensor, remove: int) -> Tensor:
     if remove == 0:
         return target
     x = normalize(metric.float(), dim=-1)
-    rows = torch.arange(len(x), device=x.device)[:, None]
-    best, partner = best_match(x[rows, a], x[rows, b])
+    best, partner = most_alike(x, a, b, first=first_copies(x))
     giver = best.argsort(dim=1, descending=True, stable=True)[:, :remove]
     return target.scatter(1, a.gather(1, giver), b.gather(1, partner.gather(1, giver)))
 
@@ -136,4 +136,4 @@ def _mean_of_similarity(metric: Tensor, what: Callable[[Tensor], Tensor]) -> Ten
     x = normalize(metric.float(), dim=-1)
     height = max(1, BLOCK // max(1, x.shape[0] * x.shape[1]))
     rows = [what(x[:, top : top + height] @ x.transpose(1, 2)).mean(2) for top in range(0, x.shape[1], height)]
-    return torch.cat(rows, 1) if rows else x.new_zeros(x.shape[:2])
+    return of_first(torch.cat(rows, 1), first_copies(x)) if rows else x.new_zeros(x.shape[:2])

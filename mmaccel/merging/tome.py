@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from mmaccel_kernels.matching import best_match
+from mmaccel_kernels.copies import first_copies
+from mmaccel_kernels.matching import best_match, most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -104,7 +105,7 @@ def bipartite_soft_matching(metric: Tensor, remove: int, protected: int = 0) -> 
     x = normalize(metric.float(), dim=-1)
     # of the first p places, ceil(p / 2) are even and floor(p / 2) odd
     receives = torch.arange(tokens // 2, device=x.device).expand(rows, -1) >= protected // 2
-    best, partner = best_match(x[:, 0::2], x[:, 1::2], receives)
+    best, partner = most_alike(x, target[:, 0::2], target[:, 1::2], receives, first=first_copies(x))
     best[:, : (protected + 1) // 2] = -torch.inf
     giver = best.argsort(dim=1, descending=True, stable=True)[:, :remove]
     return target.scatter(1, 2 * giver, 2 * partner.gather(1, giver) + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mmaccel_kernels.copies import first_copies, of_first
 from mmaccel_kernels.dpp import greedy_dpp
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -88,7 +89,8 @@ def mean_cosine(features: Tensor, question: Tensor, there: Tensor) -> Tensor:
     [N, q]``; zero where none is."""
     words = normalize(question.float(), dim=-1).masked_fill(~there[..., None], 0.0)
     mean = words.sum(1) / there.sum(1, keepdim=True).clamp(min=1)
-    return torch.bmm(normalize(features.float(), dim=-1), mean[..., None])[..., 0]
+    cosine = torch.bmm(normalize(features.float(), dim=-1), mean[..., None])[..., 0]
+    return of_first(cosine, first_copies(features))
 
 
 def rescaled(relevance: Tensor, valid: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from mmaccel_kernels.copies import first_copies
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -166,11 +167,13 @@ def prune_merge(score: Tensor, keys: Tensor, chosen: Tensor, seen: Tensor, neigh
     slots = torch.arange(n, device=seen.device)
     at = compact(slots.expand_as(seen), chosen)
     there = torch.arange(at.shape[1], device=at.device) < chosen.sum(1, keepdim=True)
-    k = min(neighbours, n)
+    k, first = min(neighbours, n), first_copies(key, seen)
     # (unit, slot, source): every chosen token is itself, with weight one
     links = [torch.stack([*chosen.nonzero(as_tuple=True), chosen.nonzero()[:, 1]])]
     for part, real in zip(*(x.split(max(1, BLOCK // max(1, seen.numel())), 1) for x in (at, there)), strict=True):
         similar = torch.bmm(gather(key, part), key.transpose(1, 2))
+        if first is not None:
+            similar = similar.gather(2, first[:, None].expand(similar.shape))
         others = seen[:, None] & real[..., None] & (part[..., None] != slots)
         batch, which, source = _nearest(similar, others, k).nonzero(as_tuple=True)
         links.append(torch.stack([batch, part[batch, which], source]))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from mmaccel_kernels.matching import best_match
+from mmaccel_kernels.copies import first_copies
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -14,7 +15,7 @@ from ..errors import MmaccelError
 from ..method import Tap, TokenBatch
 from ..reduction import Links, Reduction, compact, top_mask
 from ..registry import register
-from ._scores import AttentionGuided, filled, gather
+from ._scores import AttentionGuided, filled
 
 
 @register
@@ -85,7 +86,7 @@ class VisionZip(AttentionGuided):
         slots = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
         at = compact(slots, target)
         there = torch.arange(at.shape[1], device=at.device) < merged[:, None]
-        into = at.gather(1, best_match(key, gather(key, at), there)[1])
+        into = at.gather(1, most_alike(key, slots, at, there, first=first_copies(key))[1])
 
         batch, source = member.nonzero(as_tuple=True)
         slot = into[batch, source]

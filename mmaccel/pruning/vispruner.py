@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mmaccel_kernels.matching import best_match
+from mmaccel_kernels.copies import first_copies
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -13,7 +14,7 @@ from ..errors import MmaccelError
 from ..method import Tap, TokenBatch
 from ..reduction import Reduction, top_mask
 from ..registry import register
-from ._scores import AttentionGuided, filled, gather
+from ._scores import AttentionGuided, filled
 
 
 @register
@@ -83,6 +84,7 @@ def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, 
     step : ``[N]`` long, how many go in one round.
     """
     x = normalize(features.float().masked_fill(~among[..., None], 0.0), dim=-1)
+    first = first_copies(x)
     order = score.masked_fill(~among, -torch.inf).argsort(dim=1, descending=True, stable=True)
     # a token among them may score -inf too
     order = order.gather(1, (~among).gather(1, order).long().argsort(dim=1, stable=True))
@@ -100,7 +102,7 @@ def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, 
         )
         real_even, real_odd, stays = masks.split([even.shape[1], odd.shape[1], even.shape[1]], 1)
         stays = torch.cat([stays, real_odd], 1)
-        similar, _ = best_match(gather(x, even), gather(x, odd), real_odd)
+        similar, _ = most_alike(x, even, odd, real_odd, first=first)
         similar = similar.masked_fill(~real_even, -torch.inf)
         even = even.gather(1, similar.argsort(dim=1, descending=True, stable=True))
         order = torch.cat([even, odd], 1).gather(1, (~stays).long().argsort(dim=1, stable=True))

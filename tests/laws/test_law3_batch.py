@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 import zoo
+from noise import noisy
 from torch import Tensor
 
 from mmaccel import Recipe, Reduction, Stage, accelerated, register
@@ -89,6 +90,48 @@ def test_with_paper_positions(family, name):
 @pytest.mark.parametrize("count", (1, 7))
 def test_a_count_for_every_picture(family, count):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe("divprune", family, count))
+
+
+# ---------------------------------------------------------------------------------------------------------- rounding
+
+#: a family with newline tokens, which are copies of each other; and the first of all others
+ROUNDED = [
+    pytest.param(family, marks=() if family == "llava_onevision" else pytest.mark.slow) for family in zoo.FAMILIES
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", ROUNDED)
+def test_whatever_products_round(family, seed):
+    """Products that round otherwise in a batch than alone change nothing: copies tie, and all else has a margin."""
+    with noisy(seed):
+        agrees(family, zoo.inputs(family, "uneven"), oracle.recipe("divprune", family))
+        test_four_rows_with_a_recipe_of_three_sites(family)
+        for count in (1, 7):
+            test_a_count_for_every_picture(family, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kind", "name"), matrix())
+def test_a_row_in_a_batch_whatever_products_round(family, kind, name):
+    with noisy(1):
+        test_a_row_in_a_batch_is_the_row_alone(family, kind, name)
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_the_choices_compared_have_a_margin(family):
+    """Louder noise changes none of them, so that a batch and a row alone must agree on any machine."""
+    feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
+    for name in METHODS:
+        kept = []
+        with accelerated(
+            model, oracle.recipe(name, family, 0.5 if name == "tome" else 0.3), processor=zoo.processor(family)
+        ):
+            for seed in range(3):
+                with noisy(seed, units=4):
+                    model(**feed)
+                kept.append(model.mmaccel.reduction.owner())
+        assert all(torch.equal(one, kept[0]) for one in kept), name
 
 
 def padded_on_the_right(feed):

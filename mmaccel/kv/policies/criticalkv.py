@@ -12,6 +12,7 @@ from ...errors import MmaccelError, UnsupportedError
 from ...method import KeyBatch
 from ...reduction import top_mask
 from ...registry import register
+from ..copies import of_first_keys
 from ..importance import outgoing_norm
 from .snapkv import SnapKV
 
@@ -75,7 +76,8 @@ class CriticalKV(SnapKV):
         among = (keys.valid if self.joint else keys.valid & keys.visual).repeat_interleave(score.shape[1], dim=0)
         count = (keys.count.double() * self.first).long().repeat_interleave(score.shape[1])
         best = top_mask(score.flatten(0, 1), among, count.to(score.device)).view_as(score)
-        return ((score + self.epsilon) * keys.outgoing).masked_fill(best, torch.inf)
+        outgoing = of_first_keys(keys.outgoing, keys.values, keys.valid)
+        return ((score + self.epsilon) * outgoing).masked_fill(best, torch.inf)
 
 
 def _computes(weight: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...errors import MmaccelError, UnsupportedError
 from ...method import KeyBatch, Policy
 from ...registry import register
+from ..copies import of_first_keys
 
 if TYPE_CHECKING:
     from ...families.base import Family
@@ -77,7 +78,7 @@ class ExpectedAttention(Policy):
             if self.covariance:
                 logits = logits + ((key @ c) * key).sum(-1) * keys.scaling**2 / 2
             score += logits.masked_fill((first | ~keys.valid)[:, None], -torch.inf).softmax(-1)
-        score = score / mean.shape[2]
+        score = of_first_keys(score / mean.shape[2], keys.keys, keys.valid & ~first)
         if self.weigh_values:
             score = score * keys.values.float().norm(dim=-1)
         return score.masked_fill((first & keys.valid)[:, None], torch.inf)

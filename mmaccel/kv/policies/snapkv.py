@@ -12,6 +12,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
 from ...registry import register
+from ..copies import of_first_keys
 from ..importance import by_group
 
 
@@ -64,7 +65,8 @@ class SnapKV(Policy):
         score, own = window_attention(keys)
         score = by_group(score, keys.keys.shape[1], self.gqa)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
-        score = pool(score, self.kernel, stride=1, padding=self.kernel // 2)
+        # in double precision, where the order of the same few terms makes no difference
+        score = pool(score.double(), self.kernel, stride=1, padding=self.kernel // 2).float()
         return score.masked_fill(own[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
 
 
@@ -80,7 +82,8 @@ def window_attention(keys: KeyBatch) -> tuple[Tensor, Tensor]:
     attention = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
     attention = attention.masked_fill(~seen[:, None, None], 0.0)
     paid = attention.sum(3) / votes.sum(1).clamp(min=1)[:, None, None, None]
-    return paid.masked_fill(own[:, None, None], 0.0).flatten(1, 2), own
+    paid = paid.masked_fill(own[:, None, None], 0.0).flatten(1, 2)
+    return of_first_keys(paid, keys.keys, keys.valid & ~own), own
 
 
 def _own(keys: KeyBatch) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...method import KeyBatch, Policy
 from ...registry import register
+from ..copies import of_first_keys
 
 
 @register
@@ -32,6 +33,7 @@ class Tova(Policy):
         heads = keys.keys.shape[1]
         query = keys.queries[:, :, -1].float().unflatten(1, (heads, -1))
         logits = torch.einsum("bhgd,bhkd->bhgk", query, keys.keys.float()) * keys.scaling
-        paid = logits.masked_fill(~keys.valid[:, None, None], -torch.inf).softmax(-1).mean((1, 2))
+        paid = logits.masked_fill(~keys.valid[:, None, None], -torch.inf).softmax(-1)
+        paid = of_first_keys(paid.flatten(1, 2), keys.keys, keys.valid).mean(1)
         paid[:, -1] = torch.inf
         return paid.masked_fill(~keys.valid, -torch.inf)[:, None].expand(-1, heads, -1)

@@ -1,0 +1,22 @@
+"""Keys that are equal to the bit have the same figures, whatever a product of matrices rounds."""
+
+from __future__ import annotations
+
+from mmaccel_kernels.copies import first_copies
+from torch import Tensor
+
+
+def of_first_keys(figures: Tensor, keys: Tensor, among: Tensor) -> Tensor:
+    """``figures [B, H, K]`` with those of copies taken from the first equal key of the same key head.
+
+    Parameters
+    ----------
+    keys : ``[B, Hkv, K, D]``; ``H`` is a multiple of ``Hkv``.
+    among : ``[B, K]`` bool, the keys whose figures depend on their content alone; the others keep theirs.
+    """
+    heads = keys.shape[1]
+    first = first_copies(keys.flatten(0, 1), among.repeat_interleave(heads, dim=0))
+    if first is None:
+        return figures
+    grouped = figures.unflatten(1, (heads, -1))
+    return grouped.gather(3, first.view(len(keys), heads, 1, -1).expand_as(grouped)).flatten(1, 2)
