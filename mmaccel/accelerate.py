@@ -113,7 +113,7 @@ class Accelerator:
         self.taps = Taps(family, [tap for _, m in self.built for tap in m.taps()])
         self._hook(*self.taps.handles)
         retain = self.built[self.encoder][0].retain if encoder else None
-        self.merging = EncoderMerging(family, encoder, retain, self.encoder)
+        self.merging = EncoderMerging(family, encoder, retain, self.encoder, language=True)
         self._hook(*self.merging.handles)
         self.door = Door(self)
         self._hook(*self.door.handles)

@@ -399,11 +399,15 @@ class Door:
         deepstack = kwargs.get("deepstack_visual_embeds")
         planes = _planes(kwargs["visual_pos_masks"], deepstack) if deepstack is not None else []
         with scope.stats.clock.measure("selection", device):
-            if (merged := owner.merging.reduction(step.layout, scope.encoded, device)) is not None:
+            if (towers := owner.merging.at_the_door(step.layout, scope, embeds)) is not None:
                 # the tokens hold their merged values already; DeepStack features were taken while groups were smaller
+                merged, rest = towers
+                planes = [merged.substitute(plane) for plane in planes]
+                if rest is not None:
+                    merged, embeds = merged.then(rest), rest.substitute(embeds)
+                    planes = [rest.substitute(plane) for plane in planes]
                 step.total = merged.beside(valid & ~step.layout.visual.to(device))
                 step.trail.append(Passage(owner.encoder, 0, step.total))
-                planes = [merged.substitute(plane) for plane in planes]
             for number, (_, method) in enumerate(owner.built):
                 if not isinstance(method, ProjectorMethod):
                     continue

@@ -273,6 +273,11 @@ class EncoderMethod(Method):
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
         """Tokens to remove in each of ``layers`` layers, so that ``kept`` of ``tokens`` remain; CLS does not count."""
 
+    def fewest(self, tokens: int, layers: int) -> int:
+        """What :meth:`schedule` can leave of ``tokens`` at least; by default each layer halves them. A language model's budget
+        below that is met behind the tower."""
+        return max(1, -(-tokens // 2**layers))
+
     @abstractmethod
     def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
         """``[N, T]`` long: the slot each token flows into; itself for all but ``remove`` of them."""
