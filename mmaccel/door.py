@@ -22,7 +22,7 @@ from .kv.codecs import Among, Kind
 from .kv.eviction import Eviction
 from .kv.importance import energy
 from .layout import Layout, Units
-from .method import LayerAttention, LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
+from .method import LayerAttention, LayerMethod, Policy, ProjectorMethod, TokenBatch, TokenMethod
 from .reduction import Reduction
 from .scope import Passage, Scope, current
 from .stats import Stage
@@ -174,7 +174,8 @@ class Step:
         primary = self.owner.recipe.primary
         least = self.owner.recipe.retain if primary is not None and stage < primary else None
         grids = [(t, h, w) for t, h, w in whole.grid.tolist()]
-        count = counts(retain, whole.valid.sum(1).tolist(), present, units.picture, least, official, grids)
+        follows = self.owner.recipe.anchor not in (None, stage)
+        count = counts(retain, whole.valid.sum(1).tolist(), present, units.picture, least, official, grids, follows)
         rows = units.row.to(device)
         places = units.places.clamp(min=0).to(device)
         at = places if slots is None else slots[rows[:, None], places]
@@ -204,7 +205,14 @@ class Step:
         record = self.scope.stats.stages.setdefault(stage, Stage(method.site, method.name))
         record.tokens_in += sum(present)
         record.resolved = None if method.budget in ("adaptive", "none") else (record.resolved or 0) + int(count.sum())
-        record.tokens_kept += int(made.kept.sum())
+        record.tokens_kept += (left := int(made.kept.sum()))
+        if method.budget == "adaptive":
+            self.scope.stats.notes.append(
+                f"{method.name} lets the content decide: of {sum(present)} visual tokens {int(count.sum())} were asked "
+                f"for, and {left} stay"
+            )
+        if left == sum(present) and len(self.owner.built) > 1:
+            self.scope.stats.notes.append(f"stage {stage} ({method.name}) left all {left} tokens that reached it")
         text = total.kept & ~layout.visual.to(device)
         made = made.relabel(places, rows, total.kept.shape).beside(text)
         self.total = total.then(made)
@@ -322,6 +330,8 @@ class Door:
         guessed = scope.generating and state is not None and scope.layout is not None
         if prefill and not guessed and ids is not None and ids.shape == embeds.shape[:2]:
             visual = int(self.owner.family.visual(ids).sum())
+            if visual:
+                self.owner.note_pictures(scope, ids)
         scope.timer = scope.stats.clock.start(embeds.device), "prefill" if prefill else "decode"
         scope.stats.prompt_tokens += embeds.shape[0] * length * prefill
         scope.stats.decode_steps += not prefill
@@ -549,6 +559,16 @@ class Door:
         record.tokens_in += round(figures[0])
         record.resolved = (record.resolved or 0) + round(figures[1])
         record.tokens_kept += round(figures[2])
+        policy = self.owner.built[stage][1]
+        assert isinstance(policy, Policy)
+        if policy.budget == "adaptive":
+            step.scope.stats.notes.append(
+                f"{policy.name} lets the content decide: of {figures[0]:g} keys a layer {figures[1]:g} were asked for, and "
+                f"{figures[2]:g} stay"
+            )
+        if figures[2] == figures[0] and not policy.recalls and (policy.deferred or len(self.owner.built) > 1):
+            why = "; it drops keys of tokens that a later layer dropped" if policy.deferred else ""
+            step.scope.stats.notes.append(f"stage {stage} ({policy.name}) left all keys that reached it{why}")
 
     def _record_codec(self, step: Step, state: CacheState, kind: Kind) -> None:
         """A codec drops nothing: what it finds is what stays."""

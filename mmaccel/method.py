@@ -202,7 +202,8 @@ class LayerMethod(TokenMethod):
     """Between two layers of the language model: at the input of layer ``layer``.
 
     ``layer`` is counted from 0 and at least 1; a float is a share of the model's depth, rounded half up and moved to the
-    nearest layer at which tokens can be dropped, so that a recipe fits any model.
+    nearest layer at which tokens can be dropped, so that a recipe fits any model. So is a method's default; a number that a
+    recipe gives is taken as it is, or refused.
 
     What :meth:`look` makes of the attention of layer ``layer - 1`` reaches :meth:`reduce` as ``tokens.signals``, gathered
     at the tokens of each unit.
@@ -224,10 +225,16 @@ class LayerMethod(TokenMethod):
         """A share of the depth becomes a layer."""
         if isinstance(self.layer, int):
             return self
-        depth = len(family.text.layers)
-        layer = min(max(int(self.layer * depth + 0.5), 1, family.deepstack), depth - 1)
+        return self._at(int(self.layer * len(family.text.layers) + 0.5), family)
+
+    def within(self, family: Family) -> LayerMethod:
+        """This method at the layer nearest to ``layer`` at which tokens can be dropped."""
+        return self._at(int(self.layer), family)
+
+    def _at(self, layer: int, family: Family) -> LayerMethod:
+        layer = min(max(layer, 1, family.deepstack), len(family.text.layers) - 1)
         # methods are frozen dataclasses with a field `layer`
-        return dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
+        return self if layer == self.layer else dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
 
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Figures per key, ``[B, K]`` float32 each. By default ``prompt_attention``: the attention the last prompt token
@@ -432,9 +439,15 @@ class CacheOptions:
         if name not in known or (colon and known[name] is None):
             raise MmaccelError(f"{option}={getattr(self, option)!r} is unknown; it can be {', '.join(known)}.")
         try:
-            return name, float(number) if colon else known[name]
+            value = float(number) if colon else known[name]
         except ValueError as error:
             raise MmaccelError(f"{option}={getattr(self, option)!r}: behind the colon stands a number.") from error
+        low, high = (1.0, 1e6) if name == "pyramid" else (0.0, 1.0)
+        if value is not None and not low <= value <= high:
+            raise MmaccelError(
+                f"{option}={getattr(self, option)!r}: behind the colon stands a number from {low:g} to {high:g}."
+            )
+        return name, value
 
     @property
     def scheduled(self) -> bool:

@@ -192,8 +192,9 @@ class Eviction:
         if not policy.joint:
             kept = kept | (text[:, None] if self.text_retain is None else self._text(keys, scores, text))
         share = (kept & among[:, None]).sum() / kept.shape[1]
-        resolved = among.sum() if self.retain is None else count.sum()
-        self.figures.append(torch.stack([among.sum().float(), resolved.float(), share.float()]).cpu())
+        # a stage before this one may have left fewer
+        resolved = among.sum(1) if self.retain is None else torch.minimum(count, among.sum(1))
+        self.figures.append(torch.stack([among.sum().float(), resolved.sum().float(), share.float()]).cpu())
         if policy.shared:
             kept = kept[:, :1]
         old = layer.stored()[0].shape[2] - kept.shape[2]
