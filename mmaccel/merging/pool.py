@@ -67,6 +67,8 @@ def pool_parts(tokens: TokenBatch, part: Tensor, count: Tensor) -> Reduction:
     whole = count >= valid.sum(1)
     part, kept = share(part, count)
     unit, number = ((kept > 0) & ~whole[:, None]).nonzero(as_tuple=True)
+    if not len(unit):
+        return Reduction(valid & whole[:, None], valid)
     mine = part[unit] == number[:, None]
     place = tokens.cells[unit, :, 1:]
     corner = place.masked_fill(~mine[..., None], int(tokens.cells.max()) + 1).amin(1)
