@@ -265,7 +265,11 @@ class EncoderTokens:
 
 
 class EncoderMethod(Method):
-    """Merging inside the vision tower, between attention and MLP; see :mod:`mmaccel.encoders.merging`."""
+    """Merging inside the vision tower, between attention and MLP; see :mod:`mmaccel.encoders.merging`.
+
+    In front of a language model a budget counts the tokens that it reads of a picture or clip, newlines included, and is met
+    exactly; of an encoder that stands alone it counts the patches of a picture.
+    """
 
     site = "encoder"
     #: merged tokens weigh as many patches in attention as they stand for (the logarithm is added to the logits)

@@ -537,6 +537,9 @@ def policy_layer(policy: Policy, depth: int) -> int:
 
 def _proportions(scores: Tensor) -> Tensor:
     """Scores ``[H, n]`` as shares that are not negative; what must stay counts as the best of the rest."""
+    if not scores.shape[1]:
+        # a row without pictures
+        return scores
     finite = scores.isfinite()
     most = scores.masked_fill(~finite, -torch.inf).amax(1, keepdim=True).nan_to_num(1.0, 1.0, 1.0)
     scores = torch.where(scores == torch.inf, most, scores)

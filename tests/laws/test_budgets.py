@@ -169,6 +169,11 @@ def test_what_is_asked_is_kept(family, kind, name):
         check(family, kind, name, retain)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "cache" in sites(name)])
+def test_a_row_without_a_picture_beside_one_with(name):
+    check("llava", "textrow", name, 0.29)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", zoo.FAMILIES)
