@@ -191,6 +191,28 @@ def test_no_method_is_refused_everywhere():
         )
 
 
+STAGED = [name for name in NAMES if len(recipes()[name].stages) > 1]
+
+
+@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("retain", (None, 0.25, 0.1))
+def test_no_stage_is_without_effect(name, retain):
+    """In a model as deep as the papers' every stage with a budget of its own drops something; where thresholds decide and
+    find nothing, a note says so."""
+    family = "qwen2_5_vl"
+    feed = zoo.encode(family, [([], [zoo.clip(8, 128, 128, 0)], zoo.QUESTION)])
+    model = oracle.subject(family, num_hidden_layers=28)
+    made = recipes()[name] if retain is None else recipes()[name].override(retain=retain)
+    with accelerated(model, made):
+        model(**feed, use_cache=True)
+        handle, stats = model.mmaccel, model.mmaccel.stats()
+    assert len(stats["stages"]) == len(made.stages)
+    for number, (record, (_, method)) in enumerate(zip(stats["stages"], handle.built, strict=True)):
+        if record["tokens_kept"] == record["tokens_in"]:
+            assert method.budget != "exact", f"{method.name} (stage {number}) does nothing"
+            assert any(f"stage {number} ({method.name}) left all" in note for note in stats["notes"])
+
+
 # --- before the processor ---------------------------------------------------------------------------------------------
 CHOOSERS = [n for n, m in methods().items() if issubclass(m, FramesMethod) and m.only_chooses and own(n)]
 #: these find scenes or frames by CLIP; their choice is the base's, and tests/test_frames.py has a model for them
