@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from .attention import Plug
@@ -20,8 +21,8 @@ from .errors import MmaccelError, UnsupportedError
 from .families import Family, family_of
 from .kv.codecs import Codec, kinds
 from .layout import Layout
-from .method import EncoderMethod, LayerMethod, Policy, TokenMethod
-from .recipe import Recipe
+from .method import EncoderMethod, FramesMethod, LayerMethod, Method, Policy, TokenMethod
+from .recipe import Recipe, Stage
 from .recipe import recipe as find_recipe
 from .reduction import Reduction
 from .scope import Encoded, Passage, Scope, current, pop, push
@@ -41,7 +42,9 @@ class Accelerator:
         self.recipe = recipe
         self.processor = processor
         self.family: Family = family_of(model, processor)
-        self.built = [(stage, method.fit(self.family)) for stage, method in recipe.build()]
+        #: what is said in the statistics of every call
+        self.notes: list[str] = []
+        self.built = [(stage, self._fit(stage, method)) for stage, method in recipe.build()]
         for _, method in self.built:
             method.check(self.family)
         if any(m.site == "frames" for _, m in self.built) and getattr(processor, "mmaccel_recipe", None) is None:
@@ -49,8 +52,6 @@ class Accelerator:
                 f"Recipe {recipe.name!r} works on pixels, which the model never sees; call "
                 f"processor = prepare(processor, {recipe.name!r}), use that processor, and give it as processor=."
             )
-        #: what is said in the statistics of every call
-        self.notes: list[str] = []
         self.cuts = self._cuts()
         self.policy = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, Policy)), None)
         self.kinds = kinds({i: m for i, (_, m) in enumerate(self.built) if isinstance(m, Codec)})
@@ -137,7 +138,7 @@ class Accelerator:
         assert encoder is None or isinstance(encoder, EncoderMethod)
         self.taps = Taps(family, [tap for _, m in self.built for tap in m.taps()], self._hook)
         retain = self.built[self.encoder][0].retain if encoder else None
-        self.merging = EncoderMerging(family, encoder, retain, self._hook, self.encoder)
+        self.merging = EncoderMerging(family, encoder, retain, self._hook, self.encoder, language=True)
         self.door = Door(self, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         policy = None if self.policy is None else self.built[self.policy][1]
@@ -234,6 +235,18 @@ class Accelerator:
             )
         return tower
 
+    def _fit(self, stage: Stage, method: Method) -> Method:
+        """The method with what depends on the model filled in; a default layer that is out of reach is moved."""
+        fitted = method.fit(self.family)
+        if not isinstance(fitted, LayerMethod) or "layer" in stage.options:
+            return fitted
+        near = fitted.within(self.family)
+        if near is not fitted:
+            self.notes.append(
+                f"{method.name} works at layer {near.layer}: layer {fitted.layer}, its default, is out of reach in this model"
+            )
+        return near
+
     # --- checks -----------------------------------------------------------------------------------------------
     def _check_layers(self, model: Any) -> None:
         depth, least = len(self.family.text.layers), max(1, self.family.deepstack)
@@ -310,6 +323,21 @@ class Accelerator:
             )
 
     # --- while it runs ----------------------------------------------------------------------------------------
+    def note_pictures(self, scope: Scope, ids: Tensor) -> None:
+        """Say which methods of the recipe had nothing to choose from, where the prompt ``ids [B, S]`` has pictures."""
+        choosers = [m.name for _, m in self.built if isinstance(m, FramesMethod) and m.only_chooses]
+        if not choosers:
+            return
+        ids = ids.cpu()
+        try:
+            segments = self.family.layout(ids, torch.ones_like(ids, dtype=torch.bool), scope.encoded).segments
+        except UnsupportedError:
+            # what cannot be laid out cannot be reduced either, and is refused where that matters
+            return
+        clips = {s.picture for s in segments if s.modality == "video" or bool((s.tile.cells[:, 0] > 0).any())}
+        if any(s.picture not in clips for s in segments):
+            scope.stats.notes += [f"{name} chooses frames of clips, and left pictures as they are" for name in choosers]
+
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def generate(*args: Any, **kwargs: Any) -> Any:

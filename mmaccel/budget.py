@@ -83,6 +83,7 @@ def counts(
     least: Retain | None = None,
     rounding: Callable[[Retain, int, tuple[int, int, int] | None], int] | None = None,
     grids: list[tuple[int, int, int]] | None = None,
+    follows: bool = False,
 ) -> Tensor:
     """The count of every unit (segment, or whole picture) of one stage, ``[N]`` long on the CPU.
 
@@ -95,13 +96,14 @@ def counts(
     rounding : how a ratio of a picture becomes a whole number, at least one; default :func:`resolve`. It is given the ratio,
         the size, and the grid of a picture that is one unit.
     grids : (t, h, w) of each unit.
+    follows : whether a count is in proportion to that of another stage, and so may exceed what there is.
     """
     out = torch.zeros(len(present), dtype=torch.long)
     for p in dict.fromkeys(picture):
         units = [i for i, q in enumerate(picture) if q == p]
         size = sum(original[i] for i in units)
         if rounding is None or isinstance(retain, int):
-            total = resolve(retain, size)
+            total = resolve(min(retain, size) if follows and isinstance(retain, int) else retain, size)
         else:
             total = max(1, rounding(retain, size, grids[units[0]] if grids and len(units) == 1 else None))
         total = total if least is None else max(total, resolve(least, size))

@@ -11,24 +11,29 @@ from .recipe import Recipe, Stage, add_recipe
 add_recipe(
     Recipe(
         "aim",
+        # the paper's budget is what merging leaves, and pruning goes on from there to nothing: so `retain` is the share that
+        # enters the language model, of which every further stage leaves an eighth less
         (
             Stage("aim-merge", 0.25),
             # behind layer l of 28, 1 - (l - 13) / 8 of the merged tokens are left; of the last ones, one a picture
             *(Stage("aim-pagerank", 0.25 * (1 - i / 8), {"layer": (14 + i) / 28}) for i in range(1, 8)),
             Stage("aim-pagerank", 1, {"layer": 22 / 28}),
         ),
-        summary="neighbouring tokens merged to a quarter, then pruned by page rank over the second half of the layers",
+        summary="neighbouring tokens merged to a quarter (retain), then pruned to one by page rank over the second half of the "
+        "layers",
         paper="arXiv 2412.03248",
+        anchor=0,
     )
 )
 add_recipe(
     Recipe(
         "holitom",
         # the paper names its budgets (25, 20, 15 and 10 %) after the outer merging, and half of that is left in the end:
-        # `retain` means the end, as in every recipe, so the paper's 25 % is retain=0.125
+        # `retain` means the end, as in most recipes, so the paper's 25 % is retain=0.125; merging leaves twice as much
         (Stage("holitom-merge", 0.25), Stage("holitom-inner", 0.125, {"layer": 18 / 28})),
         summary="static stretches of a clip merged, then half of the rest in the language model (retain: what is left then)",
         paper="arXiv 2505.21334",
+        anchor=1,
     )
 )
 _mustdrop = add_recipe(

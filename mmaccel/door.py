@@ -24,7 +24,7 @@ from .kv.eviction import Eviction
 from .kv.importance import energy
 from .kv.packing import Packing
 from .layout import Layout, Units
-from .method import LayerAttention, LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
+from .method import LayerAttention, LayerMethod, Policy, ProjectorMethod, TokenBatch, TokenMethod
 from .reduction import Reduction
 from .scope import Passage, Scope, current
 from .stats import Stage
@@ -193,7 +193,9 @@ class Step:
         primary = self.owner.recipe.primary
         least = self.owner.recipe.retain if primary is not None and stage < primary else None
         grids = [(t, h, w) for t, h, w in whole.grid.tolist()]
-        count = counts(retain, whole.valid.sum(1).tolist(), present.tolist(), units.picture, least, official, grids)
+        follows = self.owner.recipe.anchor not in (None, stage)
+        sizes = whole.valid.sum(1).tolist()
+        count = counts(retain, sizes, present.tolist(), units.picture, least, official, grids, follows)
         places = units.places.clamp(min=0)
         at, rows, there, cells, grid, segment, tile, tiles, entered, wanted = _sent(
             device,
@@ -235,7 +237,14 @@ class Step:
         record = self.scope.stats.stages.setdefault(stage, Stage(method.site, method.name))
         record.tokens_in += int(present.sum())
         record.resolved = None if method.budget in ("adaptive", "none") else (record.resolved or 0) + int(count.sum())
-        record.tokens_kept += int(made.kept.sum())
+        record.tokens_kept += (left := int(made.kept.sum()))
+        if method.budget == "adaptive":
+            self.scope.stats.notes.append(
+                f"{method.name} lets the content decide: of {int(present.sum())} visual tokens {int(count.sum())} were asked "
+                f"for, and {left} stay"
+            )
+        if left == int(present.sum()) and len(self.owner.built) > 1:
+            self.scope.stats.notes.append(f"stage {stage} ({method.name}) left all {left} tokens that reached it")
         made = made.relabel(units.places, units.row, total.kept.shape).beside(total.kept & ~layout.visual)
         self.total = total.then(made)
         # figures per token, not its keys and features: this outlives the call
@@ -358,6 +367,8 @@ class Door:
         if prefill and not guessed and ids is not None and ids.shape == embeds.shape[:2]:
             prompt = ids.cpu()
             visual = int(self.owner.family.visual(prompt).sum())
+            if visual:
+                self.owner.note_pictures(scope, prompt)
         scope.timer = scope.stats.clock.start(embeds.device), "prefill" if prefill else "decode"
         scope.stats.prompt_tokens += embeds.shape[0] * length * prefill
         scope.stats.decode_steps += not prefill
@@ -450,11 +461,15 @@ class Door:
         deepstack = kwargs.get("deepstack_visual_embeds")
         planes = _planes(kwargs["visual_pos_masks"], deepstack) if deepstack is not None else []
         with step.measured("selection", device):
-            if (merged := owner.merging.reduction(step.layout, scope.encoded)) is not None:
+            if (towers := owner.merging.at_the_door(step.layout, scope, embeds)) is not None:
                 # the tokens hold their merged values already; DeepStack features were taken while groups were smaller
+                merged, rest = towers
+                planes = [merged.substitute(plane) for plane in planes]
+                if rest is not None:
+                    merged, embeds = merged.then(rest), rest.substitute(embeds)
+                    planes = [rest.substitute(plane) for plane in planes]
                 step.total = merged.beside(real & ~visual)
                 step.trail.append(Passage(owner.encoder, 0, step.total))
-                planes = [merged.substitute(plane) for plane in planes]
             for number, (_, method) in enumerate(owner.built):
                 if not isinstance(method, ProjectorMethod):
                     continue
@@ -618,6 +633,16 @@ class Door:
         record.tokens_in += round(figures[0])
         record.resolved = (record.resolved or 0) + round(figures[1])
         record.tokens_kept += round(figures[2])
+        policy = self.owner.built[stage][1]
+        assert isinstance(policy, Policy)
+        if policy.budget == "adaptive":
+            step.scope.stats.notes.append(
+                f"{policy.name} lets the content decide: of {figures[0]:g} keys a layer {figures[1]:g} were asked for, and "
+                f"{figures[2]:g} stay"
+            )
+        if figures[2] == figures[0] and not policy.recalls and (policy.deferred or len(self.owner.built) > 1):
+            why = "; it drops keys of tokens that a later layer dropped" if policy.deferred else ""
+            step.scope.stats.notes.append(f"stage {stage} ({policy.name}) left all keys that reached it{why}")
 
     def _record_codec(self, step: Step, state: CacheState, kind: Kind) -> None:
         """A codec drops nothing: what it finds is what stays."""

@@ -144,21 +144,33 @@ class Layout:
         def pad(tensors: list[list[Tensor]], value: int = -1) -> Tensor:
             return pad_sequence([torch.cat(t) for t in tensors], batch_first=True, padding_value=value)
 
-        grids = [[max(g) for g in zip(*(s.tile.grid for s in part), strict=True)] for part in parts]
-        for grid, part in zip(grids, parts, strict=True):
-            grid[0] = max(int(s.tile.cells[:, 0].max()) + 1 for s in part)
+        films = [_film(part) for part in parts]
         return Units(
             row=torch.tensor([part[0].row for part in parts]),
             picture=[part[0].picture for part in parts],
             modality=[part[0].modality for part in parts],
             places=pad([[s.places for s in part] for part in parts]),
-            cells=pad([[s.tile.cells for s in part] for part in parts]),
+            cells=pad([cells for cells, _ in films]),
             source=pad([[s.tile.source for s in part] for part in parts]),
             segment=pad([[torch.full((len(s.places),), i) for i, s in enumerate(part)] for part in parts]),
             tile=pad([tiles(part) for part in parts]),
             tiles=torch.tensor([sum(s.tile.parts for s in part) for part in parts]),
-            grid=torch.tensor(grids),
+            grid=torch.tensor([grid for _, grid in films]),
         )
+
+
+def _film(part: list[Segment]) -> tuple[list[Tensor], list[int]]:
+    """The cells of the segments of one unit, time counted from its first frame, and the unit's grid (t, h, w).
+
+    A frame that the prompt spreads out is a unit of one frame, whichever of its clip it is.
+    """
+    cells = [s.tile.cells for s in part]
+    time = torch.cat(cells)[:, 0]
+    time = time[time >= 0]
+    first, last = (int(time.min()), int(time.max())) if len(time) else (0, -1)
+    shifted = [torch.where(c < 0, c, c - c.new_tensor([first, 0, 0])) for c in cells] if first else cells
+    h, w = (max(s.tile.grid[axis] for s in part) for axis in (1, 2))
+    return shifted, [last - first + 1, h, w]
 
 
 def _apart(segment: Segment) -> list[Segment]:
@@ -176,7 +188,8 @@ def _apart(segment: Segment) -> list[Segment]:
 @dataclass(frozen=True)
 class Units:
     """Segments, tiles or pictures as a padded batch: ``row [N]``, ``grid [N, 3]``, ``tiles [N]`` (how many the unit has),
-    the rest ``[N, n]`` (cells ``[N, n, 3]``), padded with -1 at the end."""
+    the rest ``[N, n]`` (cells ``[N, n, 3]``), padded with -1 at the end. ``grid`` and the time of ``cells`` count the frames
+    of the unit itself, from its first one."""
 
     row: Tensor
     picture: list[int]

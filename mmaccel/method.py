@@ -225,7 +225,8 @@ class LayerMethod(TokenMethod):
     """Between two layers of the language model: at the input of layer ``layer``.
 
     ``layer`` is counted from 0 and at least 1; a float is a share of the model's depth, rounded half up and moved to the
-    nearest layer at which tokens can be dropped, so that a recipe fits any model.
+    nearest layer at which tokens can be dropped, so that a recipe fits any model. So is a method's default; a number that a
+    recipe gives is taken as it is, or refused.
 
     What :meth:`look` makes of the attention of layer ``layer - 1`` reaches :meth:`reduce` as ``tokens.signals``, gathered
     at the tokens of each unit.
@@ -247,10 +248,16 @@ class LayerMethod(TokenMethod):
         """A share of the depth becomes a layer."""
         if isinstance(self.layer, int):
             return self
-        depth = len(family.text.layers)
-        layer = min(max(int(self.layer * depth + 0.5), 1, family.deepstack), depth - 1)
+        return self._at(int(self.layer * len(family.text.layers) + 0.5), family)
+
+    def within(self, family: Family) -> LayerMethod:
+        """This method at the layer nearest to ``layer`` at which tokens can be dropped."""
+        return self._at(int(self.layer), family)
+
+    def _at(self, layer: int, family: Family) -> LayerMethod:
+        layer = min(max(layer, 1, family.deepstack), len(family.text.layers) - 1)
         # methods are frozen dataclasses with a field `layer`
-        return dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
+        return self if layer == self.layer else dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
 
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Figures per key, ``[B, K]`` float32 each. By default ``prompt_attention``: the attention the last prompt token
@@ -281,7 +288,11 @@ class EncoderTokens:
 
 
 class EncoderMethod(Method):
-    """Merging inside the vision tower, between attention and MLP; see :mod:`mmaccel.encoders.merging`."""
+    """Merging inside the vision tower, between attention and MLP; see :mod:`mmaccel.encoders.merging`.
+
+    In front of a language model a budget counts the tokens that it reads of a picture or clip, newlines included, and is met
+    exactly; of an encoder that stands alone it counts the patches of a picture.
+    """
 
     site = "encoder"
     #: merged tokens weigh as many patches in attention as they stand for (the logarithm is added to the logits)
@@ -295,6 +306,11 @@ class EncoderMethod(Method):
     @abstractmethod
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
         """Tokens to remove in each of ``layers`` layers, so that ``kept`` of ``tokens`` remain; CLS does not count."""
+
+    def fewest(self, tokens: int, layers: int) -> int:
+        """What :meth:`schedule` can leave of ``tokens`` at least; by default each layer halves them. A language model's budget
+        below that is met behind the tower."""
+        return max(1, -(-tokens // 2**layers))
 
     @abstractmethod
     def match(self, tokens: EncoderTokens, remove: int) -> Tensor:

@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ class Recipe:
         the language model 0, 1, 2, ...).
     rounding : ``exact`` (a ratio is rounded half up per picture) or ``official`` (the authors' rounding).
     text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
+    anchor : the number of the stage that ``retain`` sets, if the others before and inside the language model keep their
+        proportion to it; by default ``retain`` sets the last of them, and stages before it leave at least as much.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Recipe:
     text_retain: Retain | None = None
     summary: str = ""
     paper: str = ""
+    anchor: int | None = None
 
     def __post_init__(self) -> None:
         if self.positions not in ("keep", "gap", "paper"):
@@ -105,10 +109,24 @@ class Recipe:
         for stage in self.stages:
             if stage.retain is not None:
                 check_retain(stage.retain)
+        if self.anchor is not None:
+            anchors = [i for i in self._token_stages if self.stages[i].retain is not None]
+            if isinstance(self.anchor, bool) or self.anchor not in anchors:
+                raise MmaccelError(
+                    f"Recipe {self.name!r}: anchor={self.anchor!r} is no stage with a budget before or inside the language "
+                    f"model; give one of {anchors} or leave it out."
+                )
+
+    @property
+    def _token_stages(self) -> list[int]:
+        """The stages before and inside the language model."""
+        return [i for i, s in enumerate(self.stages) if method(s.method).site in ("encoder", "projector", "layers")]
 
     @property
     def primary(self) -> int | None:
-        """The stage that ``retain`` sets: the last before or inside the language model, else the cache stage."""
+        """The stage that ``retain`` sets: the anchor, or the last before or inside the language model, else the cache stage."""
+        if self.anchor is not None:
+            return self.anchor
         sites = [method(stage.method).site for stage in self.stages]
         for wanted in (("encoder", "projector", "layers"), ("cache",), ("frames",)):
             found = [
@@ -149,6 +167,10 @@ class Recipe:
         if self.primary is None:
             raise MmaccelError(f"Recipe {self.name!r} drops nothing, so retain={retain} has no meaning; leave it out.")
         stages = list(self.stages)
+        before = stages[self.primary].retain
+        if self.anchor is not None and before is not None:
+            for i in self._token_stages:
+                stages[i] = dataclasses.replace(stages[i], retain=_in_proportion(stages[i].retain, before, retain))
         stages[self.primary] = dataclasses.replace(stages[self.primary], retain=retain)
         return dataclasses.replace(self, stages=tuple(stages))
 
@@ -290,6 +312,14 @@ def _fields(data: Any, cls: type, what: str) -> dict[str, Any]:
         if key not in names:
             raise MmaccelError(f"A {what} has no field {key!r}; it has {', '.join(names)}.")
     return data
+
+
+def _in_proportion(retain: Retain | None, before: Retain, after: Retain) -> Retain | None:
+    """A stage's budget when that of the anchor goes from ``before`` to ``after``; of one token a picture one stays."""
+    if retain is None or (isinstance(retain, int) and retain == 1):
+        return retain
+    share = Fraction(str(retain)) / Fraction(str(before)) * Fraction(str(after))
+    return max(1, int(share + Fraction(1, 2))) if isinstance(after, int) else min(1.0, float(share))
 
 
 _named: dict[str, Recipe] = {}

@@ -14,8 +14,9 @@ import torch
 
 @dataclass
 class Stage:
-    """One stage of the recipe in one call: visual tokens seen, resolved by the budget, and kept, summed over rows; at site
-    ``encoder`` the patches, or the blocks of patches that merge as one, of all tiles and frames that were encoded."""
+    """One stage of the recipe in one call: visual tokens of the language model seen, resolved by the budget (None where the
+    content decides, see the notes), and kept, summed over rows. At site ``cache`` keys of a layer, mean over layers and heads;
+    of an encoder that stands alone the patches of all pictures."""
 
     site: str
     method: str

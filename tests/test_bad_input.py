@@ -155,10 +155,11 @@ def test_cls_methods_need_a_cls_token(family: str) -> None:
 
 
 def test_merging_more_than_a_tower_can() -> None:
-    """Each layer halves its tokens at most."""
+    """Each layer halves its tokens at most; the rest is merged behind the tower."""
     tiny = model("llava")
     with accelerated(tiny, "tome", retain=1):
-        refused(lambda: generate(tiny, inputs("llava")), "give a larger budget")
+        generate(tiny, inputs("llava"))
+        assert tiny.mmaccel.stats()["visual_tokens_kept"] == 1
 
 
 @pytest.mark.parametrize(("family", "layer", "remedy"), [("llava", 4, 3), ("llava", 99, 3), ("qwen3_vl", 1, 3)])

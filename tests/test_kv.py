@@ -234,6 +234,31 @@ def test_heads_compete_for_what_the_layer_has(floor: float) -> None:
         assert (given[:, 3] > given[:, 0]).all()
 
 
+def test_the_authors_cut_the_floor_of_a_head_to_a_whole_number() -> None:
+    """Of 64 keys a head a fifth is sure: 12 in AdaKV's program, 12.8 here, where heads sum to the budget."""
+    scores = torch.zeros(1, 2, 200)
+    scores[0, 0, :5], scores[0, 1, :123] = 1.0, 2.0
+    among, count = torch.ones(1, 200, dtype=torch.bool), torch.tensor([64])
+    assert (budgets.adaptive(scores, among, count, 0.2, official=True) + 16).tolist() == [[32, 126]]
+    assert budgets.adaptive(scores, among, count, 0.2).tolist() == [[17, 111]]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("layer_budget", f"pyramid:{beta}") for beta in ("0", "0.5", "-20", "nan", "inf", "1e400", "1e300")),
+        *(("layer_budget", f"sparsity:{share}") for share in ("-0.1", "1.1", "nan")),
+        *(("head_budget", f"{how}:{floor}") for how in ("adaptive", "safeguard") for floor in ("-1", "2", "nan")),
+        ("compact", "ema:7"),
+    ],
+)
+def test_numbers_behind_the_colon_that_mean_nothing_are_refused_by_the_wrapper(option: str, value: str) -> None:
+    tiny = helpers.model("llava")
+    with pytest.raises(MmaccelError, match=f"{option}='{value}': behind the colon stands a number from [01] to"):
+        mmaccel.accelerate_vlm(tiny, "snapkv", **{option: value})
+    assert not hasattr(tiny, "mmaccel")
+
+
 def test_heads_that_concentrate_count_more() -> None:
     scores = torch.tensor([[[8.0, 1.0, 1.0, 0.0], [4.0, 2.0, 2.0, 2.0]]])
     among = torch.tensor([[True, True, True, False]])

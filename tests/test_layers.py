@@ -365,8 +365,8 @@ def test_useless_options_are_refused(wrong) -> None:
 
 # --- in a model -------------------------------------------------------------------------------------------------------
 @functools.cache
-def tiny(family: str):
-    return zoo.model(family)
+def tiny(family: str, **text: int):
+    return zoo.model(family, **text)
 
 
 @torch.no_grad()
@@ -480,16 +480,66 @@ def test_papers_as_recipes(name: str) -> None:
         assert int((model.mmaccel.reduction.kept & visual).sum()) <= -(-int(visual.sum()) // 4)
 
 
+@pytest.mark.parametrize("retain", [0.75, 0.25, 0.1, 20])
+def test_a_budget_reaches_both_halves_of_aim(retain: float) -> None:
+    """Merging leaves what was asked, and page rank goes on from there, an eighth less at every stage."""
+    model, feed = tiny("qwen2_5_vl", num_hidden_layers=8), dict(zoo.inputs("qwen2_5_vl", "video"))
+    visual = int(zoo.visual_mask("qwen2_5_vl", model, feed["input_ids"]).sum())
+    with accelerated(model, "aim", retain=retain):
+        last_logits(model, feed)
+        stages, layers = model.mmaccel.stats()["stages"], sorted(model.mmaccel.cuts)
+    assert layers == [4, 5, 6] and [stage["method"] for stage in stages] == ["aim-merge", *["aim-pagerank"] * 3]
+    kept = [stage["tokens_kept"] for stage in stages]
+    assert kept[0] == (20 if retain == 20 else int(visual * retain + 0.5)) and kept[-1] == 1
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) > 2
+
+
+def test_a_budget_reaches_both_halves_of_holitom() -> None:
+    """`retain` is what is left in the end, and twice as much is merged to, as in the paper."""
+    for retain, stages in ((0.25, [0.5, 0.25]), (0.1, [0.2, 0.1]), (0.8, [1.0, 0.8]), (30, [60, 30])):
+        assert [stage.retain for stage in mmaccel.recipe("holitom").override(retain=retain).stages] == stages
+    model, feed = tiny("qwen2_5_vl"), dict(zoo.inputs("qwen2_5_vl", "video"))
+    with accelerated(model, "holitom", retain=30):
+        last_logits(model, feed)
+        first, last = model.mmaccel.stats()["stages"]
+    # twice 30 is more than the clip has
+    assert first["tokens_in"] < 60 and last["resolved"] == last["tokens_kept"] == 30
+
+
 def test_earlier_stages_leave_room_for_the_last() -> None:
-    family = "qwen2_5_vl"
-    model, feed = tiny(family), dict(zoo.inputs(family, "video"))
-    visual = int(zoo.visual_mask(family, model, feed["input_ids"]).sum())
+    """Without an anchor `retain` sets the last stage, and those before it leave at least as much."""
+    model, feed = tiny("qwen2_5_vl"), dict(zoo.inputs("qwen2_5_vl", "video"))
+    visual = int(zoo.visual_mask("qwen2_5_vl", model, feed["input_ids"]).sum())
+    what = Recipe("two", (Stage("random", 0.5), Stage("fastv", 0.25, {"layer": 2})))
     for retain, left in ((0.75, int(visual * 0.75 + 0.5)), (20, 20)):
-        with accelerated(model, "aim", retain=retain):
+        with accelerated(model, what, retain=retain):
             last_logits(model, feed)
-            stages = model.mmaccel.stats()["stages"]
-            assert [stage["tokens_kept"] for stage in stages][-1] == left
-            assert all(stage["tokens_kept"] >= left for stage in stages)
+            stats = model.mmaccel.stats()
+        assert [stage["tokens_kept"] for stage in stats["stages"]] == [max(left, (visual + 1) // 2), left]
+        assert ("stage 1 (fastv) left all" in " ".join(stats["notes"])) == (left > visual / 2)
+
+
+def test_an_anchor_is_a_stage_with_a_budget() -> None:
+    stages = (Stage("random", 0.5), Stage("snapkv", 0.25))
+    for anchor in (1, 2, -1, True, "0"):
+        with pytest.raises(MmaccelError, match="anchor=.* is no stage with a budget"):
+            Recipe("two", stages, anchor=anchor)  # type: ignore[arg-type]
+    made = Recipe("two", stages, anchor=0)
+    assert Recipe.from_json(made.to_json()) == made and made.primary == 0
+
+
+@pytest.mark.parametrize("name", ["fastv", "framefusion", "promptdistill"])
+def test_a_default_layer_fits_any_model_and_a_given_one_is_refused(name: str) -> None:
+    model, feed = tiny("qwen3_vl"), dict(zoo.inputs("qwen3_vl", "image"))
+    with accelerated(model, name):
+        last_logits(model, feed)
+        assert model.mmaccel.cuts == {3: 0}
+        default = mmaccel.method(name)().layer
+        assert model.mmaccel.stats()["notes"] == [
+            f"{name} works at layer 3: layer {default}, its default, is out of reach in this model"
+        ]
+    with pytest.raises(UnsupportedError, match=f"layer={default} is out of reach"):
+        mmaccel.accelerate_vlm(model, name, layer=default)
 
 
 def test_papers_keep_their_numbers() -> None:

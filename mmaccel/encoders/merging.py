@@ -5,6 +5,10 @@ for in later attention. Behind the layer whose output is read, the full grid is 
 token), so that projectors, poolers, newline packers and pixel shuffles that expect a grid go on working; in front of a
 language model the door then keeps one token of each group.
 
+There the budget is one of tokens that the language model reads, per picture or clip, and is met exactly. A tower knows tiles
+and frames only: it merges each down to the same ratio. Cropped padding, newlines and blends of patches make of that some
+tokens more or fewer than the budget, and the door settles it (:meth:`EncoderMerging.at_the_door`).
+
 A layer's forward is not replaced. The norm before the MLP is given the merged tokens, what the MLP makes of one goes to all
 its members, and the layer's output is merged in the same way: merging is linear and all members of a group got the same,
 so this is the merged sum behind the attention plus its own MLP.
@@ -18,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..budget import Retain, resolve, split
+from ..budget import Retain, counts, resolve, split
 from ..errors import MmaccelError, UnsupportedError
 from ..layout import Layout, Modality
-from ..method import EncoderMethod, EncoderTokens
-from ..reduction import Reduction, segment_sum
+from ..merging.aim import AimMerge
+from ..method import EncoderMethod, EncoderTokens, TokenBatch
+from ..reduction import Reduction, segment_sum, top_mask
 from ..scope import Encoded, Scope, current
 from ..stats import Stage
 from .tower import Towers
@@ -187,10 +192,10 @@ class EncoderMerging:
     Parameters
     ----------
     towers : the model's family, or the adapter of an encoder that stands alone.
-    retain : a count is per picture where the tower is told which frames belong together (packed towers), else per tile.
+    retain : in front of a language model of the tokens of each picture or clip; else of the patches of each tile.
     hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
-    stage : the stage's number in the recipe, for the statistics. They count patches (blocks of patches where those merge
-        as one) of all tiles and frames of the call.
+    stage : the stage's number in the recipe, for the statistics, which are in the same unit.
+    language : whether a language model reads what comes out.
     """
 
     def __init__(
@@ -200,8 +205,10 @@ class EncoderMerging:
         retain: Retain | None,
         hook: Callable[..., None],
         stage: int = 0,
+        language: bool = False,
     ) -> None:
         self.towers, self.method, self.retain, self.stage = towers, method, retain, stage
+        self.language = language
         if method is None:
             return
         self.layers = towers.merging_layers()
@@ -249,26 +256,41 @@ class EncoderMerging:
         tiles = 1 if pictures is not None else len(hidden)
         pictures = pictures if pictures is not None else [[hidden.shape[1] - cls]] * tiles
         starts: dict[tuple[int, int], list[int]] = {}
-        record = scope.stats.stages.setdefault(self.stage, Stage("encoder", self.method.name))
         start = 0
         for frames in pictures:
             sizes = [len(self.towers.units(encoded, patches)) for patches in frames]
-            budget = split(resolve(self.retain, sum(sizes)), sizes)
+            budget = self._budget(sizes)
             for patches, kept in zip(frames, budget, strict=True):
                 starts.setdefault((patches, kept), []).append(start)
                 start += cls + patches
-            record.tokens_in += sum(sizes)
-            record.resolved = (record.resolved or 0) + sum(budget)
-            record.tokens_kept += sum(sizes)
+            if not self.language:
+                self._record(scope, sum(sizes), sum(budget), sum(budget))
         merged = Merged(self.method, cls, tiles, start, hidden.device)
         for (patches, kept), at in starts.items():
             units = self.towers.units(encoded, patches)
             entries = torch.cat([torch.zeros(cls, units.shape[1], dtype=torch.long), units + cls])
             slots = (torch.tensor(at)[:, None, None] + entries).to(hidden.device)
             plan = self.method.schedule(len(units), len(self.layers), kept)
-            record.tokens_kept -= len(at) * sum(plan)
             merged.runs.append(Run(slots, plan))
         return merged if any(sum(run.plan) for run in merged.runs) else None
+
+    def _budget(self, sizes: list[int]) -> list[int]:
+        """How many patches (or blocks that merge as one) of each frame or tile stay in the tower, of ``sizes``."""
+        assert self.method is not None and self.retain is not None
+        total = sum(sizes)
+        if not self.language:
+            return split(resolve(self.retain, total), sizes)
+        # a count is one of the whole picture, of which this may be a part
+        asked = min(self.retain, total) if isinstance(self.retain, int) else self.retain
+        budget = zip(split(resolve(asked, total), sizes), sizes, strict=True)
+        return [max(kept, self.method.fewest(size, len(self.layers))) for kept, size in budget]
+
+    def _record(self, scope: Scope, there: int, resolved: int, kept: int) -> None:
+        assert self.method is not None
+        record = scope.stats.stages.setdefault(self.stage, Stage("encoder", self.method.name))
+        record.tokens_in += there
+        record.resolved = (record.resolved or 0) + resolved
+        record.tokens_kept += kept
 
     def _merged(self) -> Merged | None:
         scope = current()
@@ -314,16 +336,55 @@ class EncoderMerging:
         return args[0][merged.owner], *args[1:]
 
     # --- at the door ------------------------------------------------------------------------------------------
-    def reduction(self, layout: Layout, encoded: dict[Modality, Encoded]) -> Reduction | None:
-        """What the merge in the tower makes of the language model's visual tokens, in places ``[B, S]`` on the CPU; None
-        without one.
+    def at_the_door(self, layout: Layout, scope: Scope, embeds: Tensor) -> tuple[Reduction, Reduction | None] | None:
+        """Meet the budget in tokens of the language model; None if every visual token of ``embeds [B, S, D]`` stays.
+
+        The first reduction, in places ``[B, S]`` on the CPU, is that of the towers: its tokens hold their merged values
+        already. Of each group one token stays; where groups are fewer than the budget, further tokens stay, first those that
+        blend patches of several groups, then one more of the group that has most tokens for each of its places. Where they are
+        more, the second reduction merges as :class:`AimMerge` does: newlines go first, then the most similar tokens of a tile
+        or frame merge.
+        """
+        if self.method is None or self.retain is None:
+            return None
+        units = layout.units("picture")
+        there, rows = units.valid, units.row
+        size = there.sum(1).tolist()
+        count = counts(self.retain, size, size, units.picture)
+        target = self._targets(layout, scope.encoded)
+        for row, places, valid, wanted in zip(rows.tolist(), units.places, there, count.tolist(), strict=True):
+            at = places[valid]
+            more = at[_further(target[row, at], at, wanted)]
+            target[row, more] = more
+        stays = (target == torch.arange(target.shape[1])) & layout.visual
+        self._record(scope, sum(size), int(count.sum()), int(count.sum()))
+        if torch.equal(stays, layout.visual) and count.tolist() == size:
+            return None
+        merged = Reduction.merge(target, layout.visual)
+        left = units.only(stays)
+        if bool((left.valid.sum(1) <= count).all()):
+            return merged, None
+        device = embeds.device
+        places, rows, valid = left.places.clamp(min=0).to(device), rows.to(device), left.valid.to(device)
+        tokens = TokenBatch(
+            features=embeds[rows[:, None], places] * valid[..., None],
+            valid=valid,
+            cells=left.cells.to(device),
+            grid=left.grid.to(device),
+            segment=left.segment.to(device),
+            tile=left.tile.to(device),
+            tiles=left.tiles.to(device),
+        )
+        rest = AimMerge().reduce(tokens, count.to(device)).cpu()
+        return merged, rest.relabel(left.places, left.row, target.shape)
+
+    def _targets(self, layout: Layout, encoded: dict[Modality, Encoded]) -> Tensor:
+        """What the merge in the towers makes of the places, ``[B, S]`` long on the CPU: where each token flows, -1 if dropped.
 
         A group stays at the place its merged token has in the tower, or at its first place if that one was cropped. Where a
         token is a blend of patches that do not merge as one (pooled clips), it stays if any of them stands for its group.
         """
         held = {modality: self._held(modality, seen) for modality, seen in encoded.items() if seen.merged}
-        if not held:
-            return None
         target = torch.arange(layout.valid.shape[1]).repeat(len(layout.valid), 1)
         for segment in layout.segments:
             if segment.modality not in held:
@@ -338,7 +399,7 @@ class EncoderMerging:
             leader = order[(lengths.cumsum(0) - lengths)[inverse]]
             target[segment.row, places[order]] = places[leader]
             target[segment.row, places[(group < 0) & (source >= 0) & ~stands]] = -1
-        return Reduction.merge(target, layout.visual)
+        return target
 
     def _held(self, modality: Modality, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Of every token the tower delivers for, ``[tokens]`` on the CPU: the number of its group, and whether it stands for
@@ -356,6 +417,17 @@ class EncoderMerging:
         if len(own) < merged.tiles * len(units):
             return -1 - torch.arange(len(own)), stands > 0
         return group.long(), own == group
+
+
+def _further(into: Tensor, at: Tensor, wanted: int) -> Tensor:
+    """``[n]`` bool: which of the tokens at the places ``at [n]``, that flow ``into [n]``, stay too so that ``wanted`` do."""
+    alone = into == at
+    _, group, sizes = into.unique(return_inverse=True, return_counts=True)
+    order = (2 * group + (~alone).long()).argsort(stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(at)) - (sizes.cumsum(0) - sizes)[group[order]]
+    merit = (sizes[group] / (rank + 1)).masked_fill(into < 0, torch.inf)
+    return top_mask(merit[None], ~alone[None], torch.tensor([max(0, wanted - int(alone.sum()))]))[0]
 
 
 def _first(mask: Tensor, count: int) -> Tensor:

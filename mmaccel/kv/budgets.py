@@ -153,15 +153,17 @@ def adaptive(scores: Tensor, among: Tensor, count: Tensor, floor: float, officia
     Parameters
     ----------
     scores : ``[B, H, K]``; among : ``[B, K]`` bool, the keys that compete; count : ``[B]``, the mean over heads.
-    official : every head's number is rounded by itself, as in the authors' program; else they sum to ``H * count``.
+    official : as in the authors' program ``floor count`` is cut to a whole number and every head's number is rounded by
+        itself; else they sum to ``H * count``.
     """
     heads = scores.shape[1]
     wide = among.repeat(1, heads)
     best = top_mask(scores.flatten(1), wide, count * heads)
     won = best.unflatten(1, (heads, -1)).sum(-1)
-    ideal = won.double() * (1 - floor) + floor * count[:, None].double()
+    won_by, sure = won.double() * (1 - floor), floor * count[:, None].double()
     if official:
-        return ideal.round().long()
+        return (won_by + sure.floor()).round().long()
+    ideal = won_by + sure
     given = ideal.floor().long()
     # largest remainders, ties to the lower head
     rest = won.sum(1) - given.sum(1)

@@ -263,7 +263,8 @@ class Eviction:
         among = keys.valid if policy.joint else keys.valid & keys.visual
         kept = choose(policy, scores, among, to_device(torch.tensor(count), scores.device), self.official)
         won, lengths = kept.sum(-1), [min(c, n) for c, n in zip(count, tokens.rivals, strict=True)]
-        there, resolved = sum(tokens.rivals), sum(tokens.rivals if self.retain is None else count)
+        # a stage before this one may have left fewer than the budget
+        there, resolved = sum(tokens.rivals), sum(tokens.rivals if self.retain is None else lengths)
         certain = policy.budget == "exact" and policy.choice("head_budget")[0] == "uniform"
         if certain:
             self._note(there, resolved, sum(lengths))
@@ -460,11 +461,11 @@ class Eviction:
         """The tokens of a prompt that layer ``number`` sees: worked out on the host, once for all layers on ``device`` that see
         the same."""
         phase, layout = self.step.phase(number), self.step.layout
-        assert layout is not None
+        assert layout is not None and phase.chosen is not None
         if (id(phase), device) not in self._tokens:
-            places = phase.on_host.long()
-            valid = places >= 0
-            visual = layout.visual.gather(1, (places - self.step.seen).clamp(min=0)) & valid
+            valid = phase.chosen >= 0
+            visual = layout.visual.gather(1, phase.chosen.clamp(min=0)) & valid
+            places = torch.where(valid, phase.chosen + self.step.seen, -1)
             table = self._table()
             kinds = table.gather(1, places.clamp(min=0)[..., None].expand(-1, -1, 4)).masked_fill(~valid[..., None], -1)
             rivals = valid if self.policy.joint else visual
@@ -654,6 +655,9 @@ def policy_layer(policy: Policy, depth: int) -> int:
 
 def _proportions(scores: Tensor) -> Tensor:
     """Scores ``[H, n]`` as shares that are not negative; what must stay counts as the best of the rest."""
+    if not scores.shape[1]:
+        # a row without pictures
+        return scores
     finite = scores.isfinite()
     most = scores.masked_fill(~finite, -torch.inf).amax(1, keepdim=True).nan_to_num(1.0, 1.0, 1.0)
     scores = torch.where(scores == torch.inf, most, scores)

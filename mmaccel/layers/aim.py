@@ -31,7 +31,8 @@ class AimPageRank(LayerMethod):
 
     Parameters
     ----------
-    layer : the input of this layer, counted from 0. The recipe ``aim`` has a stage at each of layers 15 to 22 of 28.
+    layer : the input of this layer, counted from 0. The recipe ``aim`` merges to ``retain`` of the tokens (25 %), and has a
+        stage at each of layers 15 to 22 of 28, which keep 7, 6, ... 1 eighths of that and at last one token a picture.
     tau : temperature of the walk; 0.1 and five ``iterations`` as in the program.
     teleport : share of the weight that starts anew everywhere in each iteration, ``p <- (1 - teleport) p M + teleport / L``;
         0 as in the program, which has it and leaves it out.

@@ -13,7 +13,7 @@ from ..method import ProjectorMethod, TokenBatch
 from ..reduction import Reduction
 from ..registry import register
 from .film import Film, celled, frame_numbers
-from .pool import Pool
+from .pool import pool_parts
 
 
 @register
@@ -29,7 +29,7 @@ class MovieChat(ProjectorMethod):
     frame stands at the first of its frames.
 
     The method knows time only. What is left of the budget after whole frames goes unused (``at_most``), and a budget
-    below one frame, as always with a single image, pools cells on top of it (:class:`Pool`), the tiles of a picture each
+    below one frame, as always with a single image, pools cells on top of it (as ``pool`` does), the tiles of a picture each
     for itself. Newlines are dropped.
 
     The paper consolidates its short memory of 18 frames to 2 whenever it is full. Here the clip is at hand, and the whole
@@ -67,7 +67,6 @@ class MovieChat(ProjectorMethod):
         pooled = torch.where(whole | bare, size, count)
         # the frames that are pooled if the budget asks for it: tiles of a picture, or the one frame left of a clip
         number = frame_numbers(tokens)
-        lengths = number.amax(1) + 1
         for row, wanted in enumerate(count.tolist()):
             slots = film.slots[row, : int(tokens.grid[row, 0])]
             there = slots >= 0
@@ -88,14 +87,11 @@ class MovieChat(ProjectorMethod):
             if frames * places <= wanted:
                 pooled[row] = size[row]
             else:
-                number[row], lengths[row] = number[row].clamp(max=0), 1
+                number[row] = number[row].clamp(max=0)
         made = Reduction.merge(target, valid, weight)
         if bool((pooled >= size).all()):
             return made
-        cells = torch.cat([number[..., None], tokens.cells[..., 1:]], -1)
-        grid = torch.cat([lengths.clamp(min=1)[:, None], tokens.grid[:, 1:].to(valid.device)], 1)
-        left = replace(tokens, valid=made.kept, cells=cells, grid=grid)
-        return made.then(Pool().reduce(left, pooled))
+        return made.then(pool_parts(replace(tokens, valid=made.kept), number, pooled))
 
 
 def consolidate(x: Tensor, frames: int, similarity: str = "cosine") -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..method import ProjectorMethod, TokenBatch
 from ..reduction import Reduction
 from ..registry import register
+from .film import share
 
 
 @register
@@ -53,6 +54,35 @@ class Pool(ProjectorMethod):
         whole = (count >= size)[:, None]
         bare = ~here.any(1, keepdim=True) & (slots < count[:, None])
         return Reduction.merge(torch.where(whole | bare, slots, target), valid)
+
+
+def pool_parts(tokens: TokenBatch, part: Tensor, count: Tensor) -> Reduction:
+    """Average-pool the parts of each unit (tiles of a picture, frames of a clip) one by one, as :class:`Pool` does with whole
+    units.
+
+    ``part [N, n]`` numbers them from 0, -1 takes no part; ``count [N]`` is split over parts by size. A part's grid is what its
+    own cells span. Units whose ``count`` holds all they have stay as they are.
+    """
+    valid, part = tokens.valid, part.masked_fill(~tokens.valid, -1)
+    whole = count >= valid.sum(1)
+    part, kept = share(part, count)
+    unit, number = ((kept > 0) & ~whole[:, None]).nonzero(as_tuple=True)
+    if not len(unit):
+        return Reduction(valid & whole[:, None], valid)
+    mine = part[unit] == number[:, None]
+    place = tokens.cells[unit, :, 1:]
+    corner = place.masked_fill(~mine[..., None], int(tokens.cells.max()) + 1).amin(1)
+    place = (place - corner[:, None]).masked_fill(~mine[..., None], -1)
+    each = TokenBatch(
+        features=tokens.features[unit],
+        valid=mine,
+        cells=torch.cat([torch.where(mine, 0, -1)[..., None], place], -1),
+        grid=torch.cat([torch.ones_like(corner[:, :1]), place.amax(1) + 1], 1),
+        segment=tokens.segment[unit],
+    )
+    slots = torch.arange(valid.shape[1], device=valid.device).expand_as(mine)
+    made = Pool().reduce(each, kept[unit, number]).relabel(slots, unit, valid.shape)
+    return made.beside(valid & whole[:, None])
 
 
 def window_grid(grid: Tensor, count: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 from mmaccel_kernels.copies import first_copies
-from mmaccel_kernels.matching import best_match, most_alike
+from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 

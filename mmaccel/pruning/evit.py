@@ -64,6 +64,10 @@ class EViT(EncoderMethod):
             out[layer], left = left - after, after
         return out
 
+    def fewest(self, tokens: int, layers: int) -> int:
+        """One: a single layer fuses any number."""
+        return 1
+
     def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
         """``cls_attention [N, T]`` -> ``[N, T]``: the ``remove + 1`` least attended flow into the first of them."""
         assert tokens.cls_attention is not None

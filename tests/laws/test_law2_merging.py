@@ -224,6 +224,7 @@ def test_merging_in_the_encoder_is_averaging_its_full_grid(family, kind, name, r
     [(*case, "tome") for case in cases(zoo.FAMILIES, KINDS)] + [(*case, "evit") for case in cases(oracle.CLS, KINDS)],
 )
 def test_the_door_keeps_one_token_of_each_group(family, kind, name):
+    """Where groups are more than the budget (tiles that were cropped, newlines) they merge once more at the door."""
     feed, model = zoo.inputs(family, kind), oracle.subject(family)
     forced = oracle.force(family, len(feed["input_ids"]))
     what = oracle.recipe(name, family, 0.5)
@@ -234,9 +235,13 @@ def test_the_door_keeps_one_token_of_each_group(family, kind, name):
         layout = model.mmaccel.layout
     merged, owner = door["inputs_embeds"], got.reduction.owner()
     length = merged.shape[1]
+    # the members of a group hold one value, so the whole map, written out, gives what stands at the kept places
+    links, settled = got.reduction.full_links(), torch.zeros_like(merged)
+    parts = links.weight[:, None] * merged[links.batch, links.source]
+    settled.index_put_((links.batch, links.slot), parts, accumulate=True)
 
     def change(kwargs):
-        kwargs["inputs_embeds"] = torch.cat([merged, kwargs["inputs_embeds"][:, length:]], dim=1)
+        kwargs["inputs_embeds"] = torch.cat([settled, kwargs["inputs_embeds"][:, length:]], dim=1)
         if family == "qwen3_vl":
             # groups were smaller where DeepStack looked: what the door keeps is the mean of what they were
             visual, planes = kwargs["visual_pos_masks"], []
@@ -255,17 +260,21 @@ def test_the_door_keeps_one_token_of_each_group(family, kind, name):
     visual = oracle.visual(family, feed)
     dropped = visual & ~got.kept
     assert dropped.any() and stage["resolved"] == stage["tokens_kept"] < stage["tokens_in"]
+    assert stage["tokens_kept"] == int((got.kept & visual).sum())
+    celled = torch.zeros_like(visual)
+    for segment in layout.segments:
+        celled[segment.row, segment.places] = segment.tile.cells[:, 0] >= 0
+    # half of a tile is a whole number, and none is cropped
+    grids = (
+        family in ("llava", "video_llava", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl") and celled[visual].all()
+    )
     blends = kind in ("video", "mixed") and family in ("llava_onevision", "llava_next_video")
     for row, place in dropped.nonzero().tolist():
         # what was dropped is held, value by value, by the token it is said to flow into
-        if (into := int(owner[row, place])) >= 0:
+        if (into := int(owner[row, place])) >= 0 and grids:
             oracle.close(merged[row, place], merged[row, into], what="a member and its group")
         else:
-            assert blends
-    if family in ("llava", "video_llava", "internvl", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
-        newlines = sum(int((s.tile.source < 0).sum()) for s in layout.segments)
-        copies = len(layout.segments) and int((got.kept & visual).sum()) - newlines
-        assert copies == stage["tokens_kept"]
+            assert into >= 0 or blends or not celled[row, place]
 
 
 @register
@@ -340,7 +349,10 @@ def test_a_group_stands_where_its_merged_token_stood(family):
     asked = Encoded({"image_grid_thw": feed.get("image_grid_thw")})
     wanted = adapter.to_tokens("image", asked, [stands])
     assert set(wanted.tolist()) == {0.0, 1.0}, "blocks do not merge as one"
-    assert torch.equal(kept[oracle.visual(family, feed)], wanted > 0)
+    found = kept[oracle.visual(family, feed)]
+    assert not (found & (wanted == 0)).any()
+    # half of nine tokens a tile is five, and what is over half of the picture merges at the door
+    assert family == "smolvlm" or torch.equal(found, wanted > 0)
 
 
 def test_a_merge_is_drawn_as_groups():

@@ -119,17 +119,50 @@ def test_merging_in_the_encoder_meets_its_budget(family, kind, retain):
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_merging_in_the_encoder_leaves_something_of_every_picture(family):
+def test_merging_in_the_encoder_counts_what_the_language_model_reads(family):
     for kind in KINDS:
         if kind not in zoo.kinds(family):
             continue
         feed, model = zoo.inputs(family, kind), oracle.subject(family)
         with accelerated(model, oracle.recipe("tome", family, 0.3), processor=zoo.processor(family)):
             model(**feed)
-            kept, found = model.mmaccel.reduction.kept, pictures(model)
+            kept, found, stage = model.mmaccel.reduction.kept, pictures(model), model.mmaccel.stats()["stages"][0]
         visual, valid = oracle.visual(family, feed), feed["attention_mask"].bool()
         assert torch.equal(kept & ~visual, valid & ~visual)
-        assert all(1 <= int(kept[row, places].sum()) < len(places) for row, places in found)
+        asked = [wanted(0.3, len(places)) for _, places in found]
+        assert [int(kept[row, places].sum()) for row, places in found] == asked
+        assert (stage["tokens_in"], stage["resolved"], stage["tokens_kept"]) == (
+            int(visual.sum()),
+            sum(asked),
+            sum(asked),
+        )
+
+
+@pytest.mark.parametrize("family", ("internvl", "qwen3_vl", "smolvlm"))
+def test_late_frames_are_pooled_like_early_ones(family):
+    """Where the prompt spreads a clip out, every frame is a unit with a grid of its own, whichever of the clip it is."""
+    feed, model = zoo.encode(family, [([], [zoo.clip(8, 64, 64, 0)], zoo.QUESTION)]), oracle.subject(family)
+    with accelerated(model, "pool", retain=0.5, processor=zoo.processor(family)):
+        model(**feed)
+        kept, segments = model.mmaccel.reduction.kept, model.mmaccel.layout.segments
+    left = [int(kept[s.row, s.places].sum()) for s in segments]
+    assert len(left) in (4, 8) and len({len(s.places) for s in segments}) == 1
+    # eight of sixteen are 2 x 4 windows, four of nine 2 x 2
+    assert left == [{9: 4, 16: 8}[len(segments[0].places)]] * len(left)
+
+
+@pytest.mark.parametrize("family", ("llava_next", "llava_onevision", "internvl", "smolvlm"))
+@pytest.mark.parametrize("retain", (0.25, 0.5, 10))
+def test_moviechat_pools_every_tile_on_its_own_grid(family, retain):
+    """Most of the budget is used: windows of a tile fall short of it by less than a half."""
+    for kind in ("image", "images", "uneven"):
+        feed, model = zoo.inputs(family, kind), oracle.subject(family)
+        with accelerated(model, "moviechat", retain=retain, processor=zoo.processor(family)):
+            model(**feed)
+            kept, found = model.mmaccel.reduction.kept, pictures(model)
+        for row, places in found:
+            asked = wanted(retain, len(places))
+            assert asked / 2 < int(kept[row, places].sum()) <= asked
 
 
 def test_ratios_refer_to_the_original_count():
