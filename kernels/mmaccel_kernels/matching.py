@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._triton import has_kernel, jit, tl, triton
+from ._triton import jit, tl, triton
+from .launch import enqueue, run
 
 #: products the definition holds at once; they fit a core's cache, and the kernel holds one tile
 BLOCK = 1 << 20
@@ -34,9 +35,9 @@ def best_match(x: Tensor, y: Tensor, there: Tensor | None = None, *, others: boo
         If shapes or types do not fit.
     """
     _check(x, y, there)
-    if has_kernel(x) and x.numel() and y.shape[1]:
-        return best_match_kernel(x, y, there, others)
-    return best_match_definition(x, y, there, others)
+    if not x.numel() or not y.shape[1]:
+        return best_match_definition(x, y, there, others)
+    return run(best_match_kernel, best_match_definition, x, y, there, others)
 
 
 def best_match_definition(x: Tensor, y: Tensor, there: Tensor | None, others: bool) -> tuple[Tensor, Tensor]:
@@ -69,7 +70,7 @@ def best_match_kernel(x: Tensor, y: Tensor, there: Tensor | None, others: bool) 
     mask = y if there is None else there.contiguous().view(torch.uint8)
     tile = tiles(x.element_size())
     grid = (triton.cdiv(a, tile["BLOCK_A"]), rows)
-    _best_match[grid](x, y, mask, score, place, a, y.shape[1], width, there is not None, others, **tile)
+    enqueue(_best_match, grid, x, y, mask, score, place, a, y.shape[1], width, there is not None, others, **tile)
     return score, place
 
 
