@@ -135,6 +135,16 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
         raise Unbuildable(f"{name}: {found}") from error
 
 
+def failure(operation: Callable[..., Any], device: torch.device) -> Obstacle | None:
+    """Why a kernel of the file of ``operation`` did not compile for ``device``; None if all that was launched did."""
+    failed = (
+        why
+        for (kernel, where, *_), why in _failed.items()
+        if kernel.fn.__module__ == operation.__module__ and where == device
+    )
+    return next(failed, None)
+
+
 def _configuration(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Hashable, ...]:
     """What a kernel is compiled for, as far as a failure may depend on it."""
     types = tuple(arg.dtype for arg in args if isinstance(arg, Tensor))
@@ -171,4 +181,4 @@ def _count(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(x + i, i + tl.load(x + i))
 
 
-__all__ = ["Obstacle", "Unbuildable", "allowed", "attempt", "enqueue", "obstacle", "run", "usable", "works"]
+__all__ = ["Obstacle", "Unbuildable", "allowed", "attempt", "enqueue", "failure", "obstacle", "run", "usable", "works"]

@@ -6,6 +6,7 @@ Tensors here say that they are on a GPU of this test's choice, and kernels run i
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from torch.nn.functional import normalize
 from torch.overrides import TorchFunctionMode
 
 from mmaccel import MmaccelError, accelerate_encoder, accelerate_vlm, accelerated
+from mmaccel.cli import doctor, main
 from mmaccel.kv.decoding import on_gpu
 
 
@@ -374,3 +376,57 @@ def test_an_unknown_value_is_refused_in_a_sentence(wrong: Any) -> None:
     with pytest.raises(MmaccelError, match=f"kernels={wrong!r} is unknown; give 'auto', or 'off'"):
         accelerate_vlm(model, "divprune", kernels=wrong)
     assert not hasattr(model, "mmaccel")
+
+
+# --- mmaccel doctor ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def two_gpus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    about = types.SimpleNamespace(name="A GPU", total_memory=80 << 30, major=9, minor=0, multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    # what else it looks at is on no GPU
+    monkeypatch.setattr(doctor, "_torchvision", lambda problems: True)
+    with Elsewhere("cuda:1"):
+        yield machine
+
+
+def test_doctor_tells_of_every_device_what_every_site_runs(two_gpus: Machine, capsys: Any) -> None:
+    assert main(["doctor", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["devices"]
+    assert [d["device"] for d in (first, second)] == ["cuda:0", "cuda:1"] and first["capability"] == "9.0"
+    assert first["kernels"] and first["why_not"] is None
+    assert {site: taken["path"] for site, taken in second["sites"].items()} == {
+        "frames": "definition",
+        "encoder": "kernel",
+        "projector": "kernel",
+        "layers": "definition",
+        "cache": "kernel",
+        "codec": "kernel",
+        "decoding": "kernel",
+    }
+    # each has been built and has run
+    assert {"_best_match", "_pick_all", "_step", "_compact", "_quantise", "_decode"} <= set(two_gpus.names())
+
+
+def test_doctor_tells_why_no_kernel_builds(two_gpus: Machine, capsys: Any) -> None:
+    two_gpus.fail["all"] = RuntimeError("Failed to find C compiler.")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    about = lines.index("GPU             cuda:1  A GPU, 80.0 GiB, capability 9.0")
+    assert lines[about + 1].startswith(
+        "  kernels       do not build: Failed to find C compiler; install one, such as gcc"
+    )
+    assert "  decoding      definition (no kernel builds)" in lines
+    assert two_gpus.names() == ["_count"] * 2
+
+
+def test_doctor_tells_which_kernel_does_not_compile(two_gpus: Machine, capsys: Any) -> None:
+    two_gpus.fail |= {"_best_match": refused_by_the_compiler(), "_decode": refused_by_the_compiler()}
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    why = "AssertionError(what it says)"
+    assert any(line.startswith(f"  encoder       definition (best_match: {why}") for line in lines)
+    assert any(line.startswith(f"  projector     kernel and definition (best_match: {why}") for line in lines)
+    assert any(line.startswith(f"  decoding      definition (decode_attention: {why}") for line in lines)
+    assert "  codec         kernel (quantise)" in lines
