@@ -20,6 +20,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from shipped import TARGETS, cases, tasks
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TABLE = HERE / "spills.json"
@@ -31,6 +33,7 @@ examples:
   python tests/kernels/compilers.py                            # the installed Triton, 3.4 and 3.6, in two processes
   python tests/kernels/compilers.py --triton 3.6 --folder ~/tritons
   python tests/kernels/compilers.py --update                   # after a change of a kernel: measure, and write the table
+  python tests/kernels/compilers.py --only "compact, merged" "kivi, 2 bit bf16"
 """
 
 #: spilled bytes by target and configuration, those that spill none left out
@@ -47,24 +50,25 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--folder", type=Path, help="where Tritons are, or are put (default: a temporary one)")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile at once (default: 2)")
+    parser.add_argument("--only", nargs="+", metavar="CASE", choices=cases(), help="names of shipped.py (default: all)")
     parser.add_argument("--update", action="store_true", help="write what was measured to spills.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
-        print(json.dumps(compile_all(options.jobs)))
+        print(json.dumps(compile_all(options.jobs, options.only)))
         return 0
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
         for version in options.triton:
             begin = time.monotonic()
-            found = measured(version, options.folder or Path(temporary), options.jobs)
+            found = measured(version, options.folder or Path(temporary), options.jobs, options.only)
             table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
-            problems = found["failed"]
-            if options.update and not problems:
-                order = sorted({**table, found["triton"]: found["spills"]}.items(), key=lambda x: _number(x[0]))
+            problems = found["failed"] or differences(found, table)
+            if options.update and not found["failed"]:
+                table[found["triton"]] = updated(found, table)
+                order = sorted(table.items(), key=lambda x: tuple(map(int, x[0].split("."))))
                 TABLE.write_text(json.dumps(dict(order), indent=1) + "\n", encoding="utf-8")
-            elif not options.update:
-                problems = problems + differences(found["spills"], table.get(found["triton"]), found["triton"])
+                problems = []
             count, spent = found["count"], time.monotonic() - begin
             print(f"Triton {found['triton']}: {count} compiled in {spent:.0f} s, {len(problems)} problems", flush=True)
             for problem in problems:
@@ -73,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     return int(failed)
 
 
-def measured(version: str, folder: Path, jobs: int = 2) -> dict[str, Any]:
+def measured(version: str, folder: Path, jobs: int = 2, only: list[str] | None = None) -> dict[str, Any]:
     """What :func:`compile_all` says in a process in which ``version`` of Triton comes before the installed one."""
     path = [str(HERE), str(ROOT), str(ROOT / "kernels")]
     if version != "installed":
@@ -83,6 +87,7 @@ def measured(version: str, folder: Path, jobs: int = 2) -> dict[str, Any]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_CACHE_DIR": cache}
         environment.pop("TRITON_INTERPRET", None)
         command = [sys.executable, str(HERE / "compilers.py"), "--worker", "--jobs", str(jobs)]
+        command += ["--only", *only] if only else []
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert version == "installed" or found["triton"] == version, f"{found['triton']} ran, not {version}"
@@ -98,10 +103,9 @@ def installed(version: str, folder: Path) -> Path:
     return target
 
 
-def compile_all(jobs: int) -> dict[str, Any]:
-    """All configurations for all targets with the Triton of this process."""
+def compile_all(jobs: int, only: list[str] | None = None) -> dict[str, Any]:
+    """All configurations for all targets with the Triton of this process; of ``only`` these cases."""
     import triton
-    from shipped import TARGETS, tasks
 
     spills: Spills = {target: {} for target in TARGETS}
     failed: list[str] = []
@@ -110,7 +114,7 @@ def compile_all(jobs: int) -> dict[str, Any]:
             pool.submit(_build, task, target): (target, name)
             for target in TARGETS
             # the longest first
-            for name, task in reversed(tasks(target).items())
+            for name, task in reversed(tasks(target, only).items())
         }
         for future in as_completed(waiting):
             target, name = waiting[future]
@@ -120,7 +124,15 @@ def compile_all(jobs: int) -> dict[str, Any]:
                 spills[target][name] = spilled
     version = ".".join(triton.__version__.split(".")[:2])
     ordered = {target: dict(sorted(found.items())) for target, found in spills.items()}
-    return {"triton": version, "count": len(waiting), "spills": ordered, "failed": sorted(failed)}
+    names = sorted({name for _, name in waiting.values()})
+    return {
+        "triton": version,
+        "only": only,
+        "names": names,
+        "count": len(waiting),
+        "spills": ordered,
+        "failed": sorted(failed),
+    }
 
 
 def _build(task: Any, target: str) -> tuple[int, str]:
@@ -138,25 +150,39 @@ def _build(task: Any, target: str) -> tuple[int, str]:
     return built.spills, ""
 
 
-def differences(found: Spills, table: Spills | None, version: str) -> list[str]:
-    """What the table says otherwise, a sentence each."""
-    if table is None:
-        return [f"spills.json has no Triton {version}; run tests/kernels/compilers.py --triton {version} --update."]
+def differences(found: dict[str, Any], table: dict[str, Spills]) -> list[str]:
+    """What the table says otherwise of what was measured, a sentence each."""
+    version = found["triton"]
+    if version not in table:
+        return [f"spills.json has no Triton {version}; run tests/kernels/compilers.py --update with it."]
     said = []
-    for target in found:
-        for name in sorted({*found[target], *table.get(target, {})}):
-            now, then = found[target].get(name, 0), table.get(target, {}).get(name, 0)
-            if now > then:
-                said.append(
-                    f"{target}, {name}: spills {now} bytes, {'more than the ' if then else 'not '}{then} of the table."
-                )
-            elif now < then:
-                said.append(f"{target}, {name}: spills {now} bytes; the table is stale with {then}.")
+    for target, name, then in _listed(found, table[version]):
+        now = found["spills"][target].get(name, 0)
+        if now > then:
+            said.append(f"{target}, {name}: spills {now} bytes, where the table has {then}.")
+        elif now < then:
+            said.append(f"{target}, {name}: spills {now} bytes; the table is stale with {then}.")
+    if not found["only"]:
+        known = {name for names in table[version].values() for name in names} - {*found["names"]}
+        said += [f"{name} is in the table, and nothing is launched so." for name in sorted(known)]
     return said
 
 
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+def updated(found: dict[str, Any], table: dict[str, Spills]) -> Spills:
+    """The table's part for this Triton with what was measured; of configurations that were not, as it was."""
+    if not found["only"]:
+        return found["spills"]
+    made = {}
+    for target, spills in found["spills"].items():
+        others = table.get(found["triton"], {}).get(target, {}).items()
+        kept = {name: spilled for name, spilled in others if name not in found["names"]}
+        made[target] = dict(sorted((kept | spills).items()))
+    return made
+
+
+def _listed(found: dict[str, Any], table: Spills) -> list[tuple[str, str, int]]:
+    """Target, name and bytes in the table of everything that was measured."""
+    return [(target, name, table.get(target, {}).get(name, 0)) for target in found["spills"] for name in found["names"]]
 
 
 if __name__ == "__main__":
