@@ -25,7 +25,7 @@ from .method import EncoderMethod, FramesMethod, LayerMethod, Method, Policy, To
 from .recipe import Recipe, Stage
 from .recipe import recipe as find_recipe
 from .reduction import Reduction
-from .scope import Encoded, Passage, Scope, current, pop, push
+from .scope import Encoded, Passage, Scope, checked_kernels, current, pop, push
 from .stats import Stats
 
 M = TypeVar("M", bound=nn.Module)
@@ -38,8 +38,9 @@ class Accelerator:
     attention modules see. Nothing is patched on a class, and the model's own config stays as it was.
     """
 
-    def __init__(self, model: Any, recipe: Recipe, processor: Any = None) -> None:
+    def __init__(self, model: Any, recipe: Recipe, processor: Any = None, kernels: str = "auto") -> None:
         self.recipe = recipe
+        self.kernels = checked_kernels(kernels)
         self.processor = processor
         self.family: Family = family_of(model, processor)
         #: what is said in the statistics of every call
@@ -477,7 +478,12 @@ def _base(model: Any) -> Any:
 
 
 def accelerate_vlm(
-    model: M, recipe: str | Path | Mapping[str, Any] | Recipe = "balanced", *, processor: Any = None, **overrides: Any
+    model: M,
+    recipe: str | Path | Mapping[str, Any] | Recipe = "balanced",
+    *,
+    processor: Any = None,
+    kernels: str = "auto",
+    **overrides: Any,
 ) -> M:
     """Make a vision or video LLM skip visual tokens, in place.
 
@@ -488,6 +494,8 @@ def accelerate_vlm(
     recipe : the name of a recipe or method, a path to a JSON file, a mapping, or a :class:`Recipe`.
     processor : needed by families whose prompt only the tokenizer can read (InternVL, SmolVLM: to know which tiles and
         frames belong together), and by methods that read the question as text.
+    kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
+        whatever the device.
     **overrides : ``retain=`` (a float is the share of visual tokens to keep, an int their number per picture),
         ``positions=``, ``rounding=``, ``text_retain=``, or an option of one of the recipe's methods.
 
@@ -498,7 +506,7 @@ def accelerate_vlm(
     Raises
     ------
     MmaccelError
-        If the recipe, a budget or an option is of no use.
+        If the recipe, a budget, an option or ``kernels`` is of no use.
     UnsupportedError
         If the family, the attention implementation or the generation config cannot honour the recipe.
     """
@@ -508,30 +516,35 @@ def accelerate_vlm(
     if previous is not None:
         previous.remove()
     try:
-        Accelerator(target, chosen, processor)
+        Accelerator(target, chosen, processor, kernels)
     except BaseException:
         if previous is not None:
-            Accelerator(target, previous.recipe, previous.processor)
+            Accelerator(target, previous.recipe, previous.processor, previous.kernels)
         raise
     return model
 
 
 @contextmanager
 def accelerated(
-    model: M, recipe: str | Path | Mapping[str, Any] | Recipe = "balanced", *, processor: Any = None, **overrides: Any
+    model: M,
+    recipe: str | Path | Mapping[str, Any] | Recipe = "balanced",
+    *,
+    processor: Any = None,
+    kernels: str = "auto",
+    **overrides: Any,
 ) -> Iterator[M]:
     """:func:`accelerate_vlm` for the length of a ``with`` block; afterwards the model is what it was before, bare or
     accelerated in another way."""
     target = _base(model)
     previous = Accelerator.on(target)
-    accelerate_vlm(model, recipe, processor=processor, **overrides)
+    accelerate_vlm(model, recipe, processor=processor, kernels=kernels, **overrides)
     try:
         yield model
     finally:
         if (handle := Accelerator.on(target)) is not None:
             handle.remove()
         if previous is not None:
-            Accelerator(target, previous.recipe, previous.processor)
+            Accelerator(target, previous.recipe, previous.processor, previous.kernels)
 
 
 def is_accelerated(model: Any) -> bool:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mmaccel_kernels.launch import allowed
 from torch import Tensor, nn
 
+from .errors import MmaccelError
 from .layout import Layout, Modality, Units
 from .reduction import Reduction
 from .stats import Stats
@@ -110,11 +112,24 @@ def current(owner: Accelerator | None = None) -> Scope | None:
 
 def push(scope: Scope) -> None:
     """Make ``scope`` the innermost one."""
-    _scopes.set((*_scopes.get(), scope))
+    _hold((*_scopes.get(), scope))
 
 
 def pop(scope: Scope) -> None:
     """Close ``scope``, wherever it stands; a forward that it is in the middle of has been broken off."""
     if scope.step is not None and scope.step.state is not None:
         scope.step.state.settle(whole=False)
-    _scopes.set(tuple(s for s in _scopes.get() if s is not scope))
+    _hold(tuple(s for s in _scopes.get() if s is not scope))
+
+
+def _hold(scopes: tuple[Scope, ...]) -> None:
+    """These are open; whether kernels may run is for the innermost to say."""
+    _scopes.set(scopes)
+    allowed.set(not scopes or scopes[-1].owner.kernels == "auto")
+
+
+def checked_kernels(kernels: str) -> str:
+    """``kernels`` if it is ``"auto"`` or ``"off"``, else refused by name."""
+    if kernels not in ("auto", "off"):
+        raise MmaccelError(f"kernels={kernels!r} is unknown; give 'auto', or 'off' for plain torch on every device.")
+    return kernels

@@ -250,6 +250,14 @@ def test_doctor_reports(capsys):
     assert "families are ready" in doctor.render(report)
 
 
+def test_doctor_without_a_gpu_says_so_in_a_sentence(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "every site of a recipe its definition in plain torch" in output(capsys, "doctor")
+    assert json.loads(output(capsys, "doctor", "--json"))["devices"] == []
+
+
 def test_doctor_names_a_mismatched_torchvision(capsys, monkeypatch):
     import torchvision
 

@@ -8,7 +8,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import mmaccel_kernels
 import pytest
 import zoo
 
@@ -59,12 +58,6 @@ def test_the_project_file_is_consistent():
     assert "triton" not in names
     assert (ROOT / "mmaccel" / "py.typed").exists()
     assert not (ROOT / "kernels" / "__init__.py").exists()
-
-
-def test_kernels_import_without_triton(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(mmaccel_kernels, "find_spec", lambda name: None)
-    assert mmaccel_kernels.available() is False
 
 
 def test_the_example_method_works(fresh_registry, capsys):

@@ -105,7 +105,7 @@ def _scaled_query(q, factor, added, PLANE: tl.constexpr):
         unit = tl.max(tl.abs(scaled), 1)
         unit = tl.where(unit > 0, unit, 1.0)
     operand = (scaled / unit[:, None]).to(q.dtype)
-    excess = (PLANE[8] + PLANE[4]) * unit * tl.sum(operand.to(tl.float32), 1)
+    excess = (PLANE[4] + PLANE[8]) * unit * tl.sum(operand.to(tl.float32), 1)
     return operand, unit, tl.sum(q.to(tl.float32) * added[None, :], 1) - excess
 
 
@@ -225,7 +225,7 @@ def _attend_pages(
                 since *= shrink
                 if (s + 1) * TILE % VALUE[3] == 0:
                     factor, added = _of_channels(value_scale, value_zero, at, s * TILE // VALUE[3], VALUE, PAGE)
-                    added -= (VALUE[8] + VALUE[4]) * factor
+                    added -= (VALUE[4] + VALUE[8]) * factor
                     acc = acc * since[:, None] + products * factor[None, :] + weights[:, None] * added[None, :]
             else:
                 v = _expanded(digit, value_scale, value_zero, at, 0, token, stored, DTYPE, VALUE, PAGE)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 try:
     import triton
     import triton.language as tl
@@ -18,9 +16,4 @@ except ImportError:
         return jit if function is None else function
 
 
-def has_kernel(x: Tensor) -> bool:
-    """Whether operations on ``x`` run their Triton kernel: it is on a GPU (CUDA or HIP) and Triton is installed."""
-    return triton is not None and x.device.type == "cuda"
-
-
-__all__ = ["has_kernel", "jit", "tl", "triton"]
+__all__ = ["jit", "tl", "triton"]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._triton import has_kernel, jit, tl, triton
+from ._triton import jit, tl, triton
+from .launch import enqueue, run
 
 #: output rows, and channels at a time, of one program
 TILE = {"BLOCK": 16, "BLOCK_D": 128}
@@ -58,8 +59,7 @@ def compact(
         # one column more takes the ends of short lists
         found = torch.zeros(*keys.shape[:2], keys.shape[2] + 1, dtype=torch.bool, device=kept.device)
         kept = found.scatter_(2, kept.long() % (keys.shape[2] + 1), True)[..., :-1]
-    run = compact_kernel if has_kernel(keys) else compact_definition
-    return run(keys, values, kept, owner, weight, total)
+    return run(compact_kernel, compact_definition, keys, values, kept, owner, weight, total)
 
 
 def compact_definition(
@@ -95,7 +95,8 @@ def compact_kernel(
         return out
     source, begin = _plan(kept, owner, total)
     factor = keys if weight is None else weight.contiguous()
-    _compact[(triton.cdiv(total, TILE["BLOCK"]),)](
+    enqueue(
+        _compact, (triton.cdiv(total, TILE["BLOCK"]),),
         keys, values, source, begin, factor, out.keys, out.values, total, keys.shape[-1], values.shape[-1],
         MERGE=owner is not None, WEIGHED=weight is not None, **TILE, num_warps=4,
     )  # fmt: skip

@@ -9,13 +9,15 @@ is fetched from the device, no sum depends on the order of arrival, and nothing 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._decode_pages import _attend_pages
-from ._triton import has_kernel, jit, tl, triton
+from ._triton import jit, tl, triton
+from .launch import enqueue, run
 from .pages import Pages, Plane
 
 #: new queries of a sequence that the kernel takes at once
@@ -93,8 +95,10 @@ def decode_attention(
     """
     check(query, keys, values, flat, pages, visible)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    run = decode_attention_kernel if has_kernel(query) and readable(pages) else decode_attention_definition
-    return run(query, keys, values, scaling, flat, pages, visible)
+    if not readable(pages):
+        return decode_attention_definition(query, keys, values, scaling, flat, pages, visible)
+    kernel, definition = decode_attention_kernel, decode_attention_definition
+    return run(kernel, definition, query, keys, values, scaling, flat, pages, visible)
 
 
 def readable(pages: Pages | None) -> bool:
@@ -317,7 +321,9 @@ def decode_attention_kernel(
     turned = query if pages is None else pages.turned(query).contiguous()
     cu_pages = keys if pages is None else pages.cu_pages
     layout = {"RAGGED": flat is not None, "PACKED": pages is not None, "BLOCK_N": plan.constants["BLOCK_N"]}
-    _decode[programs, triton.cdiv(rows, plan.block_m)](
+    enqueue(
+        _decode,
+        (programs, triton.cdiv(rows, plan.block_m)),
         query,
         turned,
         *ragged[:3],
@@ -349,7 +355,9 @@ def decode_attention_kernel(
         **{name: value for name, value in plan.constants.items() if name not in layout},
         **plan.options,
     )
-    _merge[heads, rows](
+    enqueue(
+        _merge,
+        (heads, rows),
         part,
         part_lse,
         ragged.cu_lengths,
@@ -405,6 +413,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@cache
 def _capability(device: torch.device) -> int:
     """Of an NVIDIA GPU, such as 90; 0 for others."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -413,6 +422,7 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@cache
 def _multiprocessors(device: torch.device) -> int:
     """Of the GPU; two for the interpreter, so that work is split there as well."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

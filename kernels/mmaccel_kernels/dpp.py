@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._triton import has_kernel, jit, tl, triton
+from ._triton import jit, tl, triton
 from .copies import first_copies, of_first, pairs_of_first
+from .launch import enqueue, run
 from .maxmin import best_of, block_best, check, has_room, largest
 
 #: tokens, and their channels or picks at a time, of one program
@@ -52,9 +53,7 @@ def greedy_dpp(
         )
     if not x.numel():
         return torch.zeros_like(valid)
-    if has_kernel(x):
-        return greedy_dpp_kernel(x, quality, valid, count, noise, most)
-    return greedy_dpp_definition(x, quality, valid, count, noise, most)
+    return run(greedy_dpp_kernel, greedy_dpp_definition, x, quality, valid, count, noise, most)
 
 
 def greedy_dpp_definition(
@@ -100,8 +99,8 @@ def greedy_dpp_kernel(
     picked = torch.zeros(rows, slots, dtype=torch.uint8, device=x.device)
     basis = torch.empty(rows, turns, slots, device=x.device)
     for turn in range(turns):
-        _step[(blocks, rows)](
-            x if pairs is None else pairs, quality, left, least, basis, value, place, count, picked,
+        enqueue(
+            _step, (blocks, rows), x if pairs is None else pairs, quality, left, least, basis, value, place, count, picked,
             turn, turns, slots, width, blocks,
             PAIRS=pairs is not None, BLOCKS=triton.next_power_of_2(blocks), **TILE,
         )  # fmt: skip

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._triton import has_kernel, jit, tl, triton
+from ._triton import jit, tl, triton
+from .launch import enqueue, run
 
 #: how the query heads of one key head are joined
 Join = Literal["none", "mean", "sum", "max"]
@@ -58,8 +59,8 @@ def importance(
     """
     _check(query, key, weight, valid, visible, join)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    run = importance_kernel if has_kernel(query) and query.numel() else importance_definition
-    sums = run(query, key, scaling, weight, valid, visible)
+    given = (query, key, scaling, weight, valid, visible)
+    sums = run(importance_kernel, importance_definition, *given) if query.numel() else importance_definition(*given)
     grouped = sums.unflatten(1, (key.shape[1], -1))
     if join == "none":
         return sums
@@ -112,13 +113,14 @@ def importance_kernel(
     sizes = (queries, keys, kv, heads // kv, seen_heads, width, scaling * math.log2(math.e))
     partial = torch.empty(splits, batch * kv, rows, device=query.device)
     blocks = triton.cdiv(rows, tile["BLOCK_Q"])
-    _row_sums[blocks, batch * kv, splits](query, key, there, seen, partial, *sizes, share, **given, **tile)
+    grid: tuple[int, ...] = (blocks, batch * kv, splits)
+    enqueue(_row_sums, grid, query, key, there, seen, partial, *sizes, share, **given, **tile)
     total = torch.logsumexp(partial * math.log(2.0), 0) / math.log(2.0)
     # a query that sees no key pays nothing: every difference to it is minus infinity
     total = total.masked_fill_(total < -1e29, torch.inf)
     sums = torch.empty(batch, heads, keys, device=query.device)
-    blocks = triton.cdiv(keys, block_k)
-    _column_sums[blocks, batch * kv](query, key, there, seen, total, weight, sums, *sizes, **given, **tile)
+    grid = (triton.cdiv(keys, block_k), batch * kv)
+    enqueue(_column_sums, grid, query, key, there, seen, total, weight, sums, *sizes, **given, **tile)
     return sums
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._triton import has_kernel, jit, tl, triton
+from ._triton import jit, tl, triton
 from .copies import first_copies, of_first
+from .launch import enqueue, run
 
 #: products the definition holds at once; they fit a core's cache, and the kernel holds one tile
 BLOCK = 1 << 20
@@ -35,8 +36,7 @@ def best_match(x: Tensor, y: Tensor, there: Tensor | None = None, *, others: boo
         If shapes or types do not fit.
     """
     _check(x, y, there)
-    run = best_match_kernel if has_kernel(x) and x.numel() and y.shape[1] else best_match_definition
-    score, place = run(x, y, there, others)
+    score, place = _matched(x, y, there, others)
     if others or not y.shape[1]:
         # copies differ in which other one they may match
         return score, place
@@ -54,8 +54,7 @@ def most_alike(
     No cosine is above one, and that of a vector and its copy is one, so that all pairs of copies tie.
     """
     row = torch.arange(len(x), device=x.device)[:, None]
-    run = best_match_kernel if has_kernel(x) and a.numel() and b.shape[1] else best_match_definition
-    score, place = run(x[row, a], x[row, b], there, False)
+    score, place = _matched(x[row, a], x[row, b], there, False)
     score = score.clamp(max=1.0)
     if first is None or not b.shape[1]:
         return score, place
@@ -76,6 +75,12 @@ def _first_places(name: Tensor, names: int, there: Tensor | None) -> Tensor:
     if there is not None:
         place = place.masked_fill(~there, name.shape[1])
     return place.new_full((len(name), names), name.shape[1]).scatter_reduce(1, name, place, "amin")
+
+
+def _matched(x: Tensor, y: Tensor, there: Tensor | None, others: bool) -> tuple[Tensor, Tensor]:
+    if not x.numel() or not y.shape[1]:
+        return best_match_definition(x, y, there, others)
+    return run(best_match_kernel, best_match_definition, x, y, there, others)
 
 
 def best_match_definition(x: Tensor, y: Tensor, there: Tensor | None, others: bool) -> tuple[Tensor, Tensor]:
@@ -108,7 +113,7 @@ def best_match_kernel(x: Tensor, y: Tensor, there: Tensor | None, others: bool) 
     mask = y if there is None else there.contiguous().view(torch.uint8)
     tile = tiles(x.element_size())
     grid = (triton.cdiv(a, tile["BLOCK_A"]), rows)
-    _best_match[grid](x, y, mask, score, place, a, y.shape[1], width, there is not None, others, **tile)
+    enqueue(_best_match, grid, x, y, mask, score, place, a, y.shape[1], width, there is not None, others, **tile)
     return score, place
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._triton import has_kernel, jit, tl, triton
+from ._triton import jit, tl, triton
 from .copies import first_copies, of_first, pairs_of_first
+from .launch import enqueue, run
 from .matching import best_match
 
 #: products the definition holds at once
@@ -48,9 +49,7 @@ def max_min(x: Tensor, valid: Tensor, count: Tensor, noise: float = 0.0, most: i
     check("max_min", x, valid, count)
     if not x.numel():
         return torch.zeros_like(valid)
-    if has_kernel(x):
-        return max_min_kernel(x, valid, count, noise, most)
-    return max_min_definition(x, valid, count, noise, most)
+    return run(max_min_kernel, max_min_definition, x, valid, count, noise, most)
 
 
 def max_min_definition(x: Tensor, valid: Tensor, count: Tensor, noise: float, most: int | None) -> Tensor:
@@ -85,7 +84,8 @@ def max_min_kernel(x: Tensor, valid: Tensor, count: Tensor, noise: float, most: 
         away = _all_distances(x, first, noise)
         nearest = _nearest_of(away, valid).masked_fill(~valid, -torch.inf)
         size = triton.next_power_of_2(slots)
-        _pick_all[(rows,)](away, nearest, count, picked, slots, BLOCK=size, num_warps=max(1, min(16, size // 128)))
+        warps = max(1, min(16, size // 128))
+        enqueue(_pick_all, (rows,), away, nearest, count, picked, slots, BLOCK=size, num_warps=warps)
         return picked.bool()
     cosine, place = best_match(x, x, valid, others=True)
     cosine = cosine.scatter_reduce(1, place, cosine.masked_fill(~valid, -torch.inf), "amax")
@@ -94,8 +94,8 @@ def max_min_kernel(x: Tensor, valid: Tensor, count: Tensor, noise: float, most: 
     value, place = block_best(nearest, TILE["BLOCK"])
     blocks = value.shape[-1]
     for turn in range(largest(count, most)):
-        _step[(blocks, rows)](
-            x, nearest, value, place, count, picked, turn, slots, width, blocks, noise,
+        enqueue(
+            _step, (blocks, rows), x, nearest, value, place, count, picked, turn, slots, width, blocks, noise,
             BLOCKS=triton.next_power_of_2(blocks), **TILE,
         )  # fmt: skip
     return picked.bool()

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._triton import has_kernel, jit, tl, triton
+from ._triton import jit, tl, triton
+from .launch import enqueue, run
 from .pages import FP8_MAX, Format, Plane, grouped, pack, waves
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -56,9 +57,9 @@ def quantise(
         If shapes, types or devices do not fit, or the format does not fit the page.
     """
     _check(x, start, count, format, page, tile, shared)
-    run = quantise_kernel if has_kernel(x) else quantise_definition
     meta_dtype = meta_dtype or x.dtype
-    return run(waves(x) if format.fourier else x, start, count, format, page, tile, meta_dtype, shared)
+    x = waves(x) if format.fourier else x
+    return run(quantise_kernel, quantise_definition, x, start, count, format, page, tile, meta_dtype, shared)
 
 
 def _check(
@@ -199,7 +200,9 @@ def quantise_kernel(
     if n and width:
         each = constants(format, page, tile, width, shared is not None)
         grid = (n, triton.cdiv(width, each["CHANNELS"]))
-        _quantise[grid](
+        enqueue(
+            _quantise,
+            grid,
             x,
             x.stride(0),
             start,

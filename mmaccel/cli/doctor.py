@@ -1,7 +1,8 @@
 """What is installed, whether it fits together, and which model families are ready.
 
 Exit status 0: mmaccel can run here. 1: something stands in the way; each problem is listed with its remedy. A missing GPU or
-optional package is no problem.
+optional package is no problem, nor is a GPU for which no kernel can be built: it is listed which sites of a recipe then run
+their definition in plain torch, and what helps. Every GPU compiles a few kernels for that, the first time for some seconds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import platform
 import sys
 import warnings
+from collections.abc import Mapping
 from importlib import import_module, metadata
 from typing import Any
 
@@ -35,6 +37,16 @@ _OPTIONAL = {
     "matplotlib": "plots of benchmarks",
 }
 _SUPPORTED = ((5, 17), (5, 24))
+#: site of a recipe, and the steps behind it -> the operations there that have kernels
+_SITES: dict[str, tuple[str, ...]] = {
+    "frames": (),
+    "encoder": ("best_match",),
+    "projector": ("best_match", "max_min", "greedy_dpp"),
+    "layers": (),
+    "cache": ("importance", "compact"),
+    "codec": ("quantise",),
+    "decoding": ("decode_attention",),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,9 +137,40 @@ def _devices() -> list[dict[str, Any]]:
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(i)
         found.append(
-            {"name": about.name, "memory": about.total_memory, "capability": f"{about.major}.{about.minor}"},
+            {
+                "device": f"cuda:{i}",
+                "name": about.name,
+                "memory": about.total_memory,
+                "capability": f"{about.major}.{about.minor}",
+                **_paths(torch.device("cuda", i)),
+            }
         )
     return found
+
+
+def _paths(device: Any) -> dict[str, Any]:
+    """Whether kernels build on a device, and what every site runs there: ``kernel`` or ``definition``, and why."""
+    try:
+        from mmaccel_kernels.launch import obstacle
+        from mmaccel_kernels.trial import trials
+    except ImportError:  # run from a checkout that is not installed
+        return {"kernels": False, "why_not": "mmaccel is not installed", "sites": {}}
+    keeps, tried = obstacle(device), trials(device)
+    return {
+        "kernels": keeps is None,
+        "why_not": None if keeps is None else str(keeps),
+        "sites": {site: _taken(operations, tried, keeps is None) for site, operations in _SITES.items()},
+    }
+
+
+def _taken(operations: tuple[str, ...], tried: Mapping[str, object], builds: bool) -> dict[str, str]:
+    """What a site runs, and why; ``tried`` says what keeps the kernel of every operation, or None."""
+    if not operations or not builds:
+        return {"path": "definition", "why": "no kernel builds" if operations else "this site has no kernels"}
+    failed = {name: tried[name] for name in operations if tried[name] is not None}
+    path = "kernel" if not failed else "definition" if len(failed) == len(operations) else "kernel and definition"
+    why = "; ".join(f"{name}: {keeps}" for name, keeps in failed.items())
+    return {"path": path, "why": why or ", ".join(operations)}
 
 
 def _triton() -> dict[str, bool]:
@@ -170,9 +213,17 @@ def render(report: dict[str, Any]) -> str:
         f"torchvision     {'matches torch' if report['torchvision_matches_torch'] else 'DOES NOT match torch'}"
     )
     if not report["devices"]:
-        lines.append("GPU             none; models run on the CPU")
+        lines.append(
+            "GPU             none; models run on the CPU, and every site of a recipe its definition in plain torch"
+        )
     for device in report["devices"]:
-        lines.append(f"GPU             {device['name']}, {nbytes(device['memory'])}, capability {device['capability']}")
+        about = f"{device['name']}, {nbytes(device['memory'])}, capability {device['capability']}"
+        lines.append(f"GPU             {device['device']}  {about}")
+        lines.append(
+            f"  kernels       {'build and run' if device['kernels'] else 'do not build: ' + device['why_not']}"
+        )
+        for site, taken in device["sites"].items():
+            lines.append(f"  {site:<13} {taken['path']} ({taken['why']})")
     lines.append(
         f"Triton          {'usable' if report['triton']['usable'] else 'not usable here; plain torch is used'}"
     )

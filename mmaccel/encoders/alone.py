@@ -17,7 +17,7 @@ from ..method import EncoderMethod
 from ..recipe import Recipe
 from ..recipe import recipe as find_recipe
 from ..reduction import Reduction
-from ..scope import Encoded, Scope, current, pop, push
+from ..scope import Encoded, Scope, checked_kernels, current, pop, push
 from ..stats import Stats
 from .merging import EncoderMerging, Merged
 from .taps import Taps
@@ -194,7 +194,7 @@ class EncoderAccelerator:
     Everything hangs on this one instance: hooks on its modules, and the attention function of a transformers tower.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, kernels: str = "auto") -> None:
         built = recipe.build()
         method = built[0][1] if len(built) == 1 else None
         if not isinstance(method, EncoderMethod):
@@ -202,6 +202,7 @@ class EncoderAccelerator:
                 f"Recipe {recipe.name!r} is more than one method inside the encoder; use 'tome', 'pitome' or 'evit'."
             )
         self.recipe = recipe
+        self.kernels = checked_kernels(kernels)
         self.encoder = encoder_of(model)
         method.check(self.encoder)
         self._last: Stats | None = None
@@ -270,7 +271,9 @@ class EncoderAccelerator:
             self._last, self._merged = scope.stats, scope.encoding.merged
 
 
-def accelerate_encoder(model: M, recipe: str | Path | Mapping[str, Any] | Recipe = "pitome", **overrides: Any) -> M:
+def accelerate_encoder(
+    model: M, recipe: str | Path | Mapping[str, Any] | Recipe = "pitome", *, kernels: str = "auto", **overrides: Any
+) -> M:
     """Make an image encoder faster by merging tokens between its layers.
 
     Parameters
@@ -279,6 +282,8 @@ def accelerate_encoder(model: M, recipe: str | Path | Mapping[str, Any] | Recipe
         ``SiglipModel``, ``SiglipVisionModel``), or a CLIP model or ``VisionTransformer`` of open_clip. Text towers stay as
         they are. A model that is accelerated already gets the new recipe instead.
     recipe : a method inside the encoder: ``"tome"``, ``"pitome"`` or ``"evit"``, or a recipe of one of them.
+    kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
+        whatever the device.
     **overrides : ``retain=`` (a float is the share of patches left behind the last layer, an int their number per picture),
         or an option of the method.
 
@@ -290,7 +295,7 @@ def accelerate_encoder(model: M, recipe: str | Path | Mapping[str, Any] | Recipe
     Raises
     ------
     MmaccelError
-        If the recipe, a budget or an option is of no use.
+        If the recipe, a budget, an option or ``kernels`` is of no use.
     UnsupportedError
         If the model is no encoder that is known, or lacks what the method needs.
     """
@@ -299,25 +304,25 @@ def accelerate_encoder(model: M, recipe: str | Path | Mapping[str, Any] | Recipe
     if isinstance(previous, EncoderAccelerator):
         previous.remove()
     try:
-        EncoderAccelerator(model, chosen)
+        EncoderAccelerator(model, chosen, kernels)
     except BaseException:
         if isinstance(previous, EncoderAccelerator):
-            EncoderAccelerator(model, previous.recipe)
+            EncoderAccelerator(model, previous.recipe, previous.kernels)
         raise
     return model
 
 
 @contextmanager
 def accelerated_encoder(
-    model: M, recipe: str | Path | Mapping[str, Any] | Recipe = "pitome", **overrides: Any
+    model: M, recipe: str | Path | Mapping[str, Any] | Recipe = "pitome", *, kernels: str = "auto", **overrides: Any
 ) -> Iterator[M]:
     """:func:`accelerate_encoder` for the length of a ``with`` block; afterwards the model is what it was before."""
     previous = getattr(model, "mmaccel", None)
-    accelerate_encoder(model, recipe, **overrides)
+    accelerate_encoder(model, recipe, kernels=kernels, **overrides)
     try:
         yield model
     finally:
         if isinstance(handle := getattr(model, "mmaccel", None), EncoderAccelerator):
             handle.remove()
         if isinstance(previous, EncoderAccelerator):
-            EncoderAccelerator(model, previous.recipe)
+            EncoderAccelerator(model, previous.recipe, previous.kernels)

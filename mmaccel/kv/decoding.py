@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from mmaccel_kernels import available
 from mmaccel_kernels.decode import MAX_QUERIES, Flat, decode_attention
+from mmaccel_kernels.launch import works
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def on_gpu(x: Tensor) -> bool:
     """Whether the kernel runs on ``x``; the definition would gain nothing over padding."""
-    return x.device.type == "cuda" and available()
+    return works(x.device)
 
 
 def reads_as_stored(step: Step, number: int, new: Tensor) -> bool:

@@ -1,43 +1,29 @@
 """Kernels compiled ahead of time, without a GPU: registers, spills and shared memory from the assembler's own report.
 
-    from aot import SHARED_LIMIT, TARGETS, compile_for
-
-    @pytest.mark.parametrize("target", TARGETS)
-    def test_it_compiles(target):
-        built = compile_for(_kernel, {"x": "*fp16", "n": "i32"}, {"BLOCK": 128}, target, num_warps=4)
-        assert built.spills == 0 and built.shared <= SHARED_LIMIT[target]
-
 Triton's interpreter and its compiler exclude each other within one process (``TRITON_INTERPRET`` decides when a kernel is
-decorated), so everything is compiled in a second process, which is started once.
+decorated), so this belongs into processes without it: :mod:`compilers` starts them.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import tempfile
-from collections.abc import Collection, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-TARGETS = ("sm_80", "sm_90", "gfx942")
+from shipped import Task
 
 #: bytes of shared memory one block may have: CUDA C Programming Guide, table of compute capabilities; 64 KiB of LDS
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """What became of one kernel.
 
     registers : per thread (vector registers on AMD).
-    spills : bytes stored to and loaded from local memory; on AMD the number of spilled registers.
+    spills : bytes stored to and loaded from memory for want of registers; on AMD bytes of memory a thread. Scalar registers
+        of AMD spill to lanes of vector registers, which costs none.
     shared : bytes a block.
     assembly : PTX or GCN, to look for an instruction in.
     """
@@ -48,84 +34,52 @@ class Built:
     assembly: str
 
 
-def compile_for(
-    kernel: Any,
-    signature: Mapping[str, str],
-    constexprs: Mapping[str, Any],
-    target: str,
-    *,
-    aligned: Collection[str] = (),
-    num_warps: int = 4,
-    num_stages: int = 2,
-) -> Built:
-    """Compile ``kernel`` for ``target``, one of :data:`TARGETS`.
-
-    Parameters
-    ----------
-    kernel : a function under ``@triton.jit`` at the top of an importable module; interpreted or not.
-    signature : the types of the arguments at run time, such as ``*fp16``, ``*u8``, ``i32``, ``fp32``.
-    constexprs : the values of all ``tl.constexpr`` arguments.
-    aligned : whole-number arguments that are multiples of 16. Pointers always are, as torch's allocations are.
-    """
-    source = kernel.fn
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    task = (source.__module__, source.__name__, dict(signature), dict(constexprs), target, tuple(aligned), options)
-    return _compiler().submit(_compile, *task).result()
-
-
-@cache
-def _compiler() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_no_interpreter)
-
-
-def _no_interpreter() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)
-
-
-def _compile(
-    module: str,
-    name: str,
-    signature: dict[str, str],
-    constexprs: dict[str, Any],
-    target: str,
-    aligned: tuple[str, ...],
-    options: dict[str, int],
-) -> Built:
+def build(task: Task, target: str) -> Built:
+    """Compile for a target of :data:`shipped.TARGETS` with the Triton of this process, which must not have cached it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(import_module(module), name)
-    names = kernel.arg_names
-    types = {arg: "constexpr" if arg in constexprs else signature[arg] for arg in names}
-    multiples = [i for i, arg in enumerate(names) if types[arg].startswith("*") or arg in aligned]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in multiples}
-    source = ASTSource(kernel, types, dict(constexprs), attrs)
-    if target.startswith("sm_"):
+    kernel = getattr(import_module(task.module), task.kernel)
+    types, fixed = dict(task.types), dict(task.fixed)
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in task.aligned}
+    source, options = ASTSource(kernel, signature, fixed, attributes), dict(task.options)
+    if target.startswith("gfx"):
+        built = triton.compile(source, target=GPUTarget("hip", target, 64), options=options)
+        code = built.asm["amdgcn"]
+        if spilled := _figure(r"\.vgpr_spill_count:\s+(\d+)", code):
+            assert _figure(r"\.private_segment_fixed_size:\s+(\d+)", code), f"{spilled} registers are nowhere"
+        memory = _figure(r"\.private_segment_fixed_size:\s+(\d+)", code)
+        return Built(_figure(r"\.vgpr_count:\s+(\d+)", code), memory, built.metadata.shared, code)
+    with _Reports() as reports:
         built = triton.compile(source, target=GPUTarget("cuda", int(target[3:]), 32), options=options)
-        return _read_ptxas(built.asm["ptx"], built.metadata.shared)
-    built = triton.compile(source, target=GPUTarget("hip", target, 64), options=options)
-    return _read_code_object(built.asm["amdgcn"], built.metadata.shared)
+    said = reports.found[-1]
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+    return Built(_figure(r"Used (\d+) registers", said), spills, built.metadata.shared, built.asm["ptx"])
 
 
-def _read_ptxas(ptx: str, shared: int) -> Built:
-    from triton.backends.nvidia.compiler import get_ptxas
+class _Reports:
+    """What ptxas says of everything that Triton assembles inside; Triton asks it to, and throws it away."""
 
-    # sm_90a for sm_90: with the instructions that only Hopper has
-    gpu = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)[0]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx, encoding="utf-8")
-        ptxas = get_ptxas(int(re.sub(r"\D", "", gpu))).path
-        command = [ptxas, "-v", f"--gpu-name={gpu}", str(path), "-o", str(path.with_suffix(".cubin"))]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
-    return Built(_figure(r"Used (\d+) registers", report), spills, shared, ptx)
+    def __init__(self) -> None:
+        from triton.backends.nvidia import compiler
 
+        self.found: list[str] = []
+        self._run, self._patch = compiler.subprocess.run, patch.object(compiler.subprocess, "run", self._listen)
 
-def _read_code_object(gcn: str, shared: int) -> Built:
-    spills = _figure(r"\.vgpr_spill_count:\s+(\d+)", gcn) + _figure(r"\.sgpr_spill_count:\s+(\d+)", gcn)
-    return Built(_figure(r"\.vgpr_count:\s+(\d+)", gcn), spills, shared, gcn)
+    def _listen(self, *command: Any, stderr: Any = None, **options: Any) -> Any:
+        done = self._run(*command, stderr=stderr, **options)
+        if hasattr(stderr, "name"):
+            self.found.append(Path(stderr.name).read_text(encoding="utf-8"))
+        return done
+
+    def __enter__(self) -> _Reports:
+        self._patch.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.__exit__(*error)
 
 
 def _figure(pattern: str, report: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,15 @@ def device() -> str:
     """Where a kernel and its definition are compared; without Triton there is nothing to compare."""
     pytest.importorskip("triton")
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def guard(device: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The devices that were made the current one while kernels ran; also where there is none."""
+    entered: list[torch.device] = []
+    real = torch.cuda.device if device == "cuda" else contextlib.nullcontext
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or real(device))
+    return entered
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from aot import SHARED_LIMIT, TARGETS, compile_for
 from mmaccel_kernels import decode
 from mmaccel_kernels.decode import (
     Flat,
@@ -17,7 +15,6 @@ from mmaccel_kernels.decode import (
     decode_attention_cost,
     decode_attention_definition,
     decode_attention_kernel,
-    launch,
 )
 from mmaccel_kernels.pack import quantise
 from mmaccel_kernels.pages import Format, Pages, Plane, split
@@ -403,122 +400,6 @@ def test_every_code_is_read_once(keys, values, meter):
     dense = sum(inputs[name].nbytes for name in ("query", "keys", "values")) + inputs["query"].nbytes + 2 * 7 * 4
     assert moved == pages.nbytes() + dense
     assert operations == 2 * 7 * (1920 + 2) * 64
-
-
-# --- compiled ahead of time -------------------------------------------------------------------------------------------
-TENSORS = {
-    "cu_lengths": "*i64",
-    "mask": "*u8",
-    "part": "*fp32",
-    "part_lse": "*fp32",
-    "cu_pages": "*i32",
-    **dict.fromkeys(["key_codes", "other_codes", "value_codes"], "*u8"),
-    **dict.fromkeys(["channels", "other_channels", "count", "meta", "table", "columns"], "*i32"),
-    "scale": "fp32",
-}
-
-
-def built(
-    target,
-    groups,
-    q,
-    d,
-    dtype,
-    *,
-    flat=True,
-    masked=True,
-    keys=None,
-    other=None,
-    values=None,
-    page=128,
-    tile=32,
-    width=0,
-):
-    """The first kernel as it is launched."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    capability = 0 if target.startswith("gfx") else int(target[3:])
-    plan = launch(groups, q, d, d, dtype.itemsize, keys is not None, capability)
-    meta = torch.empty(0)
-
-    def plane(form, width=d):
-        return form and decode.plane(Plane(form, torch.empty(0, 0, width), meta, meta), dtype)
-
-    constants = plan.constants | {
-        "RAGGED": flat,
-        "PACKED": keys is not None,
-        "MASKED": masked,
-        "SINGLE": q == 1,
-        "BLOCK_M": plan.block_m,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "PAGE": page,
-        "TILE": tile,
-        "KEY": plane(keys, width or (d if other is None else d // 2)),
-        "OTHER": plane(other, d // 2),
-        "VALUE": plane(values),
-    }
-    signature = {arg: TENSORS.get(arg, "i32") for arg in decode._decode.arg_names}
-    of_type = ["query", "turned", "keys", "values", "flat_keys", "flat_values"]
-    scales = [f"{a}_{b}" for a in ("key", "other", "value") for b in ("scale", "zero")]
-    signature |= dict.fromkeys(of_type + scales, f"*{name}")
-    aligned = ["key_b", "key_h", "key_n", "value_b", "value_h", "value_n"]
-    return compile_for(decode._decode, signature, constants, target, aligned=aligned, **plan.options)
-
-
-#: formats of codecs that come with mmaccel: keys, second plane of keys, values, page, tile
-SHIPPED = {
-    "kivi, 4 bit": (("int4", "channel", 32), None, ("int4", "token", 32), 128, 32),
-    "kivi, 2 bit": (("int2", "channel", 32), None, ("int2", "token", 32), 128, 32),
-    "fp8": (("fp8", "token", 128), None, ("fp8", "token", 128), 64, 32),
-    "calibquant": (("int1", "channel", 128), None, ("int1", "channel", 128), 128, 16),
-    "think": (("int4", "channel", 32), None, ("int4", "token", 32), 128, 32),
-    "vidkv": (("int2", "channel", 32), ("sign", "channel", 32), ("ternary", "channel", 32), 320, 16),
-    "4 bit": (("int4", "channel", 128), None, ("int4", "channel", 128), 128, 32),
-    "2 bit": (("int2", "channel", 128), None, ("int2", "channel", 128), 128, 32),
-}
-
-
-def spills(result, target):
-    """Bytes in memory; scalar registers of AMD spill to lanes of vector registers, which costs none."""
-    if not target.startswith("gfx"):
-        return result.spills
-    assert ".vgpr_spill_count: 0" in result.assembly
-    return int(re.findall(r"\.private_segment_fixed_size: (\d+)", result.assembly)[0])
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_it_compiles_without_spills(target):
-    result = built(target, 7, 1, 128, torch.bfloat16)
-    assert spills(result, target) == 0 and result.shared <= SHARED_LIMIT[target]
-    if target != "gfx942":
-        assert "cp.async" in result.assembly and "mma.sync" in result.assembly
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("groups", "q"), [(1, 1), (8, 1), (32, 1), (64, 1), (4, 16)])
-@pytest.mark.parametrize("d", [64, 80, 128, 256])
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_configuration_compiles_without_spills(target, d, groups, q, dtype):
-    result = built(target, groups, q, d, dtype)
-    assert spills(result, target) == 0 and result.shared <= SHARED_LIMIT[target]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "name", "more"),
-    # beside flat keys and under a mask, what takes most registers
-    # (a mask over 80 of 128 channels takes two registers more than sm_80 has)
-    [(target, name, False) for target in TARGETS for name in SHIPPED if (target, name) != ("sm_80", "think")]
-    + [(target, "kivi, 2 bit", True) for target in ("sm_80", "sm_90")],
-)
-def test_shipped_codecs_compile_without_spills(target, name, more):
-    *formats, page, tile = SHIPPED[name]
-    keys, other, values = (form and Format(*form) for form in formats)
-    planes = {"keys": keys, "other": other, "values": values, "page": page, "tile": tile}
-    if name == "think":
-        planes["width"] = 80
-    result = built(target, 7, 1, 128, torch.bfloat16, flat=more, masked=more, **planes)
-    assert spills(result, target) == 0 and result.shared <= SHARED_LIMIT[target]
 
 
 def test_lengths_are_not_compiled_for():

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aot import SHARED_LIMIT, TARGETS, compile_for
 from mmaccel_kernels import importance as module
 from mmaccel_kernels.importance import importance, importance_cost, importance_definition, importance_kernel, tiles
 from traffic import counted
@@ -87,24 +86,6 @@ def test_joins_and_defaults():
     groups = apart.view(2, 2, 2, 70)
     for join, want in (("mean", groups.mean(2)), ("sum", groups.sum(2)), ("max", groups.amax(2))):
         assert torch.equal(importance(query, key, join=join), want)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True], ids=["causal", "masked"])
-@pytest.mark.parametrize(
-    ("dtype", "width"),
-    [("*bf16", 128), *(pytest.param(*wide, marks=pytest.mark.slow) for wide in (("*fp32", 256), ("*bf16", 256)))],
-)
-def test_compiles_without_spills(dtype, width, masked, target):
-    tile = tiles(8192, width, TYPES[dtype].itemsize)
-    warps = tile.pop("num_warps")
-    types = {"query": dtype, "key": dtype, "valid": "*u8", "visible": "*u8", "scale": "fp32"}
-    types |= dict.fromkeys(("partial", "total", "weight", "sums"), "*fp32")
-    types |= dict.fromkeys(("queries", "keys", "kv", "groups", "seen_heads", "width", "share"), "i32")
-    for kernel in (module._row_sums, module._column_sums):
-        constants = {"VALID": masked, "VISIBLE": masked, **tile}
-        built = compile_for(kernel, types, constants, target, aligned=("width",), num_warps=warps)
-        assert built.spills == 0 and built.shared <= SHARED_LIMIT[target]
 
 
 def test_what_the_launches_move(monkeypatch):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aot import SHARED_LIMIT, TARGETS, compile_for
 from mmaccel_kernels import matching
 from mmaccel_kernels.matching import best_match, best_match_cost, best_match_definition, best_match_kernel, tiles
 from traffic import counted
@@ -62,24 +61,6 @@ def test_strided_inputs_and_empty_sets(device):
     score, place = best_match(x, y[:, :0])
     assert (score == -torch.inf).all() and (place == 0).all() and score.shape == (2, 20)
     assert best_match(x[:, :0], y)[0].shape == (2, 0)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_compiles_without_spills(dtype, target):
-    tile = tiles(TYPES[f"*{dtype}"].itemsize)
-    warps = tile.pop("num_warps")
-    types = {"x": f"*{dtype}", "y": f"*{dtype}", "there": "*u8", "score": "*fp32", "place": "*i64"}
-    sizes = dict.fromkeys(("a", "b", "width"), "i32")
-    built = compile_for(
-        matching._best_match,
-        types | sizes,
-        {"MASKED": True, "OTHERS": True, **tile},
-        target,
-        aligned=("width",),
-        num_warps=warps,
-    )
-    assert built.spills == 0 and built.shared <= SHARED_LIMIT[target]
 
 
 def test_what_a_launch_moves():

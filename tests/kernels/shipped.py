@@ -1,0 +1,218 @@
+"""Every configuration in which the kernels are launched, taken from launches themselves.
+
+Operations are called as the product calls them, on small tensors, and what they would launch on a GPU is written down as
+Triton's own dispatch would see it, and not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from mmaccel_kernels import decode, launch, maxmin
+from mmaccel_kernels.compact import compact
+from mmaccel_kernels.decode import Flat, decode_attention
+from mmaccel_kernels.dpp import greedy_dpp
+from mmaccel_kernels.importance import importance
+from mmaccel_kernels.matching import best_match
+from mmaccel_kernels.maxmin import max_min
+from torch import Tensor
+
+from mmaccel.kv.codecs import Codec
+from mmaccel.registry import method as method_named
+
+TARGETS = ("sm_80", "sm_90", "gfx942")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+class Task(NamedTuple):
+    """One compilation: a kernel by module and name, the types of its arguments, those that are fixed, and those that are
+    multiples of 16."""
+
+    module: str
+    kernel: str
+    types: tuple[tuple[str, str], ...]
+    fixed: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+
+
+def tasks(target: str, only: Container[str] | None = None) -> dict[str, Task]:
+    """What is compiled for ``target`` by name, everything once; of ``only`` these cases, if they are given."""
+    found: dict[str, Task] = {}
+    for name, use in cases().items():
+        if only is None or name in only:
+            with _recording(target) as launches:
+                use()
+            for number, task in enumerate(dict.fromkeys(launches)):
+                if task not in found.values():
+                    label = f"{name}: {task.kernel}"
+                    found[label if label not in found else f"{label} {number}"] = task
+    return found
+
+
+@contextmanager
+def _recording(target: str) -> Iterator[list[Task]]:
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Task] = []
+    capability = 0 if target.startswith("gfx") else int(target[3:])
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches.append(_task(kernel, args, options))
+
+    with (
+        patch.object(JITFunction, "run", record),
+        patch.object(launch, "usable", lambda device: True),
+        patch.object(torch.cuda, "device", nullcontext),
+        patch.object(decode, "_capability", lambda device: capability),
+    ):
+        yield launches
+
+
+def _task(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Task:
+    types, fixed, aligned = {}, {}, []
+    left = dict(options)
+    for place, about in enumerate(kernel.params):
+        value = args[place] if place < len(args) else left.pop(about.name)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if about.is_constexpr or value is None or (whole and value == 1 and not about.do_not_specialize):
+            fixed[about.name] = value
+        elif isinstance(value, Tensor):
+            types[about.name] = "*" + _TYPES[value.dtype]
+            aligned.append(about.name)
+        elif whole:
+            types[about.name] = "i32"
+            if value % 16 == 0 and not about.do_not_specialize:
+                aligned.append(about.name)
+        else:
+            types[about.name] = "fp32"
+    made = (tuple(x.items()) for x in (types, fixed, left))
+    types_, fixed_, options_ = made
+    return Task(kernel.fn.__module__, kernel.fn.__name__, types_, fixed_, tuple(aligned), options_)
+
+
+# --- the configurations -----------------------------------------------------------------------------------------------
+def cases() -> dict[str, Callable[[], Any]]:
+    """Name -> a use: every kernel for every type it multiplies in, the head sizes and groups of the families, and each codec;
+    of options that only leave something out, the fullest."""
+    made: dict[str, Callable[[], Any]] = {}
+    for kind, dtype in DTYPES.items():
+        made[f"best_match {kind}"] = lambda t=dtype: best_match(
+            *_zeros(2, 1, 4, 64, dtype=t), torch.ones(1, 4, dtype=torch.bool), others=True
+        )
+    made["compact"] = lambda: _compact(False)
+    made["compact, merged"] = lambda: _compact(True)
+    for kind, width, masked in (("bf16", 128, False), ("bf16", 128, True), ("bf16", 256, True), ("fp32", 128, True)):
+        name = f"importance {kind}, {width} channels{_beside(False, masked)}"
+        made[name] = lambda t=DTYPES[kind], w=width, m=masked: _importance(t, w, m)
+    # as many as one program takes, and blocks of all tokens of a long clip
+    for slots, width in ((maxmin.ONE_PROGRAM, maxmin.ONE_PROGRAM), (16384, 16)):
+        made[f"max_min of {slots}"] = lambda n=slots, w=width: max_min(*_units(n, w), most=1)
+    for slots, width in ((1024, 1024), (16384, 16)):
+        made[f"greedy_dpp of {slots}"] = lambda n=slots, w=width: _greedy_dpp(n, w)
+    for kind, d, groups, q, flat, masked in _DENSE:
+        name = f"decode {kind}, {d} channels, {q} x {groups} queries{_beside(flat, masked)}"
+        made[name] = lambda t=DTYPES[kind], a=(d, groups, q, flat, masked): _decode(t, *a)
+    for label, (method, options, kind, whole) in _CODECS.items():
+        name = f"{label} {kind}{_beside(whole, whole)}"
+        made[name] = lambda t=DTYPES[kind], m=method, o=options, w=whole: _packed(t, m, o, w)
+    return made
+
+
+#: type, channels, query heads of a key head, queries, beside ragged heads, under a mask
+_DENSE = (
+    *(("bf16", 128, 7, 1, flat, masked) for flat in (False, True) for masked in (False, True)),
+    *(("bf16", d, 7, 1, True, True) for d in (64, 80, 256)),
+    ("bf16", 128, 64, 1, True, True),
+    ("bf16", 128, 4, 16, True, True),
+    ("fp16", 128, 7, 1, True, True),
+    ("fp32", 128, 7, 1, True, True),
+    ("fp32", 256, 4, 16, True, True),
+)
+
+#: codecs as they come and with the options that change what is compiled; type; whether beside ragged heads and under a mask
+_CODECS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
+    "vidkv": ("vidkv", {}, "bf16", False),
+    "vidkv, protected tokens": ("vidkv", {"value_bits": 2, "page": 128}, "bf16", False),
+    "calibquant": ("calibquant", {}, "bf16", False),
+    "calibquant, 4 bit": ("calibquant", {"bits": 4}, "bf16", False),
+    "think": ("think", {}, "bf16", False),
+    "fp8": ("fp8", {}, "bf16", False),
+    "kivi, 2 bit": ("kivi", {}, "bf16", False),
+    "kivi, 4 bit": ("kivi", {"bits": 4}, "bf16", False),
+    "kivi, 8 bit": ("kivi", {"bits": 8}, "bf16", False),
+    "kivi, all at once": ("kivi", {}, "bf16", True),
+    "kivi, half precision": ("kivi", {}, "fp16", False),
+}
+
+
+def _beside(flat: bool, masked: bool) -> str:
+    return (", ragged" if flat else "") + (", masked" if masked else "")
+
+
+def _zeros(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    return (torch.zeros(*shape, dtype=dtype) for _ in range(count))
+
+
+def _compact(merged: bool) -> None:
+    kept = torch.ones(1, 2, 4, dtype=torch.bool)
+    owner, weight = torch.arange(4).expand(1, 2, 4).contiguous(), torch.ones(1, 2, 4)
+    more = {"owner": owner, "weight": weight} if merged else {}
+    compact(*_zeros(2, 1, 2, 4, 128, dtype=torch.bfloat16), kept, **more)
+
+
+def _importance(dtype: torch.dtype, width: int, masked: bool) -> None:
+    queries = 64
+    query, key = torch.zeros(1, 4, queries, width, dtype=dtype), torch.zeros(1, 2, queries, width, dtype=dtype)
+    valid = torch.ones(1, queries, dtype=torch.bool) if masked else None
+    visible = torch.ones(1, 1, queries, queries, dtype=torch.bool) if masked else None
+    importance(query, key, valid=valid, visible=visible)
+
+
+def _units(slots: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.zeros(1, slots, width), torch.ones(1, slots, dtype=torch.bool), torch.ones(1, dtype=torch.long)
+
+
+def _greedy_dpp(slots: int, width: int) -> None:
+    x, valid, count = _units(slots, width)
+    greedy_dpp(x, torch.ones(1, slots), valid, count, most=1)
+
+
+def _decode(dtype: torch.dtype, d: int, groups: int, q: int, flat: bool, masked: bool, pages: Any = None) -> None:
+    heads, tail = 2, 16 + q
+    columns = tail + (32 if flat else 0)
+    if pages is not None:
+        columns += int(pages.lengths().max())
+    decode_attention(
+        torch.zeros(1, heads * groups, q, d, dtype=dtype),
+        *_zeros(2, 1, heads, tail, d, dtype=dtype),
+        flat=Flat(*_zeros(2, 64, d, dtype=dtype), torch.tensor([0, 32, 64]), 32) if flat else None,
+        pages=pages,
+        visible=torch.ones(1, heads, q, columns, dtype=torch.bool) if masked else None,
+    )
+
+
+def _packed(dtype: torch.dtype, method: str, options: dict[str, Any], whole: bool) -> None:
+    codec = method_named(method)(**options)
+    assert isinstance(codec, Codec)
+    lengths = torch.full((1, 2), codec.page)
+    # channels that differ, so that a codec that chooses some finds them
+    x = torch.arange(1.0, 129).expand(2 * codec.page, 128).to(dtype).contiguous()
+    _decode(dtype, 128, 7, 1, whole, whole, codec.pack(x, x, lengths))
+
+
+__all__ = ["DTYPES", "TARGETS", "Task", "cases", "tasks"]

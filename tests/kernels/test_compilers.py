@@ -1,0 +1,105 @@
+"""The installed compiler takes the kernels; `compilers.py` asks all of them, for every configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import compilers
+import pytest
+from shipped import TARGETS, cases
+
+HERE = Path(__file__).parent
+
+#: quick ones that launch every kernel but those of packed pages
+SOME = ["compact, merged", "max_min of 4096", "greedy_dpp of 1024", "importance bf16, 128 channels"]
+
+
+@pytest.mark.slow
+def test_every_configuration_compiles_and_spills_what_the_table_says(capsys: Any) -> None:
+    assert compilers.main(["--triton", "installed"]) == 0, capsys.readouterr().out
+
+
+def test_some_compile_and_spill_what_the_table_says(capsys: Any) -> None:
+    assert compilers.main(["--triton", "installed", "--jobs", "1", "--only", *SOME]) == 0, capsys.readouterr().out
+    assert "15 compiled" in capsys.readouterr().out
+
+
+def test_decode_steps_copy_ahead_and_multiply_in_tensor_cores() -> None:
+    program = """
+import json
+from aot import build
+from shipped import tasks
+case = "decode bf16, 128 channels, 1 x 7 queries"
+found = {target: build(tasks(target, [case])[f"{case}: _decode"], target) for target in ("sm_80", "sm_90")}
+print(json.dumps({t: [b.spills, "cp.async" in b.assembly, "mma.sync" in b.assembly] for t, b in found.items()}))
+"""
+    path = os.pathsep.join([str(HERE), str(compilers.ROOT), str(compilers.ROOT / "kernels")])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_ALWAYS_COMPILE": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == {"sm_80": [0, True, True], "sm_90": [0, True, True]}
+
+
+def test_every_codec_is_compiled() -> None:
+    from mmaccel.kv.codecs import Codec
+    from mmaccel.registry import methods
+
+    codecs = {name for name, method in methods().items() if issubclass(method, Codec)}
+    assert codecs <= {name.split(",")[0].split(" ")[0] for name in cases()}
+
+
+def found(spills: int, only: list[str] | None = None) -> dict[str, Any]:
+    by_target = {target: {} for target in TARGETS} | {"sm_90": {"a": spills} if spills else {}}
+    return {"triton": "3.6", "names": ["a", "b"], "only": only, "spills": by_target, "failed": []}
+
+
+@pytest.mark.parametrize(
+    ("now", "table", "says"),
+    [
+        (40, {"sm_90": {"a": 40}}, None),
+        (0, {}, None),
+        (48, {"sm_90": {"a": 40}}, "sm_90, a: spills 48 bytes, where the table has 40"),
+        (40, {}, "sm_90, a: spills 40 bytes, where the table has 0"),
+        (40, {"sm_80": {"a": 40}, "sm_90": {"a": 40}}, "sm_80, a: spills 0 bytes; the table is stale with 40"),
+        (32, {"sm_90": {"a": 40}}, "sm_90, a: spills 32 bytes; the table is stale with 40"),
+        (40, {"sm_90": {"a": 40, "gone": 8}}, "gone is in the table, and nothing is launched so"),
+    ],
+)
+def test_a_spill_that_grows_is_new_or_is_gone_is_told(now: int, table: compilers.Spills, says: str | None) -> None:
+    said = compilers.differences(found(now), {"3.6": table})
+    assert len(said) == (says is not None) and all(says in line for line in said)
+
+
+def test_a_triton_without_a_table_is_told() -> None:
+    (said,) = compilers.differences(found(0), {"3.4": {}})
+    assert said.startswith("spills.json has no Triton 3.6")
+
+
+def test_an_update_of_some_leaves_the_others() -> None:
+    table = {"3.6": {"sm_90": {"a": 8, "c": 16}, "sm_80": {"c": 24}}}
+    assert compilers.updated(found(40, ["a"]), table) == {
+        "sm_80": {"c": 24},
+        "sm_90": {"a": 40, "c": 16},
+        "gfx942": {},
+    }
+    assert compilers.updated(found(40), table) == {"sm_80": {}, "sm_90": {"a": 40}, "gfx942": {}}
+
+
+def test_what_cannot_be_compiled_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    import aot
+
+    outer = RuntimeError("at 3:4: the line of the caller")
+    outer.__cause__ = TypeError("int plus float")
+    monkeypatch.setattr(aot, "build", lambda task, target: (_ for _ in ()).throw(outer))
+    assert compilers._build(None, "sm_90") == (0, "cannot be compiled: int plus float")
+    built = aot.Built(0, 0, 70 * 1024, "")
+    monkeypatch.setattr(aot, "build", lambda task, target: built)
+    assert compilers._build(None, "sm_90") == (0, "")
+    assert "of shared memory, more than the 65536" in compilers._build(None, "gfx942")[1]
