@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from .kv.cache import CacheState, KeyIndex, Reading, adopt, cache_bytes, state_o
 from .kv.codecs import Among, Kind
 from .kv.eviction import Eviction
 from .kv.importance import energy
+from .kv.packing import Packing
 from .layout import Layout, Units
 from .method import LayerAttention, LayerMethod, ProjectorMethod, TokenBatch, TokenMethod
 from .reduction import Reduction
@@ -46,13 +47,24 @@ class Phase:
     padded: bool
     chosen: Tensor | None = None
     extra: dict[str, Any] | None = None
-    _index: KeyIndex | None = None
+    _indices: dict[torch.device, KeyIndex] = field(default_factory=dict)
 
-    def shared_index(self, upto: int) -> KeyIndex:
-        """One index of these places for all layers that store them first."""
-        if self._index is None:
-            self._index = KeyIndex(self.places, self.padded, upto)
-        return self._index
+    @cached_property
+    def on_host(self) -> Tensor:
+        """``places`` on the CPU."""
+        return self.places.cpu()
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Tokens of every row that are no padding, ``[B]`` long on the CPU."""
+        return (self.on_host >= 0).sum(1) if self.padded else torch.full((len(self.places),), self.places.shape[1])
+
+    def shared_index(self, upto: int, device: torch.device) -> KeyIndex:
+        """One index of these places for all layers on ``device`` that store them first."""
+        if device not in self._indices:
+            lengths = self.lengths[:, None]
+            self._indices[device] = KeyIndex(self.places.to(device), self.padded, upto, lengths)
+        return self._indices[device]
 
 
 class Step:
@@ -80,10 +92,7 @@ class Step:
         self.eviction = Eviction(self) if owner.policy is not None and state is not None else None
         #: ``[B, S]`` bool, the visual tokens that a codec stores better than the others
         self.salient: Tensor | None = None
-        #: per layer ``[B, Hkv, D]``, the mean square of the last queries, if a codec looks at them
-        self.asked: dict[int, Tensor] = {}
-        #: indices that packing replaced, so that layers go on sharing one
-        self.repacked: dict[int, tuple[KeyIndex, KeyIndex]] = {}
+        self.packing = Packing(self)
 
     def phase(self, layer: int) -> Phase:
         """The phase a layer belongs to."""
@@ -98,7 +107,8 @@ class Step:
             if self.reading is not None and layer >= self.reading.first:
                 return self.reading.index(index)
             return index
-        return self.phase(layer).shared_index(self.seen + self.length)
+        phase = self.phase(layer)
+        return phase.shared_index(self.seen + self.length, phase.places.device)
 
     def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
         """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``."""
@@ -116,7 +126,7 @@ class Step:
                 self.eviction.after_attention(number, query, key, visible, scaling)
         if (window := max((kind.codec.window for kind in self.owner.kinds), default=0)) and self.state is not None:
             there = self.phase(number).places.to(query.device, non_blocking=True)[:, -window:] >= 0
-            self.asked[number] = energy(query[:, :, -window:], there, key.shape[1])
+            self.packing.asked[number] = energy(query[:, :, -window:], there, key.shape[1])
         if self.eviction is None or not self.eviction.waiting:
             self.pack(number, query.device)
 
@@ -129,8 +139,7 @@ class Step:
         if not self.owner.kinds or self.state is None:
             return
         with self.measured("packing", device):
-            for kind, among in self.due:
-                self.state.layers[number].pack(kind, among, self.repacked, self.asked.get(number))
+            self.packing.pack(self.state.layers[number])
 
     @cached_property
     def due(self) -> list[tuple[Kind, Among]]:
@@ -280,7 +289,9 @@ class Step:
     ) -> None:
         """From layer ``first`` on the tokens at ``chosen [B, q]`` (places of this forward on the CPU, -1 padding) are left."""
         places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
-        self.phases.append((first, Phase(places.to(device, non_blocking=True), padded, chosen, extra)))
+        phase = Phase(places.to(device, non_blocking=True), padded, chosen, extra)
+        phase.on_host = places
+        self.phases.append((first, phase))
 
     def slots(self, chosen: Tensor) -> Tensor:
         """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""
@@ -554,6 +565,9 @@ class Door:
                 step.eviction.settle()
             for number in range(len(self.layers) if waits else 0):
                 step.pack(number, device)
+        if step is not None and step.packing.waiting and output is not None:
+            with step.measured("packing", step.phase(0).places.device):
+                step.packing.settle()
         if scope.timer is not None:
             scope.stats.clock.stop(scope.timer[1], scope.timer[0])
             scope.timer = None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -163,8 +163,29 @@ class ProjectorMethod(TokenMethod):
     site = "projector"
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layerwise:
+    """What a method sees of one layer, beside what is true of all layers that see the same tokens.
+
+    memo : what :meth:`once` has found, shared by these layers.
+    """
+
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, make: Callable[..., T], *args: Any) -> T:
+        """``make(self, *args)``, for all layers that see the same tokens: it may ask where tokens are and of which kind, not
+        what queries, keys and values are, and may wait for the device."""
+        if (make, args) not in self.memo:
+            self.memo[make, args] = make(self, *args)
+        found: T = self.memo[make, args]
+        return found
+
+
 @dataclass(frozen=True)
-class LayerAttention:
+class LayerAttention(Layerwise):
     """The attention of one language model layer over a prompt, to be looked at in slices; the whole map never exists.
 
     query : ``[B, Hq, q, D]``, key : ``[B, Hkv, K, D]``, post-RoPE. The prompt's own keys are the last ``q`` of the ``K``.
@@ -179,15 +200,15 @@ class LayerAttention:
     text: Tensor
 
     @cached_property
-    def exact_key(self) -> Tensor:
-        """The keys in float32, made when a method first looks at them, so that slices need not convert them again."""
+    def full_key(self) -> Tensor:
+        """``key`` in float32, converted once for all slices, and not at all if nothing looks at them."""
         return self.key.float()
 
     def logits(self, start: int, stop: int) -> Tensor:
         """``[B, Hq, stop - start, K]`` float32 of query rows ``start`` to ``stop``; ``-inf`` where a row may not look."""
         rows, keys, heads = self.query[:, :, start:stop], self.key.shape[2], self.query.shape[1]
         grouped = rows.unflatten(1, (self.key.shape[1], -1)).float()
-        logits = torch.einsum("bkgqd,bkld->bkgql", grouped, self.exact_key) * self.scaling
+        logits = torch.einsum("bkgqd,bkld->bkgql", grouped, self.full_key) * self.scaling
         if self.visible is not None:
             seen = self.visible[:, :, None, start:stop]
         else:
@@ -289,7 +310,7 @@ class EncoderMethod(Method):
 
 
 @dataclass(frozen=True)
-class KeyBatch:
+class KeyBatch(Layerwise):
     """What a cache policy sees of one layer, at the end of prefill or while decoding. All keys are post-RoPE.
 
     While decoding, where heads store different keys, every (row, KV head) comes as a row of its own.
@@ -363,6 +384,9 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
     "protect": {"separators": None, "question": None},
 }
 
+#: the least and the most that number can be: a share, unless it says otherwise here
+LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
@@ -429,9 +453,16 @@ class CacheOptions:
         if name not in known or (colon and known[name] is None):
             raise MmaccelError(f"{option}={getattr(self, option)!r} is unknown; it can be {', '.join(known)}.")
         try:
-            return name, float(number) if colon else known[name]
+            value = float(number) if colon else known[name]
         except ValueError as error:
             raise MmaccelError(f"{option}={getattr(self, option)!r}: behind the colon stands a number.") from error
+        least, most = LIMITS.get(name, (0.0, 1.0))
+        # not a number is in no range
+        if value is not None and not least <= value <= most:
+            raise MmaccelError(
+                f"{option}={getattr(self, option)!r}: behind the colon stands a number from {least:g} to {most:g}."
+            )
+        return name, value
 
     @property
     def scheduled(self) -> bool:

@@ -487,6 +487,12 @@ def test_elastic_cache_drops_at_a_distance() -> None:
         ({"layer_budget": "pyramids"}, "layer_budget='pyramids' is unknown"),
         ({"layer_budget": "uniform:3"}, "is unknown"),
         ({"layer_budget": "pyramid:x"}, "a number"),
+        ({"layer_budget": "pyramid:0"}, "a number from 0.5 to 1e[+]06"),
+        ({"layer_budget": "pyramid:nan"}, "'pyramid:nan': behind the colon stands a number from"),
+        ({"layer_budget": "pyramid:1e999"}, "a number from"),
+        ({"layer_budget": "sparsity:1.5"}, "a number from 0 to 1"),
+        ({"head_budget": "adaptive:-0.1"}, "a number from 0 to 1"),
+        ({"compact": "ema:nan"}, "a number from 0 to 1"),
         ({"head_budget": "heads"}, "adaptive"),
         ({"compact": "melt"}, "pivot"),
         ({"protect": ("answers",)}, "separators or question"),
@@ -1394,6 +1400,23 @@ def test_expected_attention_is_the_mean_of_draws() -> None:
         pass
 
 
+class Coded(Tensor):
+    """Quantised weights as torchao makes them: they say float32, and know what a linear layer needs."""
+
+    @staticmethod
+    def __new__(cls, weight: Tensor) -> Coded:
+        made: Coded = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0])
+        raise NotImplementedError(f"{func} of coded weights")
+
+
 def test_critical_keys_are_half_of_the_budget() -> None:
     """Half by attention alone, half by attention and value; a quantised model has no projection to look at."""
     keys = keys_of((0,))
@@ -1409,6 +1432,12 @@ def test_critical_keys_are_half_of_the_budget() -> None:
     model = zoo.model("llava")
     model.model.language_model.layers[1].self_attn.o_proj.weight.requires_grad_(False).data = torch.zeros(4).byte()
     with pytest.raises(MmaccelError, match="use snapkv or vatp"), accelerated(model, "criticalkv"):
+        pass
+    # numbers, to look at it, that cannot be computed with
+    coded = zoo.model("llava")
+    projection = coded.model.language_model.layers[1].self_attn.o_proj
+    projection.weight = torch.nn.Parameter(Coded(projection.weight), requires_grad=False)
+    with pytest.raises(MmaccelError, match="use snapkv or vatp"), accelerated(coded, "criticalkv"):
         pass
     with pytest.raises(MmaccelError, match="first from 0 to 1"):
         CriticalKV(first=2.0)

@@ -316,10 +316,10 @@ def test_keys_are_converted_once_and_only_if_looked_at() -> None:
     layer = layer_of([7, 5])
     half = replace(layer, query=layer.query.bfloat16(), key=layer.key.bfloat16())
     # a policy that scores keys by themselves costs no copy of them
-    assert half.key.dtype == torch.bfloat16 and "exact_key" not in vars(half)
+    assert half.key.dtype == torch.bfloat16 and "full_key" not in vars(half)
     part = upto(half, 4)
-    assert half.exact_key.dtype == torch.float32 == part.exact_key.dtype
-    assert part.exact_key.untyped_storage().data_ptr() == half.exact_key.untyped_storage().data_ptr()
+    assert half.full_key.dtype == torch.float32 == part.full_key.dtype
+    assert part.full_key.untyped_storage().data_ptr() == half.full_key.untyped_storage().data_ptr()
     exact = replace(layer, query=layer.query.bfloat16().float(), key=layer.key.bfloat16().float())
     assert torch.equal(half.attention(2, 6).nan_to_num(), exact.attention(2, 6).nan_to_num())
 

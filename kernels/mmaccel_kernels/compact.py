@@ -67,7 +67,10 @@ def compact_definition(
 ) -> Compacted:
     """:func:`compact` in plain torch."""
     if owner is None:
-        return Compacted(keys[kept], values[kept], kept.sum(-1))
+        if total is None:
+            return Compacted(keys[kept], values[kept], kept.sum(-1))
+        source = _plan(kept, None, total)[0][:total]
+        return Compacted(keys.flatten(0, 2)[source], values.flatten(0, 2)[source], kept.sum(-1))
     source, begin = _plan(kept, owner, int(kept.sum()) if total is None else total)
     factor = torch.ones_like(source, dtype=torch.float32) if weight is None else weight.flatten()[source]
 

@@ -188,6 +188,7 @@ class Pages:
     table : ``[T]`` int32, pages by head; ``cu_pages [B Hkv + 1]`` int32, where each head begins.
     heads : Hkv.
     key_width : D, where planes of keys do not hold every channel; 0 where they do.
+    tokens : of all heads together, where that is known without asking the device.
     """
 
     keys: tuple[Plane, ...]
@@ -200,6 +201,7 @@ class Pages:
     cu_pages: Tensor
     heads: int
     key_width: int = 0
+    tokens: int | None = None
 
     @property
     def batch(self) -> int:
@@ -241,15 +243,19 @@ class Pages:
         table = self.table.long()
         there = torch.arange(self.page, device=table.device) < self.count[table][:, None]
         parts = [plane.decoded(self.page, self.tile, table, self.meta[table].long()) for plane in planes]
-        full = bool(there.all())
-        parts = [part.flatten(0, 1) if full else part[there] for part in parts]
+        tokens = int(there.sum()) if self.tokens is None else self.tokens
+        parts = [part.flatten(0, 1) for part in parts]
+        if tokens < there.numel():
+            filled = (~there).flatten().long().argsort(stable=True)[:tokens]
+            parts = [part[filled] for part in parts]
         if len(parts) == 1 and planes[0].channels is None:
             return parts[0].to(dtype)
         out = parts[0].new_zeros(len(parts[0]), width or sum(part.shape[1] for part in parts))
         per_head = self.lengths().flatten()
         for part, plane in zip(parts, planes, strict=True):
             assert plane.channels is not None
-            out.scatter_(1, plane.channels.long().repeat_interleave(per_head, dim=0), part)
+            head = torch.repeat_interleave(per_head, output_size=tokens)
+            out.scatter_(1, plane.channels.long()[head], part)
         return out.to(dtype)
 
     def appended(self, other: Pages) -> Pages:
@@ -268,7 +274,9 @@ class Pages:
         if len(self.cu_pages) != len(other.cu_pages):
             raise ValueError(f"{len(other.cu_pages) - 1} heads cannot be appended to {len(self.cu_pages) - 1}.")
         first, second = self.cu_pages.diff().long(), other.cu_pages.diff().long()
-        owner = torch.cat([torch.repeat_interleave(n) for n in (first, second)])
+        owner = torch.cat(
+            [torch.repeat_interleave(n, output_size=len(pages.table)) for n, pages in ((first, self), (second, other))]
+        )
         tables = torch.cat([self.table, other.table + len(self.count)])
         cu_pages = self.cu_pages + other.cu_pages
         joined = [tuple(a.joined(b) for a, b in zip(*planes, strict=True)) for planes in zip(mine, theirs, strict=True)]
@@ -280,6 +288,7 @@ class Pages:
             meta=torch.cat([self.meta, other.meta + len(self.keys[0].scale)]),
             table=tables[owner.argsort(stable=True)],
             cu_pages=cu_pages,
+            tokens=None if self.tokens is None or other.tokens is None else self.tokens + other.tokens,
         )
 
     def selected(self, rows: Tensor) -> Pages:
@@ -309,6 +318,7 @@ class Pages:
             meta=meta.int(),
             table=table.int(),
             cu_pages=cumulative(per_head),
+            tokens=None,
         )
 
     def cropped(self, lengths: Tensor) -> Pages:
@@ -396,6 +406,7 @@ class Pages:
             meta=(number.new_zeros(len(of)).scatter_(0, at[0], row[source]) if self.pooled else number).int(),
             table=number.int(),
             cu_pages=cumulative(torch.zeros_like(self.cu_pages[1:]).long().scatter_add_(0, owner, pages)),
+            tokens=None,
         )
         was, lengths = moved(place, -1), made.lengths().flatten()
         slots = torch.arange(int(lengths.max()), device=table.device) < lengths[:, None]
@@ -534,12 +545,13 @@ def sums(values: Tensor, bounds: Tensor) -> Tensor:
     return torch.nn.functional.pad(values.cumsum(0), (1, 0))[bounds.long()].diff()
 
 
-def split(lengths: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
+def split(lengths: Tensor, page: int, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Flat ragged heads cut into pages.
 
     Parameters
     ----------
     lengths : ``[B Hkv]`` long, tokens of each head, which stand one head after the other in a flat ``[total, D]``.
+    total : how many pages that makes, where it is known without asking the device.
 
     Returns
     -------
@@ -548,7 +560,7 @@ def split(lengths: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
     lengths = lengths.long()
     pages = -(-lengths // page)
     cu_pages = cumulative(pages)
-    head = torch.repeat_interleave(pages)
+    head = torch.repeat_interleave(pages, output_size=total)
     offset = (torch.arange(len(head), device=head.device) - cu_pages.long()[head]) * page
     start = (lengths.cumsum(0) - lengths)[head] + offset
     return start, (lengths[head] - offset).clamp(max=page).int(), cu_pages

@@ -25,13 +25,20 @@ if TYPE_CHECKING:
     from ..door import Step
 
 
-def leftmost(there: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots that are ``there [..., K]`` bool, moved to the left in their order: ``[..., W]`` long, where ``W`` is the most
-    there are of one row, and which of these are slots at all, the same shape, bool."""
-    lengths = there.sum(-1, keepdim=True)
-    width = int(lengths.max())
+def leftmost(there: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots that are ``there [B, heads, K]`` bool, moved to the left in their order: ``[B, heads, W]`` long, where ``W`` is
+    the most there are of one row; which of these are slots at all, the same shape, bool; and ``lengths [B, heads]`` long on
+    the CPU, how many there are. Where the caller knows these nothing waits for the device, else the host waits once."""
+    counts = there.sum(-1)
+    lengths = counts.cpu() if lengths is None else lengths.expand(there.shape[:-1])
+    width = int(lengths.max()) if lengths.numel() else 0
     order = (~there).long().argsort(dim=-1, stable=True)[..., :width]
-    return order, torch.arange(width, device=there.device) < lengths
+    return order, torch.arange(width, device=there.device) < counts[..., None], lengths
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """What the host has made, or another device, moved without waiting for what ``device`` is doing."""
+    return x.to(device, non_blocking=device.type != "cpu")
 
 
 class KeyIndex:
@@ -42,18 +49,20 @@ class KeyIndex:
     index : ``[B, K]``, or ``[B, Hkv, K]`` where heads differ; -1 marks a slot without a key.
     padded : whether any slot is -1 (known without asking the device).
     upto : logical length: tokens seen when the index was last extended.
+    lengths : ``[B, 1 or Hkv]`` long on the CPU, see :attr:`lengths`, where they are known.
     """
 
-    def __init__(self, index: Tensor, padded: bool, upto: int) -> None:
+    def __init__(self, index: Tensor, padded: bool, upto: int, lengths: Tensor | None = None) -> None:
         self.index = index.to(torch.int32)
         self.padded = padded
         self.upto = upto
+        self._lengths = lengths
         self._mask: tuple[Tensor, int | None, Tensor] | None = None
         self._slots: Tensor | None = None
 
     def clone(self) -> KeyIndex:
         """An index of its own with the same content."""
-        return KeyIndex(self.index, self.padded, self.upto)
+        return KeyIndex(self.index, self.padded, self.upto, self._lengths)
 
     def __len__(self) -> int:
         return self.index.shape[-1]
@@ -63,10 +72,29 @@ class KeyIndex:
         """The index with an axis for heads: ``[B, 1, K]`` where all store the same keys, else ``[B, Hkv, K]``."""
         return self.index if self.index.dim() == 3 else self.index[:, None]
 
-    def extend(self, new: Tensor, padded: bool, upto: int) -> None:
-        """Append ``new [B, q]``; layers that share this index call it one after the other, the first one counts."""
+    @property
+    def known(self) -> bool:
+        """Whether the host knows :attr:`lengths` without asking the device."""
+        return not self.padded or self._lengths is not None
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many keys every row stores, and every head where heads differ: ``[B, 1 or Hkv]`` long on the CPU."""
+        if not self.padded:
+            return torch.full((len(self.index), self.index.shape[1] if self.index.dim() == 3 else 1), len(self))
+        if self._lengths is None:
+            self._lengths = (self.by_head >= 0).sum(-1).cpu()
+        return self._lengths
+
+    def extend(self, new: Tensor, padded: bool, upto: int, lengths: Tensor | None = None) -> None:
+        """Append ``new [B, q]``, of which ``lengths [B]`` are keys; layers that share this index call it one after the other,
+        the first one counts."""
         if self.upto >= upto:
             return
+        if self.known and (lengths is not None or not padded):
+            self._lengths = self.lengths + (new.shape[1] if lengths is None else lengths[:, None])
+        else:
+            self._lengths = None
         new = new.to(self.index)
         if self.index.dim() == 3:
             new = new[:, None].expand(-1, self.index.shape[1], -1)
@@ -107,9 +135,10 @@ class KeyIndex:
         self.index = torch.where(there, new[self.index.long().clamp(min=0)], self.index)
         self.upto, self._mask, self._slots = upto, None, None
 
-    def select(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch."""
+    def select(self, rows: Tensor, on_host: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch; ``on_host`` are the same on the CPU."""
         self.index = self.index.index_select(0, rows.to(self.index.device))
+        self._lengths = None if self._lengths is None else self._lengths[on_host]
         self._mask = self._slots = None
 
     def crop(self, upto: int) -> Tensor:
@@ -121,7 +150,8 @@ class KeyIndex:
             stays = self.index < upto
             self._slots = stays.flatten(0, -2).any(0)
             self.index = self.index.masked_fill(~stays, -1)[..., self._slots]
-            self.padded |= bool((self.index < 0).any())
+            self._lengths = (self.by_head >= 0).sum(-1).cpu()
+            self.padded |= bool((self._lengths < len(self)).any())
             self.upto, self._mask = upto, None
         return self._slots
 
@@ -141,11 +171,13 @@ class Ragged:
 
     def padded(self) -> tuple[Tensor, Tensor]:
         """``[B, Hkv, longest, D]`` each; short heads end in zeros."""
-        b, h = self.lengths.shape
-        there = torch.arange(self.longest, device=self.keys.device) < self.lengths[..., None]
-        shape = (b, h, there.shape[-1], self.keys.shape[-1])
-        keys, values = self.keys.new_zeros(shape), self.values.new_zeros((*shape[:3], self.values.shape[-1]))
-        keys[there], values[there] = self.keys, self.values
+        flat = self.lengths.flatten()
+        place = torch.arange(self.longest, device=self.keys.device)
+        there = place < self.lengths[..., None]
+        at = (flat.cumsum(0) - flat).view_as(self.lengths)[..., None] + place
+        # one row more than there is stands for what is padded
+        at = at.masked_fill(~there, len(self.keys))
+        keys, values = (pad(x, (0, 0, 0, 1))[at] for x in (self.keys, self.values))
         return keys, values
 
     def select(self, rows: Tensor) -> Ragged:
@@ -166,7 +198,8 @@ _CARRIED = ("capacity", "received", "queries", "places", "threshold")
 class Carried:
     """What the schedule of a recipe carries from step to step beside the keys of one layer.
 
-    capacity : ``[B, Hkv]`` long, keys each head may hold; settled at the end of a prompt, when ``settled`` tokens were seen.
+    capacity : ``[B, Hkv]`` long on the CPU, keys each head may hold; settled at the end of a prompt, when ``settled`` tokens
+        were seen.
     received : ``[B, Hkv, K]`` float32, figures per stored slot (see :meth:`mmaccel.method.Policy.observe`).
     queries, places : ``[B, Hq, W, D]`` and ``[B, W]``, the last queries, for policies that look at them.
     threshold : ``[B, Hkv]``, the bar of merging that is averaged over calls.
@@ -246,15 +279,15 @@ class CompressedLayer(DynamicLayer):
         step = self.state.step
         phase = step.phase(self.number) if step is not None else None
         if step is not None and phase is not None:
-            places, padded, length = phase.places, phase.padded, step.length
+            places, padded, length, lengths = phase.places, phase.padded, step.length, phase.lengths
         else:
-            length, padded = key_states.shape[-2], False
+            length, padded, lengths = key_states.shape[-2], False, None
             places = torch.arange(self.seen, self.seen + length, device=key_states.device).expand(len(key_states), -1)
         self.seen += length
         if self.index is not None:
-            self.index.extend(places, padded, self.seen)
+            self.index.extend(places, padded, self.seen, lengths)
         elif phase is not None:
-            self.index = phase.shared_index(self.seen)
+            self.index = phase.shared_index(self.seen, key_states.device)
         else:
             self.index = KeyIndex(places, padded, self.seen)
         super().update(key_states, value_states)
@@ -272,11 +305,14 @@ class CompressedLayer(DynamicLayer):
         old_keys, old_values = self.ragged.padded()
         return torch.cat([old_keys, self.keys], dim=2), torch.cat([old_values, self.values], dim=2)
 
-    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None) -> None:
+    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None) -> None:
         """Free everything but ``kept [B, Hkv or 1, K]`` bool, slots of :meth:`stored`. Rows, and heads, may keep different
         counts; a mask that is the same for all heads keeps the index so.
 
-        ``merged`` replaces the stored keys and values, slot by slot.
+        Parameters
+        ----------
+        merged : replaces the stored keys and values, slot by slot.
+        lengths : ``[B, Hkv or 1]`` long on the CPU, how many keys stay, where it is known; else the host waits for it.
         """
         if self.index is None:
             raise RuntimeError("an empty layer has nothing to evict")
@@ -286,14 +322,16 @@ class CompressedLayer(DynamicLayer):
         shape = (b, max(index.shape[1], kept.shape[1]), -1)
         index, kept = index.expand(shape), kept.expand(shape)
         kept = kept & (index >= 0)
-        order, there = leftmost(kept)
+        order, there, lengths = leftmost(kept, lengths)
         index = index.gather(2, order).masked_fill(~there, -1)
-        self.index = KeyIndex(index if shape[1] == heads else index[:, 0], not bool(there.all()), self.seen)
+        padded = bool((lengths < order.shape[-1]).any())
+        self.index = KeyIndex(index if shape[1] == heads else index[:, 0], padded, self.seen, lengths)
         if self.carried.received is not None:
             figures = self.carried.figures(keys).gather(2, order.expand(-1, heads, -1))
             self.carried.received = figures.masked_fill(~there, 0.0)
-        flat = compact(keys, values, kept.expand(-1, heads, -1))
-        if not self.index.padded:
+        total = int(lengths.expand(b, heads if shape[1] == 1 else shape[1]).sum())
+        flat = compact(keys, values, kept.expand(-1, heads, -1), total=total)
+        if not padded:
             self.ragged = None
             self.keys, self.values = (x.view(b, heads, order.shape[-1], x.shape[-1]) for x in flat[:2])
         else:
@@ -392,6 +430,11 @@ class Recall:
         """Every tensor that is carried."""
         return [x for x in (self.count, self.paid, self.chosen) if x is not None]
 
+    def to(self, device: torch.device) -> Recall:
+        """The same on another device."""
+        paid, chosen = (None if x is None else x.to(device) for x in (self.paid, self.chosen))
+        return Recall(self.count.to(device), paid, chosen)
+
     def select(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
         for name in ("count", "paid", "chosen"):
@@ -412,12 +455,13 @@ class Reading:
         if id(index) not in self._made:
             known = index.by_head
             at = known.long().clamp(0, self.places.shape[1] - 1)
-            read = self.places[:, None].expand(-1, known.shape[1], -1).gather(2, at)
+            read = self.places.to(known.device)[:, None].expand(-1, known.shape[1], -1).gather(2, at)
             read = (read | (known >= self.places.shape[1])) & (known >= 0)
-            order, there = leftmost(read)
+            order, there, lengths = leftmost(read)
             made = known.gather(2, order).masked_fill(~there, -1)
             made = made if index.index.dim() == 3 else made[:, 0]
-            self._made[id(index)] = index, KeyIndex(made, not bool(there.all()), index.upto), order
+            padded = bool((lengths < order.shape[-1]).any())
+            self._made[id(index)] = index, KeyIndex(made, padded, index.upto, lengths), order
         return self._made[id(index)]
 
     def index(self, index: KeyIndex) -> KeyIndex:
@@ -491,8 +535,9 @@ class CacheState:
 
     def select(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of what is shared."""
+        on_host = rows.cpu()
         for index in {id(layer.index): layer.index for layer in self.layers if layer.index is not None}.values():
-            index.select(rows)
+            index.select(rows, on_host)
         if self.offset is not None:
             self.offset = self.offset[rows.to(self.offset.device)]
         if self.ahead is not None:

@@ -20,12 +20,18 @@ def place_in_chunk(keys: KeyBatch, size: int) -> Tensor:
 def by_chunks(scores: Tensor, keys: KeyBatch, size: int) -> Tensor:
     """Scores ``[B, Hkv, K]`` replaced by the mean over heads and over chunks of ``size`` neighbours of one kind. Infinite ones
     stay, and count as the least of their row, or as one more than the largest."""
-    place = place_in_chunk(keys, size)
-    chunk = ((place == 0).flatten().cumsum(0) - 1).view_as(place)
+    chunk, lengths = keys.once(_chunks, size)
     finite = scores.isfinite()
     most = scores.masked_fill(~finite, -torch.inf).amax((1, 2), keepdim=True).nan_to_num(0.0, 0.0, 0.0)
     least = scores.masked_fill(~finite, torch.inf).amin((1, 2), keepdim=True).nan_to_num(0.0, 0.0, 0.0)
     means = scores.clamp(least, most + 1).mean(1)
     # sums in a fixed order, without atomics
-    means = torch.segment_reduce(means.flatten(), "mean", lengths=torch.bincount(chunk.flatten()), unsafe=True)[chunk]
+    means = torch.segment_reduce(means.flatten(), "mean", lengths=lengths, unsafe=True)[chunk]
     return torch.where(finite, means[:, None], scores)
+
+
+def _chunks(keys: KeyBatch, size: int) -> tuple[Tensor, Tensor]:
+    """``[B, K]`` long: the chunk of every key, counted over all rows; and how many keys each chunk has."""
+    place = place_in_chunk(keys, size)
+    chunk = ((place == 0).flatten().cumsum(0) - 1).view_as(place)
+    return chunk, torch.bincount(chunk.flatten())

@@ -31,6 +31,7 @@ def merge(
     decay: float = 0.5,
     threshold: Tensor | None = None,
     by_rank: bool = False,
+    few: bool = False,
 ) -> Merge:
     """Merge every key that is ``gone`` into one that is ``kept``, and its value in the same way.
 
@@ -55,6 +56,7 @@ def merge(
     threshold : ``[B, H]``, the bar of the last call of ``ema``.
     by_rank : the bar is tested on the mean over heads of the n-th evicted key of each, as in the authors' programs, where
         it mixes keys of different places; by default every head decides for itself.
+    few : few keys are ``gone``; of long caches only the parts that hold some are compared, for which the host waits.
 
     In the papers' programs ``weighted`` and ``ema`` shrink what they merge: ``c x`` counts as one whole term.
     """
@@ -62,7 +64,7 @@ def merge(
     if how == "nearest":
         best, pivot = torch.ones_like(kept, dtype=torch.float32), _nearest(kept)
     else:
-        best, pivot = _most_alike(keys, kept, gone)
+        best, pivot = _most_alike(keys, kept, gone, few)
     if how in ("average", "weighted", "ema"):
         over = (1, 2) if by_rank else (2,)
         bar = best.masked_fill(~takes, 0.0).sum(over, keepdim=True) / takes.sum(over, keepdim=True).clamp(min=1)
@@ -79,17 +81,19 @@ def merge(
     return Merge(made[0], made[1], threshold)
 
 
-def _most_alike(keys: Tensor, kept: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
+def _most_alike(keys: Tensor, kept: Tensor, gone: Tensor, few: bool) -> tuple[Tensor, Tensor]:
     """The largest cosine of every evicted key to the kept ones of its head, and whose it is, ``[B, H, K]`` each."""
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     rows, heads, total, _ = keys.shape
     best = keys.new_full((rows, heads, total), -torch.inf, dtype=torch.float32)
     pivot = torch.zeros((rows, heads, total), dtype=torch.long, device=keys.device)
     height = max(1, BLOCK // max(1, rows * heads * total))
-    for start in range(0, total, height):
+    starts = list(range(0, total, height))
+    if few and len(starts) > 1:
+        some = torch.stack([gone[..., start : start + height].any() for start in starts]).tolist()
+        starts = [start for start, asked in zip(starts, some, strict=True) if asked]
+    for start in starts:
         stop = min(start + height, total)
-        if not bool(gone[..., start:stop].any()):
-            continue
         cosine = (unit[:, :, start:stop] @ unit.transpose(2, 3)).masked_fill(~kept[:, :, None], -torch.inf)
         best[..., start:stop], pivot[..., start:stop] = cosine.max(-1)
     return best.masked_fill(~gone, 0.0), pivot
@@ -115,22 +119,18 @@ def _by_rank(best: Tensor, takes: Tensor) -> Tensor:
 
 def _add(x: Tensor, pivot: Tensor, takes: Tensor, weight: Tensor, mass: Tensor, half: bool) -> Tensor:
     """``(p + sum(weight * x)) / (1 + sum(mass))`` for every slot ``p`` that something flows into; others as they are."""
-    b, h, source = takes.nonzero(as_tuple=True)
-    if not len(b):
-        return x
-    slot = pivot[b, h, source]
-    key = (b * x.shape[1] + h) * x.shape[2] + slot
-    order = key.argsort(stable=True)
-    b, h, source, slot = b[order], h[order], source[order], slot[order]
-    part = x[b, h, source].float() * weight[b, h, source, None]
+    slots = x.shape[:3].numel()
+    head = torch.arange(0, slots, x.shape[2], device=x.device).view(*x.shape[:2], 1)
+    # what flows nowhere comes last, into a slot that is none; so every size is known without asking the device
+    onto = (pivot + head).masked_fill(~takes, slots).flatten()
+    source = onto.argsort(stable=True)
+    lengths = torch.searchsorted(onto[source], torch.arange(slots + 1, device=x.device)).diff()
+    flat, onto = x.flatten(0, 2), onto[source].clamp(max=slots - 1)
+    part = flat[source].float() * weight.flatten()[source, None]
     if half:
-        part = (x[b, h, source].float() + x[b, h, slot].float()) / 2
-    _, lengths = torch.unique_consecutive(key[order], return_counts=True)
+        part = (flat[source].float() + flat[onto].float()) / 2
     # sums in a fixed order, without atomics
-    part = torch.cat([part, mass[b, h, source, None]], dim=1)
+    part = torch.cat([part, mass.flatten()[source, None]], dim=1)
     summed = torch.segment_reduce(part, "sum", lengths=lengths, axis=0, unsafe=True)
-    first = lengths.cumsum(0) - lengths
-    b, h, slot = b[first], h[first], slot[first]
-    out = x.clone()
-    out[b, h, slot] = ((x[b, h, slot].float() + summed[:, :-1]) / (1 + summed[:, -1:])).to(x.dtype)
-    return out
+    made = ((flat.float() + summed[:, :-1]) / (1 + summed[:, -1:])).to(x.dtype)
+    return torch.where((lengths > 0)[:, None], made, flat).view_as(x)

@@ -7,8 +7,8 @@ layers, when the forward is over. While decoding it is compacted every ``every``
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..errors import MmaccelError
 from ..method import KeyBatch, LayerAttention, Policy
 from ..reduction import top_mask
 from . import budgets
-from .cache import CompressedLayer, Reading, Recall
+from .cache import CompressedLayer, Reading, Recall, to_device
 from .chunks import by_chunks
 from .compact import merge
 from .importance import behind_pictures, entropy, expected_queries, outgoing_norm, share_seen
@@ -28,20 +28,63 @@ if TYPE_CHECKING:
     from .quantised import QuantisedLayer
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a forward that some layers see, for those of them on one device.
+
+    places : ``[B, q]`` long, -1 for padding. visual : ``[B, q]`` bool.
+    picture, cells, count : see :class:`~mmaccel.method.KeyBatch`. question : see :func:`rank`.
+    rivals, texts : how many tokens of each row compete for its budget, and how many are text; both known to the host.
+    at : of every row the slots of those that compete.
+    memo : see :class:`~mmaccel.method.Layerwise`.
+    """
+
+    places: Tensor
+    visual: Tensor
+    picture: Tensor
+    cells: Tensor
+    count: Tensor
+    question: Tensor | None
+    rivals: list[int]
+    texts: list[int]
+    at: list[Tensor]
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+
 @dataclass
-class Waiting:
+class Undecided:
     """A layer whose budget is settled when the forward is over, in proportion to ``seen [B]``, if that is known already."""
 
     number: int
     keys: KeyBatch
+    tokens: Tokens
     seen: Tensor | None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layer of which only the device knows how many keys stay.
+
+    kept : ``[B, 1 or Hkv, q]`` bool, of all its new keys. won : ``[B, Hkv]`` long, how many of those that compete.
+    there, resolved : how many compete, and their budget, summed over rows.
+    """
+
+    number: int
+    scaling: float
+    kept: Tensor
+    won: Tensor
+    there: int
+    resolved: int
 
 
 class Eviction:
     """What a recipe's policy does in one forward of the text model.
 
-    figures : per layer ``[3]`` float: visual keys of this forward there were, resolved, and kept, summed over rows, mean
-        over heads. With a joint budget, of all keys.
+    A layer whose budget is known before it is scored is compacted at once, and nothing waits for the device. Where counts
+    depend on the scores those of all layers are copied to the host together, when the forward is over.
+
+    figures : per layer ``[3]`` float on the CPU: visual keys of this forward there were, resolved, and kept, summed over rows,
+        mean over heads. With a joint budget, of all keys.
     """
 
     def __init__(self, step: Step) -> None:
@@ -56,9 +99,18 @@ class Eviction:
         self.official = owner.recipe.rounding == "official"
         self.layers = len(step.state.layers)
         self.figures: list[Tensor] = []
-        self.waiting: list[Waiting] = []
+        self.undecided: list[Undecided] = []
+        self.chosen: list[Chosen] = []
+        #: per layer ``[B, 1]`` long on the CPU, visual keys of this forward that stay in each head, where the host knows
+        self.pictured: dict[int, Tensor] = {}
         #: ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, the queries of the layer at work before RoPE, if the policy looks at them
         self.unturned: Tensor | None = None
+        self._tokens: dict[tuple[int, torch.device], Tokens] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any layer waits for the end of the forward."""
+        return bool(self.undecided or self.chosen)
 
     def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
         """``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``, and who sees what ``[B, 1 or Hkv, q, K]``."""
@@ -68,74 +120,85 @@ class Eviction:
             return
         if self.step.layout is None and not policy.scheduled:
             return
-        places = self.step.phase(number).places.to(query.device).long()
-        visual = self._visual(places)
-        attention = LayerAttention(query, key, visible, scaling, (places >= 0) & ~visual)
+        if self.step.layout is not None:
+            tokens = self.tokens(number, query.device)
+            places, text, memo = tokens.places, (tokens.places >= 0) & ~tokens.visual, tokens.memo
+        else:
+            places = self.step.phase(number).places.to(query.device).long()
+            text, memo = places >= 0, {}
+        attention = LayerAttention(query, key, visible, scaling, text, memo=memo)
         received = policy.observe(attention, layer.carried.figures(key)) if policy.observes else None
         if policy.scheduled:
             layer.carried.received = received
             if policy.window:
                 layer.carried.remember(query, places, policy.window)
         if self.step.layout is not None:
-            self._prompt(number, attention, places, visual, received)
+            self._prompt(number, attention, tokens, received)
         else:
             self._decoded(layer, scaling)
 
     # --- at the end of a prompt -------------------------------------------------------------------------------
-    def _prompt(
-        self, number: int, attention: LayerAttention, places: Tensor, visual: Tensor, received: Tensor | None
-    ) -> None:
-        policy = self.policy
+    def _prompt(self, number: int, attention: LayerAttention, tokens: Tokens, received: Tensor | None) -> None:
+        policy, places = self.policy, tokens.places
         keys, values = self.state.layers[number].stored()
         new = places.shape[1]
         queries = attention.query[:, :, new - min(policy.window, new) :]
         split, _ = policy.choice("layer_budget")
         waits = policy.deferred or split not in ("uniform", "pyramid")
-        picture, cells = self._kinds(places)
         batch = KeyBatch(
             keys=keys[:, :, -new:],
             values=values[:, :, -new:],
             queries=queries.clone() if waits else queries,
             places=places[:, new - queries.shape[2] :],
             valid=places >= 0,
-            visual=visual,
+            visual=tokens.visual,
             index=places,
             scaling=attention.scaling,
             received=None if received is None else received[..., -new:],
-            count=torch.tensor(self._budget(), device=places.device),
-            picture=picture,
-            cells=cells,
+            count=tokens.count,
+            picture=tokens.picture,
+            cells=tokens.cells,
             expected=self._expected(places, keys),
             outgoing=self._outgoing(number, values[:, :, -new:]),
             layer=number,
             depth=self.layers,
+            memo=tokens.memo,
         )
         if waits:
             seen = None
             if split == "sparsity":
-                seen = share_seen(attention, behind_pictures(attention), 0.01)
+                seen = share_seen(attention, attention.once(behind_pictures), 0.01)
             elif split == "entropy":
                 seen = entropy(attention).exp()
-            self.waiting.append(Waiting(number, batch, seen))
+            self.undecided.append(Undecided(number, batch, tokens, seen))
         else:
-            self._cut(batch, self._rank(batch), self._over_layers()[number])
+            self._choose(batch, tokens, self._rank(batch, tokens), self._over_layers()[number])
 
     def settle(self) -> None:
         """The forward is over: compact the layers that waited for it."""
-        waiting, self.waiting = self.waiting, []
-        if not waiting:
-            return
-        step, scores = self.step, []
-        for one in waiting:
-            if self.policy.deferred and step.total is not None:
-                kept = step.total.kept.to(one.keys.index.device)
-                reach = kept.gather(1, (one.keys.index - step.seen).clamp(min=0)) & one.keys.valid
-                one.keys = replace(one.keys, survivors=reach)
-            scores.append(self._rank(one.keys))
-        counts = self._over_layers(waiting, scores)
-        for score, count in zip(scores, counts, strict=True):
-            # what a layer stored as a whole is free before the next one is compacted
-            self._cut(waiting.pop(0).keys, score, count)
+        undecided, self.undecided = self.undecided, []
+        if undecided:
+            step, scores = self.step, []
+            for one in undecided:
+                if self.policy.deferred and step.total is not None:
+                    kept = step.total.kept.to(one.keys.index.device)
+                    reach = kept.gather(1, (one.keys.index - step.seen).clamp(min=0)) & one.keys.valid
+                    one.keys = replace(one.keys, survivors=reach)
+                scores.append(self._rank(one.keys, one.tokens))
+            counts = self._over_layers(undecided, scores)
+            for score, count in zip(scores, counts, strict=True):
+                # what a layer stored as a whole is free before the next one is compacted
+                one = undecided.pop(0)
+                self._choose(one.keys, one.tokens, score, count)
+                del one
+        chosen, self.chosen = self.chosen, []
+        if chosen:
+            home = chosen[0].kept.device
+            found = [torch.cat([one.kept.sum(-1), one.won], dim=1).to(home) for one in chosen]
+            for layer, lengths in zip(chosen, torch.stack(found).cpu(), strict=True):
+                kept, won = lengths.split([layer.kept.shape[1], layer.won.shape[1]], dim=1)
+                self._note(layer.there, layer.resolved, won.sum() / won.shape[1])
+                self._cut(layer.number, layer.scaling, layer.kept, kept.clone())
 
     def _budget(self) -> list[int]:
         """Keys that stay in each row in the mean over layers: the budgets of its pictures, resolved on their original
@@ -148,77 +211,106 @@ class Eviction:
             return [resolve(self.retain, n) for n in layout.valid.sum(1).tolist()]
         return visual_budget(self.step, self.retain)
 
-    def _rank(self, keys: KeyBatch, by: Policy | None = None) -> Tensor:
-        return rank(self.policy, keys, self.step.seen == 0, self._question(keys.valid.device), by)
+    def _rank(self, keys: KeyBatch, tokens: Tokens, by: Policy | None = None) -> Tensor:
+        return rank(self.policy, keys, self.step.seen == 0, tokens.question, by)
 
-    def _over_layers(self, waiting: list[Waiting] | None = None, scores: list[Tensor] | None = None) -> list[Tensor]:
-        """Per layer ``[B]`` long: how many of the competing keys stay."""
+    def _over_layers(
+        self, undecided: list[Undecided] | None = None, scores: list[Tensor] | None = None
+    ) -> list[list[int]]:
+        """Per layer and row: how many of the competing keys stay."""
         how, number = self.policy.choice("layer_budget")
         budget, layers = self._budget(), self.layers
         if how == "uniform":
-            return [torch.tensor(budget)] * layers
+            return [budget] * layers
         if how == "pyramid":
             layout = self.step.layout
             assert layout is not None and number is not None
             there = (layout.valid if self.policy.joint else layout.visual).sum(1).tolist()
             rows = [budgets.pyramid(c, [n] * layers, number) for c, n in zip(budget, there, strict=True)]
         else:
-            assert waiting is not None and scores is not None
-            rows = [self._row_over_layers(row, count, waiting, scores) for row, count in enumerate(budget)]
-        return [torch.tensor(column) for column in zip(*rows, strict=True)]
+            assert undecided is not None and scores is not None
+            rows = self._by_content(budget, undecided, scores)
+        return [list(column) for column in zip(*rows, strict=True)]
 
-    def _row_over_layers(self, row: int, count: int, waiting: list[Waiting], scores: list[Tensor]) -> list[int]:
+    def _by_content(self, budget: list[int], undecided: list[Undecided], scores: list[Tensor]) -> list[list[int]]:
+        """Per row: the keys of every layer."""
         how, number = self.policy.choice("layer_budget")
-        among = [self._competing(one.keys)[row] for one in waiting]
-        sizes = [int(a.sum()) for a in among]
-        if how in ("sparsity", "entropy"):
-            shares = [float(one.seen[row]) if one.seen is not None else 1.0 for one in waiting]
-            return budgets.by_shares(count, sizes, shares, number or 0.0)
-        mine = [_proportions(s[row][:, a]) for s, a in zip(scores, among, strict=True)]
-        if how == "prefix":
-            return budgets.prefix([s.mean(0) for s in mine], count)
-        spread = torch.stack([s.var(1, unbiased=False) if s.shape[1] else s.new_zeros(len(s)) for s in mine])
-        return budgets.by_shares(count, sizes, budgets.variance_ratios(spread.double()).tolist())
+        home, rows = scores[0].device, []
+        seen = [one.seen.to(home) for one in undecided if one.seen is not None]
+        shares = torch.stack(seen, dim=1).tolist() if seen else [[1.0] * len(undecided)] * len(budget)
+        for row, count in enumerate(budget):
+            sizes = [one.tokens.rivals[row] for one in undecided]
+            if how in ("sparsity", "entropy"):
+                rows.append(budgets.by_shares(count, sizes, shares[row], number or 0.0))
+                continue
+            mine = [_proportions(s[row][:, one.tokens.at[row]]) for s, one in zip(scores, undecided, strict=True)]
+            if how == "prefix":
+                rows.append(budgets.prefix([s.mean(0).to(home) for s in mine], count))
+                continue
+            spread = [s.var(1, unbiased=False) if s.shape[1] else s.new_zeros(len(s)) for s in mine]
+            ratios = budgets.variance_ratios(torch.stack([s.to(home) for s in spread]).double())
+            rows.append(budgets.by_shares(count, sizes, ratios.tolist()))
+        return rows
 
-    def _competing(self, keys: KeyBatch) -> Tensor:
-        return keys.valid if self.policy.joint else keys.valid & keys.visual
-
-    def _cut(self, keys: KeyBatch, scores: Tensor, count: Tensor) -> None:
-        """Compact one layer at the end of a prompt; what earlier turns left there stays."""
-        policy, layer = self.policy, self.state.layers[keys.layer]
-        among, count = self._competing(keys), count.to(scores.device)
-        kept = choose(policy, scores, among, count, self.official)
-        text = keys.valid & ~keys.visual
+    def _choose(self, keys: KeyBatch, tokens: Tokens, scores: Tensor, count: list[int]) -> None:
+        """Of one layer at the end of a prompt, choose what stays of the keys that are new."""
+        policy = self.policy
+        among = keys.valid if policy.joint else keys.valid & keys.visual
+        kept = choose(policy, scores, among, to_device(torch.tensor(count), scores.device), self.official)
+        won, lengths = kept.sum(-1), [min(c, n) for c, n in zip(count, tokens.rivals, strict=True)]
+        there, resolved = sum(tokens.rivals), sum(tokens.rivals if self.retain is None else count)
+        certain = policy.budget == "exact" and policy.choice("head_budget")[0] == "uniform"
+        if certain:
+            self._note(there, resolved, sum(lengths))
         if not policy.joint:
-            kept = kept | (text[:, None] if self.text_retain is None else self._text(keys, scores, text))
-        share = (kept & among[:, None]).sum() / kept.shape[1]
-        resolved = among.sum() if self.retain is None else count.sum()
-        self.figures.append(torch.stack([among.sum().float(), resolved.float(), share.float()]).cpu())
+            if certain:
+                self.pictured[keys.layer] = torch.tensor(lengths)[:, None]
+            wanted = tokens.texts
+            text = (keys.valid & ~keys.visual)[:, None]
+            if self.text_retain is not None:
+                wanted = [resolve(self.text_retain, n) if n else 0 for n in tokens.texts]
+                text = self._text(keys, tokens, scores, text[:, 0], wanted)
+            kept = kept | text
+            lengths = [a + min(b, n) for a, b, n in zip(lengths, wanted, tokens.texts, strict=True)]
         if policy.shared:
             kept = kept[:, :1]
-        old = layer.stored()[0].shape[2] - kept.shape[2]
-        self._compact(layer, torch.cat([kept.new_ones(*kept.shape[:2], old), kept], dim=-1), old)
+        if certain:
+            self._cut(keys.layer, keys.scaling, kept, torch.tensor(lengths)[:, None])
+        else:
+            self.chosen.append(Chosen(keys.layer, keys.scaling, kept, won, there, resolved))
+
+    def _note(self, there: int, resolved: int, kept: Tensor | float) -> None:
+        self.figures.append(torch.tensor([there, resolved, float(kept)]))
+
+    def _cut(self, number: int, scaling: float, kept: Tensor, lengths: Tensor) -> None:
+        """Compact one layer at the end of a prompt to what is ``kept [B, 1 or Hkv, q]`` of its new keys, ``lengths [B, 1 or
+        Hkv]`` on the CPU; what earlier turns left there stays."""
+        policy, layer = self.policy, self.state.layers[number]
+        assert layer.index is not None
+        old = len(layer.index) - kept.shape[2]
+        if old:
+            kept = torch.cat([kept.new_ones(*kept.shape[:2], old), kept], dim=-1)
+            lengths = lengths + layer.index.lengths - self.step.phase(number).lengths[:, None]
+        self._compact(layer, kept, old, lengths)
         if policy.scheduled:
             layer.carried.capacity = self._lengths(layer)
             layer.carried.settled = layer.seen
         if policy.cap:
-            self._shrink(layer, keys.scaling)
+            self._shrink(layer, scaling)
 
-    def _text(self, keys: KeyBatch, scores: Tensor, text: Tensor) -> Tensor:
-        assert self.text_retain is not None
+    def _text(self, keys: KeyBatch, tokens: Tokens, scores: Tensor, text: Tensor, wanted: list[int]) -> Tensor:
         if self.policy.text_policy:
-            scores = self._rank(keys, plain_policy(self.policy.text_policy))
-        wanted = [resolve(self.text_retain, n) if n else 0 for n in text.sum(1).tolist()]
-        return per_head(scores, text, torch.tensor(wanted, device=scores.device))
+            scores = self._rank(keys, tokens, plain_policy(self.policy.text_policy))
+        return per_head(scores, text, to_device(torch.tensor(wanted), scores.device))
 
-    def _compact(self, layer: QuantisedLayer, kept: Tensor, old: int = 0) -> None:
+    def _compact(self, layer: QuantisedLayer, kept: Tensor, old: int = 0, lengths: Tensor | None = None) -> None:
         """Evict, or merge, what is not ``kept [B, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
-        keys that were packed: they would be quantised again."""
+        keys that were packed: they would be quantised again. For ``lengths`` see :meth:`.cache.CompressedLayer.evict`."""
         how, decay = self.policy.choice("compact")
         layer.carried.compacted = layer.seen
         assert layer.index is not None
         if how == "evict":
-            layer.evict(kept)
+            layer.evict(kept, lengths=lengths)
             return
         keys, values = layer.stored()
         there = ((layer.index.by_head >= 0) & ~layer.once()).expand(keys.shape[:3]).clone()
@@ -233,10 +325,11 @@ class Eviction:
             decay=decay or 0.0,
             threshold=layer.carried.threshold,
             by_rank=self.official,
+            few=lengths is None,
         )
         if self.policy.scheduled:
             layer.carried.threshold = made.threshold
-        layer.evict(kept, (made.keys, made.values))
+        layer.evict(kept, (made.keys, made.values), lengths)
 
     # --- while decoding ---------------------------------------------------------------------------------------
     def _decoded(self, layer: QuantisedLayer, scaling: float) -> None:
@@ -261,11 +354,12 @@ class Eviction:
         among = batch.valid if policy.joint or self.text_retain is not None else batch.visual & batch.valid
         fixed = batch.valid & ~among
         heads = len(batch.valid) // len(room)
-        room = ((room if heads > 1 else room[:, :1]).reshape(-1) - fixed.sum(1)).clamp(min=0)
-        batch = replace(batch, count=room)
-        question = self._question(room.device)
+        wanted = to_device((room if heads > 1 else room[:, :1]).reshape(-1), fixed.device)
+        wanted = (wanted - fixed.sum(1)).clamp(min=0)
+        batch = replace(batch, count=wanted)
+        question = self._question(wanted.device)
         scores = rank(policy, batch, True, None if question is None else question.repeat_interleave(heads, dim=0))
-        kept = per_head(scores, among, room) | fixed[:, None]
+        kept = per_head(scores, among, wanted) | fixed[:, None]
         kept = kept[:, 0] if policy.shared or heads > 1 else kept
         if kept.dim() == 2:
             slots = torch.zeros_like(kept).scatter_(1, order, kept)
@@ -321,13 +415,12 @@ class Eviction:
         """At a prompt note what there is; at a decode step choose what the layers from ``layer`` on read."""
         step, state, layer = self.step, self.state, self.state.layers[number]
         if step.layout is not None:
-            places = step.phase(number).places.to(query.device).long()
-            visual = self._visual(places).sum().float()
-            count = torch.tensor(self._budget(), device=query.device)
-            self.figures.append(torch.stack([visual, count.sum().float(), visual]).cpu())
-            state.kinds = self._table(query.device)
+            tokens, budget = self.tokens(number, query.device), self._budget()
+            pictured = sum(tokens.rivals)
+            self._note(pictured, sum(budget), pictured)
             if number == 0:
-                state.recall = Recall(count if state.recall is None else state.recall.count + count)
+                state.kinds = to_device(self._table(), query.device)
+                state.recall = Recall(tokens.count if state.recall is None else state.recall.count + tokens.count)
             return
         first = policy_layer(self.policy, self.layers)
         if number != first - 1 or query.shape[2] > 1 or state.recall is None or state.kinds is None:
@@ -340,23 +433,49 @@ class Eviction:
         index = layer.index.by_head.long()
         # heads that store the same keys have one index
         paid = paid.mean((1, 2))[:, None] if index.shape[1] == 1 else paid.mean(2) / key.shape[1]
-        end = state.kinds.shape[1]
+        kinds, end = state.kinds.to(query.device), state.kinds.shape[1]
         there = (index >= 0) & (index < end)
         shape = (len(query), index.shape[1], end + 1)
         by_place = paid.new_zeros(shape).scatter_(2, torch.where(there, index, end), paid).sum(1)[:, :end]
-        visual = (state.kinds[..., 0] >= 0) & there.new_zeros(shape).scatter_(
-            2, torch.where(there, index, end), True
-        ).any(1)[:, :end]
-        memory = state.recall
+        visual = (kinds[..., 0] >= 0) & there.new_zeros(shape).scatter_(2, torch.where(there, index, end), True).any(1)[
+            :, :end
+        ]
+        memory = state.recall = state.recall.to(query.device)
         chosen = self.policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen) & visual
         memory.paid, memory.chosen = by_place, chosen
         step.reading = Reading(first, chosen | ~visual)
 
     # --- what is where ----------------------------------------------------------------------------------------
     def _lengths(self, layer: CompressedLayer) -> Tensor:
-        """``[B, Hkv]`` long: keys each head stores."""
+        """``[B, Hkv]`` long on the CPU: keys each head stores."""
         assert layer.index is not None
-        return (layer.index.by_head >= 0).sum(-1).expand(-1, layer.keys.shape[1]).contiguous()
+        return layer.index.lengths.expand(-1, layer.keys.shape[1]).contiguous()
+
+    def tokens(self, number: int, device: torch.device) -> Tokens:
+        """The tokens of a prompt that layer ``number`` sees: worked out on the host, once for all layers on ``device`` that see
+        the same."""
+        phase, layout = self.step.phase(number), self.step.layout
+        assert layout is not None
+        if (id(phase), device) not in self._tokens:
+            places = phase.on_host.long()
+            valid = places >= 0
+            visual = layout.visual.gather(1, (places - self.step.seen).clamp(min=0)) & valid
+            table = self._table()
+            kinds = table.gather(1, places.clamp(min=0)[..., None].expand(-1, -1, 4)).masked_fill(~valid[..., None], -1)
+            rivals = valid if self.policy.joint else visual
+            told = to_device(torch.cat([places[..., None], visual[..., None], kinds], dim=-1), device)
+            self._tokens[id(phase), device] = Tokens(
+                places=told[..., 0],
+                visual=told[..., 1].bool(),
+                picture=told[..., 2],
+                cells=told[..., 3:],
+                count=to_device(torch.tensor(self._budget()), device),
+                question=self._question(device),
+                rivals=rivals.sum(1).tolist(),
+                texts=(valid & ~visual).sum(1).tolist(),
+                at=[to_device(row.nonzero()[:, 0], device) for row in rivals],
+            )
+        return self._tokens[id(phase), device]
 
     def _expected(self, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor] | None:
         """What the queries behind those at ``places [B, q]`` may be, if the policy looks into the future."""
@@ -373,7 +492,8 @@ class Eviction:
         # in full precision, as half precision does not tell late positions apart
         cos, sin = (x[0] if x.dim() == 4 else x for x in text.rotary_emb(keys[..., :0].float(), position))
         queries = queries.flatten(2).unflatten(2, (-1, keys.shape[3]))
-        return expected_queries(queries, there & (there.cumsum(1) > policy.sinks), cos, sin)
+        counted = there & (there.cumsum(1) > policy.sinks)
+        return expected_queries(queries, counted, cos.to(keys.device), sin.to(keys.device))
 
     def _outgoing(self, number: int, values: Tensor) -> Tensor | None:
         """Norms of ``values [B, Hkv, K, D]`` behind the output projection of layer ``number``, if the policy looks at them."""
@@ -382,29 +502,22 @@ class Eviction:
         weight: Tensor = self.step.owner.family.text.layers[number].self_attn.o_proj.weight
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
-    def _visual(self, places: Tensor) -> Tensor:
-        """``[B, q]`` bool of places of this forward."""
-        layout = self.step.layout
-        if layout is None:
-            return torch.zeros_like(places, dtype=torch.bool)
-        local = (places - self.step.seen).clamp(min=0)
-        return layout.visual.to(places.device).gather(1, local) & (places >= 0)
-
     def _kinds(self, places: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
         """Picture ``[rows, K]`` and cell ``[rows, K, 3]`` of any places, ``heads`` rows for every row of the batch."""
-        table = self._table(places.device)
+        table = to_device(self._table(), places.device)
         known = (places >= 0) & (places < table.shape[1])
         rows = (torch.arange(len(places), device=places.device) // heads)[:, None]
         kinds = table[rows, places.clamp(0, table.shape[1] - 1)].long().masked_fill(~known[..., None], -1)
         return kinds[..., 0], kinds[..., 1:]
 
-    def _table(self, device: torch.device) -> Tensor:
-        """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt."""
+    def _table(self) -> Tensor:
+        """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt; in a prompt on the
+        CPU."""
         step, state = self.step, self.state
         if step.layout is None:
             assert state.layers[0].index is not None
-            rows = len(state.layers[0].index.index)
-            return state.kinds if state.kinds is not None else torch.full((rows, 1, 4), -1, device=device)
+            index = state.layers[0].index.index
+            return state.kinds if state.kinds is not None else index.new_full((len(index), 1, 4), -1)
         if step.kinds is None:
             batch, end = len(step.layout.valid), step.seen + step.length
             table = torch.full((batch, end, 4), -1, dtype=torch.int32)
@@ -418,19 +531,19 @@ class Eviction:
                 at = segment.places + step.seen
                 table[segment.row, at, 0] = picture if state.stream else picture + segment.picture
                 table[segment.row, at, 1:] = torch.where(cells < 0, cells, cells + cells.new_tensor([frame, 0, 0]))
-            step.kinds = table.to(device)
+            step.kinds = table
             if self.policy.scheduled:
-                state.kinds = step.kinds
+                state.kinds = to_device(table, step.phase(0).places.device)
         return step.kinds
 
     def _question(self, device: torch.device) -> Tensor | None:
         """``[B, 2]`` long, if it is protected: the text behind the last picture begins, and ends, at these places."""
         if "question" not in self.policy.protect:
             return None
-        pictures = self._table(device)[..., 0] >= 0
+        pictures = self._table()[..., 0] >= 0
         end = pictures.shape[1]
         last = torch.where(pictures, torch.arange(end, device=pictures.device), -1).amax(1)
-        return torch.stack([last + 1, torch.full_like(last, end)], dim=1)
+        return to_device(torch.stack([last + 1, torch.full_like(last, end)], dim=1), device)
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------

@@ -20,15 +20,26 @@ def column_sums(attention: LayerAttention, weight: Tensor | None = None) -> Tens
 
     Parameters
     ----------
-    weight : ``[B, q]`` float, how much each query counts (default 1); leading queries of no weight are not computed.
+    weight : ``[B, q]`` float, how much each query counts (default 1); leading queries of no weight are not computed. The host
+        waits to know them, once if the same tensor is given for all layers.
     """
     query, visible = attention.query, attention.visible
     if weight is not None:
-        asked = (weight != 0).any(0).nonzero()
-        first = int(asked[0]) if len(asked) else query.shape[2]
+        first = attention.once(_first, weight)
         query, weight = query[:, :, first:], weight[:, first:].float()
         visible = None if visible is None else visible[:, :, first:]
     return importance(query, attention.key, scaling=attention.scaling, weight=weight, visible=visible)
+
+
+def _first(attention: LayerAttention, weight: Tensor) -> int:
+    """The first query of any row with a weight ``[B, q]``; as many as there are, if none has."""
+    asked = (weight != 0).any(0).nonzero()
+    return int(asked[0]) if len(asked) else weight.shape[1]
+
+
+def _asked(attention: LayerAttention, rows: Tensor) -> Tensor:
+    """``[q]`` bool on the CPU: the queries that are asked in any of ``rows [B, q]``."""
+    return rows.any(0).cpu()
 
 
 def share_seen(attention: LayerAttention, rows: Tensor, threshold: float) -> Tensor:
@@ -41,7 +52,7 @@ def share_seen(attention: LayerAttention, rows: Tensor, threshold: float) -> Ten
     """
     batch = len(rows)
     strong, entries = (torch.zeros(batch, device=rows.device, dtype=torch.float64) for _ in range(2))
-    asked = rows.any(0).cpu()
+    asked = attention.once(_asked, rows)
     for start, stop in row_blocks(attention):
         there = asked[start:stop].nonzero()[:, 0].tolist()
         if not there:

@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from mmaccel_kernels.compact import compact
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .cache import CompressedLayer, KeyIndex, Ragged, leftmost
-from .codecs import Among, Codec, Kind
+from .codecs import Among, Kind
 
 if TYPE_CHECKING:
     from mmaccel_kernels.pages import Pages
 
     from .cache import CacheState
+
+
+class Held(NamedTuple):
+    """What the host knows of packed tokens: the ``places`` they have in their pages, and those that are ``live``, ``[B, 1 or
+    Hkv]`` long each, on the CPU."""
+
+    places: Tensor
+    live: Tensor
 
 
 @dataclass(frozen=True)
@@ -28,25 +37,42 @@ class Front:
     index : ``[B, 1 or Hkv, W]``, where the token of every place of the pages came from; -1 for dead places, whose token was
         dropped, and behind the end of short heads.
     received : ``[B, Hkv, W]`` or None, see :class:`.cache.Carried`.
+    held : how many places every head has, and how many tokens in them; None where only the device knows.
     """
 
     pages: Pages | None
     index: Tensor
     received: Tensor | None
+    held: Held | None = None
 
-    def extended(self, new: Pages, index: Tensor, due: Tensor, received: Tensor | None) -> Front:
-        """With ``new`` pages behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this index and these figures."""
+    def known(self) -> Held:
+        """``held``; the host waits for it if it must."""
+        if self.held is not None:
+            return self.held
+        live = (self.index >= 0).sum(-1)
+        if self.pages is None:
+            places = torch.zeros_like(live)
+        else:
+            # heads with one index have as many places
+            places = self.pages.lengths()[:, : live.shape[1]]
+        return Held(*torch.stack([places, live]).cpu().unbind())
+
+    def extended(self, new: Pages, index: Tensor, due: Tensor, received: Tensor | None, count: Tensor) -> Front:
+        """With ``new`` pages behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this index and these figures, ``count
+        [B, 1 or Hkv]`` on the CPU of every head."""
+        held = self.known()
+        held = Held(held.places + count, held.live + count)
         there = torch.zeros_like(self.index, dtype=torch.bool)
         if self.pages is not None:
             # dead places are places
             lengths = self.pages.lengths()[:, : self.index.shape[1], None]
             there = torch.arange(self.index.shape[-1], device=lengths.device) < lengths
-        order, there = leftmost(torch.cat([there, due], dim=-1))
+        order, there, _ = leftmost(torch.cat([there, due], dim=-1), held.places)
         index = torch.cat([self.index, index], dim=-1).gather(2, order).masked_fill(~there, -1)
         if self.received is not None and received is not None:
             both = torch.cat([self.received, received], dim=-1)
             received = both.gather(2, order.expand(-1, both.shape[1], -1)).masked_fill(~there, 0.0)
-        return Front(new if self.pages is None else self.pages.appended(new), index, received)
+        return Front(new if self.pages is None else self.pages.appended(new), index, received, held)
 
     def kept(self, kept: Tensor) -> Front:
         """Only what is ``kept [B, 1 or Hkv, W]``; pages are written anew where that saves enough of them."""
@@ -85,7 +111,7 @@ class QuantisedLayer(CompressedLayer):
     precision.
 
     packs : packed keys and values of every kind of tokens, None before the first are packed; ``widths``: slots they take, those
-        of the longest head.
+        of the longest head; ``held``: of each what the host knows of its tokens.
     thawed : ``[B, 1 or Hkv]`` long, how many of the first tokens in full precision were packed once; None if none was.
 
     A token is packed once. It can be dropped; what becomes of its place is said at
@@ -97,6 +123,7 @@ class QuantisedLayer(CompressedLayer):
         super().__init__(state, number)
         self.packs: tuple[Pages | None, ...] = ()
         self.widths: tuple[int, ...] = ()
+        self.held: tuple[Held | None, ...] = ()
         self.thawed: Tensor | None = None
 
     @property
@@ -133,7 +160,12 @@ class QuantisedLayer(CompressedLayer):
         return torch.cat([k for k, _ in parts], dim=2), torch.cat([v for _, v in parts], dim=2)
 
     def pack(
-        self, kind: Kind, among: Among, made: dict[int, tuple[KeyIndex, KeyIndex]], asked: Tensor | None = None
+        self,
+        kind: Kind,
+        among: Among,
+        made: dict[int, tuple[KeyIndex, KeyIndex]],
+        asked: Tensor | None = None,
+        count: Tensor | None = None,
     ) -> None:
         """Quantise what is due of one kind of tokens.
 
@@ -142,21 +174,30 @@ class QuantisedLayer(CompressedLayer):
         among : the places it may be of.
         made : old and new indices, so that layers which shared one go on sharing one.
         asked : ``[B, Hkv, D]`` float32, the mean square of the last queries, if the codec looks at them.
+        count : ``[B, 1 or Hkv]`` long on the CPU, how many tokens of the kind are in full precision, where it is known; else
+            the host waits for it.
         """
-        due = self._due(kind.codec, among)
-        if due is None or self.index is None:
+        if self.index is None or self.few(kind, among):
             return
+        valid = self.eligible(among)
+        count = valid.sum(-1).cpu() if count is None else count.expand(valid.shape[:2])
+        count = kind.codec.packable(count)
+        if not bool(count.any()):
+            return
+        due = valid & (valid.cumsum(-1) <= kind.codec.packable(valid.sum(-1))[..., None])
         old, fronts = self.index, self._parted()
-        rest = self.index.by_head
+        rest, lengths = self.index.by_head, self.index.lengths - count
         keys, values = super().stored()
-        chosen = due.expand(-1, keys.shape[1], -1)
+        every = count.expand(-1, keys.shape[1])
+        flat = compact(keys, values, due.expand(-1, keys.shape[1], -1), total=int(every.sum()))
         empty = None if self.carried.received is None else self.carried.received[..., :0]
-        fronts += [Front(None, rest[..., :0], empty)] * (kind.number + 1 - len(fronts))
+        none = Held(torch.zeros_like(count), torch.zeros_like(count))
+        fronts += [Front(None, rest[..., :0], empty, none)] * (kind.number + 1 - len(fronts))
         front = fronts[kind.number]
         before = front.pages if front.pages is not None else fronts[kind.like].pages
-        new = kind.codec.pack(keys[chosen], values[chosen], chosen.sum(-1), before, asked)
-        fronts[kind.number] = front.extended(new, rest, due, self.carried.received)
-        super().evict((rest >= 0) & ~due, (keys, values))
+        new = kind.codec.pack(*flat, before, asked, every)
+        fronts[kind.number] = front.extended(new, rest, due, self.carried.received, count)
+        super().evict((rest >= 0) & ~due, (keys, values), lengths)
         self._join(fronts)
         known = made.get(id(old))
         if known is not None:
@@ -164,21 +205,30 @@ class QuantisedLayer(CompressedLayer):
         elif old.index.dim() == 2:
             made[id(old)] = (old, self.index)
 
-    def _due(self, codec: Codec, among: Among) -> Tensor | None:
-        """Which of the tokens in full precision are to be packed, ``[B, 1 or Hkv, R]`` bool; None if none is."""
+    def few(self, kind: Kind, among: Among) -> bool:
+        """Whether it is plain from what is stored in full precision that none of it is to be packed."""
         if self.index is None:
-            return None
-        rest = self.index.by_head[..., self.width :]
-        if among.others and rest.shape[-1] < codec.residual + codec.page:
-            return None
-        valid = (rest >= 0) & ~self._once(rest) & among.holds(rest)
-        due = valid & (valid.cumsum(-1) <= codec.packable(valid.sum(-1))[..., None])
-        return due if bool(due.any()) else None
+            return True
+        return among.others and len(self.index) - self.width < kind.codec.residual + kind.codec.page
 
-    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None) -> None:
+    def eligible(self, among: Among) -> Tensor:
+        """Which of the tokens in full precision may be packed, ``[B, 1 or Hkv, R]`` bool."""
+        assert self.index is not None
+        rest = self.index.by_head[..., self.width :]
+        return (rest >= 0) & ~self._once(rest) & among.holds(rest)
+
+    @property
+    def loose(self) -> Tensor | None:
+        """How many tokens in full precision may be packed, ``[B, 1 or Hkv]`` long on the CPU; None where only the device
+        knows."""
+        if self.index is None or not self.index.known or self.thawed is not None or None in self.held:
+            return None
+        return self.index.lengths - sum(held.live for held in self.held if held is not None)
+
+    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None) -> None:
         """Free everything but ``kept``. Packed tokens are dropped or stay as they are; ``merged`` does not reach them."""
         if not self.packed and self.thawed is None:
-            super().evict(kept, merged)
+            super().evict(kept, merged, lengths)
             return
         assert self.index is not None
         index, received, width = self.index, self.carried.received, self.width
@@ -226,11 +276,12 @@ class QuantisedLayer(CompressedLayer):
     def reset(self) -> None:
         """Back to empty, ready for another prompt."""
         super().reset()
-        self.packs, self.widths, self.thawed = (), (), None
+        self.packs, self.widths, self.held, self.thawed = (), (), (), None
 
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)
         self.packs = tuple(pages and pages.selected(rows.to(pages.table.device)) for pages in self.packs)
+        self.held = (None,) * len(self.packs)
         if self.thawed is not None:
             self.thawed = self.thawed[rows.to(self.thawed.device)]
 
@@ -267,12 +318,14 @@ class QuantisedLayer(CompressedLayer):
             received = pad(received, (0, index.shape[-1] - received.shape[-1]))
             self.carried.received = received[..., self.width :]
         fronts = [
-            Front(pages, index[..., start:stop], None if received is None else received[..., start:stop])
-            for pages, start, stop in zip(self.packs, ends, ends[1:], strict=False)
+            Front(pages, index[..., start:stop], None if received is None else received[..., start:stop], held)
+            for pages, held, start, stop in zip(self.packs, self.held, ends, ends[1:], strict=False)
         ]
-        rest = index[..., self.width :]
-        self.packs, self.widths = (), ()
-        self.index = KeyIndex(rest if rest.shape[1] > 1 else rest[:, 0], True, self.seen)
+        rest, lengths = index[..., self.width :], None
+        if self.index.known and None not in self.held:
+            lengths = self.index.lengths - sum(held.live for held in self.held if held is not None)
+        self.packs, self.widths, self.held = (), (), ()
+        self.index = KeyIndex(rest if rest.shape[1] > 1 else rest[:, 0], True, self.seen, lengths)
         return fronts
 
     def _join(self, fronts: list[Front]) -> None:
@@ -281,10 +334,13 @@ class QuantisedLayer(CompressedLayer):
         indices = [*(front.index for front in fronts), self.index.by_head]
         heads = max(index.shape[1] for index in indices)
         index = torch.cat([part.expand(-1, heads, -1) for part in indices], dim=-1)
-        padded = self.index.padded or any(bool((front.index < 0).any()) for front in fronts)
-        self.index = KeyIndex(index if heads > 1 else index[:, 0], padded, self.seen)
+        held = [front.known() for front in fronts]
+        lengths = (self.index.lengths + sum(one.live for one in held)).expand(-1, heads)
+        padded = bool((lengths < index.shape[-1]).any())
+        self.index = KeyIndex(index if heads > 1 else index[:, 0], padded, self.seen, lengths)
         if self.carried.received is not None:
             figures = [front.received for front in fronts if front.received is not None]
             self.carried.received = torch.cat([*figures, self.carried.received], dim=-1)
         self.packs = tuple(front.pages for front in fronts)
         self.widths = tuple(front.index.shape[-1] for front in fronts)
+        self.held = tuple(held)

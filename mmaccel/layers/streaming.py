@@ -23,7 +23,8 @@ def upto(attention: LayerAttention, stop: int) -> LayerAttention:
     return replace(
         attention,
         query=attention.query[:, :, :stop],
-        key=attention.exact_key[:, :, :keys],
+        key=attention.full_key[:, :, :keys],
         visible=None if attention.visible is None else attention.visible[:, :, :stop, :keys],
         text=attention.text[:, :stop],
+        memo={},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import ClassVar, Literal
 
@@ -108,6 +108,7 @@ class Codec(Method):
         lengths: Tensor,
         before: Pages | None = None,
         asked: Tensor | None = None,
+        known: Tensor | None = None,
     ) -> Pages:
         """Quantise tokens and pack them.
 
@@ -117,9 +118,12 @@ class Codec(Method):
         lengths : ``[B, Hkv]`` long, tokens of each head.
         before : what these heads have packed already.
         asked : see :class:`Cut`.
+        known : ``lengths`` on the CPU, where the host knows them; else it waits for the number of pages.
         """
-        start, count, cu_pages = split(lengths.flatten(), self.page)
-        cut = Cut(start, count, torch.repeat_interleave(cu_pages.diff().long()), lengths, asked)
+        total = None if known is None else int((-(-known // self.page)).sum())
+        start, count, cu_pages = split(lengths.flatten(), self.page, total)
+        head = torch.repeat_interleave(cu_pages.diff().long(), output_size=len(count))
+        cut = Cut(start, count, head, lengths, asked)
         planes = self.key_planes(keys.contiguous(), cut, before)
         narrow = sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
         return Pages(
@@ -133,6 +137,7 @@ class Codec(Method):
             cu_pages=cu_pages,
             heads=lengths.shape[1],
             key_width=keys.shape[1] if narrow else 0,
+            tokens=len(keys),
         )
 
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
@@ -188,6 +193,7 @@ class Among:
     mask: Tensor | None
     since: int
     others: bool
+    _moved: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def holds(self, places: Tensor) -> Tensor:
         """``places [B, heads, K]`` -> the same shape, bool."""
@@ -195,7 +201,9 @@ class Among:
             return torch.full_like(places, self.others, dtype=torch.bool)
         at = places.long() - self.since
         inside = (at >= 0) & (at < self.mask.shape[1])
-        mask = self.mask.to(places.device)[:, None].expand(-1, places.shape[1], -1)
+        if places.device not in self._moved:
+            self._moved[places.device] = self.mask.to(places.device, non_blocking=places.device.type != "cpu")
+        mask = self._moved[places.device][:, None].expand(-1, places.shape[1], -1)
         found = mask.gather(2, at.clamp(0, self.mask.shape[1] - 1))
         return torch.where(inside, found, self.others)
 

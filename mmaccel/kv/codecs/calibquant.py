@@ -87,7 +87,7 @@ class CalibQuant(Codec):
 
     def _plane(self, x: Tensor, cut: Cut, shrink: float) -> Plane:
         format, lengths = self.formats(x.shape[1])[0], cut.lengths.flatten()
-        head = torch.repeat_interleave(lengths)[:, None].expand(-1, x.shape[1])
+        head = torch.repeat_interleave(lengths, output_size=len(x))[:, None].expand(-1, x.shape[1])
         low, high = (
             x.new_zeros(len(lengths), x.shape[1], dtype=torch.float32).scatter_reduce(
                 0, head, x.float(), reduce, include_self=False

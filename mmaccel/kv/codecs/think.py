@@ -75,6 +75,6 @@ class ThinK(KIVI):
         chosen = before.keys[0].channels if before is not None else self.channels(keys, cut)
         if chosen is None or chosen.shape[1] == keys.shape[1]:
             return super().key_planes(keys, cut, before)
-        head = torch.repeat_interleave(cut.lengths.flatten())
+        head = torch.repeat_interleave(cut.lengths.flatten(), output_size=len(keys))
         picked = keys.gather(1, chosen.long()[head])
         return (replace(self.plane(picked, cut, self.formats(keys.shape[1])[0]), channels=chosen),)

@@ -101,7 +101,7 @@ class VidKV(Codec):
         -------
         ``[B, k]`` long, ascending; ``k = int(D (key_bits - 1))``, as in the program, and at least 1.
         """
-        row = torch.repeat_interleave(lengths.sum(1))[:, None].expand(-1, keys.shape[1])
+        row = torch.repeat_interleave(lengths.sum(1), output_size=len(keys))[:, None].expand(-1, keys.shape[1])
         low, high = (
             keys.new_zeros(len(lengths), keys.shape[1], dtype=torch.float32).scatter_reduce(
                 0, row, keys.float(), reduce, include_self=False
@@ -120,11 +120,11 @@ class VidKV(Codec):
             channels = [plane.channels for plane in before.keys]
         else:
             hard = self.hard_channels(keys, cut.lengths)
-            rest = torch.ones(len(hard), width, dtype=torch.bool, device=keys.device).scatter_(1, hard, False)
-            easy = rest.nonzero()[:, 1].view(len(hard), -1)
+            taken = torch.zeros(len(hard), width, dtype=torch.long, device=keys.device).scatter_(1, hard, 1)
+            easy = taken.argsort(dim=1, stable=True)[:, : width - hard.shape[1]]
             chosen = (hard, easy) if easy.shape[1] else (None,)
             channels = [None if c is None else c.repeat_interleave(heads, dim=0).int() for c in chosen]
-        head = torch.repeat_interleave(cut.lengths.flatten())
+        head = torch.repeat_interleave(cut.lengths.flatten(), output_size=len(keys))
         planes = []
         for which, format in zip(channels, self.formats(width), strict=False):
             picked = keys if which is None else keys.gather(1, which.long()[head])

@@ -47,7 +47,11 @@ class A2SF(H2O):
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
         """``[B, Hkv, K]``: the decayed sums so far."""
-        rows = attention.query.shape[2]
-        age = torch.arange(rows - 1, -1, -1, device=before.device, dtype=torch.float32)
-        weight = (self.forget**age).expand(len(before), -1)
+        rows, weight = attention.query.shape[2], attention.once(self._weight)
         return before * self.forget**rows + by_group(column_sums(attention, weight), before.shape[1], self.gqa)
+
+    def _weight(self, attention: LayerAttention) -> Tensor:
+        """``[B, q]``: what each query counts."""
+        rows = attention.query.shape[2]
+        age = torch.arange(rows - 1, -1, -1, device=attention.query.device, dtype=torch.float32)
+        return (self.forget**age).expand(len(attention.query), -1)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import MmaccelError, UnsupportedError
 from ...method import KeyBatch
 from ...reduction import top_mask
 from ...registry import register
+from ..importance import outgoing_norm
 from .snapkv import SnapKV
 
 if TYPE_CHECKING:
@@ -55,9 +56,13 @@ class CriticalKV(SnapKV):
     def check(self, family: Family) -> None:
         """The output projection is to be there, as numbers."""
         super().check(family)
+        usable: dict[type, bool] = {nn.Parameter: True}
         for layer in family.text.layers:
             weight = getattr(getattr(layer.self_attn, "o_proj", None), "weight", None)
-            if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+            there = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()
+            if isinstance(weight, Tensor) and there and type(weight) not in usable:
+                usable[type(weight)] = _computes(weight)
+            if not there or not usable[type(weight)]:
                 raise UnsupportedError(
                     "criticalkv reads the output projection of every attention layer, and those of this model are quantised or "
                     "named otherwise; use snapkv or vatp."
@@ -71,3 +76,13 @@ class CriticalKV(SnapKV):
         count = (keys.count.double() * self.first).long().repeat_interleave(score.shape[1])
         best = top_mask(score.flatten(0, 1), among, count.to(score.device)).view_as(score)
         return ((score + self.epsilon) * keys.outgoing).masked_fill(best, torch.inf)
+
+
+def _computes(weight: Tensor) -> bool:
+    """Whether a projection of a class of its own can be taken apart and multiplied with; torchao's cannot."""
+    value = torch.zeros(1, 1, 1, weight.shape[1], device=weight.device)
+    try:
+        outgoing_norm(value, weight.detach().unflatten(1, (1, -1)))
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True

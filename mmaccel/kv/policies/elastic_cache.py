@@ -80,7 +80,9 @@ class ElasticCache(Policy):
         """
         assert keys.received is not None
         among = keys.valid if self.joint else keys.valid & keys.visual
-        score = torch.full(among.shape, -torch.inf, device=among.device)
-        for row, mask in enumerate(among):
-            score[row, mask] = keys.received[row, 0, mask].argsort(stable=True).float()
-        return score
+        # those that compete come first, in the order of their scores
+        order = keys.received[:, 0].masked_fill(~among, torch.inf).argsort(dim=1, stable=True)
+        order = order.gather(1, (~among).gather(1, order).long().argsort(dim=1, stable=True))
+        number = (among.cumsum(1) - 1).clamp(min=0)
+        score = number.gather(1, order).gather(1, number).float()
+        return score.masked_fill(~among, -torch.inf)

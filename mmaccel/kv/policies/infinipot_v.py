@@ -57,39 +57,96 @@ class InfiniPotV(Policy):
     def score(self, keys: KeyBatch) -> Tensor:
         """``keys``, ``values [B, Hkv, K, D]``, ``cells [B, K, 3]``, ``count [B]`` -> ``[B, Hkv, K]``."""
         out = keys.values.float().norm(dim=-1)
-        visual = keys.visual & keys.valid
-        if keys.picture is None or keys.cells is None:
-            return out
-        for row in range(len(out)):
-            pictures = keys.picture[row].masked_fill(~visual[row], -1)
-            for picture in pictures.unique().tolist():
-                if picture < 0:
-                    continue
-                at = ((pictures == picture) & (keys.cells[row, :, 0] >= 0)).nonzero()[:, 0]
-                if not len(at):
-                    continue
-                cells = keys.cells[row, at]
-                if self.pooled:
-                    out[row][:, at] = _pooled(out[row][:, at], cells, 4 * keys.layer // keys.depth)
-                if keys.count is not None:
-                    rivals = keys.valid[row] if self.joint else visual[row]
-                    count = int(keys.count[row]) * len(at) // max(1, int(rivals.sum()))
-                    out[row][:, at] = self.picked(keys.keys[row][:, at], out[row][:, at], cells, count)
+        for clip in keys.once(self._clips):
+            norms = out[clip.row][:, clip.at]
+            if self.pooled:
+                norms = _pooled(norms, clip.cells, clip.size, 4 * keys.layer // keys.depth)
+            if clip.frames is not None:
+                norms = clip.frames.picked(keys.keys[clip.row][:, clip.at], norms)
+            out[clip.row][:, clip.at] = norms
         return out
 
-    def picked(self, keys: Tensor, score: Tensor, cells: Tensor, count: int) -> Tensor:
-        """``score [H, n]`` of one clip, infinite for what TaR picks; ``keys [H, n, D]``, ``cells [n, 3]``."""
+    def _clips(self, keys: KeyBatch) -> list[Clip]:
+        """The clips and pictures that have keys, and what is to be picked of them."""
+        if keys.picture is None or keys.cells is None:
+            return []
+        clips, visual = [], keys.visual & keys.valid
+        for row in range(len(visual)):
+            pictures = keys.picture[row].masked_fill(~visual[row], -1)
+            rivals = max(1, int((keys.valid[row] if self.joint else visual[row]).sum()))
+            for picture in pictures.unique().tolist():
+                at = ((pictures == picture) & (keys.cells[row, :, 0] >= 0)).nonzero()[:, 0]
+                if picture < 0 or not len(at):
+                    continue
+                cells = keys.cells[row, at]
+                size = tuple(int(n) + 1 for n in cells.amax(0))
+                count = 0 if keys.count is None else int(keys.count[row]) * len(at) // rivals
+                clips.append(Clip(row, at, cells, size, self._frames(cells, count)))
+        return clips
+
+    def _frames(self, cells: Tensor, count: int) -> Frames | None:
+        """What TaR picks from, if it picks any of the ``count`` keys of a clip that stay; ``cells [n, 3]``."""
         times, frame = cells[:, 0].unique(return_inverse=True)
         newest = int(len(times) * self.recent_frames)
         budget = count - round((1 - self.tar) * count)
         if newest < 1 or budget < 1:
-            return score
-        redundant = temporal_redundancy(keys.float(), frame, cells[:, 1:], len(times) - newest)
-        late = frame >= len(times) - newest
+            return None
+        return Frames.of(frame, cells[:, 1:], len(times) - newest, budget)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A clip or picture: its keys ``at [n]`` in a row, their ``cells [n, 3]``, which are below ``size``."""
+
+    row: int
+    at: Tensor
+    cells: Tensor
+    size: tuple[int, ...]
+    frames: Frames | None
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Which keys of a clip are of its newest frames, and which patch each key is of.
+
+    frame, place : ``[n]`` long, the number of the frame and of the patch.
+    late : ``[m]`` long, the keys of the newest frames, which begin with ``newest``.
+    there : ``[newest frames, patches]`` bool, which of these there are.
+    budget : how many keys are picked.
+    """
+
+    frame: Tensor
+    place: Tensor
+    late: Tensor
+    there: Tensor
+    newest: int
+    budget: int = 0
+
+    @staticmethod
+    def of(frame: Tensor, patch: Tensor, newest: int, budget: int = 0) -> Frames:
+        """``frame [n]`` long; ``patch [n, 2]`` long."""
+        place = patch[:, 0] * (int(patch[:, 1].max()) + 1) + patch[:, 1]
+        there = torch.zeros(int(frame.max()) + 1 - newest, int(place.max()) + 1, dtype=torch.bool, device=frame.device)
+        late = (frame >= newest).nonzero()[:, 0]
+        there[frame[late] - newest, place[late]] = True
+        return Frames(frame, place, late, there, newest, budget)
+
+    def picked(self, keys: Tensor, score: Tensor) -> Tensor:
+        """``score [H, n]``, infinite for what TaR picks; ``keys [H, n, D]``."""
         # the newest frames come first, their last frame before the others
-        ranked = torch.where(late, 2.0 + frame, -redundant)
-        best = ranked.argsort(dim=1, descending=True, stable=True)[:, :budget]
+        late = self.frame >= self.newest
+        ranked = torch.where(late, 2.0 + self.frame, -self.redundancy(keys.float()))
+        best = ranked.argsort(dim=1, descending=True, stable=True)[:, : self.budget]
         return score.scatter(1, best, torch.inf)
+
+    def redundancy(self, keys: Tensor) -> Tensor:
+        """:func:`temporal_redundancy` of ``keys [H, n, D]``."""
+        unit = normalize(keys, dim=-1)
+        grid = unit.new_zeros(len(unit), *self.there.shape, unit.shape[-1])
+        grid[:, self.frame[self.late] - self.newest, self.place[self.late]] = unit[:, self.late]
+        mean = grid.sum(1) / self.there.sum(0).clamp(min=1)[:, None]
+        cosine = (unit * mean[:, self.place]).sum(-1)
+        return torch.where(self.there.any(0)[self.place], cosine, -1.0)
 
 
 def temporal_redundancy(keys: Tensor, frame: Tensor, patch: Tensor, newest: int) -> Tensor:
@@ -100,33 +157,23 @@ def temporal_redundancy(keys: Tensor, frame: Tensor, patch: Tensor, newest: int)
     ----------
     keys : ``[H, n, D]``; frame : ``[n]`` long; patch : ``[n, 2]`` long.
     """
-    unit = normalize(keys, dim=-1)
-    place = patch[:, 0] * (int(patch[:, 1].max()) + 1) + patch[:, 1]
-    width, frames = int(place.max()) + 1, int(frame.max()) + 1 - newest
-    grid = unit.new_zeros(len(unit), frames, width, unit.shape[-1])
-    there = torch.zeros(frames, width, dtype=torch.bool, device=keys.device)
-    late = frame >= newest
-    grid[:, frame[late] - newest, place[late]] = unit[:, late]
-    there[frame[late] - newest, place[late]] = True
-    mean = grid.sum(1) / there.sum(0).clamp(min=1)[:, None]
-    cosine = (unit * mean[:, place]).sum(-1)
-    return torch.where(there.any(0)[place], cosine, -1.0)
+    return Frames.of(frame, patch, newest).redundancy(keys)
 
 
-def _pooled(norms: Tensor, cells: Tensor, quarter: int) -> Tensor:
+def _pooled(norms: Tensor, cells: Tensor, size: tuple[int, ...], quarter: int) -> Tensor:
     """``norms [H, n]`` averaged over neighbours in the grid, as many dimensions as the quarter of the layers says."""
     if quarter > 2:
         return norms
-    t, h, w = (int(n) + 1 for n in cells.amax(0))
-    grid = norms.new_zeros(len(norms), t, h, w)
+    t, h, w = size
+    grid = norms.new_zeros(len(norms), *size)
     where = cells.unbind(1)
     grid[:, where[0], where[1], where[2]] = norms
     if quarter == 0:
-        size = _odd(7, min(t, h, w))
-        grid = avg_pool3d(grid, size, 1, size // 2)
+        pooled = _odd(7, min(t, h, w))
+        grid = avg_pool3d(grid, pooled, 1, pooled // 2)
     elif quarter == 1:
-        size = _odd(5, min(h, w))
-        grid = avg_pool2d(grid, size, 1, size // 2)
+        pooled = _odd(5, min(h, w))
+        grid = avg_pool2d(grid, pooled, 1, pooled // 2)
     else:
         grid = avg_pool1d(grid.flatten(1)[:, None], 3, 1, 1)[:, 0].view_as(grid)
     return grid[:, where[0], where[1], where[2]]

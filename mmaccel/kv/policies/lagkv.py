@@ -45,8 +45,7 @@ class LagKV(Policy):
     def score(self, keys: KeyBatch) -> Tensor:
         """``keys``, ``values [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         out = keys.keys.new_full(keys.keys.shape[:3], torch.inf, dtype=torch.float32)
-        for row, mask in enumerate(keys.valid):
-            at = mask.nonzero()[self.sinks :, 0]
+        for row, at in enumerate(keys.once(self._rivals)):
             stretches = len(at) // self.lag
             if stretches < 2:
                 out[row][:, at] = torch.arange(len(at), device=at.device) / self.lag
@@ -60,6 +59,10 @@ class LagKV(Policy):
             rank = score.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True) / self.lag
             out[row][:, at[: -self.lag]] = rank.flatten(1).float()
         return out.masked_fill(~keys.valid[:, None], -torch.inf)
+
+    def _rivals(self, keys: KeyBatch) -> list[Tensor]:
+        """Of every row the slots behind the sinks."""
+        return [mask.nonzero()[self.sinks :, 0] for mask in keys.valid]
 
 
 def _stand_out(x: Tensor) -> Tensor:

@@ -75,11 +75,15 @@ def window_attention(keys: KeyBatch) -> tuple[Tensor, Tensor]:
     queries = keys.queries.float().unflatten(1, (heads, -1))
     logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, keys.keys.float()) * keys.scaling
     # a query that is padding has no vote
-    place, votes = keys.places, keys.places >= 0
+    place, votes, own = keys.places, keys.places >= 0, keys.once(_own)
     seen = keys.valid[:, None, :] & (keys.index[:, None, :] <= place[:, :, None]) & votes[:, :, None]
     attention = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
     attention = attention.masked_fill(~seen[:, None, None], 0.0)
     paid = attention.sum(3) / votes.sum(1).clamp(min=1)[:, None, None, None]
-    first = place.masked_fill(~votes, torch.iinfo(place.dtype).max).amin(1, keepdim=True)
-    own = keys.index >= first
     return paid.masked_fill(own[:, None, None], 0.0).flatten(1, 2), own
+
+
+def _own(keys: KeyBatch) -> Tensor:
+    """``[B, K]`` bool: the keys of the last queries."""
+    first = keys.places.masked_fill(keys.places < 0, torch.iinfo(keys.places.dtype).max).amin(1, keepdim=True)
+    return keys.index >= first

@@ -41,7 +41,7 @@ class VLCache(Policy):
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
         """``[B, Hkv, K]``: sums over the queries behind the last picture."""
-        weight = behind_pictures(attention).float()
+        weight = attention.once(_votes)
         return before + by_group(column_sums(attention, weight), before.shape[1], "sum")
 
     def score(self, keys: KeyBatch) -> Tensor:
@@ -50,3 +50,8 @@ class VLCache(Policy):
         if self.per_head:
             return keys.received
         return keys.received.sum(1, keepdim=True).expand_as(keys.received)
+
+
+def _votes(attention: LayerAttention) -> Tensor:
+    """``[B, q]`` float32: 1 for the queries behind the last picture."""
+    return behind_pictures(attention).float()

@@ -61,10 +61,9 @@ class WindowKV(Policy):
     def score(self, keys: KeyBatch) -> Tensor:
         """``queries [B, Hq, W, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``, the same for all heads."""
         paid, own = window_attention(keys)
-        place = place_in_chunk(replace(keys, valid=keys.valid & ~own), self.width)
-        number = (place == 0).cumsum(1) - 1
+        number, place, most = keys.once(self._windows, own)
         slot = (number * self.width + place)[:, None].expand_as(paid)
-        windows = paid.new_full((*paid.shape[:2], (int(number.max()) + 1) * self.width), -torch.inf)
+        windows = paid.new_full((*paid.shape[:2], most * self.width), -torch.inf)
         windows = windows.scatter_(2, slot, paid).unflatten(2, (-1, self.width))
         best = windows.topk(max(1, self.width // 2) if self.strategy == "max" else self.width).values
         there = best.isfinite()
@@ -72,3 +71,10 @@ class WindowKV(Policy):
         score = means.mean(1).gather(1, number)
         score = score.masked_fill(own, torch.inf).masked_fill(~keys.valid, -torch.inf)
         return score[:, None].expand(keys.keys.shape[:3])
+
+    def _windows(self, keys: KeyBatch, own: Tensor) -> tuple[Tensor, Tensor, int]:
+        """``[B, K]`` long each: the window of every key, and its place there; and the most windows of a row. The keys
+        ``own [B, K]`` of the last queries are in none."""
+        place = place_in_chunk(replace(keys, valid=keys.valid & ~own), self.width)
+        number = (place == 0).cumsum(1) - 1
+        return number, place, int(number.max()) + 1
