@@ -300,7 +300,9 @@ class Step:
     ) -> None:
         """From layer ``first`` on the tokens at ``chosen [B, q]`` (places of this forward on the CPU, -1 padding) are left."""
         places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
-        self.phases.append((first, Phase(places.to(device, non_blocking=True), padded, chosen, extra)))
+        phase = Phase(places.to(device, non_blocking=True), padded, chosen, extra)
+        phase.on_host = places
+        self.phases.append((first, phase))
 
     def slots(self, chosen: Tensor) -> Tensor:
         """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""
@@ -593,7 +595,7 @@ class Door:
             for number in range(len(self.layers) if waits else 0):
                 step.pack(number, device)
         if step is not None and step.packing.waiting and output is not None:
-            with scope.stats.clock.measure("packing", step.phase(0).places.device):
+            with step.measured("packing", step.phase(0).places.device):
                 step.packing.settle()
         scope.step = None
         if scope.timer is not None:

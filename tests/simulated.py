@@ -438,6 +438,10 @@ def _kernels(machine: Machine, stack: ExitStack) -> None:
     """Every operation that has a kernel runs its host code, and takes its numbers from the definition."""
     for info in iter_modules(mmaccel_kernels.__path__):
         module = import_module(f"mmaccel_kernels.{info.name}")
+        # nothing can be built for a GPU that is not there, so it is not tried
+        for name, said in {"usable": lambda device: device.type == "cuda", "obstacle": lambda device: None}.items():
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, said))
         for name, thing in list(vars(module).items()):
             if type(thing).__module__.startswith("triton.runtime") and hasattr(thing, "run"):
                 stack.enter_context(mock.patch.object(module, name, _Launched(machine, name, thing)))

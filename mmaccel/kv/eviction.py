@@ -181,7 +181,7 @@ class Eviction:
             step, scores = self.step, []
             for one in undecided:
                 if self.policy.deferred and step.total is not None:
-                    kept = step.total.kept.to(one.keys.index.device)
+                    kept = step.total.kept.to(one.keys.index.device, non_blocking=True)
                     reach = kept.gather(1, (one.keys.index - step.seen).clamp(min=0)) & one.keys.valid
                     one.keys = replace(one.keys, survivors=reach)
                 scores.append(self._rank(one.keys, one.tokens))

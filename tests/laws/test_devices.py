@@ -36,17 +36,17 @@ ONE_A_SITE = ("tome", "divprune", "fastkv-tokens", "snapkv", "adakv", "fp8")
 RECIPES = tuple(recipes())
 
 #: of recipes that evict while they decode, the waits of the host a layer and step, to be lowered; never more than one above
-SCHEDULED = {"d2o": 9, "elastic-cache-decode": 8, "h2o-decode": 4, "streaming-llm-decode": 4}
+SCHEDULED = {"d2o": 1, "elastic-cache-decode": 1, "h2o-decode": 1, "streaming-llm-decode": 1}
 #: a method inside the language model is asked once at the layer it works at, and waited for so often at most
-WAITS_A_CUT = 5
+WAITS_A_CUT = 4
 #: launches a layer above those of the bare model, at the prompt and in a step, by the sites of a recipe
 LAUNCHES = {
     "frames": (0, 0),
     "encoder": (0, 0),
     "projector": (0, 0),
     "layers": (60, 1),
-    "cache": (240, 8),
-    "scheduled": (240, 220),
+    "cache": (190, 8),
+    "scheduled": (180, 190),
     "codec": (120, 10),
 }
 
