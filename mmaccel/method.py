@@ -178,9 +178,11 @@ class Layerwise:
     def once(self, make: Callable[..., T], *args: Any) -> T:
         """``make(self, *args)``, for all layers that see the same tokens: it may ask where tokens are and of which kind, not
         what queries, keys and values are, and may wait for the device."""
-        if (make, args) not in self.memo:
-            self.memo[make, args] = make(self, *args)
-        found: T = self.memo[make, args]
+        # a batch of other keys may have been made of this one
+        key = make, args, getattr(self, "index", None)
+        if key not in self.memo:
+            self.memo[key] = make(self, *args)
+        found: T = self.memo[key]
         return found
 
 

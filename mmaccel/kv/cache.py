@@ -126,8 +126,7 @@ class KeyIndex:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor the index holds between two forwards."""
         yield self.index
-        if self._slots is not None:
-            yield self._slots
+        yield from (x for x in (self._slots, self._lengths) if x is not None)
 
     def rename(self, new: Tensor, upto: int) -> None:
         """Call place ``p`` from now on ``new[p]``, of ``upto`` places seen."""

@@ -270,6 +270,8 @@ class QuantisedLayer(CompressedLayer):
         for pages in self.packs:
             if pages is not None:
                 yield from pages.tensors()
+        for held in self.held:
+            yield from held or ()
         if self.thawed is not None:
             yield self.thawed
 

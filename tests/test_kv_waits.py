@@ -1,0 +1,147 @@
+"""The host knows what the cache stores: it does not wait for the device layer by layer, and layers may be on several devices.
+
+Counts are those of a simulated machine (see `simulated`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import simulated
+import torch
+import zoo
+from laws import helpers
+
+from mmaccel import Recipe, Stage, accelerated
+from mmaccel.kv.cache import CompressedLayer, KeyIndex, Reading
+from mmaccel.kv.quantised import QuantisedLayer
+from mmaccel.method import LayerAttention
+
+PAGES = {"page": 16, "group": 16, "residual": 4, "bits": 4}
+STEPS = 4
+
+
+def recipe(*stages: tuple[str, float | None, dict[str, Any]], text_retain: float | None = None) -> Recipe:
+    return Recipe(
+        "-".join(method for method, *_ in stages), tuple(Stage(*one) for one in stages), text_retain=text_retain
+    )
+
+
+SNAPKV = ("snapkv", 0.5, {"window": 8})
+#: every way in which it is settled what a layer keeps, or packs
+RECIPES = {
+    "uniform": recipe(SNAPKV),
+    "pyramid": recipe(("windowkv", 0.3, {"window": 8})),
+    "text": recipe(("snapkv", 0.3, {"window": 8, "protect": ("question",), "text_policy": "knorm"}), text_retain=0.5),
+    "chunks": recipe(("snapkv", 0.3, {"window": 8, "chunk": 4})),
+    "merged": recipe(("h2o", 0.3, {"compact": "average"})),
+    "nearest": recipe(("elastic-cache", 0.3, {"faithful": True})),
+    "sparsity": recipe(("vl-cache", 0.3, {})),
+    "entropy": recipe(("h2o", 0.3, {"layer_budget": "entropy"})),
+    "prefix": recipe(("observed-attention", 0.3, {"layer_budget": "prefix"})),
+    "variance": recipe(("a2sf", 0.3, {"layer_budget": "variance", "joint": True})),
+    "heads": recipe(("snapkv", 0.3, {"window": 8, "head_budget": "adaptive"})),
+    "stretches": recipe(("lagkv", 0.3, {"lag": 4})),
+    "clips": recipe(("infinipot-v", 0.3, {"pooled": True})),
+    "deferred": recipe(("fastv", 0.5, {"layer": 2}), ("mustdrop-cache", None, {})),
+    "kivi": recipe(("kivi", None, PAGES)),
+    "think": recipe(("think", None, {"page": 16, "group": 16, "residual": 4})),
+    "vidkv": recipe(("vidkv", None, {"page": 32, "protect": 0.3})),
+    "two codecs": recipe(("calibquant", None, {"page": 16}), ("kivi", None, {**PAGES, "text_only": True})),
+    "few and packed": recipe(SNAPKV, ("calibquant", None, {"page": 16})),
+    "heads and packed": recipe(("snapkv", 0.5, {"window": 8, "head_budget": "adaptive"}), ("kivi", None, PAGES)),
+    "joint and packed": recipe(
+        ("snapkv", 0.5, {"window": 8, "joint": True}), ("kivi", None, {**PAGES, "visual_only": True})
+    ),
+}
+QUICK = ("text", "merged", "sparsity", "heads", "kivi")
+
+
+def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:
+    """How often the host waits in the prompt, and in every decode step."""
+    counts = []
+    with simulated.machine() as gpu:
+        model, feed = gpu.put(zoo.model("llava", num_hidden_layers=layers)), gpu.put(zoo.inputs("llava", kind))
+        with accelerated(model, made):
+            handles = [
+                model.register_forward_pre_hook(lambda *_: counts.append(gpu.counts.copy())),
+                model.register_forward_hook(lambda *_: counts.append(gpu.counts.copy())),
+            ]
+            model.generate(**feed, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)
+            for handle in handles:
+                handle.remove()
+    return [sum(after.since(before).waits.values()) for before, after in zip(counts[::2], counts[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+)
+def test_more_layers_make_the_host_wait_no_more_often(name: str) -> None:
+    few = waits(RECIPES[name], 4)
+    assert waits(RECIPES[name], 8) == few
+    # what a text codec packs of what was said is asked once a step, for all layers
+    assert max(few[1:]) <= (name == "two codecs")
+
+
+@pytest.mark.slow
+def test_uneven_rows_make_the_host_wait_no_more_often() -> None:
+    assert waits(RECIPES["uniform"], 8, "uneven") == waits(RECIPES["uniform"], 4, "uneven")
+
+
+@pytest.mark.parametrize(
+    ("name", "at_once"), [("uniform", True), ("pyramid", True), ("text", True), ("kivi", True), ("heads", False)]
+)
+def test_a_layer_is_small_before_the_next_one_is_stored_where_its_budget_is_known(
+    name: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[tuple[str, int]] = []
+
+    def noted(cls: type[CompressedLayer], what: str) -> None:
+        original = getattr(cls, what)
+
+        def call(layer: CompressedLayer, *args: Any, **options: Any) -> Any:
+            order.append((what, layer.number))
+            return original(layer, *args, **options)
+
+        monkeypatch.setattr(cls, what, call)
+
+    noted(CompressedLayer, "update")
+    noted(QuantisedLayer, "pack" if name == "kivi" else "evict")
+    with accelerated(helpers.model("llava"), RECIPES[name]) as model:
+        model.generate(**helpers.inputs("llava"), max_new_tokens=1)
+    stored = [i for i, (what, _) in enumerate(order) if what == "update"]
+    small = [i for i, (what, _) in enumerate(order) if what != "update"]
+    assert len(stored) == len(small) == 4
+    assert (small[0] < stored[1]) == at_once and (small[0] > stored[-1]) == (not at_once)
+
+
+def test_the_lengths_of_an_index_are_known_as_it_grows() -> None:
+    with simulated.machine() as gpu:
+        index = KeyIndex(gpu.put({"x": torch.tensor([[-1, 0, 1], [0, 1, 2]])})["x"], True, 3, torch.tensor([[2], [3]]))
+        new = gpu.put({"x": torch.tensor([[3, 4], [-1, 4]])})["x"]
+        index.extend(new[:, 1:], False, 4)
+        assert index.known and index.lengths.tolist() == [[3], [4]]
+        index.extend(new, True, 6, torch.tensor([2, 1]))
+        assert index.lengths.tolist() == [[5], [5]] and not gpu.counts.waits
+        # what nobody knows is asked once
+        index.extend(new, True, 8)
+        assert not index.known and index.lengths.tolist() == [[7], [6]] and index.lengths.tolist() == [[7], [6]]
+        assert sum(gpu.counts.waits.values()) == 1
+
+
+def test_what_a_step_reads_is_moved_to_the_device_of_the_layer() -> None:
+    with simulated.machine(devices=2) as gpu:
+        places = gpu.put({"x": torch.tensor([[True, False, True]])})["x"]
+        index = KeyIndex(gpu.put({"x": torch.tensor([[0, 1, 2, 3]])}, "cuda:1")["x"], False, 4)
+        keys = gpu.put({"x": torch.arange(4.0).view(1, 1, 4, 1)}, "cuda:1")["x"]
+        reading = Reading(1, places)
+        assert gpu.numbers(reading.read(index, keys, keys)[0]).flatten().tolist() == [0.0, 2.0, 3.0]
+        assert str(reading.index(index).index.device) == "cuda:1"
+
+
+def test_keys_that_nobody_looks_at_are_not_converted() -> None:
+    query, key = torch.randn(1, 4, 5, 8).bfloat16(), torch.randn(1, 2, 5, 8).bfloat16()
+    attention = LayerAttention(query, key, None, 1.0, torch.ones(1, 5, dtype=torch.bool))
+    assert attention.key is key and "full_key" not in vars(attention)
+    assert attention.logits(0, 5).dtype == attention.full_key.dtype == torch.float32
