@@ -1,5 +1,9 @@
 """Every error a user can cause: one sentence that names the thing and the remedy."""
 
+from __future__ import annotations
+
+import json
+
 
 class MmaccelError(ValueError):
     """A recipe, budget, input or model that mmaccel cannot honour."""
@@ -7,3 +11,20 @@ class MmaccelError(ValueError):
 
 class UnsupportedError(MmaccelError):
     """The model, the family or the way it is called lacks something that the recipe needs."""
+
+
+def no_json(error: Exception) -> str:
+    """Why a text is no JSON that can be read, in a few words: of a ValueError or RecursionError of :func:`json.loads`."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return "no text in UTF-8"
+    # what is left are numbers of more digits than Python converts
+    return f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "a number is too long"
+
+
+def short_int(digits: str) -> int:
+    """For ``parse_int`` of :func:`json.loads` where numbers are counts or options: no more digits than such a thing has."""
+    if len(digits) > 30:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)

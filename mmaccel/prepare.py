@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from PIL.Image import Image as PILImage
 
 from .errors import MmaccelError, UnsupportedError
 from .method import FramesMethod
+from .picture import first_line, load_picture
 from .recipe import Recipe
 from .recipe import recipe as find_recipe
 
@@ -143,40 +144,6 @@ def _reduced(image: PILImage, stages: Stages) -> PILImage:
     return image
 
 
-def load_picture(source: str | os.PathLike[str]) -> PILImage:
-    """The picture at a path (or URL, or in base 64), upright, RGB, fully read.
-
-    Raises
-    ------
-    MmaccelError
-        If there is no such file, or it is broken or no picture.
-    """
-    text = os.fspath(source)
-    remote = text.startswith(("http://", "https://", "data:"))
-    # a picture in base 64 is longer than any path
-    if remote or (len(text) > 1024 and not os.path.exists(text)):
-        from transformers.image_utils import load_image
-
-        try:
-            found: PILImage = load_image(text)
-            return found
-        except Exception as error:
-            raise MmaccelError(f"Cannot load the picture {text[:80]!r}: {_first_line(error)}") from error
-    if not os.path.isfile(text):
-        what = "is a folder" if os.path.isdir(text) else "does not exist"
-        raise MmaccelError(f"The picture {text!r} {what}; give the path of an image file.")
-    try:
-        with Image.open(text) as opened:
-            opened.load()
-            return ImageOps.exif_transpose(opened).convert("RGB")
-    except Exception as error:
-        raise MmaccelError(f"The picture {text!r} cannot be read: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 # --------------------------------------------------------------------------------------------------------------- clips
 
 
@@ -223,7 +190,7 @@ def _video_hooks(cls: type, stages: Stages) -> dict[str, Any]:
                 return fetch(self, video_url_or_urls, sample_indices_fn=sample_indices_fn)
             return load_video(video_url_or_urls, backend=backend, sample_indices_fn=sample_indices_fn)
         except Exception as error:
-            raise MmaccelError(f"The video {video_url_or_urls!r} cannot be read: {_first_line(error)}") from error
+            raise MmaccelError(f"The video {video_url_or_urls!r} cannot be read: {first_line(error)}") from error
 
     return {"_decode_and_sample_videos": sampled, "fetch_videos": fetch_videos}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .budget import Retain, check_retain
-from .errors import MmaccelError
+from .errors import MmaccelError, no_json, short_int
 from .method import LayerMethod, Method
 from .registry import method, methods, suggest
 
@@ -234,9 +234,11 @@ class Recipe:
             If it is no JSON object, a field is unknown or of the wrong type, or a method does not exist.
         """
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise MmaccelError(f"The recipe is no valid JSON: {error}.") from error
+            data = json.loads(text, parse_int=short_int)
+        except TypeError as error:
+            raise MmaccelError(f"The recipe is no text but a {type(text).__name__}; give JSON as a string.") from error
+        except (ValueError, RecursionError) as error:
+            raise MmaccelError(f"The recipe is no valid JSON: {no_json(error)}.") from error
         data = _fields(data, Recipe, "recipe")
         if not isinstance(data.get("name"), str):
             raise MmaccelError("The recipe needs a name, a string.")
@@ -355,7 +357,11 @@ def recipe(which: str | Path | Mapping[str, Any] | Recipe | Stage | Iterable[Sta
     if isinstance(which, Stage):
         return Recipe(which.method, (which,))
     if isinstance(which, Mapping):
-        return Recipe.from_json(json.dumps(which))
+        try:
+            text = json.dumps(which)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MmaccelError(f"The recipe holds what JSON has no word for ({error}); give plain values.") from error
+        return Recipe.from_json(text)
     if isinstance(which, Path) or (isinstance(which, str) and which.endswith(".json")):
         try:
             return Recipe.from_json(Path(which).read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, is_accelerated
+from mmaccel.cli import main
 from mmaccel.families import FAMILIES as ADAPTERS
 from mmaccel.method import KeyBatch, Policy, ProjectorMethod, TokenBatch
 from mmaccel.reduction import Reduction
@@ -411,3 +413,77 @@ def test_a_reduced_cache_outlives_its_recipe() -> None:
         generate(tiny, feed, past_key_values=mine)
     length = feed["input_ids"].shape[1] + 3
     assert mine.get_seq_length() == length and mine.layers[0].keys.shape[2] == length - 18
+
+
+# --------------------------------------------------------------------------------------------------------------- JSON
+
+DEEP, DIGITS = "[" * 100_000, "1" * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (DEEP, "no valid JSON: nested too deeply"),
+        ('{"name": ' + DIGITS + "}", "no valid JSON: a number is too long"),
+        ('{"name": "x", "stages": [{"method": "divprune", "retain": ' + DIGITS[:400] + "}]}", "a number is too long"),
+        (b"\xff", "no text in UTF-8"),
+        (None, "no text but a NoneType"),
+        (3, "no text but a int"),
+        ([], "no text but a list"),
+        ('{"name": "x", "positions": []}', "positions="),
+        ('{"name": "x", "text_retain": {}}', "text_retain="),
+        ('{"name": "x", "stages": [{"method": "divprune", "retain": [1]}]}', "no budget"),
+        ('{"name": "x", "stages": [{"method": ["divprune"]}]}', "a method \\(a string\\)"),
+        ('{"name": "x", "stages": {}}', "stages must be a list"),
+    ],
+    ids=range(12),
+)
+def test_text_that_is_no_recipe(text: Any, match: str) -> None:
+    refused(lambda: Recipe.from_json(text), match)
+
+
+def test_mappings_that_are_no_recipe() -> None:
+    refused(lambda: mmaccel.recipe({"name": "x", "stages": [{"method": object()}]}), "JSON has no word for")
+    endless: dict[str, Any] = {"name": "x"}
+    endless["stages"] = [endless]
+    refused(lambda: mmaccel.recipe(endless), "JSON has no word for")
+
+
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        (["ask", "--set", f"layer={DEEP}", "a.png", "?"], "--set layer: .*nested too deeply"),
+        (["ask", "--set", f"layer={DIGITS}", "a.png", "?"], "--set layer: .*a number is too long"),
+        (["ask", "--recipe", "deep.json", "a.png", "?"], "nested too deeply"),
+        (["video-qa", "lines", "-o", "a.jsonl", "--set", f"layer={DIGITS}"], "--set layer: .*a number is too long"),
+        (
+            ["eval", "--data", "lines"],
+            "line 1: no JSON .nested too deeply.; lines, line 2: no JSON .a number is too long",
+        ),
+        (["eval", "--limit", "1", "--json", "deep.json"], "holds no results; give another file"),
+        (["eval", "--limit", "1", "--json", "list.json"], "holds no results; give another file"),
+        (["bench", "--compare", "deep.json", "deep.json"], "holds no results of mmaccel bench"),
+        (["bench", "--compare", "list.json", "list.json"], "holds no results of mmaccel bench"),
+        (["bench", "--compare", "rows.json", "rows.json"], "lacks what mmaccel bench writes"),
+    ],
+    ids=range(10),
+)
+def test_files_and_options_that_are_no_json(
+    argv: list[str], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("deep.json").write_text(DEEP)
+    Path("list.json").write_text("[]")
+    Path("rows.json").write_text('{"rows": [{"workload": "a", "recipe": "b", "problem": null}]}')
+    Path("lines").write_text(f'{DEEP}\n{{"question": "?", "image": "a.png", "n": {DIGITS}}}\n')
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert re.search(match, said) and said.count("\n") == 1 and len(said) < 500 and "unexpected" not in said
+
+
+@pytest.mark.parametrize("count", (DIGITS, DIGITS[:400]))
+def test_counts_without_end(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["eval", "--recipe", "divprune", "--retain", count])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert left.value.code == 2 and "is no budget; give a ratio such as 0.25" in said and len(said) < 200

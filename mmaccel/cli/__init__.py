@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -58,6 +59,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _silence() -> None:
+    """Keep the interpreter from complaining at exit about what standard output does not take."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        return
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0, 1 (a check failed, or a fault of ours), 2 (an error to mend), 3 (done,
     but for some questions that could not be used)."""
@@ -67,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return USAGE
+    if sys.stderr is None:
+        # closed; what is meant for it would come out on standard output
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        print(f"mmaccel {options.command}: standard output is closed; send it to a file or /dev/null.", file=sys.stderr)
+        return USAGE
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -74,9 +90,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # the reader (`| head`) has gone; keep the interpreter from complaining about it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # the reader (`| head`) has gone
+        _silence()
         return 0
+    except OSError as error:
+        if options.debug:
+            traceback.print_exc()
+        where = "its output" if error.filename is None else repr(os.fspath(error.filename))
+        print(
+            f"mmaccel {options.command}: cannot use {where} ({error.strerror or error}); mend that and start again.",
+            file=sys.stderr,
+        )
+        _silence()
+        return USAGE
     except MmaccelError as error:
         if options.debug:
             traceback.print_exc()

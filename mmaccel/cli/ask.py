@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import load
-from ..errors import MmaccelError
+from ..errors import MmaccelError, no_json, short_int
 from .text import nbytes, seconds, table
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ SHIPPED_VIDEO = SHIPPED.with_name("mini-qwen-vl")
 def retain(text: str) -> float:
     """A budget from the command line: digits alone are a count, anything else a ratio."""
     try:
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+        return short_int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no budget; give a ratio such as 0.25 or a count such as 64"
+            f"{text[:40]!r} is no budget; give a ratio such as 0.25 or a count such as 64"
         ) from None
 
 
@@ -141,9 +141,13 @@ def overrides(options: argparse.Namespace) -> dict[str, Any]:
         if not sign or not key:
             raise MmaccelError(f"--set {text!r} is no option; write OPTION=VALUE, such as --set layer=3.")
         try:
-            found[key] = json.loads(value)
+            found[key] = json.loads(value, parse_int=short_int)
         except json.JSONDecodeError:
             found[key] = value
+        except (ValueError, RecursionError) as error:
+            raise MmaccelError(
+                f"--set {key}: the value cannot be read ({no_json(error)}); give a shorter one."
+            ) from error
         if isinstance(found[key], list):
             found[key] = tuple(found[key])
     return found

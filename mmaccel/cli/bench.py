@@ -200,7 +200,11 @@ def measure(
 def _compare(options: argparse.Namespace) -> int:
     from . import bench_report
 
-    text, regressions = bench_report.compare(*(_read(path) for path in options.compare))
+    try:
+        text, regressions = bench_report.compare(*map(_read, options.compare))
+    except (KeyError, TypeError, AttributeError) as error:
+        names = " or ".join(repr(str(path)) for path in options.compare)
+        raise MmaccelError(f"{names} lacks what mmaccel bench writes ({error}); make them with --json FILE.") from error
     print(text)
     return REGRESSION if regressions else 0
 
@@ -209,6 +213,6 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _ = [(row["workload"], row["recipe"], row["problem"]) for row in found["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise MmaccelError(f"{str(path)!r} holds no results of mmaccel bench; make them with --json FILE.") from error
     return found

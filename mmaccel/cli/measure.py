@@ -194,8 +194,8 @@ class Run:
             return {}
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
-            before, rows = found["settings"], {row["title"]: row for row in found["rows"]}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            before, rows = dict(found["settings"]), {row["title"]: row for row in found["rows"]}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise MmaccelError(f"{str(self.path)!r} exists and holds no results; give another file.") from error
         now = plain(self.settings)
         differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]

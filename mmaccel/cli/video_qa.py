@@ -5,8 +5,9 @@ A line of QUESTIONS is a JSON object: "video" (a file, or a folder of pictures; 
 
 A line of the answers holds "id", "video", "question" and "answer"; with choices the letter of the "choice" that was taken;
 and "right" where the right answer is known ("expected"). It is on the disk before the next one is begun. Started again with
-the same options, the command goes on where it was killed; answers of another model, recipe or number of frames are never
-mixed with them.
+the same options, the command goes on where it was killed; answers of another model (any byte of its files), recipe, number
+of frames, mmaccel or transformers are never mixed with them. Questions without "id" are known by what they ask: lines may be
+added, moved or removed.
 
 A video or line that cannot be used gets a line with "error", one sentence, and the rest goes on; the exit status is then 3.
 Started again, such questions, and no others, are asked again.
@@ -98,7 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit", type=float, default=120.0, metavar="SECONDS", help="to decode a video in (default: 120)"
     )
     parser.add_argument(
-        "--memory-limit", type=float, default=4.0, metavar="GIB", help="that a decoded video may take (default: 4)"
+        "--memory-limit",
+        type=float,
+        default=4.0,
+        metavar="GIB",
+        help="that decoded videos may take together (default: 4)",
     )
     parser.add_argument(
         "--ray",
@@ -124,10 +129,13 @@ def run(options: argparse.Namespace) -> int:
         _check_summary(options.summary, options.questions, options.out)
     settings = _settings(options)
     questions = read_questions(options.questions)
-    with AnswerFile(options.out, settings.identity()) as file:
+    identity = settings.identity()
+    with AnswerFile(options.out, identity) as file:
         before = len(questions) - len(file.left(questions))
         if before:
             print(f"{before} of {len(questions)} answers are taken over from {options.out}", file=sys.stderr)
+        if others := len(file.done) - before:
+            print(f"{others} answers in {options.out} are to other questions; they stay there", file=sys.stderr)
         try:
             figures, wall, workers = _answer(options, settings, questions, file)
         except KeyboardInterrupt:
@@ -140,13 +148,13 @@ def run(options: argparse.Namespace) -> int:
         report = {
             "command": origin.command("mmaccel", arguments=options.argv),
             "date": origin.today(),
-            "settings": settings.identity(),
+            "settings": identity,
             "versions": versions(),
             "taken_over": before,
             **_summary([file.done[one.name] for one in questions], figures, wall, workers),
         }
     if options.summary is not None:
-        options.summary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        _write(options.summary, json.dumps(report, indent=1).encode() + b"\n")
     print(json.dumps(report, indent=2) if options.json else _render(report, options.out))
     for record in (failed := [r for r in file.done.values() if "error" in r])[:_SHOWN]:
         print(f"{record['id']}: {record['error']}", file=sys.stderr)
@@ -163,6 +171,20 @@ def _check_summary(path: Path, *others: Path) -> None:
         raise MmaccelError(
             f"--summary {str(path)!r} is a folder, or the file of the questions or answers; give another file."
         )
+    trial = path.with_name(f"{path.name}.trial")
+    _write(trial, b"", path)
+    trial.unlink()
+
+
+def _write(path: Path, content: bytes, named: Path | None = None) -> None:
+    from ..video.answers import write_whole
+
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise MmaccelError(
+            f"Cannot write --summary {str(named or path)!r} ({error.strerror}); give another file: the same command goes on."
+        ) from error
 
 
 def _settings(options: argparse.Namespace) -> QASettings:

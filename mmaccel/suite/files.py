@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from mmaccel.errors import no_json
 from mmaccel.suite.clip import render_clip
 from mmaccel.suite.items import Item
 
@@ -73,8 +74,8 @@ def export(items: Iterable[Item], folder: Path, *, pixels: int = 112) -> Path:
 def _sample(line: str, folder: Path) -> Sample:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON ({no_json(error)})") from error
     if not isinstance(record, dict):
         raise ValueError("a JSON object is needed")
     if not isinstance(record.get("question"), str) or not record["question"].strip():

@@ -19,14 +19,17 @@ except ImportError:  # Windows has none; two runs on one file are then not told 
     fcntl = None  # type: ignore[assignment]
 
 Record = dict[str, Any]
+#: settings that differ of which a refusal names no more
+_TOLD = 8
 
 
 class AnswerFile:
     """A JSONL file that only grows: one record a line, each on the disk before the next is begun.
 
     Opened again after any end of the last run, it drops a line that was torn, and ``done`` holds what is answered. Records
-    with an ``error`` are dropped as well, so that their questions are asked again. What the answers depend on stands in a
-    file beside it, ``NAME.run.json``; a run that differs is refused. One process writes at a time.
+    with an ``error`` or without an ``answer`` are dropped as well, so that their questions are asked again, and of two of one
+    name the second. What the answers depend on stands in a file beside it, ``NAME.run.json``; a run that differs is refused,
+    and one of which something is not known (None). One process writes at a time.
 
     Parameters
     ----------
@@ -77,20 +80,15 @@ class AnswerFile:
         with open(self.path, "rb") as file:
             held = file.read()
         if not held:
-            _write_whole(self.beside, json.dumps({"settings": settings}, indent=1).encode() + b"\n")
+            write_whole(self.beside, json.dumps({"settings": settings}, indent=1).encode() + b"\n")
             return
         try:
-            before = json.loads(self.beside.read_text(encoding="utf-8"))["settings"]
-            differ = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            before = dict(json.loads(self.beside.read_text(encoding="utf-8"))["settings"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise MmaccelError(
                 f"{str(self.path)!r} exists, and no {self.beside.name!r} beside it says how it was made; give another file."
             ) from error
-        if differ:
-            raise MmaccelError(
-                f"{str(self.path)!r} holds answers of a run with different settings ({', '.join(differ)}); give another "
-                "file, or delete this one."
-            )
+        self._compare(before, settings)
         end, left = 0, []
         for line in held.splitlines(keepends=True):
             record = _record(line)
@@ -101,17 +99,32 @@ class AnswerFile:
                     )
                 break
             end += len(line)
-            if "error" not in record:
+            if "error" not in record and isinstance(record.get("answer"), str) and record["id"] not in self.done:
                 self.done[record["id"]] = record
                 left.append(line)
         if sum(map(len, left)) < end:
             # whole or not at all
-            _write_whole(self.path, b"".join(left))
+            write_whole(self.path, b"".join(left))
             self.close()
             self._open()
         elif end < len(held):
             os.truncate(self._file, end)
             os.fsync(self._file)
+
+    def _compare(self, before: Record, settings: Record) -> None:
+        """Refuse what answers of a run with the settings ``before`` must not be mixed with."""
+        if "mmaccel" in settings and "mmaccel" not in before:
+            raise MmaccelError(
+                f"{str(self.path)!r} is of an earlier mmaccel, which knew less of what answers depend on and named questions "
+                "by their lines; give another file, or delete this one."
+            )
+        keys = {**before, **settings}
+        if differ := [key for key in keys if settings.get(key) is None or before.get(key) != settings[key]]:
+            more = f" and {len(differ) - _TOLD} more" if len(differ) > _TOLD else ""
+            raise MmaccelError(
+                f"{str(self.path)!r} holds answers of a run with different settings ({', '.join(differ[:_TOLD])}{more}); give "
+                "another file, or delete this one."
+            )
 
     def left(self, questions: Iterable[VideoQuestion]) -> list[VideoQuestion]:
         """The questions that have no answer yet.
@@ -137,6 +150,7 @@ class AnswerFile:
         if record["id"] in self.done:
             return
         line = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        end = os.fstat(self._file).st_size
         try:
             written = os.write(self._file, line)
             while written < len(line):
@@ -144,6 +158,9 @@ class AnswerFile:
                 written += os.write(self._file, line[written:])
             os.fsync(self._file)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                # what is torn or may not be on the disk is not there; if that fails as well, the next run sees to it
+                os.ftruncate(self._file, end)
             raise MmaccelError(
                 f"Cannot write {str(self.path)!r} ({error.strerror}); when that is mended, the same command goes on."
             ) from error
@@ -168,19 +185,24 @@ def _record(line: bytes) -> Record | None:
         return None
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
     draft = path.with_name(path.name + ".part")
-    with open(draft, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with open(draft, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
     with contextlib.suppress(OSError):
         # the name, too, is to be on the disk; not every system opens folders
         folder = os.open(path.absolute().parent, os.O_RDONLY)
@@ -190,4 +212,4 @@ def _write_whole(path: Path, content: bytes) -> None:
             os.close(folder)
 
 
-__all__ = ["AnswerFile"]
+__all__ = ["AnswerFile", "write_whole"]

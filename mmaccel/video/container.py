@@ -27,6 +27,22 @@ _PLAYLISTS = (b"#EXTM3U", b"ffconcat", b"[playlist]", b"v=0", b"<MPD", b"<ASX", 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:")
 
 
+def named(path: str | os.PathLike[str]) -> str:
+    """The path as text.
+
+    Raises
+    ------
+    MmaccelError
+        If it is none.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise MmaccelError(
+            f"{str(path)[:80]!r} is no path of a video; give the path of a video file or a folder of pictures."
+        )
+    return text
+
+
 def local(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a regular file or a folder.
 
@@ -35,9 +51,7 @@ def local(path: str | os.PathLike[str]) -> Path:
     MmaccelError
         If it is a network address or a protocol of FFmpeg, does not exist, or is neither file nor folder.
     """
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise MmaccelError(f"{text!r} is no path of a video; give the path of a video file or a folder of pictures.")
+    text = named(path)
     try:
         mode = os.stat(text).st_mode
     except OSError as error:

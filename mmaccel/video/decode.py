@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import threading
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +23,22 @@ from .readers.base import NotExactError
 
 Select = Literal["uniform", "keyframes"]
 Path_ = str | os.PathLike[str]
+#: gives room for pictures of the shape ``[T, H, W, 3]``: what takes the picture ``[H, W, 3]`` that it is given at a place
+Make = Callable[[tuple[int, ...]], Any]
 
 #: another thread is started for as many frames that must be decoded
 _PER_THREAD = 32
 #: seconds, less than any frame lasts
 _INSTANT = 1e-3
 GIB = 1 << 30
+#: what no machine has, in bytes; what no container says, in frames a second; and longer than anybody waits, in seconds
+_MOST = {"memory": 1 << 50, "frames": 1 << 31, "threads": 1024, "fps": 1e6, "folder_fps": 1e6, "start": 1e9, "end": 1e9}
+_PATIENCE = 1e6
+
+
+def empty(shape: tuple[int, ...]) -> np.ndarray:
+    """An array for pictures."""
+    return np.empty(shape, dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -52,20 +60,56 @@ class Wanted:
             raise MmaccelError("Say how many frames to decode: frames=16, or fps=1.0 for one a second.")
         for name in ("frames", "threads", "memory"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise MmaccelError(f"{name}={value!r} makes no clip; give a whole number of 1 or more.")
+            if (value is not None or name == "memory") and (
+                not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST[name]
+            ):
+                raise MmaccelError(
+                    f"{name}={shortened(value)} makes no clip; give a whole number from 1 to {_MOST[name]:,}."
+                )
         for name, least in {"fps": 0.0, "folder_fps": 0.0, "start": -1.0, "end": -1.0}.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not least < float(value) < math.inf):
-                raise MmaccelError(f"{name}={value!r} makes no clip; give a number{' above 0' * (least == 0)}.")
+            if (value is not None or name in ("folder_fps", "start")) and (
+                not _number(value) or not least < value <= _MOST[name]
+            ):
+                raise MmaccelError(
+                    f"{name}={shortened(value)} makes no clip; give a number{' above 0' * (least == 0)}, at most "
+                    f"{_MOST[name]:,.0f}."
+                )
         if self.select not in ("uniform", "keyframes"):
             raise MmaccelError(f"select={self.select!r} is unknown; use 'uniform' or 'keyframes'.")
         if self.select == "keyframes" and (self.frames is None or self.fps is not None):
             raise MmaccelError("select='keyframes' needs frames=, and no fps=.")
         if self.start < 0 or (self.end is not None and self.end <= self.start):
             raise MmaccelError(f"start={self.start} and end={self.end} leave nothing; give seconds, 0 <= start < end.")
-        if self.backend is not None and self.backend not in READERS:
+        if self.backend is not None and self.backend not in list(READERS):
             raise MmaccelError(f"There is no back end {self.backend!r}; use {', '.join(READERS)}.")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def shortened(value: Any) -> str:
+    """A value as a sentence names it, however long it is; Python refuses to write out very large numbers."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"(a number of {value.bit_length()} bits)"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_timeout(timeout: float) -> float:
+    """Return ``timeout`` if it is seconds that a clock can wait.
+
+    Raises
+    ------
+    MmaccelError
+        If it is not.
+    """
+    if not _number(timeout) or not 0 < timeout <= _PATIENCE:
+        raise MmaccelError(
+            f"timeout={shortened(timeout)} is no time to decode in; give seconds above 0, at most {_PATIENCE:,.0f}."
+        )
+    return timeout
 
 
 def decode(
@@ -122,60 +166,6 @@ def decode(
     return decode_here(path, wanted, list(READERS), lambda name: None)
 
 
-def decode_each(
-    paths: Iterable[Path_],
-    frames: int | None = 16,
-    *,
-    workers: int = 2,
-    isolated: bool = True,
-    timeout: float = 120.0,
-    threads: int | None = 1,
-    fps: float | None = None,
-    select: Select = "uniform",
-    backend: str | None = None,
-    memory: int = 4 * GIB,
-) -> Iterator[Clip | MmaccelError]:
-    """Several videos at once, in their order; what cannot be decoded comes out as its error, and the rest goes on.
-
-    Parameters
-    ----------
-    workers : videos that are decoded at a time; as many more wait decoded, while the caller works on one.
-    isolated, ... : as for :func:`decode`, but that each worker has a process of its own by default.
-    """
-
-    def one(path: Path_) -> Clip | MmaccelError:
-        try:
-            return decode(
-                path,
-                frames,
-                fps=fps,
-                select=select,
-                backend=backend,
-                threads=threads,
-                memory=memory,
-                isolated=isolated,
-                timeout=timeout,
-            )
-        except MmaccelError as error:
-            return error
-
-    if workers < 1:
-        raise MmaccelError(f"workers={workers} decode nothing; give 1 or more.")
-    waiting: deque[Future[Clip | MmaccelError]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for path in paths:
-                waiting.append(pool.submit(one, path))
-                if len(waiting) > 2 * workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            # the caller may have stopped asking
-            for future in waiting:
-                future.cancel()
-
-
 def decode_sampled(path: Path_, sample: Callable[..., Any] | None) -> tuple[np.ndarray, Any]:
     """What a video processor of transformers samples, ``[T, H, W, 3]`` uint8, and its metadata.
 
@@ -213,15 +203,18 @@ def decode_here(
     names: Sequence[str],
     trying: Callable[[str], None],
     choose: Callable[[Reader, Path, Wanted], np.ndarray] | None = None,
+    make: Make = empty,
 ) -> Clip:
     """In this process, by the back ends ``names``; ``trying`` is told each before it is tried.
 
-    ``choose`` gives the frames to decode, ``[T]`` ascending; by default ``wanted`` does.
+    ``choose`` gives the frames to decode, ``[T]`` ascending; by default ``wanted`` does. What ``make`` gives is filled, and
+    comes back as the clip's frames.
     """
     choose = choose or _choose
     file = local(path)
     if file.is_dir():
-        return _read(PicturesReader(file, "", wanted.folder_fps), file, wanted, choose)
+        trying(PicturesReader.name)
+        return _read(PicturesReader(file, "", wanted.folder_fps), file, wanted, choose, make)
     kind = container(file)
     failed: list[str] = []
     error: Exception | None = None
@@ -231,7 +224,7 @@ def decode_here(
             failed.append(f"{name} is not installed or does not load")
             continue
         try:
-            clip = _read(READERS[name](file, kind), file, wanted, choose)
+            clip = _read(READERS[name](file, kind), file, wanted, choose, make)
         except _NoRemedy:
             raise
         except MemoryError as caught:
@@ -277,9 +270,11 @@ def _first_line(error: BaseException) -> str:
     return line.split(": ", 1)[-1][:200] if line.startswith("[") else line[:200] or type(error).__name__
 
 
-def _read(reader: Reader, path: Path, wanted: Wanted, choose: Callable[[Reader, Path, Wanted], np.ndarray]) -> Clip:
+def _read(
+    reader: Reader, path: Path, wanted: Wanted, choose: Callable[[Reader, Path, Wanted], np.ndarray], make: Make
+) -> Clip:
     indices = choose(reader, path, wanted).tolist()
-    times, frames = _frames(reader, indices, wanted, path)
+    times, frames = _frames(reader, indices, wanted, path, make)
     return Clip(frames, indices, len(reader.timestamps), reader.fps, times, reader.name)
 
 
@@ -307,9 +302,11 @@ def _choose(reader: Reader, path: Path, wanted: Wanted) -> np.ndarray:
     return uniform(times, fps, wanted.frames, wanted.start, end)
 
 
-def _frames(reader: Reader, indices: list[int], wanted: Wanted, path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _frames(
+    reader: Reader, indices: list[int], wanted: Wanted, path: Path, make: Make
+) -> tuple[np.ndarray, np.ndarray]:
     """Times ``[T]`` and frames ``[T, H, W, 3]``, by threads that each have stretches between keyframes to themselves."""
-    times, out = np.zeros(len(indices)), _Frames(len(indices), wanted.memory, path)
+    times, out = np.zeros(len(indices)), _Frames(len(indices), wanted.memory, path, make)
     parts = _parts(indices, reader.keyframes, wanted.threads or min(4, os.cpu_count() or 1))
 
     def work(part: range, own: Reader) -> None:
@@ -348,12 +345,12 @@ def _parts(indices: list[int], keyframes: np.ndarray, threads: int) -> list[rang
 
 
 class _Frames:
-    """The array that all threads fill; made when the first picture tells its size."""
+    """What all threads fill; made when the first picture tells its size."""
 
-    def __init__(self, count: int, memory: int, path: Path) -> None:
-        self._count, self._memory, self._path = count, memory, path
+    def __init__(self, count: int, memory: int, path: Path, make: Make) -> None:
+        self._count, self._memory, self._path, self._make = count, memory, path, make
         self._lock = threading.Lock()
-        self.array: np.ndarray | None = None
+        self.array: Any = None
 
     def put(self, at: int, picture: np.ndarray) -> None:
         """One picture, ``[H, W, 3]``."""
@@ -363,10 +360,11 @@ class _Frames:
                 if size > self._memory:
                     raise _NoRemedy(
                         f"{self._count} frames of {str(self._path)!r} ({picture.shape[1]}x{picture.shape[0]}) take "
-                        f"{size / GIB:.1f} GiB, more than memory={self._memory / GIB:.1f} GiB; ask for fewer frames."
+                        f"{size / GIB:.1f} GiB, more than memory={self._memory / GIB:.1f} GiB; ask for fewer frames, or give "
+                        "a larger memory=."
                     )
-                self.array = np.empty((self._count, *picture.shape), dtype=np.uint8)
+                self.array = self._make((self._count, *picture.shape))
         self.array[at] = picture
 
 
-__all__ = ["Clip", "Wanted", "decode", "decode_each", "decode_here", "decode_sampled", "spaced"]
+__all__ = ["Clip", "Wanted", "check_timeout", "decode", "decode_here", "decode_sampled", "empty", "shortened", "spaced"]

@@ -3,13 +3,15 @@
 A decoder works on what strangers wrote, in C. In a process of its own it may crash, hang or eat memory: the caller gets an
 error about that one video. This is no sandbox against code that takes the process over.
 
-The parent writes a line of JSON for every video; the child answers with lines of JSON, and behind the one that describes a
-clip with the bytes of its frames. An idle child waits for the next video and ends when its parent does.
+The parent writes a line of JSON for every video. The child answers with lines of JSON: the back end that it tries, the shape
+of the frames, and when the parent has room for them and says so, each picture, its bytes behind its line, and what it is of.
+So the child holds a picture at a time. An idle child waits for the next video and ends when its parent does.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,7 +20,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +31,8 @@ import numpy as np
 
 from ..errors import MmaccelError
 from .clip import Clip
-from .decode import GIB, Path_, Wanted, decode_here
+from .container import named
+from .decode import GIB, Make, Path_, Wanted, check_timeout, decode_here, empty
 from .readers import READERS
 
 #: the package without its top module, which would import torch: that takes seconds and hundreds of MB
@@ -37,6 +43,8 @@ _START = (
 #: bytes that a decoder may have beside the frames it gives
 _DECODER = 512 << 20
 _HERE = str(Path(__file__).parent.parent)
+#: what the parent says when it has room
+_GO = "go"
 
 
 class _Ended(Exception):
@@ -55,10 +63,10 @@ class _Child:
             start_new_session=True,
         )
 
-    def ask(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:
+    def ask(self, job: dict[str, Any], timeout: float, make: Make) -> dict[str, Any]:
         """The child's last line, with its warnings and ``frames``; a dead child's ``ended`` says why.
 
-        ``trying`` is the back end that was at work last.
+        ``trying`` is the back end that was at work last. The wait for ``make`` does not count.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         answer: dict[str, Any] = {"trying": None}
@@ -68,40 +76,74 @@ class _Child:
             late.set()
             self.process.kill()
 
-        timer = threading.Timer(timeout, stop)
-        timer.start()
+        clock = _Clock(timeout, stop)
         try:
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
+            self._tell(json.dumps(job))
             while not {"error", "clip"} & answer.keys():
                 line = self.process.stdout.readline()
                 if not line.endswith(b"\n"):
                     raise _Ended
-                answer |= json.loads(line)
-            if "clip" in answer:
-                answer["frames"] = _received(self.process.stdout, answer["shape"])
-        except (OSError, ValueError, _Ended):
-            self.process.kill()
-            code = self.process.wait()
+                told = json.loads(line)
+                if "shape" in told:
+                    clock.pause()
+                    answer["frames"] = make(tuple(told["shape"]))
+                    clock.go_on()
+                    self._tell(_GO)
+                elif "at" in told:
+                    _receive(self.process.stdout, answer["frames"][told["at"]])
+                else:
+                    answer |= told
+        except (OSError, ValueError, KeyError, IndexError, _Ended):
+            code = self.end()
             answer["ended"] = "late" if late.is_set() else signal.Signals(-code).name if code < 0 else f"status {code}"
         except BaseException:
             # the caller was interrupted: what the child still writes must not be taken for the next answer
-            self.process.kill()
+            self.end()
             raise
         finally:
-            timer.cancel()
+            clock.pause()
         return answer
 
+    def end(self) -> int:
+        """Kill it; its exit status."""
+        self.process.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                # what was not written yet is of no use
+                if pipe is not None:
+                    pipe.close()
+        return self.process.wait()
 
-def _received(pipe: IO[bytes], shape: list[int]) -> np.ndarray:
-    frames = np.empty(shape, dtype=np.uint8)
-    view, at = frames.reshape(-1).data, 0
+    def _tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b"\n")
+        self.process.stdin.flush()
+
+
+class _Clock:
+    """Calls ``stop`` when it has run so many seconds."""
+
+    def __init__(self, seconds: float, stop: Callable[[], None]) -> None:
+        self._left, self._stop = seconds, stop
+        self.go_on()
+
+    def go_on(self) -> None:
+        self._since, self._timer = time.monotonic(), threading.Timer(max(0.0, self._left), self._stop)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def pause(self) -> None:
+        self._timer.cancel()
+        self._left -= time.monotonic() - self._since
+
+
+def _receive(pipe: IO[bytes], picture: np.ndarray) -> None:
+    view, at = picture.reshape(-1).data, 0
     while at < len(view):
         read = pipe.readinto(view[at:])  # type: ignore[attr-defined]
         if not read:
             raise _Ended
         at += read
-    return frames
 
 
 #: children that wait for work
@@ -115,28 +157,51 @@ if hasattr(os, "register_at_fork"):
 @atexit.register
 def _stop() -> None:
     while _idle:
-        _idle.pop().process.kill()
+        _idle.pop().end()
 
 
-def decode_isolated(path: Path_, wanted: Wanted, timeout: float) -> Clip:
-    """As :func:`decode`, in a child process; a back end that crashes leaves the video to the next."""
-    if timeout <= 0:
-        raise MmaccelError(f"timeout={timeout} leaves no time to decode; give seconds above 0.")
-    names = [wanted.backend] if wanted.backend else list(READERS)
-    crashed: list[str] = []
-    while True:
+def _child(fresh: bool) -> _Child:
+    """One that waits for work and lives, if it need not be a fresh one."""
+    while not fresh:
         with _lock:
             child = _idle.pop() if _idle else None
-        child = child or _Child()
-        text = os.fspath(path)
-        job: dict[str, Any] = {
-            "path": text,
-            "folder": os.getcwd(),
-            "wanted": dataclasses.asdict(wanted),
-            "names": names,
-        }
-        job["alarm"] = math.ceil(timeout) + 1
-        answer = child.ask(job, timeout)
+        if child is None:
+            break
+        if child.process.poll() is None:
+            return child
+        child.end()
+    return _Child()
+
+
+def decode_isolated(
+    path: Path_,
+    wanted: Wanted,
+    timeout: float,
+    make: Make = empty,
+    begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+) -> Clip:
+    """As :func:`decode`, in a child process; a back end that crashes on the video, twice, leaves it to the next.
+
+    Whatever else ended a child was no fault of this video: it is decoded by a fresh one. ``begun`` is told of every process
+    that is at work on it; ``make`` gives the array for its frames.
+    """
+    check_timeout(timeout)
+    text = named(path)
+    names = [wanted.backend] if wanted.backend else list(READERS)
+    crashed: list[str] = []
+    deaths: Counter[str | None] = Counter()
+    while True:
+        job = {"path": text, "wanted": dataclasses.asdict(wanted), "names": names, "alarm": math.ceil(timeout) + 1}
+        try:
+            job["folder"] = os.getcwd()
+            child = _child(fresh=bool(deaths))
+        except OSError as error:
+            raise MmaccelError(
+                f"No process to decode {text!r} could be started ({error.strerror}); close other programs, or start again "
+                "from a folder that exists."
+            ) from error
+        begun(child.process)
+        answer = child.ask(job, timeout, make)
         if "ended" not in answer:
             with _lock:
                 _idle.append(child)
@@ -147,6 +212,14 @@ def decode_isolated(path: Path_, wanted: Wanted, timeout: float) -> Clip:
                 "timeout, or convert it."
             )
         culprit = answer["trying"]
+        deaths[culprit] += 1
+        if deaths[culprit] < 2:
+            continue
+        if culprit is None:
+            raise MmaccelError(
+                f"The process that was to decode {text!r} ended before it began ({answer['ended']}), twice; see whether this "
+                "machine has memory left, and ask again."
+            )
         if culprit not in names or culprit == names[-1]:
             raise MmaccelError(
                 f"The decoder of {text!r} crashed ({answer['ended']}) with {wanted.memory / GIB:.1f} GiB of memory; the video "
@@ -175,19 +248,27 @@ def serve() -> None:
         answers.write(json.dumps(what).encode() + b"\n")
         answers.flush()
 
+    def make(shape: tuple[int, ...]) -> _Sender:
+        # for room the parent may wait as long as it likes
+        left = _alarm(0)
+        say(shape=shape)
+        if sys.stdin.buffer.readline() != _GO.encode() + b"\n":
+            os._exit(0)
+        _alarm(left)
+        return _Sender(shape, answers)
+
     for line in sys.stdin.buffer:
         job = json.loads(line)
         wanted = Wanted(**job["wanted"])
         os.chdir(job["folder"])
         _limit(wanted.memory)
-        if hasattr(signal, "alarm"):
-            # the parent may be killed while this decoder hangs: nobody else would stop it then
-            signal.alarm(job["alarm"])
+        # the parent may be killed while this decoder hangs: nobody else would stop it then
+        _alarm(job["alarm"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             clip: Clip | None = None
             try:
-                clip = decode_here(job["path"], wanted, job["names"], lambda name: say(trying=name))
+                clip = decode_here(job["path"], wanted, job["names"], lambda name: say(trying=name), make=make)
                 error = ""
             except MmaccelError as known:
                 error = str(known)
@@ -195,17 +276,34 @@ def serve() -> None:
                 error = (
                     f"The video {job['path']!r} cannot be read ({type(unknown).__name__}: {unknown}); convert it first."
                 )
-        if hasattr(signal, "alarm"):
-            signal.alarm(0)
+        _alarm(0)
         if caught:
             say(warnings=[str(one.message) for one in caught if one.category is UserWarning])
         if clip is None:
             say(error=error)
             continue
         about = {"indices": clip.indices, "total": clip.total, "fps": clip.fps, "backend": clip.backend}
-        say(clip=about, shape=clip.frames.shape, timestamps=clip.timestamps.tolist())
-        answers.write(clip.frames.data)
-        answers.flush()
+        say(clip=about, timestamps=clip.timestamps.tolist())
+
+
+class _Sender:
+    """Stands for the frames ``[T, H, W, 3]`` in the child: what is put there goes to the parent."""
+
+    def __init__(self, shape: tuple[int, ...], answers: IO[bytes]) -> None:
+        self._shape, self._answers, self._lock = shape, answers, threading.Lock()
+
+    def __setitem__(self, at: int, picture: np.ndarray) -> None:
+        if picture.shape != self._shape[1:]:
+            raise ValueError(f"a frame of shape {picture.shape} among those of shape {self._shape[1:]}")
+        with self._lock:
+            self._answers.write(json.dumps({"at": at}).encode() + b"\n")
+            self._answers.write(np.ascontiguousarray(picture, dtype=np.uint8).data)
+            self._answers.flush()
+
+
+def _alarm(seconds: int) -> int:
+    """End this process in so many seconds, unless told otherwise; how many were left. Windows has no alarm."""
+    return signal.alarm(seconds) if hasattr(signal, "alarm") else 0
 
 
 def _limit(memory: int) -> None:

@@ -11,22 +11,22 @@ the video, is read once, and every question goes on from what the cache then hol
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import math
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
+from .. import __version__
 from ..accelerate import Accelerator, accelerated
 from ..errors import MmaccelError
 from ..evaluate import fingerprint
@@ -40,12 +40,13 @@ from ..prepare import prepare
 from ..recipe import Recipe, Stage
 from ..recipe import recipe as find_recipe
 from ..registry import methods
+from .ahead import Ahead, begin
 from .clip import Clip
-from .decode import GIB, decode_each
+from .decode import GIB, Select, Wanted, check_timeout
+from .identity import digests
 from .questions import VideoQuestion, as_questions, by_video
 
 Record = dict[str, Any]
-Batch = list[tuple[list[VideoQuestion], Clip]]
 
 #: questions at a time that ``auto`` begins with
 _AUTO = 8
@@ -70,7 +71,9 @@ class QASettings:
     max_new_tokens : longest answer. Answers are greedy.
     batch_size : questions at a time; ``auto`` begins with 8 and halves when memory does not suffice.
     device, dtype, attn, trust_remote_code : as for :func:`mmaccel.load.load_model`.
-    timeout, memory : seconds and bytes that decoding a video may take.
+    timeout : seconds that decoding a video may take.
+    memory : bytes that the decoded frames of all videos may take that are held at a time; one that takes more alone fails.
+        Where little fits, fewer questions are answered together.
 
     Raises
     ------
@@ -101,8 +104,14 @@ class QASettings:
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
             ):
                 raise MmaccelError(f"{name}={value!r} answers nothing; give a whole number of 1 or more.")
-        if not 0 < self.timeout < math.inf:
-            raise MmaccelError(f"timeout={self.timeout} leaves no time to decode; give seconds above 0.")
+        check_timeout(self.timeout)
+        self.wanted()
+
+    def wanted(self) -> Wanted:
+        """What is decoded of a video."""
+        denser = 1 if self.chooser() is None else _DENSER
+        select: Select = "keyframes" if self.frame_method == "keyframes" else "uniform"
+        return Wanted(self.frames * denser, select=select, threads=1, memory=self.memory)
 
     def chooser(self) -> FrameChoice | None:
         """The method that chooses frames, if it is one."""
@@ -137,29 +146,30 @@ class QASettings:
             yield window
 
     def identity(self) -> Record:
-        """What a run must have in common with another to be mixed with it; see :class:`mmaccel.video.answers.AnswerFile`."""
+        """What a run must have in common with another to be mixed with it; see :class:`mmaccel.video.answers.AnswerFile`.
+
+        Raises
+        ------
+        MmaccelError
+            If the files of the model cannot be read.
+        """
+        # what a question with choices is asked, whatever they are
+        asked = VideoQuestion("", question="...", choices=("...", "...")).words()
         return {
             # a folder is known by what it holds, wherever it lies
             "model": Path(self.model).resolve().name if Path(self.model).is_dir() else self.model,
-            "weights": _weights(Path(self.model)),
+            **digests(self.model),
             "dtype": self.dtype,
+            "trust_remote_code": self.trust_remote_code,
             "recipe": dataclasses.asdict(self.recipe),
             "frames": self.frames,
             "frame_method": self.frame_method,
             "frame_options": dict(self.frame_options),
             "max_new_tokens": self.max_new_tokens,
+            "prompt": asked,
+            "mmaccel": __version__,
+            "transformers": transformers.__version__,
         }
-
-
-def _weights(folder: Path) -> str | None:
-    """A digest of what a model's folder holds: the sizes and beginnings of its files; None for a hub id."""
-    if not folder.is_dir():
-        return None
-    told = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
-        with path.open("rb") as file:
-            told.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 20))
-    return told.hexdigest()[:16]
 
 
 @dataclass
@@ -231,15 +241,27 @@ def needs_own_prefill(recipe: Recipe) -> str | None:
     return "positions='paper' renumbers what stands before the question" if recipe.positions == "paper" else None
 
 
-def _only(clip: Clip, stay: np.ndarray) -> Clip:
-    """The frames ``stay [T']`` of a clip."""
-    indices = [clip.indices[i] for i in stay]
-    return dataclasses.replace(clip, frames=clip.frames[stay], indices=indices, timestamps=clip.timestamps[stay])
+@dataclass(frozen=True)
+class _Shown:
+    """A clip, and the places ``stay`` of its frames that the model is shown; they are copied when it reads them, not before."""
+
+    clip: Clip
+    stay: list[int]
+
+    @property
+    def indices(self) -> list[int]:
+        """Which of the video's frames they are."""
+        return [self.clip.indices[i] for i in self.stay]
+
+    def cut(self) -> Clip:
+        """These frames."""
+        if self.stay == list(range(len(self.clip.frames))):
+            return self.clip
+        frames, times = self.clip.frames[self.stay], self.clip.timestamps[self.stay]
+        return dataclasses.replace(self.clip, frames=frames, indices=self.indices, timestamps=times)
 
 
-def _two(clip: Clip) -> Clip:
-    """The clip, a single frame twice: some processors take no clip of one."""
-    return _only(clip, np.zeros(2, dtype=np.int64)) if len(clip.frames) == 1 else clip
+Batch = list[tuple[list[VideoQuestion], _Shown]]
 
 
 @dataclass(frozen=True)
@@ -326,37 +348,53 @@ class VideoAnswerer:
             if any(one.name not in done for group in window for one in group)
         ]
         shown = (group[0].path for window in windows for group in window if not group[0].error)
-        denser = 1 if self.settings.chooser() is None else _DENSER
-        clips = decode_each(
-            shown,
-            self.settings.frames * denser,
-            workers=max(2, min(4, (os.cpu_count() or 1) // 2)),
-            select="keyframes" if self.settings.frame_method == "keyframes" else "uniform",
-            timeout=self.settings.timeout,
-            memory=self.settings.memory,
-        )
-        for window in windows:
-            batch: Batch = []
-            for group in window:
-                wanted = [one for one in group if one.name not in done]
-                if group[0].error:
-                    yield from self._failed(wanted, group[0].error)
-                    continue
-                with self.figures.measure("waiting"):
-                    clip = next(clips)
-                if isinstance(clip, MmaccelError):
-                    yield from self._failed(wanted, str(clip))
-                    continue
-                self.figures.videos += 1
-                self.figures.backends[clip.backend] += 1
-                misplaced = [one for one in group if self._place(one)]
-                for one in misplaced:
-                    error = f"The question holds {self._place(one)!r}, by which this model is shown something; leave it out."
-                    yield from self._failed([one] if one in wanted else [], error)
-                if asked := [one for one in group if one not in misplaced]:
-                    batch += self._chosen(asked, clip)
-            for part in self._batches(batch):
-                yield from self._answer(part, done)
+        workers = max(2, min(4, (os.cpu_count() or 1) // 2))
+        with closing(begin(shown, self.settings.wanted(), workers, timeout=self.settings.timeout)) as clips:
+            for window in windows:
+                yield from self._window(window, clips, done)
+
+    def _window(self, window: list[list[VideoQuestion]], clips: Ahead, done: set[str]) -> Iterator[Record]:
+        """The records of a window, in parts where its clips would take too much memory together."""
+        batch: Batch = []
+        for group in window:
+            wanted = [one for one in group if one.name not in done]
+            if group[0].error:
+                yield from self._failed(wanted, group[0].error)
+                continue
+            with self.figures.measure("waiting"):
+                full = clips.full()
+            if full:
+                yield from self._answer_all(batch, done)
+                clips.release()
+            misplaced = [one for one in group if self._place(one)]
+            try:
+                batch += self._next([one for one in group if one not in misplaced], clips)
+            except Exception as caught:
+                yield from self._failed(wanted, _sentence(caught, "The frames could not be chosen"))
+                continue
+            for one in misplaced:
+                error = (
+                    f"The question holds {self._place(one)!r}, by which this model is shown something; leave it out."
+                )
+                yield from self._failed([one] if one in wanted else [], error)
+        yield from self._answer_all(batch, done)
+        clips.release()
+
+    def _next(self, group: list[VideoQuestion], clips: Ahead) -> Batch:
+        """What the questions of the next video are shown."""
+        with self.figures.measure("waiting"):
+            clip = next(clips)
+        if isinstance(clip, MmaccelError):
+            raise clip
+        self.figures.videos += 1
+        self.figures.backends[clip.backend] += 1
+        return self._chosen(group, clip) if group else []
+
+    def _answer_all(self, batch: Batch, done: set[str]) -> Iterator[Record]:
+        """The records of what is asked together; ``batch`` is then empty, and nothing holds its clips."""
+        for part in self._batches(batch):
+            yield from self._answer(part, done)
+        batch.clear()
 
     def _place(self, one: VideoQuestion) -> str | None:
         """What a question holds of that by which the model is shown something."""
@@ -365,16 +403,22 @@ class VideoAnswerer:
     # --- who is asked together --------------------------------------------------------------------------------
     def _chosen(self, group: list[VideoQuestion], clip: Clip) -> Batch:
         """The frames that the questions of a video are shown; where the choice looks at the question, each its own."""
-        chooser, count = self.settings.chooser(), self.settings.frames
-        if chooser is None or len(clip.frames) <= count:
-            return [(group, _two(clip))]
+        chooser, count, total = self.settings.chooser(), self.settings.frames, len(clip.frames)
+
+        def shown(stay: Iterable[int]) -> _Shown:
+            places = list(map(int, stay))
+            # some processors take no clip of a single frame
+            return _Shown(clip, places * 2 if len(places) == 1 else places)
+
+        if chooser is None or total <= count:
+            return [(group, shown(range(total)))]
         with self.figures.measure("choosing"):
             if not getattr(chooser, "needs_question", False):
-                return [(group, _two(_only(clip, chooser.choose(clip.frames, count / len(clip.frames)))))]
+                return [(group, shown(chooser.choose(clip.frames, count / total)))]
             asked: Batch = []
             for one in group:
                 method: Any = dataclasses.replace(chooser, query=one.question)  # type: ignore[type-var]
-                asked.append(([one], _two(_only(clip, method.choose(clip.frames, count / len(clip.frames))))))
+                asked.append(([one], shown(method.choose(clip.frames, count / total))))
             return asked
 
     def _batches(self, shown: Batch) -> Iterator[Batch]:
@@ -382,11 +426,11 @@ class VideoAnswerer:
         if self._own_prefill is not None and any(len(group) > 1 for group, _ in shown):
             self.figures.note(f"one prefill a question: {self._own_prefill}")
             shown = [([one], clip) for group, clip in shown for one in group]
-        order = sorted(shown, key=lambda s: (len(s[1].frames), s[1].frames[0].size, len(s[0][0].words())))
+        order = sorted(shown, key=lambda s: (len(s[1].stay), s[1].clip.frames[0].size, len(s[0][0].words())))
         batch: Batch = []
         for group, clip in order:
             full = sum(len(g) for g, _ in batch) + len(group) > self.size
-            if batch and (full or len(batch[0][1].frames) != len(clip.frames)):
+            if batch and (full or len(batch[0][1].stay) != len(clip.stay)):
                 yield batch
                 batch = []
             batch.append((group, clip))
@@ -417,9 +461,7 @@ class VideoAnswerer:
             else:
                 parts = []
         except Exception as caught:
-            first = (str(caught).strip().splitlines() or [""])[0]
-            known = isinstance(caught, MmaccelError)
-            error = first if known else f"The model could not answer ({type(caught).__name__}: {first})."
+            error = _sentence(caught, "The model could not answer")
             parts = [[([one], clip)] for group, clip in batch for one in group]
             parts = [] if len(parts) == 1 else parts
         if not parts:
@@ -459,7 +501,7 @@ class VideoAnswerer:
         dtype = self.model.dtype
         return {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
 
-    def _generate(self, chunk: Sequence[tuple[VideoQuestion, int]], clips: Sequence[Clip]) -> list[str]:
+    def _generate(self, chunk: Sequence[tuple[VideoQuestion, int]], clips: Sequence[_Shown]) -> list[str]:
         """Answers, each from a prefill of its own: a call of ``generate`` on the whole prompts."""
         recipe, processor = self.settings.recipe, self._prepared
         asking = [m for _, m in recipe.build() if isinstance(m, FramesMethod) and getattr(m, "needs_question", False)]
@@ -468,7 +510,7 @@ class VideoAnswerer:
                 return [self._generate([pair], [clip])[0] for pair, clip in zip(chunk, clips, strict=True)]
             recipe = recipe.override(query=chunk[0][0].question)
             processor = prepare(self.processor, recipe)
-        prompts = [Prompt(one.words(), clip=clip) for (one, _), clip in zip(chunk, clips, strict=True)]
+        prompts = [Prompt(one.words(), clip=clip.cut()) for (one, _), clip in zip(chunk, clips, strict=True)]
         inputs = self._encode(processor, prompts)
         self.figures.prefills += len(chunk)
         with self._working(recipe, processor):
@@ -483,7 +525,7 @@ class VideoAnswerer:
     def _read(self, batch: Batch) -> _Prefix:
         """One prefill of the videos of a batch: their prompts up to the last visual token, which no question has touched."""
         first = batch[0][0][0].words()
-        inputs = self._encode(self._prepared, [Prompt(first, clip=clip) for _, clip in batch])
+        inputs = self._encode(self._prepared, [Prompt(first, clip=clip.cut()) for _, clip in batch])
         self.figures.prefills += len(batch)
         ids, family, model = inputs["input_ids"], self._family, self._base
         visual = family.visual(ids)
@@ -566,6 +608,12 @@ class VideoAnswerer:
             self.figures.seconds[name] += seconds
         for note in stats["notes"]:
             self.figures.note(note)
+
+
+def _sentence(error: Exception, what: str) -> str:
+    """An error of ours as it is, another with ``what`` it kept from being done."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return first if isinstance(error, MmaccelError) else f"{what} ({type(error).__name__}: {first})."
 
 
 def answer_videos(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import string
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import MmaccelError
+from ..errors import MmaccelError, no_json
 from ..suite import is_right
 
 _LETTERS = string.ascii_uppercase
@@ -96,8 +98,8 @@ def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
     """The questions of a JSONL file, in its order; a line that is none comes out with its ``error``.
 
     A line is an object with ``video`` (a path, absolute or from the folder of the file) and ``question``; ``choices`` (a list
-    of 2 to 26 texts), ``answer`` and ``id`` are optional. Without an ``id`` a question is called after the number and
-    content of its line.
+    of 2 to 26 texts), ``answer`` and ``id`` are optional. Without an ``id`` a question is called after what it asks, wherever
+    its line stands; if several ask the same, the second is ``...-2``.
 
     Raises
     ------
@@ -113,11 +115,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
         raise MmaccelError(
             f"Cannot read {str(file)!r} ({error.strerror}); give a JSONL file with a question a line."
         ) from error
-    listed = [
-        (line, f"{number}-{hashlib.sha256(line.strip().encode()).hexdigest()[:8]}", f"{file.name}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    listed = [(line, None, f"{file.name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not listed:
         raise MmaccelError(f"{str(file)!r} holds no question; give a JSONL file with a question a line.")
     return _named(listed, str(file.parent))
@@ -139,16 +137,28 @@ def as_questions(given: str | os.PathLike[str] | Iterable[VideoQuestion | Mappin
     return _named(listed, "")
 
 
-def _named(listed: Iterable[tuple[Any, str, str]], folder: str) -> list[VideoQuestion]:
-    """Questions from (question, object or line; what it is called if it does not say; where it stands)."""
+def _named(listed: Iterable[tuple[Any, str | None, str]], folder: str) -> list[VideoQuestion]:
+    """Questions from (question, object or line; what it is called if it does not say, None: after its content; where it
+    stands)."""
     found: list[VideoQuestion] = []
     names: dict[str, str] = {}
+    alike: Counter[str] = Counter()
+
+    def after(content: str) -> str:
+        """A name that tells contents apart, and from each other those that are alike."""
+        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+        alike[digest] += 1
+        return digest if alike[digest] == 1 else f"{digest}-{alike[digest]}"
+
     for given, own, where in listed:
         try:
-            one = given if isinstance(given, VideoQuestion) else _question(given, own, folder)
+            one = given if isinstance(given, VideoQuestion) else _question(given, own or "", folder)
+            if own is None and not one.name:
+                one = dataclasses.replace(one, name=after(json.dumps(one.about())))
             if one.name in names:
-                raise MmaccelError(f"the id {one.name!r} is that of {names[one.name]} already")
+                raise MmaccelError(f"the id {one.name[:80]!r} is that of {names[one.name]} already")
         except MmaccelError as error:
+            own = after(given.strip()) if own is None else own
             while own in names:
                 own += "'"
             one = VideoQuestion(own, error=f"{where}: {error}.")
@@ -161,8 +171,8 @@ def _question(given: Any, own: str, folder: str) -> VideoQuestion:
     """A line or object as a question called ``own`` unless it says otherwise; errors are told without their final stop."""
     try:
         given = json.loads(given) if isinstance(given, str) else given
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise MmaccelError(f"this is no JSON ({getattr(error, 'msg', 'nested too deeply')})") from error
+    except (ValueError, RecursionError) as error:
+        raise MmaccelError(f"this is no JSON ({no_json(error)})") from error
     if not isinstance(given, Mapping):
         raise MmaccelError('a JSON object is needed, such as {"video": "a.mp4", "question": "What happens?"}')
     for field in ("video", "question"):

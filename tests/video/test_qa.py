@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated, recipe
 from mmaccel.cli import main
 from mmaccel.media import Prompt, encode
-from mmaccel.video import Clip, decode
+from mmaccel.video import Clip, ahead, decode
 from mmaccel.video.answers import AnswerFile
 from mmaccel.video.qa import Figures, QASettings, VideoAnswerer, answer_videos, needs_own_prefill
 from mmaccel.video.questions import VideoQuestion, as_questions, by_video, read_questions
@@ -136,10 +137,10 @@ def test_lines_are_read_and_bad_ones_named(tmp_path: Path) -> None:
     assert "'video'" in bad[6] and "'question'" in bad[7] and "'choices'" in bad[8] and "'choices'" in bad[9]
     assert "half a character" in bad[16] and "'green'" in bad[10] and "line 3" in bad[12]
     assert all(error.startswith("q.jsonl, line ") and error.endswith(".") for error in bad.values())
-    # a name holds as long as its line does
-    path.write_text("\n".join([LINES[0], "", '{"video": "a.mp4", "question": "else?"}']))
-    again = read_questions(path)
-    assert again[0].name == first.name and again[1].name.startswith("3-")
+    # a name holds as long as its line does, wherever that stands
+    path.write_text("\n".join(['{"video": "a.mp4", "question": "else?"}', "", LINES[0]]))
+    other, again = read_questions(path)
+    assert again.name == first.name != other.name
 
 
 def test_files_that_are_no_questions(tmp_path: Path) -> None:
@@ -406,7 +407,7 @@ def test_a_question_leaves_no_trace(films: Path) -> None:
         assert first["slow.mp4 0"] == first["slow.mp4 2"] == again["slow.mp4 1"] == again["slow.mp4 3"]
         assert (first["slow.mp4 1"], first["slow.mp4 3"]) == (again["slow.mp4 2"], again["slow.mp4 0"])
         assert len(set(first.values())) > 1
-        prefix = one._read([(ask(films, ("a.mp4",)), decode(films / "a.mp4", FRAMES))])
+        prefix = one._read(one._chosen(ask(films, ("a.mp4",)), decode(films / "a.mp4", FRAMES)))
         held = [tensor.clone() for layer in prefix.state.layers for tensor in layer.stored()]
         for _ in range(2):
             one._go_on(prefix, [(question, 0) for question in ask(films, ("a.mp4",))])
@@ -443,6 +444,38 @@ def test_a_run_that_goes_on_asks_the_same_batches(which: str, films: Path, monke
     assert len(left) < sum(calls) < len(questions)
     decoded = rest.figures.videos
     assert list(rest.run(questions, {one["id"] for one in records})) == [] and rest.figures.videos == decoded
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ("uniform", "scene-frames"))
+def test_clips_that_are_held_take_no_more_than_they_may(
+    method: str, live: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are decoded, that wait and that are asked about, however many questions a batch has room for."""
+    memory = 2_000_000
+    for i in range(20):
+        film(tmp_path / f"{i}.mp4", 8, size=(160, 120), codec="mpeg4")
+    one = answerer(
+        "qwen2_5_vl", "fastv", memory=memory, frame_method=method, frames=2 if method != "uniform" else FRAMES
+    )
+    batches: list[int] = []
+    monkeypatch.setattr(one, "_generate", lambda chunk, clips: batches.append(len(chunk)) or [""] * len(chunk))
+    found = list(one.run(ask(tmp_path, tuple(f"{i}.mp4" for i in range(20)), ASKED[:1])))
+    assert len(found) == 20 and all("answer" in record_ for record_ in found)
+    assert 345_600 < live[1] <= memory and max(batches) > 1
+
+
+def test_little_memory_changes_no_answer(films: Path) -> None:
+    """Where a run stops and goes on makes no difference either; a clip that fits never is refused."""
+    questions = ask(films, asked=ASKED[:2])
+    one = answerer("qwen2_5_vl", "divprune", 4, memory=120_000)
+    records = list(one.run(questions))
+    assert {r["id"]: r["answer"] for r in records} == alone("qwen2_5_vl", "divprune", questions)
+    rest = answerer("qwen2_5_vl", "divprune", 4, memory=120_000)
+    assert list(rest.run(questions, {r["id"] for r in records[:5]})) == records[5:]
+    found = answerer("qwen2_5_vl", "divprune", 4, memory=100_000).answer(questions)
+    refused = {r["video"] for r in found if "give a larger memory=" in r.get("error", "")}
+    assert refused == {"a.mp4", "slow.mp4", "high.mp4", "pictures"} and sum("answer" in r for r in found) == 4
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -517,6 +550,44 @@ def test_one_question_that_breaks_the_model_breaks_no_other(films: Path, monkeyp
             assert "(ValueError: a processor says no)" in found[question.name]["error"]
         else:
             assert found[question.name]["answer"] == wanted[question.name]
+
+
+@pytest.mark.parametrize("which", ("divprune", "fastv"))
+@pytest.mark.parametrize("at", (1, 2, 5))
+def test_a_model_that_fails_in_the_middle_of_a_batch(which: str, at: int, films: Path) -> None:
+    """In its reading of the videos or in a step of an answer: what was asked together is asked again, one by one."""
+    questions = ask(films, ("a.mp4", "high.mp4"), ASKED[:2])
+    one, calls = answerer("qwen2_5_vl", which, 4), 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise RuntimeError("a kernel of the device failed\nat length")
+
+    hook = one._family.text.layers[1].register_forward_pre_hook(fail)
+    try:
+        found = list(one.run(questions))
+    finally:
+        hook.remove()
+    assert calls > at and len(found) == len(questions)
+    assert {r["id"]: r.get("answer", r) for r in found} == alone("qwen2_5_vl", which, questions)
+
+
+def test_a_choice_of_frames_that_fails_costs_one_video(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmaccel.frames.choice import FrameChoice
+
+    choose = FrameChoice.choose
+
+    def failing(self: FrameChoice, frames: np.ndarray, retain: float) -> np.ndarray:
+        if frames.shape[1] > frames.shape[2]:
+            raise ZeroDivisionError("by nothing")
+        return choose(self, frames, retain)
+
+    monkeypatch.setattr(FrameChoice, "choose", failing)
+    one = answerer("qwen2_5_vl", frame_method="scene-frames", frames=3)
+    found = list(one.run(ask(films, ("high.mp4", "a.mp4"), ASKED[:1])))
+    assert [r.get("error") for r in found] == ["The frames could not be chosen (ZeroDivisionError: by nothing).", None]
 
 
 @pytest.mark.parametrize(("family", "place"), [("qwen2_5_vl", "<|image_pad|>"), ("llava_onevision", "<video>")])
@@ -666,13 +737,15 @@ def test_videos_are_decoded_ahead(films: Path, monkeypatch: pytest.MonkeyPatch) 
     """While the model answers the first, the next are decoded."""
     begun, several = [], threading.Event()
 
-    def watched(path: Any, *args: Any, **options: Any) -> Any:
+    decode_isolated = ahead.decode_isolated
+
+    def watched(path: Any, *args: Any) -> Any:
         begun.append(path)
         if len(begun) > 3:
             several.set()
-        return decode(path, *args, **{**options, "isolated": False})
+        return decode_isolated(path, *args)
 
-    monkeypatch.setattr(sys.modules["mmaccel.video.decode"], "decode", watched)
+    monkeypatch.setattr(ahead, "decode_isolated", watched)
     one = answerer("qwen2_5_vl", "fastv", 1)
     generate = one._generate
 
@@ -844,6 +917,43 @@ def start(argv: list[str]) -> int:
 def count(path: Path) -> int:
     """Whole lines of a file."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+INTERRUPTED = """
+import signal, sys
+from mmaccel.cli import main
+from mmaccel.video import isolated
+signal.signal(signal.SIGINT, signal.default_int_handler)
+isolated._START = isolated._START.replace("serve()", sys.argv[1] + "; serve()")
+sys.exit(main(sys.argv[2:]))
+"""
+HANGS = (
+    "import time; from mmaccel.video import isolated; real = isolated.decode_here; "
+    "isolated.decode_here = lambda path, *a, **k: time.sleep(1000) if 'hang' in path else real(path, *a, **k)"
+)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send")
+def test_an_interrupt_does_not_wait_for_decoders_that_hang(films: Path, model: Path, tmp_path: Path) -> None:
+    videos = [films / "a.mp4", films / "high.mp4", *(tmp_path / f"hang{i}.mp4" for i in range(4))]
+    questions, out = questions_file(tmp_path / "q.jsonl", videos, ASKED[:1]), tmp_path / "a.jsonl"
+    argv = command(questions, out, model, "--batch-size", 1, "--time-limit", 60)
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, HANGS, *argv], stderr=subprocess.PIPE, text=True) as run:
+        begin = time.monotonic()
+        while count(out) < 2:
+            assert run.poll() is None and time.monotonic() - begin < 120
+            time.sleep(0.05)
+        time.sleep(1)  # the next are waited for
+        run.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        assert run.stderr is not None
+        said = next(one for one in run.stderr if one.startswith("Stopped"))
+        assert time.monotonic() - begin < 2
+        # Python takes the libraries down, which a busy machine needs seconds for; no decoder is waited for
+        rest = run.stderr.read()
+        assert run.wait() == 130 and time.monotonic() - begin < 30 and "Traceback" not in rest
+    assert "2 of 6 answers are in" in said
+    assert {one["video"] for one in lines(out)} == {str(video) for video in videos[:2]}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import MmaccelError
+from ...picture import load_picture
 from .base import Reader
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
@@ -33,9 +34,6 @@ class PicturesReader(Reader):
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[float, np.ndarray]]:
         """Each from its file."""
-        # it brings torch with it, which the decoding process does without
-        from ...prepare import load_picture
-
         first: tuple[int, int] | None = None
         for index in indices:
             picture = load_picture(self._files[index])

@@ -1,0 +1,217 @@
+"""Decoding ahead: several videos at once, which together take no more memory than they may."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ..errors import MmaccelError
+from .clip import Clip
+from .decode import GIB, Path_, Select, Wanted, check_timeout, decode_here, empty
+from .isolated import decode_isolated
+from .readers import READERS
+
+
+class _CalledOff(BaseException):
+    """Nobody waits for the video any more; no back end's failure."""
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A video on its way. ``size``: bytes of its frames, known before they are there; of one that failed, what they were."""
+
+    number: int
+    size: Future[int]
+    clip: Future[Clip | MmaccelError]
+
+
+class Ahead:
+    """Clips in the order of their paths, decoded while the caller works on earlier ones; a failure comes out as its error.
+
+    The frames that are being decoded, wait, or were handed over and not let go of take at most ``wanted.memory`` bytes. They
+    get room in the order of the videos: the one that is asked for next never waits for a later one, but, where there is no
+    room left, for :meth:`release`. So call that where :meth:`full` says so.
+
+    Parameters
+    ----------
+    paths : of the videos; taken from it as they are needed.
+    wanted : what to decode of each.
+    workers : videos that are decoded at a time; as many more wait decoded.
+    isolated, timeout : as for :func:`mmaccel.video.decode`.
+    """
+
+    def __init__(self, paths: Iterable[Path_], wanted: Wanted, workers: int, isolated: bool, timeout: float) -> None:
+        self._paths, self._wanted, self._most = iter(paths), wanted, wanted.memory
+        self._isolated, self._timeout = isolated, timeout
+        self._coming: deque[_Coming] = deque()
+        self._begun, self._depth = 0, 2 * workers + 1
+        self._pool = ThreadPoolExecutor(workers)
+        #: what guards all below; told whenever there may be room
+        self._room = threading.Condition()
+        self._taken: dict[int, int] = {}
+        self._turn, self._past = 0, set[int]()
+        self._handed: list[int] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._closed = False
+
+    # --- for the caller ---------------------------------------------------------------------------------------
+    def __iter__(self) -> Iterator[Clip | MmaccelError]:
+        return self
+
+    def __next__(self) -> Clip | MmaccelError:
+        self._fill()
+        if not self._coming:
+            raise StopIteration
+        next_ = self._coming[0]
+        clip = next_.clip.result()
+        self._coming.popleft()
+        self._handed.append(next_.number)
+        return clip
+
+    def full(self) -> bool:
+        """Whether what was handed over is to be let go of before the next clip: together they take more than half of the
+        memory, and the other half is for those behind. It depends on the videos alone, not on which was decoded first."""
+        self._fill()
+        with self._room:
+            held = sum(self._taken.get(number, 0) for number in self._handed)
+        return bool(held and self._coming) and held + self._coming[0].size.result() > self._most // 2
+
+    def release(self) -> None:
+        """All that was handed over is no longer needed."""
+        with self._room:
+            for number in self._handed:
+                self._taken.pop(number, None)
+            self._handed.clear()
+            self._room.notify_all()
+
+    def close(self) -> None:
+        """Stop, without waiting for decoders in processes of their own: they are ended."""
+        with self._room:
+            self._closed = True
+            for process in self._processes.values():
+                process.kill()
+            self._room.notify_all()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # --- decoding ---------------------------------------------------------------------------------------------
+    def _fill(self) -> None:
+        while len(self._coming) < self._depth and (path := next(self._paths, None)) is not None:
+            size: Future[int] = Future()
+            clip = self._pool.submit(self._decode, self._begun, path, size)
+            self._coming.append(_Coming(self._begun, size, clip))
+            self._begun += 1
+
+    def _decode(self, number: int, path: Path_, size: Future[int]) -> Clip | MmaccelError:
+        def make(shape: tuple[int, ...]) -> np.ndarray:
+            self._take(number, prod(shape), size)
+            return empty(shape)
+
+        def begun(process: subprocess.Popen[bytes]) -> None:
+            with self._room:
+                self._processes[number] = process
+                if self._closed:
+                    process.kill()
+                    raise _CalledOff
+
+        done = False
+        try:
+            if self._isolated:
+                clip = decode_isolated(path, self._wanted, self._timeout, make, begun)
+            else:
+                clip = decode_here(path, self._wanted, list(READERS), lambda name: None, make=make)
+            done = True
+            return clip
+        except MmaccelError as error:
+            return error
+        except MemoryError:
+            return MmaccelError(f"There is no memory for the frames of {os.fspath(path)!r}; ask for fewer frames.")
+        finally:
+            with self._room:
+                self._processes.pop(number, None)
+                self._past.add(number)
+                while self._turn in self._past:
+                    self._past.remove(self._turn)
+                    self._turn += 1
+                if not done:
+                    self._taken.pop(number, None)
+                self._room.notify_all()
+            if not size.done():
+                size.set_result(0)
+
+    def _take(self, number: int, size: int, known: Future[int]) -> None:
+        """Wait for the turn of a video, and for room; one that has some, of which another back end begins anew, keeps it."""
+        if not known.done():
+            known.set_result(size)
+        with self._room:
+            while not self._closed and number not in self._taken:
+                if self._turn == number and sum(self._taken.values()) + size <= self._most:
+                    break
+                self._room.wait()
+            if self._closed:
+                raise _CalledOff
+            self._taken[number] = size
+            if self._turn == number:
+                self._turn += 1
+                self._room.notify_all()
+
+
+def decode_each(
+    paths: Iterable[Path_],
+    frames: int | None = 16,
+    *,
+    workers: int = 2,
+    isolated: bool = True,
+    timeout: float = 120.0,
+    threads: int | None = 1,
+    fps: float | None = None,
+    select: Select = "uniform",
+    backend: str | None = None,
+    memory: int = 4 * GIB,
+) -> Iterator[Clip | MmaccelError]:
+    """Several videos at once, in their order; what cannot be decoded comes out as its error, and the rest goes on.
+
+    Parameters
+    ----------
+    workers : videos that are decoded at a time; as many more wait decoded, while the caller works on one.
+    memory : bytes that the frames of all videos may take that are being decoded or wait.
+    isolated, ... : as for :func:`decode`, but that each worker has a process of its own by default.
+
+    Raises
+    ------
+    MmaccelError
+        If an option is of no use.
+    """
+    ahead = begin(
+        paths, Wanted(frames, fps, select, backend=backend, threads=threads, memory=memory), workers, isolated, timeout
+    )
+
+    def each() -> Iterator[Clip | MmaccelError]:
+        try:
+            for clip in ahead:
+                ahead.release()
+                yield clip
+        finally:
+            # the caller may have stopped asking
+            ahead.close()
+
+    return each()
+
+
+def begin(paths: Iterable[Path_], wanted: Wanted, workers: int, isolated: bool = True, timeout: float = 120.0) -> Ahead:
+    """:class:`Ahead`, its arguments checked."""
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise MmaccelError(f"workers={workers!r} decode nothing; give a whole number of 1 or more.")
+    if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Iterable):
+        raise MmaccelError(f"{str(paths)[:80]!r} is no list of videos; give the paths of several, such as [path].")
+    return Ahead(paths, wanted, workers, isolated, check_timeout(timeout))
+
+
+__all__ = ["Ahead", "begin", "decode_each"]
