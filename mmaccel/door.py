@@ -300,9 +300,7 @@ class Step:
     ) -> None:
         """From layer ``first`` on the tokens at ``chosen [B, q]`` (places of this forward on the CPU, -1 padding) are left."""
         places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
-        phase = Phase(places.to(device, non_blocking=True), padded, chosen, extra)
-        phase.on_host = places
-        self.phases.append((first, phase))
+        self.phases.append((first, Phase(places.to(device, non_blocking=True), padded, chosen, extra)))
 
     def slots(self, chosen: Tensor) -> Tensor:
         """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""
