@@ -105,9 +105,9 @@ def test_evicted_keys_are_gone(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     with accelerated(tiny, recipe_of("snapkv", retain=0.25), processor=zoo.processor(family)):
         original = CompressedLayer.evict
 
-        def evict(self: Any, kept: Tensor, merged: Any = None) -> None:
+        def evict(self: Any, kept: Tensor, merged: Any = None, lengths: Any = None) -> None:
             full.extend(weakref.ref(tensor) for tensor in self.stored())
-            original(self, kept)
+            original(self, kept, merged, lengths)
 
         monkeypatch.setattr(CompressedLayer, "evict", evict)
         out = generate(tiny, feed)
