@@ -424,8 +424,11 @@ class Door:
     def _continue(self, step: Step, kwargs: dict[str, Any], valid: Tensor | None) -> None:
         """New tokens without pictures on a reduced cache: all stay, positions follow the cache's offset."""
         state, embeds = step.state, kwargs["inputs_embeds"]
-        assert state is not None and state.offset is not None
+        assert state is not None
         device = embeds.device
+        if state.offset is None:
+            # adopted for a prompt that was refused, or reset
+            state.offset = torch.zeros(len(embeds), dtype=torch.long, device=device)
         # from here on the cache is changed
         step.scope.step = step
         at = torch.arange(step.seen, step.seen + step.length, device=device)

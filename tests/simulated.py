@@ -445,7 +445,7 @@ def _kernels(machine: Machine, stack: ExitStack) -> None:
         for name, thing in list(vars(module).items()):
             if type(thing).__module__.startswith("triton.runtime") and hasattr(thing, "run"):
                 stack.enter_context(mock.patch.object(module, name, _Launched(machine, name, thing)))
-            elif name.endswith("_kernel") and name != "has_kernel" and callable(thing):
+            elif name.endswith("_kernel") and callable(thing):
                 definition = getattr(module, name.removesuffix("_kernel") + "_definition", None)
                 if definition is not None:
                     stack.enter_context(mock.patch.object(module, name, _both(machine, thing, definition)))

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import transformers
 import zoo
-from laws.helpers import FAMILIES, close, generate, inputs, logits, recipe_of, snapshot
+from laws.helpers import FAMILIES, close, follow, generate, inputs, logits, recipe_of, snapshot
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import mmaccel
 from mmaccel import UnsupportedError, accelerate_encoder, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.attention import BACKENDS
 from mmaccel.encoders.merging import EncoderMerging
+from mmaccel.method import ProjectorMethod, TokenBatch
+from mmaccel.reduction import Reduction
 
 families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@mmaccel.register
+@dataclass(frozen=True)
+class Refuses(ProjectorMethod):
+    """Test: refuses every prompt."""
+
+    name = "test-refuses"
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        raise UnsupportedError("not today")
+
+
 SITES = ("divprune", "fastv", "snapkv", "test-fixed-cache")
 
 
@@ -227,6 +244,50 @@ def test_exchanged_layers_of_a_cache_are_an_error(tiny: Any) -> None:
         cache.layers[1] = DynamicCache(config=tiny.config.text_config).layers[1]
         with pytest.raises(UnsupportedError, match="layers of this cache were exchanged.*new cache"):
             tiny.generate(input_ids=first, past_key_values=cache, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "refused"),
+    [
+        ("divprune", "image", False),
+        ("divprune", "uneven", True),
+        ("snapkv", "image", False),
+        ("snapkv", "uneven", True),
+        ("adakv", "image", True),
+        ("fastv", "image", True),
+        ("kivi", "uneven", False),
+    ],
+)
+@pytest.mark.parametrize("how", ["removed", "none"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_a_kept_cache_without_its_recipe(family: str, how: str, recipe: str, kind: str, refused: bool) -> None:
+    """A model that is accelerated no more goes on rightly with what is left of a prompt, or refuses it."""
+    model, feed = zoo.model(family, seed=3), inputs(family, kind)
+    words = inputs(family, "text", batch=len(feed["input_ids"]))
+    chosen = mmaccel.recipe(recipe) if recipe == "kivi" else mmaccel.recipe(recipe).override(retain=0.4)
+    with accelerated(model, chosen):
+        first = generate(model, feed)
+        next_ = follow(feed, first, words)[0]
+        expected = logits(generate(model, next_, past_key_values=copy.deepcopy(first.past_key_values)))
+    if how == "none":
+        accelerate_vlm(model, "none")
+    if not refused:
+        close(logits(generate(model, next_, past_key_values=first.past_key_values)), expected)
+        return
+    with pytest.raises(UnsupportedError, match="what mmaccel left of its prompt.*new cache"):
+        generate(model, next_, past_key_values=first.past_key_values)
+    # nothing was changed by asking
+    with accelerated(model, chosen):
+        close(logits(generate(model, next_, past_key_values=first.past_key_values)), expected)
+
+
+def test_a_cache_whose_first_prompt_was_refused_takes_another(tiny: Any) -> None:
+    cache, words = DynamicCache(), inputs("llava", "text", batch=2)
+    bare = generate(tiny, words).sequences
+    with accelerated(tiny, "test-refuses", retain=0.5):
+        with pytest.raises(UnsupportedError, match="not today"):
+            generate(tiny, inputs("llava", "uneven"), past_key_values=cache)
+        assert torch.equal(generate(tiny, words, past_key_values=cache).sequences, bare)
 
 
 # ------------------------------------------------------------------------------------------------------ gradients

@@ -280,6 +280,8 @@ class CompressedLayer(DynamicLayer):
         if step is not None and phase is not None:
             places, padded, length, lengths = phase.places, phase.padded, step.length, phase.lengths
         else:
+            if self.number == 0:
+                self.state.check_bare()
             length, padded, lengths = key_states.shape[-2], False, None
             places = torch.arange(self.seen, self.seen + length, device=key_states.device).expand(len(key_states), -1)
         self.seen += length
@@ -503,6 +505,7 @@ class CacheState:
     recall : what a recipe carries that reads other keys at every step.
     stream : all pictures are stretches of one clip, whose frames are counted on.
     broken : a forward was broken off; layers may hold different tokens.
+    windowed : some layers of the model have sliding windows.
     """
 
     def __init__(self, layers: int) -> None:
@@ -517,6 +520,7 @@ class CacheState:
         self.recall: Recall | None = None
         self.stream = False
         self.broken = False
+        self.windowed = False
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         vars(self).update(attributes)
@@ -527,6 +531,23 @@ class CacheState:
     def seen(self) -> int:
         """Tokens seen."""
         return self.layers[0].seen
+
+    def check_bare(self) -> None:
+        """Called when a model goes on with this cache that mmaccel does not shape.
+
+        Raises
+        ------
+        UnsupportedError
+            If its masks, which know lengths alone, would be wrong: tokens were dropped, and rows, heads or layers differ in
+            what is left of them, or windows count places.
+        """
+        indices = list({id(layer.index): layer.index for layer in self.layers if layer.index is not None}.values())
+        differ = len({len(index) for index in indices}) > 1 or any(index.padded for index in indices)
+        if (differ or self.windowed) and any(len(index) != self.seen for index in indices):
+            raise UnsupportedError(
+                "This cache holds what mmaccel left of its prompt, which this model would misread now; accelerate the model "
+                "again to go on, or begin with a new cache."
+            )
 
     def settle(self, whole: bool) -> None:
         """The forward is over, as a ``whole`` or broken off: let go of it, and of the masks that were made for it."""
@@ -664,6 +685,7 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None) -> CacheState:
     check_plain(cache)
     state, first = CacheState(layers), None
     held: list[Any] = list(cache.layers)
+    state.windowed = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in held)
     for old, new in zip(held, state.layers, strict=False):
         if not old.is_initialized or old.get_seq_length() == 0:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..accelerate import accelerated
+from ..accelerate import Accelerator, accelerated
 from ..errors import MmaccelError, UnsupportedError
 from ..families import family_of
 from ..kv.cache import CacheState, adopt
@@ -168,7 +168,7 @@ class VideoSession:
         answer: list[int] = []
         restore = self._state.snapshot()
         try:
-            with accelerated(self.model, self._streaming(self._prefix), processor=self.processor) as model:
+            with self._accelerated() as model:
                 while len(answer) < longest:
                     out = model(**feed, past_key_values=self._cache, use_cache=True)
                     answer.append(int(out.logits[0, -1].argmax()))
@@ -229,9 +229,15 @@ class VideoSession:
             for name, value in shown.items()
             if name not in (*_PER_TOKEN, "attention_mask")
         }
-        with accelerated(self.model, self._streaming(self._prefix), processor=self.processor) as model:
+        with self._accelerated() as model:
             model(**inputs, **pixels, past_key_values=self._cache, use_cache=True)
         self._state.rebase()
+
+    def _accelerated(self) -> AbstractContextManager[Any]:
+        held = Accelerator.on(self.model)
+        kernels = "auto" if held is None else held.kernels
+        recipe = self._streaming(self._prefix)
+        return accelerated(self.model, recipe, processor=self.processor, kernels=kernels)
 
     def _tokens(self, encoded: Any, part: slice) -> dict[str, Tensor]:
         return {name: encoded[name][:, part].to(self.model.device) for name in _PER_TOKEN if name in encoded}
