@@ -2,7 +2,7 @@
 
 PATH is one or more pictures, a video file, or a folder of frames (taken in the order of their names). Weights are read from
 safetensors only, and code that comes with a model is not run unless --trust-remote-code is given. Both runs are greedy and
-are timed after a warm-up of one token.
+are timed after a warm-up of a few tokens.
 """
 
 from __future__ import annotations

@@ -286,15 +286,20 @@ def serve() -> None:
         say(clip=about, timestamps=clip.timestamps.tolist())
 
 
-class _Sender:
-    """Stands for the frames ``[T, H, W, 3]`` in the child: what is put there goes to the parent."""
+class _Sender(np.ndarray):
+    """Stands for the frames ``[T, H, W, 3]`` in the child, without their memory: what is put there goes to the parent."""
 
-    def __init__(self, shape: tuple[int, ...], answers: IO[bytes]) -> None:
-        self._shape, self._answers, self._lock = shape, answers, threading.Lock()
+    _answers: IO[bytes]
+    _lock: threading.Lock
+
+    def __new__(cls, shape: tuple[int, ...], answers: IO[bytes]) -> _Sender:
+        made = np.broadcast_to(np.uint8(0), shape).view(cls)
+        made._answers, made._lock = answers, threading.Lock()
+        return made
 
     def __setitem__(self, at: int, picture: np.ndarray) -> None:
-        if picture.shape != self._shape[1:]:
-            raise ValueError(f"a frame of shape {picture.shape} among those of shape {self._shape[1:]}")
+        if picture.shape != self.shape[1:]:
+            raise ValueError(f"a frame of shape {picture.shape} among those of shape {self.shape[1:]}")
         with self._lock:
             self._answers.write(json.dumps({"at": at}).encode() + b"\n")
             self._answers.write(np.ascontiguousarray(picture, dtype=np.uint8).data)

@@ -166,7 +166,7 @@ class CacheRun:
         seen = self.state.seen
         places = torch.arange(seen, seen + size).expand(rows, -1)
         layout = self._layout(size, rows) if prompt else None
-        phase = Phase(places, False)
+        phase = Phase(places, False, places - seen)
         # an eviction holds its step weakly, as the handle of a model holds both
         self.step = _Step(
             owner=self.owner, state=self.state, layout=layout, seen=seen, length=size, phase=lambda layer: phase

@@ -107,12 +107,13 @@ def test_stopping_in_the_middle(films):
 @pytest.mark.parametrize(
     ("at", "full", "fast", "tokens"),
     [
-        (1, "stopped", "stopped", 0),  # the warm-up
-        (2, "stopped", "stopped", 0),  # prefill
-        (4, "stopped", "stopped", 2),  # decoding
-        (6, "done", "stopped", 0),  # the same of the accelerated model
-        (7, "done", "stopped", 0),
-        (9, "done", "stopped", 2),
+        (1, "stopped", "stopped", 0),  # the warm-up, of as many tokens as the answer
+        (4, "stopped", "stopped", 0),
+        (5, "stopped", "stopped", 0),  # prefill
+        (7, "stopped", "stopped", 2),  # decoding
+        (9, "done", "stopped", 0),  # the same of the accelerated model
+        (13, "done", "stopped", 0),
+        (15, "done", "stopped", 2),
     ],
 )
 def test_the_first_stop_counts(films, at, full, fast, tokens):
