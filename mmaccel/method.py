@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -175,11 +175,16 @@ class Layerwise:
 
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def _tokens(self) -> Hashable:
+        """What tells apart the tokens that are seen."""
+        raise NotImplementedError
+
     def once(self, make: Callable[..., T], *args: Any) -> T:
         """``make(self, *args)``, for all layers that see the same tokens: it may ask where tokens are and of which kind, not
         what queries, keys and values are, and may wait for the device."""
-        # a batch of other keys may have been made of this one
-        key = make, args, getattr(self, "index", None)
+        # one of other tokens may have been made of this one
+        key = make, args, self._tokens
         if key not in self.memo:
             self.memo[key] = make(self, *args)
         found: T = self.memo[key]
@@ -200,6 +205,10 @@ class LayerAttention(Layerwise):
     visible: Tensor | None
     scaling: float
     text: Tensor
+
+    @property
+    def _tokens(self) -> Hashable:
+        return self.query.shape[2], self.key.shape[2]
 
     @cached_property
     def full_key(self) -> Tensor:
@@ -371,6 +380,10 @@ class KeyBatch(Layerwise):
     layer: int = 0
     depth: int = 1
     decoding: bool = False
+
+    @property
+    def _tokens(self) -> Hashable:
+        return self.index
 
     def __post_init__(self) -> None:
         if self.places is None:

@@ -246,7 +246,7 @@ def test_the_authors_cut_the_floor_of_a_head_to_a_whole_number() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *(("layer_budget", f"pyramid:{beta}") for beta in ("0", "0.5", "-20", "nan", "inf", "1e400", "1e300")),
+        *(("layer_budget", f"pyramid:{beta}") for beta in ("0", "0.4", "-20", "nan", "inf", "1e400", "1e300")),
         *(("layer_budget", f"sparsity:{share}") for share in ("-0.1", "1.1", "nan")),
         *(("head_budget", f"{how}:{floor}") for how in ("adaptive", "safeguard") for floor in ("-1", "2", "nan")),
         ("compact", "ema:7"),
@@ -254,7 +254,7 @@ def test_the_authors_cut_the_floor_of_a_head_to_a_whole_number() -> None:
 )
 def test_numbers_behind_the_colon_that_mean_nothing_are_refused_by_the_wrapper(option: str, value: str) -> None:
     tiny = helpers.model("llava")
-    with pytest.raises(MmaccelError, match=f"{option}='{value}': behind the colon stands a number from [01] to"):
+    with pytest.raises(MmaccelError, match=f"{option}='{value}': behind the colon stands a number from (0|0.5) to"):
         mmaccel.accelerate_vlm(tiny, "snapkv", **{option: value})
     assert not hasattr(tiny, "mmaccel")
 
