@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: entries looked at once: on a CPU they stay in the cache of a core
-CACHED, BLOCK = 1 << 18, 1 << 25
+#: entries looked at once: on a CPU they stay in the cache of a core, on a GPU what is made of them takes little memory
+CACHED, BLOCK = 1 << 18, 1 << 23
 #: odd numbers without a pattern (of the generator splitmix64), as signed
 _STEP, _MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 

@@ -280,8 +280,6 @@ class CompressedLayer(DynamicLayer):
         if step is not None and phase is not None:
             places, padded, length, lengths = phase.places, phase.padded, step.length, phase.lengths
         else:
-            if self.number == 0:
-                self.state.check_bare()
             length, padded, lengths = key_states.shape[-2], False, None
             places = torch.arange(self.seen, self.seen + length, device=key_states.device).expand(len(key_states), -1)
         self.seen += length
@@ -358,6 +356,8 @@ class CompressedLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(stored + new, tokens no longer stored): what the bare model's mask needs if it continues this cache."""
+        if self.state.step is None:
+            self.state.check_bare()
         stored = len(self.index) if self.index is not None else 0
         return stored + query_length, self.seen - stored
 

@@ -33,16 +33,15 @@ class Tokens:
     """The tokens of a forward that some layers see, for those of them on one device.
 
     places : ``[B, q]`` long, -1 for padding. visual : ``[B, q]`` bool.
-    picture, cells, count : see :class:`~mmaccel.method.KeyBatch`. question : see :func:`rank`.
+    kinds : ``[B, q, 4]`` int32, picture and cell. count : see :class:`~mmaccel.method.KeyBatch`. question : see :func:`rank`.
     rivals, texts : how many tokens of each row compete for its budget, and how many are text; both known to the host.
-    at : of every row the slots of those that compete.
+    at : of every row the slots of those that compete, where the split over layers asks for their scores.
     memo : see :class:`~mmaccel.method.Layerwise`.
     """
 
     places: Tensor
     visual: Tensor
-    picture: Tensor
-    cells: Tensor
+    kinds: Tensor
     count: Tensor
     question: Tensor | None
     rivals: list[int]
@@ -145,6 +144,7 @@ class Eviction:
         queries = attention.query[:, :, new - min(policy.window, new) :]
         split, _ = policy.choice("layer_budget")
         waits = policy.deferred or split not in ("uniform", "pyramid")
+        kinds = tokens.kinds.long()
         batch = KeyBatch(
             keys=keys[:, :, -new:],
             values=values[:, :, -new:],
@@ -156,8 +156,8 @@ class Eviction:
             scaling=attention.scaling,
             received=None if received is None else received[..., -new:],
             count=tokens.count,
-            picture=tokens.picture,
-            cells=tokens.cells,
+            picture=kinds[..., 0],
+            cells=kinds[..., 1:],
             expected=self._expected(places, keys),
             outgoing=self._outgoing(number, values[:, :, -new:]),
             layer=number,
@@ -470,16 +470,17 @@ class Eviction:
             kinds = table.gather(1, places.clamp(min=0)[..., None].expand(-1, -1, 4)).masked_fill(~valid[..., None], -1)
             rivals = valid if self.policy.joint else visual
             told = to_device(torch.cat([places[..., None], visual[..., None], kinds], dim=-1), device)
+            by_score = self.policy.choice("layer_budget")[0] in ("prefix", "variance")
             self._tokens[id(phase), device] = Tokens(
-                places=told[..., 0],
+                # what all layers share is kept small
+                places=told[..., 0].clone(),
                 visual=told[..., 1].bool(),
-                picture=told[..., 2],
-                cells=told[..., 3:],
+                kinds=told[..., 2:].int(),
                 count=to_device(torch.tensor(self._budget()), device),
                 question=self._question(device),
                 rivals=rivals.sum(1).tolist(),
                 texts=(valid & ~visual).sum(1).tolist(),
-                at=[to_device(row.nonzero()[:, 0], device) for row in rivals],
+                at=[to_device(row.nonzero()[:, 0], device) for row in rivals] if by_score else [],
             )
         return self._tokens[id(phase), device]
 
