@@ -47,7 +47,7 @@ LAUNCHES = {
     "projector": (0, 0),
     "layers": (60, 1),
     "cache": (200, 8),
-    "scheduled": (190, 190),
+    "scheduled": (200, 200),
     "codec": (120, 10),
 }
 
