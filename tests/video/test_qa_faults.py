@@ -482,7 +482,8 @@ def test_killed_at_any_moment_it_goes_on(stub: Any, tmp_path: Path, monkeypatch:
     asked = [*(line(f"{i}?") for i in range(60)), line("x?", "missing.mp4")]
     assert main(stub(*asked, out="whole.jsonl")) == 3
     argv, dice, kills, begin = stub(*asked), random.Random(0), 0, time.monotonic()
-    monkeypatch.setattr(Answers, "pause", 0.004)
+    # a run takes four lives at least, however fast the machine
+    monkeypatch.setattr(Answers, "pause", 0.02)
     while True:
         child = os.fork()
         if not child:
@@ -493,7 +494,7 @@ def test_killed_at_any_moment_it_goes_on(stub: Any, tmp_path: Path, monkeypatch:
                 status = main(argv)
             finally:
                 os._exit(status)
-        time.sleep(dice.uniform(0.0, 0.4))
+        time.sleep(dice.uniform(0.0, 0.3))
         os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code != -signal.SIGKILL:
