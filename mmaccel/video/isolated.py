@@ -297,7 +297,7 @@ class _Sender(np.ndarray):
         made._answers, made._lock = answers, threading.Lock()
         return made
 
-    def __setitem__(self, at: int, picture: np.ndarray) -> None:
+    def __setitem__(self, at: int, picture: np.ndarray) -> None:  # type: ignore[override]
         if picture.shape != self.shape[1:]:
             raise ValueError(f"a frame of shape {picture.shape} among those of shape {self.shape[1:]}")
         with self._lock:
