@@ -57,7 +57,8 @@ def test_a_picture_is_answered_twice(visit, files):
     assert full["title"] == "full model" and fast["title"] == "balanced 25%"
     assert full["visual tokens kept"] == "196 of 196" and fast["visual tokens kept"] == "49 of 196"
     for column in (full, fast):
-        assert float(column["tokens per second"]) > 0
+        # an answer of so few tokens has no rate
+        assert column["tokens per second"] == "-"
         assert re.fullmatch(r"[\d.]+ m?s", column["time to first token"])
     held = [float(column["KV cache"].split()[0]) for column in (full, fast)]
     assert held[1] < held[0]
