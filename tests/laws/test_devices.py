@@ -13,6 +13,7 @@ from typing import Any
 
 import accelerate
 import matrix
+import numpy as np
 import oracle
 import pytest
 import simulated
@@ -61,6 +62,13 @@ class Ran:
     steps: tuple[simulated.Counts, ...] = ()
     cuts: int = 0
     refused: str = ""
+
+
+@pytest.fixture(autouse=True)
+def _without_clip(monkeypatch):
+    """Two methods choose frames by a CLIP model of their own, before the processor; tests/test_frames.py has one for them."""
+    for name in ("query-frames", "scenetilling"):
+        monkeypatch.setattr(methods()[name], "pick", lambda self, frames, count: np.arange(count))
 
 
 def feed(family: str, kind: str, worker: Any) -> Any:
