@@ -329,7 +329,6 @@ class Accelerator:
         choosers = [m.name for _, m in self.built if isinstance(m, FramesMethod) and m.only_chooses]
         if not choosers:
             return
-        ids = ids.cpu()
         try:
             segments = self.family.layout(ids, torch.ones_like(ids, dtype=torch.bool), scope.encoded).segments
         except UnsupportedError:

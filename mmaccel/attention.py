@@ -98,6 +98,8 @@ class Plug:
                 object.__setattr__(plugged, "__dict__", vars(config))
                 self._plugged[id(config)] = plugged
             self._modules.append((module, config))
+        # asked before every forward
+        self._configs = list({id(config): config for _, config in self._modules}.values())
         self.check_backend()
         self.on()
 
@@ -113,7 +115,7 @@ class Plug:
 
     def bases(self) -> list[tuple[Any, str]]:
         """The configs, and the implementation that each names."""
-        return [(config, config._attn_implementation) for config in {id(c): c for _, c in self._modules}.values()]
+        return [(config, config._attn_implementation) for config in self._configs]
 
     def check_backend(self) -> None:
         """Raise when the config names what mmaccel cannot build on."""
