@@ -18,11 +18,9 @@ from transformers import DynamicCache
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
-from mmaccel.kv import budgets, importance
+from mmaccel.kv import budgets
 from mmaccel.kv.cache import KeyIndex, Reading
-from mmaccel.kv.chunks import by_chunks
 from mmaccel.kv.compact import merge
-from mmaccel.kv.eviction import choose, protected, rank
 from mmaccel.kv.policies.a2sf import A2SF
 from mmaccel.kv.policies.criticalkv import CriticalKV
 from mmaccel.kv.policies.dycoke_cache import DyCokeCache
@@ -40,8 +38,11 @@ from mmaccel.kv.policies.tova import Tova
 from mmaccel.kv.policies.vatp import VATP
 from mmaccel.kv.policies.vl_cache import VLCache
 from mmaccel.kv.policies.windowkv import WindowKV
-from mmaccel.layers import streaming
+from mmaccel.kv.scoring import importance
+from mmaccel.kv.scoring.chunks import by_chunks
 from mmaccel.method import KeyBatch, LayerAttention, Policy
+from mmaccel.method import blocks as streaming
+from mmaccel.runtime.eviction import choose, protected, rank
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -15,7 +15,7 @@ from laws import helpers
 
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.kv.cache import CompressedLayer, KeyIndex, Reading
-from mmaccel.kv.quantised import QuantisedLayer
+from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.method import LayerAttention
 
 PAGES = {"page": 16, "group": 16, "residual": 4, "bits": 4}

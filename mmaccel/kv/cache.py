@@ -22,7 +22,7 @@ from ..errors import MmaccelError, UnsupportedError
 from .decoding import reads_as_stored
 
 if TYPE_CHECKING:
-    from ..door import Step
+    from ..runtime.hooks import Step
 
 
 def leftmost(there: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -509,7 +509,7 @@ class CacheState:
     """
 
     def __init__(self, layers: int) -> None:
-        from .quantised import QuantisedLayer
+        from .packed import QuantisedLayer
 
         self.layers = [QuantisedLayer(self, i) for i in range(layers)]
         self.offset: Tensor | None = None
