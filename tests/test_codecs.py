@@ -11,13 +11,14 @@ import torch
 from mmaccel_kernels.pages import unpack
 
 from mmaccel.errors import MmaccelError
-from mmaccel.kv.cache import CacheState, KeyIndex
+from mmaccel.kv.cache import CacheState
 from mmaccel.kv.codecs import Codec, kinds
 from mmaccel.kv.codecs.calibquant import CalibQuant
 from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.think import ThinK
 from mmaccel.kv.codecs.vidkv import VidKV
+from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.runtime.eviction import Eviction
 from mmaccel.runtime.hooks import Step

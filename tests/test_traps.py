@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import mmaccel
 from mmaccel import MmaccelError, Stage, UnsupportedError, accelerate_vlm, accelerated
-from mmaccel.kv.cache import KeyIndex
+from mmaccel.kv.index import KeyIndex
 from mmaccel.runtime.attention import register
 
 families = pytest.mark.parametrize("family", FAMILIES)

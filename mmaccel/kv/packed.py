@@ -12,8 +12,9 @@ from mmaccel_kernels.compact import compact
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .cache import CompressedLayer, KeyIndex, Ragged, leftmost
+from .cache import CompressedLayer, Ragged
 from .codecs import Among, Kind
+from .index import KeyIndex, leftmost
 
 if TYPE_CHECKING:
     from mmaccel_kernels.pages import Pages

@@ -17,10 +17,12 @@ from ..core.budget import Retain, resolve
 from ..core.reduction import top_mask
 from ..errors import MmaccelError
 from ..kv import budgets
-from ..kv.cache import CompressedLayer, Reading, Recall, to_device
+from ..kv.cache import CompressedLayer
 from ..kv.compact import merge
+from ..kv.index import to_device
 from ..kv.scoring.chunks import by_chunks
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, outgoing_norm, share_seen
+from ..kv.sparse import SparseMemory, SparseRead
 from ..method import KeyBatch, LayerAttention, Policy
 
 if TYPE_CHECKING:
@@ -426,7 +428,7 @@ class Eviction:
             self._note(pictured, sum(budget), pictured)
             if number == 0:
                 state.kinds = to_device(self._table(), query.device)
-                state.recall = Recall(tokens.count if state.recall is None else state.recall.count + tokens.count)
+                state.recall = SparseMemory(tokens.count if state.recall is None else state.recall.count + tokens.count)
             return
         first = policy_layer(self.policy, self.layers)
         if number != first - 1 or query.shape[2] > 1 or state.recall is None or state.kinds is None:
@@ -449,7 +451,7 @@ class Eviction:
         memory = state.recall = state.recall.to(query.device)
         chosen = self.policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen) & visual
         memory.paid, memory.chosen = by_place, chosen
-        step.reading = Reading(first, chosen | ~visual)
+        step.reading = SparseRead(first, chosen | ~visual)
 
     # --- what is where ----------------------------------------------------------------------------------------
     def _lengths(self, layer: CompressedLayer) -> Tensor:

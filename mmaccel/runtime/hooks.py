@@ -21,9 +21,11 @@ from ..core.layout import Layout, Units
 from ..core.reduction import Reduction
 from ..core.stats import Stage
 from ..errors import MmaccelError, UnsupportedError
-from ..kv.cache import CacheState, KeyIndex, Reading, adopt, cache_bytes, check_plain, state_of
+from ..kv.cache import CacheState, adopt, cache_bytes, check_plain, state_of
 from ..kv.codecs import Among, Kind
+from ..kv.index import KeyIndex
 from ..kv.scoring.importance import energy
+from ..kv.sparse import SparseRead
 from ..method import LayerAttention, LayerMethod, Policy, ProjectorMethod, TokenBatch, TokenMethod
 from .eviction import Eviction
 from .packing import Packing
@@ -85,7 +87,7 @@ class Step:
         self.phases: list[tuple[int, Phase]] = []
         self.looked: dict[str, Tensor] = {}
         self.kinds: Tensor | None = None
-        self.reading: Reading | None = None
+        self.reading: SparseRead | None = None
         self.eviction = Eviction(self) if owner.policy is not None and state is not None else None
         #: ``[B, S]`` bool, the visual tokens that a codec stores better than the others
         self.salient: Tensor | None = None

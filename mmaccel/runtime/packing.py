@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kv.cache import KeyIndex
 from ..kv.codecs import Among, Kind
+from ..kv.index import KeyIndex
 
 if TYPE_CHECKING:
     from ..kv.packed import QuantisedLayer

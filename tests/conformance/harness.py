@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import Layout, Segment, Tile
-from mmaccel.kv.cache import CacheState, Reading
+from mmaccel.kv.cache import CacheState
+from mmaccel.kv.sparse import SparseRead
 from mmaccel.method import LayerAttention, Method, Policy, registry
 from mmaccel.recipe import Stage
 from mmaccel.runtime.eviction import Eviction
@@ -123,7 +124,7 @@ class _Step:
 
     def __init__(self, **attributes: Any) -> None:
         self.total = self.kinds = None
-        self.reading: Reading | None = None
+        self.reading: SparseRead | None = None
         vars(self).update(attributes)
 
 
