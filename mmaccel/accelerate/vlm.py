@@ -18,7 +18,7 @@ from ..core.stats import Stats
 from ..errors import MmaccelError, UnsupportedError
 from ..families import Family, family_of
 from ..families.text import TextTower
-from ..kv.codecs import Codec, kinds
+from ..kv.codecs import Codec, token_groups
 from ..method import EncoderMethod, FramesMethod, LayerMethod, Method, Policy, TokenMethod
 from ..recipe import Recipe, Stage
 from ..recipe import recipe as find_recipe
@@ -55,7 +55,7 @@ class Accelerator:
             )
         self.cuts = self._cuts()
         self.policy = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, Policy)), None)
-        self.kinds = kinds({i: m for i, (_, m) in enumerate(self.built) if isinstance(m, Codec)})
+        self.kinds = token_groups({i: m for i, (_, m) in enumerate(self.built) if isinstance(m, Codec)})
         self.encoder = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, EncoderMethod)), -1)
         self.readers = {
             m.text_tower: self._reader(m) for _, m in self.built if isinstance(m, TokenMethod) and m.text_tower
@@ -172,7 +172,7 @@ class Accelerator:
         scope = current(self)
         step = scope.step if scope is not None else None
         if step is not None and step.eviction is not None and step.layout is not None:
-            step.eviction.unturned = output
+            step.eviction.pre_rope = output
 
     def _hook(self, *handles: Any) -> None:
         self._restore.extend(handle.remove for handle in handles)

@@ -192,9 +192,8 @@ def _text_attention(
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
     groups = query.shape[1] // key.shape[1]
-    if reads_as_stored(step, number, query):
-        assert step.state is not None
-        layer = step.state.layers[number]
+    layer = None if step.state is None else step.state.layers[number]
+    if layer is not None and reads_as_stored(layer, step.incoming, query):
         if base != "eager":
             read = attend(layer, query, visible, scaling)
             step.after_attention(number, query, key, visible, scaling)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,10 @@ from ..core.reduction import Reduction
 from ..core.stats import Stage
 from ..errors import MmaccelError, UnsupportedError
 from ..kv.cache import CacheState, adopt, cache_bytes, check_plain, state_of
-from ..kv.codecs import Among, Kind
+from ..kv.codecs import Eligible, TokenGroup
+from ..kv.incoming import Incoming, Phase
 from ..kv.index import KeyIndex
 from ..kv.scoring.importance import energy
-from ..kv.sparse import SparseRead
 from ..method import LayerAttention, LayerMethod, Policy, ProjectorMethod, TokenBatch, TokenMethod
 from .eviction import Eviction
 from .packing import Packing
@@ -36,34 +36,14 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Phase:
-    """The layers between two reductions see the same tokens.
+class Forward:
+    """What the stages of the cache are told of a forward, see :class:`Step`."""
 
-    places : ``[B, q]`` long, the place of each token in the unreduced sequence; -1 for padding.
-    padded : whether any is padding.
-    chosen : the same on the CPU, as places of this forward; None where every one of them stays and none is padding.
-    extra : layer arguments that replace the caller's from here on (None in the first phase).
-    """
-
-    places: Tensor
-    padded: bool
-    chosen: Tensor | None = None
-    extra: dict[str, Any] | None = None
-    _indices: dict[torch.device, KeyIndex] = field(default_factory=dict)
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """Tokens of every row that are no padding, ``[B]`` long on the CPU."""
-        if self.padded and self.chosen is not None:
-            return (self.chosen >= 0).sum(1)
-        return torch.full((len(self.places),), self.places.shape[1])
-
-    def shared_index(self, upto: int, device: torch.device) -> KeyIndex:
-        """One index of these places for all layers on ``device`` that store them first."""
-        if device not in self._indices:
-            lengths = self.lengths[:, None]
-            self._indices[device] = KeyIndex(self.places.to(device), self.padded, upto, lengths)
-        return self._indices[device]
+    seen: int
+    length: int
+    incoming: Incoming
+    layout: Layout | None = None
+    total: Reduction | None = None
 
 
 class Step:
@@ -78,16 +58,14 @@ class Step:
     def __init__(self, owner: Accelerator, scope: Scope, state: CacheState | None, seen: int, length: int) -> None:
         self.owner, self.scope, self.state = owner, scope, state
         self.seen, self.length = seen, length
-        self.layout: Layout | None = None
+        self.incoming = Incoming(seen, length, False)
+        self.forward = Forward(seen, length, self.incoming)
         #: ``[B, S]`` on the CPU, with the layout
         self.ids: Tensor | None = None
-        #: ``[B, S]`` on the CPU: what is left so far
-        self.total: Reduction | None = None
         self.trail: list[Passage] = []
-        self.phases: list[tuple[int, Phase]] = []
+        #: per phase, layer arguments that replace the caller's
+        self.extras: list[dict[str, Any] | None] = []
         self.looked: dict[str, Tensor] = {}
-        self.kinds: Tensor | None = None
-        self.reading: SparseRead | None = None
         self.eviction = Eviction(self) if owner.policy is not None and state is not None else None
         #: ``[B, S]`` bool, the visual tokens that a codec stores better than the others
         self.salient: Tensor | None = None
@@ -95,19 +73,42 @@ class Step:
         self.attended = 0
         self.packing = Packing(self)
 
+    @property
+    def layout(self) -> Layout | None:
+        """None for a continuation."""
+        return self.forward.layout
+
+    @layout.setter
+    def layout(self, layout: Layout | None) -> None:
+        self.forward.layout = layout
+
+    @property
+    def total(self) -> Reduction | None:
+        """``[B, S]`` on the CPU: what is left so far."""
+        return self.forward.total
+
+    @total.setter
+    def total(self, total: Reduction | None) -> None:
+        self.forward.total = total
+
+    @property
+    def phases(self) -> list[tuple[int, Phase]]:
+        """Which tokens are left from which layer on."""
+        return self.incoming.phases
+
     def phase(self, layer: int) -> Phase:
         """The phase a layer belongs to."""
-        return next(phase for first, phase in reversed(self.phases) if first <= layer)
+        return self.incoming.phase(layer)
+
+    def extra(self, layer: int) -> dict[str, Any] | None:
+        """Layer arguments that replace the caller's."""
+        return next(e for (first, _), e in reversed(list(zip(self.phases, self.extras, strict=True))) if first <= layer)
 
     def index(self, layer: int) -> KeyIndex:
         """Where the keys that a layer attends to came from."""
         if self.state is not None:
-            index = self.state.layers[layer].index
-            if index is None:
-                raise RuntimeError("the layer attends before it has stored its keys")
-            if self.reading is not None and layer >= self.reading.first:
-                return self.reading.index(index)
-            return index
+            index, sparse = self.state.layers[layer].index, self.incoming.sparse
+            return sparse.index(index) if sparse is not None and layer >= sparse.first else index
         phase = self.phase(layer)
         return phase.shared_index(self.seen + self.length, phase.places.device)
 
@@ -128,7 +129,7 @@ class Step:
                 self.eviction.after_attention(number, query, key, visible, scaling)
         if (window := max((kind.codec.window for kind in self.owner.kinds), default=0)) and self.state is not None:
             there = self.phase(number).places.to(query.device, non_blocking=True)[:, -window:] >= 0
-            self.packing.asked[number] = energy(query[:, :, -window:], there, key.shape[1])
+            self.packing.query_energy[number] = energy(query[:, :, -window:], there, key.shape[1])
         if self.eviction is None or not self.eviction.waiting:
             self.pack(number, query.device)
 
@@ -144,7 +145,7 @@ class Step:
             self.packing.pack(self.state.layers[number])
 
     @cached_property
-    def due(self) -> list[tuple[Kind, Among]]:
+    def due(self) -> list[tuple[TokenGroup, Eligible]]:
         """What the recipe's codecs may pack in this forward, of every layer alike."""
         each = ((kind, self.among(kind)) for kind in self.owner.kinds)
         return [(kind, among) for kind, among in each if among is not None]
@@ -153,26 +154,26 @@ class Step:
         """Note what the recipe's codecs must know of a prompt, ``embeds [B, S, D]``."""
         assert self.layout is not None and self.total is not None
         if self.state is not None and any(kind.of == "text" for kind in self.owner.kinds):
-            self.state.note_visual(self.layout.visual.to(embeds.device, non_blocking=True), self.seen)
+            self.state.shared.note_visual(self.layout.visual.to(embeds.device, non_blocking=True), self.seen)
         kept, visual = self.total.kept, self.layout.visual
         for kind in self.owner.kinds:
             if kind.of == "salient":
                 of = (mask.to(embeds.device, non_blocking=True) for mask in (kept & visual, kept & ~visual))
                 self.salient = kind.source.salient(embeds, *of).cpu()
 
-    def among(self, kind: Kind) -> Among | None:
+    def among(self, kind: TokenGroup) -> Eligible | None:
         """The places that tokens of a kind may be of; None where there are none in this forward."""
         assert self.state is not None
         if kind.of == "text":
-            return Among(None if self.state.visual is None else ~self.state.visual, 0, True)
+            return Eligible(None if self.state.shared.visual is None else ~self.state.shared.visual, 0, True)
         if self.layout is None:
-            return Among(None, 0, True) if kind.of == "all" else None
+            return Eligible(None, 0, True) if kind.of == "all" else None
         # visual tokens are packed with the prompt they came with
         apart = self.salient if kind.codec.for_salient() is not None else None
         if kind.of == "all":
-            return Among(None if apart is None else ~apart, self.seen, True)
+            return Eligible(None if apart is None else ~apart, self.seen, True)
         mask = self.salient if kind.of == "salient" else self.layout.visual
-        return Among(mask if mask is None or apart is None else mask & ~apart, self.seen, False)
+        return Eligible(mask if mask is None or apart is None else mask & ~apart, self.seen, False)
 
     # --- reducing ---------------------------------------------------------------------------------------------
     def reduce(self, stage: int, method: TokenMethod, hidden: Tensor, slots: Tensor | None) -> Reduction:
@@ -302,7 +303,8 @@ class Step:
     ) -> None:
         """From layer ``first`` on the tokens at ``chosen [B, q]`` (places of this forward on the CPU, -1 padding) are left."""
         places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
-        self.phases.append((first, Phase(places.to(device, non_blocking=True), padded, chosen, extra)))
+        self.phases.append((first, Phase(places.to(device, non_blocking=True), padded, chosen)))
+        self.extras.append(extra)
 
     def slots(self, chosen: Tensor) -> Tensor:
         """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""
@@ -400,7 +402,10 @@ class Door:
         else:
             self._continue(step, kwargs, valid)
         if state is not None:
-            state.step = step
+            policy = step.eviction.policy if step.eviction is not None else None
+            looked = policy is not None and (policy.recalls or policy.scheduled)
+            step.incoming.as_stored = step.layout is None and not looked
+            state.shared.incoming = step.incoming
         return args, kwargs
 
     def _valid(self, mask: Any, embeds: Tensor, seen: int) -> Tensor | None:
@@ -453,6 +458,7 @@ class Door:
             positions = (step.seen - offset + valid.cumsum(1) - 1).clamp(min=0)
             state.offset = state.offset + (~valid).sum(1).to(state.offset.device)
         step.phases.append((0, Phase(places.to(torch.int32), padded, chosen)))
+        step.extras.append(None)
         if given is not None and given.dim() == 3:
             positions = positions.expand(given.shape[0], -1, -1)
         kwargs["position_ids"] = positions
@@ -529,7 +535,7 @@ class Door:
             ahead = ahead if ahead is not None and positions.dim() == 3 and bool((ahead > 0).any()) else None
             step.state.offset, step.state.ahead = step.seen + step.length - after, ahead
             for cut in owner.cuts:
-                step.state.split(cut)
+                step.state.shared.split(cut)
         if planes:
             kwargs["visual_pos_masks"] = left.to(device, non_blocking=True)
             kwargs["deepstack_visual_embeds"] = [_rows(plane, at).flatten(0, 1)[spots] for plane in planes]
@@ -546,7 +552,7 @@ class Door:
             if number in self.owner.cuts:
                 with step.measured("selection", hidden.device):
                     hidden = self._cut(step, number, hidden, kwargs)
-            extra = step.phase(number).extra
+            extra = step.extra(number)
             kwargs = {**kwargs, **extra} if extra is not None else kwargs
             if args:
                 return (hidden, *args[1:]), kwargs
@@ -567,7 +573,7 @@ class Door:
         slots, places = _sent(hidden.device, slots, chosen.clamp(min=0))
         at = slots.gather(1, places)
         extra: dict[str, Any] = {}
-        previous = {**kwargs, **(phase.extra or {})}
+        previous = {**kwargs, **(step.extras[-1] or {})}
         if previous.get("position_embeddings") is not None:
             extra["position_embeddings"] = tuple(
                 _rows(_batched(x, hidden), at) for x in previous["position_embeddings"]
@@ -649,7 +655,7 @@ class Door:
             why = "; it drops keys of tokens that a later layer dropped" if policy.deferred else ""
             step.scope.stats.notes.append(f"stage {stage} ({policy.name}) left all keys that reached it{why}")
 
-    def _record_codec(self, step: Step, state: CacheState, kind: Kind) -> None:
+    def _record_codec(self, step: Step, state: CacheState, kind: TokenGroup) -> None:
         """A codec drops nothing: what it finds is what stays."""
         stats, codec = step.scope.stats, kind.codec
         record = stats.stages.setdefault(kind.stage, Stage("codec", codec.name, resolved=None))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kv.codecs import Among, Kind
+from ..kv.codecs import Eligible, TokenGroup
 from ..kv.index import KeyIndex
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Packing:
-    """``asked`` : per layer ``[B, Hkv, D]``, the mean square of the last queries, if a codec looks at them."""
+    """``query_energy`` : per layer ``[B, Hkv, D]``, the mean square of the last queries, if a codec looks at them."""
 
     def __init__(self, step: Step) -> None:
         # as in Eviction, what the step holds does not hold the step
         self.step: Step = weakref.proxy(step)
-        self.asked: dict[int, Tensor] = {}
+        self.query_energy: dict[int, Tensor] = {}
         #: indices that packing replaced, so that layers go on sharing one
         self.made: dict[int, tuple[KeyIndex, KeyIndex]] = {}
         self.waiting: list[QuantisedLayer] = []
@@ -50,18 +50,18 @@ class Packing:
         found = [self._ask(layer, among).to(home) for layer in waiting for _, among in due]
         known = torch.stack(found).cpu().unflatten(0, (len(waiting), len(due)))
         for layer, counts in zip(waiting, known, strict=True):
-            heads = 1 if layer.index is not None and layer.index.index.dim() == 2 else counts.shape[-1]
+            heads = 1 if not layer.empty and layer.index.index.dim() == 2 else counts.shape[-1]
             self._pack(layer, [count[:, :heads] for count in counts])
 
     def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
         for (kind, among), count in zip(self.step.due, counts, strict=True):
-            layer.pack(kind, among, self.made, self.asked.get(layer.number), count)
+            layer.pack(kind, among, self.made, self.query_energy.get(layer.number), count)
 
-    def _ask(self, layer: QuantisedLayer, among: Among) -> Tensor:
+    def _ask(self, layer: QuantisedLayer, among: Eligible) -> Tensor:
         """``[B, Hkv]`` long, the tokens of each head that may be packed."""
-        return layer.eligible(among).sum(-1).expand(-1, layer.keys.shape[1])
+        return layer.eligible_slots(among).sum(-1).expand(-1, layer.keys.shape[1])
 
-    def _count(self, layer: QuantisedLayer, kind: Kind, among: Among) -> Tensor | None:
+    def _count(self, layer: QuantisedLayer, kind: TokenGroup, among: Eligible) -> Tensor | None:
         """How many tokens of a layer are of a kind and in full precision, ``[B, 1 or Hkv]`` long on the CPU; None where only
         the device knows."""
         if among.mask is None:
@@ -79,7 +79,7 @@ class Packing:
             return None if layer.loose is None else layer.loose - apart
         return self._of_phase(layer.number, kind, ~step.layout.visual, True) if step.seen == 0 else None
 
-    def _of_phase(self, number: int, kind: Kind, mask: Tensor, wanted: bool) -> Tensor:
+    def _of_phase(self, number: int, kind: TokenGroup, mask: Tensor, wanted: bool) -> Tensor:
         """``[B, 1]`` long: of the prompt's tokens that layer ``number`` sees those at which ``mask [B, S]`` is ``wanted``."""
         phase = self.step.phase(number)
         if (id(phase), kind.number) not in self._counted:

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from mmaccel.core.layout import Layout, Segment, Tile
 from mmaccel.kv.cache import CacheState
-from mmaccel.kv.sparse import SparseRead
+from mmaccel.kv.incoming import Incoming, Phase
 from mmaccel.method import LayerAttention, Method, Policy, registry
 from mmaccel.recipe import Stage
 from mmaccel.runtime.eviction import Eviction
-from mmaccel.runtime.hooks import Phase
 
 Compare = Callable[[Mapping[str, Any], Mapping[str, Tensor]], None]
 
@@ -123,8 +122,7 @@ class _Step:
     """What :class:`Eviction` reads of a forward of a model."""
 
     def __init__(self, **attributes: Any) -> None:
-        self.total = self.kinds = None
-        self.reading: SparseRead | None = None
+        self.total = None
         vars(self).update(attributes)
 
 
@@ -166,13 +164,19 @@ class CacheRun:
         seen = self.state.seen
         places = torch.arange(seen, seen + size).expand(rows, -1)
         layout = self._layout(size, rows) if prompt else None
-        phase = Phase(places, False, places - seen)
+        incoming = Incoming(seen, size, False, [(0, Phase(places, False, places - seen))])
         # an eviction holds its step weakly, as the handle of a model holds both
-        self.step = _Step(
-            owner=self.owner, state=self.state, layout=layout, seen=seen, length=size, phase=lambda layer: phase
+        self.forward = _Step(
+            owner=self.owner,
+            state=self.state,
+            layout=layout,
+            seen=seen,
+            length=size,
+            incoming=incoming,
+            phase=incoming.phase,
         )
         self.state.offset = torch.zeros(rows, dtype=torch.long)
-        self.eviction = _Watched(self.step)  # type: ignore[arg-type]
+        self.eviction = _Watched(self.forward)  # type: ignore[arg-type]
         return self.eviction
 
     def _layout(self, size: int, rows: int) -> Layout:
@@ -193,7 +197,7 @@ class CacheRun:
         read, _ = stored.update(keys, values)
         index = stored.index
         assert index is not None
-        visible = index.mask(self.step.phase(layer).places, None)
+        visible = index.mask(self.forward.phase(layer).places, None)
         shown = read if seen_as is None else seen_as
         scaling = 1.0 if seen_as is not None else keys.shape[3] ** -0.5
         self.eviction.after_attention(layer, query, shown, visible, scaling)
