@@ -20,8 +20,8 @@ from mmaccel.kv.codecs.think import ThinK
 from mmaccel.kv.codecs.vidkv import VidKV
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.packed import QuantisedLayer
-from mmaccel.runtime.eviction import Eviction
-from mmaccel.runtime.hooks import Step
+from mmaccel.runtime.cache_stage import CacheStage
+from mmaccel.runtime.packing import eligible
 
 HEADS, WIDTH = 2, 32
 #: small enough for short prompts
@@ -302,7 +302,7 @@ class Stored:
         """As the door does."""
         for layer in self.state.layers:
             for kind in self.kinds:
-                among = Step.among(step, kind)
+                among = eligible(kind, step.state.shared, step.layout, step.seen, step.salient)
                 if among is not None:
                     layer.pack(kind, among, made)
 
@@ -509,7 +509,7 @@ def test_packing_after_eviction_keeps_heads_of_their_own_lengths() -> None:
         stored.keys[0] = new
     kept = torch.rand(2, HEADS, 64, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.9, 0.4])[:, None]
     layer.evict(kept)
-    stored.pack(SimpleNamespace(state=stored.state, layout=None), {})
+    stored.pack(SimpleNamespace(state=stored.state, layout=None, seen=0, salient=None), {})
     lengths = kept.sum(-1)
     assert torch.equal(layer.pages.lengths(), (lengths - 4) // 16 * 16)
     assert torch.equal((layer.index.index >= 0).sum(-1), lengths)
@@ -753,11 +753,11 @@ def test_packed_keys_do_not_flow_into_others(how: str) -> None:
     kept = torch.ones(1, HEADS, 30, dtype=torch.bool)
     kept[..., 3:16] = False
     fresh = layer.stored()[0][:, :, 16:]
-    Eviction._compact(stage, layer, kept)
+    CacheStage.evict(stage, layer, kept)
     assert torch.equal(layer.stored()[0][:, :, -14:], fresh)
     kept = torch.ones(1, HEADS, len(layer.index), dtype=torch.bool)
     kept[..., -1] = False
-    Eviction._compact(stage, layer, kept)
+    CacheStage.evict(stage, layer, kept)
     assert not torch.equal(layer.stored()[0][:, :, -13:], fresh[:, :, :-1])
 
 

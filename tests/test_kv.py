@@ -19,6 +19,7 @@ from transformers import DynamicCache
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
 from mmaccel.kv import budgets
+from mmaccel.kv.choose import choose, protected, rank
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.merge import merge
 from mmaccel.kv.policies.a2sf import A2SF
@@ -43,7 +44,6 @@ from mmaccel.kv.scoring.chunks import by_chunks
 from mmaccel.kv.sparse import SparseRead
 from mmaccel.method import KeyBatch, LayerAttention, Policy
 from mmaccel.method import blocks as streaming
-from mmaccel.runtime.eviction import choose, protected, rank
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

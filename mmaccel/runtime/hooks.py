@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +22,9 @@ from ..core.reduction import Reduction
 from ..core.stats import Stage
 from ..errors import MmaccelError, UnsupportedError
 from ..kv.cache import CacheState, adopt, cache_bytes, check_plain, state_of
-from ..kv.codecs import Eligible, TokenGroup
+from ..kv.codecs import TokenGroup
 from ..kv.incoming import Incoming, Phase
 from ..kv.index import KeyIndex
-from ..kv.scoring.importance import energy
 from ..method import LayerAttention, LayerMethod, Policy, ProjectorMethod, TokenBatch, TokenMethod
 from .eviction import Eviction
 from .packing import Packing
@@ -66,12 +65,23 @@ class Step:
         #: per phase, layer arguments that replace the caller's
         self.extras: list[dict[str, Any] | None] = []
         self.looked: dict[str, Tensor] = {}
-        self.eviction = Eviction(self) if owner.policy is not None and state is not None else None
-        #: ``[B, S]`` bool, the visual tokens that a codec stores better than the others
-        self.salient: Tensor | None = None
+        self.eviction: Eviction | None = None
+        self.packing: Packing | None = None
         #: layers whose attention ran through our function
         self.attended = 0
-        self.packing = Packing(self)
+
+    def work_on(self, state: CacheState) -> None:
+        """Let the recipe's policy and codecs work on the cache, once it is known whether there is a layout."""
+        owner, policy = self.owner, None
+        if owner.policy is not None:
+            stage, policy = owner.built[owner.policy]
+            plan = SimpleNamespace(policy=policy, policy_retain=stage.retain, recipe=owner.recipe, family=owner.family)
+            self.eviction = Eviction(plan, state, self.forward)
+        if owner.kinds:
+            pictured = None if self.eviction is None else self.eviction.pictured
+            self.packing = Packing(owner.kinds, state, self.forward, pictured)
+        looks = isinstance(policy, Policy) and (policy.recalls or policy.scheduled)
+        self.incoming.as_stored = self.layout is None and not looks
 
     @property
     def layout(self) -> Layout | None:
@@ -127,9 +137,8 @@ class Step:
         if self.eviction is not None:
             with self.measured("selection", query.device):
                 self.eviction.after_attention(number, query, key, visible, scaling)
-        if (window := max((kind.codec.window for kind in self.owner.kinds), default=0)) and self.state is not None:
-            there = self.phase(number).places.to(query.device, non_blocking=True)[:, -window:] >= 0
-            self.packing.query_energy[number] = energy(query[:, :, -window:], there, key.shape[1])
+        if self.packing is not None:
+            self.packing.after_attention(number, query, key.shape[1])
         if self.eviction is None or not self.eviction.waiting:
             self.pack(number, query.device)
 
@@ -139,41 +148,9 @@ class Step:
 
     def pack(self, number: int, device: torch.device) -> None:
         """Let the recipe's codecs store layer ``number``, once nothing is evicted from it any more."""
-        if not self.owner.kinds or self.state is None:
-            return
-        with self.measured("packing", device):
-            self.packing.pack(self.state.layers[number])
-
-    @cached_property
-    def due(self) -> list[tuple[TokenGroup, Eligible]]:
-        """What the recipe's codecs may pack in this forward, of every layer alike."""
-        each = ((kind, self.among(kind)) for kind in self.owner.kinds)
-        return [(kind, among) for kind, among in each if among is not None]
-
-    def tell_apart(self, embeds: Tensor) -> None:
-        """Note what the recipe's codecs must know of a prompt, ``embeds [B, S, D]``."""
-        assert self.layout is not None and self.total is not None
-        if self.state is not None and any(kind.of == "text" for kind in self.owner.kinds):
-            self.state.shared.note_visual(self.layout.visual.to(embeds.device, non_blocking=True), self.seen)
-        kept, visual = self.total.kept, self.layout.visual
-        for kind in self.owner.kinds:
-            if kind.of == "salient":
-                of = (mask.to(embeds.device, non_blocking=True) for mask in (kept & visual, kept & ~visual))
-                self.salient = kind.source.salient(embeds, *of).cpu()
-
-    def among(self, kind: TokenGroup) -> Eligible | None:
-        """The places that tokens of a kind may be of; None where there are none in this forward."""
-        assert self.state is not None
-        if kind.of == "text":
-            return Eligible(None if self.state.shared.visual is None else ~self.state.shared.visual, 0, True)
-        if self.layout is None:
-            return Eligible(None, 0, True) if kind.of == "all" else None
-        # visual tokens are packed with the prompt they came with
-        apart = self.salient if kind.codec.for_salient() is not None else None
-        if kind.of == "all":
-            return Eligible(None if apart is None else ~apart, self.seen, True)
-        mask = self.salient if kind.of == "salient" else self.layout.visual
-        return Eligible(mask if mask is None or apart is None else mask & ~apart, self.seen, False)
+        if self.packing is not None:
+            with self.measured("packing", device):
+                self.packing.pack(number)
 
     # --- reducing ---------------------------------------------------------------------------------------------
     def reduce(self, stage: int, method: TokenMethod, hidden: Tensor, slots: Tensor | None) -> Reduction:
@@ -398,13 +375,13 @@ class Door:
         if visual and prompt is not None:
             valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid
             step.ids, step.layout = prompt, self.owner.family.layout(prompt, valid, scope.encoded)
+        if state is not None:
+            step.work_on(state)
+        if step.layout is not None:
             self._prefill(step, kwargs)
         else:
             self._continue(step, kwargs, valid)
         if state is not None:
-            policy = step.eviction.policy if step.eviction is not None else None
-            looked = policy is not None and (policy.recalls or policy.scheduled)
-            step.incoming.as_stored = step.layout is None and not looked
             state.shared.incoming = step.incoming
         return args, kwargs
 
@@ -489,7 +466,8 @@ class Door:
                 planes = [made.substitute(plane) for plane in planes]
         # from here on the cache is changed
         scope.step = step
-        step.tell_apart(embeds)
+        if step.packing is not None:
+            step.packing.note_prompt(embeds, step.total.kept, visual)
         chosen, padded = step.compacted(step.total.kept)
         step.begin(0, chosen, padded, device)
         at = chosen.clamp(min=0)
@@ -603,7 +581,7 @@ class Door:
                 step.eviction.settle()
             for number in range(len(self.layers) if waits else 0):
                 step.pack(number, device)
-        if step is not None and step.packing.waiting and output is not None:
+        if step is not None and step.packing is not None and step.packing.waiting and output is not None:
             with step.measured("packing", step.phase(0).places.device):
                 step.packing.settle()
         scope.step = None
