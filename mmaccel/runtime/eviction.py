@@ -83,8 +83,9 @@ class Eviction:
             text = (tokens.places >= 0) & ~tokens.visual
             attention = LayerAttention(query, key, visible, scaling, text, memo=tokens.memo)
             received = self._observe(number, attention, tokens.places)
-            pre_rope, self.pre_rope = self.pre_rope, None
-            self.prompt.after_attention(number, attention, tokens, received, pre_rope)
+            # these queries are large, and free before anything is chosen
+            expected, self.pre_rope = self.prompt.expected(tokens.places, key, self.pre_rope), None
+            self.prompt.after_attention(number, attention, tokens, received, expected)
         elif self.policy.scheduled:
             places = self.forward.incoming.phase(number).places.to(query.device).long()
             self._observe(number, LayerAttention(query, key, visible, scaling, places >= 0, memo={}), places)
@@ -159,9 +160,15 @@ class PromptEviction:
         attention: LayerAttention,
         tokens: Tokens,
         received: Tensor | None,
-        pre_rope: Tensor | None,
+        expected: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """The attention of a layer has run; what it ``received`` is ``[B, Hkv, K]``, see :meth:`Policy.observe`."""
+        """The attention of a layer has run: evict what does not stay, or note what is needed when the forward is over.
+
+        Parameters
+        ----------
+        received : ``[B, Hkv, K]`` float32, see :meth:`mmaccel.method.Policy.observe`. expected : see
+            :class:`~mmaccel.method.KeyBatch`.
+        """
         policy, places = self.policy, tokens.places
         keys, values = self.state.layers[number].stored()
         new = places.shape[1]
@@ -182,7 +189,7 @@ class PromptEviction:
             count=tokens.count,
             picture=grid[..., 0],
             cells=grid[..., 1:],
-            expected=self._expected(places, keys, pre_rope),
+            expected=expected,
             outgoing=self.stage.outgoing(number, values[:, :, -new:]),
             layer=number,
             depth=self.stage.depth,
@@ -325,7 +332,7 @@ class PromptEviction:
             self.state.shared.grid_table = to_device(table, self.forward.incoming.phase(0).places.device)
         return table
 
-    def _expected(self, places: Tensor, keys: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def expected(self, places: Tensor, keys: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """What the queries behind those at ``places [B, q]`` may be, if the policy looks into the future."""
         policy, text, offset = self.policy, self.stage.text, self.state.shared.offset
         if not policy.future or queries is None or offset is None:
