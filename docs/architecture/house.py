@@ -66,9 +66,19 @@ class House:
         fitting = [room for floor in self.floors for room in floor.rooms if _within(module, room)]
         return max(fitting, key=len, default=None)
 
-    def height(self, room: str) -> int:
-        """The number of a room's floor, 0 on the ground."""
-        return next(height for height, floor in enumerate(self.floors) if room in floor.rooms)
+    def height(self, module: str) -> int | None:
+        """The number of a module's floor, 0 on the ground."""
+        room = self.room(module)
+        return next((height for height, floor in enumerate(self.floors) if room in floor.rooms), None)
+
+    def rise(self, arrow: Arrow) -> int:
+        """How many floors an import points up, negative if down; 0 too if one of its modules is on no floor."""
+        source, target = self.height(arrow.source), self.height(arrow.target)
+        return 0 if source is None or target is None else target - source
+
+    def may_rise(self, arrow: Arrow) -> bool:
+        """Whether it is one of the lazy arrows."""
+        return any(_within(arrow.source, source) and _within(arrow.target, target) for source, target in self.lazy)
 
 
 @dataclass(frozen=True)
@@ -267,18 +277,16 @@ def _hidden(code: Code, house: House) -> Iterator[str]:
                 "docs/architecture/floors.toml what it finds."
             )
         for target in (target for finds in declared for target in finds):
-            here, there = house.room(module), house.room(target)
-            if here and there and house.height(there) > house.height(here):
+            if house.rise(Arrow(module, target, place)) > 0:
                 yield f"{place}: {module} finds {target}, which is above it; what is found by name stands no higher."
 
 
 def _upwards(code: Code, house: House) -> Iterator[str]:
     for arrow in code.arrows:
-        source, target = house.room(arrow.source), house.room(arrow.target)
-        if source is None or target is None or house.height(source) >= house.height(target):
+        if house.rise(arrow) <= 0:
             continue
-        here, there = house.floors[house.height(source)].name, house.floors[house.height(target)].name
-        if not _may_be_lazy(arrow, house):
+        here, there = (house.floors[house.height(end) or 0].name for end in (arrow.source, arrow.target))
+        if not house.may_rise(arrow):
             yield f"{arrow}: {here} -> {there} points up; imports point down, also those for types and in functions."
         elif arrow.when != "in a function":
             yield f"{arrow}: {here} -> {there} points up, which is allowed here only inside a function."
@@ -287,9 +295,9 @@ def _upwards(code: Code, house: House) -> Iterator[str]:
 def _across(code: Code, house: House) -> Iterator[str]:
     for arrow in code.arrows:
         source, target = house.room(arrow.source), house.room(arrow.target)
-        if source is None or target is None or source == target or house.height(source) != house.height(target):
+        if source is None or target is None or source == target or house.rise(arrow):
             continue
-        floor = house.floors[house.height(source)]
+        floor = next(floor for floor in house.floors if source in floor.rooms)
         if not floor.shared or target in floor.shared and floor.rooms.index(target) < floor.rooms.index(source):
             continue
         yield (
@@ -299,10 +307,9 @@ def _across(code: Code, house: House) -> Iterator[str]:
 
 
 def _circles(code: Code, house: House) -> Iterator[str]:
-    """One circle of every knot of modules, a shortest one."""
-    arrows = [arrow for arrow in code.arrows if not _may_be_lazy(arrow, house)]
+    """One circle of every knot of modules, a shortest one. Arrows up are left out: they are wrong by themselves, or lazy."""
     nexts: dict[str, dict[str, Arrow]] = {module: {} for module in code.modules}
-    for arrow in arrows:
+    for arrow in (arrow for arrow in code.arrows if house.rise(arrow) <= 0):
         for target in _executed(arrow, code.modules):
             nexts[arrow.source].setdefault(target, arrow)
     reached = {module: _reach(module, nexts) for module in nexts}
@@ -352,10 +359,6 @@ def _shortest(start: str, nexts: dict[str, dict[str, Arrow]]) -> list[str]:
                 seen.add(module)
                 ways.append([*way, module])
     raise ValueError(f"{start} is in no circle")
-
-
-def _may_be_lazy(arrow: Arrow, house: House) -> bool:
-    return any(_within(arrow.source, source) and _within(arrow.target, target) for source, target in house.lazy)
 
 
 def _within(module: str, room: str) -> bool:
