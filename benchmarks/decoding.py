@@ -23,7 +23,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-from mmaccel import origin
+from mmaccel.programs.bench import origin
 from mmaccel.video import READERS, decode, spaced, usable
 
 

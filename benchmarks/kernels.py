@@ -388,7 +388,7 @@ def main() -> None:
             sys.exit("There is no GPU here; --dry-run goes through everything at tiny shapes.")
         # before anything imports Triton
         os.environ["TRITON_INTERPRET"] = "1"
-    from mmaccel import origin
+    from mmaccel.programs.bench import origin
 
     torch.manual_seed(0)
     began = time.perf_counter()

@@ -31,11 +31,11 @@ from transformers import DynamicCache
 
 import mmaccel
 from mmaccel import accelerated
-from mmaccel.budget import resolve
 from mmaccel.cli.text import markdown, nbytes, put_between
+from mmaccel.core.budget import resolve
 from mmaccel.kv.budgets import pyramid
 from mmaccel.kv.cache import cache_bytes
-from mmaccel.kv.codecs import KIVI
+from mmaccel.kv.codecs.kivi import KIVI
 
 RECIPES = ("none", "fastv", "snapkv", "pyramidkv", "kivi")
 

@@ -30,7 +30,8 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from mmaccel import accelerated, origin
+from mmaccel import accelerated
+from mmaccel.programs.bench import origin
 
 IMAGE_TOKEN = 9
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel import origin
-from mmaccel.budget import resolve
 from mmaccel.cli.text import put_between
+from mmaccel.core.budget import resolve
 from mmaccel.method import LayerAttention, LayerMethod, TokenBatch, TokenMethod
-from mmaccel.registry import methods
+from mmaccel.method.registry import methods
+from mmaccel.programs.bench import origin
 
 #: the language model of Qwen2.5-VL-7B and LLaVA-OneVision-7B
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 28, 3584, 18944, 28, 4, 128

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mmaccel import origin
+from mmaccel.programs.bench import origin
 from mmaccel.suite import VIDEO_TASKS, make_suite
 from mmaccel.suite.files import export
 

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import mmaccel
-import mmaccel.draw
+from mmaccel.media import draw
 from mmaccel.suite import make_item
 
 SHIPPED = Path(mmaccel.__file__).parent / "models" / "mini-llava"
@@ -44,7 +44,7 @@ def main() -> None:
             segment, reduction = model.mmaccel.layout.segments[0], model.mmaccel.reduction
             count = int(reduction.kept[0, segment.places].sum())
         title = f"{name}: {count} of {len(segment.places)}"
-        panels.append((title, mmaccel.draw.kept(large, segment, reduction)))
+        panels.append((title, draw.kept(large, segment, reduction)))
     sheet = Image.new("RGB", (len(panels) * (args.size + 8) - 8, args.size + 18), "white")
     for i, (title, panel) in enumerate(panels):
         sheet.paste(panel, (i * (args.size + 8), 18))

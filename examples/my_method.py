@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import mmaccel
+from mmaccel.core.reduction import Reduction
 from mmaccel.method import ProjectorMethod, TokenBatch
-from mmaccel.reduction import Reduction
 
 
 @mmaccel.register

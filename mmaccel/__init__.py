@@ -1,21 +1,35 @@
 """mmaccel: pretrained vision and video LLMs, faster and smaller at inference, without retraining."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .core.reduction import Reduction
 from .errors import MmaccelError, UnsupportedError
+from .media.prepare import prepare
 from .method import Method
-from .prepare import prepare
+from .method.registry import method, methods, register
 from .recipe import Recipe, Stage, recipe, recipes
-from .reduction import Reduction
-from .registry import method, methods, register
+from .version import __version__
 
 if TYPE_CHECKING:
-    from .accelerate import Accelerator, accelerate_vlm, accelerated, is_accelerated
-    from .encoders.alone import EncoderAccelerator, accelerate_encoder, accelerated_encoder
-    from .video.qa import answer_videos
-    from .video.streaming import VideoSession
+    from .accelerate import (
+        Accelerator,
+        EncoderAccelerator,
+        accelerate_encoder,
+        accelerate_vlm,
+        accelerated,
+        accelerated_encoder,
+        is_accelerated,
+    )
+    from .programs.streaming import VideoSession
+    from .programs.video_qa.qa import answer_videos
 
-__version__ = "0.1.0"
+_LAZY = {
+    **dict.fromkeys(("Accelerator", "accelerate_vlm", "accelerated", "is_accelerated"), "accelerate"),
+    **dict.fromkeys(("EncoderAccelerator", "accelerate_encoder", "accelerated_encoder"), "accelerate"),
+    "VideoSession": "programs.streaming",
+    "answer_videos": "programs.video_qa.qa",
+}
 __all__ = [
     "Accelerator",
     "EncoderAccelerator",
@@ -26,6 +40,7 @@ __all__ = [
     "Stage",
     "UnsupportedError",
     "VideoSession",
+    "__version__",
     "accelerate_encoder",
     "accelerate_vlm",
     "accelerated",
@@ -43,20 +58,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # transformers is slow to import, and what only lists methods can do without
-    if name in ("Accelerator", "accelerate_vlm", "accelerated", "is_accelerated"):
-        from . import accelerate
-
-        return getattr(accelerate, name)
-    if name in ("EncoderAccelerator", "accelerate_encoder", "accelerated_encoder"):
-        from .encoders import alone
-
-        return getattr(alone, name)
-    if name == "VideoSession":
-        from .video.streaming import VideoSession
-
-        return VideoSession
-    if name == "answer_videos":
-        from .video.qa import answer_videos
-
-        return answer_videos
+    if name in _LAZY:
+        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ import zoo
 
 from mmaccel import Recipe, UnsupportedError, accelerated, prepare, recipe, recipes
 from mmaccel.cli.text import markdown, put_between
-from mmaccel.registry import methods
+from mmaccel.method.registry import methods
 
 QUESTION = "What is here?"
 DEPTH = 4

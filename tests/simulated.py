@@ -261,7 +261,7 @@ def place() -> str:
         name = frame.f_code.co_filename
         for package in ("/mmaccel/", "/mmaccel_kernels/"):
             # the wrapped `generate` is the model's
-            if package in name and not name.endswith("/accelerate.py"):
+            if package in name and not name.endswith("/accelerate/vlm.py"):
                 return f"{package[1:]}{name.rsplit(package, 1)[1]}:{frame.f_lineno}"
         if other == "elsewhere" and "/transformers/" in name:
             other = f"transformers/{name.rsplit('/transformers/', 1)[1]}:{frame.f_lineno}"

@@ -17,9 +17,9 @@ from torch import Tensor
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.cli import main
+from mmaccel.core.reduction import Reduction
 from mmaccel.families import FAMILIES as ADAPTERS
 from mmaccel.method import KeyBatch, Policy, ProjectorMethod, TokenBatch
-from mmaccel.reduction import Reduction
 
 families = pytest.mark.parametrize("family", FAMILIES)
 NO_CLS = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")

@@ -16,18 +16,18 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmaccel import accelerated, origin, recipe
-from mmaccel.bench import shapes
-from mmaccel.bench.arithmetic import Operations, count_operations, promised_decode, promised_ttft, weight_bytes
-from mmaccel.bench.claims import CLAIMS, Claim, claims_table, measured
-from mmaccel.bench.figures import Spread, changed, ratios, verdict
-from mmaccel.bench.run import OUT_OF_MEMORY, PARTS, Bench, Case, Stamps, Variant
-from mmaccel.bench.shapes import SHAPES, build, count_parameters, skeleton
-from mmaccel.bench.workloads import WORKLOADS, ModelSubject, ShapeSubject, Workload, workload
+from mmaccel import accelerated, recipe
 from mmaccel.cli import bench_report, main
+from mmaccel.core.stats import Stats
 from mmaccel.errors import MmaccelError, UnsupportedError
-from mmaccel.scope import Scope, pop, push
-from mmaccel.stats import Stats
+from mmaccel.programs.bench import origin, shapes
+from mmaccel.programs.bench.arithmetic import Operations, count_operations, promised_decode, promised_ttft, weight_bytes
+from mmaccel.programs.bench.claims import CLAIMS, Claim, claims_table, measured
+from mmaccel.programs.bench.figures import Spread, changed, ratios, verdict
+from mmaccel.programs.bench.run import OUT_OF_MEMORY, PARTS, Bench, Case, Stamps, Variant
+from mmaccel.programs.bench.shapes import SHAPES, build, count_parameters, skeleton
+from mmaccel.programs.bench.workloads import WORKLOADS, ModelSubject, ShapeSubject, Workload, workload
+from mmaccel.runtime.scope import Scope, pop, push
 
 CPU = torch.device("cpu")
 PUBLISHED = [name for name, shape in SHAPES.items() if shape.source]

@@ -13,8 +13,8 @@ import zoo
 from PIL import Image
 
 import mmaccel
-from mmaccel import media
 from mmaccel.cli import ask, doctor, main, selfcheck
+from mmaccel.media import files as media
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,12 +10,18 @@ import pytest
 import torch
 from mmaccel_kernels.pages import unpack
 
-from mmaccel.door import Step
 from mmaccel.errors import MmaccelError
-from mmaccel.kv.cache import CacheState, KeyIndex
-from mmaccel.kv.codecs import FP8, KIVI, CalibQuant, Codec, ThinK, VidKV, kinds
-from mmaccel.kv.eviction import Eviction
-from mmaccel.kv.quantised import QuantisedLayer
+from mmaccel.kv.cache import CacheState
+from mmaccel.kv.codecs import Codec, kinds
+from mmaccel.kv.codecs.calibquant import CalibQuant
+from mmaccel.kv.codecs.fp8 import FP8
+from mmaccel.kv.codecs.kivi import KIVI
+from mmaccel.kv.codecs.think import ThinK
+from mmaccel.kv.codecs.vidkv import VidKV
+from mmaccel.kv.index import KeyIndex
+from mmaccel.kv.packed import QuantisedLayer
+from mmaccel.runtime.eviction import Eviction
+from mmaccel.runtime.hooks import Step
 
 HEADS, WIDTH = 2, 32
 #: small enough for short prompts

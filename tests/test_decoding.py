@@ -8,7 +8,7 @@ import zoo
 
 from mmaccel import accelerated
 from mmaccel.kv import decoding
-from mmaccel.kv.quantised import QuantisedLayer
+from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.recipe import Recipe, Stage
 
 RECIPES = {
@@ -62,7 +62,7 @@ def test_the_same_logits_without_padding(family, name, new, monkeypatch):
         read.append(query.shape[2])
         return attend(layer, query, *rest)
 
-    monkeypatch.setattr("mmaccel.attention.attend", watched)
+    monkeypatch.setattr("mmaccel.runtime.attention.attend", watched)
     monkeypatch.setattr(QuantisedLayer, "stored", lambda layer: padded.append(layer.number) or stored(layer))
     monkeypatch.setattr(decoding, "on_gpu", lambda x: True)
     layers = len(model.model.language_model.layers)

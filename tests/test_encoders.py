@@ -29,9 +29,9 @@ from mmaccel import (
     accelerated_encoder,
     register,
 )
-from mmaccel.merging.tome import ToMe
+from mmaccel.core.reduction import Reduction
+from mmaccel.encoders.tome import ToMe
 from mmaccel.method import EncoderMethod, EncoderTokens, ProjectorMethod, Tap, TokenBatch
-from mmaccel.reduction import Reduction
 from mmaccel.suite import make_item
 
 PATCHES = 36

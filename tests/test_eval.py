@@ -1,4 +1,4 @@
-"""What ``mmaccel.evaluate`` measures, against its definition; and the commands ``eval``, ``compare`` and ``quickstart``."""
+"""What ``programs.evaluate`` measures, against its definition; and the commands ``eval``, ``compare`` and ``quickstart``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from PIL import Image
 import mmaccel
 from mmaccel import accelerated
 from mmaccel.cli import ask, main, measure
-from mmaccel.evaluate import Question, Row, _divergence, _lengths, ask_suite, evaluate, fingerprint
-from mmaccel.media import Clip, Prompt, encode
+from mmaccel.media.files import Clip, Prompt, encode
+from mmaccel.programs.evaluate import Question, Row, _divergence, _lengths, ask_suite, evaluate, fingerprint
 
 ROOT = Path(__file__).parent.parent
 KEPT = ("divprune", 0.25), ("fastv", 0.3), ("snapkv", 0.5)
@@ -409,10 +409,8 @@ def test_compare_draws_and_goes_on(compare, tmp_path, monkeypatch):
     assert all("answers" not in row for row in first["rows"])
 
     calls: list[str] = []
-    original = mmaccel.evaluate._Runner.answers
-    monkeypatch.setattr(
-        mmaccel.evaluate._Runner, "answers", lambda self, r, p: calls.append(r.name) or original(self, r, p)
-    )
+    original = evaluate._Runner.answers
+    monkeypatch.setattr(evaluate._Runner, "answers", lambda self, r, p: calls.append(r.name) or original(self, r, p))
     _, err = compare(*argv)
     assert not calls and "taken over" in err
     assert json.loads((tmp_path / "curves.json").read_text())["rows"] == first["rows"]
@@ -424,7 +422,7 @@ def test_compare_draws_and_goes_on(compare, tmp_path, monkeypatch):
 
 def test_compare_saves_while_it_runs(compare, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "_SAVE_EVERY", 0.0)
-    original = mmaccel.evaluate._Runner.answers
+    original = evaluate._Runner.answers
 
     found: list[str] = []
 
@@ -434,7 +432,7 @@ def test_compare_saves_while_it_runs(compare, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(self, recipe, processor)
 
-    monkeypatch.setattr(mmaccel.evaluate._Runner, "answers", breaks)
+    monkeypatch.setattr(evaluate._Runner, "answers", breaks)
     compare("--recipes", "uniform", "fastv", "--retain", 0.5, status=130)
     rows = {row["title"]: row["batches"] for row in json.loads((tmp_path / "curves.json").read_text())["rows"]}
     assert rows == {"none": 1, "uniform 0.5": 1, "fastv 0.5": 0}
@@ -514,7 +512,7 @@ def test_kept_tokens_are_drawn_where_they_lie():
     """Every second token of the prompt: the drawn cells are dark exactly where they were dropped."""
     import numpy as np
 
-    from mmaccel.draw import kept
+    from mmaccel.media.draw import kept
 
     model, processor = zoo.model("llava"), zoo.processor("llava")
     inputs = encode(processor, [Prompt("what ?", (zoo.image(80, 60, 0),))])

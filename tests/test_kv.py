@@ -18,11 +18,9 @@ from transformers import DynamicCache
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
-from mmaccel.kv import budgets, importance
-from mmaccel.kv.cache import KeyIndex, Reading
-from mmaccel.kv.chunks import by_chunks
+from mmaccel.kv import budgets
 from mmaccel.kv.compact import merge
-from mmaccel.kv.eviction import choose, protected, rank
+from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.policies.a2sf import A2SF
 from mmaccel.kv.policies.criticalkv import CriticalKV
 from mmaccel.kv.policies.dycoke_cache import DyCokeCache
@@ -40,8 +38,12 @@ from mmaccel.kv.policies.tova import Tova
 from mmaccel.kv.policies.vatp import VATP
 from mmaccel.kv.policies.vl_cache import VLCache
 from mmaccel.kv.policies.windowkv import WindowKV
-from mmaccel.layers import streaming
+from mmaccel.kv.scoring import importance
+from mmaccel.kv.scoring.chunks import by_chunks
+from mmaccel.kv.sparse import SparseRead
 from mmaccel.method import KeyBatch, LayerAttention, Policy
+from mmaccel.method import blocks as streaming
+from mmaccel.runtime.eviction import choose, protected, rank
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -1328,7 +1330,7 @@ def test_a_row_of_the_cache_goes_on_alone(name: str) -> None:
 
 def test_reading_keeps_whatever_came_later() -> None:
     index = KeyIndex(torch.tensor([[0, 1, 2, 3, 4, 5], [-1, 1, 2, 3, 4, 5]]), True, 6)
-    reading = Reading(1, torch.tensor([[True, False, True, False], [True, True, False, False]]))
+    reading = SparseRead(1, torch.tensor([[True, False, True, False], [True, True, False, False]]))
     assert reading.index(index).index.tolist() == [[0, 2, 4, 5], [1, 4, 5, -1]]
     keys = torch.arange(12.0).view(2, 1, 6, 1)
     read, _ = reading.read(index, keys, keys)

@@ -14,8 +14,10 @@ import zoo
 from laws import helpers
 
 from mmaccel import Recipe, Stage, accelerated
-from mmaccel.kv.cache import CompressedLayer, KeyIndex, Reading
-from mmaccel.kv.quantised import QuantisedLayer
+from mmaccel.kv.cache import CompressedLayer
+from mmaccel.kv.index import KeyIndex
+from mmaccel.kv.packed import QuantisedLayer
+from mmaccel.kv.sparse import SparseRead
 from mmaccel.method import LayerAttention
 
 PAGES = {"page": 16, "group": 16, "residual": 4, "bits": 4}
@@ -135,7 +137,7 @@ def test_what_a_step_reads_is_moved_to_the_device_of_the_layer() -> None:
         places = gpu.put({"x": torch.tensor([[True, False, True]])})["x"]
         index = KeyIndex(gpu.put({"x": torch.tensor([[0, 1, 2, 3]])}, "cuda:1")["x"], False, 4)
         keys = gpu.put({"x": torch.arange(4.0).view(1, 1, 4, 1)}, "cuda:1")["x"]
-        reading = Reading(1, places)
+        reading = SparseRead(1, places)
         assert gpu.numbers(reading.read(index, keys, keys)[0]).flatten().tolist() == [0.0, 2.0, 3.0]
         assert str(reading.index(index).index.device) == "cuda:1"
 

@@ -12,7 +12,10 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel import MmaccelError, accelerated
-from mmaccel.merging import centerclip, density_peaks, film, pitome
+from mmaccel.core.reduction import Reduction
+from mmaccel.encoders import pitome
+from mmaccel.encoders.pitome import PiToMe, energy, energy_bipartite_matching, energy_matching, text_matching
+from mmaccel.merging import centerclip, density_peaks, film
 from mmaccel.merging.aim import AimMerge, halvings, merge_in_rounds
 from mmaccel.merging.centerclip import CenterClip, k_medoids
 from mmaccel.merging.dycoke import DyCoke, references
@@ -22,11 +25,9 @@ from mmaccel.merging.film import Film, even_in_groups, frame_numbers, top_in_gro
 from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.moviechat import MovieChat, consolidate
 from mmaccel.merging.mustdrop import MustDropMerge, window_similarity, windows
-from mmaccel.merging.pitome import PiToMe, energy, energy_bipartite_matching, energy_matching, text_matching
 from mmaccel.merging.prunevid import PruneVidMerge, scenes_of
 from mmaccel.merging.segments import changing_segments, static_segments
 from mmaccel.method import EncoderTokens, TokenBatch, TokenMethod
-from mmaccel.reduction import Reduction
 
 torch.set_num_threads(1)
 

@@ -12,21 +12,22 @@ from PIL import Image
 from torch import Tensor
 
 import mmaccel
-from mmaccel import MmaccelError, UnsupportedError, budget
+from mmaccel import MmaccelError, UnsupportedError
+from mmaccel.core import budget
+from mmaccel.core.reduction import Links, Reduction, top_mask
+from mmaccel.encoders.tome import ToMe, bipartite_soft_matching
 from mmaccel.frames.resize import Resize
 from mmaccel.kv.codecs import Codec
 from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.streaming_llm import StreamingLLM
 from mmaccel.layers.fastv import FastV
 from mmaccel.merging.pool import Pool, window_grid
-from mmaccel.merging.tome import ToMe, bipartite_soft_matching
 from mmaccel.method import EncoderMethod, EncoderTokens, FramesMethod, KeyBatch, Policy, TokenBatch, TokenMethod
 from mmaccel.pruning.attention_received import AttentionReceived
 from mmaccel.pruning.divprune import DivPrune, max_min_diverse
 from mmaccel.pruning.random import Random
 from mmaccel.pruning.uniform import Uniform
 from mmaccel.pruning.vtc_cls import VtcCls
-from mmaccel.reduction import Links, Reduction, top_mask
 
 TOKEN_METHODS = [Random(), Random(seed=3), Uniform(), DivPrune(), VtcCls(), AttentionReceived(), FastV(), Pool()]
 named = pytest.mark.parametrize("method", TOKEN_METHODS, ids=repr)

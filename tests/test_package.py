@@ -12,14 +12,14 @@ import pytest
 import zoo
 
 import mmaccel
-from mmaccel import registry
+from mmaccel.method import registry
 
 ROOT = Path(__file__).parent.parent
 
 PLUGIN = '''
 from dataclasses import dataclass
 from mmaccel.method import ProjectorMethod
-from mmaccel.reduction import Reduction
+from mmaccel.core.reduction import Reduction
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from transformers import CLIPConfig, CLIPModel
 
 import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, accelerated
-from mmaccel.budget import split
+from mmaccel.core.budget import split
+from mmaccel.core.layout import Layout
 from mmaccel.families import family_of
-from mmaccel.layout import Layout
 from mmaccel.method import TokenBatch, TokenMethod
 from mmaccel.pruning import _scores
 from mmaccel.pruning.cdpruner import CDPruner, conditional_diverse, mean_cosine, rescaled

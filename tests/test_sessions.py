@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, is_accelerated, method
 from mmaccel.cli import main
 from mmaccel.kv.cache import CacheState, CompressedLayer
-from mmaccel.kv.quantised import QuantisedLayer
-from mmaccel.media import Clip, Prompt, encode
-from mmaccel.video import streaming
-from mmaccel.video.streaming import VideoSession
+from mmaccel.kv.packed import QuantisedLayer
+from mmaccel.media.files import Clip, Prompt, encode
+from mmaccel.programs import streaming
+from mmaccel.programs.streaming import VideoSession
 
 QUESTION = "what is it?"
 HEADS = {"head_budget": "adaptive"}
@@ -317,7 +317,7 @@ def test_the_same_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_what_is_no_clip() -> None:
     for given in (Image.new("RGB", (8, 8)), NOISE, "clip.mp4"):
-        with pytest.raises(MmaccelError, match=f"takes a mmaccel.media.Clip, not {type(given).__name__}"):
+        with pytest.raises(MmaccelError, match=f"takes a mmaccel.media.files.Clip, not {type(given).__name__}"):
             encode(zoo.processor("qwen2_5_vl"), [Prompt("what?", clip=given)])  # type: ignore[arg-type]
     for fps in (0, -1.0, float("nan"), float("inf"), "1", None):
         with pytest.raises(MmaccelError, match="fps > 0"):

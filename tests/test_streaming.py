@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
 from mmaccel.kv.cache import CacheState
-from mmaccel.media import Clip, Prompt, encode
-from mmaccel.video.streaming import VideoSession
+from mmaccel.media.files import Clip, Prompt, encode
+from mmaccel.programs.streaming import VideoSession
 
 FAMILIES = tuple(family for family in zoo.FAMILIES if "video" in zoo.kinds(family))
 families = pytest.mark.parametrize("family", FAMILIES)

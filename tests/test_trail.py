@@ -10,8 +10,9 @@ import pytest
 import torch
 import zoo
 
-from mmaccel import Recipe, Stage, accelerated, door
+from mmaccel import Recipe, Stage, accelerated
 from mmaccel.method import TokenBatch
+from mmaccel.runtime import hooks as door
 
 
 def run(

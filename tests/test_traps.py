@@ -30,8 +30,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import mmaccel
 from mmaccel import MmaccelError, Stage, UnsupportedError, accelerate_vlm, accelerated
-from mmaccel.attention import register
-from mmaccel.kv.cache import KeyIndex
+from mmaccel.kv.index import KeyIndex
+from mmaccel.runtime.attention import register
 
 families = pytest.mark.parametrize("family", FAMILIES)
 OLD = int(transformers.__version__.split(".")[1]) < 23

@@ -17,10 +17,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import mmaccel
 from mmaccel import UnsupportedError, accelerate_encoder, accelerate_vlm, accelerated, is_accelerated
-from mmaccel.attention import BACKENDS
-from mmaccel.encoders.merging import EncoderMerging
+from mmaccel.core.reduction import Reduction
 from mmaccel.method import ProjectorMethod, TokenBatch
-from mmaccel.reduction import Reduction
+from mmaccel.runtime.attention import BACKENDS
+from mmaccel.runtime.encoder import EncoderMerging
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -396,7 +396,7 @@ def test_a_compiled_forward_gives_the_same_tokens(recipe: str, tiny: Any) -> Non
 
 def test_a_model_is_loaded_from_a_path() -> None:
     from mmaccel.cli.ask import SHIPPED
-    from mmaccel.load import load_model
+    from mmaccel.families.load import load_model
 
     model, processor = load_model(SHIPPED, device="cpu")
     assert model.config.model_type == "llava" and processor is not None

@@ -16,20 +16,9 @@ from laws.helpers import FAMILIES, SHORT, cache, close, gap, generate, inputs, l
 from torch import Tensor, nn
 
 import mmaccel
-from mmaccel import (
-    Method,
-    MmaccelError,
-    Recipe,
-    Stage,
-    accelerate_vlm,
-    accelerated,
-    is_accelerated,
-    recipe,
-    recipes,
-    registry,
-)
-from mmaccel.method import ProjectorMethod, TokenBatch
-from mmaccel.reduction import Reduction
+from mmaccel import Method, MmaccelError, Recipe, Stage, accelerate_vlm, accelerated, is_accelerated, recipe, recipes
+from mmaccel.core.reduction import Reduction
+from mmaccel.method import ProjectorMethod, TokenBatch, registry
 
 families = pytest.mark.parametrize("family", FAMILIES)
 

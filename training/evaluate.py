@@ -21,8 +21,8 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
-from mmaccel.evaluate import Question, Row, ask_suite, evaluate
-from mmaccel.media import Prompt
+from mmaccel.media.files import Prompt
+from mmaccel.programs.evaluate import Question, Row, ask_suite, evaluate
 from mmaccel.suite import (
     IMAGE_TASKS,
     VIDEO_TASKS,

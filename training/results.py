@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from mmaccel import origin
-from mmaccel.bench.claims import claims_table
 from mmaccel.cli.bench_report import HEAD, cases, line, losses
 from mmaccel.cli.measure import percent
 from mmaccel.cli.text import nbytes, seconds
+from mmaccel.programs.bench import origin
+from mmaccel.programs.bench.claims import claims_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -25,10 +25,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmaccel import origin
 from mmaccel.cli.ask import shipped
 from mmaccel.cli.measure import percent, versions
 from mmaccel.cli.text import markdown, put_between
+from mmaccel.programs.bench import origin
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS, export, make_suite
 
 TASK = "mmaccel_suite"

@@ -30,8 +30,8 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
 import mmaccel
-from mmaccel import origin
 from mmaccel.cli.text import markdown, put_between
+from mmaccel.programs.bench import origin
 from mmaccel.suite import make_item
 
 #: whose function a method is compared with

@@ -10,11 +10,11 @@ from torch import Tensor
 from worker import serve
 
 from mmaccel import __version__
-from mmaccel.encoders.merging import Merged, Run
+from mmaccel.encoders.tome import ToMe
 from mmaccel.merging.evs import Evs
-from mmaccel.merging.tome import ToMe
 from mmaccel.method import TokenBatch
 from mmaccel.pruning.visionzip import VisionZip
+from mmaccel.runtime.encoder import Merged, Run
 
 
 def tome(inputs: Mapping[str, Tensor], options: Mapping[str, int]) -> Work:

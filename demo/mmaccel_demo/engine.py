@@ -21,7 +21,7 @@ from transformers.utils import logging
 from mmaccel import MmaccelError, Recipe, UnsupportedError, accelerated, prepare, recipes
 from mmaccel import recipe as recipe_of
 from mmaccel.cli import ask
-from mmaccel.media import Prompt, encode
+from mmaccel.media.files import Prompt, encode
 
 from . import limits
 from .overlay import View, view_of

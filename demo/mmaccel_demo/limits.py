@@ -17,8 +17,8 @@ from PIL import Image
 from PIL.Image import Image as PILImage
 
 from mmaccel import MmaccelError, Recipe, Stage, method, recipes
-from mmaccel.media import Clip
-from mmaccel.prepare import load_picture
+from mmaccel.media.files import Clip
+from mmaccel.media.prepare import load_picture
 from mmaccel.video import decode
 
 #: bytes of one upload, and of all that are kept

@@ -1,6 +1,6 @@
 """What became of every visual token, drawn over the picture or the frames it came from.
 
-A :class:`View` holds plain data on the CPU; :func:`draw` makes HTML of it: the drawing of :mod:`mmaccel.draw` below, and above
+A :class:`View` holds plain data on the CPU; :func:`draw` makes HTML of it: the drawing of :mod:`.media.draw` below, and above
 it an SVG with one rectangle a token, whose title says which token it is, where it stands, and what it was worth. Drawings stay
 readable without colour: dropped is dark, merged is outlined with a dot on the token that stays.
 """
@@ -20,12 +20,12 @@ from PIL.Image import Image as PILImage
 from torch import Tensor
 
 from mmaccel import Recipe
-from mmaccel.draw import kept
+from mmaccel.core.layout import Layout, Segment
+from mmaccel.core.reduction import Links, Reduction
 from mmaccel.kv.cache import CacheState, state_of
-from mmaccel.layout import Layout, Segment
-from mmaccel.media import Prompt
+from mmaccel.media.draw import kept
+from mmaccel.media.files import Prompt
 from mmaccel.method import FramesMethod
-from mmaccel.reduction import Links, Reduction
 
 #: pixels along the longer side of a drawn picture, and of a frame in a strip
 _SIDE, _FRAME = 560, 224

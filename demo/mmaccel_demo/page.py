@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 
 from mmaccel import MmaccelError, Recipe, recipe
-from mmaccel.media import Prompt
+from mmaccel.media.files import Prompt
 
 from . import cards, limits, overlay
 from .engine import House

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmaccel import MmaccelError, Recipe, VideoSession
-from mmaccel.media import Clip
+from mmaccel.media.files import Clip
 
 from .engine import Engine
 from .overlay import View

@@ -9,8 +9,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from .. import __version__
 from ..errors import MmaccelError
+from ..version import __version__
 from . import ask, bench, compare, demo, doctor, methods, quickstart, selfcheck, video_qa
 from . import eval as eval_
 

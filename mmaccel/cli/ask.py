@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import load
 from ..errors import MmaccelError, no_json, short_int
+from ..families import load
 from .text import nbytes, seconds, table
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     if options.max_new_tokens < 1 or options.frames < 1 or options.fps <= 0:
         raise MmaccelError("--max-new-tokens and --frames must be 1 or more, and --fps above 0.")
     changes = overrides(options)
-    from ..media import Prompt, encode, load_media
+    from ..media.files import Prompt, encode, load_media
     from ..recipe import recipe
 
     chosen = recipe(options.recipe).override(**changes)
@@ -163,7 +163,7 @@ _INTERVALS = 3
 
 
 def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Model and processor, as :func:`mmaccel.load.load_model` gives them."""
+    """Model and processor, as :func:`mmaccel.families.load.load_model` gives them."""
     return load.load_model(
         options.model or str(shipped()),
         device=options.device,

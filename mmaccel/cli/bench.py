@@ -32,8 +32,8 @@ from . import ask
 from .ask import retain
 
 if TYPE_CHECKING:
-    from ..bench.run import Case
-    from ..bench.workloads import Subject
+    from ..programs.bench.run import Case
+    from ..programs.bench.workloads import Subject
     from ..recipe import Recipe
 
 HELP = "speed and memory, bare against accelerated, on real shapes and named workloads"
@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print, or compare."""
     if options.compare:
         return _compare(options)
-    from ..bench.shapes import SHAPES, shape
-    from ..bench.workloads import WORKLOADS, workload
+    from ..programs.bench.shapes import SHAPES, shape
+    from ..programs.bench.workloads import WORKLOADS, workload
 
     if options.shape == "list" or options.workload == ["list"]:
         print("shapes: " + ", ".join(SHAPES) + "\nworkloads: " + ", ".join(WORKLOADS))
@@ -128,7 +128,7 @@ def chosen(names: list[str], budgets: list[float] | None) -> list[tuple[str, Rec
 
 
 def _cases(options: argparse.Namespace, names: tuple[str, ...]) -> list[Case]:
-    from ..bench.run import Case
+    from ..programs.bench.run import Case
 
     batches = options.batch or ([] if options.concurrency else [1])
     loads = [(batch, False) for batch in batches] + [(clients, True) for clients in options.concurrency]
@@ -139,8 +139,8 @@ def _subject(options: argparse.Namespace) -> Subject:
     import torch
     from transformers.utils import logging
 
-    from ..bench.shapes import build, shape
-    from ..bench.workloads import ModelSubject, ShapeSubject
+    from ..programs.bench.shapes import build, shape
+    from ..programs.bench.workloads import ModelSubject, ShapeSubject
 
     logging.set_verbosity_error()
     if not options.shape:
@@ -163,9 +163,9 @@ def measure(
     """The report; it is written to ``path`` after every case."""
     import torch
 
-    from .. import origin
-    from ..bench.run import Bench
-    from ..bench.shapes import count_parameters
+    from ..programs.bench import origin
+    from ..programs.bench.run import Bench
+    from ..programs.bench.shapes import count_parameters
 
     model = subject.model
     report: dict[str, Any] = {

@@ -21,7 +21,7 @@ from . import measure
 from .ask import retain
 
 if TYPE_CHECKING:
-    from ..evaluate import Row
+    from ..programs.evaluate import Row
 
 HELP = "several recipes as curves of accuracy against what they keep"
 EXAMPLES = """\
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _rows(recipes: list[str] | tuple[str, ...], budgets: list[float] | tuple[float, ...]) -> list[Row]:
     """Recipe ``none`` first, as the line to compare with, then every recipe at every budget, each once."""
-    from ..evaluate import Row
+    from ..programs.evaluate import Row
 
     rows = [Row("none")]
     for name in recipes:

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
-    from ..evaluate import Row
+    from ..programs.evaluate import Row
 
     rows = [Row("none"), *(Row(options.recipe, budget) for budget in options.retain or [None])]
     rows = list({row.title: row for row in rows}.values())

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import origin
 from ..errors import MmaccelError
+from ..programs.bench import origin
 from . import ask
 from .text import nbytes, table
 
 if TYPE_CHECKING:
-    from ..evaluate import Answer, Question, Row
+    from ..programs.evaluate import Answer, Question, Row
 
 #: exit status when something could not be used and the rest was done
 PARTIAL = 3
@@ -62,7 +62,7 @@ class Run:
             raise MmaccelError("--limit 0 leaves no question to ask; give 1 or more.")
         if path is not None and not path.absolute().parent.is_dir():
             raise MmaccelError(f"The folder {str(path.absolute().parent)!r} does not exist; make it first.")
-        from ..evaluate import fingerprint
+        from ..programs.evaluate import fingerprint
 
         self.options, self.path = options, path
         self.complaints: list[str] = []
@@ -87,7 +87,7 @@ class Run:
         self.earlier = self._earlier()
 
     def _questions(self) -> tuple[list[Question], dict[str, Any]]:
-        from ..evaluate import ask_samples, ask_suite
+        from ..programs.evaluate import ask_samples, ask_suite
         from ..suite import IMAGE_TASKS, VIDEO_TASKS, read_samples
 
         options = self.options
@@ -127,7 +127,7 @@ class Run:
         """Fill the rows, saving on the way, and return the report."""
         from tqdm import tqdm
 
-        from ..evaluate import evaluate
+        from ..programs.evaluate import evaluate
 
         said: dict[str, list[dict[str, Any]]] = {}
         for row in rows:

@@ -67,7 +67,7 @@ def readme_tables() -> str:
 
 def describe_methods(site: str | None = None) -> list[dict[str, Any]]:
     """Each method as plain data, in the order of sites, then names."""
-    from ..registry import methods
+    from ..method.registry import methods
 
     order = ("frames", "encoder", "projector", "layers", "cache", "codec")
     chosen = sorted((order.index(m.site), name) for name, m in methods().items() if site in (None, m.site))
@@ -120,8 +120,8 @@ def _needs(cls: Any) -> list[str]:
 
 def describe_recipes() -> list[dict[str, Any]]:
     """Recipes that are no single method under its own name, as plain data."""
+    from ..method.registry import methods
     from ..recipe import recipes
-    from ..registry import methods
 
     known = methods()
     return [

@@ -22,7 +22,7 @@ from .text import nbytes, seconds, table
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ..media import Prompt
+    from ..media.files import Prompt
     from ..recipe import Recipe
     from ..suite import Turn
 
@@ -113,7 +113,7 @@ def clip(path: Path) -> tuple[Path, list[Turn]]:
 def show(folder: Path, about: tuple[Path, list[Turn]], chosen: Recipe) -> dict[str, Any]:
     """Ask one model every question about one file in full and accelerated, and draw what was kept beside the file."""
     from .. import prepare
-    from ..media import Prompt, encode, load_media
+    from ..media.files import Prompt, encode, load_media
     from ..suite import is_right
 
     path, turns = about
@@ -160,8 +160,8 @@ def _kept(model: Any, processor: Any, prompt: Prompt, chosen: Recipe) -> Image:
     from PIL import Image
 
     from .. import accelerated
-    from ..draw import kept
-    from ..media import encode
+    from ..media.draw import kept
+    from ..media.files import encode
 
     inputs = encode(processor, [prompt]).to(model.device, model.dtype)
     with torch.inference_mode(), accelerated(model, chosen, processor=processor):

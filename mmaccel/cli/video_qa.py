@@ -32,16 +32,16 @@ from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import origin
 from ..errors import MmaccelError
+from ..programs.bench import origin
 from . import ask
 from .measure import PARTIAL, percent, versions
 from .text import nbytes, seconds, table
 
 if TYPE_CHECKING:
-    from ..video.answers import AnswerFile
-    from ..video.qa import Figures, QASettings
-    from ..video.questions import VideoQuestion
+    from ..programs.video_qa.answers import AnswerFile
+    from ..programs.video_qa.qa import Figures, QASettings
+    from ..programs.video_qa.questions import VideoQuestion
 
 HELP = "answers to a JSONL of questions about videos, in bulk"
 EXAMPLES = """\
@@ -122,8 +122,8 @@ def _batch_size(text: str) -> int | str:
 
 def run(options: argparse.Namespace) -> int:
     """Answer what is left, write it, print the summary."""
-    from ..video.answers import AnswerFile
-    from ..video.questions import read_questions
+    from ..programs.video_qa.answers import AnswerFile
+    from ..programs.video_qa.questions import read_questions
 
     if options.summary is not None:
         _check_summary(options.summary, options.questions, options.out)
@@ -177,7 +177,7 @@ def _check_summary(path: Path, *others: Path) -> None:
 
 
 def _write(path: Path, content: bytes, named: Path | None = None) -> None:
-    from ..video.answers import write_whole
+    from ..programs.video_qa.answers import write_whole
 
     try:
         write_whole(path, content)
@@ -188,10 +188,10 @@ def _write(path: Path, content: bytes, named: Path | None = None) -> None:
 
 
 def _settings(options: argparse.Namespace) -> QASettings:
+    from ..method.registry import methods
+    from ..programs.video_qa.qa import QASettings
     from ..recipe import recipe
-    from ..registry import methods
     from ..video.decode import GIB
-    from ..video.qa import QASettings
 
     if not 0 < options.memory_limit < float("inf"):
         raise MmaccelError(f"--memory-limit {options.memory_limit:g} leaves no room to decode; give GiB above 0.")
@@ -221,8 +221,8 @@ def _answer(
     """Fill the file; what was done, seconds of wall time, and by how many workers. A cluster's time holds that of its start."""
     from tqdm import tqdm
 
-    from ..video.cluster import ClusterAnswerer
-    from ..video.qa import Figures, VideoAnswerer
+    from ..programs.video_qa.cluster import ClusterAnswerer
+    from ..programs.video_qa.qa import Figures, VideoAnswerer
 
     waiting = file.left(questions)
     if not waiting:

@@ -1,1 +1,1 @@
-"""What happens in the vision tower: taps for methods that ask, merging inside its layers, encoders that stand alone."""
+"""Methods inside a vision tower, one a file."""

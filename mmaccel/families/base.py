@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..encoders.tower import Towers
+from ..core.layout import Layout, Modality, Picture
 from ..errors import UnsupportedError
-from ..layout import Layout, Modality, Picture
+from .tower import Towers
 
 if TYPE_CHECKING:
-    from ..scope import Encoded, Scope
+    from ..runtime.scope import Encoded, Scope
 
 _TURN = re.compile(r"\bassistant\s*:\s*$", re.IGNORECASE)
 #: a function that makes the replacement of an instance's method: (original, scope getter) -> replacement
@@ -47,8 +47,15 @@ class Family(Towers):
         self.config: Any = model.config
         self.inner: Any = model.model
         self.text: Any = getattr(self.inner, self.text_name)
-        if "gemma3" in str(getattr(self.config, "model_type", "")):
-            raise UnsupportedError("Gemma 3 builds its masks before the language model; it is not supported yet.")
+
+    @property
+    def depth(self) -> int:
+        """Layers of the language model."""
+        return len(self.text.layers)
+
+    def attention_in(self, layer: int) -> Any:
+        """The self-attention of a layer of the language model."""
+        return self.text.layers[layer].self_attn
 
     # --- towers -----------------------------------------------------------------------------------------------
     @property

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layout import Modality, Picture, Tile
-from ..scope import Encoded
+from ..core.layout import Modality, Picture, Tile
+from ..runtime.scope import Encoded
 from .base import Family, block_mean, raster_blocks
 
 _FRAME = re.compile(r"Frame\s*(\d+)\s*:\s*(?:<img>)?\s*$")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
-from ..layout import Modality, Picture, Tile
-from ..scope import Encoded
+from ..runtime.scope import Encoded
 from .base import Family
 
 

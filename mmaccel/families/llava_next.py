@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
-from ..layout import Modality, Picture, Tile
-from ..scope import Encoded
+from ..core.layout import Modality, Picture, Tile
+from ..runtime.scope import Encoded
 from .base import Family, block_mean, clip_frames, raster_blocks
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..layout import Modality, Picture, Tile
-from ..scope import Encoded
+from ..core.layout import Modality, Picture, Tile
+from ..runtime.scope import Encoded
 from .base import clip_frames
 from .llava_next import LlavaNext, sizes
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
+from ..core.layout import Modality, Picture, Tile
 from ..kv.cache import state_of
-from ..layout import Modality, Picture, Tile
-from ..scope import Encoded, Scope
+from ..runtime.scope import Encoded, Scope
 from .base import Family, Wrapper
 
 

@@ -6,8 +6,8 @@ import re
 
 from torch import Tensor
 
-from ..layout import Modality, Picture, Tile
-from ..scope import Encoded
+from ..core.layout import Modality, Picture, Tile
+from ..runtime.scope import Encoded
 from .internvl import TiledByText
 
 _TILE = re.compile(r"<row_(\d+)_col_(\d+)>\s*$")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layout import Modality, Picture, Tile
-from ..scope import Encoded
+from ..core.layout import Modality, Picture, Tile
+from ..runtime.scope import Encoded
 from .base import Family, clip_frames
 from .llava import with_cls
 

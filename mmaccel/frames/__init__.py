@@ -1,5 +1,1 @@
-"""Methods on pixels, before the processor, one method a file."""
-
-from . import distinct, query, resize, scenes, scenetilling, uniform
-
-__all__ = ["distinct", "query", "resize", "scenes", "scenetilling", "uniform"]
+"""Methods on pixels, before the processor, one a file."""

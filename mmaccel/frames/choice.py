@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from PIL import Image
 
-from ..budget import resolve
+from ..core.budget import resolve
 from ..method import FramesMethod
 
 if TYPE_CHECKING:

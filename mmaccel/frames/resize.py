@@ -10,7 +10,7 @@ from PIL import Image
 
 from ..errors import MmaccelError
 from ..method import FramesMethod
-from ..registry import register
+from ..method.registry import register
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import MmaccelError
-from ..registry import register
+from ..method.registry import register
 from .choice import FrameChoice, over_scenes, thumbnails
 
 #: the longest way around PIL's circle of hues

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..registry import register
+from ..method.registry import register
 from .choice import FrameChoice, over_scenes
 from .clip import FrameEncoder
 from .scenes import between

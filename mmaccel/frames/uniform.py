@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..registry import register
+from ..method.registry import register
 from .choice import FrameChoice, middles
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MmaccelError
-from ..prepare import prepare
+from ..media.prepare import prepare
 from ..recipe import recipe as find_recipe
 
 if TYPE_CHECKING:

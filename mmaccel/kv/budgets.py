@@ -10,8 +10,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..budget import split
-from ..reduction import top_mask
+from ..core.budget import split
+from ..core.reduction import top_mask
 
 
 # --- over layers ------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from mmaccel_kernels.launch import works
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..door import Step
-    from .quantised import QuantisedLayer
+    from ..runtime.hooks import Step
+    from .packed import QuantisedLayer
 
 
 def on_gpu(x: Tensor) -> bool:

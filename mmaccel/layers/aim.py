@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import Grid, LayerAttention, LayerMethod, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
-from .streaming import row_blocks, upto
+from ..method.blocks import row_blocks, upto
+from ..method.registry import register
 
 
 @register

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
+from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import LayerAttention, LayerMethod, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 
 
 @register

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
 from ..merging.film import cosine_to
 from ..method import Grid, LayerMethod, TokenBatch
-from ..reduction import Reduction, top_mask
-from ..registry import register
+from ..method.registry import register
 
 
 @register

@@ -10,9 +10,9 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Links, Reduction, top_mask
 from ..method import Grid, LayerMethod, TokenBatch
-from ..reduction import Links, Reduction, top_mask
-from ..registry import register
+from ..method.registry import register
 
 
 @register

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..method import LayerAttention, LayerMethod, Method, Tap, TokenBatch
-from ..reduction import Reduction, top_mask
-from ..registry import register
-from .streaming import row_blocks, upto
-
-if TYPE_CHECKING:
-    from ..families.base import Family
+from ..method import LayerAttention, LayerMethod, Method, ModelFacts, Tap, TokenBatch
+from ..method.blocks import row_blocks, upto
+from ..method.registry import register
 
 
 @register
@@ -84,7 +81,7 @@ class MustDropFilter(LayerMethod):
         if self.query not in ("auto", "cls", "all"):
             raise MmaccelError(f"mustdrop-filter knows query 'auto', 'cls' and 'all', not {self.query!r}.")
 
-    def fit(self, family: Family) -> Method:
+    def fit(self, family: ModelFacts) -> Method:
         """``auto`` becomes ``cls`` or ``all``; a share of the depth becomes a layer."""
         if self.query == "auto":
             return replace(self, query="cls" if family.has_cls else "all").fit(family)
@@ -96,7 +93,7 @@ class MustDropFilter(LayerMethod):
         kind = "received_attention" if self.query == "all" else "cls_attention"
         return (Tap(kind, (-1,)),) if self.protect else ()
 
-    def check(self, family: Family) -> None:
+    def check(self, family: ModelFacts) -> None:
         """Refuse ``query="cls"`` on towers without a CLS token."""
         if self.protect and self.query == "cls" and not family.has_cls:
             raise UnsupportedError(

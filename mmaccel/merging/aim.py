@@ -11,9 +11,9 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 from .film import alike, celled, frame_numbers, share, spare
 
 

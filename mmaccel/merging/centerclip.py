@@ -10,10 +10,10 @@ from mmaccel_kernels.copies import first_copies, pairs_of_first
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 from .film import alike, celled, frame_numbers, group_sizes, share, spare
 
 #: tokens clustered together at most; all their pairs are held at once

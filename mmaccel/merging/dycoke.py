@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..budget import split
+from ..core.budget import split
+from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 from .film import Film, cosine_to, even_in_groups, group_sizes, top_in_groups
 
 

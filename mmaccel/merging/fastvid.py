@@ -10,11 +10,11 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import Grid, TokenBatch
+from ..method.registry import register
 from ..pruning._scores import AttentionGuided
-from ..reduction import Links, Reduction, top_mask
-from ..registry import register
 from .density_peaks import centres, density_peaks
 from .film import Film, celled
 from .segments import changing_segments

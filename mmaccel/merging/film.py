@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..budget import split
+from ..core.budget import split
 from ..method import TokenBatch
 
 #: entries of a block of pairs of tokens held at once

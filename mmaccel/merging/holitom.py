@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch
-from ..reduction import Links, Reduction, top_mask
-from ..registry import register
+from ..method.registry import register
 from .density_peaks import centres, density_peaks, nearest_centre
 from .film import Film, celled
 from .segments import static_segments

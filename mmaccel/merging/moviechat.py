@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 from .film import Film, celled, frame_numbers
 from .pool import pool_parts
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 from .film import celled, group_sizes
 
 

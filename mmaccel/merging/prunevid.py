@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 from .density_peaks import centres, density_peaks, nearest_centre
 from .film import Film, celled
 

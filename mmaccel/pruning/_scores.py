@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ..core.layout import Unit
+from ..core.reduction import top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..layout import Unit
-from ..method import ProjectorMethod, Tap, TokenBatch
-from ..reduction import top_mask
-
-if TYPE_CHECKING:
-    from ..families.base import Family
+from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch
 
 #: entries of a block of similarities held at once
 BLOCK = 1 << 24
@@ -40,7 +37,7 @@ class AttentionGuided(ProjectorMethod):
         if self.query not in ("auto", "cls", "all"):
             raise MmaccelError(f"{self.name} knows query 'auto', 'cls' and 'all', not {self.query!r}.")
 
-    def fit(self, family: Family) -> AttentionGuided:
+    def fit(self, family: ModelFacts) -> AttentionGuided:
         """``auto`` becomes ``cls`` or ``all``."""
         return replace(self, query="cls" if family.has_cls else "all") if self.query == "auto" else self
 
@@ -52,7 +49,7 @@ class AttentionGuided(ProjectorMethod):
         """The attention of ``layer``."""
         return (Tap(self._kind, (self.layer,)),)
 
-    def check(self, family: Family) -> None:
+    def check(self, family: ModelFacts) -> None:
         """Refuse ``query="cls"`` on towers without a CLS token."""
         if self.query == "cls" and not family.has_cls:
             raise UnsupportedError(

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 
 
 @register

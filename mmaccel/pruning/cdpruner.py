@@ -10,9 +10,9 @@ from mmaccel_kernels.dpp import greedy_dpp
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Reduction
 from ..method import ProjectorMethod, Tap, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 from ._scores import filled, on_grid
 
 #: what is left of a token's own variance, relative, below which it is rounding

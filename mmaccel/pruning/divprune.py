@@ -8,9 +8,9 @@ from mmaccel_kernels.maxmin import max_min
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 
 #: cosine distances below this are rounding, and count as zero: exact copies then tie on every machine
 _NOISE = 1e-6

@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import Grid, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
+from ..method.registry import register
 from ._scores import AttentionGuided
 
 

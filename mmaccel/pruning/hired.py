@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..budget import split
+from ..core.budget import split
+from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..method import Grid, ProjectorMethod, Tap, TokenBatch
-from ..reduction import Reduction, top_mask
-from ..registry import register
+from ..method import Grid, ModelFacts, ProjectorMethod, Tap, TokenBatch
+from ..method.registry import register
 from ._scores import on_grid
-
-if TYPE_CHECKING:
-    from ..families.base import Family
 
 
 @register
@@ -68,7 +65,7 @@ class HiRED(ProjectorMethod):
         """CLS attention of the two layers."""
         return (Tap("cls_attention", (self.early, self.late)),)
 
-    def check(self, family: Family) -> None:
+    def check(self, family: ModelFacts) -> None:
         """Refuse towers without a CLS token."""
         if not family.has_cls:
             raise UnsupportedError(

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from mmaccel_kernels.copies import first_copies
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Links, Reduction, compact, top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..method import Grid, Tap, TokenBatch
-from ..reduction import Links, Reduction, compact, top_mask
-from ..registry import register
+from ..method import Grid, ModelFacts, Tap, TokenBatch
+from ..method.registry import register
 from ._scores import BLOCK, AttentionGuided, filled, gather
-
-if TYPE_CHECKING:
-    from ..families.base import Family
 
 
 @register
@@ -66,7 +63,7 @@ class PruMerge(AttentionGuided):
         if self.heads not in ("mean", "official_unsplit"):
             raise MmaccelError(f"{self.name} knows heads 'mean' and 'official_unsplit', not {self.heads!r}.")
 
-    def check(self, family: Family) -> None:
+    def check(self, family: ModelFacts) -> None:
         """``official_unsplit`` needs the CLS token."""
         super().check(family)
         if self.heads == "official_unsplit" and self.query == "all":

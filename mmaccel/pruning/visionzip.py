@@ -11,10 +11,10 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Links, Reduction, compact, top_mask
 from ..errors import MmaccelError
 from ..method import Tap, TokenBatch
-from ..reduction import Links, Reduction, compact, top_mask
-from ..registry import register
+from ..method.registry import register
 from ._scores import AttentionGuided, filled
 
 

@@ -10,10 +10,10 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import Tap, TokenBatch
-from ..reduction import Reduction, top_mask
-from ..registry import register
+from ..method.registry import register
 from ._scores import AttentionGuided, filled
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..core.reduction import Reduction
 from ..errors import MmaccelError, UnsupportedError
-from ..method import ProjectorMethod, Tap, TokenBatch
-from ..reduction import Reduction
-from ..registry import register
-
-if TYPE_CHECKING:
-    from ..families.base import Family
+from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch
+from ..method.registry import register
 
 
 @register
@@ -51,7 +47,7 @@ class VtcCls(ProjectorMethod):
         """CLS attention of ``layers``."""
         return (Tap("cls_attention", tuple(self.layers)),)
 
-    def check(self, family: Family) -> None:
+    def check(self, family: ModelFacts) -> None:
         """Refuse towers without a CLS token."""
         if not family.has_cls:
             raise UnsupportedError(

@@ -14,8 +14,8 @@ import torch
 from harness import fault, make
 from torch import Tensor
 
+from mmaccel.core.reduction import Reduction
 from mmaccel.method import EncoderTokens, TokenBatch
-from mmaccel.reduction import Reduction
 
 Params = Mapping[str, Any]
 Arrays = Mapping[str, Tensor]

@@ -12,7 +12,7 @@ from mmaccel_kernels.pages import Plane, unpack
 from torch import Tensor
 
 from mmaccel.kv.codecs.base import Codec
-from mmaccel.kv.importance import energy
+from mmaccel.kv.scoring.importance import energy
 
 
 def fields(words: Tensor, bits: int) -> Tensor:

@@ -14,7 +14,7 @@ from harness import CacheRun, NotOffered, as_queries, beneath, fault, in_their_o
 from torch import Tensor
 
 from mmaccel.kv import budgets
-from mmaccel.kv.importance import by_group
+from mmaccel.kv.scoring.importance import by_group
 from mmaccel.method import LayerAttention, Policy
 
 

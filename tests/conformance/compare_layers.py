@@ -10,9 +10,9 @@ from comparators import Arrays, Params, close, kept_of, one_unit, same_set
 from harness import beneath, fault, make, paid
 from torch import Tensor
 
+from mmaccel.core.reduction import Reduction
 from mmaccel.errors import MmaccelError
 from mmaccel.layers.framefusion import merge_runs, sparsity_needed
-from mmaccel.reduction import Reduction
 
 
 def aim_pagerank(params: Params, arrays: Arrays) -> None:

@@ -12,12 +12,12 @@ from harness import NotOffered, make, whole
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from mmaccel.core.reduction import Reduction
+from mmaccel.encoders.pitome import energy
 from mmaccel.merging.aim import halvings
-from mmaccel.merging.pitome import energy
 from mmaccel.merging.prunevid import scenes_of
 from mmaccel.merging.segments import changing_segments, static_segments
 from mmaccel.method import TokenBatch
-from mmaccel.reduction import Reduction
 
 
 def film_of(frames: Tensor, **signals: Tensor) -> TokenBatch:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel import registry
-from mmaccel.door import Phase
-from mmaccel.kv.cache import CacheState, Reading
-from mmaccel.kv.eviction import Eviction
-from mmaccel.layout import Layout, Segment, Tile
-from mmaccel.method import LayerAttention, Method, Policy
+from mmaccel.core.layout import Layout, Segment, Tile
+from mmaccel.kv.cache import CacheState
+from mmaccel.kv.sparse import SparseRead
+from mmaccel.method import LayerAttention, Method, Policy, registry
 from mmaccel.recipe import Stage
+from mmaccel.runtime.eviction import Eviction
+from mmaccel.runtime.hooks import Phase
 
 Compare = Callable[[Mapping[str, Any], Mapping[str, Tensor]], None]
 
@@ -124,12 +124,12 @@ class _Step:
 
     def __init__(self, **attributes: Any) -> None:
         self.total = self.kinds = None
-        self.reading: Reading | None = None
+        self.reading: SparseRead | None = None
         vars(self).update(attributes)
 
 
 class CacheRun:
-    """The cache stage of a recipe on tensors: :class:`mmaccel.kv.eviction.Eviction` on the layers of a real cache.
+    """The cache stage of a recipe on tensors: :class:`mmaccel.runtime.eviction.Eviction` on the layers of a real cache.
 
     Parameters
     ----------

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mmaccel.method.registry import methods
 from mmaccel.recipe import Recipe, recipes
-from mmaccel.registry import methods
 
 LIST = Path(__file__).parent / "missing.toml"
 

@@ -16,7 +16,7 @@ from missing import Entry, offered, read
 from test_conformance import ENTRIES, SHIPPED, faults_of_the_list, verdict
 from wrong import notices
 
-from mmaccel import registry
+from mmaccel.method import registry
 from mmaccel.pruning.divprune import DivPrune
 
 

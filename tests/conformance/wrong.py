@@ -12,10 +12,19 @@ import torch
 from harness import Compare, made
 from torch import Tensor
 
-from mmaccel import registry
+from mmaccel.core.reduction import Links, Reduction
 from mmaccel.kv.codecs.base import Codec
-from mmaccel.method import EncoderMethod, EncoderTokens, FramesMethod, KeyBatch, Method, Policy, TokenBatch, TokenMethod
-from mmaccel.reduction import Links, Reduction
+from mmaccel.method import (
+    EncoderMethod,
+    EncoderTokens,
+    FramesMethod,
+    KeyBatch,
+    Method,
+    Policy,
+    TokenBatch,
+    TokenMethod,
+    registry,
+)
 
 
 def shifted(kind: type[Method]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mmaccel_demo.visitors import STREAMS, VISITORS, Live, Visitors
 
 from mmaccel import MmaccelError, Recipe, Reduction, Stage, accelerated, is_accelerated
 from mmaccel.cli import ask
-from mmaccel.media import Clip, Prompt, encode
+from mmaccel.media.files import Clip, Prompt, encode
 
 OPTIONS = argparse.Namespace(model=None, device="cpu", dtype="auto", attn=None, trust_remote_code=False)
 

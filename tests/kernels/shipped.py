@@ -22,7 +22,7 @@ from mmaccel_kernels.maxmin import max_min
 from torch import Tensor
 
 from mmaccel.kv.codecs import Codec
-from mmaccel.registry import method as method_named
+from mmaccel.method.registry import method as method_named
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
 

@@ -49,7 +49,7 @@ print(json.dumps({t: [b.spills, "cp.async" in b.assembly, "mma.sync" in b.assemb
 
 def test_every_codec_is_compiled() -> None:
     from mmaccel.kv.codecs import Codec
-    from mmaccel.registry import methods
+    from mmaccel.method.registry import methods
 
     codecs = {name for name, method in methods().items() if issubclass(method, Codec)}
     assert codecs <= {name.split(",")[0].split(" ")[0] for name in cases()}

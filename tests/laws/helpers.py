@@ -16,8 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import mmaccel
+from mmaccel.core.reduction import Reduction
 from mmaccel.method import KeyBatch, LayerMethod, Policy, ProjectorMethod, TokenBatch
-from mmaccel.reduction import Reduction
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,7 @@ from PIL import Image
 import mmaccel
 from mmaccel import UnsupportedError, accelerated, prepare, recipes
 from mmaccel.method import FramesMethod, Policy
-from mmaccel.registry import methods
+from mmaccel.method.registry import methods
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -11,8 +11,8 @@ from laws.helpers import FAMILIES, generate, inputs, logits, model, recipe_of
 
 import mmaccel
 from mmaccel import accelerated
+from mmaccel.core.reduction import Reduction, top_mask
 from mmaccel.method import TokenBatch, TokenMethod
-from mmaccel.reduction import Reduction, top_mask
 
 METHODS = ("random", "uniform", "divprune", "attention-received", "vtc-cls", "pool", "tome", "fastv", "snapkv")
 METHODS += ("vl-cache", "d2o", "dycoke-cache", "infinipot-v")

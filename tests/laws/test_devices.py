@@ -22,7 +22,7 @@ import zoo
 from torch import Tensor
 
 from mmaccel import Recipe, UnsupportedError, accelerated, prepare, recipe, recipes
-from mmaccel.registry import methods
+from mmaccel.method.registry import methods
 
 STEPS = 4
 FAMILIES = {

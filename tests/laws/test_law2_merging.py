@@ -14,11 +14,11 @@ import zoo
 from torch import Tensor
 
 from mmaccel import Recipe, Stage, accelerated, register
-from mmaccel.encoders.merging import Merged
+from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
 from mmaccel.method import ProjectorMethod, Tap, TokenBatch
-from mmaccel.reduction import Reduction
-from mmaccel.scope import Encoded
+from mmaccel.runtime.encoder import Merged
+from mmaccel.runtime.scope import Encoded
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -14,7 +14,7 @@ from torch.nn.functional import kl_div
 from transformers import DynamicCache
 
 from mmaccel import MmaccelError, Recipe, Stage, accelerated, recipe
-from mmaccel.kv.codecs import ThinK
+from mmaccel.kv.codecs.think import ThinK
 
 #: so small that tiny prompts fill pages
 FINE: dict[str, Any] = {"bits": 8, "page": 16, "group": 16, "residual": 0}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel import Stage, accelerate_vlm, accelerated, is_accelerated
+from mmaccel.core.reduction import Reduction
 from mmaccel.method import ProjectorMethod, Tap, TokenBatch
-from mmaccel.reduction import Reduction
 
 #: one recipe for everything that can be attached: hooks on towers, layers and door, both attention functions, wrappers
 EVERYTHING = {
@@ -133,7 +133,7 @@ def test_a_failing_block_is_left_cleanly(family: str) -> None:
 
 def test_scopes_do_not_outlive_their_call() -> None:
     """Whatever ends a call, no scope stays open and no tensor of the call stays with the handle."""
-    from mmaccel.scope import current
+    from mmaccel.runtime.scope import current
 
     tiny = used("llava")
     with accelerated(tiny, EVERYTHING):

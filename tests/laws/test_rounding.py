@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mmaccel.families import family_of
 from mmaccel.kv.compact import merge
-from mmaccel.kv.eviction import choose, rank
 from mmaccel.method import (
     CHOICES,
     EncoderMethod,
@@ -32,7 +31,8 @@ from mmaccel.method import (
     TokenBatch,
     TokenMethod,
 )
-from mmaccel.registry import methods
+from mmaccel.method.registry import methods
+from mmaccel.runtime.eviction import choose, rank
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

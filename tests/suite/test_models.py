@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import mmaccel
-from mmaccel.evaluate import Row, evaluate
+from mmaccel.programs.evaluate import Row, evaluate
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS, is_right, make_item
 from training.evaluate import LONGEST_ANSWER, blanked, questions, sample_answers
 from training.results import PAGES, renewed

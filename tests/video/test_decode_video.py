@@ -434,7 +434,7 @@ def test_packets_without_a_picture_show_the_one_before():
 
 
 def test_animated_gifs_are_clips_and_others_pictures(kind, tmp_path):
-    from mmaccel.media import load_media
+    from mmaccel.media.files import load_media
 
     pictures, clip = load_media([kind("anim.gif")], 3, 1.0)
     assert not pictures and clip is not None and numbers(clip.frames) == [10, 30, 50]

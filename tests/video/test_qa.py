@@ -26,11 +26,11 @@ from PIL import Image
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated, recipe
 from mmaccel.cli import main
-from mmaccel.media import Prompt, encode
+from mmaccel.media.files import Prompt, encode
+from mmaccel.programs.video_qa.answers import AnswerFile
+from mmaccel.programs.video_qa.qa import Figures, QASettings, VideoAnswerer, answer_videos, needs_own_prefill
+from mmaccel.programs.video_qa.questions import VideoQuestion, as_questions, by_video, read_questions
 from mmaccel.video import Clip, ahead, decode
-from mmaccel.video.answers import AnswerFile
-from mmaccel.video.qa import Figures, QASettings, VideoAnswerer, answer_videos, needs_own_prefill
-from mmaccel.video.questions import VideoQuestion, as_questions, by_video, read_questions
 
 FRAMES, LONGEST = 6, 6
 FAMILIES = ("qwen2_5_vl", "llava_onevision", "smolvlm")

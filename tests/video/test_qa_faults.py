@@ -21,11 +21,11 @@ import transformers
 
 from mmaccel import MmaccelError, recipe
 from mmaccel.cli import main
-from mmaccel.video import answers as answer_files
-from mmaccel.video import qa
-from mmaccel.video.answers import AnswerFile
-from mmaccel.video.qa import Figures, QASettings
-from mmaccel.video.questions import VideoQuestion, read_questions
+from mmaccel.programs.video_qa import answers as answer_files
+from mmaccel.programs.video_qa import qa
+from mmaccel.programs.video_qa.answers import AnswerFile
+from mmaccel.programs.video_qa.qa import Figures, QASettings
+from mmaccel.programs.video_qa.questions import VideoQuestion, read_questions
 
 
 # --- what a run is known by -------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Terminal(io.StringIO):
 def test_reading_that_takes_long_shows_how_far_it_is(
     patience: float, shown: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmaccel.video import identity
+    from mmaccel.programs.video_qa import identity
 
     assert identity._QUIET == 2.0
     monkeypatch.setattr(identity, "_QUIET", patience)

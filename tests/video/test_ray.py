@@ -21,10 +21,10 @@ from films import film
 
 from mmaccel import MmaccelError, recipe
 from mmaccel.cli import main
-from mmaccel.video import cluster
-from mmaccel.video.cluster import ClusterAnswerer
-from mmaccel.video.qa import Figures, QASettings
-from mmaccel.video.questions import VideoQuestion
+from mmaccel.programs.video_qa import cluster
+from mmaccel.programs.video_qa.cluster import ClusterAnswerer
+from mmaccel.programs.video_qa.qa import Figures, QASettings
+from mmaccel.programs.video_qa.questions import VideoQuestion
 
 HAVE = importlib.util.find_spec("ray") is not None
 ray_only = pytest.mark.skipif(not HAVE, reason="Ray is not installed: pip install 'mmaccel[ray]'")

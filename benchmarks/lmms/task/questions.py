@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmaccel.media import Prompt, load_picture, read_video
+from mmaccel.media.files import Prompt, load_picture, read_video
 from mmaccel.suite import is_right
 
 Line = dict[str, Any]

@@ -11,7 +11,7 @@ from mmaccel_kernels.pages import Code, Format, Pages, Plane
 from torch import Tensor
 
 from ...errors import MmaccelError
-from ...registry import register
+from ...method.registry import register
 from .base import Codec, Cut
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmaccel_kernels.pages import Format
 
-from ...registry import register
+from ...method.registry import register
 from .base import Codec
 
 

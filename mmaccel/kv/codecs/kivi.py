@@ -8,7 +8,7 @@ from typing import Literal, cast
 from mmaccel_kernels.pages import Code, Format
 
 from ...errors import MmaccelError
-from ...registry import register
+from ...method.registry import register
 from .base import Codec, channel_group
 
 

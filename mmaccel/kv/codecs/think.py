@@ -10,7 +10,7 @@ from mmaccel_kernels.pages import Pages, Plane
 from torch import Tensor
 
 from ...errors import MmaccelError
-from ...registry import register
+from ...method.registry import register
 from .base import Cut
 from .kivi import KIVI
 

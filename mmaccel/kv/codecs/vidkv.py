@@ -8,9 +8,9 @@ import torch
 from mmaccel_kernels.pages import Format, Pages, Plane
 from torch import Tensor
 
+from ...core.reduction import top_mask
 from ...errors import MmaccelError
-from ...reduction import top_mask
-from ...registry import register
+from ...method.registry import register
 from .base import Codec, Cut
 
 _TWO_BITS, _SIGN, _WAVES, _TERNARY = (

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import LayerAttention
-from ...registry import register
-from ..importance import by_group, column_sums
+from ...method.registry import register
+from ..scoring.importance import by_group, column_sums
 from .h2o import H2O
 
 

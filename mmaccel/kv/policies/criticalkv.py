@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ...core.reduction import top_mask
 from ...errors import MmaccelError, UnsupportedError
-from ...method import KeyBatch
-from ...reduction import top_mask
-from ...registry import register
-from ..copies import of_first_keys
-from ..importance import outgoing_norm
+from ...method import KeyBatch, ModelFacts
+from ...method.registry import register
+from ..scoring.copies import of_first_keys
+from ..scoring.importance import outgoing_norm
 from .snapkv import SnapKV
-
-if TYPE_CHECKING:
-    from ...families.base import Family
 
 
 @register
@@ -54,12 +50,12 @@ class CriticalKV(SnapKV):
                 f"criticalkv needs first from 0 to 1 and epsilon >= 0, not {self.first} and {self.epsilon}."
             )
 
-    def check(self, family: Family) -> None:
+    def check(self, family: ModelFacts) -> None:
         """The output projection is to be there, as numbers."""
         super().check(family)
         usable: dict[type, bool] = {nn.Parameter: True}
-        for layer in family.text.layers:
-            weight = getattr(getattr(layer.self_attn, "o_proj", None), "weight", None)
+        for layer in range(family.depth):
+            weight = getattr(getattr(family.attention_in(layer), "o_proj", None), "weight", None)
             there = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()
             if isinstance(weight, Tensor) and there and type(weight) not in usable:
                 usable[type(weight)] = _computes(weight)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...core.reduction import top_mask
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
-from ...reduction import top_mask
-from ...registry import register
+from ...method.registry import register
 
 
 @register

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import KeyBatch, LayerAttention, Policy
-from ...registry import register
-from ..importance import column_sums
+from ...method.registry import register
+from ..scoring.importance import column_sums
 
 
 @register

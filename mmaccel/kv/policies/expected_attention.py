@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...errors import MmaccelError, UnsupportedError
-from ...method import KeyBatch, Policy
-from ...registry import register
-from ..copies import of_first_keys
-
-if TYPE_CHECKING:
-    from ...families.base import Family
+from ...method import KeyBatch, ModelFacts, Policy
+from ...method.registry import register
+from ..scoring.copies import of_first_keys
 
 
 @register
@@ -57,10 +53,10 @@ class ExpectedAttention(Policy):
         if self.scheduled:
             raise MmaccelError("expected-attention scores the keys of a prompt when it ends; leave out every and cap.")
 
-    def check(self, family: Family) -> None:
+    def check(self, family: ModelFacts) -> None:
         """Queries before RoPE are to be seen."""
         super().check(family)
-        if any(not hasattr(layer.self_attn, "q_proj") for layer in family.text.layers):
+        if any(not hasattr(family.attention_in(layer), "q_proj") for layer in range(family.depth)):
             raise UnsupportedError(
                 "expected-attention looks at queries before RoPE, and this model has no q_proj where they come from; use "
                 "snapkv."

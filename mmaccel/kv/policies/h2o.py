@@ -8,8 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 from ...method import KeyBatch, LayerAttention, Policy
-from ...registry import register
-from ..importance import by_group, column_sums
+from ...method.registry import register
+from ..scoring.importance import by_group, column_sums
 
 
 @register

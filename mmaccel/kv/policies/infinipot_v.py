@@ -10,7 +10,7 @@ from torch.nn.functional import avg_pool1d, avg_pool2d, avg_pool3d, normalize
 
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
-from ...registry import register
+from ...method.registry import register
 
 
 @register

@@ -11,9 +11,9 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
-from ...registry import register
-from ..copies import of_first_keys
-from ..importance import by_group
+from ...method.registry import register
+from ..scoring.copies import of_first_keys
+from ..scoring.importance import by_group
 
 
 @register

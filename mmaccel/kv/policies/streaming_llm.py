@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
-from ...registry import register
+from ...method.registry import register
 
 
 @register

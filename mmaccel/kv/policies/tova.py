@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...method import KeyBatch, Policy
-from ...registry import register
-from ..copies import of_first_keys
+from ...method.registry import register
+from ..scoring.copies import of_first_keys
 
 
 @register

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...method import KeyBatch
-from ...registry import register
+from ...method.registry import register
 from .h2o import H2O
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...method import KeyBatch, LayerAttention, Policy
-from ...registry import register
-from ..importance import behind_pictures, by_group, column_sums
+from ...method.registry import register
+from ..scoring.importance import behind_pictures, by_group, column_sums
 
 
 @register

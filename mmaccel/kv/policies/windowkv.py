@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
-from ...registry import register
-from ..chunks import place_in_chunk
+from ...method.registry import register
+from ..scoring.chunks import place_in_chunk
 from .snapkv import window_attention
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import MmaccelError
-from ...picture import load_picture
+from ...media.picture import load_picture
 from .base import Reader
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm")

@@ -1,0 +1,14 @@
+"""The wrappers of models and of image encoders that stand alone."""
+
+from .encoder import EncoderAccelerator, accelerate_encoder, accelerated_encoder
+from .vlm import Accelerator, accelerate_vlm, accelerated, is_accelerated
+
+__all__ = [
+    "Accelerator",
+    "EncoderAccelerator",
+    "accelerate_encoder",
+    "accelerate_vlm",
+    "accelerated",
+    "accelerated_encoder",
+    "is_accelerated",
+]

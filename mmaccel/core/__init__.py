@@ -1,0 +1,1 @@
+"""What visual tokens are, where they stand, and what becomes of them."""

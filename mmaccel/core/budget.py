@@ -1,0 +1,113 @@
+"""Budgets: how many visual tokens may stay, as exact whole numbers per picture and per segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from ..errors import MmaccelError
+
+#: a float is a ratio, an int a count (to a type checker every int is a float)
+Retain = float
+
+
+def check_retain(retain: Retain, what: str = "retain") -> Retain:
+    """Return ``retain`` if it can be meant: a float in (0, 1] is a ratio, an int of 1 or more a count.
+
+    Raises
+    ------
+    MmaccelError
+        If it is zero, negative, above 1.0 as a ratio, or no number.
+    """
+    if isinstance(retain, bool) or not isinstance(retain, (int, float)) or retain != retain:
+        raise MmaccelError(f"{what}={retain!r} is no budget; give a ratio such as 0.25 or a count such as 64.")
+    if isinstance(retain, int):
+        if retain < 1:
+            raise MmaccelError(f"{what}={retain} keeps no token; give a count of 1 or more, or a ratio such as 0.25.")
+    elif not 0.0 < retain <= 1.0:
+        hint = f" (for a count of tokens write {what}={int(retain)})" if 2 <= retain < float("inf") else ""
+        raise MmaccelError(f"{what}={retain} is outside (0, 1]; a ratio is the share of tokens to keep{hint}.")
+    return retain
+
+
+def resolve(retain: Retain, size: int) -> int:
+    """How many of ``size`` tokens stay: the ratio rounded half up, or the count; at least one.
+
+    Raises
+    ------
+    MmaccelError
+        If a count exceeds what there is.
+    """
+    if isinstance(retain, int):
+        if retain > size:
+            raise MmaccelError(
+                f"The budget keeps {retain} visual tokens, but a picture has only {size}; "
+                "lower the count or give a ratio such as retain=0.25."
+            )
+        return retain
+    # exact arithmetic: 0.29 * 100 is 28.999999999999996 in floating point
+    return max(1, int(Fraction(str(retain)) * size + Fraction(1, 2)))
+
+
+def split(total: int, sizes: list[int], shares: list[float] | None = None) -> list[int]:
+    """Distribute ``total`` over parts of the given sizes, in proportion to ``shares`` (default: the sizes).
+
+    Largest remainders decide who rounds up, so the parts sum to ``total`` exactly; no part exceeds its size, and what
+    does not fit goes to the others.
+    """
+    left, out = min(total, sum(sizes)), [0] * len(sizes)
+    weight = [Fraction(str(s)) for s in (shares if shares is not None else sizes)]
+    while left:
+        free = [i for i, size in enumerate(sizes) if out[i] < size]
+        scale = sum(weight[i] for i in free)
+        ideal = {i: left * weight[i] / scale if scale else Fraction(left, len(free)) for i in free}
+        given = {i: min(int(ideal[i]), sizes[i] - out[i]) for i in free}
+        rest = left - sum(given.values())
+        for i in sorted(free, key=lambda i: (int(ideal[i]) - ideal[i], i))[:rest]:
+            if given[i] < sizes[i] - out[i]:
+                given[i] += 1
+        for i in free:
+            out[i] += given[i]
+        left -= sum(given.values())
+    return out
+
+
+def counts(
+    retain: Retain,
+    original: list[int],
+    present: list[int],
+    picture: list[int],
+    least: Retain | None = None,
+    rounding: Callable[[Retain, int, tuple[int, int, int] | None], int] | None = None,
+    grids: list[tuple[int, int, int]] | None = None,
+    follows: bool = False,
+) -> Tensor:
+    """The count of every unit (segment, or whole picture) of one stage, ``[N]`` long on the CPU.
+
+    Parameters
+    ----------
+    retain : ratio of the *original* tokens, or a count, per picture or clip.
+    original, present : tokens each unit had at first and has now.
+    picture : which picture or clip each unit belongs to; the budget of a picture is split over its units.
+    least : what a later stage is going to keep; this one leaves at least as many.
+    rounding : how a ratio of a picture becomes a whole number, at least one; default :func:`resolve`. It is given the ratio,
+        the size, and the grid of a picture that is one unit.
+    grids : (t, h, w) of each unit.
+    follows : whether a count is in proportion to that of another stage, and so may exceed what there is.
+    """
+    out = torch.zeros(len(present), dtype=torch.long)
+    for p in dict.fromkeys(picture):
+        units = [i for i, q in enumerate(picture) if q == p]
+        size = sum(original[i] for i in units)
+        if rounding is None or isinstance(retain, int):
+            total = resolve(min(retain, size) if follows and isinstance(retain, int) else retain, size)
+        else:
+            total = max(1, rounding(retain, size, grids[units[0]] if grids and len(units) == 1 else None))
+        total = total if least is None else max(total, resolve(least, size))
+        sizes = [present[i] for i in units]
+        for i, k in zip(units, split(total, sizes), strict=True):
+            out[i] = k
+    return out

@@ -1,0 +1,228 @@
+"""Which places of every row hold text, and which belong to which picture, segment and grid cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..errors import UnsupportedError
+
+Modality = Literal["image", "video"]
+#: what is reduced together: an image (its stitched tiles as one), a clip or a frame of one that the prompt spreads out;
+#: the same with stitched tiles one by one; all of an image or clip
+Unit = Literal["segment", "tile", "picture"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of one segment, before it is known where it stands.
+
+    grid : (t, h, w) in tokens.
+    cells : ``[n, 3]`` long, (t, row, column) of each token; -1 for tokens without a cell.
+    source : ``[n]`` long, each token's index in what the tower taps of this modality deliver; -1 if it has none.
+    part : ``[n]`` long, for stitched tiles: which of them, in the order of the tower, a token belongs to (a newline to the
+        last one of its row); None when this is one tile.
+    parts : how many tiles are stitched together, those of which only padding was seen included.
+    """
+
+    grid: tuple[int, int, int]
+    cells: Tensor
+    source: Tensor
+    part: Tensor | None = None
+    parts: int = 1
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @staticmethod
+    def raster(t: int, h: int, w: int, offset: int, newline: bool = False, frame: int = 0) -> Tile:
+        """``t * h * w`` tokens in raster order whose sources start at ``offset``; perhaps a newline token behind."""
+        cells = torch.cartesian_prod(torch.arange(frame, frame + t), torch.arange(h), torch.arange(w)).view(-1, 3)
+        source = torch.arange(offset, offset + len(cells))
+        if newline:
+            cells = torch.cat([cells, torch.full((1, 3), -1)])
+            source = torch.cat([source, torch.tensor([-1])])
+        return Tile((t, h, w), cells, source)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One image, one tile of a tiled image, one clip, or one frame of a clip that the prompt spreads out."""
+
+    row: int
+    modality: Modality
+    picture: int
+    tile: Tile
+    places: Tensor
+
+
+Picture = list[Tile]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The prompt as mmaccel sees it. All tensors are on the CPU.
+
+    valid : ``[B, S]`` bool, False for padding.
+    segments : in order of modality, row and place.
+    """
+
+    valid: Tensor
+    segments: list[Segment]
+
+    @cached_property
+    def visual(self) -> Tensor:
+        """``[B, S]`` bool: places that hold visual tokens, newlines included."""
+        mask = torch.zeros_like(self.valid)
+        for segment in self.segments:
+            mask[segment.row, segment.places] = True
+        return mask
+
+    @staticmethod
+    def walk(ids: Tensor, valid: Tensor, found: Sequence[tuple[Modality, int, list[Picture]]], family: str) -> Layout:
+        """Assign pictures to the placeholders of ``ids [B, S]``, in feature order.
+
+        Parameters
+        ----------
+        found : per modality (name, placeholder id, its pictures). Pictures fill the
+            placeholders row by row. When ``generate`` repeated every row m times after the pictures were encoded, all m
+            copies share theirs.
+        """
+        segments: list[Segment] = []
+        picture = 0
+        for modality, token, pictures in found:
+            rows = [((ids[b] == token) & valid[b]).nonzero()[:, 0] for b in range(len(ids))]
+            there, known = sum(map(len, rows)), sum(len(t) for p in pictures for t in p)
+            copies = there // known if known else 0
+            if copies * known != there or (copies and len(rows) % copies):
+                raise UnsupportedError(
+                    f"{family}: the prompt has {there} {modality} placeholders but the encoded {modality}s make {known} "
+                    "tokens; pass the pixels that belong to exactly the new tokens of this call."
+                )
+            queue = iter(pictures)
+            mine: list[Picture] = []
+            for b, places in enumerate(rows):
+                if not copies or b % copies == 0:
+                    mine, room = [], len(places)
+                    while room > 0 and (tiles := next(queue, None)) is not None:
+                        mine.append(tiles)
+                        room -= sum(map(len, tiles))
+                start = 0
+                for tiles in mine:
+                    for tile in tiles:
+                        at = places[start : start + len(tile)]
+                        segments.append(Segment(b, modality, picture, tile, at))
+                        start += len(tile)
+                    picture += 1
+                if start != len(places):
+                    raise UnsupportedError(
+                        f"{family}: the {modality} placeholders of row {b} do not match the pictures given for it."
+                    )
+        return Layout(valid, segments)
+
+    def units(self, unit: Unit) -> Units:
+        """The segments, tiles, or whole pictures and clips, as one padded batch."""
+        groups: dict[tuple[int, int], list[Segment]] = {}
+        segments = self.segments if unit != "tile" else [one for s in self.segments for one in _apart(s)]
+        for i, segment in enumerate(segments):
+            groups.setdefault((segment.picture, 0 if unit == "picture" else i), []).append(segment)
+        parts = list(groups.values())
+
+        def tiles(part: list[Segment]) -> list[Tensor]:
+            first = torch.tensor([0, *(s.tile.parts for s in part[:-1])]).cumsum(0).tolist()
+            return [
+                k + (torch.zeros_like(s.places) if s.tile.part is None else s.tile.part)
+                for k, s in zip(first, part, strict=True)
+            ]
+
+        def pad(tensors: list[list[Tensor]], value: int = -1) -> Tensor:
+            return pad_sequence([torch.cat(t) for t in tensors], batch_first=True, padding_value=value)
+
+        films = [_film(part) for part in parts]
+        return Units(
+            row=torch.tensor([part[0].row for part in parts]),
+            picture=[part[0].picture for part in parts],
+            modality=[part[0].modality for part in parts],
+            places=pad([[s.places for s in part] for part in parts]),
+            cells=pad([cells for cells, _ in films]),
+            source=pad([[s.tile.source for s in part] for part in parts]),
+            segment=pad([[torch.full((len(s.places),), i) for i, s in enumerate(part)] for part in parts]),
+            tile=pad([tiles(part) for part in parts]),
+            tiles=torch.tensor([sum(s.tile.parts for s in part) for part in parts]),
+            grid=torch.tensor([grid for _, grid in films]),
+        )
+
+
+def _film(part: list[Segment]) -> tuple[list[Tensor], list[int]]:
+    """The cells of the segments of one unit, time counted from its first frame, and the unit's grid (t, h, w).
+
+    A frame that the prompt spreads out is a unit of one frame, whichever of its clip it is.
+    """
+    cells = [s.tile.cells for s in part]
+    time = torch.cat(cells)[:, 0]
+    time = time[time >= 0]
+    first, last = (int(time.min()), int(time.max())) if len(time) else (0, -1)
+    shifted = [torch.where(c < 0, c, c - c.new_tensor([first, 0, 0])) for c in cells] if first else cells
+    h, w = (max(s.tile.grid[axis] for s in part) for axis in (1, 2))
+    return shifted, [last - first + 1, h, w]
+
+
+def _apart(segment: Segment) -> list[Segment]:
+    """The stitched tiles of a segment that have tokens, each as a segment; their cells stay those of the stitched grid."""
+    tile = segment.tile
+    if tile.part is None:
+        return [segment]
+    mine = [(tile.part == i).nonzero()[:, 0] for i in tile.part.unique().tolist()]
+    return [
+        replace(segment, tile=Tile(tile.grid, tile.cells[at], tile.source[at]), places=segment.places[at])
+        for at in mine
+    ]
+
+
+@dataclass(frozen=True)
+class Units:
+    """Segments, tiles or pictures as a padded batch: ``row [N]``, ``grid [N, 3]``, ``tiles [N]`` (how many the unit has),
+    the rest ``[N, n]`` (cells ``[N, n, 3]``), padded with -1 at the end. ``grid`` and the time of ``cells`` count the frames
+    of the unit itself, from its first one."""
+
+    row: Tensor
+    picture: list[int]
+    modality: list[Modality]
+    places: Tensor
+    cells: Tensor
+    source: Tensor
+    segment: Tensor
+    tile: Tensor
+    grid: Tensor
+    tiles: Tensor
+
+    @property
+    def valid(self) -> Tensor:
+        """``[N, n]`` bool."""
+        return self.places >= 0
+
+    def only(self, kept: Tensor) -> Units:
+        """The same units without the places that ``kept [B, S]`` no longer holds."""
+        stays = self.valid & kept[self.row[:, None], self.places.clamp(min=0)]
+        width = int(stays.sum(1).max())
+        order = (~stays).long().argsort(dim=1, stable=True)[:, :width]
+        gone = ~stays.gather(1, order)
+
+        def take(x: Tensor) -> Tensor:
+            return x.gather(1, order).masked_fill(gone, -1)
+
+        cells = torch.stack([take(c) for c in self.cells.unbind(-1)], dim=-1)
+        return replace(
+            self,
+            places=take(self.places),
+            cells=cells,
+            source=take(self.source),
+            segment=take(self.segment),
+            tile=take(self.tile),
+        )

@@ -1,0 +1,83 @@
+"""EViT: inside the vision tower, what the CLS token does not look at is fused into one token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core.reduction import top_mask
+from ..errors import MmaccelError, UnsupportedError
+from ..method import EncoderMethod, EncoderTokens, TowerFacts
+from ..method.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class EViT(EncoderMethod):
+    """Token reorganisation at three layers of the tower, between attention and MLP.
+
+    *Not All Patches are What You Need: Expediting Vision Transformers via Token Reorganizations*, ICLR 2022,
+    arXiv 2202.07800.
+
+    ``s_j = mean_h A[h, CLS, j]``. The attentive tokens, those of highest ``s``, stay; the others become one token,
+    ``sum_j s_j x_j``, whose weights are not normalised (they sum to the attention the inattentive got). The fused token is
+    like any other in later layers and may be fused again. Attention is not weighed by sizes.
+
+    The paper works at the layers 4, 7 and 10 of 12 and keeps 0.7 of the tokens at each: 196, 139, 99, 71 with the fused
+    ones, a ``retain`` of 0.36. Here the layers are the same shares of any depth, and the same share stays at each so that
+    the budget is met, fused tokens included.
+
+    Paper and program: the program keeps ``ceil(0.7 n)`` and adds the fused one; it puts the attentive in the order of their
+    attention and the fused one last, here every token keeps its slot and the fused one takes the first slot of its own. Its
+    models were trained so; without training the fused token is shorter than its neighbours.
+    """
+
+    name = "evit"
+    summary = "tokens the tower's CLS token looks at, the others fused into one inside the tower"
+    paper = "arXiv 2202.07800"
+    default_retain = 0.36
+    proportional: ClassVar[bool] = False
+    needs_cls: ClassVar[bool] = True
+
+    def check(self, family: TowerFacts) -> None:
+        """Refuse towers without a CLS token."""
+        if not family.has_cls:
+            raise UnsupportedError(
+                f"evit needs a CLS token, which the vision tower of {family.name} lacks; use 'tome' or 'pitome'."
+            )
+
+    def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
+        """The same share at a quarter, half and three quarters of the layers; ``tokens - kept`` in all."""
+        if not 1 <= kept <= tokens or layers < 1:
+            raise MmaccelError(f"evit cannot leave {kept} of {tokens} tokens in {layers} layers; give a larger budget.")
+        at = sorted({layers // 4, layers // 2, layers * 3 // 4})
+        out, left = [0] * layers, tokens
+        for stage, layer in enumerate(at, 1):
+            # rounded first, so that every machine cuts alike
+            after = max(kept, int(round(tokens * (kept / tokens) ** (stage / len(at)), 6)))
+            out[layer], left = left - after, after
+        return out
+
+    def fewest(self, tokens: int, layers: int) -> int:
+        """One: a single layer fuses any number."""
+        return 1
+
+    def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
+        """``cls_attention [N, T]`` -> ``[N, T]``: the ``remove + 1`` least attended flow into the first of them."""
+        assert tokens.cls_attention is not None
+        attention = tokens.cls_attention.clone()
+        attention[:, : tokens.protected] = torch.inf
+        valid = torch.ones_like(attention, dtype=torch.bool)
+        attentive = top_mask(attention, valid, valid.sum(1) - remove - 1)
+        slot = torch.arange(attention.shape[1], device=attention.device).expand_as(attention)
+        return torch.where(attentive, slot, attentive.long().argmin(1, keepdim=True))
+
+    def weigh(self, tokens: EncoderTokens, target: Tensor) -> Tensor:
+        """``[N, T]``: the CLS attention of what is fused, one for what stays."""
+        assert tokens.cls_attention is not None
+        slot = torch.arange(target.shape[1], device=target.device)
+        joined = torch.zeros_like(target).scatter_add_(1, target, (target != slot).long())
+        return torch.where(joined.gather(1, target) > 0, tokens.cls_attention, 1.0)

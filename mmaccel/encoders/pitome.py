@@ -1,0 +1,139 @@
+"""PiToMe: only tokens that have many like them are merged, isolated ones are protected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from mmaccel_kernels.copies import first_copies, of_first
+from mmaccel_kernels.matching import most_alike
+from torch import Tensor
+from torch.nn.functional import elu, normalize
+
+from ..errors import MmaccelError
+from ..merging.film import BLOCK
+from ..method import EncoderMethod, EncoderTokens
+from ..method.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class PiToMe(EncoderMethod):
+    """Merging by energy in every layer of the encoder, between attention and MLP.
+
+    *Accelerating Transformers with Spectrum-Preserving Token Merging*, NeurIPS 2024, arXiv 2405.16148.
+
+    Energy of a token: ``E_i = mean_j ELU(cos(k_i, k_j) - margin)``, itself among the ``j``: high where many are alike.
+    To remove ``r`` tokens, the ``2 r`` of highest energy are candidates, the rest is protected. Candidates alternate by
+    rank between A and B, and every token of A flows into the nearest of B. Merged tokens are means weighted by the
+    patches they stand for. CLS takes no part.
+
+    Parameters
+    ----------
+    margin : the similarity that counts as alike; None is ``0.9 (1 - l / L)`` in layer ``l`` of ``L``, which the program
+        has for CLIP of transformers and for BLIP. It has 0.95 for its other CLIP, and 0.75 for DeiT and MAE.
+    variant : ``energy``; or ``bsm``: all tokens, in the order of their energy, alternate between A and B, and the ``r``
+        best proposals are carried out, as in ToMe. The program takes it for the first half of its layers (DeiT). Or
+        ``text``, which it takes for text encoders: energy is a Gaussian around a cosine of one, and the ``r`` candidates of
+        higher energy flow into the ``r`` of lower.
+
+    Paper and program: the paper keeps a share of the tokens in every layer; so does :meth:`schedule`, with the share
+    that meets the budget. The paper weighs attention by sizes, as here; the program leaves that out. The program's sorts
+    are not stable; here equal values go to the lower slot.
+    """
+
+    name = "pitome"
+    summary = "tokens that have many like them merged inside the vision tower"
+    paper = "arXiv 2405.16148"
+    conserves_mass: ClassVar[bool] = True
+
+    margin: float | None = None
+    variant: Literal["energy", "bsm", "text"] = "energy"
+
+    def __post_init__(self) -> None:
+        if self.variant not in _MATCHING:
+            raise MmaccelError(f"pitome knows the variants 'energy', 'bsm' and 'text', not {self.variant!r}.")
+        if self.variant == "text" and self.margin is not None and self.margin >= 1:
+            raise MmaccelError(f"pitome's text variant needs a margin below 1, not {self.margin}.")
+
+    def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
+        """The same share of what is left in each layer; whole numbers that remove ``tokens - kept`` in all."""
+        if kept > tokens or kept < 1 or layers < 1 or tokens > kept * 2**layers:
+            raise MmaccelError(
+                f"pitome cannot leave {kept} of {tokens} tokens in {layers} layers, each of which halves them at most; "
+                "give a larger budget."
+            )
+        out, left = [], tokens
+        for layer in range(1, layers + 1):
+            # rounded first, so that every machine cuts alike
+            wanted = math.floor(round(tokens * (kept / tokens) ** (layer / layers), 6))
+            # no more than half goes, and no more stay than later layers can still halve
+            after = min(max(wanted, left - left // 2, kept), left, kept * 2 ** (layers - layer))
+            out.append(left - after)
+            left = after
+        return out
+
+    def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
+        """``keys [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
+        margin = 0.9 * (1.0 - tokens.depth) if self.margin is None else self.margin
+        return _MATCHING[self.variant](tokens.keys, remove, margin, tokens.protected)
+
+
+def energy(metric: Tensor, margin: float) -> Tensor:
+    """``[N, T]``: the mean over all tokens of ``ELU(cos - margin)`` for ``metric [N, T, d]``, in blocks of rows."""
+    return _mean_of_similarity(metric, lambda s: elu(s - margin))
+
+
+def text_energy(metric: Tensor, margin: float) -> Tensor:
+    """The energy of the text variant: a Gaussian of width ``1 - margin`` around a cosine of one."""
+    sigma = 1.0 - margin
+    bell = sigma * math.sqrt(2.0 * math.pi)
+    return _mean_of_similarity(metric, lambda s: (-(((1.0 - s) / sigma) ** 2) / 2.0).exp() / bell)
+
+
+def energy_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
+    """The slot each token flows into, ``[N, T]`` long: ``2 remove`` candidates of highest energy, by turns A and B."""
+    ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin))
+    return _flow(metric, ranked[:, : 2 * remove : 2], ranked[:, 1 : 2 * remove : 2], remove)
+
+
+def text_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
+    """The text variant: of the ``2 remove`` candidates the half of higher energy flows into the lower half."""
+    ranked, remove = _ranked(metric, remove, protected, text_energy(metric[:, protected:], margin))
+    return _flow(metric, ranked[:, :remove], ranked[:, remove : 2 * remove], remove)
+
+
+def energy_bipartite_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
+    """All tokens by turns A and B in the order of their energy; the ``remove`` best proposals of A are carried out."""
+    ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin))
+    return _flow(metric, ranked[:, 0::2], ranked[:, 1::2], remove)
+
+
+_MATCHING = {"energy": energy_matching, "bsm": energy_bipartite_matching, "text": text_matching}
+
+
+def _ranked(metric: Tensor, remove: int, protected: int, values: Tensor) -> tuple[Tensor, int]:
+    """Slots by falling energy, and how many can be removed."""
+    order = values.argsort(dim=1, descending=True, stable=True) + protected
+    return order, max(0, min(remove, (metric.shape[1] - protected) // 2))
+
+
+def _flow(metric: Tensor, a: Tensor, b: Tensor, remove: int) -> Tensor:
+    """The ``remove`` tokens among the slots ``a [N, p]`` that are nearest to one of ``b [N, q]`` flow into it."""
+    target = torch.arange(metric.shape[1], device=metric.device).repeat(len(metric), 1)
+    if remove == 0:
+        return target
+    x = normalize(metric.float(), dim=-1)
+    best, partner = most_alike(x, a, b, first=first_copies(x))
+    giver = best.argsort(dim=1, descending=True, stable=True)[:, :remove]
+    return target.scatter(1, a.gather(1, giver), b.gather(1, partner.gather(1, giver)))
+
+
+def _mean_of_similarity(metric: Tensor, what: Callable[[Tensor], Tensor]) -> Tensor:
+    x = normalize(metric.float(), dim=-1)
+    height = max(1, BLOCK // max(1, x.shape[0] * x.shape[1]))
+    rows = [what(x[:, top : top + height] @ x.transpose(1, 2)).mean(2) for top in range(0, x.shape[1], height)]
+    return of_first(torch.cat(rows, 1), first_copies(x)) if rows else x.new_zeros(x.shape[:2])

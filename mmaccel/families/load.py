@@ -1,0 +1,80 @@
+"""A model and its processor from a folder or a hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import MmaccelError, UnsupportedError
+
+
+def load_model(
+    name: str | Path,
+    *,
+    device: str | None = None,
+    dtype: str = "auto",
+    attn: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """Model and processor, ready to generate. Weights are read from safetensors only.
+
+    Parameters
+    ----------
+    name : a folder or a hub id.
+    device : by default cuda if there is one.
+    dtype : of the weights; ``auto`` is as stored, on the CPU float32.
+    attn : the attention implementation, by default that of transformers.
+    trust_remote_code : run code that comes with the model.
+
+    Raises
+    ------
+    MmaccelError
+        If there is no such model, its family is not supported, or it does not load.
+    """
+    name = str(name)
+    if name.startswith((".", "~", "/")) and not Path(name).is_dir():
+        raise MmaccelError(f"There is no folder {name!r}; give the folder of a model, or a hub id.")
+    import torch
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+    from transformers.utils import logging
+
+    from . import FAMILIES
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
+    known = [kind for family in FAMILIES for kind in family.model_types]
+    remote = {"trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(name, **remote)
+        if config.model_type not in known:
+            raise UnsupportedError(
+                f"{name!r} is a model of type {config.model_type!r}; mmaccel supports {', '.join(known)}."
+            )
+        processor = AutoProcessor.from_pretrained(name, **remote)
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        on_cpu = dtype == "auto" and place.type == "cpu"
+        model = AutoModelForImageTextToText.from_pretrained(
+            name,
+            dtype="float32" if on_cpu else dtype,
+            use_safetensors=True,
+            **({"attn_implementation": attn} if attn else {}),
+            **remote,
+        )
+        model = model.to(place).eval()
+    except MmaccelError:
+        raise
+    except ImportError as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise MmaccelError(f"Loading {name!r} needs something that is not installed: {first}") from error
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise MmaccelError(
+            f"Cannot load {name!r} ({first.rstrip('.')}); give a folder with config, safetensors and processor files, or "
+            "a hub id that this machine can reach."
+        ) from error
+    return model, processor
+
+
+__all__ = ["load_model"]

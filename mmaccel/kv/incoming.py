@@ -1,0 +1,62 @@
+"""What a cache is told of the forward of the text model that is being run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .index import KeyIndex
+from .sparse import SparseRead
+
+
+@dataclass
+class Phase:
+    """The tokens of a forward that the layers between two reductions see.
+
+    places : ``[B, q]`` int32, the place of each token in the unreduced sequence; -1 for padding.
+    padded : whether any is padding.
+    chosen : ``[B, q]`` long on the CPU, the same as places of this forward; None where every token stays and none is padding.
+    """
+
+    places: Tensor
+    padded: bool
+    chosen: Tensor | None = None
+    _indices: dict[torch.device, KeyIndex] = field(default_factory=dict)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Tokens of every row that are no padding, ``[B]`` long on the CPU."""
+        if self.padded and self.chosen is not None:
+            return (self.chosen >= 0).sum(1)
+        return torch.full((len(self.places),), self.places.shape[1])
+
+    def shared_index(self, upto: int, device: torch.device) -> KeyIndex:
+        """One index of these places for all layers on ``device`` that store them first."""
+        if device not in self._indices:
+            lengths = self.lengths[:, None]
+            self._indices[device] = KeyIndex(self.places.to(device), self.padded, upto, lengths)
+        return self._indices[device]
+
+
+@dataclass
+class Incoming:
+    """Tokens on their way into a cache.
+
+    seen : tokens the cache has seen before. length : tokens of this forward before any reduction.
+    as_stored : whether layers may be read as they are stored: nothing but attention looks at their keys in this forward.
+    phases : which tokens are left from which layer on, the first from layer 0.
+    sparse : what some layers read in this forward, if not everything.
+    """
+
+    seen: int
+    length: int
+    as_stored: bool
+    phases: list[tuple[int, Phase]] = field(default_factory=list)
+    sparse: SparseRead | None = None
+
+    def phase(self, layer: int) -> Phase:
+        """The phase a layer belongs to."""
+        return next(phase for first, phase in reversed(self.phases) if first <= layer)

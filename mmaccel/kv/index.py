@@ -1,0 +1,138 @@
+"""Where every stored key came from, and who may attend to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def leftmost(there: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots that are ``there [B, heads, K]`` bool, moved to the left in their order: ``[B, heads, W]`` long, where ``W`` is
+    the most there are of one row; which of these are slots at all, the same shape, bool; and ``lengths [B, heads]`` long on
+    the CPU, how many there are. Where the caller knows these nothing waits for the device, else the host waits once."""
+    counts = there.sum(-1)
+    lengths = counts.cpu() if lengths is None else lengths.expand(there.shape[:-1])
+    width = int(lengths.max()) if lengths.numel() else 0
+    order = (~there).long().argsort(dim=-1, stable=True)[..., :width]
+    return order, torch.arange(width, device=there.device) < counts[..., None], lengths
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """What the host has made, or another device, moved without waiting for what ``device`` is doing."""
+    return x.to(device, non_blocking=device.type != "cpu")
+
+
+class KeyIndex:
+    """The place in the unreduced, padded sequence of every stored key; shared by layers that store the same keys.
+
+    Parameters
+    ----------
+    index : ``[B, K]``, or ``[B, Hkv, K]`` where heads differ; -1 marks a slot without a key.
+    padded : whether any slot is -1 (known without asking the device).
+    upto : logical length: tokens seen when the index was last extended.
+    lengths : ``[B, 1 or Hkv]`` long on the CPU, see :attr:`lengths`, where they are known.
+    """
+
+    def __init__(self, index: Tensor, padded: bool, upto: int, lengths: Tensor | None = None) -> None:
+        self.index = index.to(torch.int32)
+        self.padded = padded
+        self.upto = upto
+        self._lengths = lengths
+        self._mask: tuple[Tensor, int | None, Tensor] | None = None
+        self._slots: Tensor | None = None
+
+    def clone(self) -> KeyIndex:
+        """An index of its own with the same content."""
+        return KeyIndex(self.index, self.padded, self.upto, self._lengths)
+
+    def __len__(self) -> int:
+        return self.index.shape[-1]
+
+    @property
+    def by_head(self) -> Tensor:
+        """The index with an axis for heads: ``[B, 1, K]`` where all store the same keys, else ``[B, Hkv, K]``."""
+        return self.index if self.index.dim() == 3 else self.index[:, None]
+
+    @property
+    def known(self) -> bool:
+        """Whether the host knows :attr:`lengths` without asking the device."""
+        return not self.padded or self._lengths is not None
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many keys every row stores, and every head where heads differ: ``[B, 1 or Hkv]`` long on the CPU."""
+        if not self.padded:
+            return torch.full((len(self.index), self.index.shape[1] if self.index.dim() == 3 else 1), len(self))
+        if self._lengths is None:
+            self._lengths = (self.by_head >= 0).sum(-1).cpu()
+        return self._lengths
+
+    def extend(self, new: Tensor, padded: bool, upto: int, lengths: Tensor | None = None) -> None:
+        """Append ``new [B, q]``, of which ``lengths [B]`` are keys; layers that share this index call it one after the other,
+        the first one counts."""
+        if self.upto >= upto:
+            return
+        if self.known and (lengths is not None or not padded):
+            self._lengths = self.lengths + (new.shape[1] if lengths is None else lengths[:, None])
+        else:
+            self._lengths = None
+        new = new.to(self.index)
+        if self.index.dim() == 3:
+            new = new[:, None].expand(-1, self.index.shape[1], -1)
+        self.index = torch.cat([self.index, new], dim=-1)
+        self.padded |= padded
+        self.upto, self._slots = upto, None
+
+    def mask(self, queries: Tensor, window: int | None) -> Tensor | None:
+        """Who may attend to what: ``[B, 1 or Hkv, q, K]`` bool, or None where plain causal attention says it all.
+
+        ``queries [B, q]`` are the places of the queries, -1 for padding. ``window`` counts original places.
+        """
+        q = queries.shape[1]
+        windowed = window is not None and self.upto > window
+        if not self.padded and not windowed and (q == 1 or q == len(self)):
+            return None
+        if self._mask is None or self._mask[0] is not queries or self._mask[1] != window:
+            keys, at = self.by_head[:, :, None], queries.to(self.index)[:, None, :, None]
+            mask = (keys >= 0) & (keys <= at)
+            if window is not None and windowed:
+                mask &= at - keys < window
+            self._mask = (queries, window, mask)
+        return self._mask[2]
+
+    def forget(self) -> None:
+        """Let go of the mask of the last forward, which may be many times as large as the index."""
+        self._mask = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor the index holds between two forwards."""
+        yield self.index
+        yield from (x for x in (self._slots, self._lengths) if x is not None)
+
+    def rename(self, new: Tensor, upto: int) -> None:
+        """Call place ``p`` from now on ``new[p]``, of ``upto`` places seen."""
+        there = self.index >= 0
+        self.index = torch.where(there, new[self.index.long().clamp(min=0)], self.index)
+        self.upto, self._mask, self._slots = upto, None, None
+
+    def select(self, rows: Tensor, on_host: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch; ``on_host`` are the same on the CPU."""
+        self.index = self.index.index_select(0, rows.to(self.index.device))
+        self._lengths = None if self._lengths is None else self._lengths[on_host]
+        self._mask = self._slots = None
+
+    def crop(self, upto: int) -> Tensor:
+        """Forget everything from place ``upto`` on; returns the slots that stay for any row or head, ``[K]`` bool.
+
+        Layers that share this index call it one after the other and get the same answer.
+        """
+        if self.upto > upto or self._slots is None:
+            stays = self.index < upto
+            self._slots = stays.flatten(0, -2).any(0)
+            self.index = self.index.masked_fill(~stays, -1)[..., self._slots]
+            self._lengths = (self.by_head >= 0).sum(-1).cpu()
+            self.padded |= bool((self._lengths < len(self)).any())
+            self.upto, self._mask = upto, None
+        return self._slots

@@ -1,0 +1,349 @@
+"""A cache layer that stores what codecs pack in pages, and the rest in full precision behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from mmaccel_kernels.compact import compact
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .cache import CompressedLayer, Ragged
+from .codecs import Among, Kind
+from .index import KeyIndex, leftmost
+
+if TYPE_CHECKING:
+    from mmaccel_kernels.pages import Pages
+
+    from .cache import CacheState
+
+
+class Held(NamedTuple):
+    """What the host knows of packed tokens: the ``places`` they have in their pages, and those that are ``live``, ``[B, 1 or
+    Hkv]`` long each, on the CPU."""
+
+    places: Tensor
+    live: Tensor
+
+
+@dataclass(frozen=True)
+class Front:
+    """What a layer has packed of one kind of tokens, apart from the rest.
+
+    pages : of all heads; None before the first are packed.
+    index : ``[B, 1 or Hkv, W]``, where the token of every place of the pages came from; -1 for dead places, whose token was
+        dropped, and behind the end of short heads.
+    received : ``[B, Hkv, W]`` or None, see :class:`.cache.Carried`.
+    held : how many places every head has, and how many tokens in them; None where only the device knows.
+    """
+
+    pages: Pages | None
+    index: Tensor
+    received: Tensor | None
+    held: Held | None = None
+
+    def known(self) -> Held:
+        """``held``; the host waits for it if it must."""
+        if self.held is not None:
+            return self.held
+        live = (self.index >= 0).sum(-1)
+        if self.pages is None:
+            places = torch.zeros_like(live)
+        else:
+            # heads with one index have as many places
+            places = self.pages.lengths()[:, : live.shape[1]]
+        return Held(*torch.stack([places, live]).cpu().unbind())
+
+    def extended(self, new: Pages, index: Tensor, due: Tensor, received: Tensor | None, count: Tensor) -> Front:
+        """With ``new`` pages behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this index and these figures, ``count
+        [B, 1 or Hkv]`` on the CPU of every head."""
+        held = self.known()
+        held = Held(held.places + count, held.live + count)
+        there = torch.zeros_like(self.index, dtype=torch.bool)
+        if self.pages is not None:
+            # dead places are places
+            lengths = self.pages.lengths()[:, : self.index.shape[1], None]
+            there = torch.arange(self.index.shape[-1], device=lengths.device) < lengths
+        order, there, _ = leftmost(torch.cat([there, due], dim=-1), held.places)
+        index = torch.cat([self.index, index], dim=-1).gather(2, order).masked_fill(~there, -1)
+        if self.received is not None and received is not None:
+            both = torch.cat([self.received, received], dim=-1)
+            received = both.gather(2, order.expand(-1, both.shape[1], -1)).masked_fill(~there, 0.0)
+        return Front(new if self.pages is None else self.pages.appended(new), index, received, held)
+
+    def kept(self, kept: Tensor) -> Front:
+        """Only what is ``kept [B, 1 or Hkv, W]``; pages are written anew where that saves enough of them."""
+        if self.pages is None:
+            return self
+        index = self.index.expand(-1, max(self.index.shape[1], kept.shape[1]), -1).masked_fill(~kept, -1)
+        live, received = (index >= 0).expand(-1, self.pages.heads, -1), self.received
+        if not bool(live.any()):
+            return Front(None, index[..., :0], None if received is None else received[..., :0])
+        made = self.pages.compacted(live.flatten(0, 1))
+        if made is None:
+            return Front(self.pages, index, received)
+        pages, was = made[0], made[1].view(*live.shape[:2], -1)
+        there, was = was >= 0, was.clamp(min=0)
+        if received is not None:
+            received = received.gather(2, was).masked_fill(~there, 0.0)
+        there, was = there[:, : index.shape[1]], was[:, : index.shape[1]]
+        return Front(pages, index.gather(2, was).masked_fill(~there, -1), received)
+
+    def cropped(self, seen: int) -> Front:
+        """Without the tokens from place ``seen`` on."""
+        if self.pages is None:
+            return self
+        stays = (self.index >= 0) & (self.index < seen)
+        # up to the last one; a layer may have pages and no token in them
+        number = torch.arange(1, stays.shape[-1] + 1, device=stays.device)
+        lengths = pad(stays * number, (1, 0)).amax(-1)
+        width = int(lengths.max())
+        pages = self.pages.cropped(lengths.expand(-1, self.pages.heads))
+        received = None if self.received is None else self.received[..., :width]
+        return Front(pages, self.index.masked_fill(~stays, -1)[..., :width], received)
+
+
+class QuantisedLayer(CompressedLayer):
+    """The slots of :meth:`stored` are the places of the packed tokens of every head, kind after kind, then the tokens in full
+    precision.
+
+    packs : packed keys and values of every kind of tokens, None before the first are packed; ``widths``: slots they take, those
+        of the longest head; ``held``: of each what the host knows of its tokens.
+    thawed : ``[B, 1 or Hkv]`` long, how many of the first tokens in full precision were packed once; None if none was.
+
+    A token is packed once. It can be dropped; what becomes of its place is said at
+    :meth:`mmaccel_kernels.pages.Pages.compacted`. The last few tokens that share scales go back to full precision, as what
+    their codes stand for, when they take less memory so; they are not packed again.
+    """
+
+    def __init__(self, state: CacheState, number: int) -> None:
+        super().__init__(state, number)
+        self.packs: tuple[Pages | None, ...] = ()
+        self.widths: tuple[int, ...] = ()
+        self.held: tuple[Held | None, ...] = ()
+        self.thawed: Tensor | None = None
+
+    @property
+    def pages(self) -> Pages | None:
+        """What is packed of the first kind."""
+        return self.packs[0] if self.packs else None
+
+    @property
+    def width(self) -> int:
+        """Slots of all that is packed."""
+        return sum(self.widths)
+
+    @property
+    def packed(self) -> bool:
+        """Whether anything is, or was and has left pages."""
+        return any(pages is not None for pages in self.packs)
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """All keys and values as ``[B, Hkv, K, D]``, packed ones decoded; short heads are padded (see ``index``)."""
+        parts = [super().stored()]
+        (batch, heads), dtype = parts[0][0].shape[:2], parts[0][0].dtype
+        for pages, width in zip(self.packs, self.widths, strict=True):
+            if pages is None:
+                continue
+            keys, values = pages.decoded(dtype)
+            if len(keys) == batch * heads * width:
+                # all heads are as long
+                keys, values = (x.view(batch, heads, width, x.shape[1]) for x in (keys, values))
+            else:
+                keys, values = Ragged(keys, values, pages.lengths(), width).padded()
+            parts.insert(len(parts) - 1, (keys, values))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([k for k, _ in parts], dim=2), torch.cat([v for _, v in parts], dim=2)
+
+    def pack(
+        self,
+        kind: Kind,
+        among: Among,
+        made: dict[int, tuple[KeyIndex, KeyIndex]],
+        asked: Tensor | None = None,
+        count: Tensor | None = None,
+    ) -> None:
+        """Quantise what is due of one kind of tokens.
+
+        Parameters
+        ----------
+        among : the places it may be of.
+        made : old and new indices, so that layers which shared one go on sharing one.
+        asked : ``[B, Hkv, D]`` float32, the mean square of the last queries, if the codec looks at them.
+        count : ``[B, 1 or Hkv]`` long on the CPU, how many tokens of the kind are in full precision, where it is known; else
+            the host waits for it.
+        """
+        if self.index is None or self.few(kind, among):
+            return
+        valid = self.eligible(among)
+        count = valid.sum(-1).cpu() if count is None else count.expand(valid.shape[:2])
+        count = kind.codec.packable(count)
+        if not bool(count.any()):
+            return
+        due = valid & (valid.cumsum(-1) <= kind.codec.packable(valid.sum(-1))[..., None])
+        old, fronts = self.index, self._parted()
+        rest, lengths = self.index.by_head, self.index.lengths - count
+        keys, values = super().stored()
+        every = count.expand(-1, keys.shape[1])
+        flat = compact(keys, values, due.expand(-1, keys.shape[1], -1), total=int(every.sum()))
+        empty = None if self.carried.received is None else self.carried.received[..., :0]
+        none = Held(torch.zeros_like(count), torch.zeros_like(count))
+        fronts += [Front(None, rest[..., :0], empty, none)] * (kind.number + 1 - len(fronts))
+        front = fronts[kind.number]
+        before = front.pages if front.pages is not None else fronts[kind.like].pages
+        new = kind.codec.pack(*flat, before, asked, every)
+        fronts[kind.number] = front.extended(new, rest, due, self.carried.received, count)
+        super().evict((rest >= 0) & ~due, (keys, values), lengths)
+        self._join(fronts)
+        known = made.get(id(old))
+        if known is not None:
+            self.index = known[1]
+        elif old.index.dim() == 2:
+            made[id(old)] = (old, self.index)
+
+    def few(self, kind: Kind, among: Among) -> bool:
+        """Whether it is plain from what is stored in full precision that none of it is to be packed."""
+        if self.index is None:
+            return True
+        return among.others and len(self.index) - self.width < kind.codec.residual + kind.codec.page
+
+    def eligible(self, among: Among) -> Tensor:
+        """Which of the tokens in full precision may be packed, ``[B, 1 or Hkv, R]`` bool."""
+        assert self.index is not None
+        rest = self.index.by_head[..., self.width :]
+        return (rest >= 0) & ~self._once(rest) & among.holds(rest)
+
+    @property
+    def loose(self) -> Tensor | None:
+        """How many tokens in full precision may be packed, ``[B, 1 or Hkv]`` long on the CPU; None where only the device
+        knows."""
+        if self.index is None or not self.index.known or self.thawed is not None or None in self.held:
+            return None
+        return self.index.lengths - sum(held.live for held in self.held if held is not None)
+
+    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None) -> None:
+        """Free everything but ``kept``. Packed tokens are dropped or stay as they are; ``merged`` does not reach them."""
+        if not self.packed and self.thawed is None:
+            super().evict(kept, merged, lengths)
+            return
+        assert self.index is not None
+        index, received, width = self.index, self.carried.received, self.width
+        kept = kept & (index.by_head >= 0)
+        packed, rest = kept[..., :width], kept[..., width:]
+        few = self._few(packed)
+        once = few.sum(-1) + (rest & self._once(index.by_head[..., width:])).sum(-1)
+        thaws = bool(few.any())
+        if thaws and merged is None:
+            merged = self.stored()
+        elif not thaws and merged is not None:
+            merged = merged[0][:, :, width:], merged[1][:, :, width:]
+        parts = (packed & ~few).split(self.widths, dim=-1)
+        fronts = [front.kept(part) for front, part in zip(self._parted(), parts, strict=True)]
+        if thaws:
+            self.index, self.carried.received, rest = index, received, torch.cat([few, rest], dim=-1)
+        super().evict(rest, merged)
+        self._join(fronts)
+        self.thawed = once if thaws or self.thawed is not None else None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens seen; packed ones are cut off their pages."""
+        if (not self.packed and self.thawed is None) or int(tokens_to_remove) >= 0:
+            super().crop(tokens_to_remove)
+            return
+        self.seen += int(tokens_to_remove)
+        fronts = [front.cropped(self.seen) for front in self._parted()]
+        assert self.index is not None
+        rest = self.index.by_head
+        stays = (rest >= 0) & (rest < self.seen)
+        if self.thawed is not None:
+            self.thawed = (stays & self._once(rest)).sum(-1)
+        super().evict(stays)
+        self._join(fronts)
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Every tensor this layer holds."""
+        yield from super().tensors()
+        for pages in self.packs:
+            if pages is not None:
+                yield from pages.tensors()
+        for held in self.held:
+            yield from held or ()
+        if self.thawed is not None:
+            yield self.thawed
+
+    def reset(self) -> None:
+        """Back to empty, ready for another prompt."""
+        super().reset()
+        self.packs, self.widths, self.held, self.thawed = (), (), (), None
+
+    def _select(self, rows: Tensor) -> None:
+        super()._select(rows)
+        self.packs = tuple(pages and pages.selected(rows.to(pages.table.device)) for pages in self.packs)
+        self.held = (None,) * len(self.packs)
+        if self.thawed is not None:
+            self.thawed = self.thawed[rows.to(self.thawed.device)]
+
+    # --- what was packed --------------------------------------------------------------------------------------
+    def once(self) -> Tensor:
+        """``[B, 1 or Hkv, K]`` bool: which slots hold what is packed, or was once."""
+        assert self.index is not None
+        index = self.index.by_head
+        return torch.cat([index[..., : self.width] >= 0, self._once(index[..., self.width :])], dim=-1)
+
+    def _once(self, rest: Tensor) -> Tensor:
+        """Which slots ``[B, 1 or Hkv, R]`` of the full-precision part hold what was packed once, bool."""
+        there = rest >= 0
+        return torch.zeros_like(there) if self.thawed is None else there & (there.cumsum(-1) <= self.thawed[..., None])
+
+    def _few(self, kept: Tensor) -> Tensor:
+        """Which of the packed tokens ``kept [B, 1 or Hkv, W]`` are to be thawed."""
+        token = (self.keys.shape[-1] + self.values.shape[-1]) * self.keys.element_size()
+        parts = []
+        for pages, part in zip(self.packs, kept.split(self.widths, dim=-1), strict=True):
+            if pages is None:
+                continue
+            live = part.expand(-1, pages.heads, -1)
+            parts.append(pages.sparse(live.flatten(0, 1), token).view_as(live)[:, : kept.shape[1]])
+        return torch.cat(parts, dim=-1) if parts else torch.zeros_like(kept)
+
+    # --- the two parts ----------------------------------------------------------------------------------------
+    def _parted(self) -> list[Front]:
+        """Take what is packed away: a layer without pages is left, until :meth:`_join`."""
+        assert self.index is not None
+        index, received, ends = self.index.by_head, self.carried.received, list(accumulate(self.widths, initial=0))
+        if received is not None:
+            # tokens that came after the last observation have no figures yet
+            received = pad(received, (0, index.shape[-1] - received.shape[-1]))
+            self.carried.received = received[..., self.width :]
+        fronts = [
+            Front(pages, index[..., start:stop], None if received is None else received[..., start:stop], held)
+            for pages, held, start, stop in zip(self.packs, self.held, ends, ends[1:], strict=False)
+        ]
+        rest, lengths = index[..., self.width :], None
+        if self.index.known and None not in self.held:
+            lengths = self.index.lengths - sum(held.live for held in self.held if held is not None)
+        self.packs, self.widths, self.held = (), (), ()
+        self.index = KeyIndex(rest if rest.shape[1] > 1 else rest[:, 0], True, self.seen, lengths)
+        return fronts
+
+    def _join(self, fronts: list[Front]) -> None:
+        """Put what is packed before what is stored."""
+        assert self.index is not None
+        indices = [*(front.index for front in fronts), self.index.by_head]
+        heads = max(index.shape[1] for index in indices)
+        index = torch.cat([part.expand(-1, heads, -1) for part in indices], dim=-1)
+        held = [front.known() for front in fronts]
+        lengths = (self.index.lengths + sum(one.live for one in held)).expand(-1, heads)
+        padded = bool((lengths < index.shape[-1]).any())
+        self.index = KeyIndex(index if heads > 1 else index[:, 0], padded, self.seen, lengths)
+        if self.carried.received is not None:
+            figures = [front.received for front in fronts if front.received is not None]
+            self.carried.received = torch.cat([*figures, self.carried.received], dim=-1)
+        self.packs = tuple(front.pages for front in fronts)
+        self.widths = tuple(front.index.shape[-1] for front in fronts)
+        self.held = tuple(held)

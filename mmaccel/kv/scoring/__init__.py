@@ -1,0 +1,1 @@
+"""What cache policies share: how much attention keys received, chunks of neighbours, copies."""

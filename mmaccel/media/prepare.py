@@ -1,0 +1,256 @@
+"""Site ``frames``: what must happen to pixels before the processor, which fixes the number of placeholders."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from PIL.Image import Image as PILImage
+
+from ..errors import MmaccelError, UnsupportedError
+from ..method import FramesMethod
+from ..recipe import Recipe
+from ..recipe import recipe as find_recipe
+from .picture import first_line, load_picture
+
+Stages = tuple[tuple[FramesMethod, float], ...]
+
+
+def prepare(processor: Any, recipe: str | Path | Mapping[str, Any] | Recipe = "balanced", **overrides: Any) -> Any:
+    """A processor that applies a recipe's ``frames`` methods to pictures and clips before it does its own work.
+
+    Parameters
+    ----------
+    processor : a processor of transformers, or an image or video processor alone. It is left as it is.
+    recipe, **overrides : as for :func:`mmaccel.accelerate_vlm`; give both the same.
+
+    Returns
+    -------
+    A copy of ``processor`` that shares its tokenizer and settings and is an instance of its class: call it, or its
+    ``apply_chat_template(..., tokenize=True)`` with pictures in the messages, as before. Pictures may be PIL images,
+    arrays, tensors, paths or URLs in lists of any depth; clips likewise, or lists of frames. Clips are reduced after
+    the processor has sampled their frames, and their metadata follows: when frames are dropped, ``frames_indices``
+    names those that stay. A recipe without ``frames`` methods returns the processor itself.
+
+    Raises
+    ------
+    MmaccelError
+        If the recipe is of no use or a ``frames`` budget is a count; and from the processor, if a file is missing or
+        broken, or pixels are normalised already.
+    """
+    base = getattr(processor, "_mmaccel_base", processor)
+    chosen = find_recipe(recipe).override(**overrides)
+    stages: Stages = tuple(
+        (method, _ratio(stage.retain, method)) for stage, method in chosen.build() if isinstance(method, FramesMethod)
+    )
+    if not stages:
+        return base
+    if not callable(base) or not any(
+        hasattr(base, name) for name in ("image_processor", "video_processor", "fetch_images", "fetch_videos")
+    ):
+        raise MmaccelError(f"{type(base).__name__} reads no pictures; give the model's processor (AutoProcessor).")
+    prepared = _shadow(base, chosen, {"__call__": _call(type(base), stages), **_video_hooks(type(base), stages)})
+    inner = getattr(base, "video_processor", None)
+    if inner is not None:
+        prepared.video_processor = _shadow(inner, chosen, _video_hooks(type(inner), stages))
+    return prepared
+
+
+def _ratio(retain: float | None, method: FramesMethod) -> float:
+    if retain is None:
+        return 1.0
+    if isinstance(retain, int):
+        raise MmaccelError(
+            f"{method.name} works on pixels, before there are tokens to count; give a ratio such as retain=0.25, "
+            f"not {retain}."
+        )
+    return retain
+
+
+def _shadow(base: Any, recipe: Recipe, overrides: dict[str, Any]) -> Any:
+    """A shallow copy of ``base`` whose class is a subclass with ``overrides`` and the same name."""
+    cls = type(base)
+    members = {
+        **overrides,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce__": lambda self: (prepare, (base, recipe)),
+        "_mmaccel_base": base,
+        "mmaccel_recipe": recipe,
+    }
+    shadow = copy.copy(base)
+    shadow.__class__ = type(cls.__name__, (cls,), members)
+    return shadow
+
+
+def _call(cls: Any, stages: Stages) -> Callable[..., Any]:
+    """``__call__`` of a prepared processor of class ``cls``."""
+    original = cls.__call__
+    signature = inspect.signature(original)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        extra = bound.arguments.get("kwargs", {})
+        resizing = next((method.name for method, _ in stages if not method.only_chooses), None)
+        if resizing and any(
+            given.get("do_resize") is False
+            for given in (extra, extra.get("images_kwargs", {}), extra.get("videos_kwargs", {}))
+        ):
+            raise UnsupportedError(
+                f"{resizing} changes the size of pictures, and with do_resize=False the processor takes them as they are; "
+                "leave out do_resize, or take a recipe that works behind the processor."
+            )
+        for given in (bound.arguments, extra):
+            if given.get("images") is not None:
+                given["images"] = _pictures(given["images"], stages)
+            if given.get("videos") is not None:
+                given["videos"] = _checked_paths(given["videos"])
+        return original(*bound.args, **bound.kwargs)
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def _pictures(images: Any, stages: Stages) -> Any:
+    """Every picture of a nested list, reduced; lists keep their shape, and a picture its type."""
+    if isinstance(images, (list, tuple)):
+        return [_pictures(image, stages) for image in images]
+    if isinstance(images, (str, os.PathLike)):
+        return _reduced(load_picture(images), stages)
+    if isinstance(images, (np.ndarray, torch.Tensor)) and images.ndim >= 4:
+        return [_pictures(image, stages) for image in images]
+    if isinstance(images, (np.ndarray, torch.Tensor)):
+        bytes_, back = _as_frames(images[None])
+        frame = bytes_[0, :, :, 0] if bytes_.shape[-1] == 1 else bytes_[0]
+        small = np.array(_reduced(Image.fromarray(frame), stages))
+        return back(small[None, ..., None] if small.ndim == 2 else small[None])[0]
+    return _reduced(images, stages) if isinstance(images, PILImage) else images
+
+
+def _reduced(image: PILImage, stages: Stages) -> PILImage:
+    for method, retain in stages:
+        image = method.picture(image, retain)
+    return image
+
+
+# --------------------------------------------------------------------------------------------------------------- clips
+
+
+def _checked_paths(videos: Any) -> Any:
+    """Paths in a nested list of clips as strings of files that exist."""
+    if isinstance(videos, (list, tuple)):
+        return [_checked_paths(video) for video in videos]
+    if not isinstance(videos, (str, os.PathLike)):
+        return videos
+    text = os.fspath(videos)
+    if not text.startswith(("http://", "https://")) and not os.path.isfile(text):
+        raise MmaccelError(f"The video {text!r} does not exist; give the path of a video file.")
+    return text
+
+
+def _video_hooks(cls: type, stages: Stages) -> dict[str, Any]:
+    """What a prepared video processor does differently; nothing for a processor of another kind."""
+    if not hasattr(cls, "fetch_videos"):
+        return {}
+    if not hasattr(cls, "_decode_and_sample_videos"):
+        raise UnsupportedError(f"{cls.__name__} has no step after frame sampling; use transformers 5.17 to 5.23.")
+    decode_and_sample, fetch = cls._decode_and_sample_videos, cls.fetch_videos
+
+    def sampled(self: Any, videos: Any, video_metadata: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
+        # transformers writes into the metadata that it is given
+        clips, about = decode_and_sample(self, videos, copy.deepcopy(video_metadata), *args, **kwargs)
+        pairs = [_clip(clip, metadata, stages) for clip, metadata in zip(clips, about, strict=True)]
+        return [clip for clip, _ in pairs], [metadata for _, metadata in pairs]
+
+    def fetch_videos(self: Any, video_url_or_urls: Any, sample_indices_fn: Any = None) -> Any:
+        if isinstance(video_url_or_urls, (list, tuple)):
+            return list(zip(*[fetch_videos(self, one, sample_indices_fn) for one in video_url_or_urls], strict=True))
+        if not video_url_or_urls.startswith(("http://", "https://")):
+            from ..video.decode import decode_sampled
+
+            return decode_sampled(video_url_or_urls, sample_indices_fn)
+        from transformers.utils import is_av_available, is_decord_available, is_torchcodec_available
+        from transformers.video_utils import load_video
+
+        there = {"pyav": is_av_available(), "decord": is_decord_available()}
+        backend = next((name for name, usable in there.items() if usable), None)
+        try:
+            if is_torchcodec_available() or backend is None:
+                return fetch(self, video_url_or_urls, sample_indices_fn=sample_indices_fn)
+            return load_video(video_url_or_urls, backend=backend, sample_indices_fn=sample_indices_fn)
+        except Exception as error:
+            raise MmaccelError(f"The video {video_url_or_urls!r} cannot be read: {first_line(error)}") from error
+
+    return {"_decode_and_sample_videos": sampled, "fetch_videos": fetch_videos}
+
+
+def _clip(clip: Any, metadata: Any, stages: Stages) -> tuple[Any, Any]:
+    """One clip, ``[T, H, W, C]`` or ``[T, C, H, W]`` array or tensor, reduced, and its metadata for the frames that stay."""
+    frames, back = _as_frames(clip)
+    # methods see RGB; an alpha channel is left out, as processors do
+    grey, frames = frames.shape[-1] == 1, np.repeat(frames, 3, axis=-1) if frames.shape[-1] == 1 else frames[..., :3]
+    indices = getattr(metadata, "frames_indices", None)
+    indices = np.arange(len(frames)) if indices is None else np.asarray(indices)
+    for method, retain in stages:
+        stay = method.choose(frames, retain)
+        frames = frames[stay] if method.only_chooses else method.clip(frames, retain)
+        if len(stay) != len(frames):
+            raise MmaccelError(
+                f"Method {method.name!r} made {len(frames)} frames but says that it keeps {len(stay)}; its choose() must "
+                "name the frames that clip() shows."
+            )
+        indices = indices[stay]
+    if dataclasses.is_dataclass(metadata) and not isinstance(metadata, type):
+        metadata = dataclasses.replace(metadata, **{"frames_indices": indices.tolist()})
+    return back(frames[..., :1] if grey else frames), metadata
+
+
+def _as_frames(pixels: Any) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
+    """``[T, H, W, C]`` uint8 of an array or tensor in any layout and range, and the way back to its own.
+
+    ``[T, H, W]`` is grey. Floating point pixels lose what is finer than 1/255.
+    """
+    if isinstance(pixels, torch.Tensor):
+        pixels = pixels.detach()
+        # numpy has no bfloat16
+        array = (pixels.float() if pixels.is_floating_point() else pixels).cpu().numpy()
+    else:
+        array = np.asarray(pixels)
+    grey = array.ndim == 3
+    first = not grey and array.shape[-1] not in (1, 3, 4) and array.shape[1] in (1, 3, 4)
+    if not grey and not first and array.shape[-1] not in (1, 3, 4):
+        raise MmaccelError(f"Pixels of shape {tuple(array.shape[1:])} have no channel dimension of 1, 3 or 4.")
+    out = array[..., None] if grey else array.transpose(0, 2, 3, 1) if first else array
+    low, high = (float(out.min()), float(out.max())) if out.size else (0.0, 0.0)
+    scale = 255.0 if array.dtype == np.bool_ or (np.issubdtype(array.dtype, np.floating) and high <= 1.0) else 1.0
+    if low < 0 or high > 255:
+        raise MmaccelError(
+            f"Pixels from {low:g} to {high:g} look normalised already; give them from 0 to 255 or from 0 to 1."
+        )
+    dtype = array.dtype
+    if dtype != np.uint8:
+        out = (out.astype(np.float32) * scale).round().astype(np.uint8)
+
+    def back(frames: np.ndarray) -> Any:
+        result = frames[..., 0] if grey else frames.transpose(0, 3, 1, 2) if first else frames
+        if dtype != np.uint8:
+            result = (result.astype(np.float32) / scale).astype(dtype)
+        if isinstance(pixels, torch.Tensor):
+            return torch.from_numpy(np.ascontiguousarray(result)).to(pixels.device, pixels.dtype)
+        return result
+
+    return np.ascontiguousarray(out), back
+
+
+__all__ = ["load_picture", "prepare"]

@@ -1,0 +1,31 @@
+"""What a method is, site by site, and methods by name."""
+
+from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
+from .encoder import EncoderMethod, EncoderTokens
+from .frames import FramesMethod
+from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
+from .layers import LayerAttention, LayerMethod, Layerwise
+from .tokens import ProjectorMethod, TokenBatch, TokenMethod
+
+__all__ = [
+    "CHOICES",
+    "LIMITS",
+    "CacheOptions",
+    "EncoderMethod",
+    "EncoderTokens",
+    "FramesMethod",
+    "Grid",
+    "KeyBatch",
+    "LayerAttention",
+    "LayerMethod",
+    "Layerwise",
+    "Method",
+    "ModelFacts",
+    "Policy",
+    "ProjectorMethod",
+    "Site",
+    "Tap",
+    "TokenBatch",
+    "TokenMethod",
+    "TowerFacts",
+]

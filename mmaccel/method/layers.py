@@ -1,0 +1,129 @@
+"""Methods between layers of the language model, and what they see of a layer's attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import MmaccelError
+from .base import Method, ModelFacts
+from .tokens import TokenMethod
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layerwise:
+    """What a method sees of one layer, beside what is true of all layers that see the same tokens.
+
+    memo : what :meth:`once` has found, shared by these layers.
+    """
+
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def _tokens(self) -> Hashable:
+        """What tells apart the tokens that are seen."""
+        raise NotImplementedError
+
+    def once(self, make: Callable[..., T], *args: Any) -> T:
+        """``make(self, *args)``, for all layers that see the same tokens: it may ask where tokens are and of which kind, not
+        what queries, keys and values are, and may wait for the device."""
+        # one of other tokens may have been made of this one
+        key = make, args, self._tokens
+        if key not in self.memo:
+            self.memo[key] = make(self, *args)
+        found: T = self.memo[key]
+        return found
+
+
+@dataclass(frozen=True)
+class LayerAttention(Layerwise):
+    """The attention of one language model layer over a prompt, to be looked at in slices; the whole map never exists.
+
+    query : ``[B, Hq, q, D]``, key : ``[B, Hkv, K, D]``, post-RoPE. The prompt's own keys are the last ``q`` of the ``K``.
+    visible : ``[B, 1 or Hkv, q, K]`` bool, or None for plain causal attention.
+    text : ``[B, q]`` bool, the prompt tokens that are neither visual nor padding.
+    """
+
+    query: Tensor
+    key: Tensor
+    visible: Tensor | None
+    scaling: float
+    text: Tensor
+
+    @property
+    def _tokens(self) -> Hashable:
+        return self.query.shape[2], self.key.shape[2]
+
+    @cached_property
+    def full_key(self) -> Tensor:
+        """``key`` in float32, converted once for all slices, and not at all if nothing looks at them."""
+        return self.key.float()
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """``[B, Hq, stop - start, K]`` float32 of query rows ``start`` to ``stop``; ``-inf`` where a row may not look."""
+        rows, keys, heads = self.query[:, :, start:stop], self.key.shape[2], self.query.shape[1]
+        grouped = rows.unflatten(1, (self.key.shape[1], -1)).float()
+        logits = torch.einsum("bkgqd,bkld->bkgql", grouped, self.full_key) * self.scaling
+        if self.visible is not None:
+            seen = self.visible[:, :, None, start:stop]
+        else:
+            at = torch.arange(start, stop, device=rows.device) + keys - self.query.shape[2]
+            seen = torch.arange(keys, device=rows.device) <= at[:, None]
+        return logits.masked_fill(~seen, -torch.inf).reshape(len(rows), heads, -1, keys)
+
+    def attention(self, start: int, stop: int) -> Tensor:
+        """``[B, Hq, stop - start, K]``: the softmax of :meth:`logits`; NaN in rows of padding."""
+        return self.logits(start, stop).softmax(-1)
+
+
+class LayerMethod(TokenMethod):
+    """Between two layers of the language model: at the input of layer ``layer``.
+
+    ``layer`` is counted from 0 and at least 1; a float is a share of the model's depth, rounded half up and moved to the
+    nearest layer at which tokens can be dropped, so that a recipe fits any model. So is a method's default; a number that a
+    recipe gives is taken as it is, or refused.
+
+    What :meth:`look` makes of the attention of layer ``layer - 1`` reaches :meth:`reduce` as ``tokens.signals``, gathered
+    at the tokens of each unit.
+    """
+
+    site = "layers"
+    unit = "picture"
+    layer: float
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.layer, int)
+        if self.layer < 1 if whole else not 0 < self.layer < 1:
+            raise MmaccelError(
+                f"{self.name} cannot work at layer={self.layer}; give a layer of 1 or more, or a share of the depth "
+                "between 0 and 1."
+            )
+
+    def fit(self, family: ModelFacts) -> Method:
+        """A share of the depth becomes a layer."""
+        if isinstance(self.layer, int):
+            return self
+        return self._at(int(self.layer * family.depth + 0.5), family)
+
+    def within(self, family: ModelFacts) -> LayerMethod:
+        """This method at the layer nearest to ``layer`` at which tokens can be dropped."""
+        return self._at(int(self.layer), family)
+
+    def _at(self, layer: int, family: ModelFacts) -> LayerMethod:
+        layer = min(max(layer, 1, family.deepstack), family.depth - 1)
+        # methods are frozen dataclasses with a field `layer`
+        return self if layer == self.layer else dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
+
+    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+        """Figures per key, ``[B, K]`` float32 each. By default ``prompt_attention``: the attention the last prompt token
+        pays, mean over heads."""
+        last = attention.query.shape[2]
+        return {"prompt_attention": attention.attention(last - 1, last).mean((1, 2))}

@@ -1,0 +1,96 @@
+"""What operations and bytes promise, counted on the model as it runs.
+
+Operations are multiply-adds times two. Every ``nn.Linear`` counts by the rows it was given, attention by the pairs of tokens
+that see each other (half a square where it is causal), padding included, since the device does not know it. Norms,
+activations, the patch embedding and selection itself are left out: the first three are small, the last is a cost and no
+promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...families import family_of
+
+
+@dataclass
+class Operations:
+    """Of one prefill. ``vision`` is towers and projectors, ``language`` the language model and its head."""
+
+    vision: float = 0.0
+    language: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.vision + self.language
+
+
+def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
+    """Operations of ``call``, which must be one prefill of ``model``, bare or accelerated."""
+    family, found = family_of(model), Operations()
+    config = family.text.config
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    inside = {id(module) for part in (family.text, model.lm_head) for module in part.modules()}
+
+    def linear(module: Any, args: Any, output: Tensor) -> None:
+        spent = 2.0 * module.in_features * output.numel()
+        if id(module) in inside:
+            found.language += spent
+        else:
+            found.vision += spent
+
+    def text_layer(module: Any, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        found.language += 2.0 * width * hidden.shape[0] * hidden.shape[1] ** 2
+
+    def tower_layer(module: Any, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        # towers that pack their pictures say where each begins
+        packed = kwargs.get("cu_seqlens")
+        if packed is None and hidden.dim() == 2:
+            packed = next(x for x in args[1:] if isinstance(x, Tensor) and x.dim() == 1 and not x.is_floating_point())
+        if packed is not None:
+            pairs = float(packed.diff().double().square().sum())
+        else:
+            pairs = float(hidden.shape[0] * hidden.shape[1] ** 2)
+        found.vision += 4.0 * hidden.shape[-1] * pairs
+
+    handles = [module.register_forward_hook(linear) for module in model.modules() if isinstance(module, nn.Linear)]
+    handles += [layer.register_forward_pre_hook(text_layer, with_kwargs=True) for layer in family.text.layers]
+    for tower in family.towers():
+        layers = family.tower_layers(tower)
+        handles += [layer.register_forward_pre_hook(tower_layer, with_kwargs=True) for layer in layers]
+    try:
+        with torch.inference_mode():
+            call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of weights that every decode step reads: the language model's layers and its head, not the embeddings."""
+    parts = [family_of(model).text.layers, model.lm_head]
+    return sum(p.nbytes for p in {id(p): p for part in parts for p in part.parameters()}.values())
+
+
+def promised_ttft(parts: dict[str, float], bare: Operations, fast: Operations) -> float:
+    """The speed-up of the time to first token that operations promise: the bare run's ``parts`` in seconds, with vision tower
+    and prefill shortened as their operations are and all else as long as it was."""
+    vision = fast.vision / bare.vision if bare.vision else 1.0
+    shorter = parts["vision"] * (1 - vision) + parts["prefill"] * (1 - fast.language / bare.language)
+    whole = sum(parts.values())
+    return whole / (whole - shorter)
+
+
+def promised_decode(weights: int, bare_kv: float, fast_kv: float) -> float:
+    """The speed-up of decoding that bytes promise: a step reads the weights once and the cache of all rows."""
+    return (weights + bare_kv) / (weights + fast_kv)

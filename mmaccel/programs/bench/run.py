@@ -1,0 +1,469 @@
+"""Measuring: bare and accelerated in turn, within one process, from pixels to the last token."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import accelerated, prepare
+from ...core.stats import Clock
+from ...errors import MmaccelError, UnsupportedError
+from ...families import family_of
+from ...kv.cache import cache_bytes
+from ...recipe import Recipe
+from ...runtime.scope import current
+from .arithmetic import Operations, count_operations, promised_decode, promised_ttft, weight_bytes
+from .figures import Spread, ratios, verdict
+from .workloads import ClipFile, Subject, Workload, workload
+
+#: parts of the time to first token, in order; what no part covers is "rest"
+PARTS = ("decoding", "preparation", "vision", "selection", "prefill", "rest")
+#: services one after the other in a closed loop
+ROUNDS = 2
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load: ``batch`` requests that come together; with ``loop`` so many clients in a closed loop."""
+
+    workload: str
+    answer: int
+    batch: int
+    loop: bool = False
+
+    @property
+    def title(self) -> str:
+        """For tables."""
+        load = f"{self.batch} clients" if self.loop else f"batch {self.batch}"
+        return f"{self.workload}, {load}, {self.answer} token{'s' * (self.answer > 1)}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured run. Seconds; ``parts`` add up to ``ttft``."""
+
+    ttft: float
+    parts: dict[str, float]
+    total: float
+    decode: float | None
+    requests: float
+    peak: float | None
+    kv: int
+    stats: dict[str, Any]
+
+
+class Stamps:
+    """A streamer that notes when each token has come to the host, and how much of the first one was selection; the first
+    thing it is given is the prompt."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        self.selection = 0.0
+
+    def put(self, value: Any) -> None:
+        """One more token a row."""
+        self.at.append(time.perf_counter())
+        if len(self.at) == 2 and (scope := current()) is not None:
+            # methods that work at every decode step go on adding to it
+            self.selection = scope.stats.clock.seconds().get("selection", 0.0)
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+@contextmanager
+def parts_of(model: Any, clock: Clock) -> Iterator[None]:
+    """Time the encoders and the first pass through the text model, from outside of whatever mmaccel has put there."""
+    family = family_of(model)
+    inner, device = family.inner, model.device
+    passes = [0]
+    begins: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        if not passes[0]:
+            begins.append(clock.start(device))
+
+    def leave(*_: Any) -> None:
+        if not passes[0]:
+            clock.stop("language", begins.pop())
+        passes[0] += 1
+
+    handles = [family.text.register_forward_pre_hook(enter, prepend=True), family.text.register_forward_hook(leave)]
+    names = [f"get_{modality}_features" for modality in ("image", "video")]
+    before = {name: inner.__dict__.get(name) for name in names if hasattr(inner, name)}
+    depth = [0]
+
+    def timed(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)  # generate reads the signature
+        def features(*args: Any, **kwargs: Any) -> Any:
+            # some families encode clips with the function for pictures
+            if depth[0]:
+                return original(*args, **kwargs)
+            depth[0] += 1
+            try:
+                with clock.measure("vision", device):
+                    return original(*args, **kwargs)
+            finally:
+                depth[0] -= 1
+
+        return features
+
+    for name in before:
+        inner.__dict__[name] = timed(getattr(inner, name))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, had in before.items():
+            if had is None:
+                del inner.__dict__[name]
+            else:
+                inner.__dict__[name] = had
+
+
+class Peak:
+    """The most memory in use since :meth:`reset`.
+
+    On CUDA what tensors held at once, weights included. On Linux the resident set of the process at its highest, which holds
+    Python, libraries and freed pages that the C library keeps as well; elsewhere it is not known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.since_reset = device.type == "cuda"
+
+    def reset(self) -> None:
+        """From here on."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif sys.platform == "linux":
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
+            try:
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+                self.since_reset = True
+            except OSError:
+                self.since_reset = False
+
+    def bytes(self) -> int | None:
+        """The peak; None where it cannot be reset or read."""
+        if not self.since_reset:
+            return None
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
+
+
+@dataclass
+class Variant:
+    """One way to run a case: bare (``recipe`` None) or with a recipe."""
+
+    title: str
+    recipe: Recipe | None = None
+    samples: list[Sample] = field(default_factory=list)
+    operations: Operations | None = None
+    problem: str | None = None
+
+
+class Bench:
+    """One model under all loads."""
+
+    def __init__(self, subject: Subject, repeats: int, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.subject, self.repeats, self.tell = subject, repeats, tell
+        self.model = subject.model
+        self.peak = Peak(self.model.device)
+        self._shown: dict[str, tuple[np.ndarray, ClipFile | None]] = {}
+
+    def shown(self, name: str) -> tuple[np.ndarray, ClipFile | None]:
+        """Pixels of a workload, and the file they can be read from if it is a clip; the last workload's are kept."""
+        if name not in self._shown:
+            work = workload(name)
+            pixels = self.subject.pixels(work)
+            self._shown = {name: (pixels, ClipFile(pixels) if work.frames else None)}
+        return self._shown[name]
+
+    # --- one run ----------------------------------------------------------------------------------------------
+    def inputs(self, case: Case, processor: Any) -> tuple[dict[str, Any], dict[str, float]]:
+        """From pixels to what the model is given, on its device, and the seconds of each part."""
+        work: Workload = workload(case.workload)
+        pixels, clip = self.shown(case.workload)
+        decoding, begin = 0.0, time.perf_counter()
+        given = [pixels] * case.batch
+        if clip is not None and clip.path is not None:
+            for row in range(case.batch):
+                given[row], taken = clip.decode()
+                decoding += taken
+        made = self.subject.inputs(work, given, processor)
+        device, dtype = self.model.device, self.model.dtype
+        inputs = {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in made.items()
+            if isinstance(value, torch.Tensor)
+        }
+        self._synchronise()
+        return inputs, {"decoding": decoding, "preparation": time.perf_counter() - begin - decoding}
+
+    def _synchronise(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    def _put_on(self, variant: Variant) -> tuple[AbstractContextManager[Any], Any]:
+        """The context in which a variant runs, and the processor it needs."""
+        processor = self.subject.processor
+        if variant.recipe is None:
+            return nullcontext(), processor
+        if any(method.site == "frames" for _, method in variant.recipe.build()):
+            if not self.subject.prepares:
+                raise UnsupportedError(
+                    f"{variant.recipe.name!r} works on pixels before the processor, and a shape has none; give --model"
+                )
+            processor = prepare(processor, variant.recipe)
+        return accelerated(self.model, variant.recipe, processor=processor), processor
+
+    def service(self, case: Case, processor: Any) -> Sample:
+        """One batch from pixels to the last token."""
+        self._synchronise()
+        begin = time.perf_counter()
+        inputs, parts = self.inputs(case, processor)
+        stamps, clock = Stamps(), Clock()
+        with torch.inference_mode(), parts_of(self.model, clock):
+            out = self.model.generate(
+                **inputs,
+                max_new_tokens=case.answer,
+                min_new_tokens=case.answer,
+                do_sample=False,
+                streamer=stamps,
+                return_dict_in_generate=True,
+            )
+        self._synchronise()
+        total = time.perf_counter() - begin
+        handle = getattr(self.model, "mmaccel", None)
+        stats = handle.stats() if handle is not None else {}
+        seconds = clock.seconds()
+        ttft = stamps.at[1] - begin
+        parts |= {"vision": seconds.get("vision", 0.0), "selection": stamps.selection}
+        parts["prefill"] = max(0.0, seconds["language"] - stamps.selection)
+        parts["rest"] = max(0.0, ttft - sum(parts.values()))
+        decode = None
+        if case.answer > 1:
+            decode = case.batch * (case.answer - 1) / (stamps.at[case.answer] - stamps.at[1])
+        return Sample(
+            ttft=ttft,
+            parts=parts,
+            total=total,
+            decode=decode,
+            requests=case.batch / total,
+            peak=self.peak.bytes(),
+            kv=cache_bytes(out.past_key_values),
+            stats=stats,
+        )
+
+    def once(self, case: Case, variant: Variant) -> Sample:
+        """One sample: a service, or a closed loop of several, whose clock runs through."""
+        context, processor = self._put_on(variant)
+        self.peak.reset()
+        with context:
+            if not case.loop:
+                return self.service(case, processor)
+            begin = time.perf_counter()
+            found = [self.service(case, processor) for _ in range(ROUNDS)]
+            wall = time.perf_counter() - begin
+        last = found[-1]
+        return Sample(
+            ttft=statistics.mean(sample.ttft for sample in found),
+            parts={part: statistics.mean(sample.parts[part] for sample in found) for part in PARTS},
+            total=wall / ROUNDS,
+            decode=None if last.decode is None else statistics.mean(sample.decode or 0.0 for sample in found),
+            requests=ROUNDS * case.batch / wall,
+            peak=None if last.peak is None else max(sample.peak or 0.0 for sample in found),
+            kv=last.kv,
+            stats=last.stats,
+        )
+
+    def warm_up(self, case: Case, variant: Variant) -> None:
+        """Count the operations of a prefill, which also loads kernels and libraries, then run everything once."""
+        context, processor = self._put_on(variant)
+        with context:
+            inputs, _ = self.inputs(case, processor)
+            prefill = functools.partial(self.model.generate, **inputs, max_new_tokens=1, do_sample=False)
+            variant.operations = count_operations(self.model, prefill)
+            del inputs, prefill
+        self.once(case, variant)
+
+    # --- a case -----------------------------------------------------------------------------------------------
+    def measure(self, case: Case, recipes: Sequence[tuple[str, Recipe]]) -> list[dict[str, Any]]:
+        """Rows of one case: the bare model's first. What runs out of memory, or cannot be honoured, says so in its row and
+        is not run again."""
+        variants = [Variant("bare"), *(Variant(title, recipe) for title, recipe in recipes)]
+        for variant in variants:
+            self._attempt(variant, lambda variant=variant: self.warm_up(case, variant))  # type: ignore[misc]
+            if variant.recipe is None and variant.problem not in (None, OUT_OF_MEMORY):
+                # no recipe makes a model take what it cannot
+                return [self._row(case, variant, variant)]
+        for repeat in range(self.repeats):
+            alive = [variant for variant in variants if variant.problem is None]
+            # another one begins each time, so that none always follows the same
+            turn = repeat % max(1, len(alive))
+            for variant in alive[turn:] + alive[:turn]:
+                self._attempt(
+                    variant,
+                    lambda variant=variant: variant.samples.append(self.once(case, variant)),  # type: ignore[misc]
+                )
+            self.tell(f"{case.title}: round {repeat + 1} of {self.repeats}")
+        return [self._row(case, variant, variants[0]) for variant in variants]
+
+    def _attempt(self, variant: Variant, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except MmaccelError as error:
+            variant.problem = str(error)
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and not _out_of_memory(error):
+                raise
+            variant.problem = OUT_OF_MEMORY
+        if variant.problem is not None:
+            gc.collect()
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _row(self, case: Case, variant: Variant, bare: Variant) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "workload": case.workload,
+            "answer": case.answer,
+            "batch": case.batch,
+            "closed_loop": case.loop,
+            "recipe": variant.title,
+            "name": "bare" if variant.recipe is None else variant.recipe.name,
+            "retain": None if variant.recipe is None else variant.recipe.retain,
+            "problem": variant.problem,
+        }
+        if variant.problem is not None:
+            return row
+        samples = variant.samples
+        row["figures"] = _figures(samples)
+        row["parts_s"] = {part: statistics.median(s.parts[part] for s in samples) for part in PARTS}
+        stats, kv = samples[-1].stats, samples[-1].kv
+        assert variant.operations is not None
+        row["operations"] = vars(variant.operations)
+        row["kv_bytes"] = kv
+        row["tokens"] = {name: stats[name] for name in _TOKENS if name in stats}
+        row["notes"] = stats.get("notes", [])
+        clip = self.shown(case.workload)[1]
+        if clip is not None and clip.path is None:
+            row["notes"] = [*row["notes"], "video decoding is not in the first token: PyAV is not installed"]
+        if variant is not bare and bare.problem is None:
+            row |= _against(samples, bare.samples, variant.operations, bare.operations, weight_bytes(self.model))
+        return row
+
+
+_TOKENS = ("prompt_tokens", "visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer")
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """The CPU's allocator raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Median, spread and samples of every figure that was measured."""
+    found: dict[str, list[float | None]] = {
+        "ttft_s": [s.ttft for s in samples],
+        "decode_tokens_per_s": [s.decode for s in samples],
+        "requests_per_s": [s.requests for s in samples],
+        "total_s": [s.total for s in samples],
+        "peak_bytes": [s.peak for s in samples],
+    }
+    return {
+        name: Spread(tuple(v for v in values if v is not None)).as_dict()
+        for name, values in found.items()
+        if None not in values
+    }
+
+
+def _against(
+    fast: Sequence[Sample], bare: Sequence[Sample], operations: Operations, full: Operations | None, weights: int
+) -> dict[str, Any]:
+    """Ratios to the bare model, pair by pair, what arithmetic promises, and the share of it that came."""
+    assert full is not None
+    pairs = list(zip(fast, bare, strict=True))
+    speedups = {
+        "ttft": ratios([b.ttft for _, b in pairs], [f.ttft for f, _ in pairs]),
+        "requests": ratios([f.requests for f, _ in pairs], [b.requests for _, b in pairs]),
+    }
+    bare_kv, fast_kv = float(bare[-1].kv), float(fast[-1].kv)
+    parts = {part: statistics.median(s.parts[part] for s in bare) for part in PARTS}
+    ttft = statistics.median(s.ttft for s in bare)
+    promised = {"ttft": promised_ttft(parts, full, operations), "flops": full.total / operations.total}
+    answering = statistics.median(s.total - s.ttft for s in bare)
+    steps = promised_decode(weights, bare_kv, fast_kv) if bare[-1].decode is not None else 1.0
+    promised["requests"] = (ttft + answering) / (ttft / promised["ttft"] + answering / steps)
+    if bare[-1].decode is not None:
+        promised["decode"] = steps
+        speedups["decode"] = ratios([f.decode or 0.0 for f, _ in pairs], [b.decode or 1.0 for _, b in pairs])
+    verdicts = {name: verdict(found) for name, found in speedups.items()}
+    row: dict[str, Any] = {
+        "speedup": {name: found.as_dict() for name, found in speedups.items()},
+        "promised": promised,
+        "realised": {name: found.median / promised[name] for name, found in speedups.items()},
+        "verdict": verdicts,
+        "saved": {
+            "operations": full.total - operations.total,
+            "kv_bytes": bare_kv - fast_kv,
+        },
+        "kv_share": fast_kv / bare_kv if bare_kv else 1.0,
+    }
+    mine = {part: statistics.median(s.parts[part] for s in fast) for part in PARTS}
+    row["reasons"] = _reasons(verdicts, promised, parts, mine, weights, bare_kv)
+    return row
+
+
+def _reasons(
+    verdicts: dict[str, str],
+    promised: dict[str, float],
+    bare: dict[str, float],
+    fast: dict[str, float],
+    weights: int,
+    bare_kv: float,
+) -> list[str]:
+    """Why it did not pay, as far as the parts tell."""
+    why = []
+    if verdicts["ttft"] != "faster":
+        saved = bare["prefill"] + bare["vision"] - fast["prefill"] - fast["vision"]
+        share = (bare["prefill"] + bare["vision"]) / sum(bare.values())
+        if promised["ttft"] < 1.1:
+            why.append(
+                f"first token: arithmetic promises only {promised['ttft']:.2f}x (vision tower and prefill are {share:.0%} of "
+                "the time)"
+            )
+        elif fast["selection"] > saved:
+            why.append(
+                f"first token: selection takes {fast['selection'] * 1e3:.1f} ms and saves {max(saved, 0.0) * 1e3:.1f} ms"
+            )
+        elif verdicts["ttft"] == "slower":
+            why.append("first token: the parts do not tell why")
+    if verdicts.get("decode") == "slower":
+        if promised["decode"] < 1.1:
+            why.append(
+                f"decoding: the cache is {bare_kv / (weights + bare_kv):.0%} of the bytes a step reads, less than what "
+                "shaping each step costs"
+            )
+        else:
+            why.append("decoding: bound by launches or by unpacking, not by the bytes it reads")
+    return why

@@ -1,0 +1,419 @@
+"""What a recipe costs in answers: accuracy, loyalty and KL divergence against the unaccelerated model, tokens and bytes kept.
+
+>>> from mmaccel.programs.evaluate import Row, ask_suite, evaluate
+>>> rows = [Row("none"), Row("divprune", 0.5), Row("divprune", 0.1)]
+>>> for row, answers in evaluate(model, processor, ask_suite(["count"], 20), rows):
+...     pass
+>>> [row.figures()["accuracy"] for row in rows]
+
+The unaccelerated model (recipe ``none``) writes its greedy answer; then every recipe is run twice on the same inputs:
+
+- *forced*: it is made to write the same answer token by token. Both models then condition every distribution on the same
+  text, so that their KL divergence is defined at every token of the answer, and their caches are as long.
+- *free*: it writes its own greedy answer, which is judged. Questions in whose forced run every token of the answer was the
+  most likely one are not run again, as the answer would be the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from ..accelerate import accelerated
+from ..errors import MmaccelError
+from ..media.files import Clip, Prompt, encode, load_media
+from ..media.prepare import prepare
+from ..recipe import Recipe
+from ..recipe import recipe as find_recipe
+from ..suite import Item, Sample, is_right, make_suite
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of a set. ``load`` reads or draws what it is about; ``expected`` is None where nobody knows."""
+
+    name: str
+    task: str
+    expected: str | None
+    load: Callable[[], Prompt]
+
+
+def ask_suite(
+    tasks: Iterable[str], per_task: int = 100, *, split: str = "test", frames: int = 16, pixels: int = 112
+) -> list[Question]:
+    """``per_task`` questions of every task of :mod:`mmaccel.suite`; pictures are drawn when they are loaded.
+
+    Parameters
+    ----------
+    tasks : of ``IMAGE_TASKS`` and ``VIDEO_TASKS``.
+    frames : length of a clip, an even number of at least 8.
+    pixels : side of a picture.
+    """
+
+    def question(item: Item) -> Question:
+        return Question(item.name, item.task, item.answer, lambda: _drawn(item, pixels))
+
+    return [question(item) for item in make_suite(split, list(tasks), per_task, frames=frames)]
+
+
+def _drawn(item: Item, pixels: int) -> Prompt:
+    clip, shown = None, item.frames(pixels)
+    if item.clip is not None and shown is not None:
+        clip = Clip(shown, list(range(len(shown))), len(shown), item.clip.fps)
+    pictures = tuple(Image.fromarray(picture) for picture in item.pictures(pixels))
+    earlier = tuple((turn.question, turn.answer) for turn in item.turns[:-1])
+    return Prompt(item.turns[-1].question, pictures, clip, earlier)
+
+
+def ask_samples(samples: Iterable[Sample], *, frames: int = 16) -> list[Question]:
+    """The questions of a JSONL set (:func:`mmaccel.suite.read_samples`), with ``frames`` evenly spaced frames of a video."""
+
+    def question(sample: Sample) -> Question:
+        return Question(sample.name, sample.task or "all", sample.answer, lambda: _read(sample, frames))
+
+    return [question(sample) for sample in samples]
+
+
+def _read(sample: Sample, frames: int) -> Prompt:
+    paths = [*sample.images, *([sample.video] if sample.video else [])]
+    pictures, clip = load_media(paths, frames, 1.0)
+    return Prompt(sample.question, tuple(pictures), clip, sample.earlier)
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one recipe did to one question.
+
+    ``right`` is None without an expected answer; ``same`` compares the text with the unaccelerated answer ``full``; ``kl``
+    is KL(unaccelerated || accelerated) in nats, the mean over the tokens of ``full``, its end included. Tokens and bytes
+    are means over the questions of a batch.
+    """
+
+    name: str
+    task: str
+    expected: str | None
+    full: str
+    answer: str
+    right: bool | None
+    same: bool
+    kl: float
+    visual_tokens: float
+    visual_tokens_kept: float
+    visual_tokens_per_layer: float
+    kv_bytes: float
+    visual_tokens_full: float
+    kv_bytes_full: float
+
+
+@dataclass
+class Sums:
+    """Sums over answers, from which all figures follow."""
+
+    questions: int = 0
+    judged: int = 0
+    right: int = 0
+    same: int = 0
+    kl: float = 0.0
+    visual_tokens: float = 0.0
+    visual_tokens_kept: float = 0.0
+    visual_tokens_per_layer: float = 0.0
+    kv_bytes: float = 0.0
+    visual_tokens_full: float = 0.0
+    kv_bytes_full: float = 0.0
+
+    def add(self, answer: Answer) -> None:
+        """Count one answer."""
+        self.questions += 1
+        self.judged += answer.right is not None
+        self.right += bool(answer.right)
+        for name in [f.name for f in dataclasses.fields(self)][3:]:
+            setattr(self, name, getattr(self, name) + getattr(answer, name))
+
+    def figures(self) -> dict[str, Any]:
+        """Means over questions; shares are of what the unaccelerated model holds. None where there is nothing to divide."""
+        count = self.questions or None
+
+        def over(value: float, by: float | None) -> float | None:
+            return value / by if by else None
+
+        return {
+            "questions": self.questions,
+            "accuracy": over(self.right, self.judged),
+            "loyalty": over(self.same, count),
+            "kl": over(self.kl, count),
+            "visual_tokens": over(self.visual_tokens, count),
+            "visual_tokens_kept": over(self.visual_tokens_kept, count),
+            "visual_tokens_per_layer": over(self.visual_tokens_per_layer, count),
+            "visual_share_per_layer": over(self.visual_tokens_per_layer, self.visual_tokens_full),
+            "kv_bytes": over(self.kv_bytes, count),
+            "kv_share": over(self.kv_bytes, self.kv_bytes_full),
+        }
+
+
+@dataclass
+class Row:
+    """One recipe with its budget, and what is known of it so far.
+
+    ``batches`` counts those done, so that a run that was broken off can go on: :meth:`as_dict` is all it takes.
+    """
+
+    recipe: Recipe
+    batches: int = 0
+    tasks: dict[str, Sums] = field(default_factory=dict)
+
+    def __init__(self, recipe: str | Path | Mapping[str, Any] | Recipe, retain: float | None = None) -> None:
+        self.recipe = find_recipe(recipe)
+        if retain is not None:
+            self.recipe = self.recipe.override(retain=retain)
+        self.recipe.build()
+        self.batches, self.tasks = 0, {}
+
+    @property
+    def title(self) -> str:
+        """Name and budget, such as ``divprune 0.25``."""
+        return self.recipe.name if self.recipe.retain is None else f"{self.recipe.name} {self.recipe.retain:g}"
+
+    def add(self, answers: Iterable[Answer]) -> None:
+        """Count a batch."""
+        self.batches += 1
+        for answer in answers:
+            self.tasks.setdefault(answer.task, Sums()).add(answer)
+
+    def figures(self) -> dict[str, Any]:
+        """:meth:`Sums.figures` over the questions of all tasks."""
+        total = Sums()
+        for sums in self.tasks.values():
+            for name, value in vars(sums).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total.figures()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data that :meth:`restore` reads back."""
+        return {
+            "title": self.title,
+            "retain": self.recipe.retain,
+            "recipe": dataclasses.asdict(self.recipe),
+            "batches": self.batches,
+            "figures": self.figures(),
+            "tasks": {task: {"figures": s.figures(), "sums": vars(s).copy()} for task, s in self.tasks.items()},
+        }
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Take over what an earlier run has found about the same recipe."""
+        self.batches = int(data["batches"])
+        self.tasks = {task: Sums(**found["sums"]) for task, found in data["tasks"].items()}
+
+
+def fingerprint(model: Any) -> str:
+    """A digest that changes when weights do: names, shapes, and the first and last eight values of every tensor."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        flat = weight.detach().reshape(-1)
+        ends = torch.cat([flat[:8], flat[-8:]]).double().cpu().numpy()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + ends.tobytes())
+    return digest.hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def evaluate(
+    model: Any,
+    processor: Any,
+    questions: Sequence[Question],
+    rows: Sequence[Row],
+    *,
+    batch_size: int = 16,
+    max_new_tokens: int = 32,
+    complain: Callable[[str], None] | None = None,
+) -> Iterator[tuple[Row, list[Answer]]]:
+    """Ask every question with every recipe, batch by batch, and yield a row and its new answers when a batch is done.
+
+    The unaccelerated answers of a batch are computed once and used for all rows; batches that a row has done already
+    (:meth:`Row.restore`) are left out. Batches hold questions with equally many pictures or frames. The model is left as
+    it came.
+
+    Parameters
+    ----------
+    model, processor : as for :func:`mmaccel.accelerate_vlm`.
+    rows : what to try; they are filled in place. A row of recipe ``none`` gets the unaccelerated run.
+    batch_size : questions a batch; the last ones of a kind make a smaller batch.
+    max_new_tokens : longest answer.
+    complain : called with one sentence for every question whose picture or video cannot be read; it is then left out.
+        Without it, that is an error.
+
+    Raises
+    ------
+    MmaccelError
+        If there is no question, a recipe cannot be honoured by this model, or the device runs out of memory.
+    """
+    if not questions:
+        raise MmaccelError("There is no question to ask; the set is empty.")
+    if batch_size < 1 or max_new_tokens < 1:
+        raise MmaccelError("batch_size and max_new_tokens must be 1 or more.")
+    prepared = [prepare(processor, row.recipe) for row in rows]
+    for row, worker in zip(rows, prepared, strict=True):
+        with accelerated(model, row.recipe, processor=worker):
+            pass  # what the model cannot do is said before the long run
+    read = 0
+    for number, batch in enumerate(_batches(questions, batch_size, complain)):
+        read += len(batch)
+        pending = [(row, worker) for row, worker in zip(rows, prepared, strict=True) if row.batches <= number]
+        if not pending:
+            continue
+        try:
+            runner = _Runner(model, processor, batch, max_new_tokens)
+            for row, worker in pending:
+                answers = runner.answers(row.recipe, worker)
+                row.add(answers)
+                yield row, answers
+        except torch.OutOfMemoryError as error:
+            raise MmaccelError(
+                "The device ran out of memory; take a smaller batch, fewer frames, or weights in bfloat16."
+            ) from error
+    if not read:
+        raise MmaccelError("No picture and no video of the set can be read, so there is nothing to ask about.")
+
+
+Batch = list[tuple[Question, Prompt]]
+
+
+def _batches(questions: Sequence[Question], size: int, complain: Callable[[str], None] | None) -> Iterator[Batch]:
+    """Questions of one kind together, in their order, loaded when they are needed."""
+    waiting: dict[tuple[int, int], Batch] = defaultdict(list)
+    for question in questions:
+        try:
+            prompt = question.load()
+        except MmaccelError as error:
+            if complain is None:
+                raise
+            complain(f"{question.name}: {error}")
+            continue
+        kind = len(prompt.pictures), len(prompt.clip.frames) if prompt.clip is not None else 0
+        waiting[kind].append((question, prompt))
+        if len(waiting[kind]) == size:
+            yield waiting.pop(kind)
+    yield from waiting.values()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A run: tokens ``[B, T]``, logits ``[B, V]`` before any processing at each of ``T`` steps, texts, statistics."""
+
+    tokens: Tensor
+    logits: tuple[Tensor, ...]
+    texts: list[str]
+    stats: dict[str, Any]
+
+
+class _Runner:
+    """One batch, and the unaccelerated answers to it."""
+
+    def __init__(self, model: Any, processor: Any, batch: Batch, longest: int) -> None:
+        self.model, self.processor, self.batch, self.longest = model, processor, batch, longest
+        self.inputs = self._encode(processor, range(len(batch)))
+        self.none = find_recipe("none")
+        self.full = self._generate(self.none, processor, self.inputs, longest)
+        self.lengths = _lengths(self.full.tokens, model.generation_config.eos_token_id)
+
+    def answers(self, recipe: Recipe, processor: Any) -> list[Answer]:
+        """The batch under a recipe."""
+        texts, kl, stats = self.full.texts, [0.0] * len(self.batch), self.full.stats
+        if recipe != self.none:
+            inputs = self.inputs if processor is self.processor else self._encode(processor, range(len(self.batch)))
+            follow = _Follow(self.full.tokens, inputs["input_ids"].shape[1])
+            forced = self._generate(recipe, processor, inputs, self.full.tokens.shape[1], follow)
+            kl, stats = _divergence(self.full.logits, forced.logits, self.lengths).tolist(), forced.stats
+            steps = torch.arange(follow.would.shape[1], device=follow.would.device)
+            left = (~follow.would & (steps < self.lengths[:, None])).any(1).nonzero()[:, 0].tolist()
+            if left:
+                free = self._generate(recipe, processor, self._encode(processor, left), self.longest)
+                texts = list(texts)
+                for row, text in zip(left, free.texts, strict=True):
+                    texts[row] = text
+        figures = {
+            name: stats[name] / len(self.batch)
+            for name in ("visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer", "kv_bytes")
+        }
+        figures |= {f"{name}_full": self.full.stats[name] / len(self.batch) for name in ("visual_tokens", "kv_bytes")}
+        return [
+            Answer(
+                question.name,
+                question.task,
+                question.expected,
+                full,
+                text,
+                None if question.expected is None else is_right(text, question.expected),
+                text == full,
+                distance,
+                **figures,
+            )
+            for (question, _), full, text, distance in zip(self.batch, self.full.texts, texts, kl, strict=True)
+        ]
+
+    def _encode(self, processor: Any, which: Iterable[int]) -> dict[str, Any]:
+        inputs = encode(processor, [self.batch[i][1] for i in which]).to(self.model.device)
+        dtype = self.model.dtype
+        return {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+
+    def _generate(
+        self, recipe: Recipe, processor: Any, inputs: Any, longest: int, follow: _Follow | None = None
+    ) -> _Written:
+        with torch.inference_mode(), accelerated(self.model, recipe, processor=processor):
+            out = self.model.generate(
+                **inputs,
+                max_new_tokens=longest,
+                do_sample=False,
+                num_beams=1,
+                return_dict_in_generate=True,
+                output_logits=True,
+                logits_processor=LogitsProcessorList([follow] if follow else []),
+            )
+            stats = self.model.mmaccel.stats()
+        tokens = out.sequences[:, inputs["input_ids"].shape[1] :]
+        texts = self.processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return _Written(tokens, out.logits, [text.strip() for text in texts], stats)
+
+
+class _Follow(LogitsProcessor):
+    """Makes ``generate`` write given tokens ``[B, T]``; ``would`` notes where it would have done so unforced."""
+
+    def __init__(self, tokens: Tensor, prompt: int) -> None:
+        self.tokens, self.prompt = tokens, prompt
+        self.would = torch.zeros_like(tokens, dtype=torch.bool)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        step = input_ids.shape[1] - self.prompt
+        wanted = self.tokens[:, step]
+        self.would[:, step] = scores.argmax(-1) == wanted
+        return torch.full_like(scores, -torch.inf).scatter(1, wanted[:, None], 0.0)
+
+
+def _lengths(tokens: Tensor, end: int | list[int] | None) -> Tensor:
+    """``[B]``: tokens of every answer ``[B, T]``, up to the first end token and with it."""
+    ends = [] if end is None else [end] if isinstance(end, int) else end
+    ended = torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype, device=tokens.device))
+    return ((ended.long().cumsum(1) - ended.long()) == 0).sum(1)
+
+
+def _divergence(full: Sequence[Tensor], fast: Sequence[Tensor], lengths: Tensor) -> Tensor:
+    """KL(full || fast) ``[B]`` in nats, the mean over the first ``lengths [B]`` steps of logits ``[B, V]``."""
+    total = torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
+    for step, (a, b) in enumerate(zip(full, fast, strict=True)):
+        p, q = a.float().log_softmax(-1), b.float().log_softmax(-1)
+        terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1).clamp(min=0.0)
+        total += torch.where(step < lengths, terms, 0.0)
+    return total / lengths

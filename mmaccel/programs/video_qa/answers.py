@@ -1,0 +1,215 @@
+"""A file of answers that outlives whatever stops the run that writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ...errors import MmaccelError
+from .questions import VideoQuestion
+
+try:
+    import fcntl
+except ImportError:  # Windows has none; two runs on one file are then not told apart
+    fcntl = None  # type: ignore[assignment]
+
+Record = dict[str, Any]
+#: settings that differ of which a refusal names no more
+_TOLD = 8
+
+
+class AnswerFile:
+    """A JSONL file that only grows: one record a line, each on the disk before the next is begun.
+
+    Opened again after any end of the last run, it drops a line that was torn, and ``done`` holds what is answered. Records
+    with an ``error`` or without an ``answer`` are dropped as well, so that their questions are asked again, and of two of one
+    name the second. What the answers depend on stands in a file beside it, ``NAME.run.json``; a run that differs is refused,
+    and one of which something is not known (None). One process writes at a time.
+
+    Parameters
+    ----------
+    path : of the file; its folder must exist.
+    settings : everything that answers depend on, as plain data.
+
+    Raises
+    ------
+    MmaccelError
+        If the folder does not exist, the file holds something else or answers of a run with other settings, or another run
+        writes to it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+        # a link goes on pointing to the file, which is written anew where errors are dropped
+        self.path = Path(os.path.realpath(path))
+        self.beside = self.path.with_name(self.path.name + ".run.json")
+        self.done: dict[str, Record] = {}
+        if not self.path.absolute().parent.is_dir():
+            raise MmaccelError(f"The folder {str(self.path.absolute().parent)!r} does not exist; make it first.")
+        self._file = -1
+        try:
+            self._open()
+            self._resume(json.loads(json.dumps(dict(settings))))
+        except OSError as error:
+            self.close()
+            raise MmaccelError(f"Cannot write {str(self.path)!r} ({error.strerror}); give another file.") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        if self.path.exists() and not self.path.is_file():
+            raise MmaccelError(f"Cannot write {str(self.path)!r} (it is no regular file); give another file.")
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # another run may have replaced the file since it was opened
+            free = os.path.samestat(os.fstat(self._file), os.stat(self.path))
+        except OSError:
+            free = False
+        if not free:
+            raise MmaccelError(f"Another run writes to {str(self.path)!r}; wait for it, or give another file.")
+
+    def _resume(self, settings: Record) -> None:
+        with open(self.path, "rb") as file:
+            held = file.read()
+        if not held:
+            write_whole(self.beside, json.dumps({"settings": settings}, indent=1).encode() + b"\n")
+            return
+        try:
+            before = dict(json.loads(self.beside.read_text(encoding="utf-8"))["settings"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise MmaccelError(
+                f"{str(self.path)!r} exists, and no {self.beside.name!r} beside it says how it was made; give another file."
+            ) from error
+        self._compare(before, settings)
+        end, left = 0, []
+        for line in held.splitlines(keepends=True):
+            record = _record(line)
+            if record is None:
+                if end + len(line) < len(held):
+                    raise MmaccelError(
+                        f"{str(self.path)!r} has a line that is no answer ({line[:40]!r}); mend it, or give another file."
+                    )
+                break
+            end += len(line)
+            if "error" not in record and isinstance(record.get("answer"), str) and record["id"] not in self.done:
+                self.done[record["id"]] = record
+                left.append(line)
+        if sum(map(len, left)) < end:
+            # whole or not at all
+            write_whole(self.path, b"".join(left))
+            self.close()
+            self._open()
+        elif end < len(held):
+            os.truncate(self._file, end)
+            os.fsync(self._file)
+
+    def _compare(self, before: Record, settings: Record) -> None:
+        """Refuse what answers of a run with the settings ``before`` must not be mixed with."""
+        if "mmaccel" in settings and "mmaccel" not in before:
+            raise MmaccelError(
+                f"{str(self.path)!r} is of an earlier mmaccel, which knew less of what answers depend on and named questions "
+                "by their lines; give another file, or delete this one."
+            )
+        keys = {**before, **settings}
+        if differ := [key for key in keys if settings.get(key) is None or before.get(key) != settings[key]]:
+            more = f" and {len(differ) - _TOLD} more" if len(differ) > _TOLD else ""
+            raise MmaccelError(
+                f"{str(self.path)!r} holds answers of a run with different settings ({', '.join(differ[:_TOLD])}{more}); give "
+                "another file, or delete this one."
+            )
+
+    def left(self, questions: Iterable[VideoQuestion]) -> list[VideoQuestion]:
+        """The questions that have no answer yet.
+
+        Raises
+        ------
+        MmaccelError
+            If the file answers another question under the name of one.
+        """
+        waiting = []
+        for one in questions:
+            record = self.done.get(one.name)
+            if record is None:
+                waiting.append(one)
+            elif any(record.get(key) != value for key, value in one.about().items()):
+                raise MmaccelError(
+                    f"{str(self.path)!r} answers another question under the id {one.name!r}; give another file."
+                )
+        return waiting
+
+    def write(self, record: Record) -> None:
+        """Append one record; when this returns, it is on the disk. A name that is done is not written twice."""
+        if record["id"] in self.done:
+            return
+        line = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        end = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line)
+            while written < len(line):
+                # a disk that is almost full takes a part only
+                written += os.write(self._file, line[written:])
+            os.fsync(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                # what is torn or may not be on the disk is not there; if that fails as well, the next run sees to it
+                os.ftruncate(self._file, end)
+            raise MmaccelError(
+                f"Cannot write {str(self.path)!r} ({error.strerror}); when that is mended, the same command goes on."
+            ) from error
+        self.done[record["id"]] = record
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _record(line: bytes) -> Record | None:
+    """A whole line as a record, or None."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_name(path.name + ".part")
+    try:
+        with open(draft, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+    with contextlib.suppress(OSError):
+        # the name, too, is to be on the disk; not every system opens folders
+        folder = os.open(path.absolute().parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+__all__ = ["AnswerFile", "write_whole"]

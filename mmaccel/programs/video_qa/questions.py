@@ -1,0 +1,219 @@
+"""Questions about videos: a JSONL file of them, what the model is asked, and what its answer means."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import MmaccelError, no_json
+from ...suite import is_right
+
+_LETTERS = string.ascii_uppercase
+_LETTER = re.compile(r"\(?([A-Za-z])(?:[).:,]|\s*$)")
+
+
+@dataclass(frozen=True)
+class VideoQuestion:
+    """One question about one video; plain data that can be sent to another process.
+
+    name : what the question is called in the answers, unique among them.
+    video : the video as the set names it.
+    path : where it lies.
+    question : the words of the question.
+    choices : answers to choose from; the model is asked for the letter of one.
+    answer : the right answer if it is known: one of the choices or its letter, or any text.
+    error : one sentence that says why there is nothing to ask; everything else may then be empty.
+    """
+
+    name: str
+    video: str = ""
+    path: str = ""
+    question: str = ""
+    choices: tuple[str, ...] = ()
+    answer: str | None = None
+    error: str = ""
+
+    def words(self) -> str:
+        """What the model is asked."""
+        if not self.choices:
+            return self.question
+        listed = [f"{letter}. {choice}" for letter, choice in zip(_LETTERS, self.choices, strict=False)]
+        return "\n".join([self.question, *listed, "Answer with the letter of one choice only."])
+
+    def chosen(self, answer: str) -> str | None:
+        """The letter of the choice that an answer names, by its letter or its words; None if it names none or two."""
+        told = answer.strip()
+        letter = _LETTER.match(told)
+        if letter and letter[1].upper() in _LETTERS[: len(self.choices)]:
+            return letter[1].upper()
+        words = _plain(told)
+        exact = [i for i, choice in enumerate(self.choices) if words and _plain(choice) == words]
+        named = exact or [i for i, choice in enumerate(self.choices) if f" {_plain(choice)} " in f" {words} "]
+        return _LETTERS[named[0]] if len(named) == 1 else None
+
+    def right(self) -> str | None:
+        """The letter of the right choice: of the one in these very words, were they a letter, before the one of this letter."""
+        same = [i for i, choice in enumerate(self.choices) if choice.strip() == (self.answer or "").strip()]
+        return _LETTERS[same[0]] if same else self.chosen(self.answer or "")
+
+    def about(self) -> dict[str, Any]:
+        """What its lines begin with: ``id``, ``video``, ``question``, and ``choices`` and ``expected`` where there are some."""
+        line: dict[str, Any] = {"id": self.name, "video": self.video, "question": self.question}
+        if self.choices:
+            line["choices"] = list(self.choices)
+        if self.answer is not None:
+            line["expected"] = self.answer
+        return line
+
+    def record(self, answer: str) -> dict[str, Any]:
+        """The line of an answer: also ``answer``; ``choice``, the letter of the choice that it names (or null); and ``right``
+        where the right answer is known."""
+        line = {**self.about(), "answer": answer}
+        if self.choices:
+            line["choice"] = self.chosen(answer)
+        if self.answer is not None:
+            line["right"] = line["choice"] == self.right() if self.choices else is_right(answer, self.answer)
+        return line
+
+    def failed(self, error: str) -> dict[str, Any]:
+        """The line of a question that has no answer: also ``error``."""
+        return {**self.about(), "error": error}
+
+
+def _plain(text: str) -> str:
+    """Lower case, without marks."""
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
+    """The questions of a JSONL file, in its order; a line that is none comes out with its ``error``.
+
+    A line is an object with ``video`` (a path, absolute or from the folder of the file) and ``question``; ``choices`` (a list
+    of 2 to 26 texts), ``answer`` and ``id`` are optional. Without an ``id`` a question is called after what it asks, wherever
+    its line stands; if several ask the same, the second is ``...-2``.
+
+    Raises
+    ------
+    MmaccelError
+        If there is no such file, it is no text in UTF-8, or holds no line.
+    """
+    file = Path(path)
+    try:
+        lines = file.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise MmaccelError(f"{str(file)!r} is no text in UTF-8; give a JSONL file.") from error
+    except OSError as error:
+        raise MmaccelError(
+            f"Cannot read {str(file)!r} ({error.strerror}); give a JSONL file with a question a line."
+        ) from error
+    listed = [(line, None, f"{file.name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not listed:
+        raise MmaccelError(f"{str(file)!r} holds no question; give a JSONL file with a question a line.")
+    return _named(listed, str(file.parent))
+
+
+def as_questions(given: str | os.PathLike[str] | Iterable[VideoQuestion | Mapping[str, Any]]) -> list[VideoQuestion]:
+    """Questions from a JSONL file, from questions, or from objects like its lines, whose paths are then as they stand.
+
+    Raises
+    ------
+    MmaccelError
+        If there is none, or the file cannot be read.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return read_questions(given)
+    listed = [(one, str(number), f"question {number}") for number, one in enumerate(given, 1)]
+    if not listed:
+        raise MmaccelError("There is no question to ask; the set is empty.")
+    return _named(listed, "")
+
+
+def _named(listed: Iterable[tuple[Any, str | None, str]], folder: str) -> list[VideoQuestion]:
+    """Questions from (question, object or line; what it is called if it does not say, None: after its content; where it
+    stands)."""
+    found: list[VideoQuestion] = []
+    names: dict[str, str] = {}
+    alike: Counter[str] = Counter()
+
+    def after(content: str) -> str:
+        """A name that tells contents apart, and from each other those that are alike."""
+        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+        alike[digest] += 1
+        return digest if alike[digest] == 1 else f"{digest}-{alike[digest]}"
+
+    for given, own, where in listed:
+        try:
+            one = given if isinstance(given, VideoQuestion) else _question(given, own or "", folder)
+            if own is None and not one.name:
+                one = dataclasses.replace(one, name=after(json.dumps(one.about())))
+            if one.name in names:
+                raise MmaccelError(f"the id {one.name[:80]!r} is that of {names[one.name]} already")
+        except MmaccelError as error:
+            own = after(given.strip()) if own is None else own
+            while own in names:
+                own += "'"
+            one = VideoQuestion(own, error=f"{where}: {error}.")
+        names[one.name] = where
+        found.append(one)
+    return found
+
+
+def _question(given: Any, own: str, folder: str) -> VideoQuestion:
+    """A line or object as a question called ``own`` unless it says otherwise; errors are told without their final stop."""
+    try:
+        given = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise MmaccelError(f"this is no JSON ({no_json(error)})") from error
+    if not isinstance(given, Mapping):
+        raise MmaccelError('a JSON object is needed, such as {"video": "a.mp4", "question": "What happens?"}')
+    for field in ("video", "question"):
+        if not isinstance(given.get(field), str) or not given[field].strip():
+            raise MmaccelError(f"the text field {field!r} is missing or empty")
+    name, choices, answer = given.get("id"), given.get("choices"), given.get("answer")
+    if name is not None and (isinstance(name, bool) or not isinstance(name, (str, int)) or name == ""):
+        raise MmaccelError("the field 'id' must be text or a whole number")
+    if choices is not None and not (
+        isinstance(choices, list)
+        and 2 <= len(choices) <= len(_LETTERS)
+        and all(isinstance(choice, str) and choice.strip() for choice in choices)
+        and len({choice.strip().lower() for choice in choices}) == len(choices)
+    ):
+        raise MmaccelError(f"the field 'choices' must be a list of 2 to {len(_LETTERS)} texts that differ")
+    if answer is not None and not isinstance(answer, str):
+        raise MmaccelError("the field 'answer' must be text")
+    one = VideoQuestion(
+        own if name is None else str(name),
+        given["video"],
+        # an address is refused where it is opened
+        given["video"] if "://" in given["video"] else os.path.join(folder, given["video"]),
+        given["question"].strip(),
+        tuple(choices or ()),
+        answer,
+    )
+    try:
+        "".join([one.name, one.video, one.words(), answer or ""]).encode()
+    except UnicodeEncodeError as error:
+        raise MmaccelError(f"{error.object[error.start]!a} is half a character; write the text in UTF-8") from error
+    if one.choices and answer is not None and one.right() is None:
+        raise MmaccelError(f"the answer {answer!r} is none of the choices")
+    return one
+
+
+def by_video(questions: Iterable[VideoQuestion]) -> list[list[VideoQuestion]]:
+    """Questions of one video together, in the order in which videos come first. Those with an ``error`` stand alone."""
+    groups: dict[tuple[str, str], list[VideoQuestion]] = {}
+    for one in questions:
+        groups.setdefault(("", one.path) if not one.error else (one.name, one.path), []).append(one)
+    return list(groups.values())
+
+
+__all__ = ["VideoQuestion", "as_questions", "by_video", "read_questions"]

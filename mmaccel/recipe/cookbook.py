@@ -1,0 +1,146 @@
+"""Papers that span sites, as recipes by name with the papers' defaults.
+
+Layers in papers are counted in models of 28 or 32; here they are shares of the depth, so that a recipe fits any model. A
+paper of one method is the recipe of that method and needs no entry.
+"""
+
+from __future__ import annotations
+
+from .recipe import Recipe, Stage
+
+_MUSTDROP = (
+    Stage("mustdrop-merge", 1.0),
+    *(
+        Stage("mustdrop-filter", 1.0, {"adaptive": True, "protect": 0.08, "layer": layer / 32})
+        for layer in (3, 7, 11, 15)
+    ),
+)
+
+COOKBOOK = (
+    Recipe("none", summary="The unaccelerated model, with statistics."),
+    Recipe(
+        "balanced",
+        (Stage("divprune", 0.25),),
+        summary="The default: a quarter of the visual tokens, chosen for diversity before the language model.",
+    ),
+    Recipe(
+        "aim",
+        # the paper's budget is what merging leaves, and pruning goes on from there to nothing: so `retain` is the share that
+        # enters the language model, of which every further stage leaves an eighth less
+        (
+            Stage("aim-merge", 0.25),
+            # behind layer l of 28, 1 - (l - 13) / 8 of the merged tokens are left; of the last ones, one a picture
+            *(Stage("aim-pagerank", 0.25 * (1 - i / 8), {"layer": (14 + i) / 28}) for i in range(1, 8)),
+            Stage("aim-pagerank", 1, {"layer": 22 / 28}),
+        ),
+        summary="neighbouring tokens merged to a quarter (retain), then pruned to one by page rank over the second half of the "
+        "layers",
+        paper="arXiv 2412.03248",
+        anchor=0,
+    ),
+    Recipe(
+        "holitom",
+        # the paper names its budgets (25, 20, 15 and 10 %) after the outer merging, and half of that is left in the end:
+        # `retain` means the end, as in most recipes, so the paper's 25 % is retain=0.125; merging leaves twice as much
+        (Stage("holitom-merge", 0.25), Stage("holitom-inner", 0.125, {"layer": 18 / 28})),
+        summary="static stretches of a clip merged, then half of the rest in the language model (retain: what is left then)",
+        paper="arXiv 2505.21334",
+        anchor=1,
+    ),
+    Recipe(
+        "mustdrop",
+        # the thresholds, those for 192 of 576, decide; `retain` puts a ceiling on what the last filter leaves
+        _MUSTDROP,
+        summary="like patches of a window merged, then tokens no text attends to dropped at four layers (thresholds decide)",
+        paper="arXiv 2411.10803",
+    ),
+    Recipe(
+        "mustdrop-output-aware",
+        (*_MUSTDROP, Stage("mustdrop-cache")),
+        summary="mustdrop, and layers before a filter store only what the last filter left",
+        paper="arXiv 2411.10803",
+    ),
+    Recipe(
+        "fastkv",
+        (
+            Stage("fastkv-tokens", 0.2, {"layer": 16 / 32}),
+            Stage("snapkv", 0.2, {"window": 8, "kernel": 7, "gqa": "sum"}),
+        ),
+        summary="from the middle on a fifth of the visual tokens, and of the keys of every layer a fifth of what was there",
+        paper="arXiv 2502.01068",
+    ),
+    # --- the cache ---------------------------------------------------------------------------------------------------
+    Recipe(
+        "pyramidkv",
+        (Stage("snapkv", 0.25, {"layer_budget": "pyramid:20"}),),
+        summary="snapkv with fewer keys in every higher layer",
+        paper="arXiv 2406.02069",
+    ),
+    Recipe(
+        "adakv",
+        (Stage("snapkv", 0.25, {"pooling": "max", "kernel": 7, "head_budget": "adaptive:0.2"}),),
+        summary="snapkv where the heads of a layer compete for its budget",
+        paper="arXiv 2407.11550",
+    ),
+    Recipe(
+        "prefixkv",
+        (Stage("observed-attention", 0.25, {"layer_budget": "prefix"}),),
+        summary="layers keep the same share of the attention they received",
+        paper="arXiv 2412.03409",
+    ),
+    Recipe(
+        "look-m",
+        (Stage("h2o", 0.2, {"recent": 0.1, "compact": "pivot"}),),
+        summary="text stays, visual keys with little attention are merged into the most alike",
+        paper="arXiv 2406.18139",
+    ),
+    Recipe(
+        "meda",
+        (Stage("h2o", 0.2, {"layer_budget": "entropy", "recent": 0.1, "compact": "average"}),),
+        summary="look-m where layers whose attention is spread more evenly keep more",
+        paper="arXiv 2502.17599",
+    ),
+    Recipe(
+        "d2o",
+        (
+            Stage(
+                "h2o",
+                0.2,
+                {
+                    "layer_budget": "variance",
+                    "compact": "ema:0.5",
+                    "sinks": 4,
+                    "recent": 0.1,
+                    "joint": True,
+                    "every": 1,
+                },
+            ),
+        ),
+        summary="budgets by how attention varies in a layer; what leaves, at every step, is merged if alike enough",
+        paper="arXiv 2406.13035",
+    ),
+    Recipe(
+        "h2o-decode",
+        (Stage("h2o", 0.2, {"recent": 0.1, "joint": True, "every": 1}),),
+        summary="heavy hitters and the newest keys, of text and pictures alike, at every step",
+        paper="arXiv 2306.14048",
+    ),
+    Recipe(
+        "streaming-llm-decode",
+        (Stage("streaming-llm", 0.25, {"joint": True, "every": 1}),),
+        summary="four sinks and the newest keys, of text and pictures alike, at every step (baseline)",
+        paper="arXiv 2309.17453",
+    ),
+    Recipe(
+        "elastic-cache-decode",
+        (
+            Stage(
+                "elastic-cache",
+                0.5,
+                {"joint": True, "sinks": 1, "recent": 1, "every": 1, "growth": 0.5, "distance": -25},
+            ),
+        ),
+        summary="anchors take up their neighbours; then of two new tokens one key leaves, 25 from the end",
+        paper="arXiv 2407.18121",
+    ),
+)

@@ -1,0 +1,323 @@
+"""Recipes: named compositions of methods over sites with their budgets. Every paper is one; ``balanced`` is the default."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from ..core.budget import Retain, check_retain
+from ..errors import MmaccelError, no_json, short_int
+from ..method import LayerMethod, Method
+from ..method.registry import method
+
+_SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One method with its options and its budget. ``retain``: a float is a ratio of the original, an int a count."""
+
+    method: str
+    retain: Retain | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # JSON knows no tuples
+        options = {key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()}
+        object.__setattr__(self, "options", options)
+
+    def build(self) -> Method:
+        """The method, checked.
+
+        Raises
+        ------
+        MmaccelError
+            If the method is unknown, an option does not exist, or a value is of no use.
+        """
+        cls = method(self.method)
+        names = _options(cls)
+        for option in self.options:
+            if option not in names:
+                raise MmaccelError(
+                    f"Method {self.method!r} has no option {option!r}; it has {', '.join(sorted(names)) or 'none'}."
+                )
+        hints = _hints(cls) if self.options else {}
+        for option, value in self.options.items():
+            hint = hints.get(option)
+            if not _fits(value, hint):
+                wanted = hint.__name__ if isinstance(hint, type) else hint
+                raise MmaccelError(f"Method {self.method!r}: {option}={value!r} is of the wrong type; give {wanted}.")
+        try:
+            return cls(**self.options)
+        except (TypeError, ValueError) as error:
+            raise (
+                error if isinstance(error, MmaccelError) else MmaccelError(f"Method {self.method!r}: {error}")
+            ) from error
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A frozen value: stages in the order of their sites, and what holds for all of them.
+
+    Parameters
+    ----------
+    name : what it is called.
+    stages : at most one ``encoder`` stage; any number at ``projector``; ``layers`` stages at rising layers; at most one
+        ``cache`` stage; one ``codec`` stage, or two of which one is ``visual_only`` and the other ``text_only``.
+    positions : ``keep`` (kept tokens keep their original order and position ids, text its own, and decoding continues after
+        the unreduced prompt), which is the adjustment of GAP (*Grounding-Aware Token Pruning*, arXiv 2506.21873) and may
+        be called ``gap`` where a recipe drops tokens; or ``paper`` (what the authors did: most renumber what enters
+        the language model 0, 1, 2, ...).
+    rounding : ``exact`` (a ratio is rounded half up per picture) or ``official`` (the authors' rounding).
+    text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
+    anchor : the number of the stage that ``retain`` sets, if the others before and inside the language model keep their
+        proportion to it; by default ``retain`` sets the last of them, and stages before it leave at least as much.
+    """
+
+    name: str
+    stages: tuple[Stage, ...] = ()
+    positions: str = "keep"
+    rounding: str = "exact"
+    text_retain: Retain | None = None
+    summary: str = ""
+    paper: str = ""
+    anchor: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.positions not in ("keep", "gap", "paper"):
+            raise MmaccelError(
+                f"positions={self.positions!r} is unknown; use 'keep' or 'paper' ('gap' is the paper that 'keep' is from)."
+            )
+        if self.rounding not in ("exact", "official"):
+            raise MmaccelError(f"rounding={self.rounding!r} is unknown; use 'exact' or 'official'.")
+        if self.text_retain is not None:
+            check_retain(self.text_retain, "text_retain")
+        order = [_SITES.index(method(stage.method).site) for stage in self.stages]
+        if order != sorted(order):
+            raise MmaccelError(
+                f"Recipe {self.name!r}: stages must follow the order of the sites, {' -> '.join(_SITES)}."
+            )
+        if any(order.count(_SITES.index(site)) > 1 for site in ("encoder", "cache")):
+            raise MmaccelError(f"Recipe {self.name!r}: one method each at sites 'encoder' and 'cache' is the most.")
+        for stage in self.stages:
+            if stage.retain is not None:
+                check_retain(stage.retain)
+        if self.anchor is not None:
+            anchors = [i for i in self._token_stages if self.stages[i].retain is not None]
+            if isinstance(self.anchor, bool) or self.anchor not in anchors:
+                raise MmaccelError(
+                    f"Recipe {self.name!r}: anchor={self.anchor!r} is no stage with a budget before or inside the language "
+                    f"model; give one of {anchors} or leave it out."
+                )
+
+    @property
+    def _token_stages(self) -> list[int]:
+        """The stages before and inside the language model."""
+        return [i for i, s in enumerate(self.stages) if method(s.method).site in ("encoder", "projector", "layers")]
+
+    @property
+    def primary(self) -> int | None:
+        """The stage that ``retain`` sets: the anchor, or the last before or inside the language model, else the cache stage."""
+        if self.anchor is not None:
+            return self.anchor
+        sites = [method(stage.method).site for stage in self.stages]
+        for wanted in (("encoder", "projector", "layers"), ("cache",), ("frames",)):
+            found = [
+                i for i, site in enumerate(sites) if site in wanted and method(self.stages[i].method).budget != "none"
+            ]
+            if found:
+                return found[-1]
+        return None
+
+    @property
+    def retain(self) -> Retain | None:
+        """The primary budget."""
+        return None if self.primary is None else self.stages[self.primary].retain
+
+    def override(self, **changes: Any) -> Recipe:
+        """The same recipe with other values: ``retain=``, a field of the recipe, or an option of one of its methods.
+
+        Raises
+        ------
+        MmaccelError
+            If nothing in the recipe has that name, or two methods do.
+        """
+        recipe = self
+        for key, value in changes.items():
+            if key == "retain":
+                recipe = recipe._with_retain(check_retain(value))
+            elif key in ("positions", "rounding", "text_retain"):
+                recipe = dataclasses.replace(recipe, **{key: value})
+            else:
+                recipe = recipe._with_option(key, value)
+        if recipe.stages != self.stages:
+            # options may only make sense together
+            for stage in recipe.stages:
+                stage.build()
+        return recipe
+
+    def _with_retain(self, retain: Retain) -> Recipe:
+        if self.primary is None:
+            raise MmaccelError(f"Recipe {self.name!r} drops nothing, so retain={retain} has no meaning; leave it out.")
+        stages = list(self.stages)
+        before = stages[self.primary].retain
+        if self.anchor is not None and before is not None:
+            for i in self._token_stages:
+                stages[i] = dataclasses.replace(stages[i], retain=_in_proportion(stages[i].retain, before, retain))
+        stages[self.primary] = dataclasses.replace(stages[self.primary], retain=retain)
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    def _with_option(self, key: str, value: Any) -> Recipe:
+        having = [i for i, s in enumerate(self.stages) if key in _options(method(s.method))]
+        if len(having) != 1:
+            options = sorted({name for s in self.stages for name in _options(method(s.method))})
+            what = "is ambiguous" if having else "is no option"
+            known = ", ".join(["retain", "positions", "rounding", "text_retain", *options])
+            raise MmaccelError(f"{key!r} {what} of recipe {self.name!r}; it takes {known}.")
+        stages = list(self.stages)
+        stages[having[0]] = dataclasses.replace(stages[having[0]], options={**stages[having[0]].options, key: value})
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    def build(self) -> list[tuple[Stage, Method]]:
+        """Every stage with its method, checked together.
+
+        Raises
+        ------
+        MmaccelError
+            If a stage needs a budget and has none, ``layers`` stages do not rise, or ``positions`` cannot be honoured.
+        """
+        built = [(stage, stage.build()) for stage in self.stages]
+        at = [m.layer for _, m in built if isinstance(m, LayerMethod)]
+        if len({type(layer) for layer in at}) == 1 and at != sorted(set(at)):
+            raise MmaccelError(f"Recipe {self.name!r}: methods inside the language model need rising layers, not {at}.")
+        if self.positions == "gap" and not any(m.site in ("encoder", "projector", "layers") for _, m in built):
+            raise MmaccelError(
+                f"positions='gap' is about tokens that are dropped before or inside the language model, and recipe "
+                f"{self.name!r} drops none there; leave it out."
+            )
+        if self.positions == "paper" and (late := [m.name for _, m in built if m.renumbers_inside]):
+            raise MmaccelError(
+                f"positions='paper' cannot be had with {late[0]!r}: its authors renumber between layers, so that a token has "
+                "other positions in every layer's cache; use 'keep'."
+            )
+        codecs = [m for _, m in built if m.site == "codec"]
+        packs = sorted(what for m in codecs for what in ("text", "visual") if getattr(m, f"{what}_only"))
+        if len(codecs) > 1 and packs != ["text", "visual"] or len(codecs) > 2:
+            raise MmaccelError(
+                f"Recipe {self.name!r}: of two codecs one packs visual tokens and one text; set visual_only=True on one and "
+                "text_only=True on the other."
+            )
+        for stage, m in built:
+            if stage.retain is None and m.budget != "none":
+                raise MmaccelError(f"Method {m.name!r} needs a budget; give retain=0.25 or a count such as retain=64.")
+        return built
+
+    # --- as data ----------------------------------------------------------------------------------------------
+    def to_json(self) -> str:
+        """JSON that :meth:`from_json` reads back to an equal recipe."""
+        return json.dumps(dataclasses.asdict(self), indent=2, default=dict)
+
+    @staticmethod
+    def from_json(text: str) -> Recipe:
+        """A recipe from JSON, validated. Nothing in it is ever run as code.
+
+        Raises
+        ------
+        MmaccelError
+            If it is no JSON object, a field is unknown or of the wrong type, or a method does not exist.
+        """
+        try:
+            data = json.loads(text, parse_int=short_int)
+        except TypeError as error:
+            raise MmaccelError(f"The recipe is no text but a {type(text).__name__}; give JSON as a string.") from error
+        except (ValueError, RecursionError) as error:
+            raise MmaccelError(f"The recipe is no valid JSON: {no_json(error)}.") from error
+        data = _fields(data, Recipe, "recipe")
+        if not isinstance(data.get("name"), str):
+            raise MmaccelError("The recipe needs a name, a string.")
+        if not isinstance(stages := data.get("stages", []), list):
+            raise MmaccelError('stages must be a list of objects such as {"method": "divprune", "retain": 0.25}.')
+        for key in ("summary", "paper"):
+            if not isinstance(data.get(key, ""), str):
+                raise MmaccelError(f"{key} must be a string.")
+        built = []
+        for item in stages:
+            item = _fields(item, Stage, "stage")
+            if not isinstance(item.get("method"), str) or not isinstance(item.get("options", {}), dict):
+                raise MmaccelError("Every stage needs a method (a string); its options are an object.")
+            built.append(Stage(item["method"], item.get("retain"), dict(item.get("options", {}))))
+        recipe = Recipe(**{**data, "stages": tuple(built)})
+        recipe.build()
+        return recipe
+
+    def describe(self) -> str:
+        """The recipe in words, a line per stage."""
+        lines = [f"{self.name}: {self.summary}" if self.summary else self.name]
+        if self.paper:
+            lines.append(f"  paper: {self.paper}")
+        for stage in self.stages:
+            m = method(stage.method)
+            budget = (
+                ""
+                if stage.retain is None
+                else (
+                    f", keeps {stage.retain:.0%}"
+                    if isinstance(stage.retain, float)
+                    else f", keeps {stage.retain} a picture"
+                )
+            )
+            options = "".join(f", {k}={v}" for k, v in stage.options.items())
+            lines.append(f"  {m.site}: {m.name}{budget}{options} - {m.summary}")
+        lines.append(f"  positions: {self.positions}; rounding: {self.rounding}")
+        return "\n".join(lines)
+
+
+def _options(cls: type[Method]) -> set[str]:
+    """The names of a method's options."""
+    return {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except NameError:
+        # a class made inside a function may name types that only exist there
+        return {}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` has the type that an option was declared with; which values make sense, the method knows."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is typing.Literal:
+        return any(type(value) is type(arg) for arg in args)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(part, args[0]) for part in value)
+    if hint is float or hint is int:
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _fields(data: Any, cls: type, what: str) -> dict[str, Any]:
+    names = [f.name for f in dataclasses.fields(cls)]
+    if not isinstance(data, dict):
+        raise MmaccelError(f"A {what} must be a JSON object with {', '.join(names)}.")
+    for key in data:
+        if key not in names:
+            raise MmaccelError(f"A {what} has no field {key!r}; it has {', '.join(names)}.")
+    return data
+
+
+def _in_proportion(retain: Retain | None, before: Retain, after: Retain) -> Retain | None:
+    """A stage's budget when that of the anchor goes from ``before`` to ``after``; of one token a picture one stays."""
+    if retain is None or (isinstance(retain, int) and retain == 1):
+        return retain
+    share = Fraction(str(retain)) / Fraction(str(before)) * Fraction(str(after))
+    return max(1, int(share + Fraction(1, 2))) if isinstance(after, int) else min(1.0, float(share))

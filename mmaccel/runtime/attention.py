@@ -1,0 +1,252 @@
+"""The attention functions mmaccel registers: they delegate to what the model had, and see queries and keys on the way.
+
+One for language models: it builds the mask from where every stored key came from, scores keys when a method asks, and
+lets the cache evict after the layer's attention has run. One for vision towers: it serves the taps and weighs merged
+tokens. Both are registered once per underlying implementation, under names without "flash" (transformers matches such names
+by substring), and find their call through the call scope, never through a module attribute. Outside a call they are
+the function they delegate to.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from ..errors import UnsupportedError
+from ..kv.decoding import attend, reads_as_stored
+from .scope import current
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+#: what a model may have been loaded with
+BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+
+
+def register(base: str, kind: str) -> str:
+    """Register the ``text`` or ``vision`` function on top of implementation ``base``; returns its name."""
+    name = f"mmaccel_{kind}_{base}".replace("flash_attention", "fa").replace("flash", "fa")
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        function = {"text": _text_attention, "vision": _vision_attention}[kind]
+        AttentionInterface.register(name, functools.partial(function, base))
+        AttentionMaskInterface.register(name, functools.partial(_mask, base))
+    return name
+
+
+class _Plugged:
+    """Mixed into the class of a config: the same config, seen by modules whose attention function is ours.
+
+    It shares every attribute with the ``_plain`` config except for the name of the attention implementation, which follows
+    that of the plain one. The plain one stays what it was, so that other models may be built from it, and the modules of a
+    model that was plugged are the only ones that know.
+    """
+
+    __slots__ = ()
+    _plain: Any
+    _names: Mapping[str, str]
+
+    @property
+    def _attn_implementation(self) -> str:
+        base = self._plain._attn_implementation
+        return self._names.get(base, base)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # whoever copies the name from here means the implementation below
+        below = {ours: base for base, ours in self._names.items()}
+        setattr(self._plain, name, below.get(value, value) if isinstance(value, str) else value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)
+
+
+@functools.cache
+def _plugged_class(plain: type, kind: str) -> type:
+    names = {base: register(base, kind) for base in BACKENDS}
+    # transformers finds model classes by the name of the config's class
+    body = {"__slots__": ("_plain",), "_names": names, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (_Plugged, plain), body)
+
+
+class Plug:
+    """Our attention function on all modules of one text model or vision tower, on top of whatever implementation its config
+    names, now or later.
+
+    Raises
+    ------
+    UnsupportedError
+        If the config names an implementation that is not one of :data:`BACKENDS`.
+    """
+
+    def __init__(self, root: nn.Module, kind: Literal["text", "vision"]) -> None:
+        self._plugged: dict[int, Any] = {}
+        self._modules: list[tuple[nn.Module, Any]] = []
+        for module in root.modules():
+            config = getattr(module, "config", None)
+            if not isinstance(config, PreTrainedConfig):
+                continue
+            config = getattr(config, "_plain", config)
+            if id(config) not in self._plugged:
+                made: Callable[..., type] = _plugged_class
+                plugged: Any = object.__new__(made(type(config), kind))
+                object.__setattr__(plugged, "_plain", config)
+                object.__setattr__(plugged, "__dict__", vars(config))
+                self._plugged[id(config)] = plugged
+            self._modules.append((module, config))
+        # asked before every forward
+        self._configs = list({id(config): config for _, config in self._modules}.values())
+        self.check_backend()
+        self.on()
+
+    def on(self) -> None:
+        """Plug it in."""
+        for module, config in self._modules:
+            module.config = self._plugged[id(config)]
+
+    def off(self) -> None:
+        """Give every module the config it had."""
+        for module, config in self._modules:
+            module.config = config
+
+    def bases(self) -> list[tuple[Any, str]]:
+        """The configs, and the implementation that each names."""
+        return [(config, config._attn_implementation) for config in self._configs]
+
+    def check_backend(self) -> None:
+        """Raise when the config names what mmaccel cannot build on."""
+        for _, base in self.bases():
+            if base not in BACKENDS:
+                raise UnsupportedError(
+                    f"mmaccel does not work on top of attn_implementation={base!r}; load the model with one of "
+                    f"{', '.join(BACKENDS)}."
+                )
+
+    def check(self) -> None:
+        """Raise when a module no longer has the config that was plugged in, or that names what mmaccel cannot build on."""
+        if any(module.config is not self._plugged[id(config)] for module, config in self._modules):
+            raise UnsupportedError(
+                "The config of this model's attention was replaced after accelerate_vlm; call accelerate_vlm(model, ...) again."
+            )
+        self.check_backend()
+
+
+def base_function(base: str, module: nn.Module) -> Attention:
+    """The implementation called ``base``; eager attention is defined beside each model."""
+    if base == "eager":
+        function: Attention = sys.modules[type(module).__module__].eager_attention_forward
+        return function
+    function = ALL_ATTENTION_FUNCTIONS[base]
+    return functools.partial(_flash, base, function) if "flash" in base else function
+
+
+def _flash(
+    base: str, function: Attention, module: nn.Module, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Flash attention looks for its kernels by the name in the module's config, which is ours now."""
+    return function(_As(module, config=_As(module.config, _attn_implementation=base)), *args, **kwargs)
+
+
+class _As:
+    """An object with some attributes replaced."""
+
+    def __init__(self, thing: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced, _thing=thing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._thing, name)
+
+
+def _mask(base: str, *args: Any, **kwargs: Any) -> Any:
+    """No mask while mmaccel shapes the forward (the attention function makes it), else what ``base`` would make."""
+    scope = current()
+    if scope is not None and scope.step is not None:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[base](*args, **kwargs)
+
+
+def _text_attention(
+    base: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    scope = current()
+    step = scope.step if scope is not None else None
+    number = getattr(module, "layer_idx", None)
+    if step is None or number is None:
+        return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    phase, index = step.phase(number), step.index(number)
+    window = kwargs.get("sliding_window")
+    visible = index.mask(phase.places, window)
+    if visible is not None:
+        # layers may be spread over devices
+        visible = visible.to(query.device, non_blocking=True)
+    groups = query.shape[1] // key.shape[1]
+    if reads_as_stored(step, number, query):
+        assert step.state is not None
+        layer = step.state.layers[number]
+        if base != "eager":
+            read = attend(layer, query, visible, scaling)
+            step.after_attention(number, query, key, visible, scaling)
+            return read, None
+        # eager attention returns its weights
+        key, value = layer.stored()
+    if "flash" in base:
+        # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads
+        # store different keys, or a window would count stored instead of original places
+        kwargs.pop("position_ids", None)
+        padding = None
+        if visible is not None:
+            if index.index.dim() == 3 or (window is not None and index.upto > window):
+                base, padding = "sdpa", _for_heads(visible, groups)
+            elif index.padded:
+                padding = (index.index >= 0).to(query.device, non_blocking=True)
+        mask = padding
+    else:
+        mask = None if visible is None else _for_heads(visible, groups)
+        if mask is None and base == "eager" and query.shape[2] > 1:
+            # eager attention is causal by its mask alone; without one all keys are those of the queries
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+        if mask is not None and base == "eager":
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    out = base_function(base, module)(module, query, key, value, mask, scaling=scaling, **kwargs)
+    step.after_attention(number, query, key, visible, scaling)
+    return out
+
+
+def _for_heads(mask: Tensor, groups: int) -> Tensor:
+    """``[B, 1 or Hkv, q, K]`` for query heads."""
+    return mask if mask.shape[1] == 1 else mask.repeat_interleave(groups, dim=1)
+
+
+def _vision_attention(
+    base: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    # Qwen towers pass it by this name
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    scope = current()
+    encoded = scope.encoding if scope is not None else None
+    if scope is not None and encoded is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        weighed = scope.owner.taps.see(encoded, module, query, key, attention_mask, scale)
+        if weighed is not attention_mask and "flash" in base:
+            # flash attention cannot add the weight of merged tokens to its logits
+            base = "sdpa"
+        attention_mask = weighed
+    return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
