@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import mmaccel
+from mmaccel.cli import build_parser
+from mmaccel.method import registry
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "architecture"))
 
+import draw  # noqa: E402
 import house  # noqa: E402
 
 
@@ -33,6 +41,49 @@ def test_all_our_code_is_read(code):
     files = [path for folder in ("mmaccel", "kernels", "demo/mmaccel_demo") for path in (ROOT / folder).rglob("*.py")]
     assert len(files) == len(modules) > 150
     assert {"mmaccel", "mmaccel.errors", "mmaccel.cli", "mmaccel_kernels.launch", "mmaccel_demo.page"} <= set(modules)
+
+
+def test_what_is_imported_by_computed_names_is_what_is_declared(code, monkeypatch):
+    seen = set()
+    for name in {name for name, _ in code.computed}:
+        recorded = partial(lambda who, what: seen.add((who, what)) or import_module(what), name)
+        monkeypatch.setattr(import_module(name), "import_module", recorded, raising=False)
+    monkeypatch.setattr(registry, "_loaded", False)
+    mmaccel.methods()
+    build_parser()
+    for name in mmaccel.__all__:
+        getattr(mmaccel, name)
+    declared = [(source, room) for source, rooms in house.House.read().computed for room in rooms]
+    for who, what in seen:
+        known = any(house.within(who, source) and house.within(what, room) for source, room in declared)
+        assert known or what.split(".")[0] not in house.PACKAGES, f"{who} imports {what}; floors.toml does not say so."
+    for source, room in declared:
+        found = any(house.within(who, source) and house.within(what, room) for who, what in seen)
+        assert found, f"floors.toml says that {source} finds {room}; it does not."
+
+
+def test_picture_and_table_are_what_the_code_gives(code):
+    found = draw.outdated(code, house.House.read())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("which", "old", "new"), [("PICTURE", "runtime", "downtime"), ("PAGE", "`mmaccel.runtime`", "`mmaccel.downtime`")]
+)
+def test_an_old_picture_or_table_is_found(code, tmp_path, monkeypatch, which, old, new):
+    path = getattr(draw, which)
+    copy = tmp_path / path.name
+    copy.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+    monkeypatch.setattr(draw, which, copy)
+    said = f"{path.name} is not what the code gives; run: python docs/architecture/draw.py"
+    assert said in draw.outdated(code, house.House.read())
+
+
+def test_the_page_names_only_files_that_are_there():
+    named = re.findall(r"`([\w./-]+(?:/|\.py|\.toml))`", draw.PAGE.read_text(encoding="utf-8"))
+    assert len(named) > 30
+    missing = [name for name in named if not any((top / name).exists() for top in (ROOT, ROOT / "mmaccel", house.HERE))]
+    assert not missing
 
 
 # a house of two floors; the upper one has a shared room and two that stand apart

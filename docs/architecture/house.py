@@ -63,7 +63,7 @@ class House:
 
     def room(self, module: str) -> str | None:
         """The room with the longest name that fits a module."""
-        fitting = [room for floor in self.floors for room in floor.rooms if _within(module, room)]
+        fitting = [room for floor in self.floors for room in floor.rooms if within(module, room)]
         return max(fitting, key=len, default=None)
 
     def height(self, module: str) -> int | None:
@@ -78,7 +78,7 @@ class House:
 
     def may_rise(self, arrow: Arrow) -> bool:
         """Whether it is one of the lazy arrows."""
-        return any(_within(arrow.source, source) and _within(arrow.target, target) for source, target in self.lazy)
+        return any(within(arrow.source, source) and within(arrow.target, target) for source, target in self.lazy)
 
 
 @dataclass(frozen=True)
@@ -257,20 +257,20 @@ def _stale(code: Code, house: House) -> Iterator[str]:
             if room not in lived_in:
                 yield f"floors.toml: the room {room} ({floor.name}) holds no module; take it out."
     for source, target in house.lazy:
-        if not any(_within(arrow.source, source) and _within(arrow.target, target) for arrow in code.arrows):
+        if not any(within(arrow.source, source) and within(arrow.target, target) for arrow in code.arrows):
             yield f"floors.toml: nothing uses the lazy arrow {source} -> {target}; take it out."
     for source, finds in house.computed:
-        if not any(_within(module, source) for module, _ in code.computed):
+        if not any(within(module, source) for module, _ in code.computed):
             yield f"floors.toml: {source} imports nothing by a computed name; take it out."
         for room in finds:
-            if not any(_within(module, room) for module in code.modules):
+            if not any(within(module, room) for module in code.modules):
                 yield f"floors.toml: {source} cannot find {room}, which holds no module; take it out."
 
 
 def _hidden(code: Code, house: House) -> Iterator[str]:
     """Imports by a computed name that are not declared, or that find what is above."""
     for module, place in code.computed:
-        declared = [finds for source, finds in house.computed if _within(module, source)]
+        declared = [finds for source, finds in house.computed if within(module, source)]
         if not declared:
             yield (
                 f"{place}: {module} imports by a computed name, which may hide an arrow; write the name out, or say in "
@@ -331,7 +331,7 @@ def _executed(arrow: Arrow, modules: Iterable[str]) -> Iterator[str]:
     for length in range(1, len(parts) + 1):
         name = ".".join(parts[:length])
         # the packages around the source run already
-        if name == arrow.target or name in modules and not _within(arrow.source, name):
+        if name == arrow.target or name in modules and not within(arrow.source, name):
             yield name
 
 
@@ -361,7 +361,8 @@ def _shortest(start: str, nexts: dict[str, dict[str, Arrow]]) -> list[str]:
     raise ValueError(f"{start} is in no circle")
 
 
-def _within(module: str, room: str) -> bool:
+def within(module: str, room: str) -> bool:
+    """Whether a module is in a room; `package.__init__` is that file alone."""
     return f"{module}.__init__" == room or module == room or module.startswith(f"{room}.")
 
 
