@@ -177,6 +177,12 @@ def test_a_sound_house_has_no_problems(tmp_path, files):
         ),
         # a module that takes a name from its own package needs the whole package
         ({"low/__init__": "from .a import x\ny = 1", "low/a": "from . import y"}, "toy/low/__init__.py:1:", "circle"),
+        # a package's own name counts more than a module of the same name
+        (
+            {"low/__init__": "from .a import b", "low/a": "from . import b", "low/b": ""},
+            "toy/low/__init__.py:1:",
+            "circle",
+        ),
         # the packages around what is imported are imported too
         (
             {
