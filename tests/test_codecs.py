@@ -21,7 +21,7 @@ from mmaccel.kv.codecs.vidkv import VidKV
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.runtime.cache_stage import CacheStage
-from mmaccel.runtime.packing import eligible
+from mmaccel.runtime.packing import eligible_of
 
 HEADS, WIDTH = 2, 32
 #: small enough for short prompts
@@ -302,7 +302,7 @@ class Stored:
         """As the door does."""
         for layer in self.state.layers:
             for kind in self.kinds:
-                among = eligible(kind, step.state.shared, step.layout, step.seen, step.salient)
+                among = eligible_of(kind, step.state.shared, step.layout, step.seen, step.salient)
                 if among is not None:
                     layer.pack(kind, among, made)
 

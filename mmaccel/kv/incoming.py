@@ -26,13 +26,6 @@ class Phase:
     chosen: Tensor | None = None
     _indices: dict[torch.device, KeyIndex] = field(default_factory=dict)
 
-    @property
-    def at(self) -> Tensor:
-        """``chosen``, written out where every token stays."""
-        if self.chosen is not None:
-            return self.chosen
-        return torch.arange(self.places.shape[1]).expand(len(self.places), -1)
-
     @cached_property
     def lengths(self) -> Tensor:
         """Tokens of every row that are no padding, ``[B]`` long on the CPU."""

@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from ..core.budget import Retain
-from ..core.layout import Layout
-from ..core.reduction import Reduction
-from ..kv.incoming import Incoming
 from ..kv.merge import merge
 from ..kv.packed import QuantisedLayer
 from ..kv.scoring.importance import outgoing_norm
 from ..method import Policy
-
-
-class Plan(Protocol):
-    """What the cache stage needs of a plan."""
-
-    @property
-    def policy(self) -> Policy:
-        """The method at site ``cache``."""
-
-    @property
-    def policy_retain(self) -> Retain | None:
-        """Its budget; None where it drops nothing for lack of one."""
-
-    @property
-    def recipe(self) -> Any:
-        """Of which ``rounding`` and ``text_retain`` count."""
-
-    @property
-    def family(self) -> Any:
-        """Of which ``text`` counts, the text model."""
-
-
-class Forward(Protocol):
-    """What the cache stage needs of a forward of the text model. A forward refers to none of those that work on it."""
-
-    @property
-    def seen(self) -> int:
-        """Tokens the cache has seen before."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of this forward before any reduction."""
-
-    @property
-    def incoming(self) -> Incoming:
-        """What the cache is told of it."""
-
-    @property
-    def layout(self) -> Layout | None:
-        """Where the pictures of a prompt stand; None for a continuation."""
-
-    @property
-    def total(self) -> Reduction | None:
-        """``[B, S]`` on the CPU, what is left of a prompt so far."""
+from .plan import ModelPlan, PlannedStage
 
 
 @dataclass(frozen=True)
@@ -78,10 +32,11 @@ class CacheStage:
     depth: int
 
     @staticmethod
-    def of(plan: Plan, depth: int) -> CacheStage:
-        """The cache stage of a plan, for a text model of ``depth`` layers."""
-        official = plan.recipe.rounding == "official"
-        return CacheStage(plan.policy, plan.policy_retain, plan.recipe.text_retain, official, plan.family.text, depth)
+    def of(plan: ModelPlan, stage: PlannedStage[Policy], depth: int) -> CacheStage:
+        """The cache stage of a plan, for a cache of ``depth`` layers."""
+        recipe = plan.recipe
+        official = recipe.rounding == "official"
+        return CacheStage(stage.method, stage.retain, recipe.text_retain, official, plan.family.text, depth)
 
     def outgoing(self, number: int, values: Tensor) -> Tensor | None:
         """Norms of ``values [B, Hkv, K, D]`` behind the output projection of layer ``number``, if the policy looks at them."""

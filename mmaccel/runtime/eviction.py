@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from ..core.budget import resolve
-from ..core.layout import Layout
 from ..kv.cache import CacheState
 from ..kv.choose import choose, per_head, rank
 from ..kv.index import to_device
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, share_seen
 from ..method import KeyBatch, LayerAttention, Policy
 from ..recipe.recipe import text_policy
-from .cache_stage import CacheStage, Forward, Plan
+from .cache_stage import CacheStage
+from .forward import Forward, Prompt, chosen_of
 from .layer_budgets import KNOWN, Undecided, by_content, known, prompt_budget
 from .places import Tokens, prompt_grid, question_span
+from .plan import PlannedStage
 from .schedule import Schedule
 from .sparse import first_layer, note_prompt, sparse_read
 
@@ -50,13 +51,12 @@ class Eviction:
     pre_rope : ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, the queries of the layer at work before RoPE, if the policy looks at them.
     """
 
-    def __init__(self, plan: Plan, state: CacheState, forward: Forward) -> None:
-        self.stage = CacheStage.of(plan, len(state.layers))
-        self.policy, self.state, self.forward = self.stage.policy, state, forward
-        self.schedule = Schedule(self.stage, state.shared)
-        self.prompt: PromptEviction | None = None
-        if forward.layout is not None:
-            self.prompt = PromptEviction(self.stage, state, forward, forward.layout, self.schedule)
+    def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
+        self.forward, self.stage, self.state = forward, stage, state
+        self.policy, self.depth = stage.method, len(state.layers)
+        rules = CacheStage.of(forward.plan, stage, self.depth)
+        self.schedule = Schedule(rules, state.shared)
+        self.prompt = PromptEviction(rules, state, forward, self.schedule) if isinstance(forward, Prompt) else None
         self.pre_rope: Tensor | None = None
 
     @property
@@ -87,7 +87,7 @@ class Eviction:
             expected, self.pre_rope = self.prompt.expected(tokens.places, key, self.pre_rope), None
             self.prompt.after_attention(number, attention, tokens, received, expected)
         elif self.policy.scheduled:
-            places = self.forward.incoming.phase(number).places.to(query.device).long()
+            places = self.forward.phase(number).places.to(query.device).long()
             self._observe(number, LayerAttention(query, key, visible, scaling, places >= 0, memo={}), places)
             self.schedule.decoded(self.state.layers[number], scaling)
 
@@ -111,7 +111,7 @@ class Eviction:
         if self.prompt is not None:
             self.prompt.note(number, query.device)
             return
-        first = first_layer(self.policy, self.stage.depth)
+        first = first_layer(self.policy, self.depth)
         if number == first - 1 and query.shape[2] == 1:
             text = torch.ones(len(query), 1, dtype=torch.bool, device=query.device)
             attention = LayerAttention(query, key, visible, scaling, text)
@@ -130,11 +130,9 @@ class PromptEviction:
     pictured : per layer ``[B, 1]`` long on the CPU, visual keys of this forward that stay in each head, where the host knows.
     """
 
-    def __init__(
-        self, stage: CacheStage, state: CacheState, forward: Forward, layout: Layout, schedule: Schedule
-    ) -> None:
+    def __init__(self, stage: CacheStage, state: CacheState, prompt: Prompt, schedule: Schedule) -> None:
         self.stage, self.policy, self.state = stage, stage.policy, state
-        self.forward, self.layout, self.schedule = forward, layout, schedule
+        self.prompt, self.layout, self.schedule = prompt, prompt.layout, schedule
         self.figures: list[Tensor] = []
         self.pictured: dict[int, Tensor] = {}
         self.undecided: list[Undecided] = []
@@ -209,11 +207,11 @@ class PromptEviction:
         """The forward is over: evict from the layers that waited for it."""
         undecided, self.undecided = self.undecided, []
         if undecided:
-            total, scores = self.forward.total, []
+            scores = []
             for one in undecided:
-                if self.policy.deferred and total is not None:
-                    kept = total.kept.to(one.keys.index.device, non_blocking=True)
-                    reach = kept.gather(1, (one.keys.index - self.forward.seen).clamp(min=0)) & one.keys.valid
+                if self.policy.deferred:
+                    kept = self.prompt.total.kept.to(one.keys.index.device, non_blocking=True)
+                    reach = kept.gather(1, (one.keys.index - self.prompt.seen).clamp(min=0)) & one.keys.valid
                     one.keys = replace(one.keys, survivors=reach)
                 scores.append(self._rank(one.keys, one.tokens))
             split, uniform = self.policy.choice("layer_budget")
@@ -245,7 +243,7 @@ class PromptEviction:
         return known(self.stage, self.layout, self.budget)
 
     def _rank(self, keys: KeyBatch, tokens: Tokens, by: Policy | None = None) -> Tensor:
-        return rank(self.policy, keys, self.forward.seen == 0, tokens.question, by)
+        return rank(self.policy, keys, self.prompt.seen == 0, tokens.question, by)
 
     def _choose(self, keys: KeyBatch, tokens: Tokens, scores: Tensor, count: list[int]) -> None:
         """Of one layer at the end of a prompt, choose what stays of the keys that are new."""
@@ -285,7 +283,7 @@ class PromptEviction:
         old = len(layer.index) - kept.shape[2]
         if old:
             kept = torch.cat([kept.new_ones(*kept.shape[:2], old), kept], dim=-1)
-            lengths = lengths + layer.index.lengths - self.forward.incoming.phase(number).lengths[:, None]
+            lengths = lengths + layer.index.lengths - self.prompt.phase(number).lengths[:, None]
         self.stage.evict(layer, kept, old, lengths)
         if self.policy.scheduled:
             self.schedule.begin(layer, scaling)
@@ -299,12 +297,12 @@ class PromptEviction:
     def tokens(self, number: int, device: torch.device) -> Tokens:
         """The tokens of a prompt that layer ``number`` sees: worked out on the host, once for all layers on ``device`` that see
         the same."""
-        phase = self.forward.incoming.phase(number)
+        phase = self.prompt.phase(number)
         if (id(phase), device) not in self._tokens:
-            at = phase.at
+            at = chosen_of(phase)
             valid = at >= 0
             visual = self.layout.visual.gather(1, at.clamp(min=0)) & valid
-            places = torch.where(valid, at + self.forward.seen, -1)
+            places = torch.where(valid, at + self.prompt.seen, -1)
             grid = self.table.gather(1, places.clamp(min=0)[..., None].expand(-1, -1, 4)).masked_fill(
                 ~valid[..., None], -1
             )
@@ -327,9 +325,9 @@ class PromptEviction:
     @cached_property
     def table(self) -> Tensor:
         """``[B, n, 4]`` int32, see :func:`.places.prompt_grid`; a schedule needs it later on."""
-        table = prompt_grid(self.state.shared, self.layout, self.forward.seen)
+        table = prompt_grid(self.state.shared, self.layout, self.prompt.seen)
         if self.policy.scheduled:
-            self.state.shared.grid_table = to_device(table, self.forward.incoming.phase(0).places.device)
+            self.state.shared.grid_table = to_device(table, self.prompt.phase(0).places.device)
         return table
 
     def expected(self, places: Tensor, keys: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -338,7 +336,7 @@ class PromptEviction:
         if not policy.future or queries is None or offset is None:
             return None
         there, position = places >= 0, torch.arange(policy.future, device=keys.device)
-        position = (self.forward.seen + self.forward.length - offset.to(keys.device))[:, None] + position
+        position = (self.prompt.seen + self.prompt.length - offset.to(keys.device))[:, None] + position
         if "mrope_section" in (text.config.rope_parameters or {}):
             position = position.expand(3, -1, -1)
         # in full precision, as half precision does not tell late positions apart

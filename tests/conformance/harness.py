@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import Layout, Segment, Tile
+from mmaccel.core.reduction import Reduction
+from mmaccel.core.stats import Stats
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.incoming import Incoming, Phase
 from mmaccel.method import LayerAttention, Method, Policy, registry
 from mmaccel.runtime.eviction import Eviction
+from mmaccel.runtime.forward import Continuation, Forward, Prompt
+from mmaccel.runtime.plan import PlannedStage
 
 Compare = Callable[[Mapping[str, Any], Mapping[str, Tensor]], None]
 
@@ -107,8 +111,8 @@ def as_queries(rows: Tensor) -> tuple[Tensor, Tensor]:
 class _Watched(Eviction):
     """Notes what the product ranks."""
 
-    def __init__(self, plan: Any, state: CacheState, forward: Any) -> None:
-        super().__init__(plan, state, forward)
+    def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
+        super().__init__(forward, stage, state)
         self.ranks: list[Tensor] = []
         if self.prompt is not None:
             self.prompt._rank = self._noted(self.prompt._rank)  # type: ignore[method-assign]
@@ -146,10 +150,10 @@ class CacheRun:
         text: Any = None,
     ) -> None:
         self.policy, self.visual, self.grid = policy, visual, grid
+        self.stage = PlannedStage(0, policy, retain)
         recipe = SimpleNamespace(text_retain=None, rounding=rounding)
-        self.plan = SimpleNamespace(
-            policy=policy, policy_retain=retain, recipe=recipe, family=SimpleNamespace(text=text)
-        )
+        # what the cache stage reads of a plan
+        self.plan: Any = SimpleNamespace(recipe=recipe, family=SimpleNamespace(text=text))
         self.state = CacheState(layers)
         self.eviction: _Watched
 
@@ -157,11 +161,16 @@ class CacheRun:
         """A forward of ``size`` new tokens."""
         seen = self.state.seen
         places = torch.arange(seen, seen + size).expand(rows, -1)
-        layout = self._layout(size, rows) if prompt else None
         incoming = Incoming(seen, size, False, [(0, Phase(places, False, places - seen))])
-        self.forward = SimpleNamespace(seen=seen, length=size, incoming=incoming, layout=layout, total=None)
+        given = self.plan, Stats("conformance"), self.state, incoming, places.device
+        if prompt:
+            layout = self._layout(size, rows)
+            ids = torch.zeros(rows, size, dtype=torch.long)
+            self.forward: Forward = Prompt(*given, layout, ids, {}, Reduction.identity(layout.valid))
+        else:
+            self.forward = Continuation(*given)
         self.state.offset = torch.zeros(rows, dtype=torch.long)
-        self.eviction = _Watched(self.plan, self.state, self.forward)
+        self.eviction = _Watched(self.forward, self.stage, self.state)
         return self.eviction
 
     def _layout(self, size: int, rows: int) -> Layout:
@@ -182,7 +191,7 @@ class CacheRun:
         read, _ = stored.update(keys, values)
         index = stored.index
         assert index is not None
-        visible = index.mask(self.forward.incoming.phase(layer).places, None)
+        visible = index.mask(self.forward.phase(layer).places, None)
         shown = read if seen_as is None else seen_as
         scaling = 1.0 if seen_as is not None else keys.shape[3] ** -0.5
         self.eviction.after_attention(layer, query, shown, visible, scaling)
