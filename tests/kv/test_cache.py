@@ -44,7 +44,10 @@ def test_a_copy_of_the_cache_goes_on_alike(name: str, how: str) -> None:
     assert torch.equal(*went)
     mine, theirs = cache.mmaccel.layers[0], other.mmaccel.layers[0]
     assert (
-        mine is cache.layers[0] and theirs is other.layers[0] and theirs.shared is other.mmaccel.shared and mine is not theirs
+        mine is cache.layers[0]
+        and theirs is other.layers[0]
+        and theirs.shared is other.mmaccel.shared
+        and mine is not theirs
     )
 
 
