@@ -217,6 +217,16 @@ def test_a_room_without_modules_is_named(tmp_path):
     assert problems(tmp_path, {}, rules) == ["floors.toml: the room toy.cellar (low) holds no module; take it out."]
 
 
+def test_shared_rooms_use_only_those_before_them(tmp_path):
+    floor = house.Floor("high", "", ("toy.base", "toy.right", "toy.left"), shared=("toy.base", "toy.right"))
+    rules = house.House((TOY.floors[0], floor))
+    assert (
+        problems(tmp_path, {"right": "from .base import x", "left/__init__": "from .. import base, right"}, rules) == []
+    )
+    (found,) = problems(tmp_path, {"right": "", "base": "from .right import x"}, rules)
+    assert "toy.base -> toy.right crosses the floor of high; its rooms know only toy.base and toy.right" in found
+
+
 LAZY = house.House(TOY.floors, lazy=(("toy.low", "toy.left"),))
 
 
