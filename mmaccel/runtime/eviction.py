@@ -17,9 +17,10 @@ from ..core.layout import Layout
 from ..core.reduction import top_mask
 from ..errors import MmaccelError
 from ..kv import budgets
-from ..kv.cache import CacheState, CompressedLayer
-from ..kv.compact import merge
+from ..kv.cache import CacheState
 from ..kv.index import to_device
+from ..kv.layer import CompressedLayer
+from ..kv.merge import merge
 from ..kv.packed import QuantisedLayer
 from ..kv.scoring.chunks import by_chunks
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, outgoing_norm, share_seen
@@ -102,7 +103,7 @@ class Eviction:
         #: ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, the queries of the layer at work before RoPE, if the policy looks at them
         self.pre_rope: Tensor | None = None
         self._tokens: dict[tuple[int, torch.device], Tokens] = {}
-        self._places: Tensor | None = None
+        self._grids: Tensor | None = None
 
     @property
     def waiting(self) -> bool:
@@ -124,11 +125,11 @@ class Eviction:
             places = self.forward.phase(number).places.to(query.device).long()
             text, memo = places >= 0, {}
         attention = LayerAttention(query, key, visible, scaling, text, memo=memo)
-        received = policy.observe(attention, layer.carried.figures(key)) if policy.observes else None
+        received = policy.observe(attention, layer.schedule.figures(key)) if policy.observes else None
         if policy.scheduled:
-            layer.carried.received = received
+            layer.schedule.received = received
             if policy.window:
-                layer.carried.remember(query, places, policy.window)
+                layer.schedule.remember(query, places, policy.window)
         if self.layout is not None:
             self._prompt(number, attention, tokens, received)
         else:
@@ -290,15 +291,14 @@ class Eviction:
         """Compact one layer at the end of a prompt to what is ``kept [B, 1 or Hkv, q]`` of its new keys, ``lengths [B, 1 or
         Hkv]`` on the CPU; what earlier turns left there stays."""
         policy, layer = self.policy, self.state.layers[number]
-        assert layer.index is not None
         old = len(layer.index) - kept.shape[2]
         if old:
             kept = torch.cat([kept.new_ones(*kept.shape[:2], old), kept], dim=-1)
             lengths = lengths + layer.index.lengths - self.forward.phase(number).lengths[:, None]
         self._compact(layer, kept, old, lengths)
         if policy.scheduled:
-            layer.carried.capacity = self._lengths(layer)
-            layer.carried.settled = layer.seen
+            layer.schedule.capacity = self._lengths(layer)
+            layer.schedule.settled = layer.seen
         if policy.cap:
             self._shrink(layer, scaling)
 
@@ -311,8 +311,7 @@ class Eviction:
         """Evict, or merge, what is not ``kept [B, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
         keys that were packed: they would be quantised again. For ``lengths`` see :meth:`.cache.CompressedLayer.evict`."""
         how, decay = self.policy.choice("compact")
-        layer.carried.compacted = layer.seen
-        assert layer.index is not None
+        layer.schedule.evicted = layer.seen
         if how == "evict":
             layer.evict(kept, lengths=lengths)
             return
@@ -327,27 +326,27 @@ class Eviction:
             stay,
             there & ~stay,
             decay=decay or 0.0,
-            threshold=layer.carried.threshold,
+            threshold=layer.schedule.threshold,
             by_rank=self.official,
             few=lengths is None,
         )
         if self.policy.scheduled:
-            layer.carried.threshold = made.threshold
+            layer.schedule.threshold = made.threshold
         layer.evict(kept, (made.keys, made.values), lengths)
 
     # --- while decoding ---------------------------------------------------------------------------------------
     def _decoded(self, layer: QuantisedLayer, scaling: float) -> None:
         """Compact a layer that holds more than it may, when it is time."""
-        carried = layer.carried
+        carried = layer.schedule
         if carried.capacity is None:
             carried.capacity, carried.settled = self._lengths(layer), layer.seen
-        if layer.seen - carried.compacted >= self.policy.every:
+        if layer.seen - carried.evicted >= self.policy.every:
             self._shrink(layer, scaling)
 
     def _shrink(self, layer: QuantisedLayer, scaling: float) -> None:
         """Of all that a layer stores, from whichever turn, keep the best that it may hold."""
-        policy, carried = self.policy, layer.carried
-        assert layer.index is not None and carried.capacity is not None
+        policy, carried = self.policy, layer.schedule
+        assert carried.capacity is not None
         if policy.cap and len(layer.index) <= policy.cap:
             return
         room = torch.full_like(carried.capacity, policy.cap) if policy.cap else carried.capacity
@@ -375,9 +374,8 @@ class Eviction:
     def _stored(self, layer: CompressedLayer, scaling: float) -> tuple[KeyBatch, Tensor]:
         """All that a layer stores, padding in front, and the slot of each key ``[rows, K]``; where heads differ every
         (row, head) is a row."""
-        assert layer.index is not None
         keys, values = layer.stored()
-        carried, index = layer.carried, layer.index.index.long()
+        carried, index = layer.schedule, layer.index.index.long()
         queries, asked, received = carried.queries, carried.places, carried.received
         queries = keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3]) if queries is None else queries
         outgoing, heads = self._outgoing(layer.number, values), 1
@@ -423,13 +421,13 @@ class Eviction:
             pictured = sum(tokens.rivals)
             self._note(pictured, sum(budget), pictured)
             if number == 0:
-                state.kinds = to_device(self._table(), query.device)
-                state.recall = SparseMemory(tokens.count if state.recall is None else state.recall.count + tokens.count)
+                state.shared.grid_table = to_device(self._table(), query.device)
+                before = state.shared.sparse
+                state.shared.sparse = SparseMemory(tokens.count if before is None else before.count + tokens.count)
             return
         first = policy_layer(self.policy, self.layers)
-        if number != first - 1 or query.shape[2] > 1 or state.recall is None or state.kinds is None:
+        if number != first - 1 or query.shape[2] > 1 or state.shared.sparse is None or state.shared.grid_table is None:
             return
-        assert layer.index is not None
         text = torch.ones(len(query), 1, dtype=torch.bool, device=query.device)
         paid = (
             LayerAttention(query, key, visible, scaling, text).attention(0, 1)[:, :, 0].unflatten(1, (key.shape[1], -1))
@@ -437,14 +435,14 @@ class Eviction:
         index = layer.index.by_head.long()
         # heads that store the same keys have one index
         paid = paid.mean((1, 2))[:, None] if index.shape[1] == 1 else paid.mean(2) / key.shape[1]
-        kinds, end = state.kinds.to(query.device), state.kinds.shape[1]
+        kinds, end = state.shared.grid_table.to(query.device), state.shared.grid_table.shape[1]
         there = (index >= 0) & (index < end)
         shape = (len(query), index.shape[1], end + 1)
         by_place = paid.new_zeros(shape).scatter_(2, torch.where(there, index, end), paid).sum(1)[:, :end]
         visual = (kinds[..., 0] >= 0) & there.new_zeros(shape).scatter_(2, torch.where(there, index, end), True).any(1)[
             :, :end
         ]
-        memory = state.recall = state.recall.to(query.device)
+        memory = state.shared.sparse = state.shared.sparse.to(query.device)
         chosen = self.policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen) & visual
         memory.paid, memory.chosen = by_place, chosen
         self.forward.incoming.sparse = SparseRead(first, chosen | ~visual)
@@ -452,7 +450,6 @@ class Eviction:
     # --- what is where ----------------------------------------------------------------------------------------
     def _lengths(self, layer: CompressedLayer) -> Tensor:
         """``[B, Hkv]`` long on the CPU: keys each head stores."""
-        assert layer.index is not None
         return layer.index.lengths.expand(-1, layer.keys.shape[1]).contiguous()
 
     def tokens(self, number: int, device: torch.device) -> Tokens:
@@ -520,26 +517,29 @@ class Eviction:
         CPU."""
         step, state = self.forward, self.state
         if self.layout is None:
-            assert state.layers[0].index is not None
             index = state.layers[0].index.index
-            return state.kinds if state.kinds is not None else index.new_full((len(index), 1, 4), -1)
-        if self._places is None:
+            return (
+                state.shared.grid_table
+                if state.shared.grid_table is not None
+                else index.new_full((len(index), 1, 4), -1)
+            )
+        if self._grids is None:
             batch, end = len(self.layout.valid), step.seen + step.length
             table = torch.full((batch, end, 4), -1, dtype=torch.int32)
-            if state.kinds is not None:
-                table[:, : state.kinds.shape[1]] = state.kinds.cpu()
+            if state.shared.grid_table is not None:
+                table[:, : state.shared.grid_table.shape[1]] = state.shared.grid_table.cpu()
             picture, frame = int(table[..., 0].max()) + 1, 0
-            if state.stream:
+            if state.shared.stream:
                 picture, frame = 0, int(table[..., 1].max()) + 1
             for segment in self.layout.segments:
                 cells = segment.tile.cells.to(torch.int32)
                 at = segment.places + step.seen
-                table[segment.row, at, 0] = picture if state.stream else picture + segment.picture
+                table[segment.row, at, 0] = picture if state.shared.stream else picture + segment.picture
                 table[segment.row, at, 1:] = torch.where(cells < 0, cells, cells + cells.new_tensor([frame, 0, 0]))
-            self._places = table
+            self._grids = table
             if self.policy.scheduled:
-                state.kinds = to_device(table, step.phase(0).places.device)
-        return self._places
+                state.shared.grid_table = to_device(table, step.phase(0).places.device)
+        return self._grids
 
     def _question(self, device: torch.device) -> Tensor | None:
         """``[B, 2]`` long, if it is protected: the text behind the last picture begins, and ends, at these places."""

@@ -43,7 +43,7 @@ class Packing:
         """Note what codecs must know of a prompt, ``embeds [B, S, D]``."""
         kept, visual = prompt.total.kept, prompt.layout.visual
         if any(group.of == "text" for group in self.groups):
-            self.state.note_visual(visual.to(embeds.device, non_blocking=True), prompt.seen)
+            self.state.shared.note_visual(visual.to(embeds.device, non_blocking=True), prompt.seen)
         for group in self.groups:
             if group.of == "salient":
                 of = (mask.to(embeds.device, non_blocking=True) for mask in (kept & visual, kept & ~visual))
@@ -64,7 +64,7 @@ class Packing:
 
     def eligible(self, group: TokenGroup) -> Eligible | None:
         """The places that tokens of a group may be of; None where there are none in this forward."""
-        forward, visual = self.forward, self.state.visual
+        forward, visual = self.forward, self.state.shared.visual
         if group.of == "text":
             return Eligible(None if visual is None else ~visual, 0, True)
         if not isinstance(forward, Prompt):
@@ -94,7 +94,7 @@ class Packing:
         found = [self._asked(layer, eligible).to(home) for layer in waiting for _, eligible in due]
         known = torch.stack(found).cpu().unflatten(0, (len(waiting), len(due)))
         for layer, counts in zip(waiting, known, strict=True):
-            heads = 1 if layer.index is not None and layer.index.index.dim() == 2 else counts.shape[-1]
+            heads = 1 if not layer.empty and layer.index.index.dim() == 2 else counts.shape[-1]
             self._pack(layer, [count[:, :heads] for count in counts])
 
     def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
@@ -103,7 +103,7 @@ class Packing:
 
     def _asked(self, layer: QuantisedLayer, eligible: Eligible) -> Tensor:
         """``[B, Hkv]`` long, the tokens of each head that may be packed."""
-        return layer.eligible(eligible).sum(-1).expand(-1, layer.keys.shape[1])
+        return layer.eligible_slots(eligible).sum(-1).expand(-1, layer.keys.shape[1])
 
     def _count(self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible) -> Tensor | None:
         """How many tokens of a layer are of a group and in full precision, ``[B, 1 or Hkv]`` long on the CPU; None where only

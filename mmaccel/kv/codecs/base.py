@@ -24,14 +24,14 @@ class Cut:
     start, count : ``[N]`` long and int32, first row and tokens of every page, head after head.
     head : ``[N]`` long, the head of every page, of ``B Hkv``.
     lengths : ``[B, Hkv]`` long.
-    asked : ``[B, Hkv, D]`` float32, the mean square of the last queries, for codecs with a ``window``.
+    query_energy : ``[B, Hkv, D]`` float32, the mean square of the last queries, for codecs with a ``window``.
     """
 
     start: Tensor
     count: Tensor
     head: Tensor
     lengths: Tensor
-    asked: Tensor | None = None
+    query_energy: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Codec(Method):
         values: Tensor,
         lengths: Tensor,
         before: Pages | None = None,
-        asked: Tensor | None = None,
+        query_energy: Tensor | None = None,
         known: Tensor | None = None,
     ) -> Pages:
         """Quantise tokens and pack them.
@@ -117,13 +117,13 @@ class Codec(Method):
         keys, values : ``[total, D]`` and ``[total, Dv]`` float16, bfloat16 or float32, flat: head after head.
         lengths : ``[B, Hkv]`` long, tokens of each head.
         before : what these heads have packed already.
-        asked : see :class:`Cut`.
+        query_energy : see :class:`Cut`.
         known : ``lengths`` on the CPU, where the host knows them; else it waits for the number of pages.
         """
         total = None if known is None else int((-(-known // self.page)).sum())
         start, count, cu_pages = split(lengths.flatten(), self.page, total)
         head = torch.repeat_interleave(cu_pages.diff().long(), output_size=len(count))
-        cut = Cut(start, count, head, lengths, asked)
+        cut = Cut(start, count, head, lengths, query_energy)
         planes = self.key_planes(keys.contiguous(), cut, before)
         narrow = sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
         return Pages(
