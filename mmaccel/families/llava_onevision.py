@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..core.layout import Modality, Picture, Tile
 from ..runtime.scope import Encoded
-from .base import clip_frames
+from .base import Facts, clip_frames
 from .llava_next import LlavaNext, sizes
 
 
@@ -20,6 +20,8 @@ class LlavaOneVision(LlavaNext):
 
     name = "llava_onevision"
     model_types = ("llava_onevision",)
+    place = 3
+    facts = Facts("yes, tiled", cls=False)
     modalities = ("image", "video")
 
     @property

@@ -13,7 +13,7 @@ from transformers import GenerationMixin
 from ..core.layout import Modality, Picture, Tile
 from ..kv.cache import state_of
 from ..runtime.scope import Encoded, Scope
-from .base import Family, Wrapper
+from .base import Facts, Family, Wrapper
 
 
 class Qwen2VL(Family):
@@ -21,6 +21,8 @@ class Qwen2VL(Family):
 
     name = "qwen2_vl"
     model_types = ("qwen2_vl",)
+    place = 6
+    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
     modalities = ("image", "video")
     tower_names = {"image": "visual", "video": "visual"}
 
@@ -94,6 +96,8 @@ class Qwen25VL(Qwen2VL):
 
     name = "qwen2_5_vl"
     model_types = ("qwen2_5_vl",)
+    place = 7
+    facts = Facts("yes, any size", cls=False, merging="2x2 blocks, in full-attention layers")
 
     def merging_layers(self) -> list[int]:
         """The blocks that attend to whole frames: their keys can be compared, and the windows between them just shrink."""
@@ -129,6 +133,8 @@ class Qwen3VL(Qwen2VL):
 
     name = "qwen3_vl"
     model_types = ("qwen3_vl",)
+    place = 8
+    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
 
     def __init__(self, model: nn.Module, processor: Any = None) -> None:
         super().__init__(model, processor)

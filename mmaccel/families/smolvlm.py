@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from ..runtime.scope import Encoded
+from .base import Facts
 from .internvl import TiledByText
 
 _TILE = re.compile(r"<row_(\d+)_col_(\d+)>\s*$")
@@ -23,6 +24,8 @@ class SmolVLM(TiledByText):
 
     name = "smolvlm"
     model_types = ("smolvlm",)
+    place = 10
+    facts = Facts("yes, tiled", cls=False, merging="blocks of pixel shuffle")
     text_name = "text_model"
     tower_names = {"image": "vision_model", "video": "vision_model"}
 
