@@ -16,7 +16,8 @@ from PIL import Image
 
 import mmaccel
 from mmaccel import accelerated
-from mmaccel.cli import ask, main, measure
+from mmaccel.cli import ask, main
+from mmaccel.cli.shared import measure
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs.evaluate import Question, Row, _divergence, _lengths, ask_suite, evaluate, fingerprint
 
