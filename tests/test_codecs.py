@@ -12,7 +12,7 @@ from mmaccel_kernels.pages import unpack
 
 from mmaccel.errors import MmaccelError
 from mmaccel.kv.cache import CacheState
-from mmaccel.kv.codecs import Codec, kinds
+from mmaccel.kv.codecs import Codec, token_groups
 from mmaccel.kv.codecs.calibquant import CalibQuant
 from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.kv.codecs.kivi import KIVI
@@ -192,7 +192,7 @@ def test_think_drops_the_channels_that_queries_make_least_of() -> None:
     keys, random = keys_like(2, HEADS, 64, WIDTH), torch.Generator().manual_seed(3)
     asked, lengths = torch.rand(2, HEADS, WIDTH, generator=random), torch.tensor([[64, 64], [64, 64]])
     codec = ThinK(page=32, residual=0, bits=8, align=1)
-    pages = codec.pack(flat(keys), flat(keys), lengths, asked=asked)
+    pages = codec.pack(flat(keys), flat(keys), lengths, query_energy=asked)
     (plane,) = pages.keys
     left = (keys.double() ** 2).mean(2) * asked
     want = left.flatten(0, 1).topk(WIDTH - int(0.4 * WIDTH)).indices.sort(1).values
@@ -205,10 +205,10 @@ def test_think_drops_the_channels_that_queries_make_least_of() -> None:
     # rows alone, later pages, and a query that looks elsewhere
     chosen = pages.selected(torch.tensor([1]))
     assert torch.equal(chosen.decoded()[0], pages.decoded()[0][128:])
-    later = codec.pack(flat(keys.flip(-1)), flat(keys), lengths, before=pages, asked=asked.flip(-1))
+    later = codec.pack(flat(keys.flip(-1)), flat(keys), lengths, before=pages, query_energy=asked.flip(-1))
     assert torch.equal(pages.appended(later).keys[0].channels, plane.channels)
     assert pages.appended(later).decoded()[0].shape == (2 * 4 * 64, WIDTH)
-    other = codec.pack(flat(keys), flat(keys), lengths, asked=asked.flip(-1))
+    other = codec.pack(flat(keys), flat(keys), lengths, query_energy=asked.flip(-1))
     assert not torch.equal(other.keys[0].channels, plane.channels)
     assert [codec.left(32), ThinK().left(32), ThinK().left(128), ThinK(prune=0.5).left(128)] == [20, 32, 80, 64]
     everything = ThinK(page=32, residual=0, prune=0.0).pack(flat(keys), flat(keys), lengths)
@@ -272,7 +272,7 @@ class Stored:
     """A state of quantised layers beside plain lists of all keys and values ever fed, by place."""
 
     def __init__(self, *codecs: Codec, batch: int, layers: int = 1) -> None:
-        self.kinds, self.batch = kinds(dict(enumerate(codecs))), batch
+        self.kinds, self.batch = token_groups(dict(enumerate(codecs))), batch
         self.state = CacheState(layers)
         self.keys = [torch.zeros(batch, HEADS, 0, WIDTH) for _ in range(layers)]
         index = KeyIndex(torch.zeros(batch, 0, dtype=torch.int32), False, 0)
@@ -294,7 +294,7 @@ class Stored:
             self.keys[number] = torch.cat([self.keys[number], new], dim=2)
         layout = None if visual is None else SimpleNamespace(visual=visual)
         if visual is not None and any(kind.of == "text" for kind in self.kinds):
-            self.state.note_visual(visual, since)
+            self.state.shared.note_visual(visual, since)
         step = SimpleNamespace(state=self.state, layout=layout, salient=salient, seen=since)
         self.pack(step, {})
 
@@ -318,8 +318,8 @@ class Stored:
             assert error(keys[there], want[there]) < most
             assert error(values[there], centred(want)[there]) < most
             rest = torch.arange(len(layer.index)) >= layer.width
-            if layer.thawed is not None:
-                rest = rest & ((there & rest).cumsum(-1) > layer.thawed[..., None])
+            if layer.dequantised is not None:
+                rest = rest & ((there & rest).cumsum(-1) > layer.dequantised[..., None])
             exact = there & rest
             assert torch.equal(keys[exact], want[exact])
             assert torch.equal(values[exact], centred(want)[exact])
@@ -489,14 +489,14 @@ def test_text_and_visual_tokens_have_codecs_of_their_own() -> None:
     stored.check(0.2)
     # rows, tokens taken back, bytes
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in layer.tensors() if t.numel()}
-    assert stored.state.nbytes() == sum(held.values()) + stored.state.visual.nbytes
+    assert stored.state.nbytes() == sum(held.values()) + stored.state.shared.visual.nbytes
     before = layer.stored()[0]
     layer.reorder_cache(torch.tensor([1, 0]))
     assert torch.equal(layer.stored()[0], before[[1, 0]])
     layer.crop(-20)
     assert all(max(part, default=0) < 117 for row in range(2) for part in places_of(layer, row))
     layer.reset()
-    assert layer.packs == () and layer.width == 0 and stored.state.visual is None
+    assert layer.packs == () and layer.width == 0 and stored.state.shared.visual is None
 
 
 def test_packing_after_eviction_keeps_heads_of_their_own_lengths() -> None:
@@ -599,11 +599,11 @@ class Once:
     def mark(self) -> None:
         """Give every stored token a figure that says which it is."""
         index = self.layer.index.by_head
-        self.layer.carried.received = index + 1000.0 * torch.arange(HEADS)[:, None]
+        self.layer.schedule.received = index + 1000.0 * torch.arange(HEADS)[:, None]
 
     def check_marks(self, before: int) -> None:
         """The figures of tokens up to place ``before`` are theirs."""
-        index, received = self.layer.index.by_head.expand(-1, HEADS, -1), self.layer.carried.received
+        index, received = self.layer.index.by_head.expand(-1, HEADS, -1), self.layer.schedule.received
         own = index[..., : received.shape[-1]]
         there = (own >= 0) & (own < before)
         assert there.sum() == ((index >= 0) & (index < before)).sum()
@@ -659,7 +659,7 @@ def test_places_are_freed_in_units(codec: Codec) -> None:
     layer.evict(kept)
     units = torch.tensor([kept[0, h, : 12 * codec.page].view(-1, unit).any(1).sum() for h in range(HEADS)])
     assert torch.equal(layer.pages.cu_pages.diff(), (-(-units * unit // codec.page)).int())
-    assert layer.thawed is None and layer.pages.nbytes() < pages.nbytes() * (len(layer.pages.count) + 1) / len(
+    assert layer.dequantised is None and layer.pages.nbytes() < pages.nbytes() * (len(layer.pages.count) + 1) / len(
         pages.count
     )
     assert layer.pages.lengths().tolist() == [(units * unit).tolist()]
@@ -689,7 +689,7 @@ def test_the_last_tokens_of_a_group_take_no_more_than_in_full_precision() -> Non
     kept[0, 1] = torch.arange(512) % 32 < few + 1
     layer.evict(kept)
     left = once.look()
-    assert layer.thawed.tolist() == [[16 * few, 0], [16 * few, 0]] and len(left) == int(kept.sum())
+    assert layer.dequantised.tolist() == [[16 * few, 0], [16 * few, 0]] and len(left) == int(kept.sum())
     assert layer.pages.lengths().tolist() == [[0, 512], [0, 0]]
     stored.check()
     for _ in range(3):
@@ -700,14 +700,14 @@ def test_the_last_tokens_of_a_group_take_no_more_than_in_full_precision() -> Non
     # rows, tokens taken back, and everything dropped
     layer.reorder_cache(torch.tensor([1, 0]))
     stored.keys = [stored.keys[0][[1, 0]]]
-    assert layer.thawed.tolist() == [[16 * few, 0], [16 * few, 0]][::-1]
+    assert layer.dequantised.tolist() == [[16 * few, 0], [16 * few, 0]][::-1]
     stored.check()
     layer.crop(-(layer.seen - 40))
-    assert layer.thawed.tolist() == [[2 * few, 0]] * 2
+    assert layer.dequantised.tolist() == [[2 * few, 0]] * 2
     stored.keys = [stored.keys[0][:, :, :40]]
     stored.check()
     layer.evict(layer.index.by_head < 0)
-    assert layer.pages is None and not layer.thawed.any() and layer.stored()[0].shape[2] == 0
+    assert layer.pages is None and not layer.dequantised.any() and layer.stored()[0].shape[2] == 0
 
 
 @pytest.mark.parametrize("codec", SMALL, ids=name_of)

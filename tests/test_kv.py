@@ -19,8 +19,8 @@ from transformers import DynamicCache
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
 from mmaccel.kv import budgets
-from mmaccel.kv.compact import merge
 from mmaccel.kv.index import KeyIndex
+from mmaccel.kv.merge import merge
 from mmaccel.kv.policies.a2sf import A2SF
 from mmaccel.kv.policies.criticalkv import CriticalKV
 from mmaccel.kv.policies.dycoke_cache import DyCokeCache
@@ -783,7 +783,7 @@ def test_a_second_turn(name: str, second: str) -> None:
         new = more["input_ids"].shape[1] + 1 if whole else int(oracle.visual(family, more).sum())
         assert stats["stages"][0]["tokens_in"] == new
         # both pictures are known by their places, and told apart
-        known = cache.mmaccel.kinds[0, :, 0]
+        known = cache.mmaccel.shared.grid_table[0, :, 0]
         assert torch.equal(known >= 0, oracle.visual(family, kept)[0]) and known.unique().tolist() == [-1, 0, 1]
 
 
@@ -816,7 +816,10 @@ def test_a_copy_of_the_cache_goes_on_alike(name: str, how: str) -> None:
     assert torch.equal(*went)
     mine, theirs = cache.mmaccel.layers[0], other.mmaccel.layers[0]
     assert (
-        mine is cache.layers[0] and theirs is other.layers[0] and theirs.state is other.mmaccel and mine is not theirs
+        mine is cache.layers[0]
+        and theirs is other.layers[0]
+        and theirs.shared is other.mmaccel.shared
+        and mine is not theirs
     )
 
 
@@ -850,7 +853,7 @@ def test_cropping_takes_the_figures_along(name: str, kind: str) -> None:
         for layer in cache.layers:
             layer.crop(-3)
     for ours, theirs in zip(cache.layers, twin.layers, strict=True):
-        assert ours.carried.received.shape == (*theirs.stored()[0].shape[:3],)
+        assert ours.schedule.received.shape == (*theirs.stored()[0].shape[:3],)
         assert ours.get_seq_length() == theirs.get_seq_length()
 
 
@@ -1124,12 +1127,12 @@ def test_every_step_reads_what_it_attends_to(family: str, kind: str, shipped: bo
             logits.append(out.logits[:, -1])
             out = model(input_ids=token[:, None], past_key_values=cache, use_cache=True)
             state, read = cache.mmaccel, everything.clone()
-            visual = state.kinds[..., 0] >= 0
+            visual = state.shared.grid_table[..., 0] >= 0
             assert torch.equal(visual, oracle.visual(family, feed))
-            read[2:, :, 0, :length] = (state.recall.chosen | ~visual)[None]
+            read[2:, :, 0, :length] = (state.shared.sparse.chosen | ~visual)[None]
             read[..., length + len(held) + 1 :] = False
             held.append(read)
-            chosen.append(state.recall.chosen)
+            chosen.append(state.shared.sparse.chosen)
             assert model.mmaccel.stats()["kv_bytes"] == state.nbytes()
     logits.append(out.logits[:, -1])
     pads = ~feed["attention_mask"].bool()
@@ -1205,7 +1208,7 @@ def test_merging_while_decoding(how: str) -> None:
     with accelerated(model, recipe):
         cache = model(**feed, use_cache=True).past_key_values
         twin = copy.deepcopy(cache)
-        bar = [layer.carried.threshold for layer in twin.layers]
+        bar = [layer.schedule.threshold for layer in twin.layers]
         model(input_ids=token, past_key_values=cache, use_cache=True)
     with accelerated(model, recipe.override(every=100)):
         model(input_ids=token, past_key_values=twin, use_cache=True)
@@ -1319,7 +1322,7 @@ def test_a_row_of_the_cache_goes_on_alone(name: str) -> None:
         model(input_ids=forced[:, :1], past_key_values=cache, use_cache=True)
         row = copy.deepcopy(cache)
         row.batch_select_indices(torch.tensor([1]))
-        assert len(row.mmaccel.kinds) == 1 and row.mmaccel.nbytes() < cache.mmaccel.nbytes()
+        assert len(row.mmaccel.shared.grid_table) == 1 and row.mmaccel.nbytes() < cache.mmaccel.nbytes()
         for token in forced[:, 1:].T:
             both = model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits
             alone = model(input_ids=token[1:, None], past_key_values=row, use_cache=True).logits

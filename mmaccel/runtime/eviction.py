@@ -6,28 +6,28 @@ layers, when the forward is over. While decoding it is compacted every ``every``
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.budget import Retain, resolve
+from ..core.layout import Layout
 from ..core.reduction import top_mask
 from ..errors import MmaccelError
 from ..kv import budgets
-from ..kv.cache import CompressedLayer
-from ..kv.compact import merge
+from ..kv.cache import CacheState
 from ..kv.index import to_device
+from ..kv.layer import CompressedLayer
+from ..kv.merge import merge
+from ..kv.packed import QuantisedLayer
 from ..kv.scoring.chunks import by_chunks
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, outgoing_norm, share_seen
 from ..kv.sparse import SparseMemory, SparseRead
 from ..method import KeyBatch, LayerAttention, Policy
-
-if TYPE_CHECKING:
-    from ..kv.packed import QuantisedLayer
-    from .hooks import Step
+from .forward import Forward, Prompt
+from .plan import PlannedStage
 
 
 @dataclass(frozen=True)
@@ -88,25 +88,22 @@ class Eviction:
         mean over heads. With a joint budget, of all keys.
     """
 
-    def __init__(self, step: Step) -> None:
-        owner = step.owner
-        assert step.state is not None and owner.policy is not None
-        stage, policy = owner.built[owner.policy]
-        assert isinstance(policy, Policy)
-        # the step holds this; were this to hold the step, the cache would outlive its last user until Python looks for cycles
-        self.step: Step = weakref.proxy(step)
-        self.state, self.policy, self.retain = step.state, policy, stage.retain
-        self.text_retain = owner.recipe.text_retain
-        self.official = owner.recipe.rounding == "official"
-        self.layers = len(step.state.layers)
+    def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
+        self.forward, self.stage, self.state = forward, stage, state
+        self.policy, self.retain = stage.method, stage.retain
+        self.layout = forward.layout if isinstance(forward, Prompt) else None
+        self.text_retain = forward.plan.recipe.text_retain
+        self.official = forward.plan.recipe.rounding == "official"
+        self.layers = len(state.layers)
         self.figures: list[Tensor] = []
         self.undecided: list[Undecided] = []
         self.chosen: list[Chosen] = []
         #: per layer ``[B, 1]`` long on the CPU, visual keys of this forward that stay in each head, where the host knows
         self.pictured: dict[int, Tensor] = {}
         #: ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, the queries of the layer at work before RoPE, if the policy looks at them
-        self.unturned: Tensor | None = None
+        self.pre_rope: Tensor | None = None
         self._tokens: dict[tuple[int, torch.device], Tokens] = {}
+        self._grids: Tensor | None = None
 
     @property
     def waiting(self) -> bool:
@@ -119,21 +116,21 @@ class Eviction:
         if policy.recalls:
             self._recall(number, query, key, visible, scaling)
             return
-        if self.step.layout is None and not policy.scheduled:
+        if self.layout is None and not policy.scheduled:
             return
-        if self.step.layout is not None:
+        if self.layout is not None:
             tokens = self.tokens(number, query.device)
             places, text, memo = tokens.places, (tokens.places >= 0) & ~tokens.visual, tokens.memo
         else:
-            places = self.step.phase(number).places.to(query.device).long()
+            places = self.forward.phase(number).places.to(query.device).long()
             text, memo = places >= 0, {}
         attention = LayerAttention(query, key, visible, scaling, text, memo=memo)
-        received = policy.observe(attention, layer.carried.figures(key)) if policy.observes else None
+        received = policy.observe(attention, layer.schedule.figures(key)) if policy.observes else None
         if policy.scheduled:
-            layer.carried.received = received
+            layer.schedule.received = received
             if policy.window:
-                layer.carried.remember(query, places, policy.window)
-        if self.step.layout is not None:
+                layer.schedule.remember(query, places, policy.window)
+        if self.layout is not None:
             self._prompt(number, attention, tokens, received)
         else:
             self._decoded(layer, scaling)
@@ -180,9 +177,9 @@ class Eviction:
         """The forward is over: compact the layers that waited for it."""
         undecided, self.undecided = self.undecided, []
         if undecided:
-            step, scores = self.step, []
+            step, scores = self.forward, []
             for one in undecided:
-                if self.policy.deferred and step.total is not None:
+                if self.policy.deferred and isinstance(step, Prompt):
                     kept = step.total.kept.to(one.keys.index.device, non_blocking=True)
                     reach = kept.gather(1, (one.keys.index - step.seen).clamp(min=0)) & one.keys.valid
                     one.keys = replace(one.keys, survivors=reach)
@@ -205,16 +202,16 @@ class Eviction:
     def _budget(self) -> list[int]:
         """Keys that stay in each row in the mean over layers: the budgets of its pictures, resolved on their original
         counts, summed; of all keys of the prompt where text and pictures share one budget."""
-        layout = self.step.layout
+        layout = self.layout
         assert layout is not None
         if self.retain is None:
             return layout.visual.sum(1).tolist()
         if self.policy.joint:
             return [resolve(self.retain, n) for n in layout.valid.sum(1).tolist()]
-        return visual_budget(self.step, self.retain)
+        return visual_budget(layout, self.retain)
 
     def _rank(self, keys: KeyBatch, tokens: Tokens, by: Policy | None = None) -> Tensor:
-        return rank(self.policy, keys, self.step.seen == 0, tokens.question, by)
+        return rank(self.policy, keys, self.forward.seen == 0, tokens.question, by)
 
     def _over_layers(
         self, undecided: list[Undecided] | None = None, scores: list[Tensor] | None = None
@@ -225,7 +222,7 @@ class Eviction:
         if how == "uniform":
             return [budget] * layers
         if how == "pyramid":
-            layout = self.step.layout
+            layout = self.layout
             assert layout is not None and number is not None
             there = (layout.valid if self.policy.joint else layout.visual).sum(1).tolist()
             if self.official:
@@ -294,15 +291,14 @@ class Eviction:
         """Compact one layer at the end of a prompt to what is ``kept [B, 1 or Hkv, q]`` of its new keys, ``lengths [B, 1 or
         Hkv]`` on the CPU; what earlier turns left there stays."""
         policy, layer = self.policy, self.state.layers[number]
-        assert layer.index is not None
         old = len(layer.index) - kept.shape[2]
         if old:
             kept = torch.cat([kept.new_ones(*kept.shape[:2], old), kept], dim=-1)
-            lengths = lengths + layer.index.lengths - self.step.phase(number).lengths[:, None]
+            lengths = lengths + layer.index.lengths - self.forward.phase(number).lengths[:, None]
         self._compact(layer, kept, old, lengths)
         if policy.scheduled:
-            layer.carried.capacity = self._lengths(layer)
-            layer.carried.settled = layer.seen
+            layer.schedule.capacity = self._lengths(layer)
+            layer.schedule.settled = layer.seen
         if policy.cap:
             self._shrink(layer, scaling)
 
@@ -315,8 +311,7 @@ class Eviction:
         """Evict, or merge, what is not ``kept [B, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
         keys that were packed: they would be quantised again. For ``lengths`` see :meth:`.cache.CompressedLayer.evict`."""
         how, decay = self.policy.choice("compact")
-        layer.carried.compacted = layer.seen
-        assert layer.index is not None
+        layer.schedule.evicted = layer.seen
         if how == "evict":
             layer.evict(kept, lengths=lengths)
             return
@@ -331,27 +326,27 @@ class Eviction:
             stay,
             there & ~stay,
             decay=decay or 0.0,
-            threshold=layer.carried.threshold,
+            threshold=layer.schedule.threshold,
             by_rank=self.official,
             few=lengths is None,
         )
         if self.policy.scheduled:
-            layer.carried.threshold = made.threshold
+            layer.schedule.threshold = made.threshold
         layer.evict(kept, (made.keys, made.values), lengths)
 
     # --- while decoding ---------------------------------------------------------------------------------------
     def _decoded(self, layer: QuantisedLayer, scaling: float) -> None:
         """Compact a layer that holds more than it may, when it is time."""
-        carried = layer.carried
+        carried = layer.schedule
         if carried.capacity is None:
             carried.capacity, carried.settled = self._lengths(layer), layer.seen
-        if layer.seen - carried.compacted >= self.policy.every:
+        if layer.seen - carried.evicted >= self.policy.every:
             self._shrink(layer, scaling)
 
     def _shrink(self, layer: QuantisedLayer, scaling: float) -> None:
         """Of all that a layer stores, from whichever turn, keep the best that it may hold."""
-        policy, carried = self.policy, layer.carried
-        assert layer.index is not None and carried.capacity is not None
+        policy, carried = self.policy, layer.schedule
+        assert carried.capacity is not None
         if policy.cap and len(layer.index) <= policy.cap:
             return
         room = torch.full_like(carried.capacity, policy.cap) if policy.cap else carried.capacity
@@ -379,9 +374,8 @@ class Eviction:
     def _stored(self, layer: CompressedLayer, scaling: float) -> tuple[KeyBatch, Tensor]:
         """All that a layer stores, padding in front, and the slot of each key ``[rows, K]``; where heads differ every
         (row, head) is a row."""
-        assert layer.index is not None
         keys, values = layer.stored()
-        carried, index = layer.carried, layer.index.index.long()
+        carried, index = layer.schedule, layer.index.index.long()
         queries, asked, received = carried.queries, carried.places, carried.received
         queries = keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3]) if queries is None else queries
         outgoing, heads = self._outgoing(layer.number, values), 1
@@ -421,19 +415,19 @@ class Eviction:
     # --- reading some keys at every step ----------------------------------------------------------------------
     def _recall(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
         """At a prompt note what there is; at a decode step choose what the layers from ``layer`` on read."""
-        step, state, layer = self.step, self.state, self.state.layers[number]
-        if step.layout is not None:
+        state, layer = self.state, self.state.layers[number]
+        if self.layout is not None:
             tokens, budget = self.tokens(number, query.device), self._budget()
             pictured = sum(tokens.rivals)
             self._note(pictured, sum(budget), pictured)
             if number == 0:
-                state.kinds = to_device(self._table(), query.device)
-                state.recall = SparseMemory(tokens.count if state.recall is None else state.recall.count + tokens.count)
+                state.shared.grid_table = to_device(self._table(), query.device)
+                before = state.shared.sparse
+                state.shared.sparse = SparseMemory(tokens.count if before is None else before.count + tokens.count)
             return
         first = policy_layer(self.policy, self.layers)
-        if number != first - 1 or query.shape[2] > 1 or state.recall is None or state.kinds is None:
+        if number != first - 1 or query.shape[2] > 1 or state.shared.sparse is None or state.shared.grid_table is None:
             return
-        assert layer.index is not None
         text = torch.ones(len(query), 1, dtype=torch.bool, device=query.device)
         paid = (
             LayerAttention(query, key, visible, scaling, text).attention(0, 1)[:, :, 0].unflatten(1, (key.shape[1], -1))
@@ -441,33 +435,32 @@ class Eviction:
         index = layer.index.by_head.long()
         # heads that store the same keys have one index
         paid = paid.mean((1, 2))[:, None] if index.shape[1] == 1 else paid.mean(2) / key.shape[1]
-        kinds, end = state.kinds.to(query.device), state.kinds.shape[1]
+        kinds, end = state.shared.grid_table.to(query.device), state.shared.grid_table.shape[1]
         there = (index >= 0) & (index < end)
         shape = (len(query), index.shape[1], end + 1)
         by_place = paid.new_zeros(shape).scatter_(2, torch.where(there, index, end), paid).sum(1)[:, :end]
         visual = (kinds[..., 0] >= 0) & there.new_zeros(shape).scatter_(2, torch.where(there, index, end), True).any(1)[
             :, :end
         ]
-        memory = state.recall = state.recall.to(query.device)
+        memory = state.shared.sparse = state.shared.sparse.to(query.device)
         chosen = self.policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen) & visual
         memory.paid, memory.chosen = by_place, chosen
-        step.reading = SparseRead(first, chosen | ~visual)
+        self.forward.incoming.sparse = SparseRead(first, chosen | ~visual)
 
     # --- what is where ----------------------------------------------------------------------------------------
     def _lengths(self, layer: CompressedLayer) -> Tensor:
         """``[B, Hkv]`` long on the CPU: keys each head stores."""
-        assert layer.index is not None
         return layer.index.lengths.expand(-1, layer.keys.shape[1]).contiguous()
 
     def tokens(self, number: int, device: torch.device) -> Tokens:
         """The tokens of a prompt that layer ``number`` sees: worked out on the host, once for all layers on ``device`` that see
         the same."""
-        phase, layout = self.step.phase(number), self.step.layout
+        phase, layout = self.forward.phase(number), self.layout
         assert layout is not None and phase.chosen is not None
         if (id(phase), device) not in self._tokens:
             valid = phase.chosen >= 0
             visual = layout.visual.gather(1, phase.chosen.clamp(min=0)) & valid
-            places = torch.where(valid, phase.chosen + self.step.seen, -1)
+            places = torch.where(valid, phase.chosen + self.forward.seen, -1)
             table = self._table()
             kinds = table.gather(1, places.clamp(min=0)[..., None].expand(-1, -1, 4)).masked_fill(~valid[..., None], -1)
             rivals = valid if self.policy.joint else visual
@@ -488,14 +481,14 @@ class Eviction:
 
     def _expected(self, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor] | None:
         """What the queries behind those at ``places [B, q]`` may be, if the policy looks into the future."""
-        policy, state, queries = self.policy, self.state, self.unturned
+        policy, state, queries = self.policy, self.state, self.pre_rope
         if not policy.future or queries is None:
             return None
-        self.unturned = None
+        self.pre_rope = None
         there = places >= 0
-        text, position = self.step.owner.family.text, torch.arange(policy.future, device=keys.device)
+        text, position = self.forward.plan.family.text, torch.arange(policy.future, device=keys.device)
         assert state.offset is not None
-        position = (self.step.seen + self.step.length - state.offset.to(keys.device))[:, None] + position
+        position = (self.forward.seen + self.forward.length - state.offset.to(keys.device))[:, None] + position
         if "mrope_section" in (text.config.rope_parameters or {}):
             position = position.expand(3, -1, -1)
         # in full precision, as half precision does not tell late positions apart
@@ -508,7 +501,7 @@ class Eviction:
         """Norms of ``values [B, Hkv, K, D]`` behind the output projection of layer ``number``, if the policy looks at them."""
         if not self.policy.needs_outgoing:
             return None
-        weight: Tensor = self.step.owner.family.text.layers[number].self_attn.o_proj.weight
+        weight: Tensor = self.forward.plan.family.text.layers[number].self_attn.o_proj.weight
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
     def _kinds(self, places: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
@@ -522,28 +515,31 @@ class Eviction:
     def _table(self) -> Tensor:
         """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt; in a prompt on the
         CPU."""
-        step, state = self.step, self.state
-        if step.layout is None:
-            assert state.layers[0].index is not None
+        step, state = self.forward, self.state
+        if self.layout is None:
             index = state.layers[0].index.index
-            return state.kinds if state.kinds is not None else index.new_full((len(index), 1, 4), -1)
-        if step.kinds is None:
-            batch, end = len(step.layout.valid), step.seen + step.length
+            return (
+                state.shared.grid_table
+                if state.shared.grid_table is not None
+                else index.new_full((len(index), 1, 4), -1)
+            )
+        if self._grids is None:
+            batch, end = len(self.layout.valid), step.seen + step.length
             table = torch.full((batch, end, 4), -1, dtype=torch.int32)
-            if state.kinds is not None:
-                table[:, : state.kinds.shape[1]] = state.kinds.cpu()
+            if state.shared.grid_table is not None:
+                table[:, : state.shared.grid_table.shape[1]] = state.shared.grid_table.cpu()
             picture, frame = int(table[..., 0].max()) + 1, 0
-            if state.stream:
+            if state.shared.stream:
                 picture, frame = 0, int(table[..., 1].max()) + 1
-            for segment in step.layout.segments:
+            for segment in self.layout.segments:
                 cells = segment.tile.cells.to(torch.int32)
                 at = segment.places + step.seen
-                table[segment.row, at, 0] = picture if state.stream else picture + segment.picture
+                table[segment.row, at, 0] = picture if state.shared.stream else picture + segment.picture
                 table[segment.row, at, 1:] = torch.where(cells < 0, cells, cells + cells.new_tensor([frame, 0, 0]))
-            step.kinds = table
+            self._grids = table
             if self.policy.scheduled:
-                state.kinds = to_device(table, step.phase(0).places.device)
-        return step.kinds
+                state.shared.grid_table = to_device(table, step.phase(0).places.device)
+        return self._grids
 
     def _question(self, device: torch.device) -> Tensor | None:
         """``[B, 2]`` long, if it is protected: the text behind the last picture begins, and ends, at these places."""
@@ -624,14 +620,13 @@ def per_head(scores: Tensor, of: Tensor, count: Tensor) -> Tensor:
     return top_mask(scores.flatten(0, 1), of.repeat_interleave(heads, dim=0), wanted).view_as(scores)
 
 
-def visual_budget(step: Step, retain: Retain) -> list[int]:
+def visual_budget(layout: Layout, retain: Retain) -> list[int]:
     """Visual keys that stay in each row: the budgets of its pictures, resolved on their original counts, summed."""
-    assert step.layout is not None
     sizes: dict[tuple[int, int], int] = {}
-    for segment in step.layout.segments:
+    for segment in layout.segments:
         key = (segment.row, segment.picture)
         sizes[key] = sizes.get(key, 0) + len(segment.places)
-    out = [0] * len(step.layout.valid)
+    out = [0] * len(layout.valid)
     for (row, _), size in sizes.items():
         out[row] += resolve(retain, size)
     return out

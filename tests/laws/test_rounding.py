@@ -18,7 +18,7 @@ from noise import noisy
 from torch import Tensor
 
 from mmaccel.families import family_of
-from mmaccel.kv.compact import merge
+from mmaccel.kv.merge import merge
 from mmaccel.method import (
     CHOICES,
     EncoderMethod,
