@@ -12,6 +12,7 @@ import pytest
 
 import mmaccel
 from mmaccel.cli import build_parser
+from mmaccel.families import registry as family_registry
 from mmaccel.method import registry
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +50,9 @@ def test_what_is_imported_by_computed_names_is_what_is_declared(code, monkeypatc
         recorded = partial(lambda who, what: seen.add((who, what)) or import_module(what), name)
         monkeypatch.setattr(import_module(name), "import_module", recorded, raising=False)
     monkeypatch.setattr(registry, "_loaded", False)
+    monkeypatch.setattr(family_registry, "_families", {})
     mmaccel.methods()
+    family_registry.families()
     build_parser()
     for name in mmaccel.__all__:
         getattr(mmaccel, name)
