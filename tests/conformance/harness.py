@@ -22,7 +22,7 @@ from mmaccel.core.stats import Stats
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.incoming import Incoming, Phase
 from mmaccel.method import LayerAttention, Method, Policy, registry
-from mmaccel.runtime.eviction import Eviction
+from mmaccel.runtime.cache_stage import CacheStage
 from mmaccel.runtime.forward import Continuation, Forward, Prompt
 from mmaccel.runtime.plan import PlannedStage
 

@@ -32,7 +32,7 @@ from mmaccel.method import (
     TokenMethod,
 )
 from mmaccel.method.registry import methods
-from mmaccel.runtime.eviction import choose, rank
+from mmaccel.kv.choose import choose, rank
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
