@@ -106,6 +106,11 @@ class CompressedLayer(DynamicLayer):
         self.shared.indices[self.number] = index
 
     @property
+    def head_lengths(self) -> Tensor:
+        """``[B, Hkv]`` long on the CPU: keys each head stores."""
+        return self.index.lengths.expand(-1, self.keys.shape[1]).contiguous()
+
+    @property
     def packed(self) -> bool:
         """Whether any keys are packed in pages."""
         return False

@@ -210,10 +210,6 @@ class Policy(CacheOptions, Method):
         """Raise where options cannot be combined."""
         if self.shared and self.choice("head_budget")[0] != "uniform":
             raise MmaccelError(f"{self.name} keeps the same keys for all heads; leave out head_budget.")
-        if self.text_policy:
-            from ..runtime.eviction import plain_policy
-
-            plain_policy(self.text_policy)
 
     def recall(
         self, paid: Tensor, before: Tensor | None, visual: Tensor, count: Tensor, chosen: Tensor | None

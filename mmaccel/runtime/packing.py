@@ -11,11 +11,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..core.layout import Layout
 from ..kv.cache import CacheState
 from ..kv.codecs import Eligible, TokenGroup
 from ..kv.index import KeyIndex
 from ..kv.packed import QuantisedLayer
 from ..kv.scoring.importance import energy
+from ..kv.shared import Shared
 from .eviction import Eviction
 from .forward import Forward, Prompt, chosen_of
 
@@ -59,22 +61,10 @@ class Packing:
     @cached_property
     def due(self) -> list[tuple[TokenGroup, Eligible]]:
         """What may be packed in this forward, of every layer alike."""
-        each = ((group, self.eligible(group)) for group in self.groups)
+        forward, shared = self.forward, self.state.shared
+        layout = forward.layout if isinstance(forward, Prompt) else None
+        each = ((group, eligible_of(group, shared, layout, forward.seen, self.salient)) for group in self.groups)
         return [(group, eligible) for group, eligible in each if eligible is not None]
-
-    def eligible(self, group: TokenGroup) -> Eligible | None:
-        """The places that tokens of a group may be of; None where there are none in this forward."""
-        forward, visual = self.forward, self.state.shared.visual
-        if group.of == "text":
-            return Eligible(None if visual is None else ~visual, 0, True)
-        if not isinstance(forward, Prompt):
-            return Eligible(None, 0, True) if group.of == "all" else None
-        # visual tokens are packed with the prompt they came with
-        apart = self.salient if group.codec.for_salient() is not None else None
-        if group.of == "all":
-            return Eligible(None if apart is None else ~apart, forward.seen, True)
-        mask = self.salient if group.of == "salient" else forward.layout.visual
-        return Eligible(mask if mask is None or apart is None else mask & ~apart, forward.seen, False)
 
     def pack(self, number: int) -> None:
         """Pack what is due of a layer, now or when the forward is over."""
@@ -131,3 +121,25 @@ class Packing:
             count = ((mask.gather(1, at.clamp(min=0)) == wanted) & (at >= 0)).sum(1, keepdim=True)
             self._counted[id(phase), group.number] = count
         return self._counted[id(phase), group.number]
+
+
+def eligible_of(
+    group: TokenGroup, shared: Shared, layout: Layout | None, seen: int, salient: Tensor | None
+) -> Eligible | None:
+    """The places that tokens of a group may be of; None where there are none in this forward.
+
+    Parameters
+    ----------
+    layout : of a prompt that follows ``seen`` tokens; None for a continuation.
+    salient : ``[B, S]`` bool, the visual tokens of the prompt that a codec stores better than the others.
+    """
+    if group.of == "text":
+        return Eligible(None if shared.visual is None else ~shared.visual, 0, True)
+    if layout is None:
+        return Eligible(None, 0, True) if group.of == "all" else None
+    # visual tokens are packed with the prompt they came with
+    apart = salient if group.codec.for_salient() is not None else None
+    if group.of == "all":
+        return Eligible(None if apart is None else ~apart, seen, True)
+    mask = salient if group.of == "salient" else layout.visual
+    return Eligible(mask if mask is None or apart is None else mask & ~apart, seen, False)

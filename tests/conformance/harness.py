@@ -22,7 +22,7 @@ from mmaccel.core.stats import Stats
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.incoming import Incoming, Phase
 from mmaccel.method import LayerAttention, Method, Policy, registry
-from mmaccel.runtime.cache_stage import CacheStage
+from mmaccel.runtime.eviction import Eviction
 from mmaccel.runtime.forward import Continuation, Forward, Prompt
 from mmaccel.runtime.plan import PlannedStage
 
@@ -114,11 +114,15 @@ class _Watched(Eviction):
     def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
         super().__init__(forward, stage, state)
         self.ranks: list[Tensor] = []
+        if self.prompt is not None:
+            self.prompt._rank = self._noted(self.prompt._rank)  # type: ignore[method-assign]
 
-    def _rank(self, *args: Any, **named: Any) -> Tensor:
-        scores = super()._rank(*args, **named)
-        self.ranks.append(scores)
-        return scores
+    def _noted(self, rank: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def ranked(*args: Any, **named: Any) -> Tensor:
+            self.ranks.append(rank(*args, **named))
+            return self.ranks[-1]
+
+        return ranked
 
 
 class CacheRun:
@@ -211,7 +215,9 @@ class CacheRun:
 
     def layer_counts(self, size: int) -> list[int]:
         """How many keys of a prompt of ``size`` tokens each layer keeps, where the content does not matter."""
-        return [int(torch.as_tensor(counts)[0]) for counts in self.begin(size)._over_layers()]
+        prompt = self.begin(size).prompt
+        assert prompt is not None
+        return [counts[0] for counts in prompt.layer_budgets()]
 
     def positions(self, layer: int = 0) -> list[list[Tensor]]:
         """Per row and head, the places of the keys that are stored."""

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.layout import Layout
-from mmaccel.core.reduction import Reduction
-from mmaccel.core.stats import Stats
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.codecs import Codec, token_groups
 from mmaccel.kv.codecs.calibquant import CalibQuant
@@ -17,11 +14,9 @@ from mmaccel.kv.codecs.fp8 import FP8
 from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.think import ThinK
 from mmaccel.kv.codecs.vidkv import VidKV
-from mmaccel.kv.incoming import Incoming
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.packed import QuantisedLayer
-from mmaccel.runtime.forward import Continuation, Forward, Prompt
-from mmaccel.runtime.packing import Packing
+from mmaccel.runtime.packing import eligible_of
 
 HEADS, WIDTH = 2, 32
 #: small enough for short prompts
@@ -100,23 +95,19 @@ class Stored:
             # values are spread alike in all channels
             layer.update(new, centred(new))
             self.keys[number] = torch.cat([self.keys[number], new], dim=2)
-        plan: Any = SimpleNamespace(token_groups=self.groups)
-        given = plan, Stats("stored"), self.state, Incoming(since, tokens, False), torch.device("cpu")
-        if visual is None:
-            forward: Forward = Continuation(*given)
-        else:
-            layout = Layout(torch.ones_like(visual), [])
-            # it is what the segments say in a real prompt
-            vars(layout)["visual"] = visual
-            forward = Prompt(*given, layout, torch.zeros_like(visual).long(), {}, Reduction.identity(layout.valid))
-            if any(group.of == "text" for group in self.groups):
-                self.state.shared.note_visual(visual, since)
-        packing = Packing(forward, self.state, None)
-        packing.salient = salient
+        layout: Any = None if visual is None else SimpleNamespace(visual=visual)
+        if visual is not None and any(group.of == "text" for group in self.groups):
+            self.state.shared.note_visual(visual, since)
+        self.pack(layout, since, salient)
+
+    def pack(self, layout: Any = None, since: int = 0, salient: torch.Tensor | None = None) -> None:
+        """As the codec stage does behind a forward, where the host knows no counts."""
         made: dict = {}
         for layer in self.state.layers:
-            for group, eligible in packing.due:
-                layer.pack(group, eligible, made)
+            for group in self.groups:
+                eligible = eligible_of(group, self.state.shared, layout, since, salient)
+                if eligible is not None:
+                    layer.pack(group, eligible, made)
 
     def check(self, most: float = 0.7) -> None:
         """Every stored slot holds the key of its place, and the value of the same."""

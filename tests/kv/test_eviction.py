@@ -13,6 +13,7 @@ from laws import helpers, oracle
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
+from mmaccel.core.budget import resolve
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -82,9 +83,9 @@ def test_evicting_is_hiding_and_a_row_is_the_row_alone(family: str, name: str) -
             segments[s.row, s.picture] = segments.get((s.row, s.picture), 0) + len(s.places)
     for row in range(len(valid)):
         if recipe.stages[0].options.get("joint"):
-            budget = mmaccel.budget.resolve(0.3, int(valid[row].sum()))
+            budget = resolve(0.3, int(valid[row].sum()))
         else:
-            budget = sum(mmaccel.budget.resolve(0.3, n) for (r, _), n in segments.items() if r == row)
+            budget = sum(resolve(0.3, n) for (r, _), n in segments.items() if r == row)
         kept = (held[:, row] & among[row]).sum(-1)
         assert int(kept.sum()) == budget * kept.numel(), "the mean over layers and heads is the budget"
         options = recipe.stages[0].options

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,7 +189,7 @@ def test_packing_after_eviction_keeps_heads_of_their_own_lengths() -> None:
         stored.keys[0] = new
     kept = torch.rand(2, HEADS, 64, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.9, 0.4])[:, None]
     layer.evict(kept)
-    stored.pack(SimpleNamespace(state=stored.state, layout=None), {})
+    stored.pack()
     lengths = kept.sum(-1)
     assert torch.equal(layer.pages.lengths(), (lengths - 4) // 16 * 16)
     assert torch.equal((layer.index.index >= 0).sum(-1), lengths)

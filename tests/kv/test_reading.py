@@ -8,8 +8,8 @@ import zoo
 from evicting import replay_steps, stage, step_by_step
 from laws import oracle
 
-import mmaccel
 from mmaccel import accelerated
+from mmaccel.core.budget import resolve
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.sparse import SparseRead
 
@@ -50,7 +50,7 @@ def test_every_step_reads_what_it_attends_to(family: str, kind: str, shipped: bo
     moves = torch.stack(chosen).long().diff(dim=0)
     assert (moves > 0).any() and (moves < 0).any(), "no key came back"
     counts, full = torch.stack(chosen).sum(-1), oracle.visual(family, feed).sum(-1)
-    budget = torch.tensor([mmaccel.budget.resolve(0.3, int(n)) for n in full])
+    budget = torch.tensor([resolve(0.3, int(n)) for n in full])
     fresh = (counts == budget) | (counts == full) if shipped else (counts - budget).abs() <= 1
     assert fresh.all() and counts.min() < full.min()
 

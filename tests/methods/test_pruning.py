@@ -14,6 +14,7 @@ from tiled import COUNTS, batch_of, row_of
 
 import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, accelerated
+from mmaccel.core.budget import resolve
 from mmaccel.method import TokenMethod
 from mmaccel.pruning import _scores
 from mmaccel.pruning.cdpruner import CDPruner
@@ -175,7 +176,7 @@ def test_on_models(family: str, name: str) -> None:
     for picture in {s.picture for s in layout.segments}:
         mine = [s for s in layout.segments if s.picture == picture]
         size, stays = sum(len(s.places) for s in mine), sum(int(kept[s.row, s.places].sum()) for s in mine)
-        budget = mmaccel.budget.resolve(0.3, size)
+        budget = resolve(0.3, size)
         assert 1 <= stays <= budget and (name.startswith("prumerge") or stays == budget)
         total += stays
     assert stats["stages"][0]["tokens_kept"] == total

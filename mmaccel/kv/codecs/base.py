@@ -163,7 +163,7 @@ class TokenGroup:
 
     codec : how. of : which they are; ``salient`` ones are some of the visual ones of a prompt.
     source : the codec of the recipe that this is of, and its stage.
-    number : counted from 0. like : the kind whose choices for a prompt, such as that of channels, are made for this one too.
+    number : counted from 0. like : the group whose choices for a prompt, such as that of channels, are made for this one too.
     """
 
     codec: Codec
@@ -175,7 +175,7 @@ class TokenGroup:
 
 
 def token_groups(codecs: Mapping[int, Codec]) -> tuple[TokenGroup, ...]:
-    """Every kind of tokens that the codecs of a recipe, by stage, tell apart."""
+    """Every token group that the codecs of a recipe, by stage, tell apart."""
     out: list[TokenGroup] = []
     for stage, codec in codecs.items():
         of: Literal["all", "visual", "text"] = "visual" if codec.visual_only else "text" if codec.text_only else "all"
