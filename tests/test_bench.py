@@ -17,7 +17,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmaccel import accelerated, recipe
-from mmaccel.cli import bench_report, main
+from mmaccel.cli import main
+from mmaccel.cli.shared import bench_report
 from mmaccel.core.stats import Stats
 from mmaccel.errors import MmaccelError, UnsupportedError
 from mmaccel.programs.bench import origin, shapes

@@ -2,7 +2,7 @@
 
 from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
 from .encoder import EncoderMethod, EncoderTokens
-from .frames import FramesMethod
+from .frames import FrameChoice, FramesMethod
 from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
 from .layers import LayerAttention, LayerMethod, Layerwise
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
@@ -13,6 +13,7 @@ __all__ = [
     "CacheOptions",
     "EncoderMethod",
     "EncoderTokens",
+    "FrameChoice",
     "FramesMethod",
     "Grid",
     "KeyBatch",

@@ -111,7 +111,7 @@ def test_a_model_that_fails_in_the_middle_of_a_batch(which: str, at: int, films:
 
 
 def test_a_choice_of_frames_that_fails_costs_one_video(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmaccel.frames.choice import FrameChoice
+    from mmaccel.method import FrameChoice
 
     choose = FrameChoice.choose
 

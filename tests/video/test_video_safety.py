@@ -20,8 +20,9 @@ from PIL import Image
 from mmaccel import MmaccelError
 from mmaccel.video import READERS, Clip, decode, decode_each, isolated
 from mmaccel.video.container import container, local
-from mmaccel.video.decode import Wanted, decode_here
+from mmaccel.video.here import decode_here
 from mmaccel.video.readers import usable
+from mmaccel.video.wanted import Wanted
 
 #: enough for a loaded machine, far below a hang
 TIMEOUT = 60.0
