@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
+from mmaccel.core.budget import resolve
 from mmaccel.kv import budgets
 from mmaccel.kv.compact import merge
 from mmaccel.kv.index import KeyIndex
@@ -572,9 +573,9 @@ def test_evicting_is_hiding_and_a_row_is_the_row_alone(family: str, name: str) -
             segments[s.row, s.picture] = segments.get((s.row, s.picture), 0) + len(s.places)
     for row in range(len(valid)):
         if recipe.stages[0].options.get("joint"):
-            budget = mmaccel.budget.resolve(0.3, int(valid[row].sum()))
+            budget = resolve(0.3, int(valid[row].sum()))
         else:
-            budget = sum(mmaccel.budget.resolve(0.3, n) for (r, _), n in segments.items() if r == row)
+            budget = sum(resolve(0.3, n) for (r, _), n in segments.items() if r == row)
         kept = (held[:, row] & among[row]).sum(-1)
         assert int(kept.sum()) == budget * kept.numel(), "the mean over layers and heads is the budget"
         options = recipe.stages[0].options
@@ -1141,7 +1142,7 @@ def test_every_step_reads_what_it_attends_to(family: str, kind: str, shipped: bo
     moves = torch.stack(chosen).long().diff(dim=0)
     assert (moves > 0).any() and (moves < 0).any(), "no key came back"
     counts, full = torch.stack(chosen).sum(-1), oracle.visual(family, feed).sum(-1)
-    budget = torch.tensor([mmaccel.budget.resolve(0.3, int(n)) for n in full])
+    budget = torch.tensor([resolve(0.3, int(n)) for n in full])
     fresh = (counts == budget) | (counts == full) if shipped else (counts - budget).abs() <= 1
     assert fresh.all() and counts.min() < full.min()
 

@@ -21,7 +21,7 @@ from mmaccel.layers.framefusion import FrameFusion, merge_runs, sparsity_needed
 from mmaccel.layers.holitom import HoliTomInner, nearest_kept
 from mmaccel.layers.mustdrop import MustDropFilter
 from mmaccel.layers.promptdistill import PromptDistill
-from mmaccel.method import LayerAttention, LayerMethod, Tap, TokenBatch
+from mmaccel.method import LayerAttention, LayerMethod, Tap, TokenBatch, blocks
 from mmaccel.method.blocks import upto
 
 METHODS = [
@@ -275,7 +275,7 @@ def full_map(layer: LayerAttention, tau: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("block", [1, 500, 1 << 24])
 @pytest.mark.parametrize(("lengths", "old"), [([13], 0), ([13, 7, 1], 0), ([9, 9], 0), ([11, 6], 4)])
 def test_streamed_figures_are_those_of_the_whole_map(block, lengths, old, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmaccel.method.blocks.BLOCK", block)
+    monkeypatch.setattr(blocks, "BLOCK", block)
     layer = layer_of(lengths, old)
     sums = MustDropFilter().look(layer)
     paid = full_map(layer).mean(1).masked_fill(~layer.text[:, :, None], 0.0)

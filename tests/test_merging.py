@@ -12,6 +12,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel import MmaccelError, accelerated
+from mmaccel.core.masks import even_in_groups, top_in_groups
 from mmaccel.core.reduction import Reduction
 from mmaccel.encoders import pitome
 from mmaccel.encoders.pitome import PiToMe, energy, energy_bipartite_matching, energy_matching, text_matching
@@ -21,7 +22,7 @@ from mmaccel.merging.centerclip import CenterClip, k_medoids
 from mmaccel.merging.dycoke import DyCoke, references
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
-from mmaccel.merging.film import Film, even_in_groups, frame_numbers, top_in_groups
+from mmaccel.merging.film import Film, frame_numbers
 from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.moviechat import MovieChat, consolidate
 from mmaccel.merging.mustdrop import MustDropMerge, window_similarity, windows

@@ -20,11 +20,11 @@ from transformers import CLIPConfig, CLIPModel
 
 import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, accelerated
-from mmaccel.core.budget import split
+from mmaccel.core.budget import apportion, resolve
 from mmaccel.core.layout import Layout
 from mmaccel.families import family_of
 from mmaccel.method import TokenBatch, TokenMethod
-from mmaccel.pruning import _scores
+from mmaccel.pruning import prumerge
 from mmaccel.pruning.cdpruner import CDPruner, conditional_diverse, mean_cosine, rescaled
 from mmaccel.pruning.fopru import FoPru
 from mmaccel.pruning.hired import HiRED
@@ -162,8 +162,7 @@ def test_repeats_itself_and_leaves_inputs_alone(method: TokenMethod, monkeypatch
     tokens, untouched = batch_of(), batch_of()
     first = method.reduce(tokens, COUNTS)
     # blocks of a few rows give the same
-    for module in (_scores, mmaccel.pruning.prumerge):
-        monkeypatch.setattr(module, "BLOCK", 700)
+    monkeypatch.setattr(prumerge, "BLOCK", 700)
     second = method.reduce(tokens, COUNTS)
     assert torch.equal(first.kept, second.kept) and torch.equal(dense(first), dense(second))
     assert torch.equal(tokens.features, untouched.features)
@@ -346,7 +345,7 @@ def test_tiles_share_the_budget_by_what_is_left_of_them() -> None:
         mine = [i for i, p in enumerate(units.picture) if p == picture]
         sizes = units.valid.sum(1)[mine].tolist()
         stays = [int((kept[units.row[i], units.places[i].clamp(min=0)] & units.valid[i]).sum()) for i in mine]
-        assert stays == split(int(sum(sizes) * 0.4 + 0.5), sizes)
+        assert stays == apportion(int(sum(sizes) * 0.4 + 0.5), sizes)
         found += sum(stays)
     assert found == stage["tokens_kept"] == stage["resolved"]
 
@@ -598,7 +597,7 @@ def test_on_models(family: str, name: str) -> None:
     for picture in {s.picture for s in layout.segments}:
         mine = [s for s in layout.segments if s.picture == picture]
         size, stays = sum(len(s.places) for s in mine), sum(int(kept[s.row, s.places].sum()) for s in mine)
-        budget = mmaccel.budget.resolve(0.3, size)
+        budget = resolve(0.3, size)
         assert 1 <= stays <= budget and (name.startswith("prumerge") or stays == budget)
         total += stays
     assert stats["stages"][0]["tokens_kept"] == total

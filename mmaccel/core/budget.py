@@ -52,7 +52,7 @@ def resolve(retain: Retain, size: int) -> int:
     return max(1, int(Fraction(str(retain)) * size + Fraction(1, 2)))
 
 
-def split(total: int, sizes: list[int], shares: list[float] | None = None) -> list[int]:
+def apportion(total: int, sizes: list[int], shares: list[float] | None = None) -> list[int]:
     """Distribute ``total`` over parts of the given sizes, in proportion to ``shares`` (default: the sizes).
 
     Largest remainders decide who rounds up, so the parts sum to ``total`` exactly; no part exceeds its size, and what
@@ -73,6 +73,10 @@ def split(total: int, sizes: list[int], shares: list[float] | None = None) -> li
             out[i] += given[i]
         left -= sum(given.values())
     return out
+
+
+#: the name used so far
+split = apportion
 
 
 def counts(
@@ -108,6 +112,6 @@ def counts(
             total = max(1, rounding(retain, size, grids[units[0]] if grids and len(units) == 1 else None))
         total = total if least is None else max(total, resolve(least, size))
         sizes = [present[i] for i in units]
-        for i, k in zip(units, split(total, sizes), strict=True):
+        for i, k in zip(units, apportion(total, sizes), strict=True):
             out[i] = k
     return out

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UnsupportedError
+from .masks import leftmost
 
 Modality = Literal["image", "video"]
 #: what is reduced together: an image (its stitched tiles as one), a clip or a frame of one that the prompt spreads out;
@@ -209,13 +210,10 @@ class Units:
 
     def only(self, kept: Tensor) -> Units:
         """The same units without the places that ``kept [B, S]`` no longer holds."""
-        stays = self.valid & kept[self.row[:, None], self.places.clamp(min=0)]
-        width = int(stays.sum(1).max())
-        order = (~stays).long().argsort(dim=1, stable=True)[:, :width]
-        gone = ~stays.gather(1, order)
+        slots, held = leftmost(self.valid & kept[self.row[:, None], self.places.clamp(min=0)])
 
         def take(x: Tensor) -> Tensor:
-            return x.gather(1, order).masked_fill(gone, -1)
+            return x.gather(1, slots).masked_fill(~held, -1)
 
         cells = torch.stack([take(c) for c in self.cells.unbind(-1)], dim=-1)
         return replace(

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from .masks import leftmost, ranks, resorted
 
 
 @dataclass(frozen=True)
@@ -232,15 +230,6 @@ class Reduction:
         """The same map with further slots ``others`` (bool, same shape) passing through unchanged."""
         return Reduction(self.kept | others, self.valid | others, self.links)
 
-    def draw(self, image: Image, grid: tuple[int, int], row: int = 0) -> Image:
-        """The picture with dropped cells dark and merged cells tinted by the group they flow into.
-
-        ``grid`` is (height, width) in cells and row ``row`` of this reduction lists them in raster order.
-        """
-        from ..media.draw import overlay
-
-        return overlay(image, grid, self.owner()[row, : grid[0] * grid[1]])
-
 
 def _product(first: Links, second: Links, n: int) -> Links:
     """``second @ first`` for links in the same slot coordinates; ``first`` sorted by output."""
@@ -258,12 +247,9 @@ def _product(first: Links, second: Links, n: int) -> Links:
 
 def compact(x: Tensor, kept: Tensor) -> Tensor:
     """Move the kept slots of ``x [N, n, ...]`` to the front: ``[N, max kept, ...]``, zeros behind short rows."""
-    width = int(kept.sum(1).max()) if kept.numel() else 0
-    out = x.new_zeros(x.shape[0], width, *x.shape[2:])
-    batch, slot = kept.nonzero(as_tuple=True)
-    rank = kept.cumsum(1)[batch, slot] - 1
-    out[batch, rank] = x[batch, slot]
-    return out
+    slots, held = leftmost(kept)
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    return x[rows, slots].masked_fill(~held.view(*held.shape, *[1] * (x.dim() - 2)), 0)
 
 
 def top_mask(scores: Tensor, valid: Tensor, count: Tensor) -> Tensor:
@@ -273,9 +259,5 @@ def top_mask(scores: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     """
     scores = scores.float().nan_to_num(nan=-torch.inf).masked_fill(~valid, -torch.inf)
     # padded slots tie with -inf scores; putting the valid ones first keeps the count exact
-    order = scores.argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, (~valid).gather(1, order).long().argsort(dim=1, stable=True))
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(scores.shape[1], device=order.device).expand_as(order)
-    )
-    return (rank < count.to(rank.device)[:, None]) & valid
+    order = resorted(scores.argsort(dim=1, descending=True, stable=True), (~valid).long())
+    return (ranks(order) < count.to(order.device)[:, None]) & valid

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import elu, normalize
 
 from ..errors import MmaccelError
-from ..merging.film import BLOCK
 from ..method import EncoderMethod, EncoderTokens
+from ..method.blocks import BLOCK
 from ..method.registry import register
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.masks import ranks
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
 from ..merging.film import cosine_to
@@ -84,7 +85,7 @@ def merge_runs(features: Tensor, valid: Tensor, cells: Tensor, similarity: float
     follows[:, 1:] = (lane[:, 1:] >= 0) & (lane[:, 1:] == lane[:, :-1]) & (time[:, 1:] > time[:, :-1])
 
     # back to slots, where ties are broken
-    back = order.argsort(dim=1)
+    back = ranks(order)
     earlier, follows = order.roll(1, 1).gather(1, back), follows.gather(1, back)
     cosine = cosine_to(features, earlier.masked_fill(~follows, -1))
     goes = top_mask(cosine, follows & (cosine >= similarity), most)

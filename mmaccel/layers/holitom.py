@@ -10,6 +10,7 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.masks import leftmost
 from ..core.reduction import Links, Reduction, top_mask
 from ..method import Grid, LayerMethod, TokenBatch
 from ..method.registry import register
@@ -65,10 +66,10 @@ class HoliTomInner(LayerMethod):
 def nearest_kept(features: Tensor, kept: Tensor) -> Tensor:
     """``[N, n]`` long: for every slot of ``features [N, n, D]`` the slot in ``kept [N, n]`` of largest cosine similarity."""
     x = normalize(features.float(), dim=-1)
-    # only the kept ones are candidates; short rows are filled up with others, which cannot win
-    slots = (~kept).long().argsort(dim=1, stable=True)[:, : int(kept.sum(1).max())]
+    # only kept tokens are candidates; what fills up short rows cannot win
+    slots, held = leftmost(kept)
     every = torch.arange(kept.shape[1], device=x.device).expand_as(kept)
-    return slots.gather(1, most_alike(x, every, slots, kept.gather(1, slots), first=first_copies(x))[1])
+    return slots.gather(1, most_alike(x, every, slots, held, first=first_copies(x))[1])
 
 
 def _halving(target: Tensor, kept: Tensor, flows: Tensor) -> Links:

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
 from ..method.registry import register
-from .film import alike, celled, frame_numbers, share, spare
+from .film import alike, frame_numbers, share, spare
 
 
 @register
@@ -51,7 +51,7 @@ class AimMerge(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the token of its frame that each flows into."""
-        here, count = celled(tokens), count.to(tokens.valid.device)
+        here, count = tokens.celled, count.to(tokens.valid.device)
         extra = spare(tokens.valid & ~here, count - here.sum(1))
         target = torch.where(extra, torch.arange(here.shape[1], device=here.device), -1)
         weight = torch.ones(here.shape, device=here.device)

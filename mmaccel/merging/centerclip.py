@@ -10,11 +10,12 @@ from mmaccel_kernels.copies import first_copies, pairs_of_first
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.masks import group_sizes
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
 from ..method.registry import register
-from .film import alike, celled, frame_numbers, group_sizes, share, spare
+from .film import alike, frame_numbers, share, spare
 
 #: tokens clustered together at most; all their pairs are held at once
 MOST = 4096
@@ -71,7 +72,7 @@ class CenterClip(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the medoids, or the means of their clusters at their slots."""
-        here, count = celled(tokens), count.to(tokens.valid.device)
+        here, count = tokens.celled, count.to(tokens.valid.device)
         slot = torch.arange(here.shape[1], device=here.device).expand_as(here)
         target = torch.where(spare(tokens.valid & ~here, count - here.sum(1)), slot, -1)
         number = frame_numbers(tokens)

@@ -8,11 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.budget import split
+from ..core.budget import apportion
+from ..core.masks import even_in_groups, group_sizes, top_in_groups
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
 from ..method.registry import register
-from .film import Film, cosine_to, even_in_groups, group_sizes, top_in_groups
+from .film import Film, cosine_to
 
 
 @register
@@ -87,7 +88,7 @@ class DyCoke(ProjectorMethod):
         out = [0] * len(sizes)
         for step in range(4):
             mine = [f for f, k in enumerate(kind) if k == step]
-            for f, kept in zip(mine, split(count - sum(out), [sizes[f] for f in mine]), strict=True):
+            for f, kept in zip(mine, apportion(count - sum(out), [sizes[f] for f in mine]), strict=True):
                 out[f] = kept
         return out
 

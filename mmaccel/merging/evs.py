@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.masks import even_in_groups
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
 from ..method.registry import register
-from .film import Film, celled, cosine_to, even_in_groups
+from .film import Film, cosine_to
 
 
 @register
@@ -44,7 +45,7 @@ class Evs(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the tokens that changed most."""
-        here, count = celled(tokens), count.to(tokens.valid.device)
+        here, count = tokens.celled, count.to(tokens.valid.device)
         earlier = Film.of(tokens).earlier()
         score = (1.0 - cosine_to(tokens.features, earlier)).masked_fill(earlier < 0, torch.inf)
         changed = Reduction.top(score.masked_fill(~here, -torch.inf), tokens.valid, count).kept

@@ -10,17 +10,13 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..core.reduction import Links, Reduction, top_mask
+from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Grid, TokenBatch
+from ..method import AttentionGuided, Grid, TokenBatch
 from ..method.registry import register
-from ..pruning._scores import AttentionGuided
 from .density_peaks import centres, density_peaks
-from .film import Film, celled
+from .film import Clip, Flat, by_clip, themselves
 from .segments import changing_segments
-
-#: slot, source and weight of the links of one clip, each ``[L]``
-Flat = tuple[Tensor, Tensor, Tensor]
 
 
 @register
@@ -83,28 +79,13 @@ class FastVID(AttentionGuided):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, attention ``[N, n]``, ``count [N]`` -> links of every clip."""
-        film, here, attention = Film.of(tokens), celled(tokens), self.attention(tokens)[0]
-        parts: list[tuple[Tensor, ...]] = []
-        sizes = zip(count.tolist(), tokens.valid.sum(1).tolist(), here.sum(1).tolist(), strict=True)
-        for row, (wanted, size, cells) in enumerate(sizes):
-            if not wanted:
-                continue
-            if wanted >= size or not cells:
-                flat = _alone(tokens.valid[row].nonzero()[:wanted, 0])
-            else:
-                # a picture, perhaps of many tiles, is one frame
-                frames = int(tokens.grid[row, 0])
-                slots = film.slots[row, :frames] if frames > 1 else here[row].nonzero().T
-                there, at = slots >= 0, slots.clamp(min=0)
-                links = self.clip(tokens.features[row, at], attention[row, at], there, min(wanted, cells))
-                flat = (at.flatten()[links[0]], at.flatten()[links[1]], links[2])
-            parts.append((torch.full_like(flat[0], row), *flat))
-        kept = torch.zeros_like(here)
-        if not parts:
-            return Reduction(kept, tokens.valid)
-        batch, slot, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))
-        kept[batch, slot] = True
-        return Reduction(kept, tokens.valid, Links(batch, slot, source, weight).sorted(here.shape[1]))
+        attention = self.attention(tokens)[0]
+
+        def links(clip: Clip) -> Flat:
+            x, seen = tokens.features[clip.row, clip.slots], attention[clip.row, clip.slots]
+            return self.clip(x, seen, clip.there, min(clip.count, clip.cells))
+
+        return by_clip(tokens, count, links)
 
     def frames(self, x: Tensor, there: Tensor) -> Tensor:
         """``[T, d]``, what frames are compared by: the mean of their tokens ``x [T, P, D]``, ``there [T, P]`` bool."""
@@ -121,14 +102,14 @@ class FastVID(AttentionGuided):
         x, size = x.float(), there.sum(1)
         each = count * size // size.sum()
         if not bool(each.any()):
-            return _alone(
+            return themselves(
                 top_mask(attention.view(1, -1), there.view(1, -1), size.new_tensor([count]))[0].nonzero()[:, 0]
             )
         context = torch.tensor([int(k * self.merged) for k in each.tolist()], device=x.device)
         unit = normalize(x.flatten(0, 1), dim=-1)
         first_of = first_copies(unit[None])
         salient = top_mask(attention, there, each - context)
-        out = [_alone(salient.flatten().nonzero()[:, 0])]
+        out = [themselves(salient.flatten().nonzero()[:, 0])]
         for first, last in changing_segments(self.frames(x, there), self.segments - 1, self.tau):
             anchors = range(last, first - 1, -self.stride)
             share = int(context[first : last + 1].sum()) // len(anchors)
@@ -144,7 +125,7 @@ class FastVID(AttentionGuided):
         ``[T P, D]``, and ``first`` the first copies of them."""
         mine, places = rest[anchor].nonzero()[:, 0], x.shape[1]
         if not len(mine):
-            return _alone(mine)
+            return themselves(mine)
         own = x[anchor, mine][None]
         peaks = centres(density_peaks(own, torch.ones_like(own[..., 0], dtype=torch.bool), self.neighbours), count)[0]
         slots, sources = anchor * places + mine[peaks], rest.flatten().nonzero()[:, 0]
@@ -154,7 +135,3 @@ class FastVID(AttentionGuided):
         members = torch.bincount(into, minlength=rest.numel())[into]
         centre = torch.maximum(1.0 / (members + 1), torch.full_like(members, self.beta, dtype=torch.float32))
         return into, sources, (1.0 - centre) / members + centre * (into == sources)
-
-
-def _alone(slots: Tensor) -> Flat:
-    return slots, slots, torch.ones(len(slots), device=slots.device)

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from ..core.reduction import Links, Reduction, top_mask
+from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
 from .density_peaks import centres, density_peaks, nearest_centre
-from .film import Film, celled
+from .film import Clip, Flat, by_clip, themselves
 from .segments import static_segments
-
-#: slot, source and weight of the links of one clip, each ``[L]``
-Flat = tuple[Tensor, Tensor, Tensor]
 
 
 @register
@@ -83,29 +80,13 @@ class HoliTomMerge(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``received_attention [N, layers, n]``, ``count [N]`` -> links of every clip."""
-        film, here = Film.of(tokens), celled(tokens)
         attention = tokens.signals["received_attention"].float().sum(1)
-        parts: list[tuple[Tensor, ...]] = []
-        sizes = zip(count.tolist(), tokens.valid.sum(1).tolist(), here.sum(1).tolist(), strict=True)
-        for row, (wanted, size, cells) in enumerate(sizes):
-            if not wanted:
-                continue
-            slots = film.slots[row, : int(tokens.grid[row, 0])] if int(tokens.grid[row, 0]) > 1 else None
-            if wanted >= size or not cells:
-                flat = _alone(tokens.valid[row].nonzero()[:wanted, 0])
-            else:
-                # a picture, perhaps of many tiles, is one frame
-                slots = here[row].nonzero().T if slots is None else slots
-                there, at = slots >= 0, slots.clamp(min=0)
-                links = self.clip(tokens.features[row, at], attention[row, at], there, wanted / cells)
-                flat = (at.flatten()[links[0]], at.flatten()[links[1]], links[2])
-            parts.append((torch.full_like(flat[0], row), *flat))
-        if not parts:
-            return Reduction(torch.zeros_like(here), tokens.valid)
-        batch, slot, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))
-        kept = torch.zeros_like(here)
-        kept[batch, slot] = True
-        return Reduction(kept, tokens.valid, Links(batch, slot, source, weight).sorted(here.shape[1]))
+
+        def links(clip: Clip) -> Flat:
+            x, seen = tokens.features[clip.row, clip.slots], attention[clip.row, clip.slots]
+            return self.clip(x, seen, clip.there, clip.count / clip.cells)
+
+        return by_clip(tokens, count, links)
 
     def clip(self, x: Tensor, attention: Tensor, there: Tensor, retain: float) -> Flat:
         """The links of one clip in cells ``t P + p``.
@@ -129,7 +110,7 @@ class HoliTomMerge(ProjectorMethod):
         kept = [math.ceil(n * rho) for n in dynamic.sum(1).tolist()]
         ranked = [round(k * (1 - self.contextual)) for k in kept]
         dominant = top_mask(attention, dynamic, torch.tensor(ranked, device=x.device))
-        out = [_alone(dominant.flatten().nonzero()[:, 0])]
+        out = [themselves(dominant.flatten().nonzero()[:, 0])]
         for t, wanted in enumerate(k - r for k, r in zip(kept, ranked, strict=True)):
             if wanted:
                 rest = (dynamic[t] & ~dominant[t]).nonzero()[:, 0]
@@ -145,7 +126,7 @@ class HoliTomMerge(ProjectorMethod):
                 out.append((slots.flatten(), sources.flatten(), (weight / len(frames)).repeat(len(frames))))
         links = tuple(torch.cat(part) for part in zip(*out, strict=True))
         if not len(links[0]):
-            links = _alone(attention.masked_fill(~there, -torch.inf).flatten().argmax()[None])
+            links = themselves(attention.masked_fill(~there, -torch.inf).flatten().argmax()[None])
         return links[0], links[1], links[2]
 
     def _merge(self, x: Tensor, count: int) -> Flat:
@@ -162,7 +143,3 @@ class HoliTomMerge(ProjectorMethod):
             peak = torch.where(members > 1, self.beta, 1.0)
             weight = torch.where(centre, peak, (1.0 - self.beta) / (members - 1).clamp(min=1))
         return slot, torch.arange(len(x), device=x.device), weight.float()
-
-
-def _alone(slots: Tensor) -> Flat:
-    return slots, slots, torch.ones(len(slots), device=slots.device)

@@ -12,7 +12,7 @@ from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
 from ..method.registry import register
-from .film import Film, celled, frame_numbers
+from .film import Film, frame_numbers
 from .pool import pool_parts
 
 
@@ -56,7 +56,7 @@ class MovieChat(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> frames averaged, then perhaps cells."""
-        film, here, valid = Film.of(tokens), celled(tokens), tokens.valid
+        film, here, valid = Film.of(tokens), tokens.celled, tokens.valid
         slot = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
         target = torch.where(here, slot, -1)
         weight = torch.ones(valid.shape, device=valid.device)

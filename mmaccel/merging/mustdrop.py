@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.masks import group_sizes, ranks
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
-from .film import celled, group_sizes
 
 
 @register
@@ -79,7 +79,7 @@ class MustDropMerge(ProjectorMethod):
 def windows(tokens: TokenBatch, side: int) -> tuple[Tensor, Tensor]:
     """The complete windows of ``side x side`` cells: their slots ``[N, W, side^2]`` long, ascending, and ``[N, W]`` bool,
     which of them there are."""
-    here, frames = celled(tokens), int(tokens.grid[:, 0].max())
+    here, frames = tokens.celled, int(tokens.grid[:, 0].max())
     time, row, column = tokens.cells.masked_fill(~here[..., None], 0).unbind(-1)
     down, across = (int(x.max()) // side + 1 for x in (row, column))
     key = ((tokens.tile * frames + time) * down + row // side) * across + column // side
@@ -105,8 +105,7 @@ def window_similarity(x: Tensor, slots: Tensor) -> Tensor:
 def merge_windows(valid: Tensor, slots: Tensor, there: Tensor, similar: Tensor, most: Tensor) -> Reduction:
     """Average the ``most [N]`` most similar windows, the first on a tie; ``valid`` tokens of no merged window stay."""
     ranked = similar.nan_to_num(nan=-torch.inf).masked_fill(~there, -torch.inf)
-    rank = ranked.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    merged = there & (rank < most[:, None])
+    merged = there & (ranks(ranked.argsort(dim=1, descending=True, stable=True)) < most[:, None])
     target = torch.arange(valid.shape[1], device=valid.device).repeat(len(valid), 1)
     row, window = merged.nonzero(as_tuple=True)
     target[row[:, None], slots[row, window]] = slots[row, window, :1]

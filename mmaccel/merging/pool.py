@@ -41,7 +41,7 @@ class Pool(ProjectorMethod):
         size, count = valid.sum(1), count.to(valid.device)
         windows = window_grid(tokens.grid.to(valid.device), count)
 
-        here = valid & (cells >= 0).all(-1) & (count > 0)[:, None]
+        here = tokens.celled & (count > 0)[:, None]
         at = (cells * windows[:, None] // tokens.grid.to(valid.device)[:, None].clamp(min=1)).clamp(min=0)
         window = (at[..., 0] * windows[:, None, 1] + at[..., 1]) * windows[:, None, 2] + at[..., 2]
         # tokens of no window are collected in one more, at the end

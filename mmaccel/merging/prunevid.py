@@ -15,7 +15,7 @@ from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
 from ..method.registry import register
 from .density_peaks import centres, density_peaks, nearest_centre
-from .film import Film, celled
+from .film import Clip, Flat, by_clip
 
 
 @register
@@ -68,22 +68,13 @@ class PruneVidMerge(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` (as a share of the unit) -> the slot each token flows into."""
-        film, here = Film.of(tokens), celled(tokens)
-        target = torch.full_like(film.frame, -1)
-        own = torch.arange(here.shape[1], device=here.device)
-        sizes = zip(count.tolist(), tokens.valid.sum(1).tolist(), here.sum(1).tolist(), strict=True)
-        for row, (wanted, size, cells) in enumerate(sizes):
-            if wanted >= size or not cells:
-                stays = tokens.valid[row].nonzero()[:wanted, 0]
-                target[row, stays] = own[stays]
-            elif wanted:
-                # a picture, perhaps of many tiles, is one frame
-                frames = int(tokens.grid[row, 0])
-                slots = film.slots[row, :frames] if frames > 1 else here[row].nonzero().T
-                there, at = slots >= 0, slots.clamp(min=0)
-                into = self.clip(tokens.features[row, at], there, wanted / size)
-                target[row, at[there]] = at.flatten()[into[there]]
-        return Reduction.merge(target, tokens.valid)
+
+        def links(clip: Clip) -> Flat:
+            into = self.clip(tokens.features[clip.row, clip.slots], clip.there, clip.count / clip.size)[clip.there]
+            source = clip.there.flatten().nonzero()[:, 0]
+            return into, source, 1.0 / torch.bincount(into, minlength=clip.there.numel())[into]
+
+        return by_clip(tokens, count, links)
 
     def clip(self, x: Tensor, there: Tensor, retain: float) -> Tensor:
         """``[T, P]`` long: the cell ``t P + p`` that each token of a clip flows into.

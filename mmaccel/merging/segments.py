@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.masks import sums_from_end
+
 
 def static_segments(similar: Tensor, longest: int = 1024) -> tuple[list[tuple[int, int]], int]:
     """The segments that save most tokens when what does not change within a segment is kept once.
@@ -31,7 +33,7 @@ def static_segments(similar: Tensor, longest: int = 1024) -> tuple[list[tuple[in
     ends = torch.zeros(frames, frames, dtype=torch.long, device=similar.device)
     ends.scatter_add_(1, run, torch.ones_like(run))
     # still[e, w]: places that have not changed during the last w steps before frame e
-    still = ends.flip(1).cumsum(1).flip(1).cpu().numpy()
+    still = sums_from_end(ends).cpu().numpy()
 
     best = np.zeros(frames + 1, dtype=np.int64)
     width = np.ones(frames, dtype=np.int64)

@@ -3,13 +3,15 @@
 from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
 from .encoder import EncoderMethod, EncoderTokens
 from .frames import FramesMethod
-from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
+from .guided import AttentionGuided
+from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy, plain_policy
 from .layers import LayerAttention, LayerMethod, Layerwise
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
 
 __all__ = [
     "CHOICES",
     "LIMITS",
+    "AttentionGuided",
     "CacheOptions",
     "EncoderMethod",
     "EncoderTokens",
@@ -28,4 +30,5 @@ __all__ = [
     "TokenBatch",
     "TokenMethod",
     "TowerFacts",
+    "plain_policy",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import MmaccelError
 from .base import Method, ModelFacts
 from .layers import LayerAttention, Layerwise
+from .registry import method
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,6 @@ class Policy(CacheOptions, Method):
         if self.shared and self.choice("head_budget")[0] != "uniform":
             raise MmaccelError(f"{self.name} keeps the same keys for all heads; leave out head_budget.")
         if self.text_policy:
-            from ..runtime.eviction import plain_policy
-
             plain_policy(self.text_policy)
 
     def recall(
@@ -239,3 +238,20 @@ class Policy(CacheOptions, Method):
     def observes(self) -> bool:
         """Whether :meth:`observe` is to be called."""
         return type(self).observe is not Policy.observe
+
+
+def plain_policy(name: str) -> Policy:
+    """The policy that ranks text keys, with its default options.
+
+    Raises
+    ------
+    MmaccelError
+        If it needs more than keys and values.
+    """
+    made = method(name)()
+    if not isinstance(made, Policy) or made.window or made.observes or made.deferred:
+        raise MmaccelError(
+            f"text_policy={name!r} cannot rank text keys: it must be a cache policy that needs keys only, such as "
+            "'streaming-llm'."
+        )
+    return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -55,6 +56,11 @@ class TokenBatch:
             object.__setattr__(self, "tiles", self.tile.masked_fill(~self.valid, -1).amax(1) + 1)
         if self.entered is None:
             object.__setattr__(self, "entered", self.valid.sum(1))
+
+    @cached_property
+    def celled(self) -> Tensor:
+        """``[N, n]`` bool: the valid tokens that have a cell; newlines and class tokens have none."""
+        return self.valid & (self.cells >= 0).all(-1)
 
 
 class TokenMethod(Method):

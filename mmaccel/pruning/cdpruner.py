@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
-from ._scores import filled, on_grid
+from ._shared import filled, on_grid
 
 #: what is left of a token's own variance, relative, below which it is rounding
 _NOISE = 1e-5

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.masks import ranks, resorted
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import Grid, TokenBatch
+from ..method import AttentionGuided, Grid, TokenBatch
 from ..method.registry import register
-from ._scores import AttentionGuided
 
 
 @register
@@ -60,7 +60,7 @@ class FoPru(AttentionGuided):
         """Attention ``[N, n]``, ``count [N]`` -> the highest tokens or rows; tokens without a source go first."""
         score, seen = self.attention(tokens)
         if self.strategy == "row":
-            score = _by_rows(score, seen & (tokens.cells >= 0).all(-1), tokens)
+            score = _by_rows(score, seen & tokens.celled, tokens)
         return Reduction.top(score, tokens.valid, count)
 
 
@@ -76,6 +76,4 @@ def _by_rows(score: Tensor, here: Tensor, tokens: TokenBatch) -> Tensor:
     means = Reduction.merge(target, here).substitute(score.nan_to_num())
     mean = means.gather(1, target.clamp(min=0)).masked_fill(~here, -torch.inf)
     order = score.nan_to_num(nan=-torch.inf).argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, row.gather(1, order).argsort(dim=1, stable=True))
-    order = order.gather(1, mean.gather(1, order).argsort(dim=1, descending=True, stable=True))
-    return -torch.empty_like(order).scatter_(1, order, slots).float()
+    return -ranks(resorted(resorted(order, row), mean, descending=True)).float()

@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.budget import split
+from ..core.budget import apportion
+from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError, UnsupportedError
 from ..method import Grid, ModelFacts, ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
-from ._scores import on_grid
+from ._shared import on_grid
 
 
 @register
@@ -89,15 +90,15 @@ class HiRED(ProjectorMethod):
         # marks of the base image, counted by the tile that covers them
         most = [int(size * (1 - self.alpha)) for size in base.sum(1).tolist()]
         marked = top_mask(early, base, torch.tensor(most, device=base.device))
-        marks = _tally(covered, marked, parts).tolist()
-        sizes = _tally(part, cell, parts).tolist()
+        marks = group_sizes(covered.masked_fill(~marked, -1), parts).tolist()
+        sizes = group_sizes(part.masked_fill(~cell, -1), parts).tolist()
         totals = torch.minimum(count.to(cell.device), tokens.valid.sum(1)).tolist()
         share = [self._budgets(*row) for row in zip(totals, sizes, marks, tiled.tolist(), strict=True)]
         budgets = torch.tensor(share, device=cell.device).reshape(len(share), parts + 1)
 
         # newline tokens are one more part, behind the others, and padding comes last in it
         late = late.masked_fill(~tokens.valid, torch.nan)
-        kept = _top_of_parts(late, part.masked_fill(~cell, parts), budgets)
+        kept = top_in_groups(late, part.masked_fill(~cell, parts), budgets)
         whole = (count.to(cell.device) >= tokens.valid.sum(1))[:, None]
         return Reduction((kept | whole) & tokens.valid, tokens.valid)
 
@@ -105,11 +106,11 @@ class HiRED(ProjectorMethod):
         """How many tokens of each part stay; the last figure is for tokens without a cell."""
         room = min(total, sum(sizes))
         if not tiled:
-            return [*split(room, sizes), total - room]
+            return [*apportion(room, sizes), total - room]
         full = min(int(room * self.alpha), sizes[0])
         rest = min(room - full, sum(sizes[1:]))
         if self.layout == "grid2d":
-            return [room - rest, *split(rest, sizes[1:], [float(m) for m in marks[1:]]), total - room]
+            return [room - rest, *apportion(rest, sizes[1:], [float(m) for m in marks[1:]]), total - room]
         # in float32, as the program divides and multiplies before it cuts
         counted = torch.tensor(marks[1:])
         cut = (counted / counted.sum().clamp(min=1) * rest).int().tolist()
@@ -143,18 +144,3 @@ def _parts(tokens: TokenBatch, cell: Tensor, layout: str) -> tuple[Tensor, Tenso
     else:
         covered = 1 + (row * w0 + col) * (tokens.tiles[:, None].to(row.device) - 1) // (h0 * w0)
     return part.masked_fill(~cell, 0), covered, tiled
-
-
-def _tally(part: Tensor, where: Tensor, parts: int) -> Tensor:
-    """``[N, parts]`` long: how many of the slots ``where`` lie in each part."""
-    return torch.zeros(len(part), parts, dtype=torch.long, device=part.device).scatter_add_(1, part, where.long())
-
-
-def _top_of_parts(score: Tensor, part: Tensor, budgets: Tensor) -> Tensor:
-    """``[N, n]`` bool: the ``budgets [N, G]`` highest of each part; equal scores go to the lower slot, NaN last."""
-    order = score.nan_to_num(nan=-torch.inf).argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, part.gather(1, order).argsort(dim=1, stable=True))
-    sizes = _tally(part, torch.ones_like(part, dtype=torch.bool), budgets.shape[1])
-    start = (sizes.cumsum(1) - sizes).gather(1, part.gather(1, order))
-    rank = torch.arange(score.shape[1], device=score.device) - start
-    return torch.zeros_like(part, dtype=torch.bool).scatter_(1, order, rank < budgets.gather(1, part.gather(1, order)))

@@ -10,11 +10,13 @@ from mmaccel_kernels.copies import first_copies
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..core.reduction import Links, Reduction, compact, top_mask
+from ..core.masks import leftmost
+from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..method import Grid, ModelFacts, Tap, TokenBatch
+from ..method import AttentionGuided, Grid, ModelFacts, Tap, TokenBatch
+from ..method.blocks import BLOCK
 from ..method.registry import register
-from ._scores import BLOCK, AttentionGuided, filled, gather
+from ._shared import filled
 
 
 @register
@@ -162,13 +164,13 @@ def prune_merge(score: Tensor, keys: Tensor, chosen: Tensor, seen: Tensor, neigh
     n = seen.shape[1]
     key = normalize(keys.float().masked_fill(~seen[..., None], 0.0), dim=-1)
     slots = torch.arange(n, device=seen.device)
-    at = compact(slots.expand_as(seen), chosen)
-    there = torch.arange(at.shape[1], device=at.device) < chosen.sum(1, keepdim=True)
+    rows = torch.arange(len(seen), device=seen.device)[:, None]
     k, first = min(neighbours, n), first_copies(key, seen)
     # (unit, slot, source): every chosen token is itself, with weight one
     links = [torch.stack([*chosen.nonzero(as_tuple=True), chosen.nonzero()[:, 1]])]
-    for part, real in zip(*(x.split(max(1, BLOCK // max(1, seen.numel())), 1) for x in (at, there)), strict=True):
-        similar = torch.bmm(gather(key, part), key.transpose(1, 2))
+    width = max(1, BLOCK // max(1, seen.numel()))
+    for part, real in zip(*(x.split(width, 1) for x in leftmost(chosen)), strict=True):
+        similar = torch.bmm(key[rows, part], key.transpose(1, 2))
         if first is not None:
             similar = similar.gather(2, first[:, None].expand(similar.shape))
         others = seen[:, None] & real[..., None] & (part[..., None] != slots)

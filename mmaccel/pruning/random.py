@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.masks import ranks
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch
 from ..method.registry import register
@@ -38,6 +39,6 @@ class Random(ProjectorMethod):
         rows, slots = tokens.valid.shape
         generator = torch.Generator(device="cpu").manual_seed(self.seed)
         # double precision: no ties; drawn one after the other, so that more slots only append
-        draw = torch.rand(slots, generator=generator, dtype=torch.float64).argsort(stable=True).argsort()
+        draw = ranks(torch.rand(slots, generator=generator, dtype=torch.float64).argsort(stable=True))
         # a longer row changes the ranks but not their order
         return Reduction.top(draw.to(tokens.valid.device).expand(rows, -1), tokens.valid, count)

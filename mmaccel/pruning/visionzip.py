@@ -11,11 +11,12 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..core.reduction import Links, Reduction, compact, top_mask
+from ..core.masks import leftmost
+from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Tap, TokenBatch
+from ..method import AttentionGuided, Tap, TokenBatch
 from ..method.registry import register
-from ._scores import AttentionGuided, filled
+from ._shared import filled
 
 
 @register
@@ -84,9 +85,8 @@ class VisionZip(AttentionGuided):
 
         key = normalize(tokens.signals["keys"][:, 0].float().masked_fill(~seen[..., None], 0.0), dim=-1)
         slots = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
-        at = compact(slots, target)
-        there = torch.arange(at.shape[1], device=at.device) < merged[:, None]
-        into = at.gather(1, most_alike(key, slots, at, there, first=first_copies(key))[1])
+        at, held = leftmost(target)
+        into = at.gather(1, most_alike(key, slots, at, held, first=first_copies(key))[1])
 
         batch, source = member.nonzero(as_tuple=True)
         slot = into[batch, source]

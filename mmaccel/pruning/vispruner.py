@@ -10,11 +10,12 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.masks import resorted, true_first
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Tap, TokenBatch
+from ..method import AttentionGuided, Tap, TokenBatch
 from ..method.registry import register
-from ._scores import AttentionGuided, filled
+from ._shared import filled
 
 
 @register
@@ -87,7 +88,7 @@ def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, 
     first = first_copies(x)
     order = score.masked_fill(~among, -torch.inf).argsort(dim=1, descending=True, stable=True)
     # a token among them may score -inf too
-    order = order.gather(1, (~among).gather(1, order).long().argsort(dim=1, stable=True))
+    order = resorted(order, (~among).long())
     # lengths follow from numbers alone, so the device is asked once, and what they say is sent without waiting
     length, left, most = torch.stack([among.sum(1), count, step]).cpu()
     while bool(((length > left) & (left > 0)).any()):
@@ -105,7 +106,7 @@ def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, 
         similar, _ = most_alike(x, even, odd, real_odd, first=first)
         similar = similar.masked_fill(~real_even, -torch.inf)
         even = even.gather(1, similar.argsort(dim=1, descending=True, stable=True))
-        order = torch.cat([even, odd], 1).gather(1, (~stays).long().argsort(dim=1, stable=True))
+        order = torch.cat([even, odd], 1).gather(1, true_first(stays))
         length = length - drop
     kept = (torch.arange(order.shape[1]) < torch.minimum(length, left)[:, None]).to(x.device, non_blocking=True)
     return torch.zeros_like(among).scatter_(1, order, kept)

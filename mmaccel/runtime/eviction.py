@@ -23,7 +23,7 @@ from ..kv.index import to_device
 from ..kv.scoring.chunks import by_chunks
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, outgoing_norm, share_seen
 from ..kv.sparse import SparseMemory, SparseRead
-from ..method import KeyBatch, LayerAttention, Policy
+from ..method import KeyBatch, LayerAttention, Policy, plain_policy
 
 if TYPE_CHECKING:
     from ..kv.packed import QuantisedLayer
@@ -635,19 +635,6 @@ def visual_budget(step: Step, retain: Retain) -> list[int]:
     for (row, _), size in sizes.items():
         out[row] += resolve(retain, size)
     return out
-
-
-def plain_policy(name: str) -> Policy:
-    """The policy that ranks text, with its default options."""
-    from ..method.registry import method
-
-    made = method(name)()
-    if not isinstance(made, Policy) or made.window or made.observes or made.deferred:
-        raise MmaccelError(
-            f"text_policy={name!r} cannot rank text keys: it must be a cache policy that needs keys only, such as "
-            "'streaming-llm'."
-        )
-    return made
 
 
 def policy_layer(policy: Policy, depth: int) -> int:

@@ -12,6 +12,7 @@ import zoo
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerate_vlm, accelerated, is_accelerated
+from mmaccel.core.budget import resolve
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -53,7 +54,7 @@ def test_the_arithmetic_is_exact():
     assert wanted(0.29, 100) == 29 and wanted(0.5, 35) == 18 and wanted(1e-6, 1000) == 1
     for size in range(1, 200):
         for retain in (1e-6, 0.1, 0.29, 0.5, 0.7, 1.0):
-            assert mmaccel.budget.resolve(retain, size) == wanted(retain, size)
+            assert resolve(retain, size) == wanted(retain, size)
 
 
 def check(family, kind, name, retain):

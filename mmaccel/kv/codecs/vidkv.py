@@ -8,6 +8,7 @@ import torch
 from mmaccel_kernels.pages import Format, Pages, Plane
 from torch import Tensor
 
+from ...core.masks import true_first
 from ...core.reduction import top_mask
 from ...errors import MmaccelError
 from ...method.registry import register
@@ -120,8 +121,8 @@ class VidKV(Codec):
             channels = [plane.channels for plane in before.keys]
         else:
             hard = self.hard_channels(keys, cut.lengths)
-            taken = torch.zeros(len(hard), width, dtype=torch.long, device=keys.device).scatter_(1, hard, 1)
-            easy = taken.argsort(dim=1, stable=True)[:, : width - hard.shape[1]]
+            easy = torch.ones(len(hard), width, dtype=torch.bool, device=keys.device).scatter_(1, hard, False)
+            easy = true_first(easy)[:, : width - hard.shape[1]]
             chosen = (hard, easy) if easy.shape[1] else (None,)
             channels = [None if c is None else c.repeat_interleave(heads, dim=0).int() for c in chosen]
         head = torch.repeat_interleave(cut.lengths.flatten(), output_size=len(keys))

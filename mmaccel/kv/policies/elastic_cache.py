@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...core.masks import resorted
 from ...errors import MmaccelError
 from ...method import KeyBatch, LayerAttention, Policy
 from ...method.registry import register
@@ -82,7 +83,7 @@ class ElasticCache(Policy):
         among = keys.valid if self.joint else keys.valid & keys.visual
         # those that compete come first, in the order of their scores
         order = keys.received[:, 0].masked_fill(~among, torch.inf).argsort(dim=1, stable=True)
-        order = order.gather(1, (~among).gather(1, order).long().argsort(dim=1, stable=True))
+        order = resorted(order, (~among).long())
         number = (among.cumsum(1) - 1).clamp(min=0)
         score = number.gather(1, order).gather(1, number).float()
         return score.masked_fill(~among, -torch.inf)

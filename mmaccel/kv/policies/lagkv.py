@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...core.masks import ranks
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
 from ...method.registry import register
@@ -56,7 +57,7 @@ class LagKV(Policy):
             )
             assert isinstance(score, Tensor)
             # ranks within the stretch, so that each gives up the same share
-            rank = score.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True) / self.lag
+            rank = ranks(score.argsort(dim=-1, stable=True)) / self.lag
             out[row][:, at[: -self.lag]] = rank.flatten(1).float()
         return out.masked_fill(~keys.valid[:, None], -torch.inf)
 

@@ -8,6 +8,7 @@ import torch
 from mmaccel_kernels.importance import importance
 from torch import Tensor
 
+from ...core.masks import question
 from ...method import LayerAttention
 from ...method.blocks import row_blocks, upto
 
@@ -135,7 +136,6 @@ def outgoing_norm(values: Tensor, output: Tensor) -> Tensor:
 
 
 def behind_pictures(attention: LayerAttention) -> Tensor:
-    """``[B, q]`` bool: the text behind the last picture; all text of rows that end in one."""
-    # padding is in front, so what is not text is a picture from some place on
-    behind = attention.text & ((~attention.text).flip(1).cumsum(1).flip(1) == 0)
-    return torch.where(behind.any(1, keepdim=True), behind, attention.text)
+    """``[B, q]`` bool: the text behind the last picture; all text of rows that end in a picture."""
+    # padding is in front, so behind the first text all that is not text is visual
+    return question(attention.text, ~attention.text)
