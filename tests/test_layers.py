@@ -438,10 +438,10 @@ def test_shares_of_the_depth_that_fall_together() -> None:
     with accelerated(model, "aim"):
         last_logits(model, feed)
         stats = model.mmaccel.stats()
-        layers, cuts = layers_at("aim", 4), model.mmaccel.cuts
+        layers, cuts = layers_at("aim", 4), model.mmaccel.plan.stage_at_layer
     assert sorted(cuts) == sorted(set(layers)) and len(stats["notes"]) == len(layers) - len(cuts) > 0
     # stage 0 merges before the language model
-    assert all(number == len(layers) - layers[::-1].index(layer) for layer, number in cuts.items())
+    assert all(stage.number == len(layers) - layers[::-1].index(layer) for layer, stage in cuts.items())
     assert len(stats["stages"]) == 1 + len(cuts)
     assert f"stages 1 and 2 (aim-pagerank) both fall on layer {layers[0]} of 4: only stage 2 works" in stats["notes"]
     for second, says in (
@@ -487,7 +487,7 @@ def test_a_budget_reaches_both_halves_of_aim(retain: float) -> None:
     visual = int(zoo.visual_mask("qwen2_5_vl", model, feed["input_ids"]).sum())
     with accelerated(model, "aim", retain=retain):
         last_logits(model, feed)
-        stages, layers = model.mmaccel.stats()["stages"], sorted(model.mmaccel.cuts)
+        stages, layers = model.mmaccel.stats()["stages"], sorted(model.mmaccel.plan.stage_at_layer)
     assert layers == [4, 5, 6] and [stage["method"] for stage in stages] == ["aim-merge", *["aim-pagerank"] * 3]
     kept = [stage["tokens_kept"] for stage in stages]
     assert kept[0] == (20 if retain == 20 else int(visual * retain + 0.5)) and kept[-1] == 1
@@ -533,7 +533,7 @@ def test_a_default_layer_fits_any_model_and_a_given_one_is_refused(name: str) ->
     model, feed = tiny("qwen3_vl"), dict(zoo.inputs("qwen3_vl", "image"))
     with accelerated(model, name):
         last_logits(model, feed)
-        assert model.mmaccel.cuts == {3: 0}
+        assert {layer: stage.number for layer, stage in model.mmaccel.plan.stage_at_layer.items()} == {3: 0}
         default = mmaccel.method(name)().layer
         assert model.mmaccel.stats()["notes"] == [
             f"{name} works at layer 3: layer {default}, its default, is out of reach in this model"

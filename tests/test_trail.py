@@ -33,7 +33,7 @@ def run(
     with accelerated(model, recipe, processor=processor):
         model.generate(**zoo.inputs("llava", batch=2), max_new_tokens=2, do_sample=False)
         gc.collect()
-        return model.mmaccel.trail, large, axes
+        return model.mmaccel.history, large, axes
 
 
 @pytest.mark.parametrize("recipe", ["vtc-cls", "visionzip", "prumerge", "tome", "pool", "fastv", "mustdrop"])

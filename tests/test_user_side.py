@@ -299,7 +299,7 @@ def test_a_method_of_ones_own(family: str, clean: pytest.MonkeyPatch) -> None:
         generate(tiny, inputs(family, "uneven"))
         (stage,) = tiny.mmaccel.stats()["stages"]
         assert stage["method"] == "my-corners" and stage["tokens_kept"] == stage["resolved"] < 0.4 * stage["tokens_in"]
-        assert tiny.mmaccel.built[0][1].power == 1.0
+        assert tiny.mmaccel.plan.stages[0].method.power == 1.0
 
 
 def test_my_corners_are_corners(clean: pytest.MonkeyPatch) -> None:

@@ -114,20 +114,20 @@ def _steps(handle: Any, layout: Layout | None, cache: Any) -> list[Step]:
     if layout is None:
         return []
     steps = [Step("before the recipe: every token", Reduction.identity(layout.valid))]
-    for passage in handle.trail:
-        method = handle.built[passage.stage][1]
+    for passage in handle.history:
+        method = handle.plan.stages[passage.stage].method
         where = f"decoder layer {passage.layer}" if method.site == "layers" else str(method.site)
         scores = {name.replace("_", " "): x[0] for name, x in passage.scores().items()}
         steps.append(Step(f"{where}: {method.name}", _on_cpu(passage.reduction), scores))
     state = state_of(cache)
-    if handle.policy is not None and state is not None:
+    if handle.plan.policy is not None and state is not None:
         steps += _cached(handle, layout, state)
     return steps
 
 
 def _cached(handle: Any, layout: Layout, state: CacheState) -> list[Step]:
     """A step a layer: what its cache holds at the end of the answer."""
-    name, width = handle.built[handle.policy][1].name, layout.valid.shape[1]
+    name, width = handle.plan.policy.method.name, layout.valid.shape[1]
     steps = []
     for number, layer in enumerate(state.layers):
         if layer.index is None:
@@ -136,7 +136,7 @@ def _cached(handle: Any, layout: Layout, state: CacheState) -> list[Step]:
         heads = torch.zeros(width, dtype=torch.long)
         for head in held:
             heads[head[(head >= 0) & (head < width)]] += 1
-        before = [p.reduction for p in handle.trail if p.layer <= number]
+        before = [p.reduction for p in handle.history if p.layer <= number]
         base = _on_cpu(before[-1]) if before else Reduction.identity(layout.valid)
         stays = Reduction(base.kept & (heads > 0)[None], base.kept)
         steps.append(Step(f"cache of layer {number}: {name}", base.then(stays), heads=heads, of=len(held)))

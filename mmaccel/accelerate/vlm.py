@@ -7,67 +7,45 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from ..core.layout import Layout
 from ..core.reduction import Reduction
 from ..core.stats import Stats
-from ..errors import MmaccelError, UnsupportedError
+from ..errors import UnsupportedError
 from ..families import Family, family_of
-from ..families.text import TextTower
-from ..kv.codecs import Codec, kinds
-from ..method import EncoderMethod, FramesMethod, LayerMethod, Method, Policy, TokenMethod
-from ..recipe import Recipe, Stage
+from ..families.base import Wrapper
+from ..recipe import Recipe
 from ..recipe import recipe as find_recipe
-from ..runtime.attention import Plug
-from ..runtime.encoder import EncoderMerging
-from ..runtime.hooks import Door, finish, show_dropped
-from ..runtime.scope import Encoded, Passage, Scope, checked_kernels, current, pop, push
+from ..runtime.encoded import Encoded
+from ..runtime.encoder import EncoderMerging, hook_features
+from ..runtime.forward import StageResult
+from ..runtime.hooks import TextHooks, show_dropped
+from ..runtime.plan import ModelPlan, plan_model
+from ..runtime.scope import Scope, current, pop, push
 from ..runtime.taps import Taps
+from .handle import Handle, exchange
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class Accelerator:
+class Accelerator(Handle):
     """The handle ``model.mmaccel``: what was put on one model, its statistics, and the way back.
 
-    Everything hangs on this one instance: hooks on its modules, wrapped methods in its ``__dict__``, and the config that its
-    attention modules see. Nothing is patched on a class, and the model's own config stays as it was.
+    plan : what is done with the model in every call, with the recipe, the family, and the stages as fitted to the model.
     """
 
+    what = "model"
+
     def __init__(self, model: Any, recipe: Recipe, processor: Any = None, kernels: str = "auto") -> None:
-        self.recipe = recipe
-        self.kernels = checked_kernels(kernels)
+        super().__init__()
         self.processor = processor
-        self.family: Family = family_of(model, processor)
-        #: what is said in the statistics of every call
-        self.notes: list[str] = []
-        self.built = [(stage, self._fit(stage, method)) for stage, method in recipe.build()]
-        for _, method in self.built:
-            method.check(self.family)
-        if any(m.site == "frames" for _, m in self.built) and getattr(processor, "mmaccel_recipe", None) is None:
-            raise UnsupportedError(
-                f"Recipe {recipe.name!r} works on pixels, which the model never sees; call "
-                f"processor = prepare(processor, {recipe.name!r}), use that processor, and give it as processor=."
-            )
-        self.cuts = self._cuts()
-        self.policy = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, Policy)), None)
-        self.kinds = kinds({i: m for i, (_, m) in enumerate(self.built) if isinstance(m, Codec)})
-        self.encoder = next((i for i, (_, m) in enumerate(self.built) if isinstance(m, EncoderMethod)), -1)
-        self.readers = {
-            m.text_tower: self._reader(m) for _, m in self.built if isinstance(m, TokenMethod) and m.text_tower
-        }
-        #: whether anything happens between pixels and the cache
-        self.active = any(m.site != "frames" for _, m in self.built)
-        self._check_layers(model)
-        self._check_generation(model.generation_config)
+        self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
+        self.plan.check_generation(model.generation_config)
         self._model = model
         self._last: Scope | None = None
-        self._restore: list[Callable[[], None]] = []
-        self._plugs: list[Plug] = []
         try:
             self._attach(model)
         except BaseException:
@@ -75,6 +53,21 @@ class Accelerator:
             raise
 
     # --- for the user -----------------------------------------------------------------------------------------
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that is in force."""
+        return self.plan.recipe
+
+    @property
+    def family(self) -> Family:
+        """The adapter of the model's family."""
+        return self.plan.family
+
+    @property
+    def kernels(self) -> str:
+        """``"auto"`` or ``"off"``, see :func:`accelerate_vlm`."""
+        return self.plan.kernels
+
     def stats(self) -> dict[str, Any]:
         """Figures of the last call, see :meth:`mmaccel.core.stats.Stats.as_dict`; empty before the first."""
         return {} if self._last is None else self._last.stats.as_dict()
@@ -90,22 +83,18 @@ class Accelerator:
         return None if self._last is None else self._last.reduction
 
     @property
-    def trail(self) -> list[Passage]:
+    def history(self) -> list[StageResult]:
         """The same stage by stage, in the order in which they worked."""
-        return [] if self._last is None else list(self._last.trail)
+        return [] if self._last is None else list(self._last.history)
 
     def remove(self) -> None:
         """Make the model exactly what it was: hooks, methods, attention implementation, this handle."""
-        for undo in reversed(self._restore):
-            undo()
-        self._restore.clear()
-        self._plugs.clear()
+        super().remove()
         self._drop_stale(None)
 
-    @property
-    def attached(self) -> bool:
-        """Whether :meth:`remove` has not been called."""
-        return bool(self._restore)
+    def again(self) -> Accelerator:
+        """The same put on once more, after :meth:`remove`."""
+        return Accelerator(self._model, self.recipe, self.processor, self.kernels)
 
     @classmethod
     def on(cls, model: Any) -> Accelerator | None:
@@ -125,28 +114,18 @@ class Accelerator:
             )
         return handle
 
-    def __reduce__(self) -> Any:
-        # a copied or unpickled model would go on calling the wrapped methods of the model it came from
-        raise UnsupportedError("An accelerated model cannot be copied or pickled; call model.mmaccel.remove() first.")
-
     def __repr__(self) -> str:
         return f"<mmaccel {self.recipe.name!r} on {self.family.name}>"
 
     # --- putting it on ----------------------------------------------------------------------------------------
     def _attach(self, model: Any) -> None:
-        family, inner = self.family, self.family.inner
-        encoder = self.built[self.encoder][1] if self.encoder >= 0 else None
-        assert encoder is None or isinstance(encoder, EncoderMethod)
-        self.taps = Taps(family, [tap for _, m in self.built for tap in m.taps()], self._hook)
-        retain = self.built[self.encoder][0].retain if encoder else None
-        self.merging = EncoderMerging(family, encoder, retain, self._hook, self.encoder, language=True)
-        self.door = Door(self, self._hook)
+        plan, family, inner = self.plan, self.family, self.family.inner
+        self.taps = Taps(family, [tap for stage in plan.stages for tap in stage.method.taps()])
+        hook_features(plan, self.taps, self._hook)
+        if plan.encoder is not None:
+            self.merging = EncoderMerging(plan, plan.encoder, self._hook, language=True)
+        self.text = TextHooks(plan, self.taps, self.check_attached, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
-        policy = None if self.policy is None else self.built[self.policy][1]
-        if isinstance(policy, Policy) and policy.future:
-            for layer in family.text.layers:
-                last = getattr(layer.self_attn, "q_norm", None) or layer.self_attn.q_proj
-                self._hook(last.register_forward_hook(self._note_queries))
         for module in (model, inner):
             self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))
             self._hook(module.register_forward_hook(self._close, with_kwargs=True, always_call=True))
@@ -155,45 +134,20 @@ class Accelerator:
         for modality in family.modalities:
             if hasattr(inner, f"get_{modality}_features"):
                 self._wrap(inner, f"get_{modality}_features", functools.partial(self._encode, modality))
-        if self.active:
+        if plan.active:
             for target, name, wrapper in family.wrappers():
-                self._wrap(target, name, functools.partial(_scoped, wrapper, self))
+                self._wrap(target, name, functools.partial(_in_call, wrapper, plan))
             for name in filter(functools.partial(hasattr, model), _CONTINUOUS):
                 self._wrap(model, name, _no_continuous_batching)
             self._plug(family.text, "text")
-            if self.taps.need_attention or encoder is not None:
+            if self.taps.need_attention or plan.encoder is not None:
                 for tower in family.towers():
                     self._plug(tower, "vision")
         model.mmaccel = self
         self._restore.append(functools.partial(model.__dict__.pop, "mmaccel", None))
 
-    def _note_queries(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Show the cache stage of a prompt the queries of a layer before RoPE."""
-        scope = current(self)
-        step = scope.step if scope is not None else None
-        if step is not None and step.eviction is not None and step.layout is not None:
-            step.eviction.unturned = output
-
-    def _hook(self, *handles: Any) -> None:
-        self._restore.extend(handle.remove for handle in handles)
-
     def _wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Shadow a method on the instance; undoing it brings back whatever the instance had."""
-        had, before = name in target.__dict__, target.__dict__.get(name)
-        target.__dict__[name] = make(getattr(target, name))
-
-        def undo() -> None:
-            if had:
-                target.__dict__[name] = before
-            else:
-                target.__dict__.pop(name, None)
-
-        self._restore.append(undo)
-
-    def _plug(self, root: nn.Module, kind: Literal["text", "vision"]) -> None:
-        plug = Plug(root, kind)
-        self._plugs.append(plug)
-        self._restore.append(plug.off)
+        self._set(target, name, make(getattr(target, name)))
 
     def _set_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What the user sets goes below our attention function, and stays after :meth:`remove`."""
@@ -218,125 +172,10 @@ class Accelerator:
 
         return set_attn_implementation
 
-    def check_attached(self) -> None:
-        """Raise when something that :func:`accelerate_vlm` installed is no longer there; called before every forward."""
-        for plug in self._plugs:
-            plug.check()
-
-    def _reader(self, method: TokenMethod) -> TextTower:
-        """The text tower that a method names."""
-        assert method.text_tower is not None
-        if self.processor is None:
-            raise UnsupportedError(f"{method.name} with a text tower reads the question as text; give processor=.")
-        tower = TextTower.load(method.text_tower, next(self.family.inner.parameters()).device)
-        if tower.width != (width := self.family.vision.hidden_size):
-            raise UnsupportedError(
-                f"{method.text_tower!r} was trained with a vision tower of width {tower.width}, but that of this "
-                f"{self.family.name} model is {width} wide; name the CLIP model that it comes from."
-            )
-        return tower
-
-    def _fit(self, stage: Stage, method: Method) -> Method:
-        """The method with what depends on the model filled in; a default layer that is out of reach is moved."""
-        fitted = method.fit(self.family)
-        if not isinstance(fitted, LayerMethod) or "layer" in stage.options:
-            return fitted
-        near = fitted.within(self.family)
-        if near is not fitted:
-            self.notes.append(
-                f"{method.name} works at layer {near.layer}: layer {fitted.layer}, its default, is out of reach in this model"
-            )
-        return near
-
-    # --- checks -----------------------------------------------------------------------------------------------
-    def _check_layers(self, model: Any) -> None:
-        depth, least = len(self.family.text.layers), max(1, self.family.deepstack)
-        for layer in self.cuts:
-            if not least <= layer < depth:
-                why = ", since its first layers add DeepStack features" if self.family.deepstack else ""
-                raise UnsupportedError(
-                    f"layer={layer} is out of reach: in this {self.family.name} model tokens can be dropped before layers "
-                    f"{least} to {depth - 1}{why}; give layer={min(max(layer, least), depth - 1)}."
-                )
-
-    def _cuts(self) -> dict[int, int]:
-        """Which stage works at which layer. Shares of the depth may fall together in a shallow model: of stages of one method
-        the last counts, which keeps least."""
-        cuts: dict[int, int] = {}
-        for number, (_, method) in enumerate(self.built):
-            if not isinstance(method, LayerMethod):
-                continue
-            layer, depth = int(method.layer), len(self.family.text.layers)
-            if cuts and layer < max(cuts):
-                raise MmaccelError(
-                    f"Recipe {self.recipe.name!r}: in this model of {depth} layers {method.name!r} comes to work at layer "
-                    f"{layer}, below the stage before it at layer {max(cuts)}; give rising layers."
-                )
-            if layer in cuts:
-                before = self.built[cuts[layer]][1].name
-                if before != method.name:
-                    raise MmaccelError(
-                        f"Recipe {self.recipe.name!r}: in this model of {depth} layers {before!r} and {method.name!r} both "
-                        f"fall on layer {layer}; give them layers that differ."
-                    )
-                self.notes.append(
-                    f"stages {cuts[layer]} and {number} ({method.name}) both fall on layer {layer} of {depth}: "
-                    f"only stage {number} works"
-                )
-            cuts[layer] = number
-        return cuts
-
-    def _check_generation(self, *configs: Any) -> None:
-        """Caches and prefill modes that cannot be honoured are refused, not quietly run in full; the first config that
-        says something counts."""
-        if not self.active:
-            return
-
-        def said(name: str) -> Any:
-            values = (getattr(config, name, None) for config in configs)
-            return next((value for value in values if value is not None), None)
-
-        if (cache := said("cache_implementation")) not in (None, "dynamic"):
-            raise UnsupportedError(
-                f"cache_implementation={cache!r} cannot hold a reduced prompt; leave it out (a dynamic cache is used)."
-            )
-        if said("prefill_chunk_size"):
-            raise UnsupportedError("prefill_chunk_size would reduce only the first chunk; leave it out.")
-        if said("is_assistant"):
-            raise UnsupportedError(
-                "An accelerated model cannot draft for another one, which shows it no pictures; call "
-                "assistant.mmaccel.remove() first."
-            )
-        self.check_cache(said("use_cache"))
-        if (self.cuts or self.policy is not None) and (said("prompt_lookup_num_tokens") or said("assistant_model")):
-            raise UnsupportedError(
-                f"Assisted decoding puts candidates behind the prompt, and recipe {self.recipe.name!r} would take them for "
-                "its end; leave out the assistant, or use a recipe that works before the language model."
-            )
-
-    def check_cache(self, use_cache: bool | None) -> None:
-        """Raise when the recipe compresses a KV cache and there is to be none."""
-        at_work = [m.name for _, m in self.built if isinstance(m, (Policy, Codec))]
-        if use_cache is False and at_work:
-            raise UnsupportedError(
-                f"Recipe {self.recipe.name!r} compresses the KV cache ({', '.join(at_work)}), and use_cache=False makes none; "
-                "leave out use_cache=False, or use a recipe that works before or inside the language model."
-            )
-
     # --- while it runs ----------------------------------------------------------------------------------------
-    def note_pictures(self, scope: Scope, ids: Tensor) -> None:
-        """Say which methods of the recipe had nothing to choose from, where the prompt ``ids [B, S]`` has pictures."""
-        choosers = [m.name for _, m in self.built if isinstance(m, FramesMethod) and m.only_chooses]
-        if not choosers:
-            return
-        try:
-            segments = self.family.layout(ids, torch.ones_like(ids, dtype=torch.bool), scope.encoded).segments
-        except UnsupportedError:
-            # what cannot be laid out cannot be reduced either, and is refused where that matters
-            return
-        clips = {s.picture for s in segments if s.modality == "video" or bool((s.tile.cells[:, 0] > 0).any())}
-        if any(s.picture not in clips for s in segments):
-            scope.stats.notes += [f"{name} chooses frames of clips, and left pictures as they are" for name in choosers]
+    def _scope(self, cache: Any, opened_by: nn.Module | None = None) -> Scope:
+        stats = Stats(self.recipe.name, notes=list(self.plan.notes))
+        return Scope(self.plan, self.taps, stats, opened_by=opened_by, cache=cache)
 
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -345,9 +184,9 @@ class Accelerator:
                 # a shallow copy of the model kept this method when the handle was removed
                 return original(*args, **kwargs)
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-            self._check_generation(_Given(kwargs), config, self._model.generation_config)
+            self.plan.check_generation(_Given(kwargs), config, self._model.generation_config)
             self._drop_stale(None)
-            scope = Scope(self, Stats(self.recipe.name, notes=list(self.notes)), cache=kwargs.get("past_key_values"))
+            scope = self._scope(kwargs.get("past_key_values"))
             push(scope)
             try:
                 return original(*args, **kwargs)
@@ -360,14 +199,12 @@ class Accelerator:
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A direct forward opens a scope of its own; inside ``generate`` there is one already."""
         self._drop_stale(module)
-        if current(self) is not None:
+        if current(self.plan) is not None:
             return None
-        scope = Scope(
-            self, Stats(self.recipe.name, notes=list(self.notes)), opened_by=module, cache=kwargs.get("past_key_values")
-        )
+        scope = self._scope(kwargs.get("past_key_values"), opened_by=module)
         push(scope)
         labels = kwargs.get("labels")
-        if self.active and isinstance(labels, Tensor):
+        if self.plan.active and isinstance(labels, Tensor):
             scope.labels = labels.clone()
             return args, {**kwargs, "labels": scope.labels}
         return None
@@ -375,12 +212,12 @@ class Accelerator:
     def _drop_stale(self, module: nn.Module | None) -> None:
         """A forward that was interrupted from the keyboard runs no hook at its end and leaves its scope open; it is stale
         when the same module, or ``generate`` (None), starts again."""
-        scope = current(self)
+        scope = current(self.plan)
         if scope is not None and scope.opened_by is not None and (module is None or scope.opened_by is module):
             pop(scope)
 
     def _close(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        scope = current(self)
+        scope = current(self.plan)
         if scope is None or scope.opened_by is not module:
             return None
         pop(scope)
@@ -397,14 +234,11 @@ class Accelerator:
         return output
 
     def _finish(self, scope: Scope) -> None:
-        finish(scope)
-        # what was needed only while the call ran must not keep tensors alive
-        scope.encoded.clear()
-        scope.cache = scope.labels = scope.step = scope.input_ids = scope.encoding = scope.dropped = None
+        scope.finish()
         self._last = scope
 
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        scope = current(self)
+        scope = current(self.plan)
         if scope is None:
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -412,7 +246,7 @@ class Accelerator:
         scope.input_ids = ids
         scope.cache = cache if cache is not None else scope.cache
         embeds = kwargs.get("inputs_embeds")
-        if ids is None and embeds is not None and self.active and (cache is None or cache.get_seq_length() == 0):
+        if ids is None and embeds is not None and self.plan.active and (cache is None or cache.get_seq_length() == 0):
             raise UnsupportedError(
                 "With inputs_embeds mmaccel cannot tell visual tokens from text; pass input_ids and pixel values instead."
             )
@@ -422,7 +256,7 @@ class Accelerator:
 
         @functools.wraps(original)
         def features(*args: Any, **kwargs: Any) -> Any:
-            scope = current(self)
+            scope = current(self.plan)
             if scope is None or scope.encoding is not None:
                 return original(*args, **kwargs)
             scope.encoding = encoded = Encoded(dict(signature.bind(*args, **kwargs).arguments))
@@ -466,9 +300,8 @@ def _no_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
     return refuse
 
 
-def _scoped(wrapper: Any, owner: Accelerator, original: Callable[..., Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = wrapper(original, functools.partial(current, owner))
-    return made
+def _in_call(wrapper: Wrapper, plan: ModelPlan, original: Callable[..., Any]) -> Callable[..., Any]:
+    return wrapper(original, functools.partial(current, plan))
 
 
 def _base(model: Any) -> Any:
@@ -511,15 +344,7 @@ def accelerate_vlm(
     """
     chosen = find_recipe(recipe).override(**overrides)
     target = _base(model)
-    previous = Accelerator.on(target)
-    if previous is not None:
-        previous.remove()
-    try:
-        Accelerator(target, chosen, processor, kernels)
-    except BaseException:
-        if previous is not None:
-            Accelerator(target, previous.recipe, previous.processor, previous.kernels)
-        raise
+    exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels))
     return model
 
 
@@ -543,7 +368,7 @@ def accelerated(
         if (handle := Accelerator.on(target)) is not None:
             handle.remove()
         if previous is not None:
-            Accelerator(target, previous.recipe, previous.processor, previous.kernels)
+            previous.again()
 
 
 def is_accelerated(model: Any) -> bool:

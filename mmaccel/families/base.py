@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..core.layout import Layout, Modality, Picture
 from ..errors import UnsupportedError
-from .tower import Towers
-
-if TYPE_CHECKING:
-    from ..runtime.scope import Encoded, Scope
+from .tower import EncoderCall, Towers
 
 _TURN = re.compile(r"\bassistant\s*:\s*$", re.IGNORECASE)
-#: a function that makes the replacement of an instance's method: (original, scope getter) -> replacement
-Wrapper = Callable[[Callable[..., Any], Callable[[], "Scope | None"]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A cache that a prompt was reduced into, as far as positions go on from it.
+
+    seen : tokens seen. offset, ahead : ``[B]`` long, see :class:`mmaccel.kv.cache.CacheState`.
+    """
+
+    seen: int
+    offset: Tensor
+    ahead: Tensor | None
+
+
+class Call(Protocol):
+    """The call of the model that is being run."""
+
+    def continued(self, cache: Any = None) -> Continued | None:
+        """The kept cache that the call goes on with (``cache``, where the caller knows it), or None."""
+
+
+#: a function that makes the replacement of an instance's method: (original, getter of the call) -> replacement
+Wrapper = Callable[[Callable[..., Any], Callable[[], Call | None]], Callable[..., Any]]
 
 
 class Family(Towers):
@@ -127,7 +146,7 @@ class Family(Towers):
             mask |= ids == self.token_id(modality)
         return mask
 
-    def layout(self, ids: Tensor, valid: Tensor, encoded: dict[Modality, Encoded]) -> Layout:
+    def layout(self, ids: Tensor, valid: Tensor, encoded: Mapping[Modality, EncoderCall]) -> Layout:
         """The layout of a prompt (or of the new part of one). ``ids``, ``valid`` ``[B, S]`` on the CPU.
 
         Raises
@@ -155,7 +174,7 @@ class Family(Towers):
             found.append((modality, int(token or 0), pictures))
         return Layout.walk(ids, valid, found, self.name)
 
-    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """The pictures or clips of this call in feature order, each a list of tiles with its tokens' cells and sources."""
         raise NotImplementedError
 
@@ -179,7 +198,7 @@ class Family(Towers):
         return []
 
 
-def clip_frames(encoded: Encoded) -> tuple[int, int]:
+def clip_frames(encoded: EncoderCall) -> tuple[int, int]:
     """Clips, and frames of each, of ``pixel_values_videos [clips, frames, ...]``; in transformers 5.17 some families name
     the argument ``pixel_values``."""
     given = encoded.arguments

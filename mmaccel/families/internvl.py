@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layout import Modality, Picture, Tile
-from ..runtime.scope import Encoded
 from .base import Family, block_mean, raster_blocks
+from .tower import EncoderCall
 
 _FRAME = re.compile(r"Frame\s*(\d+)\s*:\s*(?:<img>)?\s*$")
 
@@ -25,7 +25,7 @@ class TiledByText(Family):
         """Patches along one side of the block that becomes one token."""
         return int(round(1 / self.config.downsample_ratio))
 
-    def units(self, encoded: Encoded, patches: int) -> Tensor:
+    def units(self, encoded: EncoderCall, patches: int) -> Tensor:
         """The blocks that pixel shuffle joins."""
         return raster_blocks(self.side, self.shuffle)
 
@@ -54,7 +54,7 @@ class TiledByText(Family):
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         return str(tokenizer.decode(ids[row, max(0, place - most) : place].tolist()))
 
-    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+    def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """The mean of each block."""
         return block_mean(torch.cat(values), self.side, self.shuffle).flatten(0, 1)
 
@@ -76,7 +76,7 @@ class InternVL(TiledByText):
         found: nn.Module = layer.attention
         return found
 
-    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One segment a tile or frame."""
         m = self.side // self.shuffle
         pictures: list[Picture] = []

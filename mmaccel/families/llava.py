@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
-from ..runtime.scope import Encoded
 from .base import Family
+from .tower import EncoderCall
 
 
 class Llava(Family):
@@ -24,7 +24,7 @@ class Llava(Family):
                 f"LLaVA with a {self.vision.model_type} tower is not supported; CLIP and SigLIP towers are."
             )
 
-    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One tile an image."""
         n = self.side
         leading = int(self.has_cls and self.config.vision_feature_select_strategy == "full")

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
 from ..core.layout import Modality, Picture, Tile
-from ..runtime.scope import Encoded
 from .base import Family, block_mean, clip_frames, raster_blocks
+from .tower import EncoderCall
 
 
 class LlavaNext(Family):
@@ -21,7 +21,7 @@ class LlavaNext(Family):
     name = "llava_next"
     model_types = ("llava_next",)
 
-    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """From the images' original sizes and the pinpoints."""
         offset, pictures = 0, []
         for size in sizes(encoded):
@@ -73,7 +73,7 @@ class LlavaNextVideo(LlavaNext):
     model_types = ("llava_next_video",)
     modalities = ("image", "video")
 
-    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One segment a clip."""
         if modality == "image":
             return super().pictures(modality, encoded, ids)
@@ -81,20 +81,20 @@ class LlavaNextVideo(LlavaNext):
         m = self.side // 2
         return [[Tile.raster(frames, m, m, i * frames * m * m)] for i in range(clips)]
 
-    def units(self, encoded: Encoded, patches: int) -> Tensor:
+    def units(self, encoded: EncoderCall, patches: int) -> Tensor:
         """The blocks that pooling joins in clips; with an odd side pooling leaves patches out, and they merge singly."""
         if "image_sizes" in encoded.arguments or self.side % 2:
             return super().units(encoded, patches)
         return raster_blocks(self.side, 2)
 
-    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+    def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """Frames are pooled 2x2."""
         if modality == "image":
             return super().to_tokens(modality, encoded, values)
         return block_mean(torch.cat(values), self.side, 2).flatten(0, 1)
 
 
-def sizes(encoded: Encoded) -> list[tuple[int, int]]:
+def sizes(encoded: EncoderCall) -> list[tuple[int, int]]:
     """The original (height, width) of every image of the call."""
     found: Any = encoded.arguments["image_sizes"]
     return [(int(h), int(w)) for h, w in (found.tolist() if isinstance(found, Tensor) else found)]

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.layout import Modality, Picture, Tile
-from ..runtime.scope import Encoded
 from .base import clip_frames
 from .llava_next import LlavaNext, sizes
+from .tower import EncoderCall
 
 
 class LlavaOneVision(LlavaNext):
@@ -27,7 +27,7 @@ class LlavaOneVision(LlavaNext):
         """Cells along one side of a pooled frame."""
         return -(-self.side // 2)
 
-    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """From sizes, images per row, and frames."""
         n, m = self.side, self.pooled
         if modality == "video":
@@ -47,7 +47,7 @@ class LlavaOneVision(LlavaNext):
             offset += used
         return pictures
 
-    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+    def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """Frames are interpolated as the model does it."""
         flat = torch.cat(values)
         if modality == "image":

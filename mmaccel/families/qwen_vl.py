@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 
 from ..core.layout import Modality, Picture, Tile
-from ..kv.cache import state_of
-from ..runtime.scope import Encoded, Scope
-from .base import Family, Wrapper
+from .base import Call, Continued, Family, Wrapper
+from .tower import EncoderCall
 
 
 class Qwen2VL(Family):
@@ -47,22 +45,22 @@ class Qwen2VL(Family):
         """The last block."""
         return len(self.tower_layers(self.towers()[0])) - 1
 
-    def units(self, encoded: Encoded, patches: int) -> Tensor:
+    def units(self, encoded: EncoderCall, patches: int) -> Tensor:
         """The blocks that the merger joins stand one behind the other."""
         return torch.arange(patches).view(-1, self.merge**2)
 
-    def frames(self, encoded: Encoded) -> list[list[int]]:
+    def frames(self, encoded: EncoderCall) -> list[list[int]]:
         """The tower packs the frames of all pictures; attention stays inside a frame."""
         given: Any = next(value for name, value in encoded.arguments.items() if name.endswith("grid_thw"))
         return [[h * w] * t for t, h, w in given.tolist()]
 
-    def grids(self, modality: Modality, encoded: Encoded) -> list[tuple[int, int, int]]:
+    def grids(self, modality: Modality, encoded: EncoderCall) -> list[tuple[int, int, int]]:
         """(t, h, w) of every picture in tokens."""
         # Qwen3-VL encodes clips with the function for images
         given: Any = encoded.arguments.get(f"{modality}_grid_thw", encoded.arguments.get("image_grid_thw"))
         return [(int(t), int(h) // self.merge, int(w) // self.merge) for t, h, w in given.tolist()]
 
-    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """From the grids the tower was given."""
         offset, pictures = 0, []
         for t, h, w in self.grids(modality, encoded):
@@ -74,7 +72,7 @@ class Qwen2VL(Family):
         """The segments of one picture or clip."""
         return [Tile.raster(t, h, w, offset)]
 
-    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+    def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """The mean of each merged block; the tower runs over ``[1, patches of a frame or window]`` at a time."""
         flat = torch.cat([v[0] for v in values])
         return flat.reshape(-1, self.merge**2, *flat.shape[1:]).mean(1)
@@ -83,8 +81,8 @@ class Qwen2VL(Family):
         """Positions under a kept cache: stock code reads ``rope_deltas`` off the module, which belongs to whoever called
         last, and cannot place new pictures behind cached ones."""
         return [
-            (self.model, "_prepare_position_ids_for_generation", _continue_generate),
-            (self.inner, "compute_3d_position_ids", _continue_forward),
+            (self.model, "_prepare_position_ids_for_generation", functools.partial(_continue_generate, self)),
+            (self.inner, "compute_3d_position_ids", functools.partial(_continue_forward, self)),
             (self.inner, "get_rope_index", _place_new_pictures),
         ]
 
@@ -105,13 +103,13 @@ class Qwen25VL(Qwen2VL):
             return super().tap_layer(layer)
         return max(self.vision.fullatt_block_indexes)
 
-    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+    def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """Back from window order."""
         merged = super().to_tokens(modality, encoded, values)
         order = torch.cat(self.window_order(modality, encoded)).to(merged.device)
         return torch.empty_like(merged).index_copy_(0, order, merged)
 
-    def window_order(self, modality: Modality, encoded: Encoded) -> list[Tensor]:
+    def window_order(self, modality: Modality, encoded: EncoderCall) -> list[Tensor]:
         """Which token stands at each place of the tower's sequence: windows in raster order, cells in raster order in
         each; one tensor a picture."""
         side = self.vision.window_size // self.merge // self.vision.patch_size
@@ -143,13 +141,12 @@ class Qwen3VL(Qwen2VL):
         return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
 
 
-def _kept(scope: Scope | None, cache: Any = None) -> Any:
-    """The state of the kept cache this call continues, or None."""
-    state = state_of(cache if cache is not None else scope.cache) if scope is not None else None
-    return state if state is not None and state.seen > 0 and state.offset is not None else None
+def _kept(call: Call | None, cache: Any = None) -> Continued | None:
+    """The kept cache this call continues, or None."""
+    return call.continued(cache) if call is not None else None
 
 
-def _next_positions(state: Any, length: int) -> Tensor:
+def _next_positions(state: Continued, length: int) -> Tensor:
     """``[1, B, length]``: positions of the tokens that follow the cache; the door has the last word on padding."""
     at = torch.arange(state.seen, state.seen + length, device=state.offset.device)
     offset = state.offset if state.ahead is None else state.offset - state.ahead
@@ -161,17 +158,22 @@ def _grids(kwargs: Mapping[str, Any]) -> bool:
     return any(kwargs.get(f"{modality}_grid_thw") is not None for modality in ("image", "video"))
 
 
-def _continue_generate(original: Callable[..., Any], scope: Callable[[], Scope | None]) -> Callable[..., Any]:
+def _continue_generate(
+    family: Qwen2VL, original: Callable[..., Any], current: Callable[[], Call | None]
+) -> Callable[..., Any]:
+    # importing it takes seconds
+    from transformers import GenerationMixin
+
     @functools.wraps(original)
     def positions(inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-        call, cache = scope(), model_kwargs.get("past_key_values")
+        call, cache = current(), model_kwargs.get("past_key_values")
         seen = cache.get_seq_length() if cache is not None else 0
         ids, types = model_kwargs.get("input_ids"), model_kwargs.get("mm_token_type_ids")
         if ids is None or ids.shape[1] == 0:
             ids = inputs_tensor
         if call is None or not seen:
             return original(inputs_tensor, model_kwargs)
-        state, family = _kept(call, cache), call.owner.family
+        state = _kept(call, cache)
         if _grids(model_kwargs) and types is not None and bool(types[:, seen:].any()):
             # transformers 5.17 would go on with `rope_deltas` here
             text = GenerationMixin._prepare_position_ids_for_generation(family.model, inputs_tensor, model_kwargs)
@@ -192,10 +194,12 @@ def _continue_generate(original: Callable[..., Any], scope: Callable[[], Scope |
     return positions
 
 
-def _continue_forward(original: Callable[..., Any], scope: Callable[[], Scope | None]) -> Callable[..., Any]:
+def _continue_forward(
+    family: Qwen2VL, original: Callable[..., Any], current: Callable[[], Call | None]
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def positions(*args: Any, **kwargs: Any) -> Tensor | None:
-        call, cache = scope(), kwargs.get("past_key_values")
+        call, cache = current(), kwargs.get("past_key_values")
         ids, embeds, types = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("mm_token_type_ids")
         if call is None or cache is None or embeds is None:
             return original(*args, **kwargs)
@@ -211,7 +215,7 @@ def _continue_forward(original: Callable[..., Any], scope: Callable[[], Scope | 
             rest = {**kwargs, "mm_token_type_ids": new_types}
             del rest["input_ids"], rest["inputs_embeds"]
             rest["attention_mask"] = None if mask is None else mask[:, -length:]
-            new, _ = call.owner.family.inner.get_rope_index.__wrapped__(ids, **rest)
+            new, _ = family.inner.get_rope_index.__wrapped__(ids, **rest)
             return new + (seen - (state.offset.to(new.device)[:, None] if state is not None else 0))
         if state is not None:
             return _next_positions(state, length).expand(3, -1, -1).to(embeds.device)
@@ -220,10 +224,10 @@ def _continue_forward(original: Callable[..., Any], scope: Callable[[], Scope | 
     return positions
 
 
-def _place_new_pictures(original: Callable[..., Any], scope: Callable[[], Scope | None]) -> Callable[..., Any]:
+def _place_new_pictures(original: Callable[..., Any], current: Callable[[], Call | None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def rope_index(input_ids: Tensor, mm_token_type_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        state = _kept(scope(), kwargs.get("past_key_values"))
+        state = _kept(current(), kwargs.get("past_key_values"))
         if state is None or input_ids.shape[1] <= state.seen:
             return original(input_ids, mm_token_type_ids, *args, **kwargs)
         # only the new part: its grids are all that was given, and it starts where the cache ends

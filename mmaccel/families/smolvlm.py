@@ -7,8 +7,8 @@ import re
 from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
-from ..runtime.scope import Encoded
 from .internvl import TiledByText
+from .tower import EncoderCall
 
 _TILE = re.compile(r"<row_(\d+)_col_(\d+)>\s*$")
 _GLOBAL = re.compile(r"<global-img>\s*$")
@@ -36,7 +36,7 @@ class SmolVLM(TiledByText):
         """The last layer."""
         return len(self.tower_layers(self.towers()[0])) - 1
 
-    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One segment a tile or frame."""
         m = self.side // self.shuffle
         pictures: list[Picture] = []

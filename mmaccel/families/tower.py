@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from ..core.layout import Modality
-    from ..runtime.scope import Encoded
+from ..core.layout import Modality
+
+
+@dataclass
+class EncoderCall:
+    """What one call of ``get_image_features`` or ``get_video_features`` was given.
+
+    arguments : the call's bound arguments.
+    tokens : language model tokens that came out; 0 as long as it runs.
+    """
+
+    arguments: dict[str, Any]
+    tokens: int = 0
 
 
 class Towers(ABC):
@@ -44,7 +55,7 @@ class Towers(ABC):
     def tap_layer(self, layer: int | None) -> int:
         """The tower layer a tap means; None is the layer whose attention shaped the features."""
 
-    def to_tokens(self, modality: Modality, encoded: Encoded, values: list[Tensor]) -> Tensor:
+    def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """What a tap delivered, one value per language model token: ``[tokens, ...]`` in source order.
 
         ``values`` are the tapped tensors ``[tiles, patches, ...]`` of the tower's attention calls, CLS removed.
@@ -56,11 +67,11 @@ class Towers(ABC):
         """The layers in which tokens are merged."""
         return list(range(self.feature_layer + 1))
 
-    def units(self, encoded: Encoded, patches: int) -> Tensor:
+    def units(self, encoded: EncoderCall, patches: int) -> Tensor:
         """``[units, u]`` long: the patches of a tile that the projector joins into one token; they merge as one."""
         return torch.arange(patches)[:, None]
 
-    def frames(self, encoded: Encoded) -> list[list[int]] | None:
+    def frames(self, encoded: EncoderCall) -> list[list[int]] | None:
         """Patches of every frame of every picture of a tower that packs them into one sequence; None for other towers."""
         return None
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
-from ..runtime.scope import Encoded
 from .base import Family, clip_frames
 from .llava import with_cls
+from .tower import EncoderCall
 
 
 class VideoLlava(Family):
@@ -19,7 +19,7 @@ class VideoLlava(Family):
     modalities = ("image", "video")
     tower_names = {"image": "image_tower", "video": "video_tower"}
 
-    def pictures(self, modality: Modality, encoded: Encoded, ids: Tensor) -> list[Picture]:
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One segment an image or clip."""
         n = self.side
         if modality == "image":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from mmaccel_kernels.compact import compact
@@ -20,11 +20,9 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from ..errors import MmaccelError, UnsupportedError
 from .decoding import reads_as_stored
+from .incoming import Incoming
 from .index import KeyIndex, leftmost
 from .sparse import SparseMemory
-
-if TYPE_CHECKING:
-    from ..runtime.hooks import Step
 
 
 @dataclass
@@ -147,7 +145,7 @@ class CompressedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns all that are stored, ``[B, Hkv, K, D]``."""
-        step = self.state.step
+        step = self.state.incoming
         phase = step.phase(self.number) if step is not None else None
         if step is not None and phase is not None:
             places, padded, length, lengths = phase.places, phase.padded, step.length, phase.lengths
@@ -162,11 +160,11 @@ class CompressedLayer(DynamicLayer):
         else:
             self.index = KeyIndex(places, padded, self.seen)
         super().update(key_states, value_states)
-        if step is not None and reads_as_stored(step, self.number, key_states):
+        if step is not None and reads_as_stored(self, step, key_states):
             # the attention function finds the others
             return self.keys, self.values
-        if step is not None and step.reading is not None and self.number >= step.reading.first:
-            return step.reading.read(self.index, *self.stored())
+        if step is not None and step.sparse is not None and self.number >= step.sparse.first:
+            return step.sparse.read(self.index, *self.stored())
         return self.stored()
 
     def stored(self) -> tuple[Tensor, Tensor]:
@@ -228,7 +226,7 @@ class CompressedLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(stored + new, tokens no longer stored): what the bare model's mask needs if it continues this cache."""
-        if self.state.step is None:
+        if self.state.incoming is None:
             self.state.check_bare()
         stored = len(self.index) if self.index is not None else 0
         return stored + query_length, self.seen - stored
@@ -296,7 +294,7 @@ class CompressedLayer(DynamicLayer):
         super().reset()
         self.seen, self.index, self.ragged, self.carried = 0, None, None, Carried()
         self.state.offset = self.state.ahead = self.state.kinds = self.state.visual = self.state.recall = None
-        self.state.step, self.state.broken = None, False
+        self.state.incoming, self.state.broken = None, False
 
 
 class CacheState:
@@ -323,7 +321,8 @@ class CacheState:
         self.layers = [QuantisedLayer(self, i) for i in range(layers)]
         self.offset: Tensor | None = None
         self.ahead: Tensor | None = None
-        self.step: Step | None = None
+        self.incoming: Incoming | None = None
+        self.shared = self
         self.kinds: Tensor | None = None
         self.visual: Tensor | None = None
         self.recall: SparseMemory | None = None
@@ -360,7 +359,7 @@ class CacheState:
 
     def settle(self, whole: bool) -> None:
         """The forward is over, as a ``whole`` or broken off: let go of it, and of the masks that were made for it."""
-        self.step = None
+        self.incoming = None
         self.broken |= not whole
         for layer in self.layers:
             if layer.index is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mmaccel_kernels.decode import MAX_QUERIES, Flat, decode_attention
@@ -10,7 +10,7 @@ from mmaccel_kernels.launch import works
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..runtime.hooks import Step
+    from .incoming import Incoming
     from .packed import QuantisedLayer
 
 
@@ -19,20 +19,11 @@ def on_gpu(x: Tensor) -> bool:
     return works(x.device)
 
 
-def reads_as_stored(step: Step, number: int, new: Tensor) -> bool:
-    """Whether layer ``number`` is read as stored in this step: on a GPU, when there are few new tokens, some keys are ragged or
-    packed, and no method looks at the keys.
-
-    Parameters
-    ----------
-    new : ``[B, heads, q, D]``, queries or keys of the new tokens.
-    """
-    if not on_gpu(new) or new.shape[2] > MAX_QUERIES or step.state is None:
+def reads_as_stored(layer: Any, incoming: Incoming, new: Tensor) -> bool:
+    """Whether a layer is read as stored."""
+    if not on_gpu(new) or new.shape[2] > MAX_QUERIES or not incoming.as_stored or incoming.sparse is not None:
         return False
-    layer, eviction = step.state.layers[number], step.eviction
-    if step.layout is not None or step.reading is not None or (layer.ragged is None and not layer.packed):
-        return False
-    return eviction is None or not (eviction.policy.recalls or eviction.policy.scheduled)
+    return layer.ragged is not None or layer.packed
 
 
 def attend(layer: QuantisedLayer, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:

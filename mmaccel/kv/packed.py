@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .cache import CompressedLayer, Ragged
-from .codecs import Among, Kind
+from .codecs import Eligible, TokenGroup
 from .index import KeyIndex, leftmost
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ class QuantisedLayer(CompressedLayer):
 
     def pack(
         self,
-        kind: Kind,
-        among: Among,
+        kind: TokenGroup,
+        among: Eligible,
         made: dict[int, tuple[KeyIndex, KeyIndex]],
         asked: Tensor | None = None,
         count: Tensor | None = None,
@@ -206,13 +206,13 @@ class QuantisedLayer(CompressedLayer):
         elif old.index.dim() == 2:
             made[id(old)] = (old, self.index)
 
-    def few(self, kind: Kind, among: Among) -> bool:
+    def few(self, kind: TokenGroup, among: Eligible) -> bool:
         """Whether it is plain from what is stored in full precision that none of it is to be packed."""
         if self.index is None:
             return True
         return among.others and len(self.index) - self.width < kind.codec.residual + kind.codec.page
 
-    def eligible(self, among: Among) -> Tensor:
+    def eligible(self, among: Eligible) -> Tensor:
         """Which of the tokens in full precision may be packed, ``[B, 1 or Hkv, R]`` bool."""
         assert self.index is not None
         rest = self.index.by_head[..., self.width :]

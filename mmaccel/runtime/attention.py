@@ -164,7 +164,7 @@ class _As:
 def _mask(base: str, *args: Any, **kwargs: Any) -> Any:
     """No mask while mmaccel shapes the forward (the attention function makes it), else what ``base`` would make."""
     scope = current()
-    if scope is not None and scope.step is not None:
+    if scope is not None and scope.stages is not None:
         return None
     return ALL_MASK_ATTENTION_FUNCTIONS[base](*args, **kwargs)
 
@@ -180,24 +180,24 @@ def _text_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     scope = current()
-    step = scope.step if scope is not None else None
+    stages = scope.stages if scope is not None else None
     number = getattr(module, "layer_idx", None)
-    if step is None or number is None:
+    if stages is None or number is None:
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    phase, index = step.phase(number), step.index(number)
+    forward = stages.forward
+    phase, index = forward.phase(number), forward.index(number)
     window = kwargs.get("sliding_window")
     visible = index.mask(phase.places, window)
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
     groups = query.shape[1] // key.shape[1]
-    if reads_as_stored(step, number, query):
-        assert step.state is not None
-        layer = step.state.layers[number]
+    layer = forward.state.layers[number] if forward.state is not None else None
+    if layer is not None and reads_as_stored(layer, forward.incoming, query):
         if base != "eager":
             read = attend(layer, query, visible, scaling)
-            step.after_attention(number, query, key, visible, scaling)
+            stages.after_attention(number, query, key, visible, scaling)
             return read, None
         # eager attention returns its weights
         key, value = layer.stored()
@@ -220,7 +220,7 @@ def _text_attention(
         if mask is not None and base == "eager":
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     out = base_function(base, module)(module, query, key, value, mask, scaling=scaling, **kwargs)
-    step.after_attention(number, query, key, visible, scaling)
+    stages.after_attention(number, query, key, visible, scaling)
     return out
 
 
@@ -244,7 +244,7 @@ def _vision_attention(
     encoded = scope.encoding if scope is not None else None
     if scope is not None and encoded is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        weighed = scope.owner.taps.see(encoded, module, query, key, attention_mask, scale)
+        weighed = scope.taps.see(encoded, module, query, key, attention_mask, scale)
         if weighed is not attention_mask and "flash" in base:
             # flash attention cannot add the weight of merged tokens to its logits
             base = "sdpa"

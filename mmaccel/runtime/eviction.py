@@ -6,28 +6,27 @@ layers, when the forward is over. While decoding it is compacted every ``every``
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.budget import Retain, resolve
+from ..core.layout import Layout
 from ..core.reduction import top_mask
 from ..errors import MmaccelError
 from ..kv import budgets
-from ..kv.cache import CompressedLayer
+from ..kv.cache import CacheState, CompressedLayer
 from ..kv.compact import merge
 from ..kv.index import to_device
+from ..kv.packed import QuantisedLayer
 from ..kv.scoring.chunks import by_chunks
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, outgoing_norm, share_seen
 from ..kv.sparse import SparseMemory, SparseRead
 from ..method import KeyBatch, LayerAttention, Policy, plain_policy
-
-if TYPE_CHECKING:
-    from ..kv.packed import QuantisedLayer
-    from .hooks import Step
+from .forward import Forward, Prompt
+from .plan import PlannedStage
 
 
 @dataclass(frozen=True)
@@ -88,25 +87,22 @@ class Eviction:
         mean over heads. With a joint budget, of all keys.
     """
 
-    def __init__(self, step: Step) -> None:
-        owner = step.owner
-        assert step.state is not None and owner.policy is not None
-        stage, policy = owner.built[owner.policy]
-        assert isinstance(policy, Policy)
-        # the step holds this; were this to hold the step, the cache would outlive its last user until Python looks for cycles
-        self.step: Step = weakref.proxy(step)
-        self.state, self.policy, self.retain = step.state, policy, stage.retain
-        self.text_retain = owner.recipe.text_retain
-        self.official = owner.recipe.rounding == "official"
-        self.layers = len(step.state.layers)
+    def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
+        self.forward, self.stage, self.state = forward, stage, state
+        self.policy, self.retain = stage.method, stage.retain
+        self.layout = forward.layout if isinstance(forward, Prompt) else None
+        self.text_retain = forward.plan.recipe.text_retain
+        self.official = forward.plan.recipe.rounding == "official"
+        self.layers = len(state.layers)
         self.figures: list[Tensor] = []
         self.undecided: list[Undecided] = []
         self.chosen: list[Chosen] = []
         #: per layer ``[B, 1]`` long on the CPU, visual keys of this forward that stay in each head, where the host knows
         self.pictured: dict[int, Tensor] = {}
         #: ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, the queries of the layer at work before RoPE, if the policy looks at them
-        self.unturned: Tensor | None = None
+        self.pre_rope: Tensor | None = None
         self._tokens: dict[tuple[int, torch.device], Tokens] = {}
+        self._places: Tensor | None = None
 
     @property
     def waiting(self) -> bool:
@@ -119,13 +115,13 @@ class Eviction:
         if policy.recalls:
             self._recall(number, query, key, visible, scaling)
             return
-        if self.step.layout is None and not policy.scheduled:
+        if self.layout is None and not policy.scheduled:
             return
-        if self.step.layout is not None:
+        if self.layout is not None:
             tokens = self.tokens(number, query.device)
             places, text, memo = tokens.places, (tokens.places >= 0) & ~tokens.visual, tokens.memo
         else:
-            places = self.step.phase(number).places.to(query.device).long()
+            places = self.forward.phase(number).places.to(query.device).long()
             text, memo = places >= 0, {}
         attention = LayerAttention(query, key, visible, scaling, text, memo=memo)
         received = policy.observe(attention, layer.carried.figures(key)) if policy.observes else None
@@ -133,7 +129,7 @@ class Eviction:
             layer.carried.received = received
             if policy.window:
                 layer.carried.remember(query, places, policy.window)
-        if self.step.layout is not None:
+        if self.layout is not None:
             self._prompt(number, attention, tokens, received)
         else:
             self._decoded(layer, scaling)
@@ -180,9 +176,9 @@ class Eviction:
         """The forward is over: compact the layers that waited for it."""
         undecided, self.undecided = self.undecided, []
         if undecided:
-            step, scores = self.step, []
+            step, scores = self.forward, []
             for one in undecided:
-                if self.policy.deferred and step.total is not None:
+                if self.policy.deferred and isinstance(step, Prompt):
                     kept = step.total.kept.to(one.keys.index.device, non_blocking=True)
                     reach = kept.gather(1, (one.keys.index - step.seen).clamp(min=0)) & one.keys.valid
                     one.keys = replace(one.keys, survivors=reach)
@@ -205,16 +201,16 @@ class Eviction:
     def _budget(self) -> list[int]:
         """Keys that stay in each row in the mean over layers: the budgets of its pictures, resolved on their original
         counts, summed; of all keys of the prompt where text and pictures share one budget."""
-        layout = self.step.layout
+        layout = self.layout
         assert layout is not None
         if self.retain is None:
             return layout.visual.sum(1).tolist()
         if self.policy.joint:
             return [resolve(self.retain, n) for n in layout.valid.sum(1).tolist()]
-        return visual_budget(self.step, self.retain)
+        return visual_budget(layout, self.retain)
 
     def _rank(self, keys: KeyBatch, tokens: Tokens, by: Policy | None = None) -> Tensor:
-        return rank(self.policy, keys, self.step.seen == 0, tokens.question, by)
+        return rank(self.policy, keys, self.forward.seen == 0, tokens.question, by)
 
     def _over_layers(
         self, undecided: list[Undecided] | None = None, scores: list[Tensor] | None = None
@@ -225,7 +221,7 @@ class Eviction:
         if how == "uniform":
             return [budget] * layers
         if how == "pyramid":
-            layout = self.step.layout
+            layout = self.layout
             assert layout is not None and number is not None
             there = (layout.valid if self.policy.joint else layout.visual).sum(1).tolist()
             if self.official:
@@ -298,7 +294,7 @@ class Eviction:
         old = len(layer.index) - kept.shape[2]
         if old:
             kept = torch.cat([kept.new_ones(*kept.shape[:2], old), kept], dim=-1)
-            lengths = lengths + layer.index.lengths - self.step.phase(number).lengths[:, None]
+            lengths = lengths + layer.index.lengths - self.forward.phase(number).lengths[:, None]
         self._compact(layer, kept, old, lengths)
         if policy.scheduled:
             layer.carried.capacity = self._lengths(layer)
@@ -421,8 +417,8 @@ class Eviction:
     # --- reading some keys at every step ----------------------------------------------------------------------
     def _recall(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
         """At a prompt note what there is; at a decode step choose what the layers from ``layer`` on read."""
-        step, state, layer = self.step, self.state, self.state.layers[number]
-        if step.layout is not None:
+        state, layer = self.state, self.state.layers[number]
+        if self.layout is not None:
             tokens, budget = self.tokens(number, query.device), self._budget()
             pictured = sum(tokens.rivals)
             self._note(pictured, sum(budget), pictured)
@@ -451,7 +447,7 @@ class Eviction:
         memory = state.recall = state.recall.to(query.device)
         chosen = self.policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen) & visual
         memory.paid, memory.chosen = by_place, chosen
-        step.reading = SparseRead(first, chosen | ~visual)
+        self.forward.incoming.sparse = SparseRead(first, chosen | ~visual)
 
     # --- what is where ----------------------------------------------------------------------------------------
     def _lengths(self, layer: CompressedLayer) -> Tensor:
@@ -462,12 +458,12 @@ class Eviction:
     def tokens(self, number: int, device: torch.device) -> Tokens:
         """The tokens of a prompt that layer ``number`` sees: worked out on the host, once for all layers on ``device`` that see
         the same."""
-        phase, layout = self.step.phase(number), self.step.layout
+        phase, layout = self.forward.phase(number), self.layout
         assert layout is not None and phase.chosen is not None
         if (id(phase), device) not in self._tokens:
             valid = phase.chosen >= 0
             visual = layout.visual.gather(1, phase.chosen.clamp(min=0)) & valid
-            places = torch.where(valid, phase.chosen + self.step.seen, -1)
+            places = torch.where(valid, phase.chosen + self.forward.seen, -1)
             table = self._table()
             kinds = table.gather(1, places.clamp(min=0)[..., None].expand(-1, -1, 4)).masked_fill(~valid[..., None], -1)
             rivals = valid if self.policy.joint else visual
@@ -488,14 +484,14 @@ class Eviction:
 
     def _expected(self, places: Tensor, keys: Tensor) -> tuple[Tensor, Tensor] | None:
         """What the queries behind those at ``places [B, q]`` may be, if the policy looks into the future."""
-        policy, state, queries = self.policy, self.state, self.unturned
+        policy, state, queries = self.policy, self.state, self.pre_rope
         if not policy.future or queries is None:
             return None
-        self.unturned = None
+        self.pre_rope = None
         there = places >= 0
-        text, position = self.step.owner.family.text, torch.arange(policy.future, device=keys.device)
+        text, position = self.forward.plan.family.text, torch.arange(policy.future, device=keys.device)
         assert state.offset is not None
-        position = (self.step.seen + self.step.length - state.offset.to(keys.device))[:, None] + position
+        position = (self.forward.seen + self.forward.length - state.offset.to(keys.device))[:, None] + position
         if "mrope_section" in (text.config.rope_parameters or {}):
             position = position.expand(3, -1, -1)
         # in full precision, as half precision does not tell late positions apart
@@ -508,7 +504,7 @@ class Eviction:
         """Norms of ``values [B, Hkv, K, D]`` behind the output projection of layer ``number``, if the policy looks at them."""
         if not self.policy.needs_outgoing:
             return None
-        weight: Tensor = self.step.owner.family.text.layers[number].self_attn.o_proj.weight
+        weight: Tensor = self.forward.plan.family.text.layers[number].self_attn.o_proj.weight
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
     def _kinds(self, places: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
@@ -522,28 +518,28 @@ class Eviction:
     def _table(self) -> Tensor:
         """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt; in a prompt on the
         CPU."""
-        step, state = self.step, self.state
-        if step.layout is None:
+        step, state = self.forward, self.state
+        if self.layout is None:
             assert state.layers[0].index is not None
             index = state.layers[0].index.index
             return state.kinds if state.kinds is not None else index.new_full((len(index), 1, 4), -1)
-        if step.kinds is None:
-            batch, end = len(step.layout.valid), step.seen + step.length
+        if self._places is None:
+            batch, end = len(self.layout.valid), step.seen + step.length
             table = torch.full((batch, end, 4), -1, dtype=torch.int32)
             if state.kinds is not None:
                 table[:, : state.kinds.shape[1]] = state.kinds.cpu()
             picture, frame = int(table[..., 0].max()) + 1, 0
             if state.stream:
                 picture, frame = 0, int(table[..., 1].max()) + 1
-            for segment in step.layout.segments:
+            for segment in self.layout.segments:
                 cells = segment.tile.cells.to(torch.int32)
                 at = segment.places + step.seen
                 table[segment.row, at, 0] = picture if state.stream else picture + segment.picture
                 table[segment.row, at, 1:] = torch.where(cells < 0, cells, cells + cells.new_tensor([frame, 0, 0]))
-            step.kinds = table
+            self._places = table
             if self.policy.scheduled:
                 state.kinds = to_device(table, step.phase(0).places.device)
-        return step.kinds
+        return self._places
 
     def _question(self, device: torch.device) -> Tensor | None:
         """``[B, 2]`` long, if it is protected: the text behind the last picture begins, and ends, at these places."""
@@ -624,14 +620,13 @@ def per_head(scores: Tensor, of: Tensor, count: Tensor) -> Tensor:
     return top_mask(scores.flatten(0, 1), of.repeat_interleave(heads, dim=0), wanted).view_as(scores)
 
 
-def visual_budget(step: Step, retain: Retain) -> list[int]:
+def visual_budget(layout: Layout, retain: Retain) -> list[int]:
     """Visual keys that stay in each row: the budgets of its pictures, resolved on their original counts, summed."""
-    assert step.layout is not None
     sizes: dict[tuple[int, int], int] = {}
-    for segment in step.layout.segments:
+    for segment in layout.segments:
         key = (segment.row, segment.picture)
         sizes[key] = sizes.get(key, 0) + len(segment.places)
-    out = [0] * len(step.layout.valid)
+    out = [0] * len(layout.valid)
     for (row, _), size in sizes.items():
         out[row] += resolve(retain, size)
     return out

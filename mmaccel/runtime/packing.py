@@ -6,36 +6,80 @@ only the device knows wait for the end of the forward, and what is due of them i
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..kv.codecs import Among, Kind
+from ..kv.cache import CacheState
+from ..kv.codecs import Eligible, TokenGroup
 from ..kv.index import KeyIndex
-
-if TYPE_CHECKING:
-    from ..kv.packed import QuantisedLayer
-    from .hooks import Step
+from ..kv.packed import QuantisedLayer
+from ..kv.scoring.importance import energy
+from .eviction import Eviction
+from .forward import Forward, Prompt, chosen_of
 
 
 class Packing:
-    """``asked`` : per layer ``[B, Hkv, D]``, the mean square of the last queries, if a codec looks at them."""
+    """The codecs of a recipe in one forward.
 
-    def __init__(self, step: Step) -> None:
-        # as in Eviction, what the step holds does not hold the step
-        self.step: Step = weakref.proxy(step)
-        self.asked: dict[int, Tensor] = {}
-        #: indices that packing replaced, so that layers go on sharing one
-        self.made: dict[int, tuple[KeyIndex, KeyIndex]] = {}
+    salient : ``[B, S]`` bool on the CPU, the visual tokens of a prompt that a codec stores better than the others.
+    query_energy : per layer ``[B, Hkv, D]``, the mean square of the last queries, if a codec looks at them.
+    waiting : layers that are packed when the forward is over.
+    """
+
+    def __init__(self, forward: Forward, state: CacheState, eviction: Eviction | None) -> None:
+        self.forward, self.state, self.eviction = forward, state, eviction
+        self.groups = forward.plan.token_groups
+        self.window = max(group.codec.window for group in self.groups)
+        self.salient: Tensor | None = None
+        self.query_energy: dict[int, Tensor] = {}
         self.waiting: list[QuantisedLayer] = []
+        #: indices that packing replaced, so that layers go on sharing one
+        self._made: dict[int, tuple[KeyIndex, KeyIndex]] = {}
         self._counted: dict[tuple[int, int], Tensor] = {}
 
-    def pack(self, layer: QuantisedLayer) -> None:
+    def note_prompt(self, prompt: Prompt, embeds: Tensor) -> None:
+        """Note what codecs must know of a prompt, ``embeds [B, S, D]``."""
+        kept, visual = prompt.total.kept, prompt.layout.visual
+        if any(group.of == "text" for group in self.groups):
+            self.state.note_visual(visual.to(embeds.device, non_blocking=True), prompt.seen)
+        for group in self.groups:
+            if group.of == "salient":
+                of = (mask.to(embeds.device, non_blocking=True) for mask in (kept & visual, kept & ~visual))
+                self.salient = group.source.salient(embeds, *of).cpu()
+
+    def note_queries(self, number: int, query: Tensor, heads: int) -> None:
+        """Note what codecs must know of ``query [B, Hq, q, D]`` of layer ``number``."""
+        if self.window:
+            places = self.forward.phase(number).places.to(query.device, non_blocking=True)
+            there = places[:, -self.window :] >= 0
+            self.query_energy[number] = energy(query[:, :, -self.window :], there, heads)
+
+    @cached_property
+    def due(self) -> list[tuple[TokenGroup, Eligible]]:
+        """What may be packed in this forward, of every layer alike."""
+        each = ((group, self.eligible(group)) for group in self.groups)
+        return [(group, eligible) for group, eligible in each if eligible is not None]
+
+    def eligible(self, group: TokenGroup) -> Eligible | None:
+        """The places that tokens of a group may be of; None where there are none in this forward."""
+        forward, visual = self.forward, self.state.visual
+        if group.of == "text":
+            return Eligible(None if visual is None else ~visual, 0, True)
+        if not isinstance(forward, Prompt):
+            return Eligible(None, 0, True) if group.of == "all" else None
+        # visual tokens are packed with the prompt they came with
+        apart = self.salient if group.codec.for_salient() is not None else None
+        if group.of == "all":
+            return Eligible(None if apart is None else ~apart, forward.seen, True)
+        mask = self.salient if group.of == "salient" else forward.layout.visual
+        return Eligible(mask if mask is None or apart is None else mask & ~apart, forward.seen, False)
+
+    def pack(self, number: int) -> None:
         """Pack what is due of a layer, now or when the forward is over."""
-        due = self.step.due
-        counts = [self._count(layer, kind, among) for kind, among in due]
+        layer, due = self.state.layers[number], self.due
+        counts = [self._count(layer, group, eligible) for group, eligible in due]
         if any(count is None and not layer.few(*one) for count, one in zip(counts, due, strict=True)):
             self.waiting.append(layer)
         else:
@@ -46,45 +90,44 @@ class Packing:
         waiting, self.waiting = self.waiting, []
         if not waiting:
             return
-        home, due = waiting[0].keys.device, self.step.due
-        found = [self._ask(layer, among).to(home) for layer in waiting for _, among in due]
+        home, due = waiting[0].keys.device, self.due
+        found = [self._asked(layer, eligible).to(home) for layer in waiting for _, eligible in due]
         known = torch.stack(found).cpu().unflatten(0, (len(waiting), len(due)))
         for layer, counts in zip(waiting, known, strict=True):
             heads = 1 if layer.index is not None and layer.index.index.dim() == 2 else counts.shape[-1]
             self._pack(layer, [count[:, :heads] for count in counts])
 
     def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
-        for (kind, among), count in zip(self.step.due, counts, strict=True):
-            layer.pack(kind, among, self.made, self.asked.get(layer.number), count)
+        for (group, eligible), count in zip(self.due, counts, strict=True):
+            layer.pack(group, eligible, self._made, self.query_energy.get(layer.number), count)
 
-    def _ask(self, layer: QuantisedLayer, among: Among) -> Tensor:
+    def _asked(self, layer: QuantisedLayer, eligible: Eligible) -> Tensor:
         """``[B, Hkv]`` long, the tokens of each head that may be packed."""
-        return layer.eligible(among).sum(-1).expand(-1, layer.keys.shape[1])
+        return layer.eligible(eligible).sum(-1).expand(-1, layer.keys.shape[1])
 
-    def _count(self, layer: QuantisedLayer, kind: Kind, among: Among) -> Tensor | None:
-        """How many tokens of a layer are of a kind and in full precision, ``[B, 1 or Hkv]`` long on the CPU; None where only
+    def _count(self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible) -> Tensor | None:
+        """How many tokens of a layer are of a group and in full precision, ``[B, 1 or Hkv]`` long on the CPU; None where only
         the device knows."""
-        if among.mask is None:
+        if eligible.mask is None:
             return layer.loose
-        step, eviction = self.step, self.step.eviction
-        if step.layout is None:
+        forward = self.forward
+        if not isinstance(forward, Prompt):
             return None
-        if eviction is not None:
-            return eviction.pictured.get(layer.number) if among.mask is step.layout.visual else None
-        if not among.others:
+        if self.eviction is not None:
+            return self.eviction.pictured.get(layer.number) if eligible.mask is forward.layout.visual else None
+        if not eligible.others:
             # what has come with this prompt is in full precision
-            return self._of_phase(layer.number, kind, among.mask, True)
-        if kind.of == "all":
-            apart = self._of_phase(layer.number, kind, among.mask, False)
+            return self._of_phase(layer.number, group, eligible.mask, True)
+        if group.of == "all":
+            apart = self._of_phase(layer.number, group, eligible.mask, False)
             return None if layer.loose is None else layer.loose - apart
-        return self._of_phase(layer.number, kind, ~step.layout.visual, True) if step.seen == 0 else None
+        return self._of_phase(layer.number, group, ~forward.layout.visual, True) if forward.seen == 0 else None
 
-    def _of_phase(self, number: int, kind: Kind, mask: Tensor, wanted: bool) -> Tensor:
+    def _of_phase(self, number: int, group: TokenGroup, mask: Tensor, wanted: bool) -> Tensor:
         """``[B, 1]`` long: of the prompt's tokens that layer ``number`` sees those at which ``mask [B, S]`` is ``wanted``."""
-        phase = self.step.phase(number)
-        if (id(phase), kind.number) not in self._counted:
-            at = phase.chosen
-            assert at is not None
+        phase = self.forward.phase(number)
+        if (id(phase), group.number) not in self._counted:
+            at = chosen_of(phase)
             count = ((mask.gather(1, at.clamp(min=0)) == wanted) & (at >= 0)).sum(1, keepdim=True)
-            self._counted[id(phase), kind.number] = count
-        return self._counted[id(phase), kind.number]
+            self._counted[id(phase), group.number] = count
+        return self._counted[id(phase), group.number]

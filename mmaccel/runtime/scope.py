@@ -6,79 +6,38 @@ call (original positions, logical lengths) moves to the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from mmaccel_kernels.launch import allowed
 from torch import Tensor, nn
 
-from ..core.layout import Layout, Modality, Units
+from ..core.layout import Layout, Modality
 from ..core.reduction import Reduction
 from ..core.stats import Stats
-from ..errors import MmaccelError
-
-if TYPE_CHECKING:
-    from ..accelerate import Accelerator
-    from .encoder import Merged
-    from .hooks import Step
-
-
-@dataclass
-class Encoded:
-    """What one call of ``get_image_features`` or ``get_video_features`` was given, and what the taps saw in it.
-
-    arguments : the call's bound arguments.
-    tokens : language model tokens that came out.
-    taps : per (kind, tower layer) what each attention call of that layer delivered, in order.
-    merged : the encoder-site merge, if the recipe has one.
-    """
-
-    arguments: dict[str, Any]
-    tokens: int = 0
-    taps: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
-    merged: Merged | None = None
-
-
-@dataclass(frozen=True)
-class Passage:
-    """What is left of a prompt with pictures behind one stage of the recipe.
-
-    stage : which stage of the recipe.
-    layer : the decoder layer at whose input it works; 0 before the language model.
-    reduction : ``[B, S]``, over this stage and all before it.
-    units, signals : what the method reduced, and the figures per token that it was shown, ``[N, n]`` (sums over tower layers).
-    """
-
-    stage: int
-    layer: int
-    reduction: Reduction
-    units: Units | None = None
-    signals: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def scores(self) -> dict[str, Tensor]:
-        """The figures by name at the places of the prompt, ``[B, S]`` float32 on the CPU; NaN where there was none."""
-        found = {}
-        for name, figures in self.signals.items():
-            assert self.units is not None
-            flat = figures.float().cpu()
-            unit, slot = self.units.valid.nonzero(as_tuple=True)
-            found[name] = torch.full(self.reduction.kept.shape, torch.nan)
-            found[name][self.units.row[unit], self.units.places[unit, slot]] = flat[unit, slot]
-        return found
+from ..families.base import Continued
+from ..kv.cache import cache_bytes, state_of
+from .encoded import Encoded
+from .forward import StageResult
+from .plan import Plan
+from .stages import Stages
+from .taps import Taps
 
 
 @dataclass
 class Scope:
-    """The state of one call.
+    """The state of one call of the model, or encoder, that ``plan`` was made for.
 
-    ``step`` is set while the language model runs a forward that mmaccel shapes; ``dropped [B, S]`` bool says afterwards which
-    rows of the logits stand for tokens that were dropped.
+    opened_by : the module whose direct forward this is; None for a call of ``generate``.
+    encoded, encoding : the pictures and clips that were encoded in this call, and those that are being encoded.
+    stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
+    dropped : ``[B, S]`` bool, which rows of the logits stand for tokens that were dropped; set when the forward is over.
+    layout, reduction, history : what became of the last prompt with pictures, in all and stage by stage.
     """
 
-    owner: Accelerator
+    plan: Plan
+    taps: Taps
     stats: Stats
     opened_by: nn.Module | None = None
     cache: Any = None
@@ -87,25 +46,38 @@ class Scope:
     input_ids: Tensor | None = None
     labels: Tensor | None = None
     dropped: Tensor | None = None
-    step: Step | None = None
+    stages: Stages | None = None
     timer: tuple[Any, str] | None = None
     layout: Layout | None = None
     reduction: Reduction | None = None
-    trail: list[Passage] = field(default_factory=list)
+    history: list[StageResult] = field(default_factory=list)
 
     @property
     def generating(self) -> bool:
         """Whether this is a call of ``generate`` (a direct forward opens its scope from a module's hook)."""
         return self.opened_by is None
 
+    def continued(self, cache: Any = None) -> Continued | None:
+        """The kept cache that this call goes on with, or None; see :class:`mmaccel.families.base.Call`."""
+        state = state_of(cache if cache is not None else self.cache)
+        if state is None or state.seen == 0 or state.offset is None:
+            return None
+        return Continued(state.seen, state.offset, state.ahead)
+
+    def finish(self) -> None:
+        """The call is over: what was needed only while it ran must not keep tensors alive."""
+        self.stats.kv_bytes = cache_bytes(self.cache) if self.cache is not None else 0
+        self.encoded.clear()
+        self.cache = self.labels = self.stages = self.input_ids = self.encoding = self.dropped = None
+
 
 _scopes: ContextVar[tuple[Scope, ...]] = ContextVar("mmaccel_scopes", default=())
 
 
-def current(owner: Accelerator | None = None) -> Scope | None:
-    """The innermost open scope (of ``owner``, if given), or None."""
+def current(plan: Plan | None = None) -> Scope | None:
+    """The innermost open scope (of ``plan``, if given), or None."""
     for scope in reversed(_scopes.get()):
-        if owner is None or scope.owner is owner:
+        if plan is None or scope.plan is plan:
             return scope
     return None
 
@@ -117,19 +89,12 @@ def push(scope: Scope) -> None:
 
 def pop(scope: Scope) -> None:
     """Close ``scope``, wherever it stands; a forward that it is in the middle of has been broken off."""
-    if scope.step is not None and scope.step.state is not None:
-        scope.step.state.settle(whole=False)
+    if scope.stages is not None and scope.stages.forward.state is not None:
+        scope.stages.forward.state.settle(whole=False)
     _hold(tuple(s for s in _scopes.get() if s is not scope))
 
 
 def _hold(scopes: tuple[Scope, ...]) -> None:
     """These are open; whether kernels may run is for the innermost to say."""
     _scopes.set(scopes)
-    allowed.set(not scopes or scopes[-1].owner.kernels == "auto")
-
-
-def checked_kernels(kernels: str) -> str:
-    """``kernels`` if it is ``"auto"`` or ``"off"``, else refused by name."""
-    if kernels not in ("auto", "off"):
-        raise MmaccelError(f"kernels={kernels!r} is unknown; give 'auto', or 'off' for plain torch on every device.")
-    return kernels
+    allowed.set(not scopes or scopes[-1].plan.kernels == "auto")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from ..core.layout import Modality, Units
 from ..families.tower import Towers
 from ..method import Tap
-from .scope import Encoded, current
+from .encoded import Encoded
 
 #: query rows of the attention map that are looked at together; the whole map never exists
 BLOCK = 512
@@ -23,39 +22,34 @@ class Taps:
     Parameters
     ----------
     wanted : what the recipe's methods ask for.
-    hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
     """
 
-    def __init__(self, family: Towers, wanted: Sequence[Tap], hook: Callable[..., None]) -> None:
-        self.family = family
+    def __init__(self, towers: Towers, wanted: Sequence[Tap]) -> None:
+        self.towers = towers
         self.layers: dict[int, set[str]] = {}
         for tap in wanted:
             for wish in tap.layers:
-                self.layers.setdefault(family.tap_layer(wish), set()).add(tap.kind)
+                self.layers.setdefault(towers.tap_layer(wish), set()).add(tap.kind)
         #: attention modules by identity: tower modules carry no layer index
         self.numbers: dict[int, int] = {}
-        if not wanted:
-            return
-        for tower in family.towers():
-            for number, layer in enumerate(family.tower_layers(tower)):
-                self.numbers[id(family.attention_of(layer))] = number
-                if "features" in self.layers.get(number, ()):
-                    hook(layer.register_forward_hook(self._features(number)))
+        for tower in towers.towers() if wanted else ():
+            for number, layer in enumerate(towers.tower_layers(tower)):
+                self.numbers[id(towers.attention_of(layer))] = number
+
+    def features_of(self) -> list[tuple[int, nn.Module]]:
+        """The tower layers whose hidden states are asked for, with their numbers."""
+        wanted = [number for number, kinds in self.layers.items() if "features" in kinds]
+        return [(n, self.towers.tower_layers(tower)[n]) for tower in self.towers.towers() for n in wanted]
+
+    def see_features(self, encoded: Encoded, number: int, hidden: Tensor) -> None:
+        """Called behind tower layer ``number`` with ``hidden [N, T, C]`` or, of one tile, ``[T, C]``."""
+        hidden = hidden if hidden.dim() == 3 else hidden[None]
+        self._put(encoded, "features", number, hidden[:, int(self.towers.has_cls) :])
 
     @property
     def need_attention(self) -> bool:
         """Whether the tower's attention function has to be ours."""
         return any(kinds - {"features"} for kinds in self.layers.values())
-
-    def _features(self, number: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            scope = current()
-            if scope is not None and scope.encoding is not None:
-                hidden = output[0] if isinstance(output, tuple) else output
-                hidden = hidden if hidden.dim() == 3 else hidden[None]
-                self._put(scope.encoding, "features", number, hidden[:, int(self.family.has_cls) :])
-
-        return hook
 
     def see(
         self, encoded: Encoded, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float
@@ -67,7 +61,7 @@ class Taps:
         number = self.numbers.get(id(module))
         if encoded.merged is not None:
             mask = encoded.merged.attention(query, key, mask, scaling)
-        cls = int(self.family.has_cls)
+        cls = int(self.towers.has_cls)
         for kind in sorted(self.layers.get(number, ()) if number is not None else ()):
             if kind == "cls_attention":
                 logits = (query[:, :, :1].float() @ key.float().transpose(-1, -2)) * scaling
@@ -93,15 +87,15 @@ class Taps:
         if full is not None:
             encoded.taps.setdefault(tap, []).append(full)
 
-    def signals(self, wanted: Sequence[Tap], encoded: dict[Modality, Encoded], units: Units) -> dict[str, Tensor]:
+    def signals(self, wanted: Sequence[Tap], encoded: Mapping[Modality, Encoded], units: Units) -> dict[str, Tensor]:
         """What one method asked for, per unit: ``[N, layers, n, ...]`` float32; NaN without a source."""
         out: dict[str, Tensor] = {}
         for tap in wanted:
             stack = []
             for layer in tap.layers:
-                number = self.family.tap_layer(layer)
+                number = self.towers.tap_layer(layer)
                 parts = {
-                    m: self.family.to_tokens(m, encoded[m], encoded[m].taps[tap.kind, number]).float()
+                    m: self.towers.to_tokens(m, encoded[m], encoded[m].taps[tap.kind, number]).float()
                     for m in dict.fromkeys(units.modality)
                 }
                 # sources count within a modality; the modalities stand one behind the other

@@ -82,8 +82,9 @@ def check(family, kind, name, retain):
     assert torch.equal(layout.visual, oracle.visual(family, feed))
     there = [len(places) for _, places in shown]
     reaches = {0: there}
-    for passage in handle.trail:
-        stage, method = handle.built[passage.stage]
+    for passage in handle.history:
+        stage = handle.plan.stages[passage.stage]
+        method = stage.method
         asked = budget(made, passage.stage, stage.retain, [len(places) for _, places in shown], there)
         kept = [int(passage.reduction.kept[row, places].sum()) for row, places in shown]
         hold(method, stats, passage.stage, there, asked, kept)
@@ -91,8 +92,12 @@ def check(family, kind, name, retain):
         text = layout.valid & ~layout.visual
         assert torch.equal(passage.reduction.kept & ~layout.visual, text), "text was dropped"
     ran = {stage["method"] for stage in stats["stages"]}
-    assert ran == {m.name for i, (_, m) in enumerate(handle.built) if m.site != "layers" or i in handle.cuts.values()}
-    if handle.policy is not None:
+    assert ran == {
+        stage.method.name
+        for stage in handle.plan.stages
+        if stage.method.site != "layers" or stage in handle.plan.stage_at_layer.values()
+    }
+    if handle.plan.policy is not None:
         keys(handle, stats, held, shown, reaches)
     return 1
 
@@ -129,7 +134,8 @@ def hold(method, stats, number, there, asked, kept):
 
 def keys(handle, stats, held, shown, reaches):
     """The cache: visual keys (all keys where text competes) of every layer, mean over heads."""
-    stage, policy = handle.built[handle.policy]
+    stage = handle.plan.policy
+    policy = stage.method
     layout, depth = handle.layout, len(held)
     rows = range(len(layout.valid))
     record = next(s for s in stats["stages"] if s["site"] == "cache")
@@ -145,7 +151,7 @@ def keys(handle, stats, held, shown, reaches):
         # nothing is lost for good, or only what a later layer dropped
         last = torch.tensor([sum(k for (r, _), k in zip(shown, arrived[-1], strict=True) if r == row) for row in rows])
         assert bool((found >= last).all())
-        if policy.deferred and len(handle.built) == 1:
+        if policy.deferred and len(handle.plan.stages) == 1:
             assert any("left all keys that reached it; it drops" in note for note in stats["notes"])
         return
     asked = torch.zeros(depth, len(layout.valid), dtype=torch.double)
@@ -207,7 +213,8 @@ def test_no_stage_is_without_effect(name, retain):
         model(**feed, use_cache=True)
         handle, stats = model.mmaccel, model.mmaccel.stats()
     assert len(stats["stages"]) == len(made.stages)
-    for number, (record, (_, method)) in enumerate(zip(stats["stages"], handle.built, strict=True)):
+    for number, (record, stage) in enumerate(zip(stats["stages"], handle.plan.stages, strict=True)):
+            method = stage.method
         if record["tokens_kept"] == record["tokens_in"]:
             assert method.budget != "exact", f"{method.name} (stage {number}) does nothing"
             assert any(f"stage {number} ({method.name}) left all" in note for note in stats["notes"])

@@ -83,7 +83,7 @@ def test_pruned_is_less_in_proportion(family: str, method: str) -> None:
     assert bare == layers * unit * heads * (feed["input_ids"].shape[1] + new - 1)
     with accelerated(tiny, recipe_of(method, family, retain=0.25), processor=zoo.processor(family)):
         out = generate(tiny, feed, new=new)
-        stats, chosen = tiny.mmaccel.stats(), tiny.mmaccel.built[0][1]
+        stats, chosen = tiny.mmaccel.stats(), tiny.mmaccel.plan.stages[0].method
     kept = stats["stages"][-1]["tokens_kept"]
     assert kept == stats["stages"][-1]["resolved"] <= 0.35 * visual
     reduced_layers = layers - getattr(chosen, "layer", 0)

@@ -17,8 +17,8 @@ from mmaccel import Recipe, Stage, accelerated, register
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
 from mmaccel.method import ProjectorMethod, Tap, TokenBatch
-from mmaccel.runtime.encoder import Merged
-from mmaccel.runtime.scope import Encoded
+from mmaccel.runtime.encoded import Encoded
+from mmaccel.runtime.merged import Merged
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -9,7 +9,7 @@ from laws.helpers import FAMILIES, generate, inputs, model
 
 import mmaccel
 from mmaccel import Stage, accelerated
-from mmaccel.runtime.encoder import Merged
+from mmaccel.runtime.merged import Merged
 
 CONSERVING = tuple(name for name, method in mmaccel.methods().items() if method.conserves_mass)
 SITES = {name: mmaccel.method(name).site for name in CONSERVING}

@@ -1,5 +1,5 @@
 """Codecs of the cache: how kept keys and values are stored, one a file."""
 
-from .base import Among, Codec, Kind, kinds
+from .base import Codec, Eligible, TokenGroup, token_groups
 
-__all__ = ["Among", "Codec", "Kind", "kinds"]
+__all__ = ["Eligible", "Codec", "TokenGroup", "token_groups"]

@@ -158,7 +158,7 @@ class Codec(Method):
 
 
 @dataclass(frozen=True)
-class Kind:
+class TokenGroup:
     """Tokens that are packed alike, in pages of their own.
 
     codec : how. of : which they are; ``salient`` ones are some of the visual ones of a prompt.
@@ -174,20 +174,20 @@ class Kind:
     like: int
 
 
-def kinds(codecs: Mapping[int, Codec]) -> tuple[Kind, ...]:
+def token_groups(codecs: Mapping[int, Codec]) -> tuple[TokenGroup, ...]:
     """Every kind of tokens that the codecs of a recipe, by stage, tell apart."""
-    out: list[Kind] = []
+    out: list[TokenGroup] = []
     for stage, codec in codecs.items():
         of: Literal["all", "visual", "text"] = "visual" if codec.visual_only else "text" if codec.text_only else "all"
         number, better = len(out), codec.for_salient()
-        out.append(Kind(codec, of, codec, stage, number, number))
+        out.append(TokenGroup(codec, of, codec, stage, number, number))
         if better is not None:
-            out.append(Kind(better, "salient", codec, stage, number + 1, number))
+            out.append(TokenGroup(better, "salient", codec, stage, number + 1, number))
     return tuple(out)
 
 
 @dataclass(frozen=True)
-class Among:
+class Eligible:
     """Places a codec may pack: of those from ``since`` on what ``mask [B, n]`` bool says, of all others ``others``."""
 
     mask: Tensor | None

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ...errors import MmaccelError, UnsupportedError
 from ...families import family_of
-from ...runtime.scope import Encoded
+from ...families.tower import EncoderCall
 from .shapes import END, IMAGE, START, VIDEO, WORDS, Shape
 
 #: text tokens before and behind pictures or clip
@@ -266,7 +266,7 @@ class ShapeSubject:
     def _tokens(self, modality: str, tensors: dict[str, Tensor]) -> list[int]:
         """Placeholders of each picture or clip, by the adapter of the family."""
         family = family_of(self.model)
-        pictures = family.pictures(modality, Encoded(tensors), torch.empty(1, 0))  # type: ignore[arg-type]
+        pictures = family.pictures(modality, EncoderCall(tensors), torch.empty(1, 0))  # type: ignore[arg-type]
         return [sum(len(tile) for tile in picture) for picture in pictures]
 
     # --- one way a kind of model ------------------------------------------------------------------------------

@@ -1,0 +1,86 @@
+"""What the wrappers of models and of image encoders have in common: everything they put on, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self
+
+from torch import nn
+
+from ..errors import UnsupportedError
+from ..runtime.attention import Plug
+
+
+class Handle:
+    """The handle ``model.mmaccel``.
+
+    Everything hangs on one instance: hooks on its modules, wrapped methods in its ``__dict__``, and the config that its
+    attention modules see. Nothing is patched on a class, and the model's own config stays as it was.
+    """
+
+    #: what the user accelerated, in messages
+    what: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._restore: list[Callable[[], None]] = []
+        self._plugs: list[Plug] = []
+
+    def again(self) -> Self:
+        """The same put on once more, after :meth:`remove`."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Make the model exactly what it was: hooks, methods, attention implementation, this handle."""
+        for undo in reversed(self._restore):
+            undo()
+        self._restore.clear()
+        self._plugs.clear()
+
+    @property
+    def attached(self) -> bool:
+        """Whether :meth:`remove` has not been called."""
+        return bool(self._restore)
+
+    def check_attached(self) -> None:
+        """Raise when something that was installed is no longer there; called before every forward."""
+        for plug in self._plugs:
+            plug.check()
+
+    def __reduce__(self) -> Any:
+        # a copied or unpickled model would go on calling what was put on the one it came from
+        raise UnsupportedError(
+            f"An accelerated {self.what} cannot be copied or pickled; call model.mmaccel.remove() first."
+        )
+
+    def _hook(self, *handles: Any) -> None:
+        self._restore.extend(handle.remove for handle in handles)
+
+    def _set(self, target: Any, name: str, value: Any) -> None:
+        """Shadow an attribute on the instance; undoing it brings back whatever the instance had."""
+        had, before = name in target.__dict__, target.__dict__.get(name)
+        target.__dict__[name] = value
+
+        def undo() -> None:
+            if had:
+                target.__dict__[name] = before
+            else:
+                target.__dict__.pop(name, None)
+
+        self._restore.append(undo)
+
+    def _plug(self, root: nn.Module, kind: Literal["text", "vision"]) -> None:
+        plug = Plug(root, kind)
+        self._plugs.append(plug)
+        self._restore.append(plug.off)
+
+
+def exchange(previous: Handle | None, make: Callable[[], object]) -> None:
+    """Put on what ``make`` makes in place of ``previous``, which is put on again if that fails."""
+    if previous is not None:
+        previous.remove()
+    try:
+        make()
+    except BaseException:
+        if previous is not None:
+            previous.again()
+        raise

@@ -1,0 +1,185 @@
+"""Image encoders without a language model behind them: CLIP and SigLIP of transformers, CLIP of open_clip."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..errors import UnsupportedError
+from .tower import Towers
+
+
+class Merging(Protocol):
+    """What merges the tokens of one forward of a tower; see :class:`mmaccel.runtime.merged.Merged`."""
+
+    layer: int | None
+
+    def attention(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
+        """Note queries and keys; returns the mask that weighs merged tokens."""
+
+
+class Encoder(Towers):
+    """One tower that stands alone; all its layers are read."""
+
+    tower: Any
+
+    def towers(self) -> list[Any]:
+        """The tower."""
+        return [self.tower]
+
+    @property
+    def feature_layer(self) -> int:
+        """The last layer."""
+        return len(self.tower_layers(self.tower)) - 1
+
+    def tap_layer(self, layer: int | None) -> int:
+        """As Python counts."""
+        depth = self.feature_layer + 1
+        return range(depth)[self.feature_layer if layer is None else layer]
+
+    #: whether the tower's attention can be replaced as transformers has it; else :meth:`attach` hooks its modules
+    attention_by_name: ClassVar[bool] = True
+
+    def attach(self, needs_cls: bool, merging: Callable[[], Merging | None]) -> list[Callable[[], None]]:
+        """Let the attention of every layer tell what merging must know; returns how to undo it.
+
+        Parameters
+        ----------
+        needs_cls : whether merging looks at the attention of the CLS token.
+        merging : gets what merges in the forward that is being run.
+        """
+        return []
+
+
+class TransformersEncoder(Encoder):
+    """CLIP and SigLIP of transformers, whole or the vision half, with or without projection."""
+
+    model_types = ("clip", "clip_vision_model", "siglip", "siglip_vision_model")
+
+    def __init__(self, model: Any) -> None:
+        self.name = model.config.model_type
+        self.tower = getattr(model, "vision_model", model)
+
+    @property
+    def has_cls(self) -> bool:
+        """CLIP has one, SigLIP does not."""
+        return self.name.startswith("clip")
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """The layers of ``encoder``."""
+        return list(tower.encoder.layers)
+
+    def attention_of(self, layer: Any) -> nn.Module:
+        """Both name it self_attn."""
+        found: nn.Module = layer.self_attn
+        return found
+
+
+class OpenClipEncoder(Encoder):
+    """The ``VisionTransformer`` of open_clip, in a CLIP model or by itself."""
+
+    name = "open_clip"
+    has_cls = True
+    attention_by_name = False
+
+    def __init__(self, tower: Any) -> None:
+        self.tower = tower
+        if not tower.transformer.batch_first:
+            raise UnsupportedError("The open_clip tower has batch_first=False; create the model without that option.")
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """open_clip names them resblocks."""
+        return list(tower.transformer.resblocks)
+
+    def attention_of(self, layer: Any) -> nn.Module:
+        """open_clip names it attn."""
+        found: nn.Module = layer.attn
+        return found
+
+    def attach(self, needs_cls: bool, merging: Callable[[], Merging | None]) -> list[Callable[[], None]]:
+        """By hooks before every attention, which keeps queries and keys to itself: they are projected once more, the keys
+        to their mean over heads, unless the method needs them per head."""
+        hook = functools.partial(_look, needs_cls, merging)
+        layers = self.tower_layers(self.tower)
+        undo = [self.attention_of(x).register_forward_pre_hook(hook, with_kwargs=True).remove for x in layers]
+        # it would pass by the hooks of the tower, and its maps need the full grid behind every layer
+        self.tower.__dict__["forward_intermediates"] = _no_intermediates
+        return [*undo, functools.partial(self.tower.__dict__.pop, "forward_intermediates", None)]
+
+
+def _no_intermediates(*args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError(
+        "An accelerated open_clip tower has no feature maps between its layers; call model.mmaccel.remove() first."
+    )
+
+
+def _look(
+    per_head: bool,
+    merging: Callable[[], Merging | None],
+    attention: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Before an attention of open_clip: ``nn.MultiheadAttention``, or its own one."""
+    merged = merging()
+    if merged is None:
+        return None
+    x, heads = args[0], attention.num_heads
+    normed = not isinstance(getattr(attention, "ln_k", nn.Identity()), nn.Identity)
+    weights = attention.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
+
+    def project(x: Tensor, i: int) -> Tensor:
+        """Queries (0) or keys (1), ``[N, H, T, d]``."""
+        weight, bias = weights[i].unflatten(0, (heads, -1)), biases[i]
+        bias = None if bias is None else bias.unflatten(0, (heads, -1))
+        if not per_head and not normed:
+            # the mean over heads of a projection is the projection by the mean
+            weight, bias = weight.mean(0, keepdim=True), None if bias is None else bias.mean(0, keepdim=True)
+        made = linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
+        made = made.unflatten(-1, (len(weight), -1)).transpose(1, 2)
+        return (attention.ln_q, attention.ln_k)[i](made) if normed else made
+
+    if merged.layer is None:
+        # only the weights of the tokens are wanted
+        query = key = x[:, None]
+    else:
+        key = project(x, 1)
+        query = project(x[:, :1], 0) if per_head else key
+    mask = merged.attention(query, key, None, key.shape[-1] ** -0.5)
+    if mask is None:
+        return None
+    if isinstance(attention, nn.MultiheadAttention):
+        return args, {**kwargs, "key_padding_mask": mask[:, 0, 0]}
+    return args, {**kwargs, "attn_mask": mask}
+
+
+def encoder_of(model: Any) -> Encoder:
+    """The adapter of an image encoder.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is none that is known; the message says which are.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind in TransformersEncoder.model_types and hasattr(getattr(model, "vision_model", model), "encoder"):
+        if hasattr(getattr(model, "vision_model", model).embeddings, "patch_embedding"):
+            return TransformersEncoder(model)
+    tower = getattr(model, "visual", model)
+    if hasattr(tower, "conv1") and hasattr(getattr(tower, "transformer", None), "resblocks"):
+        return OpenClipEncoder(tower)
+    if hasattr(tower, "trunk"):
+        raise UnsupportedError(
+            "Towers that open_clip takes from timm are not supported; load SigLIP with transformers."
+        )
+    if hasattr(model, "generate"):
+        raise UnsupportedError(f"{type(model).__name__} generates; accelerate it with accelerate_vlm.")
+    raise UnsupportedError(
+        f"{type(model).__name__} is no image encoder that mmaccel knows; it knows CLIP and SigLIP of transformers, and "
+        "CLIP models of open_clip with a VisionTransformer."
+    )

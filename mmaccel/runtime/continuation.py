@@ -1,0 +1,54 @@
+"""New tokens without pictures on a cache that holds a reduced prompt: all of them stay, positions follow the cache's offset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kv.cache import CacheState
+from ..kv.incoming import Phase
+from .forward import Continuation
+
+
+def write(forward: Continuation, state: CacheState, valid: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Put the places and positions of the new tokens into the arguments of the text model.
+
+    Parameters
+    ----------
+    valid : ``[B, q]`` bool on the CPU, which of them are no padding; None if all are tokens.
+    """
+    batch, device, given = len(kwargs["inputs_embeds"]), forward.device, kwargs.get("position_ids")
+    if state.offset is None:
+        # adopted for a prompt that was refused, or reset
+        state.offset = torch.zeros(batch, dtype=torch.long, device=device)
+    at = torch.arange(forward.seen, forward.seen + forward.length, device=device)
+    offset = state.offset.to(device)
+    if state.ahead is not None and given is not None and given.dim() == 3:
+        ahead = state.ahead.to(device)
+        jumps = given[-1, :, 0].to(device) == forward.seen - (offset - ahead)
+        # decided on the device: the host would wait for the answer at every step
+        offset, state.ahead = _settled(offset, ahead, jumps)
+        state.offset = offset
+    offset, chosen = offset[:, None], None
+    if valid is None:
+        places, padded = at.expand(batch, -1), False
+        positions = at - offset
+    else:
+        chosen = torch.arange(forward.length).expand_as(valid).masked_fill(~valid, -1)
+        valid = valid.to(device, non_blocking=True)
+        places, padded = at.expand_as(valid).masked_fill(~valid, -1), True
+        positions = (forward.seen - offset + valid.cumsum(1) - 1).clamp(min=0)
+        state.offset = state.offset + (~valid).sum(1).to(state.offset.device)
+    forward.incoming.phases.append((0, Phase(places.to(torch.int32), padded, chosen)))
+    if given is not None and given.dim() == 3:
+        positions = positions.expand(given.shape[0], -1, -1)
+    kwargs["position_ids"] = positions
+
+
+def _settled(offset: Tensor, ahead: Tensor, jumps: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets ``[B]`` of a cache whose positions went on behind its frames in the rows that ``jumps``, and what is ahead from
+    now on: nothing in any row, once one has jumped."""
+    jumped = (jumps & (ahead > 0)).any()
+    return torch.where(jumped & jumps, offset - ahead, offset), ahead.masked_fill(jumped, 0)

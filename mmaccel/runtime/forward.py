@@ -1,0 +1,174 @@
+"""One forward of the text model that mmaccel shapes, as data: a prompt with pictures, or what goes on behind one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.layout import Layout, Modality, Units
+from ..core.reduction import Reduction
+from ..core.stats import Stats
+from ..kv.cache import CacheState
+from ..kv.incoming import Incoming, Phase
+from ..kv.index import KeyIndex
+from .encoded import Encoded
+from .plan import ModelPlan
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What is left of a prompt with pictures behind one stage of the recipe.
+
+    stage : which stage of the recipe.
+    layer : the decoder layer at whose input it works; 0 before the language model.
+    reduction : ``[B, S]``, over this stage and all before it.
+    units, signals : what the method reduced, and the figures per token that it was shown, ``[N, n]`` (sums over tower layers).
+    """
+
+    stage: int
+    layer: int
+    reduction: Reduction
+    units: Units | None = None
+    signals: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def scores(self) -> dict[str, Tensor]:
+        """The figures by name at the places of the prompt, ``[B, S]`` float32 on the CPU; NaN where there was none."""
+        if self.units is None:
+            return {}
+        found = {}
+        unit, slot = self.units.valid.nonzero(as_tuple=True)
+        for name, figures in self.signals.items():
+            found[name] = torch.full(self.reduction.kept.shape, torch.nan)
+            found[name][self.units.row[unit], self.units.places[unit, slot]] = figures.float().cpu()[unit, slot]
+        return found
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward of the text model.
+
+    state : of the cache, if there is one.
+    incoming : what the cache is told of this forward.
+    device : of the embeddings.
+    """
+
+    plan: ModelPlan
+    stats: Stats
+    state: CacheState | None
+    incoming: Incoming
+    device: torch.device
+
+    @property
+    def seen(self) -> int:
+        """Tokens the cache has seen before."""
+        return self.incoming.seen
+
+    @property
+    def length(self) -> int:
+        """Tokens of this forward before any reduction."""
+        return self.incoming.length
+
+    def phase(self, layer: int) -> Phase:
+        """The tokens that a layer sees."""
+        return self.incoming.phase(layer)
+
+    def index(self, layer: int) -> KeyIndex:
+        """Where the keys that a layer attends to came from."""
+        if self.state is None:
+            phase = self.phase(layer)
+            return phase.shared_index(self.seen + self.length, phase.places.device)
+        index, sparse = self.state.layers[layer].index, self.incoming.sparse
+        if index is None:
+            raise RuntimeError("the layer attends before it has stored its keys")
+        return index if sparse is None or layer < sparse.first else sparse.index(index)
+
+    def measured(self, name: str, device: torch.device) -> AbstractContextManager[None]:
+        """The time of a stage at a prompt; while decoding it is part of the step's, which has few launches to spare."""
+        return nullcontext()
+
+
+@dataclass(eq=False)
+class Continuation(Forward):
+    """New tokens without pictures behind a prompt that was reduced; all of them stay."""
+
+
+@dataclass(eq=False)
+class Prompt(Forward):
+    """A prompt with pictures, and what is left of it so far.
+
+    layout, ids : where its pictures are, and its token ids ``[B, S]`` on the CPU.
+    encoded : the pictures and clips of this call.
+    total : ``[B, S]`` on the CPU, what is left, over all stages that have worked.
+    history : the same stage by stage.
+    arguments : per phase, arguments of the layers that replace the caller's.
+    looked : figures per key that the method at the next layer made of the attention before it, ``[B, q]``.
+    """
+
+    layout: Layout
+    ids: Tensor
+    encoded: Mapping[Modality, Encoded]
+    total: Reduction
+    history: list[StageResult] = field(default_factory=list)
+    arguments: list[dict[str, Any]] = field(default_factory=list)
+    looked: dict[str, Tensor] = field(default_factory=dict)
+
+    def measured(self, name: str, device: torch.device) -> AbstractContextManager[None]:
+        """The time of a stage."""
+        return self.stats.clock.measure(name, device)
+
+    @property
+    def chosen(self) -> Tensor:
+        """``[B, q]`` long on the CPU: the places of the tokens that are left, -1 for padding in front."""
+        return chosen_of(self.incoming.phases[-1][1])
+
+    def compacted(self, kept: Tensor) -> tuple[Tensor, bool]:
+        """Places that stay, left-padded: ``[B, widest]`` long with -1 for padding, and whether there is any; on the CPU."""
+        width = int(kept.sum(1).max())
+        order = kept.long().argsort(dim=1, stable=True)[:, -width:] if width else kept.new_zeros(len(kept), 0).long()
+        there = kept.gather(1, order)
+        return order.masked_fill(~there, -1), not bool(there.all())
+
+    def begin(self, first: int, chosen: Tensor, padded: bool, device: torch.device, **arguments: Any) -> None:
+        """From layer ``first`` on the tokens at ``chosen [B, q]`` (places of this forward on the CPU, -1 padding) are left."""
+        places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
+        self.incoming.phases.append((first, Phase(places.to(device, non_blocking=True), padded, chosen)))
+        self.arguments.append(arguments)
+
+    def slots(self, chosen: Tensor) -> Tensor:
+        """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""
+        out = torch.zeros(len(chosen), self.length, dtype=torch.long)
+        b, slot = (chosen >= 0).nonzero(as_tuple=True)
+        out[b, chosen[b, slot]] = slot
+        return out
+
+    def entered(self, units: Units) -> Tensor:
+        """How many tokens of each unit entered the language model, ``[N]`` long on the CPU."""
+        chosen = chosen_of(self.incoming.phases[0][1])
+        there = torch.zeros(self.total.kept.shape, dtype=torch.bool)
+        rows, slots = (chosen >= 0).nonzero(as_tuple=True)
+        there[rows, chosen[rows, slots]] = True
+        return units.only(there).valid.sum(1)
+
+
+def chosen_of(phase: Phase) -> Tensor:
+    """Which places of a prompt a phase holds, ``[B, q]`` long on the CPU."""
+    if phase.chosen is None:
+        raise RuntimeError("the phase of a prompt knows which of its tokens are left")
+    return phase.chosen
+
+
+def sent(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """Whole numbers and masks from the CPU on a device, all of them long: one copy, which the host does not wait for."""
+    flat = torch.cat([x.flatten().long() for x in tensors]).to(device, non_blocking=True)
+    parts = flat.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def rows_at(x: Tensor, at: Tensor) -> Tensor:
+    """``x [B, S, D]`` at ``at [B, q]``."""
+    return x.gather(1, at.to(x.device)[..., None].expand(-1, -1, x.shape[-1]))

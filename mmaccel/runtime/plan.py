@@ -1,0 +1,277 @@
+"""What mmaccel does with one model in every call: made once, when the model is accelerated, and never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from ..core.budget import Retain
+from ..core.stats import Stage as StageStats
+from ..core.stats import Stats
+from ..errors import MmaccelError, UnsupportedError
+from ..families import Family
+from ..families.text import TextTower
+from ..families.tower import Towers
+from ..kv.codecs import Codec, TokenGroup, token_groups
+from ..method import EncoderMethod, FramesMethod, LayerMethod, Method, Policy, ProjectorMethod, TokenMethod
+from ..recipe import Recipe, Stage
+
+M = TypeVar("M", bound=Method, covariant=True)
+
+
+@dataclass(frozen=True)
+class PlannedStage(Generic[M]):
+    """One stage of a recipe: its ``number`` there, its ``method`` as fitted to the model, and its budget."""
+
+    number: int
+    method: M
+    retain: Retain | None
+
+    @property
+    def budget(self) -> Retain:
+        """``retain``; everything, for a method without a budget."""
+        return 1.0 if self.retain is None else self.retain
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A recipe on the vision towers of one model. Two plans are never equal: a call belongs to one of them.
+
+    towers : the model's family, or the adapter of an encoder that stands alone.
+    stages : those of the recipe, in its order.
+    encoder : the one inside the towers, if there is one.
+    notes : what is said in the statistics of every call.
+    kernels : ``"auto"`` or ``"off"``.
+    """
+
+    recipe: Recipe
+    towers: Towers
+    stages: tuple[PlannedStage[Method], ...]
+    encoder: PlannedStage[EncoderMethod] | None
+    notes: tuple[str, ...] = ()
+    kernels: str = "auto"
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderPlan(Plan):
+    """A recipe of one method inside an encoder that stands alone."""
+
+    encoder: PlannedStage[EncoderMethod]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPlan(Plan):
+    """A recipe on a model with a language model.
+
+    family : of the model; the same as ``towers``.
+    projector : the stages between the towers and the language model.
+    stage_at_layer : the stage that works at the input of a decoder layer.
+    policy : the stage that evicts keys. codecs : the groups of tokens that codecs pack alike.
+    choosers : names of methods that only choose frames.
+    text_towers : by name, for methods that read the question with CLIP.
+    """
+
+    family: Family = field(kw_only=True)
+    projector: tuple[PlannedStage[ProjectorMethod], ...] = ()
+    stage_at_layer: Mapping[int, PlannedStage[LayerMethod]] = field(default_factory=dict)
+    policy: PlannedStage[Policy] | None = None
+    token_groups: tuple[TokenGroup, ...] = ()
+    text_towers: Mapping[str, TextTower] = field(default_factory=dict)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything happens between pixels and the cache."""
+        return any(stage.method.site != "frames" for stage in self.stages)
+
+    @property
+    def choosers(self) -> list[str]:
+        """Names of methods that do nothing but choose frames."""
+        methods = (stage.method for stage in self.stages)
+        return [method.name for method in methods if isinstance(method, FramesMethod) and method.only_chooses]
+
+    def check_cache(self, use_cache: bool | None) -> None:
+        """Raise when the recipe compresses a KV cache and there is to be none."""
+        at_work = [stage.method.name for stage in self.stages if isinstance(stage.method, (Policy, Codec))]
+        if use_cache is False and at_work:
+            raise UnsupportedError(
+                f"Recipe {self.recipe.name!r} compresses the KV cache ({', '.join(at_work)}), and use_cache=False makes none; "
+                "leave out use_cache=False, or use a recipe that works before or inside the language model."
+            )
+
+    def check_generation(self, *configs: Any) -> None:
+        """Caches and prefill modes that cannot be honoured are refused, not quietly run in full; the first config that
+        says something counts."""
+        if not self.active:
+            return
+
+        def said(name: str) -> Any:
+            values = (getattr(config, name, None) for config in configs)
+            return next((value for value in values if value is not None), None)
+
+        if (cache := said("cache_implementation")) not in (None, "dynamic"):
+            raise UnsupportedError(
+                f"cache_implementation={cache!r} cannot hold a reduced prompt; leave it out (a dynamic cache is used)."
+            )
+        if said("prefill_chunk_size"):
+            raise UnsupportedError("prefill_chunk_size would reduce only the first chunk; leave it out.")
+        if said("is_assistant"):
+            raise UnsupportedError(
+                "An accelerated model cannot draft for another one, which shows it no pictures; call "
+                "assistant.mmaccel.remove() first."
+            )
+        self.check_cache(said("use_cache"))
+        reads_ends = bool(self.stage_at_layer) or self.policy is not None
+        if reads_ends and (said("prompt_lookup_num_tokens") or said("assistant_model")):
+            raise UnsupportedError(
+                f"Assisted decoding puts candidates behind the prompt, and recipe {self.recipe.name!r} would take them for "
+                "its end; leave out the assistant, or use a recipe that works before the language model."
+            )
+
+
+def record(stats: Stats, stage: PlannedStage[Method], there: int, resolved: int | None, kept: int) -> None:
+    """Add to the figures of a stage: how many tokens or keys reached it, its budget for them (None if the content decides), and
+    how many are left."""
+    figures = stats.stages.setdefault(stage.number, StageStats(stage.method.site, stage.method.name))
+    figures.tokens_in += there
+    figures.resolved = None if resolved is None else (figures.resolved or 0) + resolved
+    figures.tokens_kept += kept
+
+
+def checked_kernels(kernels: str) -> str:
+    """``kernels`` if it is ``"auto"`` or ``"off"``, else refused by name."""
+    if kernels not in ("auto", "off"):
+        raise MmaccelError(f"kernels={kernels!r} is unknown; give 'auto', or 'off' for plain torch on every device.")
+    return kernels
+
+
+def plan_encoder(recipe: Recipe, towers: Towers, kernels: str) -> EncoderPlan:
+    """The plan of an image encoder that stands alone.
+
+    Raises
+    ------
+    MmaccelError
+        If the recipe is anything but one method inside the encoder.
+    UnsupportedError
+        If the tower lacks what the method needs.
+    """
+    built = recipe.build()
+    method = built[0][1] if len(built) == 1 else None
+    if not isinstance(method, EncoderMethod):
+        raise MmaccelError(
+            f"Recipe {recipe.name!r} is more than one method inside the encoder; use 'tome', 'pitome' or 'evit'."
+        )
+    method.check(towers)
+    stage = PlannedStage(0, method, built[0][0].retain)
+    return EncoderPlan(recipe, towers, (stage,), stage, kernels=checked_kernels(kernels))
+
+
+def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: str) -> ModelPlan:
+    """The plan of a model.
+
+    Raises
+    ------
+    UnsupportedError
+        If the family lacks what a method needs, layers are out of reach, or pixels are to be reduced that no prepared
+        ``processor`` reduces.
+    MmaccelError
+        If a value is of no use.
+    """
+    notes: list[str] = []
+    stages = tuple(
+        PlannedStage(number, _fit(stage, method, family, notes), stage.retain)
+        for number, (stage, method) in enumerate(recipe.build())
+    )
+    for stage in stages:
+        stage.method.check(family)
+    if any(stage.method.site == "frames" for stage in stages) and getattr(processor, "mmaccel_recipe", None) is None:
+        raise UnsupportedError(
+            f"Recipe {recipe.name!r} works on pixels, which the model never sees; call "
+            f"processor = prepare(processor, {recipe.name!r}), use that processor, and give it as processor=."
+        )
+    policies = _of(Policy, stages)
+    at_layer = _stage_at_layer(recipe, _of(LayerMethod, stages), family, notes)
+    return ModelPlan(
+        recipe,
+        family,
+        stages,
+        next(iter(_of(EncoderMethod, stages)), None),
+        tuple(notes),
+        checked_kernels(kernels),
+        family=family,
+        projector=_of(ProjectorMethod, stages),
+        stage_at_layer=at_layer,
+        policy=policies[0] if policies else None,
+        token_groups=token_groups({stage.number: stage.method for stage in _of(Codec, stages)}),
+        text_towers={
+            name: _text_tower(stage.method, name, family, processor)
+            for stage in _of(TokenMethod, stages)
+            if (name := stage.method.text_tower)
+        },
+    )
+
+
+def _of(kind: type, stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage[Any], ...]:
+    """The stages whose method is of a kind."""
+    return tuple(stage for stage in stages if isinstance(stage.method, kind))
+
+
+def _fit(stage: Stage, method: Method, family: Family, notes: list[str]) -> Method:
+    """The method with what depends on the model filled in; a default layer that is out of reach is moved."""
+    fitted = method.fit(family)
+    if not isinstance(fitted, LayerMethod) or "layer" in stage.options:
+        return fitted
+    near = fitted.within(family)
+    if near is not fitted:
+        notes.append(
+            f"{method.name} works at layer {near.layer}: layer {fitted.layer}, its default, is out of reach in this model"
+        )
+    return near
+
+
+def _stage_at_layer(
+    recipe: Recipe, stages: tuple[PlannedStage[LayerMethod], ...], family: Family, notes: list[str]
+) -> dict[int, PlannedStage[LayerMethod]]:
+    """Which stage works at which layer. Shares of the depth may fall together in a shallow model: of stages of one method the
+    last counts, which keeps least."""
+    found: dict[int, PlannedStage[LayerMethod]] = {}
+    for stage in stages:
+        layer = int(stage.method.layer)
+        if found and layer < max(found):
+            raise MmaccelError(
+                f"Recipe {recipe.name!r}: in this model of {family.depth} layers {stage.method.name!r} comes to work at layer "
+                f"{layer}, below the stage before it at layer {max(found)}; give rising layers."
+            )
+        if before := found.get(layer):
+            if before.method.name != stage.method.name:
+                raise MmaccelError(
+                    f"Recipe {recipe.name!r}: in this model of {family.depth} layers {before.method.name!r} and "
+                    f"{stage.method.name!r} both fall on layer {layer}; give them layers that differ."
+                )
+            notes.append(
+                f"stages {before.number} and {stage.number} ({stage.method.name}) both fall on layer {layer} of "
+                f"{family.depth}: only stage {stage.number} works"
+            )
+        found[layer] = stage
+    least = max(1, family.deepstack)
+    for layer in found:
+        if not least <= layer < family.depth:
+            why = ", since its first layers add DeepStack features" if family.deepstack else ""
+            raise UnsupportedError(
+                f"layer={layer} is out of reach: in this {family.name} model tokens can be dropped before layers "
+                f"{least} to {family.depth - 1}{why}; give layer={min(max(layer, least), family.depth - 1)}."
+            )
+    return found
+
+
+def _text_tower(method: TokenMethod, name: str, family: Family, processor: Any) -> TextTower:
+    """The text tower that a method names."""
+    if processor is None:
+        raise UnsupportedError(f"{method.name} with a text tower reads the question as text; give processor=.")
+    tower = TextTower.load(name, next(family.inner.parameters()).device)
+    if tower.width != (width := family.vision.hidden_size):
+        raise UnsupportedError(
+            f"{name!r} was trained with a vision tower of width {tower.width}, but that of this "
+            f"{family.name} model is {width} wide; name the CLIP model that it comes from."
+        )
+    return tower

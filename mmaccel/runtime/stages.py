@@ -1,0 +1,106 @@
+"""What a recipe does in one forward of the text model behind the attention of every layer, and behind the last one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.stats import Stage as StageStats
+from ..kv.cache import CacheState
+from ..kv.codecs import TokenGroup
+from ..method import LayerAttention, Policy
+from .eviction import Eviction
+from .forward import Forward, Prompt, chosen_of
+from .packing import Packing
+from .plan import PlannedStage, record
+
+
+class Stages:
+    """The stages of a recipe in one forward.
+
+    attended : layers whose attention has run through our function.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        plan, state = forward.plan, forward.state
+        self.forward = forward
+        self.attended = 0
+        self.eviction = Eviction(forward, plan.policy, state) if plan.policy is not None and state is not None else None
+        packs = bool(plan.token_groups) and state is not None
+        self.packing = Packing(forward, state, self.eviction) if packs and state is not None else None
+
+    def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
+        """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``."""
+        self.attended += 1
+        forward, device = self.forward, query.device
+        if isinstance(forward, Prompt) and (stage := forward.plan.stage_at_layer.get(number + 1)):
+            chosen = chosen_of(forward.phase(number))
+            text = (chosen >= 0) & ~forward.layout.visual.gather(1, chosen.clamp(min=0))
+            with forward.measured("selection", device):
+                attention = LayerAttention(query, key, visible, scaling, text.to(device, non_blocking=True))
+                seen = stage.method.look(attention)
+            forward.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
+        if self.eviction is not None:
+            with forward.measured("selection", device):
+                self.eviction.after_attention(number, query, key, visible, scaling)
+        if self.packing is not None:
+            self.packing.note_queries(number, query, key.shape[1])
+            if self.eviction is None or not self.eviction.waiting:
+                with forward.measured("packing", device):
+                    self.packing.pack(number)
+
+    def finish(self) -> None:
+        """The last layer has run: what waited for it."""
+        forward, eviction, packing = self.forward, self.eviction, self.packing
+        device = forward.phase(0).places.device
+        if eviction is not None:
+            waits = eviction.waiting
+            with forward.measured("selection", device):
+                eviction.settle()
+            if waits and packing is not None:
+                for number in range(len(packing.state.layers)):
+                    with forward.measured("packing", device):
+                        packing.pack(number)
+        if packing is not None and packing.waiting:
+            with forward.measured("packing", device):
+                packing.settle()
+
+    def record(self) -> None:
+        """Add to the statistics what became of the keys of a prompt."""
+        forward = self.forward
+        if self.eviction is not None and self.eviction.figures:
+            _record_cache(forward, self.eviction.stage, self.eviction.figures)
+        if forward.state is not None:
+            for group in forward.plan.token_groups:
+                if group.of != "salient":
+                    _record_codec(forward, forward.state, group)
+
+
+def _record_cache(forward: Forward, stage: PlannedStage[Policy], layers: list[Tensor]) -> None:
+    """The mean over layers of keys that there were, were to stay, and stayed."""
+    policy, notes = stage.method, forward.stats.notes
+    there, resolved, kept = torch.stack(layers).double().mean(0).tolist()
+    record(forward.stats, stage, round(there), round(resolved), round(kept))
+    if policy.budget == "adaptive":
+        notes.append(
+            f"{policy.name} lets the content decide: of {there:g} keys a layer {resolved:g} were asked for, and "
+            f"{kept:g} stay"
+        )
+    if kept == there and not policy.recalls and (policy.deferred or len(forward.plan.stages) > 1):
+        why = "; it drops keys of tokens that a later layer dropped" if policy.deferred else ""
+        notes.append(f"stage {stage.number} ({policy.name}) left all keys that reached it{why}")
+
+
+def _record_codec(forward: Forward, state: CacheState, group: TokenGroup) -> None:
+    """A codec drops nothing: what it finds is what stays."""
+    stats, codec = forward.stats, group.codec
+    figures = stats.stages.setdefault(group.stage, StageStats("codec", codec.name, resolved=None))
+    if group.of != "text":
+        before = [s.tokens_kept for s in stats.stages.values() if s.site == "cache"]
+        figures.tokens_in = figures.tokens_kept = before[0] if before else stats.layer_tokens[-1]
+    own = {other.number for other in forward.plan.token_groups if other.stage == group.stage}
+    if not any(width for layer in state.layers for n, width in enumerate(layer.widths) if n in own):
+        what = f"{group.of} tokens" if group.of in ("text", "visual") else "tokens"
+        stats.notes.append(
+            f"{codec.name} has packed nothing: it packs {codec.page} {what} at a time, beyond the newest {codec.residual}."
+        )

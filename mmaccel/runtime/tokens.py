@@ -1,0 +1,160 @@
+"""Stages that reduce visual tokens: what a method is shown of a prompt, and what becomes of its reduction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.budget import counts
+from ..core.layout import Units
+from ..core.reduction import Reduction
+from ..errors import MmaccelError
+from ..method import LayerMethod, TokenBatch, TokenMethod
+from .forward import Prompt, StageResult, rows_at, sent
+from .plan import PlannedStage, record
+from .taps import Taps
+
+
+def reduce(
+    prompt: Prompt, stage: PlannedStage[TokenMethod], taps: Taps, hidden: Tensor, slots: Tensor | None
+) -> Reduction:
+    """Run one method on what is left of a prompt, and note it; returns its reduction in place coordinates ``[B, S]``.
+
+    Parameters
+    ----------
+    hidden : ``[B, q, D]``.
+    slots : ``[B, S]`` long on the CPU, where each place stands in ``hidden``; None when ``hidden`` is not compacted yet.
+    """
+    method, total = stage.method, prompt.total
+    whole = prompt.layout.units(method.unit)
+    units = whole.only(total.kept)
+    present = units.valid.sum(1)
+    count = _budget(prompt, stage, whole, present)
+    tokens, wanted = _shown(prompt, method, taps, hidden, slots, whole, units, count)
+    # a choice has no gradient; the values that are merged have theirs
+    with torch.no_grad():
+        made = _checked(method, method.reduce(tokens, wanted), units.valid, count)
+    _record(prompt, stage, int(present.sum()), int(count.sum()), made)
+    made = made.relabel(units.places, units.row, total.kept.shape).beside(total.kept & ~prompt.layout.visual)
+    prompt.total = total.then(made)
+    # figures per token, not its keys and features: this outlives the call
+    figures = {
+        name: x if x.dim() == 2 else x.sum(1)
+        for name, x in tokens.signals.items()
+        if x.dim() == 2 or "attention" in name
+    }
+    layer = int(method.layer) if isinstance(method, LayerMethod) else 0
+    prompt.history.append(StageResult(stage.number, layer, prompt.total, units, figures))
+    return made
+
+
+def _budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
+    """How many tokens of each unit stay, ``[N]`` long on the CPU, of those ``present [N]``."""
+    recipe, method = prompt.plan.recipe, stage.method
+    official = method.official_count if recipe.rounding == "official" else None
+    least = recipe.retain if recipe.primary is not None and stage.number < recipe.primary else None
+    grids = [(t, h, w) for t, h, w in whole.grid.tolist()]
+    follows = recipe.anchor not in (None, stage.number)
+    sizes = whole.valid.sum(1).tolist()
+    return counts(stage.budget, sizes, present.tolist(), whole.picture, least, official, grids, follows)
+
+
+def _shown(
+    prompt: Prompt,
+    method: TokenMethod,
+    taps: Taps,
+    hidden: Tensor,
+    slots: Tensor | None,
+    whole: Units,
+    units: Units,
+    count: Tensor,
+) -> tuple[TokenBatch, Tensor]:
+    """What a method sees of ``units``, which are left of ``whole``, and ``count``, on the device of ``hidden``."""
+    device, places = hidden.device, units.places.clamp(min=0)
+    at, rows, there, cells, grid, segment, tile, tiles, entered, wanted = sent(
+        device,
+        places if slots is None else slots[units.row[:, None], places],
+        units.row,
+        units.valid,
+        units.cells,
+        units.grid,
+        units.segment,
+        units.tile,
+        units.tiles,
+        prompt.entered(whole) if prompt.incoming.phases else units.valid.sum(1),
+        count,
+    )
+    valid = there.bool()
+    signals = taps.signals(method.taps(), prompt.encoded, units) if method.taps() else {}
+    if isinstance(method, LayerMethod):
+        for name, figures in prompt.looked.items():
+            signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
+    question, asked = _question(prompt, method, hidden, slots, rows) if method.needs_question else (None, None)
+    if method.text_tower is not None:
+        tower = prompt.plan.text_towers[method.text_tower]
+        signals["patches"] = tower.project(signals["features"][:, 0].to(device))
+    tokens = TokenBatch(
+        question=question,
+        question_valid=asked,
+        features=hidden[rows[:, None], at] * valid[..., None],
+        valid=valid,
+        cells=cells,
+        grid=grid,
+        segment=segment,
+        tile=tile,
+        tiles=tiles,
+        entered=entered,
+        signals={name: x.to(device) for name, x in signals.items()},
+    )
+    return tokens, wanted
+
+
+def _question(
+    prompt: Prompt, method: TokenMethod, hidden: Tensor, slots: Tensor | None, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The text behind the last picture of each unit's row, ``[N, q, D]`` and ``[N, q]`` bool; where none is, all text."""
+    visual, notes = prompt.layout.visual, prompt.stats.notes
+    text = prompt.layout.valid & ~visual
+    behind = text & (visual.flip(1).cumsum(1).flip(1) == 0)
+    asked = torch.where(behind.any(1, keepdim=True), behind, text)
+    if method.text_tower is not None:
+        notes.append(f"{method.name}: the question as the text tower of {method.text_tower!r} reads it")
+        words = [prompt.plan.family.words(ids[mine]) for ids, mine in zip(prompt.ids, asked, strict=True)]
+        found, there = prompt.plan.text_towers[method.text_tower].embed(words)
+        found, there = found.to(hidden.device), there.to(hidden.device)
+        return found[rows], there[rows]
+    notes.append(f"{method.name}: the question as the language model itself embeds it")
+    chosen, _ = prompt.compacted(asked)
+    at = chosen.clamp(min=0)
+    at, real = sent(hidden.device, at if slots is None else slots.gather(1, at), chosen >= 0)
+    return rows_at(hidden, at)[rows], real.bool()[rows]
+
+
+def _checked(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) -> Reduction:
+    """What a method made, on the CPU. One of somebody else's may be wrong; say so before the answers are."""
+    shaped = made.kept.shape == valid.shape
+    made = made.cpu() if shaped else made
+    if not shaped or bool((made.kept & ~valid).any()):
+        raise MmaccelError(f"Method {method.name!r} kept slots that hold no token.")
+    kept = made.kept.sum(1)
+    empty = (kept == 0) & (count > 0)
+    over = kept != count if method.budget == "exact" else kept > count if method.budget == "at_most" else empty
+    if bool((over | empty).any()):
+        i = int((over | empty).nonzero()[0])
+        raise MmaccelError(
+            f"Method {method.name!r} has the budget class {method.budget!r} but kept {int(kept[i])} of "
+            f"{int(valid[i].sum())} tokens where {int(count[i])} were resolved."
+        )
+    return made
+
+
+def _record(prompt: Prompt, stage: PlannedStage[TokenMethod], there: int, resolved: int, made: Reduction) -> None:
+    """Add to the figures of a stage that ``resolved`` of ``there`` tokens were to stay."""
+    method, notes, left = stage.method, prompt.stats.notes, int(made.kept.sum())
+    record(prompt.stats, stage, there, None if method.budget in ("adaptive", "none") else resolved, left)
+    if method.budget == "adaptive":
+        notes.append(
+            f"{method.name} lets the content decide: of {there} visual tokens {resolved} were asked for, and {left} stay"
+        )
+    if left == there and len(prompt.plan.stages) > 1:
+        notes.append(f"stage {stage.number} ({method.name}) left all {left} tokens that reached it")
