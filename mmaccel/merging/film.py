@@ -1,4 +1,4 @@
-"""A picture or clip as frames of cells, and choices made frame by frame; shared by the methods that see time."""
+"""A picture or clip as frames of cells; shared by the methods that compare frames or merge parts of a unit separately."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Film:
 
     frame : ``[N, n]`` long, the frame (t) of each token; -1 for tokens without a cell.
     place : ``[N, n]`` long, its cell within a frame in raster order; -1 without.
-    slots : ``[N, T, P]`` long, the slot of each cell; -1 where no token is (any more). Where tiles of a picture share
-        cells it names the first.
+    slots : ``[N, T, P]`` long, the slot of each cell; -1 where no token is left. Where tiles of a picture share cells, the
+        first slot.
     """
 
     frame: Tensor
@@ -36,7 +36,7 @@ class Film:
 
     @staticmethod
     def of(tokens: TokenBatch) -> Film:
-        """The film of every unit. A clip that the prompt spreads over many segments is one film."""
+        """The film of every unit; a clip whose frames the prompt separates is one film, if it is one unit."""
         valid, cells, grid = tokens.valid, tokens.cells, tokens.grid.to(tokens.valid.device)
         here = tokens.celled
         frame = torch.where(here, cells[..., 0], -1)
@@ -49,14 +49,14 @@ class Film:
         return Film(frame, place, slots.masked_fill(slots == width, -1).view(rows, frames, places))
 
     def same_cell(self, frame: Tensor) -> Tensor:
-        """``[N, n]`` long: the slot that has each token's cell in ``frame [N, n]``; -1 where there is none."""
+        """``[N, n]`` long: the slot with the same cell as each token in frame ``frame [N, n]``; -1 where there is none."""
         rows, frames, places = self.slots.shape
         at = frame.clamp(0, frames - 1) * places + self.place.clamp(min=0)
         slot = self.slots.view(rows, -1).gather(1, at)
         return slot.masked_fill((frame < 0) | (frame >= frames) | (self.place < 0), -1)
 
     def earlier(self) -> Tensor:
-        """``[N, n]`` long: the slot that has each token's cell in the last frame before it that has one; else -1."""
+        """``[N, n]`` long: the slot with the same cell as each token in the last earlier frame that has it; else -1."""
         _, frames, places = self.slots.shape
         number = torch.arange(frames, device=self.slots.device)[:, None]
         last = torch.where(self.slots >= 0, number, -1).cummax(1).values
@@ -66,7 +66,7 @@ class Film:
 
 
 def frame_numbers(tokens: TokenBatch) -> Tensor:
-    """``[N, n]`` long: frames of a clip, or tiles of a picture, numbered from 0 in order; -1 without a cell."""
+    """``[N, n]`` long: the frame of a clip, or tile of a picture, each token is of, numbered from 0; -1 without a cell."""
     here, frames = tokens.celled, int(tokens.grid[:, 0].max())
     key = (tokens.tile * frames + tokens.cells[..., 0]).masked_fill(~here, -1)
     found = torch.zeros(len(key), max(2, int(key.max()) + 2), dtype=torch.long, device=key.device).scatter_(
@@ -76,8 +76,8 @@ def frame_numbers(tokens: TokenBatch) -> Tensor:
 
 
 def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
-    """``[N, n]`` float32: cosine of each token of ``features [N, n, D]`` to the one at ``slots [N, n]``; -1 is its own. That
-    of a token and its copy is one."""
+    """``[N, n]`` float32: cosine of each token of ``features [N, n, D]`` with the one at ``slots [N, n]``; -1 is the token
+    itself. The cosine of a token and a copy of it is exactly one."""
     rows, n, width = features.shape
     row, own = torch.arange(rows, device=slots.device)[:, None], torch.arange(n, device=slots.device)
     at = torch.where(slots < 0, own, slots)
@@ -86,7 +86,7 @@ def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
     for left in range(0, n, step):
         block = slice(left, left + step)
         x, y = features[:, block].float(), features[row, at[:, block]].float()
-        # three sums in one order, and sqrt(a a) is a: exact for copies
+        # the three sums add in the same order, and sqrt(a a) is a, so copies have exactly one
         square = ((x * x).sum(-1) * (y * y).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
         cosine[:, block] = (x * y).sum(-1) / square.sqrt()
     return cosine.clamp_(max=1.0)
@@ -149,12 +149,12 @@ def themselves(slots: Tensor) -> Flat:
     return slots, slots, torch.ones(len(slots), device=slots.device)
 
 
-# --- parts that are merged each for itself ----------------------------------------------------------------------------
+# --- parts that are merged separately ---------------------------------------------------------------------------------
 def share(part: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Split budgets ``count [N]`` over the parts ``part [N, n]`` of each unit in proportion to their sizes.
+    """Apportion budgets ``count [N]`` to the parts ``part [N, n]`` of each unit by their sizes.
 
-    Returns the parts and ``[N, G]``, what each keeps. Where there are more parts than tokens may stay, neighbours are
-    put together until each part keeps one.
+    Returns the parts and ``[N, G]`` long, how many tokens each keeps. Where a unit has more parts than its budget has tokens,
+    neighbouring parts are joined until each keeps one.
     """
     wanted, found = count.tolist(), (part.amax(1) + 1).tolist()
     fewer = torch.tensor([max(1, min(a, b)) for a, b in zip(wanted, found, strict=True)], device=part.device)
@@ -166,7 +166,7 @@ def share(part: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _one_each(kept: list[int], sizes: list[int]) -> list[int]:
-    """The same total with at least one for every part, if there are enough: small parts take from the largest."""
+    """The same total with at least one for every part that is not empty, if the total allows; the largest give them up."""
     poor = [i for i, size in enumerate(sizes) if size and not kept[i]]
     for i in poor if sum(kept) >= sum(size > 0 for size in sizes) else []:
         kept[kept.index(max(kept))] -= 1
@@ -175,9 +175,10 @@ def _one_each(kept: list[int], sizes: list[int]) -> list[int]:
 
 
 def alike(part: Tensor, kept: Tensor, pairs: bool = True) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Parts of the same size and budget together: rows ``[F, 1]``, slots ``[F, m]`` and the budget of each.
+    """Parts of equal size and budget as batches: rows ``[F, 1]``, slots ``[F, m]`` and the budget of each part.
 
-    ``part [N, n]``, ``kept [N, G]``. With ``pairs`` no more come at once than :data:`BLOCK` pairs of tokens.
+    ``part [N, n]`` and ``kept [N, G]`` as :func:`share` returns them. With ``pairs`` a batch has at most :data:`BLOCK` pairs
+    of tokens.
     """
     sizes = group_sizes(part, kept.shape[1])
     start = sizes.cumsum(1) - sizes

@@ -1,4 +1,4 @@
-"""What a method is, site by site, and methods by name."""
+"""The base classes of methods, one file per site, and the registry of methods by name."""
 
 from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
 from .encoder import EncoderMethod, EncoderTokens

@@ -1,4 +1,4 @@
-"""What several selectors share: newline tokens come last."""
+"""What several selectors share: newline tokens are dropped first."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def on_grid(tokens: TokenBatch) -> Tensor:
 
 
 def filled(kept: Tensor, valid: Tensor, count: Tensor) -> Tensor:
-    """``kept [N, n]`` and, where it falls short of ``count [N]``, the first others: budgets larger than the picture proper
-    fall back on newline tokens."""
+    """``kept [N, n]`` bool and, where these are fewer than ``count [N]``, the first other valid slots: a budget larger than
+    the number of tokens on the grid is filled up with newline tokens."""
     return kept | top_mask(kept.float(), valid & ~kept, count - kept.sum(1))
