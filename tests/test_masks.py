@@ -65,16 +65,16 @@ def test_ranks_are_the_inverse_of_an_order(shape: tuple[int, ...]) -> None:
 
 
 @SHAPED
-def test_what_stands_behind(mask: Tensor) -> None:
-    counted, behind = masks.sums_from_end(mask), masks.behind_last(mask)
-    assert counted.dtype == torch.long and behind.dtype == torch.bool and behind.shape == mask.shape
-    for row, sums, free in zip(rows(mask), rows(counted), rows(behind), strict=True):
+def test_what_comes_after(mask: Tensor) -> None:
+    counted, after = masks.suffix_sums(mask), masks.after_last(mask)
+    assert counted.dtype == torch.long and after.dtype == torch.bool and after.shape == mask.shape
+    for row, sums, free in zip(rows(mask), rows(counted), rows(after), strict=True):
         assert sums == [sum(row[slot:]) for slot in range(len(row))]
         last = max(there(row), default=-1)
         assert there(free) == list(range(last + 1, len(row)))
 
 
-def test_the_question_is_the_text_behind_the_last_picture() -> None:
+def test_the_question_is_the_text_after_the_last_picture() -> None:
     # t: text, v: visual, .: padding
     prompts = ["tvtvtt", "..vvtt", "ttvvvv", "..ttvv", "..tttt", "vvtt..", "tvtv..", "vvvvvv", "......"]
     wanted = ["....xx", "....xx", "xx....", "..xx..", "..xxxx", "..xx..", "x.x...", "......", "......"]
@@ -130,10 +130,10 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
         masks.true_last(mask),
         masks.ranks(order),
         masks.resorted(order, order),
-        masks.behind_last(mask),
+        masks.after_last(mask),
     ):
         assert made.shape == shape
-    assert masks.sums_from_end(mask).shape == shape
+    assert masks.suffix_sums(mask).shape == shape
     if len(shape) == 2:
         assert masks.question(mask, mask).shape == shape
         group = torch.zeros(shape, dtype=torch.long)
@@ -147,7 +147,7 @@ def test_only_an_unknown_width_makes_the_host_wait() -> None:
         mask, group, scores, count = (given[name] for name in ("mask", "group", "scores", "count"))
         order = masks.true_first(mask)
         made = [order, masks.true_last(mask), masks.ranks(order), masks.resorted(order, mask.long())]
-        made += [masks.sums_from_end(mask), masks.behind_last(mask), masks.question(mask, ~mask)]
+        made += [masks.suffix_sums(mask), masks.after_last(mask), masks.question(mask, ~mask)]
         made += [*masks.leftmost(mask, 5), masks.group_sizes(group, 3), masks.rank_in_groups(group, 3, scores)]
         made += [masks.top_in_groups(scores, group, count), masks.even_in_groups(group, count)]
         assert all(x.device.type == "cuda" for x in made)

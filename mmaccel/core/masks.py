@@ -1,4 +1,4 @@
-"""Masks and groups of slots: who stands where, without a loop and, unless said otherwise, without waiting for the device."""
+"""Masks and groups of slots: orders, ranks and choices along one axis, without waiting for the device unless said so."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def leftmost(mask: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
 
     Returns
     -------
-    ``[..., width]`` long, the slots, and ``[..., width]`` bool, which of them are true. Short rows end in slots that are
-    not, so that all can be gathered at.
+    ``[..., width]`` long, the slots in ascending order, and ``[..., width]`` bool, which of them are true. Short rows are
+    filled up with false slots, so that all can be gathered at.
     """
     counts = mask.sum(-1)
     if width is None:
@@ -37,38 +37,38 @@ def leftmost(mask: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def resorted(order: Tensor, key: Tensor, descending: bool = False) -> Tensor:
-    """``order [..., n]``, a permutation of the slots, sorted anew by ``key [..., n]``; equal keys stay in the order they had.
+    """``order [..., n]``, a permutation of the slots, sorted again by ``key [..., n]``; equal keys keep their order.
 
-    Sorting by the least important key first and by the most important one last sorts by all of them.
+    To sort by several keys, sort by the least significant one first.
     """
     return order.gather(-1, key.gather(-1, order).argsort(dim=-1, stable=True, descending=descending))
 
 
 def ranks(order: Tensor) -> Tensor:
-    """``[..., n]`` long: the place of every slot in the permutation ``order [..., n]``, which is its inverse."""
+    """``[..., n]`` long: the place of every slot in the permutation ``order [..., n]``, that is, the inverse permutation."""
     place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, place)
 
 
-def sums_from_end(x: Tensor) -> Tensor:
-    """``[..., n]``: the sum of every entry of ``x [..., n]`` and of all behind it; of masks the number of true ones, long."""
+def suffix_sums(x: Tensor) -> Tensor:
+    """``[..., n]``: the sum of every entry of ``x [..., n]`` and all after it; for masks the number of true ones, long."""
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
-def behind_last(mask: Tensor) -> Tensor:
-    """``[..., n]`` bool: the slots behind the last true one of ``mask [..., n]`` bool; all of them where none is true."""
-    return sums_from_end(mask) == 0
+def after_last(mask: Tensor) -> Tensor:
+    """``[..., n]`` bool: the slots after the last true one of ``mask [..., n]`` bool; all slots where none is true."""
+    return suffix_sums(mask) == 0
 
 
 def question(text: Tensor, visual: Tensor) -> Tensor:
-    """``[B, n]`` bool: the text behind the last picture of every row; all text of rows that end in a picture.
+    """``[B, n]`` bool: the text after the last picture of every row; all text of rows that end in a picture.
 
     Parameters
     ----------
-    text, visual : ``[B, n]`` bool, tokens that are text and tokens of pictures and clips. What is neither is padding.
+    text, visual : ``[B, n]`` bool, the text and the visual tokens; tokens that are neither are padding.
     """
-    behind = text & behind_last(visual)
-    return torch.where(behind.any(-1, keepdim=True), behind, text)
+    after = text & after_last(visual)
+    return torch.where(after.any(-1, keepdim=True), after, text)
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -83,8 +83,8 @@ def group_sizes(group: Tensor, groups: int) -> Tensor:
 def rank_in_groups(group: Tensor, groups: int, scores: Tensor | None = None) -> Tensor:
     """``[N, n]`` long: the rank of each slot within its group ``group [N, n]``, highest of ``scores [N, n]`` first.
 
-    Equal scores favour the lower slot and NaN ranks last; without scores ranks follow the slots. Slots of group -1 have
-    ranks without a meaning.
+    Equal scores favour the lower slot and NaN ranks last; without scores slots rank in their order. The ranks of slots in
+    group -1 are meaningless.
     """
     onto = torch.where(group < 0, groups, group)
     slot = torch.arange(group.shape[1], device=group.device).expand_as(group)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.masks import sums_from_end
+from ..core.masks import suffix_sums
 
 
 def static_segments(similar: Tensor, longest: int = 1024) -> tuple[list[tuple[int, int]], int]:
@@ -32,7 +32,7 @@ def static_segments(similar: Tensor, longest: int = 1024) -> tuple[list[tuple[in
     ends = torch.zeros(frames, frames, dtype=torch.long, device=similar.device)
     ends.scatter_add_(1, run, torch.ones_like(run))
     # still[e, w]: number of cells that have not changed in the last w steps up to frame e
-    still = sums_from_end(ends).cpu().numpy()
+    still = suffix_sums(ends).cpu().numpy()
 
     best = np.zeros(frames + 1, dtype=np.int64)
     width = np.ones(frames, dtype=np.int64)
