@@ -29,7 +29,7 @@ class VidKV(Codec):
 
     *Plug-and-Play 1.x-Bit KV Cache Quantization for Video Large Language Models*, arXiv 2503.16257.
 
-    The ``D (key_bits - 1)`` channels of keys with the widest range ``max - min`` over all heads and tokens of a prompt (the hard
+    The ``D (key_bits - 1)`` channels of keys with the widest range ``max - min`` over all heads and tokens of a prompt (hard
     channels) get 2 bits, ``x ~ c s + min``; the others (easy) 1 bit, ``x ~ (2c - 1) mean |x|``. Values: ``c = sign(x)`` where
     ``|x| > mean |x| / 2``, else 0, and ``x ~ c mean |x|``. All per channel, in groups of 32 tokens.
 
