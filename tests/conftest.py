@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--golden", type=Path, default=SHIPPED, help="folder of golden vectors (default: the few shipped ones)"
     )
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield

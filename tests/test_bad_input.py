@@ -19,7 +19,7 @@ from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vl
 from mmaccel.cli import main
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import FAMILIES as ADAPTERS
-from mmaccel.method import KeyBatch, Policy, ProjectorMethod, TokenBatch
+from mmaccel.method import KeyBatch, Policy, ProjectorMethod, TokenBatch, registry
 
 families = pytest.mark.parametrize("family", FAMILIES)
 NO_CLS = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
@@ -352,7 +352,7 @@ def test_a_method_that_returns_a_wrong_reduction(
     wrong: Any, budget: str, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mmaccel.methods()
-    monkeypatch.setattr(mmaccel.registry, "_methods", dict(mmaccel.registry._methods))
+    monkeypatch.setattr(registry, "_methods", dict(registry._methods))
 
     @dataclass(frozen=True)
     class Wrong(Broken):
@@ -374,7 +374,7 @@ def test_a_method_that_returns_a_wrong_reduction(
 @pytest.mark.parametrize("shape", ["heads", "keys", "dims"])
 def test_a_policy_that_scores_wrong_shapes(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mmaccel.methods()
-    monkeypatch.setattr(mmaccel.registry, "_methods", dict(mmaccel.registry._methods))
+    monkeypatch.setattr(registry, "_methods", dict(registry._methods))
 
     @mmaccel.register
     @dataclass(frozen=True)

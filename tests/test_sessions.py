@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, is_accelerated, method
 from mmaccel.cli import main
-from mmaccel.kv.cache import CacheState, CompressedLayer
+from mmaccel.kv.cache import CacheState
+from mmaccel.kv.layer import CompressedLayer
 from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs import streaming

@@ -130,7 +130,7 @@ def _cached(handle: Any, layout: Layout, state: CacheState) -> list[Step]:
     name, width = handle.plan.policy.method.name, layout.valid.shape[1]
     steps = []
     for number, layer in enumerate(state.layers):
-        if layer.index is None:
+        if layer.empty:
             continue
         held = layer.index.by_head[0].cpu().long()
         heads = torch.zeros(width, dtype=torch.long)

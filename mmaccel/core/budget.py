@@ -75,10 +75,6 @@ def apportion(total: int, sizes: list[int], shares: list[float] | None = None) -
     return out
 
 
-#: the name used so far
-split = apportion
-
-
 def counts(
     retain: Retain,
     original: list[int],

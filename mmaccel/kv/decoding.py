@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from mmaccel_kernels.decode import MAX_QUERIES, Flat, decode_attention
 from mmaccel_kernels.launch import works
 from torch import Tensor
 
+from .incoming import Incoming
+
 if TYPE_CHECKING:
-    from .incoming import Incoming
-    from .packed import QuantisedLayer
+    from mmaccel_kernels.pages import Pages
+
+    from .ragged import Ragged
+
+
+class Stored(Protocol):
+    """What is asked of a layer before it is read."""
+
+    ragged: Ragged | None
+
+    @property
+    def packed(self) -> bool:
+        """Whether any keys are packed in pages."""
+
+
+class Readable(Protocol):
+    """What is read of a layer, see :class:`.packed.QuantisedLayer`."""
+
+    ragged: Ragged | None
+    keys: Tensor
+    values: Tensor
+    packs: tuple[Pages | None, ...]
+    widths: tuple[int, ...]
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -19,14 +42,20 @@ def on_gpu(x: Tensor) -> bool:
     return works(x.device)
 
 
-def reads_as_stored(layer: Any, incoming: Incoming, new: Tensor) -> bool:
-    """Whether a layer is read as stored."""
-    if not on_gpu(new) or new.shape[2] > MAX_QUERIES or not incoming.as_stored or incoming.sparse is not None:
+def reads_as_stored(layer: Stored, incoming: Incoming, new: Tensor) -> bool:
+    """Whether a layer is read as stored in this forward: on a GPU, when there are few new tokens, some keys are ragged or
+    packed, and nothing but attention looks at the keys.
+
+    Parameters
+    ----------
+    new : ``[B, heads, q, D]``, queries or keys of the new tokens.
+    """
+    if not incoming.as_stored or incoming.sparse is not None or (layer.ragged is None and not layer.packed):
         return False
-    return layer.ragged is not None or layer.packed
+    return new.shape[2] <= MAX_QUERIES and on_gpu(new)
 
 
-def attend(layer: QuantisedLayer, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
+def attend(layer: Readable, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
     """Attention of ``query [B, Hq, q, D]`` over everything in ``layer``, the keys of the queries included.
 
     Parameters
@@ -41,21 +70,21 @@ def attend(layer: QuantisedLayer, query: Tensor, visible: Tensor | None, scaling
     if (ragged := layer.ragged) is not None:
         bounds = torch.nn.functional.pad(ragged.lengths.flatten().cumsum(0), (1, 0))
         flat = Flat(ragged.keys, ragged.values, bounds, ragged.longest)
-    # one kind is read in the same pass as the rest, each of the others in a pass of its own
-    kinds = [(pages, width) for pages, width in zip(layer.packs, layer.widths, strict=True) if pages is not None]
+    # one token group is read in the same pass as the rest, each of the others in a pass of its own
+    groups = [(pages, width) for pages, width in zip(layer.packs, layer.widths, strict=True) if pages is not None]
     parts, none = [], (layer.keys[:, :, :0], layer.values[:, :, :0])
-    for pages, width in kinds[:-1]:
+    for pages, width in groups[:-1]:
         mine = None
         if visible is not None:
             mine, visible = visible[..., :width], visible[..., width:]
         if len(pages.table):
             parts.append(decode_attention(query, *none, scaling=scaling, pages=pages, visible=mine))
-    last = kinds[-1][0] if kinds else None
+    last = groups[-1][0] if groups else None
     read = decode_attention(query, layer.keys, layer.values, scaling=scaling, flat=flat, pages=last, visible=visible)
-    return merged([*parts, read]).transpose(1, 2)
+    return combine_partials([*parts, read]).transpose(1, 2)
 
 
-def merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+def combine_partials(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Attention over several sets of keys as one: outputs ``[B, Hq, q, Dv]`` of each set by their logarithms of the sum of
     exponentials ``[B, Hq, q]`` float32, of which one at least is finite for every query that sees anything."""
     if len(parts) == 1:

@@ -12,14 +12,14 @@ from mmaccel_kernels.compact import compact
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .cache import CompressedLayer, Ragged
 from .codecs import Eligible, TokenGroup
 from .index import KeyIndex, leftmost
+from .layer import CompressedLayer
+from .ragged import Ragged
+from .shared import Shared
 
 if TYPE_CHECKING:
     from mmaccel_kernels.pages import Pages
-
-    from .cache import CacheState
 
 
 class Held(NamedTuple):
@@ -31,13 +31,13 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Front:
-    """What a layer has packed of one kind of tokens, apart from the rest.
+class PackedGroup:
+    """What a layer has packed of one token group, apart from the rest.
 
     pages : of all heads; None before the first are packed.
     index : ``[B, 1 or Hkv, W]``, where the token of every place of the pages came from; -1 for dead places, whose token was
         dropped, and behind the end of short heads.
-    received : ``[B, Hkv, W]`` or None, see :class:`.cache.Carried`.
+    received : ``[B, Hkv, W]`` or None, see :class:`.layer.ScheduleState`.
     held : how many places every head has, and how many tokens in them; None where only the device knows.
     """
 
@@ -58,7 +58,7 @@ class Front:
             places = self.pages.lengths()[:, : live.shape[1]]
         return Held(*torch.stack([places, live]).cpu().unbind())
 
-    def extended(self, new: Pages, index: Tensor, due: Tensor, received: Tensor | None, count: Tensor) -> Front:
+    def extended(self, new: Pages, index: Tensor, due: Tensor, received: Tensor | None, count: Tensor) -> PackedGroup:
         """With ``new`` pages behind: the tokens ``due [B, 1 or Hkv, R]`` of those with this index and these figures, ``count
         [B, 1 or Hkv]`` on the CPU of every head."""
         held = self.known()
@@ -73,27 +73,27 @@ class Front:
         if self.received is not None and received is not None:
             both = torch.cat([self.received, received], dim=-1)
             received = both.gather(2, order.expand(-1, both.shape[1], -1)).masked_fill(~there, 0.0)
-        return Front(new if self.pages is None else self.pages.appended(new), index, received, held)
+        return PackedGroup(new if self.pages is None else self.pages.appended(new), index, received, held)
 
-    def kept(self, kept: Tensor) -> Front:
+    def kept(self, kept: Tensor) -> PackedGroup:
         """Only what is ``kept [B, 1 or Hkv, W]``; pages are written anew where that saves enough of them."""
         if self.pages is None:
             return self
         index = self.index.expand(-1, max(self.index.shape[1], kept.shape[1]), -1).masked_fill(~kept, -1)
         live, received = (index >= 0).expand(-1, self.pages.heads, -1), self.received
         if not bool(live.any()):
-            return Front(None, index[..., :0], None if received is None else received[..., :0])
+            return PackedGroup(None, index[..., :0], None if received is None else received[..., :0])
         made = self.pages.compacted(live.flatten(0, 1))
         if made is None:
-            return Front(self.pages, index, received)
+            return PackedGroup(self.pages, index, received)
         pages, was = made[0], made[1].view(*live.shape[:2], -1)
         there, was = was >= 0, was.clamp(min=0)
         if received is not None:
             received = received.gather(2, was).masked_fill(~there, 0.0)
         there, was = there[:, : index.shape[1]], was[:, : index.shape[1]]
-        return Front(pages, index.gather(2, was).masked_fill(~there, -1), received)
+        return PackedGroup(pages, index.gather(2, was).masked_fill(~there, -1), received)
 
-    def cropped(self, seen: int) -> Front:
+    def cropped(self, seen: int) -> PackedGroup:
         """Without the tokens from place ``seen`` on."""
         if self.pages is None:
             return self
@@ -104,32 +104,32 @@ class Front:
         width = int(lengths.max())
         pages = self.pages.cropped(lengths.expand(-1, self.pages.heads))
         received = None if self.received is None else self.received[..., :width]
-        return Front(pages, self.index.masked_fill(~stays, -1)[..., :width], received)
+        return PackedGroup(pages, self.index.masked_fill(~stays, -1)[..., :width], received)
 
 
 class QuantisedLayer(CompressedLayer):
-    """The slots of :meth:`stored` are the places of the packed tokens of every head, kind after kind, then the tokens in full
+    """The slots of :meth:`stored` are the places of the packed tokens of every head, group after group, then the tokens in full
     precision.
 
-    packs : packed keys and values of every kind of tokens, None before the first are packed; ``widths``: slots they take, those
+    packs : packed keys and values of every token group, None before the first are packed; ``widths``: slots they take, those
         of the longest head; ``held``: of each what the host knows of its tokens.
-    thawed : ``[B, 1 or Hkv]`` long, how many of the first tokens in full precision were packed once; None if none was.
+    dequantised : ``[B, 1 or Hkv]`` long, how many of the first tokens in full precision were packed once; None if none was.
 
     A token is packed once. It can be dropped; what becomes of its place is said at
     :meth:`mmaccel_kernels.pages.Pages.compacted`. The last few tokens that share scales go back to full precision, as what
     their codes stand for, when they take less memory so; they are not packed again.
     """
 
-    def __init__(self, state: CacheState, number: int) -> None:
-        super().__init__(state, number)
+    def __init__(self, shared: Shared, number: int) -> None:
+        super().__init__(shared, number)
         self.packs: tuple[Pages | None, ...] = ()
         self.widths: tuple[int, ...] = ()
         self.held: tuple[Held | None, ...] = ()
-        self.thawed: Tensor | None = None
+        self.dequantised: Tensor | None = None
 
     @property
     def pages(self) -> Pages | None:
-        """What is packed of the first kind."""
+        """What is packed of the first token group."""
         return self.packs[0] if self.packs else None
 
     @property
@@ -162,108 +162,105 @@ class QuantisedLayer(CompressedLayer):
 
     def pack(
         self,
-        kind: TokenGroup,
-        among: Eligible,
+        group: TokenGroup,
+        eligible: Eligible,
         made: dict[int, tuple[KeyIndex, KeyIndex]],
-        asked: Tensor | None = None,
+        query_energy: Tensor | None = None,
         count: Tensor | None = None,
     ) -> None:
-        """Quantise what is due of one kind of tokens.
+        """Quantise what is due of one token group.
 
         Parameters
         ----------
-        among : the places it may be of.
+        eligible : the places it may be of.
         made : old and new indices, so that layers which shared one go on sharing one.
-        asked : ``[B, Hkv, D]`` float32, the mean square of the last queries, if the codec looks at them.
-        count : ``[B, 1 or Hkv]`` long on the CPU, how many tokens of the kind are in full precision, where it is known; else
+        query_energy : ``[B, Hkv, D]`` float32, the mean square of the last queries, if the codec looks at them.
+        count : ``[B, 1 or Hkv]`` long on the CPU, how many tokens of the group are in full precision, where it is known; else
             the host waits for it.
         """
-        if self.index is None or self.few(kind, among):
+        if self.empty or self.few(group, eligible):
             return
-        valid = self.eligible(among)
+        valid = self.eligible_slots(eligible)
         count = valid.sum(-1).cpu() if count is None else count.expand(valid.shape[:2])
-        count = kind.codec.packable(count)
+        count = group.codec.packable(count)
         if not bool(count.any()):
             return
-        due = valid & (valid.cumsum(-1) <= kind.codec.packable(valid.sum(-1))[..., None])
-        old, fronts = self.index, self._parted()
+        due = valid & (valid.cumsum(-1) <= group.codec.packable(valid.sum(-1))[..., None])
+        old, groups = self.index, self._parted()
         rest, lengths = self.index.by_head, self.index.lengths - count
         keys, values = super().stored()
         every = count.expand(-1, keys.shape[1])
         flat = compact(keys, values, due.expand(-1, keys.shape[1], -1), total=int(every.sum()))
-        empty = None if self.carried.received is None else self.carried.received[..., :0]
+        empty = None if self.schedule.received is None else self.schedule.received[..., :0]
         none = Held(torch.zeros_like(count), torch.zeros_like(count))
-        fronts += [Front(None, rest[..., :0], empty, none)] * (kind.number + 1 - len(fronts))
-        front = fronts[kind.number]
-        before = front.pages if front.pages is not None else fronts[kind.like].pages
-        new = kind.codec.pack(*flat, before, asked, every)
-        fronts[kind.number] = front.extended(new, rest, due, self.carried.received, count)
+        groups += [PackedGroup(None, rest[..., :0], empty, none)] * (group.number + 1 - len(groups))
+        own = groups[group.number]
+        before = own.pages if own.pages is not None else groups[group.like].pages
+        new = group.codec.pack(*flat, before, query_energy, every)
+        groups[group.number] = own.extended(new, rest, due, self.schedule.received, count)
         super().evict((rest >= 0) & ~due, (keys, values), lengths)
-        self._join(fronts)
+        self._join(groups)
         known = made.get(id(old))
         if known is not None:
             self.index = known[1]
         elif old.index.dim() == 2:
             made[id(old)] = (old, self.index)
 
-    def few(self, kind: TokenGroup, among: Eligible) -> bool:
+    def few(self, group: TokenGroup, eligible: Eligible) -> bool:
         """Whether it is plain from what is stored in full precision that none of it is to be packed."""
-        if self.index is None:
+        if self.empty:
             return True
-        return among.others and len(self.index) - self.width < kind.codec.residual + kind.codec.page
+        return eligible.others and len(self.index) - self.width < group.codec.residual + group.codec.page
 
-    def eligible(self, among: Eligible) -> Tensor:
+    def eligible_slots(self, eligible: Eligible) -> Tensor:
         """Which of the tokens in full precision may be packed, ``[B, 1 or Hkv, R]`` bool."""
-        assert self.index is not None
         rest = self.index.by_head[..., self.width :]
-        return (rest >= 0) & ~self._once(rest) & among.holds(rest)
+        return (rest >= 0) & ~self._once(rest) & eligible.holds(rest)
 
     @property
     def loose(self) -> Tensor | None:
         """How many tokens in full precision may be packed, ``[B, 1 or Hkv]`` long on the CPU; None where only the device
         knows."""
-        if self.index is None or not self.index.known or self.thawed is not None or None in self.held:
+        if self.empty or not self.index.known or self.dequantised is not None or None in self.held:
             return None
         return self.index.lengths - sum(held.live for held in self.held if held is not None)
 
     def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None) -> None:
         """Free everything but ``kept``. Packed tokens are dropped or stay as they are; ``merged`` does not reach them."""
-        if not self.packed and self.thawed is None:
+        if not self.packed and self.dequantised is None:
             super().evict(kept, merged, lengths)
             return
-        assert self.index is not None
-        index, received, width = self.index, self.carried.received, self.width
+        index, received, width = self.index, self.schedule.received, self.width
         kept = kept & (index.by_head >= 0)
         packed, rest = kept[..., :width], kept[..., width:]
         few = self._few(packed)
         once = few.sum(-1) + (rest & self._once(index.by_head[..., width:])).sum(-1)
-        thaws = bool(few.any())
-        if thaws and merged is None:
+        dequantises = bool(few.any())
+        if dequantises and merged is None:
             merged = self.stored()
-        elif not thaws and merged is not None:
+        elif not dequantises and merged is not None:
             merged = merged[0][:, :, width:], merged[1][:, :, width:]
         parts = (packed & ~few).split(self.widths, dim=-1)
-        fronts = [front.kept(part) for front, part in zip(self._parted(), parts, strict=True)]
-        if thaws:
-            self.index, self.carried.received, rest = index, received, torch.cat([few, rest], dim=-1)
+        groups = [group.kept(part) for group, part in zip(self._parted(), parts, strict=True)]
+        if dequantises:
+            self.index, self.schedule.received, rest = index, received, torch.cat([few, rest], dim=-1)
         super().evict(rest, merged)
-        self._join(fronts)
-        self.thawed = once if thaws or self.thawed is not None else None
+        self._join(groups)
+        self.dequantised = once if dequantises or self.dequantised is not None else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens seen; packed ones are cut off their pages."""
-        if (not self.packed and self.thawed is None) or int(tokens_to_remove) >= 0:
+        if (not self.packed and self.dequantised is None) or int(tokens_to_remove) >= 0:
             super().crop(tokens_to_remove)
             return
         self.seen += int(tokens_to_remove)
-        fronts = [front.cropped(self.seen) for front in self._parted()]
-        assert self.index is not None
+        groups = [group.cropped(self.seen) for group in self._parted()]
         rest = self.index.by_head
         stays = (rest >= 0) & (rest < self.seen)
-        if self.thawed is not None:
-            self.thawed = (stays & self._once(rest)).sum(-1)
+        if self.dequantised is not None:
+            self.dequantised = (stays & self._once(rest)).sum(-1)
         super().evict(stays)
-        self._join(fronts)
+        self._join(groups)
 
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor this layer holds."""
@@ -273,35 +270,38 @@ class QuantisedLayer(CompressedLayer):
                 yield from pages.tensors()
         for held in self.held:
             yield from held or ()
-        if self.thawed is not None:
-            yield self.thawed
+        if self.dequantised is not None:
+            yield self.dequantised
 
     def reset(self) -> None:
         """Back to empty, ready for another prompt."""
         super().reset()
-        self.packs, self.widths, self.held, self.thawed = (), (), (), None
+        self.packs, self.widths, self.held, self.dequantised = (), (), (), None
 
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)
         self.packs = tuple(pages and pages.selected(rows.to(pages.table.device)) for pages in self.packs)
         self.held = (None,) * len(self.packs)
-        if self.thawed is not None:
-            self.thawed = self.thawed[rows.to(self.thawed.device)]
+        if self.dequantised is not None:
+            self.dequantised = self.dequantised[rows.to(self.dequantised.device)]
 
     # --- what was packed --------------------------------------------------------------------------------------
     def once(self) -> Tensor:
         """``[B, 1 or Hkv, K]`` bool: which slots hold what is packed, or was once."""
-        assert self.index is not None
         index = self.index.by_head
         return torch.cat([index[..., : self.width] >= 0, self._once(index[..., self.width :])], dim=-1)
 
     def _once(self, rest: Tensor) -> Tensor:
         """Which slots ``[B, 1 or Hkv, R]`` of the full-precision part hold what was packed once, bool."""
         there = rest >= 0
-        return torch.zeros_like(there) if self.thawed is None else there & (there.cumsum(-1) <= self.thawed[..., None])
+        return (
+            torch.zeros_like(there)
+            if self.dequantised is None
+            else there & (there.cumsum(-1) <= self.dequantised[..., None])
+        )
 
     def _few(self, kept: Tensor) -> Tensor:
-        """Which of the packed tokens ``kept [B, 1 or Hkv, W]`` are to be thawed."""
+        """Which of the packed tokens ``kept [B, 1 or Hkv, W]`` are to be dequantised."""
         token = (self.keys.shape[-1] + self.values.shape[-1]) * self.keys.element_size()
         parts = []
         for pages, part in zip(self.packs, kept.split(self.widths, dim=-1), strict=True):
@@ -312,16 +312,15 @@ class QuantisedLayer(CompressedLayer):
         return torch.cat(parts, dim=-1) if parts else torch.zeros_like(kept)
 
     # --- the two parts ----------------------------------------------------------------------------------------
-    def _parted(self) -> list[Front]:
+    def _parted(self) -> list[PackedGroup]:
         """Take what is packed away: a layer without pages is left, until :meth:`_join`."""
-        assert self.index is not None
-        index, received, ends = self.index.by_head, self.carried.received, list(accumulate(self.widths, initial=0))
+        index, received, ends = self.index.by_head, self.schedule.received, list(accumulate(self.widths, initial=0))
         if received is not None:
             # tokens that came after the last observation have no figures yet
             received = pad(received, (0, index.shape[-1] - received.shape[-1]))
-            self.carried.received = received[..., self.width :]
-        fronts = [
-            Front(pages, index[..., start:stop], None if received is None else received[..., start:stop], held)
+            self.schedule.received = received[..., self.width :]
+        groups = [
+            PackedGroup(pages, index[..., start:stop], None if received is None else received[..., start:stop], held)
             for pages, held, start, stop in zip(self.packs, self.held, ends, ends[1:], strict=False)
         ]
         rest, lengths = index[..., self.width :], None
@@ -329,21 +328,20 @@ class QuantisedLayer(CompressedLayer):
             lengths = self.index.lengths - sum(held.live for held in self.held if held is not None)
         self.packs, self.widths, self.held = (), (), ()
         self.index = KeyIndex(rest if rest.shape[1] > 1 else rest[:, 0], True, self.seen, lengths)
-        return fronts
+        return groups
 
-    def _join(self, fronts: list[Front]) -> None:
+    def _join(self, groups: list[PackedGroup]) -> None:
         """Put what is packed before what is stored."""
-        assert self.index is not None
-        indices = [*(front.index for front in fronts), self.index.by_head]
+        indices = [*(group.index for group in groups), self.index.by_head]
         heads = max(index.shape[1] for index in indices)
         index = torch.cat([part.expand(-1, heads, -1) for part in indices], dim=-1)
-        held = [front.known() for front in fronts]
+        held = [group.known() for group in groups]
         lengths = (self.index.lengths + sum(one.live for one in held)).expand(-1, heads)
         padded = bool((lengths < index.shape[-1]).any())
         self.index = KeyIndex(index if heads > 1 else index[:, 0], padded, self.seen, lengths)
-        if self.carried.received is not None:
-            figures = [front.received for front in fronts if front.received is not None]
-            self.carried.received = torch.cat([*figures, self.carried.received], dim=-1)
-        self.packs = tuple(front.pages for front in fronts)
-        self.widths = tuple(front.index.shape[-1] for front in fronts)
+        if self.schedule.received is not None:
+            figures = [group.received for group in groups if group.received is not None]
+            self.schedule.received = torch.cat([*figures, self.schedule.received], dim=-1)
+        self.packs = tuple(group.pages for group in groups)
+        self.widths = tuple(group.index.shape[-1] for group in groups)
         self.held = tuple(held)

@@ -4,7 +4,7 @@ from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
 from .encoder import EncoderMethod, EncoderTokens
 from .frames import FramesMethod
 from .guided import AttentionGuided
-from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy, plain_policy
+from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
 from .layers import LayerAttention, LayerMethod, Layerwise
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
 
@@ -30,5 +30,4 @@ __all__ = [
     "TokenBatch",
     "TokenMethod",
     "TowerFacts",
-    "plain_policy",
 ]

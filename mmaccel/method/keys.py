@@ -12,7 +12,6 @@ from torch import Tensor
 from ..errors import MmaccelError
 from .base import Method, ModelFacts
 from .layers import LayerAttention, Layerwise
-from .registry import method
 
 
 @dataclass(frozen=True)
@@ -218,8 +217,6 @@ class Policy(CacheOptions, Method):
         """Raise :class:`MmaccelError` where options cannot be combined."""
         if self.shared and self.choice("head_budget")[0] != "uniform":
             raise MmaccelError(f"{self.name} keeps the same keys for all heads; leave out head_budget.")
-        if self.text_policy:
-            plain_policy(self.text_policy)
 
     def recall(
         self, paid: Tensor, before: Tensor | None, visual: Tensor, count: Tensor, chosen: Tensor | None
@@ -247,20 +244,3 @@ class Policy(CacheOptions, Method):
     def observes(self) -> bool:
         """Whether :meth:`observe` is to be called."""
         return type(self).observe is not Policy.observe
-
-
-def plain_policy(name: str) -> Policy:
-    """The policy that ranks text keys, with its default options.
-
-    Raises
-    ------
-    MmaccelError
-        If it needs more than keys and values.
-    """
-    made = method(name)()
-    if not isinstance(made, Policy) or made.window or made.observes or made.deferred:
-        raise MmaccelError(
-            f"text_policy={name!r} cannot rank text keys: it must be a cache policy that needs keys only, such as "
-            "'streaming-llm'."
-        )
-    return made

@@ -138,7 +138,7 @@ class VideoSession:
         """The most keys that any head of any layer holds."""
         if not self._frames:
             return 0
-        return max(len(layer.index) for layer in self._state.layers if layer.index is not None)
+        return max(len(layer.index) for layer in self._state.layers if not layer.empty)
 
     def nbytes(self) -> int:
         """Bytes the cache holds."""
@@ -221,7 +221,7 @@ class VideoSession:
             self._tail = length - _alike(shown, other)
             self._prefix = _alike(shown, plain)
             self._cache = DynamicCache()
-            adopt(self._cache, self._layers, None).stream = True
+            adopt(self._cache, self._layers, None).shared.stream = True
         self._last = Clip(stretch[:2], places[:2], self._frames, self.fps)
         inputs = self._tokens(shown, slice(self._prefix if first else 0, length - self._tail))
         pixels = {

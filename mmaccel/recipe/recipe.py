@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError, no_json, short_int
-from ..method import LayerMethod, Method
+from ..method import LayerMethod, Method, Policy
 from ..method.registry import method
 
 _SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
@@ -216,6 +216,8 @@ class Recipe:
         for stage, m in built:
             if stage.retain is None and m.budget != "none":
                 raise MmaccelError(f"Method {m.name!r} needs a budget; give retain=0.25 or a count such as retain=64.")
+            if isinstance(m, Policy) and m.text_policy:
+                text_policy(m.text_policy)
         return built
 
     # --- as data ----------------------------------------------------------------------------------------------
@@ -276,6 +278,23 @@ class Recipe:
             lines.append(f"  {m.site}: {m.name}{budget}{options} - {m.summary}")
         lines.append(f"  positions: {self.positions}; rounding: {self.rounding}")
         return "\n".join(lines)
+
+
+def text_policy(name: str) -> Policy:
+    """The policy that ranks text keys, with its default options.
+
+    Raises
+    ------
+    MmaccelError
+        If it is unknown, no cache policy, or needs more than keys.
+    """
+    made = method(name)()
+    if not isinstance(made, Policy) or made.window or made.observes or made.deferred:
+        raise MmaccelError(
+            f"text_policy={name!r} cannot rank text keys: it must be a cache policy that needs keys only, such as "
+            "'streaming-llm'."
+        )
+    return made
 
 
 def _options(cls: type[Method]) -> set[str]:

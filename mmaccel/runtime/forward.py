@@ -83,8 +83,6 @@ class Forward:
             phase = self.phase(layer)
             return phase.shared_index(self.seen + self.length, phase.places.device)
         index, sparse = self.state.layers[layer].index, self.incoming.sparse
-        if index is None:
-            raise RuntimeError("the layer attends before it has stored its keys")
         return index if sparse is None or layer < sparse.first else sparse.index(index)
 
     def measured(self, name: str, device: torch.device) -> AbstractContextManager[None]:

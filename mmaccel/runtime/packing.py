@@ -11,11 +11,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..core.layout import Layout
 from ..kv.cache import CacheState
 from ..kv.codecs import Eligible, TokenGroup
 from ..kv.index import KeyIndex
 from ..kv.packed import QuantisedLayer
 from ..kv.scoring.importance import energy
+from ..kv.shared import Shared
 from .eviction import Eviction
 from .forward import Forward, Prompt, chosen_of
 
@@ -43,7 +45,7 @@ class Packing:
         """Note what codecs must know of a prompt, ``embeds [B, S, D]``."""
         kept, visual = prompt.total.kept, prompt.layout.visual
         if any(group.of == "text" for group in self.groups):
-            self.state.note_visual(visual.to(embeds.device, non_blocking=True), prompt.seen)
+            self.state.shared.note_visual(visual.to(embeds.device, non_blocking=True), prompt.seen)
         for group in self.groups:
             if group.of == "salient":
                 of = (mask.to(embeds.device, non_blocking=True) for mask in (kept & visual, kept & ~visual))
@@ -59,22 +61,10 @@ class Packing:
     @cached_property
     def due(self) -> list[tuple[TokenGroup, Eligible]]:
         """What may be packed in this forward, of every layer alike."""
-        each = ((group, self.eligible(group)) for group in self.groups)
+        forward, shared = self.forward, self.state.shared
+        layout = forward.layout if isinstance(forward, Prompt) else None
+        each = ((group, eligible_of(group, shared, layout, forward.seen, self.salient)) for group in self.groups)
         return [(group, eligible) for group, eligible in each if eligible is not None]
-
-    def eligible(self, group: TokenGroup) -> Eligible | None:
-        """The places that tokens of a group may be of; None where there are none in this forward."""
-        forward, visual = self.forward, self.state.visual
-        if group.of == "text":
-            return Eligible(None if visual is None else ~visual, 0, True)
-        if not isinstance(forward, Prompt):
-            return Eligible(None, 0, True) if group.of == "all" else None
-        # visual tokens are packed with the prompt they came with
-        apart = self.salient if group.codec.for_salient() is not None else None
-        if group.of == "all":
-            return Eligible(None if apart is None else ~apart, forward.seen, True)
-        mask = self.salient if group.of == "salient" else forward.layout.visual
-        return Eligible(mask if mask is None or apart is None else mask & ~apart, forward.seen, False)
 
     def pack(self, number: int) -> None:
         """Pack what is due of a layer, now or when the forward is over."""
@@ -94,7 +84,7 @@ class Packing:
         found = [self._asked(layer, eligible).to(home) for layer in waiting for _, eligible in due]
         known = torch.stack(found).cpu().unflatten(0, (len(waiting), len(due)))
         for layer, counts in zip(waiting, known, strict=True):
-            heads = 1 if layer.index is not None and layer.index.index.dim() == 2 else counts.shape[-1]
+            heads = 1 if not layer.empty and layer.index.index.dim() == 2 else counts.shape[-1]
             self._pack(layer, [count[:, :heads] for count in counts])
 
     def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
@@ -103,7 +93,7 @@ class Packing:
 
     def _asked(self, layer: QuantisedLayer, eligible: Eligible) -> Tensor:
         """``[B, Hkv]`` long, the tokens of each head that may be packed."""
-        return layer.eligible(eligible).sum(-1).expand(-1, layer.keys.shape[1])
+        return layer.eligible_slots(eligible).sum(-1).expand(-1, layer.keys.shape[1])
 
     def _count(self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible) -> Tensor | None:
         """How many tokens of a layer are of a group and in full precision, ``[B, 1 or Hkv]`` long on the CPU; None where only
@@ -131,3 +121,25 @@ class Packing:
             count = ((mask.gather(1, at.clamp(min=0)) == wanted) & (at >= 0)).sum(1, keepdim=True)
             self._counted[id(phase), group.number] = count
         return self._counted[id(phase), group.number]
+
+
+def eligible_of(
+    group: TokenGroup, shared: Shared, layout: Layout | None, seen: int, salient: Tensor | None
+) -> Eligible | None:
+    """The places that tokens of a group may be of; None where there are none in this forward.
+
+    Parameters
+    ----------
+    layout : of a prompt that follows ``seen`` tokens; None for a continuation.
+    salient : ``[B, S]`` bool, the visual tokens of the prompt that a codec stores better than the others.
+    """
+    if group.of == "text":
+        return Eligible(None if shared.visual is None else ~shared.visual, 0, True)
+    if layout is None:
+        return Eligible(None, 0, True) if group.of == "all" else None
+    # visual tokens are packed with the prompt they came with
+    apart = salient if group.codec.for_salient() is not None else None
+    if group.of == "all":
+        return Eligible(None if apart is None else ~apart, seen, True)
+    mask = salient if group.of == "salient" else layout.visual
+    return Eligible(mask if mask is None or apart is None else mask & ~apart, seen, False)

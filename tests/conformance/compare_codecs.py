@@ -162,7 +162,7 @@ def thinned(keys: Tensor, queries: Tensor, there: Tensor, ratio: float):
     """``[H, D]`` bool, the channels of ``keys [1, H, T, D]`` that stay, and the pages."""
     codec, heads, tokens, width = make("think", prune=ratio, align=1, residual=0, bits=8, page=64), *keys.shape[1:]
     lengths = torch.full((1, heads), tokens)
-    pages = codec.pack(*[keys.flatten(0, 2)] * 2, lengths, asked=energy(queries, there, heads))
+    pages = codec.pack(*[keys.flatten(0, 2)] * 2, lengths, query_energy=energy(queries, there, heads))
     channels = pages.keys[0].channels
     assert channels is not None
     return torch.zeros(heads, width, dtype=torch.bool).scatter_(1, channels.long(), True), pages

@@ -52,7 +52,7 @@ def kept_mask(run: CacheRun, total: int, layer: int = 0) -> Tensor:
 
 def figures_of(run: CacheRun, layer: int = 0) -> Tensor:
     """``[B, H, K]``: what the policy carries for the stored keys."""
-    received = run.state.layers[layer].carried.received
+    received = run.state.layers[layer].schedule.received
     assert received is not None
     return received
 
@@ -177,7 +177,7 @@ def d2o(params: Params, arrays: Arrays) -> None:
     run.begin(keys.shape[2])
     run.feed(keys, arrays["in_v"], torch.zeros_like(keys))
     for step in (0, 1):
-        stored, carried = run.state.layers[0].stored(), run.state.layers[0].carried
+        stored, carried = run.state.layers[0].stored(), run.state.layers[0].schedule
         close(stored[0], arrays[f"out_k_{step}"])
         close(stored[1], arrays[f"out_v_{step}"])
         assert carried.threshold is not None
@@ -438,7 +438,7 @@ def expected_attention(params: Params, arrays: Arrays) -> None:
     text = SimpleNamespace(rotary_emb=turns, config=SimpleNamespace(rope_parameters=None))
     run = CacheRun(policy, ratio_count(params, total), text=text)
     queries = arrays["in_hidden"] @ arrays["in_wq"].T
-    run.begin(total).unturned = queries
+    run.begin(total).pre_rope = queries
     run.feed(keys, arrays["in_v"], torch.zeros(1, queries.shape[2] // width, total, width))
     ours, theirs = run.eviction.ranks[-1], arrays["out_score"]
     assert (ours[..., : policy.sinks] == torch.inf).all() and (theirs[..., : policy.sinks] == theirs.max()).all()
@@ -478,8 +478,8 @@ def dycoke_steps(policy: Policy, steps: Tensor, visual: Tensor, count: int) -> l
         logits[0, :, 0, :total] = rows.log()
         query, key = as_queries(logits)
         run.feed(some[:, :, :1], some[:, :, :1], query, seen_as=key)
-        assert run.step.reading is not None and run.step.reading.first == 1
-        read.append(run.step.reading.places[0].nonzero()[:, 0])
+        assert run.forward.incoming.sparse is not None and run.forward.incoming.sparse.first == 1
+        read.append(run.forward.incoming.sparse.places[0].nonzero()[:, 0])
     return read
 
 

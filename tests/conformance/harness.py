@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import Layout, Segment, Tile
+from mmaccel.core.reduction import Reduction
+from mmaccel.core.stats import Stats
 from mmaccel.kv.cache import CacheState
-from mmaccel.kv.sparse import SparseRead
+from mmaccel.kv.incoming import Incoming, Phase
 from mmaccel.method import LayerAttention, Method, Policy, registry
-from mmaccel.recipe import Stage
 from mmaccel.runtime.eviction import Eviction
-from mmaccel.runtime.hooks import Phase
+from mmaccel.runtime.forward import Continuation, Forward, Prompt
+from mmaccel.runtime.plan import PlannedStage
 
 Compare = Callable[[Mapping[str, Any], Mapping[str, Tensor]], None]
 
@@ -109,23 +111,18 @@ def as_queries(rows: Tensor) -> tuple[Tensor, Tensor]:
 class _Watched(Eviction):
     """Notes what the product ranks."""
 
-    def __init__(self, step: Any) -> None:
-        super().__init__(step)
+    def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
+        super().__init__(forward, stage, state)
         self.ranks: list[Tensor] = []
+        if self.prompt is not None:
+            self.prompt._rank = self._noted(self.prompt._rank)  # type: ignore[method-assign]
 
-    def _rank(self, *args: Any, **named: Any) -> Tensor:
-        scores = super()._rank(*args, **named)
-        self.ranks.append(scores)
-        return scores
+    def _noted(self, rank: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def ranked(*args: Any, **named: Any) -> Tensor:
+            self.ranks.append(rank(*args, **named))
+            return self.ranks[-1]
 
-
-class _Step:
-    """What :class:`Eviction` reads of a forward of a model."""
-
-    def __init__(self, **attributes: Any) -> None:
-        self.total = self.kinds = None
-        self.reading: SparseRead | None = None
-        vars(self).update(attributes)
+        return ranked
 
 
 class CacheRun:
@@ -153,11 +150,10 @@ class CacheRun:
         text: Any = None,
     ) -> None:
         self.policy, self.visual, self.grid = policy, visual, grid
-        stage = Stage(policy.name, retain)
+        self.stage = PlannedStage(0, policy, retain)
         recipe = SimpleNamespace(text_retain=None, rounding=rounding)
-        self.owner = SimpleNamespace(
-            policy=0, built=[(stage, policy)], recipe=recipe, family=SimpleNamespace(text=text)
-        )
+        # what the cache stage reads of a plan
+        self.plan: Any = SimpleNamespace(recipe=recipe, family=SimpleNamespace(text=text))
         self.state = CacheState(layers)
         self.eviction: _Watched
 
@@ -165,14 +161,16 @@ class CacheRun:
         """A forward of ``size`` new tokens."""
         seen = self.state.seen
         places = torch.arange(seen, seen + size).expand(rows, -1)
-        layout = self._layout(size, rows) if prompt else None
-        phase = Phase(places, False, places - seen)
-        # an eviction holds its step weakly, as the handle of a model holds both
-        self.step = _Step(
-            owner=self.owner, state=self.state, layout=layout, seen=seen, length=size, phase=lambda layer: phase
-        )
+        incoming = Incoming(seen, size, False, [(0, Phase(places, False, places - seen))])
+        given = self.plan, Stats("conformance"), self.state, incoming, places.device
+        if prompt:
+            layout = self._layout(size, rows)
+            ids = torch.zeros(rows, size, dtype=torch.long)
+            self.forward: Forward = Prompt(*given, layout, ids, {}, Reduction.identity(layout.valid))
+        else:
+            self.forward = Continuation(*given)
         self.state.offset = torch.zeros(rows, dtype=torch.long)
-        self.eviction = _Watched(self.step)  # type: ignore[arg-type]
+        self.eviction = _Watched(self.forward, self.stage, self.state)
         return self.eviction
 
     def _layout(self, size: int, rows: int) -> Layout:
@@ -193,7 +191,7 @@ class CacheRun:
         read, _ = stored.update(keys, values)
         index = stored.index
         assert index is not None
-        visible = index.mask(self.step.phase(layer).places, None)
+        visible = index.mask(self.forward.phase(layer).places, None)
         shown = read if seen_as is None else seen_as
         scaling = 1.0 if seen_as is not None else keys.shape[3] ** -0.5
         self.eviction.after_attention(layer, query, shown, visible, scaling)
@@ -217,7 +215,9 @@ class CacheRun:
 
     def layer_counts(self, size: int) -> list[int]:
         """How many keys of a prompt of ``size`` tokens each layer keeps, where the content does not matter."""
-        return [int(torch.as_tensor(counts)[0]) for counts in self.begin(size)._over_layers()]
+        prompt = self.begin(size).prompt
+        assert prompt is not None
+        return [counts[0] for counts in prompt.layer_budgets()]
 
     def positions(self, layer: int = 0) -> list[list[Tensor]]:
         """Per row and head, the places of the keys that are stored."""

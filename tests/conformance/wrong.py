@@ -51,8 +51,8 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         return kind.recall(self, paid.roll(1, -1), *others)  # type: ignore[attr-defined]
 
     def pack(self: Codec, keys: Tensor, values: Tensor, lengths: Tensor, *others: Any, **named: Any) -> Any:
-        if named.get("asked") is not None:
-            named["asked"] = named["asked"].roll(1, -1)
+        if named.get("query_energy") is not None:
+            named["query_energy"] = named["query_energy"].roll(1, -1)
         return kind.pack(self, keys.roll(1, 0), values.roll(1, 0), lengths, *others, **named)  # type: ignore[attr-defined]
 
     def pick(self: FramesMethod, frames: np.ndarray, count: int) -> np.ndarray:

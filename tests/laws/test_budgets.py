@@ -214,7 +214,7 @@ def test_no_stage_is_without_effect(name, retain):
         handle, stats = model.mmaccel, model.mmaccel.stats()
     assert len(stats["stages"]) == len(made.stages)
     for number, (record, stage) in enumerate(zip(stats["stages"], handle.plan.stages, strict=True)):
-            method = stage.method
+        method = stage.method
         if record["tokens_kept"] == record["tokens_in"]:
             assert method.budget != "exact", f"{method.name} (stage {number}) does nothing"
             assert any(f"stage {number} ({method.name}) left all" in note for note in stats["notes"])

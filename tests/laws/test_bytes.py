@@ -14,7 +14,7 @@ from laws.helpers import FAMILIES, cache, follow, generate, inputs, model, recip
 from torch import Tensor, nn
 
 from mmaccel import accelerated, recipe
-from mmaccel.kv.cache import CompressedLayer
+from mmaccel.kv.layer import CompressedLayer
 
 METHODS = ("none", "random", "fastv", "snapkv", "test-fixed-cache", "streaming-llm", "d2o", "dycoke-cache")
 

@@ -18,7 +18,8 @@ from noise import noisy
 from torch import Tensor
 
 from mmaccel.families import family_of
-from mmaccel.kv.compact import merge
+from mmaccel.kv.choose import choose, rank
+from mmaccel.kv.merge import merge
 from mmaccel.method import (
     CHOICES,
     EncoderMethod,
@@ -32,7 +33,6 @@ from mmaccel.method import (
     TokenMethod,
 )
 from mmaccel.method.registry import methods
-from mmaccel.runtime.eviction import choose, rank
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -1,4 +1,4 @@
-"""Films that several tests read are made once; and what clips take of the memory."""
+"""Films and a model that several tests read are made once; and what clips take of the memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zoo
 from films import KINDS, film
+from PIL import Image
 
 from mmaccel.video import Clip
 
@@ -24,6 +26,33 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return path if path.exists() else film(path, **KINDS[name])
 
     return made
+
+
+@pytest.fixture(scope="session")
+def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips of unequal length, size and rate, one of a single frame, broken ones, and a folder of pictures."""
+    root = tmp_path_factory.mktemp("qa")
+    film(root / "a.mp4", 30)
+    film(root / "slow.mp4", 30, fps=1)
+    film(root / "high.mp4", 20, size=(64, 96))
+    film(root / "short.mp4", 4)
+    film(root / "one.mp4", 1)
+    (root / "text.mp4").write_text("no film\n")
+    (root / "cut.mp4").write_bytes((root / "a.mp4").read_bytes()[:900])
+    (root / "bare").mkdir()
+    (root / "pictures").mkdir()
+    for i, frame in enumerate(zoo.clip(8, 96, 64, 0)):
+        Image.fromarray(frame).save(root / "pictures" / f"f{i}.png")
+    return root
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model on the disk."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    zoo.model("qwen2_5_vl").save_pretrained(folder)
+    zoo.processor("qwen2_5_vl").save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

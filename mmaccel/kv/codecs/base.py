@@ -24,14 +24,14 @@ class Cut:
     start, count : ``[N]`` long and int32, first row and tokens of every page, head after head.
     head : ``[N]`` long, the head of every page, of ``B Hkv``.
     lengths : ``[B, Hkv]`` long.
-    asked : ``[B, Hkv, D]`` float32, the mean square of the last queries, for codecs with a ``window``.
+    query_energy : ``[B, Hkv, D]`` float32, the mean square of the last queries, for codecs with a ``window``.
     """
 
     start: Tensor
     count: Tensor
     head: Tensor
     lengths: Tensor
-    asked: Tensor | None = None
+    query_energy: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Codec(Method):
         values: Tensor,
         lengths: Tensor,
         before: Pages | None = None,
-        asked: Tensor | None = None,
+        query_energy: Tensor | None = None,
         known: Tensor | None = None,
     ) -> Pages:
         """Quantise tokens and pack them.
@@ -117,13 +117,13 @@ class Codec(Method):
         keys, values : ``[total, D]`` and ``[total, Dv]`` float16, bfloat16 or float32, flat: head after head.
         lengths : ``[B, Hkv]`` long, tokens of each head.
         before : what these heads have packed already.
-        asked : see :class:`Cut`.
+        query_energy : see :class:`Cut`.
         known : ``lengths`` on the CPU, where the host knows them; else it waits for the number of pages.
         """
         total = None if known is None else int((-(-known // self.page)).sum())
         start, count, cu_pages = split(lengths.flatten(), self.page, total)
         head = torch.repeat_interleave(cu_pages.diff().long(), output_size=len(count))
-        cut = Cut(start, count, head, lengths, asked)
+        cut = Cut(start, count, head, lengths, query_energy)
         planes = self.key_planes(keys.contiguous(), cut, before)
         narrow = sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
         return Pages(
@@ -163,7 +163,7 @@ class TokenGroup:
 
     codec : how. of : which they are; ``salient`` ones are some of the visual ones of a prompt.
     source : the codec of the recipe that this is of, and its stage.
-    number : counted from 0. like : the kind whose choices for a prompt, such as that of channels, are made for this one too.
+    number : counted from 0. like : the group whose choices for a prompt, such as that of channels, are made for this one too.
     """
 
     codec: Codec
@@ -175,7 +175,7 @@ class TokenGroup:
 
 
 def token_groups(codecs: Mapping[int, Codec]) -> tuple[TokenGroup, ...]:
-    """Every kind of tokens that the codecs of a recipe, by stage, tell apart."""
+    """Every token group that the codecs of a recipe, by stage, tell apart."""
     out: list[TokenGroup] = []
     for stage, codec in codecs.items():
         of: Literal["all", "visual", "text"] = "visual" if codec.visual_only else "text" if codec.text_only else "all"

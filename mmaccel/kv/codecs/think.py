@@ -65,8 +65,8 @@ class ThinK(KIVI):
         # in double precision, so that equal channels of equal keys tie, however many keys are summed
         summed = torch.segment_reduce(keys.double() ** 2, "sum", lengths=lengths, unsafe=True)
         energy = summed / lengths.clamp(min=1)[:, None]
-        if cut.asked is not None:
-            energy = energy * cut.asked.double().flatten(0, 1)
+        if cut.query_energy is not None:
+            energy = energy * cut.query_energy.double().flatten(0, 1)
         # stable: the lower of two equal channels stays
         order = energy.argsort(dim=1, descending=True, stable=True)
         return order[:, : self.left(width)].sort(1).values.int()

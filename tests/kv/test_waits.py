@@ -14,8 +14,8 @@ import zoo
 from laws import helpers
 
 from mmaccel import Recipe, Stage, accelerated
-from mmaccel.kv.cache import CompressedLayer
 from mmaccel.kv.index import KeyIndex
+from mmaccel.kv.layer import CompressedLayer
 from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.kv.sparse import SparseRead
 from mmaccel.method import LayerAttention

@@ -1,21 +1,19 @@
-"""Merging inside vision towers: image encoders that stand alone, against forwards written out by hand."""
+"""Merging inside image encoders by themselves: the tower written out, what a user relies on, refusals."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import transformers
 import zoo
-from laws.helpers import inputs, model
-from PIL import Image
+from laws.helpers import model
+from small import METHODS, PATCHES, TEXT, WITH_CLS, encoder, features, make, pixels
 from torch import Tensor, nn
 
 import mmaccel
@@ -25,113 +23,12 @@ from mmaccel import (
     Stage,
     UnsupportedError,
     accelerate_encoder,
-    accelerated,
     accelerated_encoder,
-    register,
 )
-from mmaccel.core.reduction import Reduction
-from mmaccel.encoders.tome import ToMe
 from mmaccel.media.draw import overlay
-from mmaccel.method import EncoderMethod, EncoderTokens, ProjectorMethod, Tap, TokenBatch
-from mmaccel.suite import make_item
+from mmaccel.method import EncoderMethod, EncoderTokens
 
-PATCHES = 36
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "image_size": 48,
-    "patch_size": 8,
-}
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 99,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-}
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients():
-    with torch.no_grad():
-        yield
-
-
-def _open_clip(**options: Any) -> nn.Module:
-    pytest.importorskip("open_clip", reason="needs open_clip: pip install 'mmaccel[clip]'")
-    from open_clip.transformer import VisionTransformer
-
-    return VisionTransformer(48, 8, 32, 4, 4, 2.0, output_dim=16, **options)
-
-
-def _whole_open_clip() -> nn.Module:
-    pytest.importorskip("open_clip", reason="needs open_clip: pip install 'mmaccel[clip]'")
-    from open_clip.model import CLIP
-
-    vision = {"image_size": 48, "patch_size": 8, "width": 64, "layers": 4}
-    return CLIP(16, vision, {"context_length": 7, "vocab_size": 99, "width": 32, "heads": 4, "layers": 2})
-
-
-MAKE = {
-    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)),
-    "clip-projection": lambda: transformers.CLIPVisionModelWithProjection(
-        transformers.CLIPVisionConfig(**VISION, projection_dim=16)
-    ),
-    "clip-whole": lambda: transformers.CLIPModel(
-        transformers.CLIPConfig(vision_config=VISION, text_config=TEXT, projection_dim=16)
-    ),
-    "siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**VISION)),
-    "siglip-whole": lambda: transformers.SiglipModel(transformers.SiglipConfig(vision_config=VISION, text_config=TEXT)),
-    "open_clip": _open_clip,
-    "open_clip-scaled": lambda: _open_clip(ls_init_value=0.7),
-    "open_clip-normed": lambda: _open_clip(block_type="custom", qk_norm=True),
-    "open_clip-whole": _whole_open_clip,
-}
-ALONE = pytest.mark.parametrize("name", MAKE)
-WITH_CLS = [name for name in MAKE if not name.startswith("siglip")]
-
-
-def make(name: str) -> Any:
-    """A tiny encoder whose layers do something: random weights as they come are too small to merge by."""
-    torch.manual_seed(3)
-    made = MAKE[name]().eval()
-    for parameter in made.parameters():
-        if parameter.dim() > 1:
-            parameter.data.mul_(3.0)
-    return made
-
-
-encoder = functools.cache(make)
-
-
-def pixels(pictures: int = 3, seed: int = 0) -> Tensor:
-    """``[N, 3, 48, 48]``."""
-    return torch.randn(pictures, 3, 48, 48, generator=torch.Generator().manual_seed(seed))
-
-
-def features(made: Any, given: Tensor) -> Tensor:
-    """What a user of the encoder takes from it."""
-    if hasattr(made, "encode_image"):
-        return made.encode_image(given)
-    if hasattr(made, "get_image_features"):
-        out = made.get_image_features(pixel_values=given)
-        return out if isinstance(out, Tensor) else out.pooler_output
-    if not hasattr(made, "config"):
-        return made(given)
-    out = made(pixel_values=given)
-    return out.image_embeds if hasattr(out, "image_embeds") else out.pooler_output
-
-
-def methods(name: str) -> list[str]:
-    return ["tome", "pitome", "evit"] if name in WITH_CLS else ["tome", "pitome"]
-
-
-METHODS = [(name, method) for name in MAKE for method in methods(name)]
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 # --- written out by hand ----------------------------------------------------------------------------------------------
@@ -513,116 +410,3 @@ def test_a_match_of_the_wrong_size_is_named() -> None:
             weigh=lambda tokens, target: torch.ones(3, 37),
         )  # fmt: skip
         refused(lambda: features(made, pixels()), "'theirs' left 111 tokens in the tower where", MmaccelError)
-
-
-# --- in language models -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"])
-def test_the_tower_really_shortens(family: str) -> None:
-    """Tokens that enter the last MLP: those that are kept, not the full grid."""
-    tiny, widths = model(family), []
-    layer = {"llava": 2}.get(family, 3)
-    with accelerated(tiny, "tome", retain=0.5, processor=zoo.processor(family)):
-        tower = tiny.mmaccel.family.towers()[0]
-        block = tiny.mmaccel.family.tower_layers(tower)[layer]
-        handle = block.get_submodule("mlp").register_forward_hook(
-            lambda module, args, out: widths.append(args[0].numel() // args[0].shape[-1])
-        )
-        tiny(**inputs(family, "images"))
-        handle.remove()
-        stage = tiny.mmaccel.stats()["stages"][0]
-        others = widths[0] - stage["tokens_kept"] * (1 if family == "llava" else 4)
-    # one CLS token a tile comes on top
-    assert others == {"llava": 2, "internvl": 4}.get(family, 0)
-    assert stage["tokens_kept"] == stage["resolved"] < stage["tokens_in"]
-
-
-@register
-@dataclass(frozen=True)
-class Watched(ToMe):
-    """ToMe that notes what it is shown."""
-
-    name = "test-watched-tome"
-    shown: ClassVar[list[EncoderTokens]] = []
-
-    def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
-        self.shown.append(tokens)
-        return super().match(tokens, remove)
-
-
-@register
-@dataclass(frozen=True)
-class FirstKeys(ProjectorMethod):
-    """Keeps everything and notes the keys of the first tower layer, one a language model token."""
-
-    name = "test-first-keys"
-    shown: ClassVar[list[TokenBatch]] = []
-
-    def taps(self) -> tuple[Tap, ...]:
-        return (Tap("keys", (0,)),)
-
-    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        self.shown.append(tokens)
-        return Reduction.identity(tokens.valid)
-
-
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "internvl", "smolvlm"])
-def test_what_a_method_is_shown(family: str) -> None:
-    """One token a block, with the keys of its patches side by side; sizes, CLS and depth."""
-    tiny, feed = model(family), inputs(family)
-    block = 1 if family == "llava" else 4
-    Watched.shown.clear()
-    FirstKeys.shown.clear()
-    with accelerated(tiny, [Stage("test-watched-tome", 0.5)], processor=zoo.processor(family)):
-        tiny(**feed)
-        first, later = Watched.shown[0], Watched.shown[-1]
-        stage = tiny.mmaccel.stats()["stages"][0]
-    with accelerated(tiny, [Stage("test-first-keys", 1.0)], processor=zoo.processor(family)):
-        tiny(**feed)
-    seen, cls = FirstKeys.shown[0], int(family in ("llava", "internvl"))
-    width = seen.signals["keys"].shape[-1]
-    assert first.protected == cls and first.depth == 0.0 and later.depth == {"llava": 0.5}.get(family, 0.75)
-    assert (
-        first.keys.shape[2] == block * width
-        and first.keys.shape[:2].numel() - cls * len(first.keys) == stage["tokens_in"]
-    )
-    assert bool((first.size == 1).all()) and later.size.shape[1] < first.size.shape[1]
-    assert later.size[:, cls:].sum(1).tolist() == [first.size.shape[1] - cls] * len(first.size)
-    mean = first.keys[:, cls:].unflatten(2, (block, width)).mean(2).flatten(0, 1)
-    torch.testing.assert_close(mean, seen.signals["keys"][:, 0][seen.valid & (seen.cells[..., 0] >= 0)])
-    patches = first.keys[:, cls:].unflatten(2, (block, width))
-    assert block == 1 or not torch.equal(patches[:, :, 0], patches[:, :, 1])
-
-
-def test_windows_are_left_alone() -> None:
-    """Qwen2.5-VL compares keys only in the layers whose attention sees whole frames, 1 and 3 of the tiny tower."""
-    Watched.shown.clear()
-    with accelerated(model("qwen2_5_vl"), [Stage("test-watched-tome", 0.5)]):
-        model("qwen2_5_vl")(**inputs("qwen2_5_vl"))
-    assert [tokens.depth for tokens in Watched.shown] == [0.25, 0.75]
-
-
-def test_mini_clip_still_finds_what_a_text_says() -> None:
-    """The shipped model of open_clip: colour and shape of a thing in the picture, against other colours."""
-    open_clip = pytest.importorskip("open_clip", reason="needs open_clip: pip install 'mmaccel[clip]'")
-    folder = f"local-dir:{Path(mmaccel.__file__).parent / 'models' / 'mini-clip'}"
-    clip, preprocess = open_clip.create_model_from_pretrained(folder)
-    clip, tokenizer, pictures, texts = clip.eval(), open_clip.get_tokenizer(folder), [], []
-    for index in range(40):
-        item = make_item("grounding", "test", index)
-        name = item.turns[0].question.removeprefix("where is the ").removesuffix(" ?")
-        colour, shape = name.split()
-        there = {thing.name for thing in item.scenes[0].things}
-        others = {f"{other} {shape}" for other in ("red", "green", "blue", "yellow") if other != colour} - there
-        pictures.append(preprocess(Image.fromarray(item.pictures(112)[0])))
-        texts.append(clip.encode_text(tokenizer([f"a {name}", *(f"a {other}" for other in sorted(others))])))
-
-    def found() -> tuple[Tensor, float]:
-        seen = clip.encode_image(torch.stack(pictures), normalize=True)
-        return seen, sum(int((x @ text.T).argmax() == 0) for x, text in zip(seen, texts, strict=True)) / len(texts)
-
-    bare, before = found()
-    assert before > 0.6
-    for method in ("tome", "pitome", "evit"):
-        with accelerated_encoder(clip, method, retain=0.5):
-            seen, after = found()
-        assert after >= before - 0.1 and float((seen * bare).sum(-1).mean()) > 0.9, method

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zoo
-from test_methods import UNITS, batch_of, check_rows_alone, dense
+from batches import UNITS, batch_of, check_rows_alone, dense
 from torch import Tensor
 
 import mmaccel

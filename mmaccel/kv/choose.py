@@ -1,0 +1,78 @@
+"""Which keys stay: ranked by a policy, the best of every head within its budget. Pure functions of tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.reduction import top_mask
+from ..errors import MmaccelError
+from ..method import KeyBatch, Policy
+from . import budgets
+from .scoring.chunks import by_chunks
+
+
+def rank(
+    policy: Policy, keys: KeyBatch, start: bool = True, question: Tensor | None = None, by: Policy | None = None
+) -> Tensor:
+    """The policy's scores ``[B, Hkv, K]`` with those of protected keys infinite and those of padding lowest.
+
+    Parameters
+    ----------
+    start : whether the first of these keys are the first of the sequence, so that ``sinks`` means them.
+    question : ``[B, 2]`` long, the places between which ``protect=("question",)`` protects text.
+    by : another policy that scores; what is protected is that of ``policy``.
+    """
+    scores = (by or policy).score(keys)
+    if scores.shape != keys.keys.shape[:3]:
+        raise MmaccelError(
+            f"Method {policy.name!r} returned scores of shape {tuple(scores.shape)} where rows, key heads and keys are "
+            f"{tuple(keys.keys.shape[:3])}."
+        )
+    if policy.chunk:
+        scores = by_chunks(scores, keys, policy.chunk)
+    must = protected(policy, keys, start, question)
+    return scores.masked_fill(must[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
+
+
+def protected(policy: Policy, keys: KeyBatch, start: bool = True, question: Tensor | None = None) -> Tensor:
+    """``[B, K]`` bool: sinks, recent keys, and the kinds that the recipe protects."""
+    valid = keys.valid
+    must = torch.zeros_like(valid)
+    if policy.sinks and start:
+        must |= valid.cumsum(1) <= policy.sinks
+    if policy.recent:
+        there = valid.sum(1, keepdim=True)
+        newest = policy.recent if isinstance(policy.recent, int) else (there * policy.recent + 0.5).long()
+        must |= valid.flip(1).cumsum(1).flip(1) <= newest
+    if "separators" in policy.protect and keys.cells is not None:
+        must |= keys.visual & (keys.cells[..., 0] < 0)
+    if "question" in policy.protect and question is not None:
+        at = question.to(keys.index.device)
+        must |= ~keys.visual & (keys.index >= at[:, :1]) & (keys.index < at[:, 1:])
+    return must & valid
+
+
+def choose(policy: Policy, scores: Tensor, among: Tensor, count: Tensor, official: bool = False) -> Tensor:
+    """``[B, Hkv, K]`` bool: what stays of the keys ``among [B, K]``, ``count [B]`` in the mean over heads.
+
+    A policy whose budget is not exact drops what it scores ``-inf``; without a budget it drops nothing else.
+    """
+    how, floor = policy.choice("head_budget")
+    if policy.budget == "none":
+        kept = among[:, None].expand_as(scores)
+    elif how == "uniform" or floor is None:
+        kept = per_head(scores, among, count)
+    elif how == "safeguard":
+        kept = budgets.safeguard(scores, among, count, floor)
+    else:
+        rivals = budgets.concentrated(scores, among, count) if how == "concentrated" else scores
+        kept = per_head(scores, among, budgets.adaptive(rivals, among, count, floor, official))
+    return kept if policy.budget == "exact" else kept & (scores > -torch.inf)
+
+
+def per_head(scores: Tensor, of: Tensor, count: Tensor) -> Tensor:
+    """``[B, Hkv, K]`` bool: the best keys among ``of [B, K]`` of every head, ``count [B]`` or ``[B, Hkv]``."""
+    heads = scores.shape[1]
+    wanted = count.flatten() if count.dim() == 2 else count.repeat_interleave(heads)
+    return top_mask(scores.flatten(0, 1), of.repeat_interleave(heads, dim=0), wanted).view_as(scores)

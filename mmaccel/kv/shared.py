@@ -1,0 +1,146 @@
+"""What the layers of one cache share. It knows no layer: layers hold it, and it holds none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..errors import UnsupportedError
+from .incoming import Incoming
+from .index import KeyIndex
+from .sparse import SparseMemory
+
+_BY_ROW = ("offset", "ahead", "grid_table", "visual")
+
+
+@dataclass
+class Shared:
+    """What the layers of one cache share.
+
+    indices : of every layer where its keys came from, None before it has stored any; layers that store the same keys have one
+        and the same.
+    offset : ``[B]`` long: logical length minus next position. The next token of row b stands at
+        ``get_seq_length() - offset[b]``; M-RoPE, left padding and renumbering are all in this one number.
+    ahead : ``[B]`` long: with M-RoPE the last frames of a slow clip may stand at later positions than the question behind them.
+        transformers goes on behind the question while it generates, and behind the frames, so much further, in the next
+        turn and in a forward without positions. None once that has happened.
+    incoming : the tokens of the forward that is being run, while one is.
+    grid_table : ``[B, n, 4]`` int32, for the first ``n`` places (picture, t, row, column), -1 for text and for what has no
+        cell; only where a recipe goes on evicting while it decodes, or reads some keys at every step.
+    visual : ``[B, n]`` bool, which of the first ``n`` places are visual; only where text has a codec of its own.
+    sparse : what a recipe carries that reads other keys at every step.
+    stream : all pictures are stretches of one clip, whose frames are counted on.
+    broken : a forward was broken off; layers may hold different tokens.
+    windowed : some layers of the model have sliding windows.
+    """
+
+    indices: list[KeyIndex | None]
+    offset: Tensor | None = None
+    ahead: Tensor | None = None
+    incoming: Incoming | None = None
+    grid_table: Tensor | None = None
+    visual: Tensor | None = None
+    sparse: SparseMemory | None = None
+    stream: bool = False
+    broken: bool = False
+    windowed: bool = False
+
+    def each(self) -> list[KeyIndex]:
+        """Every index once, in the order of the layers."""
+        return list({id(index): index for index in self.indices if index is not None}.values())
+
+    def check_bare(self, seen: int) -> None:
+        """Called when a model goes on with this cache that mmaccel does not shape, ``seen`` tokens long.
+
+        Raises
+        ------
+        UnsupportedError
+            If its masks, which know lengths alone, would be wrong: tokens were dropped, and rows, heads or layers differ in
+            what is left of them, or windows count places.
+        """
+        indices = self.each()
+        differ = len({len(index) for index in indices}) > 1 or any(index.padded for index in indices)
+        if (differ or self.windowed) and any(len(index) != seen for index in indices):
+            raise UnsupportedError(
+                "This cache holds what mmaccel left of its prompt, which this model would misread now; accelerate the model "
+                "again to go on, or begin with a new cache."
+            )
+
+    def settle(self, whole: bool) -> None:
+        """The forward is over, as a ``whole`` or broken off: let go of it, and of the masks that were made for it."""
+        self.incoming = None
+        self.broken |= not whole
+        for index in self.each():
+            index.forget()
+
+    def note_visual(self, visual: Tensor, since: int) -> None:
+        """Remember which places from ``since`` on are visual, ``[B, S]`` bool."""
+        before = visual[:, :0] if self.visual is None else self.visual[:, :since]
+        self.visual = torch.cat([pad(before, (0, since - before.shape[1])), visual], dim=1)
+
+    def split(self, at: int) -> None:
+        """Let layers from ``at`` on have indices of their own: they are about to store other tokens than those before."""
+        self.indices[at:] = _clones(self.indices[at:])
+
+    def select(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch."""
+        on_host = rows.cpu()
+        for index in self.each():
+            index.select(rows, on_host)
+        for name in _BY_ROW:
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor[rows.to(tensor.device)])
+        if self.sparse is not None:
+            self.sparse.select(rows)
+
+    def copy(self) -> Shared:
+        """The same with indices of its own. Tensors are not copied, since they are never changed in place."""
+        sparse = None if self.sparse is None else replace(self.sparse)
+        return replace(self, indices=_clones(self.indices), sparse=sparse)
+
+    def rebase(self, seen: int) -> int:
+        """Forget those of the ``seen`` places that no layer stores any more and count the others anew; returns how many these
+        are."""
+        indices, held = self.each(), None
+        for index in indices:
+            held = torch.zeros(seen + 1, dtype=torch.bool, device=index.index.device) if held is None else held
+            held[torch.where(index.index < 0, seen, index.index).flatten().long().to(held.device)] = True
+        if held is None or bool(held[:seen].all()):
+            return seen
+        left = int(held[:seen].sum())
+        new = held[:seen].cumsum(0) - 1
+        for index in indices:
+            index.rename(new.to(index.index), left)
+        if self.offset is not None:
+            self.offset = self.offset - (seen - left)
+        if self.grid_table is not None:
+            self.grid_table = self.grid_table[:, held[: self.grid_table.shape[1]].to(self.grid_table.device)]
+        if self.visual is not None:
+            self.visual = self.visual[:, held[: self.visual.shape[1]].to(self.visual.device)]
+        if self.sparse is not None:
+            self.sparse = SparseMemory(self.sparse.count)
+        return left
+
+    def reset(self) -> None:
+        """Forget the prompt; indices are let go of by the layers."""
+        self.offset = self.ahead = self.grid_table = self.visual = self.sparse = None
+        self.incoming, self.broken = None, False
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that is held between two forwards."""
+        for index in self.each():
+            yield from index.tensors()
+        yield from (x for name in _BY_ROW if (x := getattr(self, name)) is not None)
+        if self.sparse is not None:
+            yield from self.sparse.tensors()
+
+
+def _clones(indices: list[KeyIndex | None]) -> list[KeyIndex | None]:
+    """A clone of every index; where several layers have one, they have one clone."""
+    made: dict[int, KeyIndex] = {}
+    return [None if index is None else made.setdefault(id(index), index.clone()) for index in indices]

@@ -1,0 +1,105 @@
+"""How many keys of a prompt stay in each layer and row, settled before the layers are scored or by what is in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.budget import Retain, resolve
+from ..core.layout import Layout
+from ..kv import budgets
+from ..method import KeyBatch
+from .cache_stage import CacheStage
+from .places import Tokens
+
+#: values of ``layer_budget`` with which budgets do not depend on the content
+KNOWN = ("uniform", "pyramid")
+
+
+@dataclass
+class Undecided:
+    """A layer whose budget is settled when the forward is over, in proportion to ``seen [B]``, if that is known already."""
+
+    keys: KeyBatch
+    tokens: Tokens
+    seen: Tensor | None
+
+
+def prompt_budget(stage: CacheStage, layout: Layout) -> list[int]:
+    """Keys that stay in each row in the mean over layers: the budgets of its pictures, resolved on their original counts,
+    summed; of all keys of the prompt where text and pictures share one budget."""
+    if stage.retain is None:
+        return layout.visual.sum(1).tolist()
+    if stage.policy.joint:
+        return [resolve(stage.retain, n) for n in layout.valid.sum(1).tolist()]
+    return visual_budget(layout, stage.retain)
+
+
+def visual_budget(layout: Layout, retain: Retain) -> list[int]:
+    """Visual keys that stay in each row: the budgets of its pictures, resolved on their original counts, summed."""
+    sizes: dict[tuple[int, int], int] = {}
+    for segment in layout.segments:
+        key = (segment.row, segment.picture)
+        sizes[key] = sizes.get(key, 0) + len(segment.places)
+    out = [0] * len(layout.valid)
+    for (row, _), size in sizes.items():
+        out[row] += resolve(retain, size)
+    return out
+
+
+def known(stage: CacheStage, layout: Layout, budget: list[int]) -> list[list[int]]:
+    """Per layer and row: how many of the competing keys stay, for the values of ``layer_budget`` in :data:`KNOWN`."""
+    policy, layers = stage.policy, stage.depth
+    how, beta = policy.choice("layer_budget")
+    if how == "uniform" or beta is None:
+        return [budget] * layers
+    there = (layout.valid if policy.joint else layout.visual).sum(1).tolist()
+    if stage.official:
+        # the program counts the window, which stays where all keys compete
+        own = policy.window if policy.joint else 0
+        rows = [budgets.pyramid_official(c, own, n, layers, beta) for c, n in zip(budget, there, strict=True)]
+    else:
+        rows = [budgets.pyramid(c, [n] * layers, beta) for c, n in zip(budget, there, strict=True)]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def by_content(
+    how: str, uniform: float, budget: list[int], undecided: list[Undecided], scores: list[Tensor]
+) -> list[list[int]]:
+    """Per layer and row: how many of the competing keys stay, for the other values of ``layer_budget``.
+
+    Parameters
+    ----------
+    uniform : the share that is given to all layers alike.
+    scores : of every layer, ``[B, Hkv, K]``.
+    """
+    home, rows = scores[0].device, []
+    seen = [one.seen.to(home) for one in undecided if one.seen is not None]
+    shares = torch.stack(seen, dim=1).tolist() if seen else [[1.0] * len(undecided)] * len(budget)
+    for row, count in enumerate(budget):
+        sizes = [one.tokens.rivals[row] for one in undecided]
+        if how in ("sparsity", "entropy"):
+            rows.append(budgets.by_shares(count, sizes, shares[row], uniform))
+            continue
+        mine = [_proportions(s[row][:, one.tokens.at[row]]) for s, one in zip(scores, undecided, strict=True)]
+        if how == "prefix":
+            rows.append(budgets.prefix([s.mean(0).to(home) for s in mine], count))
+            continue
+        spread = [s.var(1, unbiased=False) if s.shape[1] else s.new_zeros(len(s)) for s in mine]
+        ratios = budgets.variance_ratios(torch.stack([s.to(home) for s in spread]).double())
+        rows.append(budgets.by_shares(count, sizes, ratios.tolist()))
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _proportions(scores: Tensor) -> Tensor:
+    """Scores ``[H, n]`` as shares that are not negative; what must stay counts as the best of the rest."""
+    if not scores.shape[1]:
+        # a row without pictures
+        return scores
+    finite = scores.isfinite()
+    most = scores.masked_fill(~finite, -torch.inf).amax(1, keepdim=True).nan_to_num(1.0, 1.0, 1.0)
+    scores = torch.where(scores == torch.inf, most, scores)
+    least = scores.masked_fill(~scores.isfinite(), torch.inf).amin(1, keepdim=True).clamp(max=0.0)
+    return (scores - least).nan_to_num(0.0, 0.0, 0.0)
