@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import mmaccel
 from mmaccel import Method, MmaccelError, Recipe, Stage, accelerate_vlm, accelerated, is_accelerated, recipe, recipes
 from mmaccel.core.reduction import Reduction
+from mmaccel.media.draw import overlay
 from mmaccel.method import ProjectorMethod, TokenBatch, registry
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -224,7 +225,7 @@ def test_the_handle_shows_what_it_did() -> None:
         assert int(kept.sum()) == 9
         (segment,) = handle.layout.segments
         cells = handle.reduction.kept[0, segment.places]
-        picture = Reduction(cells[None], torch.ones_like(cells)[None]).draw(zoo.image(60, 48, 0), (6, 6))
+        picture = overlay(zoo.image(60, 48, 0), (6, 6), Reduction(cells[None], torch.ones_like(cells)[None]).owner()[0])
         assert picture.size == (60, 48)
 
 

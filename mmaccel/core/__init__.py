@@ -1,1 +1,1 @@
-"""What visual tokens are, where they stand, and what becomes of them."""
+"""Visual tokens as data: where they stand in the prompt, how many stay, and which of them flow into which."""

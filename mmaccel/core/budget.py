@@ -1,4 +1,4 @@
-"""Budgets: how many visual tokens may stay, as exact whole numbers per picture and per segment."""
+"""Budgets: how many visual tokens stay, as exact whole numbers per picture and per unit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Retain = float
 
 
 def check_retain(retain: Retain, what: str = "retain") -> Retain:
-    """Return ``retain`` if it can be meant: a float in (0, 1] is a ratio, an int of 1 or more a count.
+    """Return ``retain`` if it is valid: a float in (0, 1] is a ratio, an int of 1 or more a count.
 
     Raises
     ------
     MmaccelError
-        If it is zero, negative, above 1.0 as a ratio, or no number.
+        If it is zero, negative, a ratio above 1.0, or not a number.
     """
     if isinstance(retain, bool) or not isinstance(retain, (int, float)) or retain != retain:
         raise MmaccelError(f"{what}={retain!r} is no budget; give a ratio such as 0.25 or a count such as 64.")
@@ -39,7 +39,7 @@ def resolve(retain: Retain, size: int) -> int:
     Raises
     ------
     MmaccelError
-        If a count exceeds what there is.
+        If a count exceeds ``size``.
     """
     if isinstance(retain, int):
         if retain > size:
@@ -52,11 +52,11 @@ def resolve(retain: Retain, size: int) -> int:
     return max(1, int(Fraction(str(retain)) * size + Fraction(1, 2)))
 
 
-def split(total: int, sizes: list[int], shares: list[float] | None = None) -> list[int]:
+def apportion(total: int, sizes: list[int], shares: list[float] | None = None) -> list[int]:
     """Distribute ``total`` over parts of the given sizes, in proportion to ``shares`` (default: the sizes).
 
-    Largest remainders decide who rounds up, so the parts sum to ``total`` exactly; no part exceeds its size, and what
-    does not fit goes to the others.
+    The parts with the largest remainders are rounded up, so that all sum to ``total`` exactly (to the sum of the sizes, if
+    that is less). No part exceeds its size; what does not fit goes to the others.
     """
     left, out = min(total, sum(sizes)), [0] * len(sizes)
     weight = [Fraction(str(s)) for s in (shares if shares is not None else sizes)]
@@ -85,18 +85,18 @@ def counts(
     grids: list[tuple[int, int, int]] | None = None,
     follows: bool = False,
 ) -> Tensor:
-    """The count of every unit (segment, or whole picture) of one stage, ``[N]`` long on the CPU.
+    """How many tokens of every unit (segment, tile or picture) one stage keeps, ``[N]`` long on the CPU.
 
     Parameters
     ----------
     retain : ratio of the *original* tokens, or a count, per picture or clip.
     original, present : tokens each unit had at first and has now.
-    picture : which picture or clip each unit belongs to; the budget of a picture is split over its units.
-    least : what a later stage is going to keep; this one leaves at least as many.
+    picture : which picture or clip each unit belongs to; the budget of a picture is apportioned to its units.
+    least : the budget of a later stage; this one keeps at least as many tokens.
     rounding : how a ratio of a picture becomes a whole number, at least one; default :func:`resolve`. It is given the ratio,
         the size, and the grid of a picture that is one unit.
     grids : (t, h, w) of each unit.
-    follows : whether a count is in proportion to that of another stage, and so may exceed what there is.
+    follows : whether a count was derived from that of another stage; it may then exceed a picture's size and is cut to it.
     """
     out = torch.zeros(len(present), dtype=torch.long)
     for p in dict.fromkeys(picture):
@@ -108,6 +108,6 @@ def counts(
             total = max(1, rounding(retain, size, grids[units[0]] if grids and len(units) == 1 else None))
         total = total if least is None else max(total, resolve(least, size))
         sizes = [present[i] for i in units]
-        for i, k in zip(units, split(total, sizes), strict=True):
+        for i, k in zip(units, apportion(total, sizes), strict=True):
             out[i] = k
     return out

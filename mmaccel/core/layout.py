@@ -12,23 +12,24 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UnsupportedError
+from .masks import leftmost
 
 Modality = Literal["image", "video"]
-#: what is reduced together: an image (its stitched tiles as one), a clip or a frame of one that the prompt spreads out;
-#: the same with stitched tiles one by one; all of an image or clip
+#: which tokens are reduced together: an image (its stitched tiles as one), a clip, or one frame of a clip whose frames the
+#: prompt separates; the same with stitched tiles one by one; the whole image or clip
 Unit = Literal["segment", "tile", "picture"]
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of one segment, before it is known where it stands.
+    """The tokens of one segment, before its place in the prompt is known.
 
     grid : (t, h, w) in tokens.
-    cells : ``[n, 3]`` long, (t, row, column) of each token; -1 for tokens without a cell.
-    source : ``[n]`` long, each token's index in what the tower taps of this modality deliver; -1 if it has none.
-    part : ``[n]`` long, for stitched tiles: which of them, in the order of the tower, a token belongs to (a newline to the
-        last one of its row); None when this is one tile.
-    parts : how many tiles are stitched together, those of which only padding was seen included.
+    cells : ``[n, 3]`` long, (t, row, column) of each token; -1 for tokens without a cell (newlines).
+    source : ``[n]`` long, the index of each token in what the vision tower's taps deliver for this modality; -1 without one.
+    part : ``[n]`` long, for stitched tiles: the tile a token belongs to, in the order of the tower (a newline belongs to the
+        last tile of its row); None for a single tile.
+    parts : how many tiles are stitched together, including tiles of which only padding was in the picture.
     """
 
     grid: tuple[int, int, int]
@@ -42,7 +43,7 @@ class Tile:
 
     @staticmethod
     def raster(t: int, h: int, w: int, offset: int, newline: bool = False, frame: int = 0) -> Tile:
-        """``t * h * w`` tokens in raster order whose sources start at ``offset``; perhaps a newline token behind."""
+        """``t * h * w`` tokens in raster order whose sources start at ``offset``; with ``newline``, a newline token last."""
         cells = torch.cartesian_prod(torch.arange(frame, frame + t), torch.arange(h), torch.arange(w)).view(-1, 3)
         source = torch.arange(offset, offset + len(cells))
         if newline:
@@ -53,7 +54,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Segment:
-    """One image, one tile of a tiled image, one clip, or one frame of a clip that the prompt spreads out."""
+    """One image, one tile of a tiled image, one clip, or one frame of a clip whose frames the prompt separates.
+
+    row : of the batch. picture : the number of its picture or clip. places : ``[n]`` long, where its tokens are in the row.
+    """
 
     row: int
     modality: Modality
@@ -67,10 +71,10 @@ Picture = list[Tile]
 
 @dataclass(frozen=True)
 class Layout:
-    """The prompt as mmaccel sees it. All tensors are on the CPU.
+    """Where a prompt has text, pictures and padding. All tensors are on the CPU.
 
     valid : ``[B, S]`` bool, False for padding.
-    segments : in order of modality, row and place.
+    segments : ordered by modality, row and place.
     """
 
     valid: Tensor
@@ -78,7 +82,7 @@ class Layout:
 
     @cached_property
     def visual(self) -> Tensor:
-        """``[B, S]`` bool: places that hold visual tokens, newlines included."""
+        """``[B, S]`` bool: places of visual tokens, including newlines."""
         mask = torch.zeros_like(self.valid)
         for segment in self.segments:
             mask[segment.row, segment.places] = True
@@ -86,13 +90,17 @@ class Layout:
 
     @staticmethod
     def walk(ids: Tensor, valid: Tensor, found: Sequence[tuple[Modality, int, list[Picture]]], family: str) -> Layout:
-        """Assign pictures to the placeholders of ``ids [B, S]``, in feature order.
+        """Assign pictures to the placeholder tokens of ``ids [B, S]``, in the order of their features.
 
         Parameters
         ----------
-        found : per modality (name, placeholder id, its pictures). Pictures fill the
-            placeholders row by row. When ``generate`` repeated every row m times after the pictures were encoded, all m
-            copies share theirs.
+        found : per modality its name, placeholder id and pictures. Pictures fill the placeholders row by row. When
+            ``generate`` has repeated every row m times after the pictures were encoded, the m copies share them.
+
+        Raises
+        ------
+        UnsupportedError
+            If the placeholders do not match the pictures.
         """
         segments: list[Segment] = []
         picture = 0
@@ -127,7 +135,7 @@ class Layout:
         return Layout(valid, segments)
 
     def units(self, unit: Unit) -> Units:
-        """The segments, tiles, or whole pictures and clips, as one padded batch."""
+        """The tokens that are reduced together (segments, tiles, or whole pictures and clips) as one padded batch."""
         groups: dict[tuple[int, int], list[Segment]] = {}
         segments = self.segments if unit != "tile" else [one for s in self.segments for one in _apart(s)]
         for i, segment in enumerate(segments):
@@ -160,9 +168,9 @@ class Layout:
 
 
 def _film(part: list[Segment]) -> tuple[list[Tensor], list[int]]:
-    """The cells of the segments of one unit, time counted from its first frame, and the unit's grid (t, h, w).
+    """The cells of the segments of one unit, with time counted from its first frame, and the unit's grid (t, h, w).
 
-    A frame that the prompt spreads out is a unit of one frame, whichever of its clip it is.
+    A frame that the prompt separates from its clip is a unit of one frame, and so at time 0.
     """
     cells = [s.tile.cells for s in part]
     time = torch.cat(cells)[:, 0]
@@ -174,7 +182,7 @@ def _film(part: list[Segment]) -> tuple[list[Tensor], list[int]]:
 
 
 def _apart(segment: Segment) -> list[Segment]:
-    """The stitched tiles of a segment that have tokens, each as a segment; their cells stay those of the stitched grid."""
+    """The stitched tiles of a segment that have tokens, as one segment each; their cells stay those of the stitched grid."""
     tile = segment.tile
     if tile.part is None:
         return [segment]
@@ -187,9 +195,11 @@ def _apart(segment: Segment) -> list[Segment]:
 
 @dataclass(frozen=True)
 class Units:
-    """Segments, tiles or pictures as a padded batch: ``row [N]``, ``grid [N, 3]``, ``tiles [N]`` (how many the unit has),
-    the rest ``[N, n]`` (cells ``[N, n, 3]``), padded with -1 at the end. ``grid`` and the time of ``cells`` count the frames
-    of the unit itself, from its first one."""
+    """Units (segments, tiles or pictures) as a padded batch.
+
+    ``row [N]``, ``grid [N, 3]`` and ``tiles [N]`` (how many tiles the unit has) are one entry a unit, all else is ``[N, n]``
+    (``cells [N, n, 3]``) and padded with -1 at the end. ``grid`` and the time of ``cells`` count frames from the unit's first.
+    """
 
     row: Tensor
     picture: list[int]
@@ -204,18 +214,15 @@ class Units:
 
     @property
     def valid(self) -> Tensor:
-        """``[N, n]`` bool."""
+        """``[N, n]`` bool, False for padding."""
         return self.places >= 0
 
     def only(self, kept: Tensor) -> Units:
-        """The same units without the places that ``kept [B, S]`` no longer holds."""
-        stays = self.valid & kept[self.row[:, None], self.places.clamp(min=0)]
-        width = int(stays.sum(1).max())
-        order = (~stays).long().argsort(dim=1, stable=True)[:, :width]
-        gone = ~stays.gather(1, order)
+        """The same units with only the places in ``kept [B, S]`` bool."""
+        slots, held = leftmost(self.valid & kept[self.row[:, None], self.places.clamp(min=0)])
 
         def take(x: Tensor) -> Tensor:
-            return x.gather(1, order).masked_fill(gone, -1)
+            return x.gather(1, slots).masked_fill(~held, -1)
 
         cells = torch.stack([take(c) for c in self.cells.unbind(-1)], dim=-1)
         return replace(

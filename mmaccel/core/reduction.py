@@ -2,21 +2,19 @@
 
 A :class:`Reduction` is data: a sparse linear map on a padded batch of token sets. It is written in *slot coordinates*:
 inputs and outputs are both addressed by the slot (index along the token axis) they have in the input, so that a merged
-token takes the slot, the grid cell and the position of the kept token it replaces. That makes applying, composing and
-drawing independent of how many tokens survived so far.
+token takes the slot, the grid cell and the position of the kept token it replaces. Applying, composing and drawing then
+do not depend on how many tokens are left.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from .masks import leftmost, ranks, resorted
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Links:
     weight: Tensor
 
     def sorted(self, width: int) -> Links:
-        """The same links ordered by output, then by source, with equal pairs summed: one form per map."""
+        """The same links ordered by output, then by source, with the weights of equal pairs summed: the canonical form."""
         key = (self.batch * width + self.slot) * width + self.source
         unique, inverse = torch.unique(key, return_inverse=True)
         if len(unique) == len(key):
@@ -43,7 +41,7 @@ class Links:
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums of consecutive runs, ``[L, D] -> [len(lengths), D]``; a fixed order of additions, no atomics."""
+    """Sums of consecutive runs of rows, ``[L, D] -> [len(lengths), D]``, added in a fixed order, without atomics."""
     if values.shape[0] == 0:
         return values.new_zeros(len(lengths), values.shape[1])
     return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
@@ -51,13 +49,13 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A map from the tokens that were to the tokens that stay, for ``N`` ragged sets padded to ``n`` slots.
+    """A map from input tokens to kept tokens, for ``N`` ragged sets padded to ``n`` slots.
 
     Parameters
     ----------
     kept : ``[N, n]`` bool, the slots that stay. They come out in ascending order.
-    valid : ``[N, n]`` bool, the slots that hold a token at all.
-    links : how outputs are made of inputs. ``None`` means pure pruning: every kept token is itself.
+    valid : ``[N, n]`` bool, the slots that hold a token.
+    links : how outputs are computed from inputs. ``None`` means pure pruning: every kept token stays as it is.
         A kept slot without a link keeps its own value.
     """
 
@@ -65,7 +63,7 @@ class Reduction:
     valid: Tensor
     links: Links | None = None
 
-    # --- ways to make one -------------------------------------------------------------------------------------
+    # --- constructors -----------------------------------------------------------------------------------------
     @staticmethod
     def identity(valid: Tensor) -> Reduction:
         """Everything stays. ``valid [N, n]`` bool."""
@@ -73,7 +71,7 @@ class Reduction:
 
     @staticmethod
     def top(scores: Tensor, valid: Tensor, count: Tensor) -> Reduction:
-        """Keep the ``count[N]`` highest of ``scores [N, n]``; equal scores go to the lower slot."""
+        """Keep the ``count [N]`` highest of ``scores [N, n]``; equal scores favour the lower slot."""
         return Reduction(top_mask(scores, valid, count), valid)
 
     @staticmethod
@@ -82,9 +80,9 @@ class Reduction:
 
         Parameters
         ----------
-        target : ``[N, n]`` long, the slot each token flows into; a slot with ``target == itself`` stays; -1 drops.
+        target : ``[N, n]`` long, the slot each token flows into; a slot that is its own target stays; -1 drops the token.
         valid : ``[N, n]`` bool.
-        weight : ``[N, n]`` float, how much each token stands for (default 1). Outputs are weighted means.
+        weight : ``[N, n]`` float, the weight of each token in its mean (default 1).
         """
         n = valid.shape[1]
         flows = valid & (target >= 0)
@@ -99,9 +97,9 @@ class Reduction:
         kept[batch, slot] = True
         return Reduction(kept, valid, Links(batch, slot, source, w / total[inverse]))
 
-    # --- what it says -----------------------------------------------------------------------------------------
+    # --- reading it -------------------------------------------------------------------------------------------
     def counts(self) -> tuple[Tensor, Tensor]:
-        """Tokens before and after, two ``[N]`` long tensors."""
+        """Number of tokens before and after, two ``[N]`` long tensors."""
         return self.valid.sum(1), self.kept.sum(1)
 
     @property
@@ -110,11 +108,11 @@ class Reduction:
         return self.links is None and bool(torch.equal(self.kept, self.valid))
 
     def cpu(self) -> Reduction:
-        """The same on the CPU, where what it says can be asked without waiting for a device each time."""
+        """The same on the CPU, where reading it does not make the host wait for the device each time."""
         if self.kept.device.type == "cpu":
             return self
         links = self.links
-        # one copy of all that is whole
+        # one copy for all whole numbers, and so one wait
         whole = [self.kept.flatten().long(), self.valid.flatten().long()]
         whole += [] if links is None else [links.batch, links.slot, links.source]
         kept, valid, *held = torch.cat(whole).cpu().split([len(x) for x in whole])
@@ -125,7 +123,7 @@ class Reduction:
         return Reduction(kept, valid, Links(batch, slot, source, links.weight.cpu()))
 
     def full_links(self) -> Links:
-        """The links of every kept slot, those that are only themselves included."""
+        """The links of every kept slot; those without a link get one to themselves, of weight one."""
         batch, slot = self.kept.nonzero(as_tuple=True)
         if self.links is None:
             return Links(batch, slot, slot, torch.ones(len(slot), device=slot.device))
@@ -145,7 +143,7 @@ class Reduction:
         n = self.kept.shape[1]
         links = self.full_links()
         source = links.batch * n + links.source
-        # indexed assignment leaves open which of several writers wins, so the largest weight is sought first
+        # indexed assignment does not define which of several writes wins, so the largest weight is found first
         most = torch.full((self.kept.numel(),), -torch.inf, device=source.device)
         won = links.weight == most.scatter_reduce(0, source, links.weight, "amax")[source]
         owner = torch.full((self.kept.numel(),), n, device=source.device)
@@ -156,17 +154,17 @@ class Reduction:
         return owner
 
     def mass(self, size: Tensor | None = None) -> Tensor:
-        """``[N, n]`` float: for how many input tokens each kept slot stands, 0 for the rest.
+        """``[N, n]`` float: how many input tokens each kept slot stands for, 0 for the rest.
 
-        ``size [N, n]`` says how many original tokens an input already stood for (default 1). A token counts where
-        it flows with most weight; a dropped token counts nowhere, so a merge that loses none sums to the inputs.
+        ``size [N, n]`` is how many original tokens each input stands for (default 1). A token counts where it flows with
+        most weight and a dropped token counts nowhere, so a merge that drops none sums to the number of inputs.
         """
         owner = self.owner()
         size = self.valid.float() if size is None else size.float() * self.valid
         onto = owner.clamp(min=0)
         return torch.zeros_like(size).scatter_add_(1, onto, size * (owner >= 0))
 
-    # --- what it does -----------------------------------------------------------------------------------------
+    # --- applying and combining -------------------------------------------------------------------------------
     def substitute(self, x: Tensor) -> Tensor:
         """``x [N, n, ...]`` with every kept slot holding its merged value; all slots stay in place."""
         if self._sums is None:
@@ -178,8 +176,8 @@ class Reduction:
 
     @cached_property
     def _sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """What :meth:`substitute` adds up, all slots of all rows counted through: of every term the slot ``source [L]`` and its
-        ``weight [L]`` float32, of every sum its number of terms ``lengths [K]`` and the ``slot [K]`` it stands in."""
+        """The sums of :meth:`substitute`, with the slots of all rows numbered consecutively: ``source [L]`` and ``weight [L]``
+        (float32) of every term, ``lengths [K]``, the number of terms of every sum, and ``slot [K]``, where it goes."""
         if self.links is None:
             return None
         n = self.kept.shape[1]
@@ -188,21 +186,21 @@ class Reduction:
         return links.batch * n + links.source, links.weight.float(), lengths, slot
 
     def apply(self, x: Tensor) -> Tensor:
-        """The tokens that stay, ``[N, n, ...] -> [N, max kept, ...]`` in slot order; short rows end in zeros."""
-        return compact(self.substitute(x), self.kept)
+        """The kept tokens, ``[N, n, ...] -> [N, max kept, ...]`` in slot order; short rows end in zeros."""
+        return _left_aligned(self.substitute(x), self.kept)
 
     def then(self, second: Reduction) -> Reduction:
-        """This reduction followed by ``second``, whose slots are the same and whose ``valid`` is this one's ``kept``."""
+        """This reduction followed by ``second`` in the same slot coordinates; ``second.valid`` is this one's ``kept``."""
         if self.links is None and second.links is None:
             return Reduction(second.kept, self.valid)
         links = _product(self.full_links(), second.full_links(), self.kept.shape[1])
         return Reduction(second.kept, self.valid, links)
 
     def compose(self, second: Reduction) -> Reduction:
-        """This reduction followed by ``second``, whose slots are the *compact* slots of this one's output."""
+        """This reduction followed by ``second``, whose slots are those of the output of :meth:`apply`."""
         slots = torch.arange(self.kept.shape[1], device=self.kept.device).expand_as(self.kept)
         rows = torch.arange(len(self.kept), device=self.kept.device)
-        return self.then(second.relabel(compact(slots, self.kept), rows, self.kept.shape))
+        return self.then(second.relabel(_left_aligned(slots, self.kept), rows, self.kept.shape))
 
     def relabel(self, places: Tensor, rows: Tensor, shape: torch.Size | tuple[int, int]) -> Reduction:
         """The same map with slot ``s`` of unit ``u`` written as slot ``places[u, s]`` of row ``rows[u]``.
@@ -215,7 +213,7 @@ class Reduction:
         """
 
         def lift(mask: Tensor) -> Tensor:
-            # what is not in the mask is written behind the end
+            # slots outside the mask write to one extra slot at the end
             out = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=mask.device)
             at = torch.where(mask, rows[:, None] * shape[1] + places, len(out) - 1)
             return out.index_fill(0, at.flatten(), True)[:-1].view(shape[0], shape[1])
@@ -229,17 +227,8 @@ class Reduction:
         return Reduction(lift(self.kept), lift(self.valid), links)
 
     def beside(self, others: Tensor) -> Reduction:
-        """The same map with further slots ``others`` (bool, same shape) passing through unchanged."""
+        """The same map with the slots ``others`` (bool, same shape) kept as they are."""
         return Reduction(self.kept | others, self.valid | others, self.links)
-
-    def draw(self, image: Image, grid: tuple[int, int], row: int = 0) -> Image:
-        """The picture with dropped cells dark and merged cells tinted by the group they flow into.
-
-        ``grid`` is (height, width) in cells and row ``row`` of this reduction lists them in raster order.
-        """
-        from ..media.draw import overlay
-
-        return overlay(image, grid, self.owner()[row, : grid[0] * grid[1]])
 
 
 def _product(first: Links, second: Links, n: int) -> Links:
@@ -256,26 +245,19 @@ def _product(first: Links, second: Links, n: int) -> Links:
     )
 
 
-def compact(x: Tensor, kept: Tensor) -> Tensor:
-    """Move the kept slots of ``x [N, n, ...]`` to the front: ``[N, max kept, ...]``, zeros behind short rows."""
-    width = int(kept.sum(1).max()) if kept.numel() else 0
-    out = x.new_zeros(x.shape[0], width, *x.shape[2:])
-    batch, slot = kept.nonzero(as_tuple=True)
-    rank = kept.cumsum(1)[batch, slot] - 1
-    out[batch, rank] = x[batch, slot]
-    return out
+def _left_aligned(x: Tensor, kept: Tensor) -> Tensor:
+    """The kept slots of ``x [N, n, ...]``, moved to the left: ``[N, max kept, ...]``; short rows end in zeros."""
+    slots, held = leftmost(kept)
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    return x[rows, slots].masked_fill(~held.view(*held.shape, *[1] * (x.dim() - 2)), 0)
 
 
 def top_mask(scores: Tensor, valid: Tensor, count: Tensor) -> Tensor:
-    """``[N, n]`` bool with the ``count[N]`` highest valid scores; a stable sort, so equal scores favour the lower slot.
+    """``[N, n]`` bool: the ``count [N]`` highest valid scores of each row; equal scores favour the lower slot.
 
-    NaN ranks below every number, so a token whose score is undefined goes first.
+    NaN ranks below every number, so tokens whose score is undefined are dropped first.
     """
     scores = scores.float().nan_to_num(nan=-torch.inf).masked_fill(~valid, -torch.inf)
-    # padded slots tie with -inf scores; putting the valid ones first keeps the count exact
-    order = scores.argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, (~valid).gather(1, order).long().argsort(dim=1, stable=True))
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(scores.shape[1], device=order.device).expand_as(order)
-    )
-    return (rank < count.to(rank.device)[:, None]) & valid
+    # padding ties with scores of -inf; with the valid slots in front the count stays exact
+    order = resorted(scores.argsort(dim=1, descending=True, stable=True), (~valid).long())
+    return (ranks(order) < count.to(order.device)[:, None]) & valid

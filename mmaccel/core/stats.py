@@ -1,4 +1,4 @@
-"""What the last call did: tokens in and kept per stage, bytes of KV, time per stage."""
+"""Statistics of the last call: tokens in and kept per stage, bytes of the KV cache, time per stage."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import torch
 
 @dataclass
 class Stage:
-    """One stage of the recipe in one call: visual tokens of the language model seen, resolved by the budget (None where the
-    content decides, see the notes), and kept, summed over rows. At site ``cache`` keys of a layer, mean over layers and heads;
-    of an encoder that stands alone the patches of all pictures."""
+    """What one stage of the recipe did in one call, in visual tokens summed over rows.
+
+    ``tokens_in`` reached it, the budget resolved to ``resolved`` (None where the content decides, see the notes), and
+    ``tokens_kept`` stayed. At site ``cache`` these are keys of a layer, mean over layers and heads; for a stand-alone encoder
+    the patches of all pictures.
+    """
 
     site: str
     method: str
@@ -26,8 +29,8 @@ class Stage:
 
 
 class Clock:
-    """Seconds per name. On CUDA it records events, on the stream of the device that works, and waits for none of them before
-    it is read."""
+    """Seconds per name. On CUDA it records events on the current stream of the device, and waits for them only when it is
+    read."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -44,7 +47,7 @@ class Clock:
 
     @staticmethod
     def start(device: torch.device | None) -> torch.cuda.Event | float:
-        """A point in time, to be given to :meth:`stop`."""
+        """A point in time to pass to :meth:`stop`."""
         if device is not None and device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(device))
@@ -59,7 +62,7 @@ class Clock:
             end = torch.cuda.Event(enable_timing=True)
             end.record(torch.cuda.current_stream(begin.device))
             self._events.append((name, begin, end))
-            # what is over by now need not be held until somebody asks
+            # events that have completed are added up now, so that a long run does not hold them all
             while self._events and self._events[0][2].query():
                 self._add()
 
@@ -77,7 +80,7 @@ class Clock:
 
 @dataclass
 class Stats:
-    """The figures of one call. :meth:`as_dict` is what ``model.mmaccel.stats()`` returns."""
+    """The statistics of one call. :meth:`as_dict` is what ``model.mmaccel.stats()`` returns."""
 
     recipe: str
     stages: dict[int, Stage] = field(default_factory=dict)
@@ -93,9 +96,9 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers.
 
-        ``visual_tokens`` came in; ``visual_tokens_kept`` reach the last layer; ``visual_tokens_per_layer`` is their mean
-        over the decoder layers (the fair x-axis when recipes work at different sites); ``kv_bytes`` is what the cache
-        holds at the end of the call; ``seconds`` are per stage; ``notes`` say in words what figures do not show.
+        ``visual_tokens`` of the prompt; ``visual_tokens_kept``, those that reach the last layer; ``visual_tokens_per_layer``,
+        the mean over the decoder layers (the fair x-axis when recipes work at different sites); ``kv_bytes``, the size of the
+        cache at the end of the call; ``seconds`` per stage; ``notes``, in words, what numbers do not show.
         """
         layers = self.layer_tokens
         return {

@@ -1,4 +1,4 @@
-"""EViT: inside the vision tower, what the CLS token does not look at is fused into one token."""
+"""EViT: inside the vision tower, the tokens that the CLS token attends to least are fused into one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class EViT(EncoderMethod):
     arXiv 2202.07800.
 
     ``s_j = mean_h A[h, CLS, j]``. The attentive tokens, those of highest ``s``, stay; the others become one token,
-    ``sum_j s_j x_j``, whose weights are not normalised (they sum to the attention the inattentive got). The fused token is
-    like any other in later layers and may be fused again. Attention is not weighed by sizes.
+    ``sum_j s_j x_j``, whose weights are not normalised (they sum to the attention paid to the inattentive tokens). In later
+    layers the fused token is a token like any other and may be fused again. Attention is not weighted by sizes.
 
-    The paper works at the layers 4, 7 and 10 of 12 and keeps 0.7 of the tokens at each: 196, 139, 99, 71 with the fused
-    ones, a ``retain`` of 0.36. Here the layers are the same shares of any depth, and the same share stays at each so that
-    the budget is met, fused tokens included.
+    The paper reduces at layers 4, 7 and 10 of 12 and keeps 0.7 of the tokens at each: 196, 139, 99, 71 including the fused
+    ones, a ``retain`` of 0.36. Here the layers are at the same shares of any depth, and the same share of the tokens stays at
+    each, such that the budget is met including fused tokens.
 
-    Paper and program: the program keeps ``ceil(0.7 n)`` and adds the fused one; it puts the attentive in the order of their
-    attention and the fused one last, here every token keeps its slot and the fused one takes the first slot of its own. Its
-    models were trained so; without training the fused token is shorter than its neighbours.
+    Paper and program: the program keeps ``ceil(0.7 n)`` and adds the fused token; it sorts the attentive tokens by attention
+    and appends the fused one. Here every token keeps its slot and the fused one takes the first slot of those it is made of.
+    The program's models were trained this way; without training the fused token is shorter than its neighbours.
     """
 
     name = "evit"
@@ -56,17 +56,17 @@ class EViT(EncoderMethod):
         at = sorted({layers // 4, layers // 2, layers * 3 // 4})
         out, left = [0] * layers, tokens
         for stage, layer in enumerate(at, 1):
-            # rounded first, so that every machine cuts alike
+            # rounded first, so that every machine truncates alike
             after = max(kept, int(round(tokens * (kept / tokens) ** (stage / len(at)), 6)))
             out[layer], left = left - after, after
         return out
 
     def fewest(self, tokens: int, layers: int) -> int:
-        """One: a single layer fuses any number."""
+        """One: a single layer can fuse any number of tokens."""
         return 1
 
     def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
-        """``cls_attention [N, T]`` -> ``[N, T]``: the ``remove + 1`` least attended flow into the first of them."""
+        """``cls_attention [N, T]`` -> ``[N, T]``: the ``remove + 1`` least attended tokens flow into the first of them."""
         assert tokens.cls_attention is not None
         attention = tokens.cls_attention.clone()
         attention[:, : tokens.protected] = torch.inf
@@ -76,7 +76,7 @@ class EViT(EncoderMethod):
         return torch.where(attentive, slot, attentive.long().argmin(1, keepdim=True))
 
     def weigh(self, tokens: EncoderTokens, target: Tensor) -> Tensor:
-        """``[N, T]``: the CLS attention of what is fused, one for what stays."""
+        """``[N, T]``: the CLS attention of fused tokens, one for the others."""
         assert tokens.cls_attention is not None
         slot = torch.arange(target.shape[1], device=target.device)
         joined = torch.zeros_like(target).scatter_add_(1, target, (target != slot).long())

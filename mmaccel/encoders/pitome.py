@@ -1,4 +1,4 @@
-"""PiToMe: only tokens that have many like them are merged, isolated ones are protected."""
+"""PiToMe: only tokens that resemble many others are merged, isolated ones are protected."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import elu, normalize
 
 from ..errors import MmaccelError
-from ..merging.film import BLOCK
 from ..method import EncoderMethod, EncoderTokens
+from ..method.blocks import BLOCK
 from ..method.registry import register
 
 
@@ -26,23 +26,23 @@ class PiToMe(EncoderMethod):
 
     *Accelerating Transformers with Spectrum-Preserving Token Merging*, NeurIPS 2024, arXiv 2405.16148.
 
-    Energy of a token: ``E_i = mean_j ELU(cos(k_i, k_j) - margin)``, itself among the ``j``: high where many are alike.
-    To remove ``r`` tokens, the ``2 r`` of highest energy are candidates, the rest is protected. Candidates alternate by
+    Energy of a token: ``E_i = mean_j ELU(cos(k_i, k_j) - margin)`` over all ``j``, itself included: high where many are alike.
+    To remove ``r`` tokens, the ``2 r`` of highest energy are candidates, the rest are protected. Candidates alternate by
     rank between A and B, and every token of A flows into the nearest of B. Merged tokens are means weighted by the
     patches they stand for. CLS takes no part.
 
     Parameters
     ----------
-    margin : the similarity that counts as alike; None is ``0.9 (1 - l / L)`` in layer ``l`` of ``L``, which the program
-        has for CLIP of transformers and for BLIP. It has 0.95 for its other CLIP, and 0.75 for DeiT and MAE.
+    margin : the similarity above which tokens count as alike; None is ``0.9 (1 - l / L)`` in layer ``l`` of ``L``, which the
+        program uses for CLIP of transformers and for BLIP. It uses 0.95 for its other CLIP, and 0.75 for DeiT and MAE.
     variant : ``energy``; or ``bsm``: all tokens, in the order of their energy, alternate between A and B, and the ``r``
-        best proposals are carried out, as in ToMe. The program takes it for the first half of its layers (DeiT). Or
-        ``text``, which it takes for text encoders: energy is a Gaussian around a cosine of one, and the ``r`` candidates of
-        higher energy flow into the ``r`` of lower.
+        most similar pairs are merged, as in ToMe; the program uses it in the first half of its layers (DeiT). Or ``text``,
+        which it uses for text encoders: energy is a Gaussian around a cosine of one, and the ``r`` candidates of higher
+        energy flow into the ``r`` of lower energy.
 
     Paper and program: the paper keeps a share of the tokens in every layer; so does :meth:`schedule`, with the share
-    that meets the budget. The paper weighs attention by sizes, as here; the program leaves that out. The program's sorts
-    are not stable; here equal values go to the lower slot.
+    that meets the budget. The paper weights attention by sizes, as here; the program does not. The program's sorts
+    are not stable; here the lower slot comes first on a tie.
     """
 
     name = "pitome"
@@ -60,7 +60,7 @@ class PiToMe(EncoderMethod):
             raise MmaccelError(f"pitome's text variant needs a margin below 1, not {self.margin}.")
 
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
-        """The same share of what is left in each layer; whole numbers that remove ``tokens - kept`` in all."""
+        """The same share of the tokens left in each layer; whole numbers that sum to ``tokens - kept``."""
         if kept > tokens or kept < 1 or layers < 1 or tokens > kept * 2**layers:
             raise MmaccelError(
                 f"pitome cannot leave {kept} of {tokens} tokens in {layers} layers, each of which halves them at most; "
@@ -68,9 +68,9 @@ class PiToMe(EncoderMethod):
             )
         out, left = [], tokens
         for layer in range(1, layers + 1):
-            # rounded first, so that every machine cuts alike
+            # rounded first, so that every machine truncates alike
             wanted = math.floor(round(tokens * (kept / tokens) ** (layer / layers), 6))
-            # no more than half goes, and no more stay than later layers can still halve
+            # at most half go, and no more stay than the later layers can still halve away
             after = min(max(wanted, left - left // 2, kept), left, kept * 2 ** (layers - layer))
             out.append(left - after)
             left = after
@@ -95,7 +95,7 @@ def text_energy(metric: Tensor, margin: float) -> Tensor:
 
 
 def energy_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
-    """The slot each token flows into, ``[N, T]`` long: ``2 remove`` candidates of highest energy, by turns A and B."""
+    """The slot each token flows into, ``[N, T]`` long: ``2 remove`` candidates of highest energy, alternately A and B."""
     ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin))
     return _flow(metric, ranked[:, : 2 * remove : 2], ranked[:, 1 : 2 * remove : 2], remove)
 
@@ -107,7 +107,7 @@ def text_matching(metric: Tensor, remove: int, margin: float, protected: int = 0
 
 
 def energy_bipartite_matching(metric: Tensor, remove: int, margin: float, protected: int = 0) -> Tensor:
-    """All tokens by turns A and B in the order of their energy; the ``remove`` best proposals of A are carried out."""
+    """All tokens alternately A and B in the order of their energy; the ``remove`` best matches of A are merged."""
     ranked, remove = _ranked(metric, remove, protected, energy(metric[:, protected:], margin))
     return _flow(metric, ranked[:, 0::2], ranked[:, 1::2], remove)
 
@@ -122,7 +122,7 @@ def _ranked(metric: Tensor, remove: int, protected: int, values: Tensor) -> tupl
 
 
 def _flow(metric: Tensor, a: Tensor, b: Tensor, remove: int) -> Tensor:
-    """The ``remove`` tokens among the slots ``a [N, p]`` that are nearest to one of ``b [N, q]`` flow into it."""
+    """The ``remove`` tokens of slots ``a [N, p]`` that are nearest to one of slots ``b [N, q]`` flow into it."""
     target = torch.arange(metric.shape[1], device=metric.device).repeat(len(metric), 1)
     if remove == 0:
         return target

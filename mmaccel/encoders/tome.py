@@ -24,19 +24,19 @@ class ToMe(EncoderMethod):
 
     *Token Merging: Your ViT But Faster*, ICLR 2023, arXiv 2210.09461.
 
-    Tokens alternate between a set A (even places) and a set B (odd places). Every token of A proposes the token of B
-    whose key (mean over heads) is nearest by cosine; the ``r`` best proposals are carried out, several of them into the
-    same token of B if they so wish. Merged tokens are means weighted by the patches they stand for, and attention adds
-    the logarithm of that number (the encoder's part). CLS is never merged.
+    Tokens alternate between a set A (even places) and a set B (odd places). Every token of A is matched with the token of
+    B whose key (mean over heads) is nearest by cosine; the ``r`` most similar pairs are merged, several of them possibly
+    into the same token of B. Merged tokens are means weighted by the patches they stand for, and the logarithm of that
+    number is added to attention logits (:attr:`EncoderMethod.proportional`). CLS is never merged.
 
     Parameters
     ----------
-    pace : ``constant`` removes equally many in every layer, ``decreasing`` many at first and none at the end, on a
-        straight line. The paper has both; constant is its default.
+    pace : ``constant`` removes equally many in every layer; ``decreasing`` many at first and none at the end, falling
+        linearly. The paper has both; constant is its default.
 
-    Paper and program: the program is given ``r`` and takes what comes out; here the wanted number of tokens is met
-    exactly (:meth:`schedule`). It orders the tokens of A that stay by similarity when there is no CLS token; here every
-    token keeps its slot. Its sort is not stable; here equal scores go to the lower slot.
+    Paper and program: the program is given ``r``, and the number of tokens left follows; here that number is met exactly
+    (:meth:`schedule`). Without a CLS token it sorts the tokens of A that stay by similarity; here every token keeps its
+    slot. Its sort is not stable; here the lower slot comes first on a tie.
     """
 
     name = "tome"
@@ -53,10 +53,10 @@ class ToMe(EncoderMethod):
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
         """How many to remove in each layer, ``tokens - kept`` in all; ``tokens`` without the protected ones.
 
-        A layer removes at most half of what it finds. Where that binds, the layers before it remove more.
+        A layer removes at most half of its tokens. Where that is less than its share, the layers before it remove more.
         """
         removed = tokens - kept
-        # shares of a straight line; whole numbers, so that every machine rounds alike
+        # shares on a straight line, in whole numbers, so that every machine rounds alike
         share = [1] * layers if self.pace == "constant" else [max(1, layers - 1) - i for i in range(layers)]
         if layers == 1:
             share = [1]
@@ -75,7 +75,7 @@ class ToMe(EncoderMethod):
                 f"tome cannot leave {kept} of {tokens} tokens in {layers} layers, each of which halves them at most; "
                 "give a larger budget."
             )
-        # the smallest total whose capped shares remove enough
+        # the smallest total whose shares, each at most half of the layer's tokens, remove enough
         out = spread(bisect_left(range(most + 1), True, lo=removed, key=lambda total: sum(spread(total)) >= removed))
         excess = sum(out) - removed
         for i in reversed(range(layers)):
@@ -93,9 +93,9 @@ def bipartite_soft_matching(metric: Tensor, remove: int, protected: int = 0) -> 
 
     Parameters
     ----------
-    metric : ``[N, T, d]``, what similarity is measured on.
-    remove : at most half of the unprotected tokens; more is cut to that, as in the paper.
-    protected : leading tokens (class, distillation, registers) that neither flow nor receive.
+    metric : ``[N, T, d]``, the vectors whose cosines are compared.
+    remove : cut to half of the unprotected tokens, as in the paper.
+    protected : number of leading tokens (class, distillation, registers) that take no part.
     """
     rows, tokens = metric.shape[:2]
     target = torch.arange(tokens, device=metric.device).repeat(rows, 1)

@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ..core.budget import split
+from ..core.budget import apportion
 from ..core.reduction import top_mask
 
 
@@ -23,7 +23,7 @@ def pyramid(count: int, sizes: list[int], beta: float) -> list[int]:
     layers = len(sizes)
     most, least = pyramid_ends(count, max(sizes), Fraction(str(beta)))
     shares = [float(most - (most - least) * i / max(1, layers - 1)) for i in range(layers)]
-    return split(count * layers, sizes, shares)
+    return apportion(count * layers, sizes, shares)
 
 
 def pyramid_ends(count: int, size: int, beta: Fraction) -> tuple[Fraction, Fraction]:
@@ -57,7 +57,7 @@ def by_shares(count: int, sizes: list[int], shares: list[float], uniform: float 
     even = [1.0 / layers] * layers
     mixed = [uniform * e + (1 - uniform) * (s / total if total > 0 else e) for e, s in zip(even, shares, strict=True)]
     least = [min(size, count, max(1, size // 100)) for size in sizes]
-    rest = split(count * layers - sum(least), [size - low for size, low in zip(sizes, least, strict=True)], mixed)
+    rest = apportion(count * layers - sum(least), [size - low for size, low in zip(sizes, least, strict=True)], mixed)
     return [low + more for low, more in zip(least, rest, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""AIM, inside the language model: page rank on a layer's attention says which visual tokens matter."""
+"""AIM, inside the language model: visual tokens are ranked by PageRank on a layer's attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..method.registry import register
 @register
 @dataclass(frozen=True)
 class AimPageRank(LayerMethod):
-    """Keep the visual tokens that attention flows to, whoever it starts from.
+    """Keep the visual tokens in which a random walk along attention ends, from wherever it starts.
 
     *AIM: Adaptive Inference of Multi-Modal LLMs via Token Merging and Pruning*, ICCV 2025, arXiv 2412.03248.
 
@@ -25,22 +25,22 @@ class AimPageRank(LayerMethod):
     a token's importance is ``sqrt(mean_h p_h^2)``. At the input of layer ``layer`` the ``count`` most
     important visual tokens stay, at their original positions. Text takes part in the walk and always stays.
 
-    Attention is causal, so ``p <- p M`` moves weight to earlier tokens only: once all rows from ``r`` on have passed it
-    on, what reaches row ``r`` is known, for every iteration. Blocks of rows are therefore made once each, from the last
-    to the first, and serve all iterations; nothing larger than a block of ``M`` and ``[iterations + 1, B, H, K]`` exists.
+    Attention is causal, so ``p <- p M`` moves weight to earlier tokens only: once all rows after row ``r`` are processed,
+    the weight that reaches ``r`` is known for every iteration. Each block of rows of ``M`` is therefore computed once, from
+    the last to the first, for all iterations; nothing larger than a block and ``[iterations + 1, B, H, K]`` is in memory.
 
     Parameters
     ----------
     layer : the input of this layer, counted from 0. The recipe ``aim`` merges to ``retain`` of the tokens (25 %), and has a
-        stage at each of layers 15 to 22 of 28, which keep 7, 6, ... 1 eighths of that and at last one token a picture.
+        stage at each of layers 15 to 22 of 28, which keep 7, 6, ... 1 eighths of that and finally one token per picture.
     tau : temperature of the walk; 0.1 and five ``iterations`` as in the program.
-    teleport : share of the weight that starts anew everywhere in each iteration, ``p <- (1 - teleport) p M + teleport / L``;
-        0 as in the program, which has it and leaves it out.
+    teleport : share of the weight that restarts uniformly in each iteration, ``p <- (1 - teleport) p M + teleport / L``; 0 as
+        in the program, which has the term but does not use it.
 
     Paper and program: after each layer ``l >= 14`` of 28 the program keeps ``max(0, 1 - (l - 13) / 8)`` of the tokens
-    that entered the language model, ranked by the map of layer ``l``, so that none is left after layer 21; here one per
-    picture stays. It only masks what it drops (its figures are computed from operation counts) and takes one image; here
-    tokens are really gone, every picture has its budget, and keys of an earlier turn receive but do not pass on.
+    that entered the language model, ranked by the attention of layer ``l``, so that none is left after layer 21; here one
+    per picture stays. It only masks the tokens it drops (its costs are computed from operation counts) and takes one image;
+    here tokens are removed, every picture has its own budget, and keys of earlier turns receive weight but pass none on.
     """
 
     name = "aim-pagerank"
@@ -73,7 +73,7 @@ class AimPageRank(LayerMethod):
         walk = attention.query.new_zeros(self.iterations + 1, batch, heads, keys, dtype=torch.float32)
         length = walk.new_zeros(batch)
         for start, stop in reversed(row_blocks(attention)):
-            # a row of padding sees nothing, and passes nothing on
+            # padding attends to nothing, and passes no weight on
             flow = upto(attention, stop).logits(start, stop).div_(self.tau).softmax(-1).nan_to_num(0.0)
             real = flow[:, 0].sum(-1) > 0
             length += real.sum(1)

@@ -20,18 +20,18 @@ class FastKVTokens(LayerMethod):
 
     *FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding Acceleration*, arXiv 2502.01068.
 
-    ``s_j = sum_h pool( sum_{q in window} A_{l-1}[h, q, j] )``; the ``count`` highest of each picture go on, at their
-    original positions, and all text. The layers below ``layer`` keep their own keys, for which the paper uses SnapKV of the
-    same window: the recipe ``fastkv`` has both.
+    ``s_j = sum_h pool( sum_{q in window} A_{l-1}[h, q, j] )``; the ``count`` highest of each picture stay, at their
+    original positions, and all text does. The layers below ``layer`` keep all keys; the paper compresses these with SnapKV of
+    the same window, as the recipe ``fastkv`` does.
 
     Parameters
     ----------
     layer : the input of this layer. The paper selects by its layer 15 of 32, so 16.
-    window : queries at the end of the prompt that vote; 8 as in the program.
+    window : number of queries at the end of the prompt that score; 8 as in the program.
     kernel : odd width of the pooling; 7 as in the program.
 
-    Paper and program: every token of a text prompt competes, and the window always goes on; here text stays and visual
-    tokens compete, each picture for its own budget.
+    Paper and program: in the program every token of a text prompt competes, except those of the window; here text stays and
+    visual tokens compete, each picture for its own budget.
     """
 
     name = "fastkv-tokens"
@@ -54,7 +54,7 @@ class FastKVTokens(LayerMethod):
         """``window_attention [B, K]``: sums over window and heads; the window's own keys count as zero."""
         rows = attention.query.shape[2]
         first = max(0, rows - self.window)
-        # queries that are padding see nothing
+        # queries of padding attend to nothing
         paid = attention.attention(first, rows).nan_to_num(0.0)
         score = paid.sum((1, 2))
         score[:, first - rows :] = 0.0

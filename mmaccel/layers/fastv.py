@@ -14,22 +14,22 @@ from ..method.registry import register
 @register
 @dataclass(frozen=True)
 class FastV(LayerMethod):
-    """Rank visual tokens by the attention of the last prompt token, one layer before they are dropped.
+    """Rank visual tokens by the attention paid by the last prompt token, one layer before they are dropped.
 
     *An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for Large Vision-Language Models*,
     ECCV 2024, arXiv 2403.06764.
 
     ``s_j = mean_h A_{K-1}[h, last, j]`` over the visual tokens ``j``; at the input of layer ``K`` the ``count`` highest
-    stay, in order, at their original positions. Text always stays. Layers below ``K`` see and cache everything.
+    stay, in order, at their original positions. Text always stays. Layers below ``K`` process and cache all tokens.
 
     Parameters
     ----------
     layer : ``K``, counted from 0. 2 as in the paper, with half of the tokens kept (``default_retain``).
 
-    Paper and program: the program runs layer ``K - 1`` with eager attention to see its probabilities, and its ports to
-    other stacks run that layer a second time. Here the scores come from the one query row that is needed, with the keys
-    the layer holds already: no second forward and no attention matrix. The program knows one image at a fixed place of
-    a batch of one, and rounds the count half to even.
+    Paper and program: the program runs layer ``K - 1`` with eager attention to get its probabilities, and its ports to
+    other libraries run that layer a second time. Here the scores are computed from the one query that is needed and the
+    layer's keys: no second forward and no attention matrix. The program takes one image at a fixed place of a batch of one,
+    and rounds the count half to even.
     """
 
     name = "fastv"

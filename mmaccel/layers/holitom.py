@@ -1,4 +1,4 @@
-"""HoliTom, inside the language model: what is dropped by FastV's ranking is merged into its nearest kept token."""
+"""HoliTom, inside the language model: tokens that FastV's ranking would drop are merged into the nearest kept token."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.masks import leftmost
 from ..core.reduction import Links, Reduction, top_mask
 from ..method import Grid, LayerMethod, TokenBatch
 from ..method.registry import register
@@ -18,7 +19,7 @@ from ..method.registry import register
 @register
 @dataclass(frozen=True)
 class HoliTomInner(LayerMethod):
-    """Rank by the attention of the last prompt token, and merge instead of dropping.
+    """Rank by the attention paid by the last prompt token, and merge instead of dropping.
 
     *HoliTom: Holistic Token Merging for Fast Video Large Language Models*, NeurIPS 2025, arXiv 2505.21334.
 
@@ -28,17 +29,17 @@ class HoliTomInner(LayerMethod):
 
         ``2^-m h + sum_i 2^-(m - i + 1) x_i``,
 
-    whose weights sum to one: later members weigh more, it is no mean. Similarities are those before any merging, in
-    blocks of rows. Positions are original; the layers below keep all tokens.
+    whose weights sum to one, with more weight for later members than in a mean. Similarities are those before any merging,
+    in blocks of rows. Positions are original; the layers below keep all tokens.
 
     Parameters
     ----------
-    layer : the input of this layer, counted from 0: 18 of 28 as in the authors' 7B runs, where half of the tokens that
-        their outer merging left stay.
+    layer : the input of this layer, counted from 0: 18 of 28 as in the authors' 7B runs, where half of the tokens left by
+        their outer merging stay.
 
-    Paper and program: the paper speaks of merging into the most similar token; that the average is a running one comes
-    from the program. Its script for the 72B model sets variables that are no longer read, so no inner merging happened
-    there. It takes one video at a fixed place of a batch of one, and rounds the count half to even.
+    Paper and program: the paper says that tokens are merged into the most similar one; the running average is the
+    program's. Its script for the 72B model sets variables that are no longer read, so no inner merging happened there. It
+    takes one video at a fixed place of a batch of one, and rounds the count half to even.
     """
 
     name = "holitom-inner"
@@ -54,7 +55,7 @@ class HoliTomInner(LayerMethod):
         return round(size * (1 - (1 - retain)))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``prompt_attention [N, n]``, ``features [N, n, D]``, ``count [N]`` -> kept slots and what flows into them."""
+        """``prompt_attention [N, n]``, ``features [N, n, D]``, ``count [N]`` -> kept tokens, and links of the others."""
         kept = top_mask(tokens.signals["prompt_attention"], tokens.valid, count)
         flows = tokens.valid & ~kept & kept.any(1, keepdim=True)
         if not bool(flows.any()):
@@ -63,12 +64,12 @@ class HoliTomInner(LayerMethod):
 
 
 def nearest_kept(features: Tensor, kept: Tensor) -> Tensor:
-    """``[N, n]`` long: for every slot of ``features [N, n, D]`` the slot in ``kept [N, n]`` of largest cosine similarity."""
+    """``[N, n]`` long: for every slot of ``features [N, n, D]`` the kept slot, of ``kept [N, n]``, of largest cosine."""
     x = normalize(features.float(), dim=-1)
-    # only the kept ones are candidates; short rows are filled up with others, which cannot win
-    slots = (~kept).long().argsort(dim=1, stable=True)[:, : int(kept.sum(1).max())]
+    # only kept tokens are candidates; what fills up short rows cannot win
+    slots, held = leftmost(kept)
     every = torch.arange(kept.shape[1], device=x.device).expand_as(kept)
-    return slots.gather(1, most_alike(x, every, slots, kept.gather(1, slots), first=first_copies(x))[1])
+    return slots.gather(1, most_alike(x, every, slots, held, first=first_copies(x))[1])
 
 
 def _halving(target: Tensor, kept: Tensor, flows: Tensor) -> Links:
@@ -76,7 +77,7 @@ def _halving(target: Tensor, kept: Tensor, flows: Tensor) -> Links:
     width = kept.shape[1]
     batch, source = flows.nonzero(as_tuple=True)
     into = batch * width + target[batch, source]
-    # stable, so members of one slot stay in ascending order
+    # stable, so the members of a slot stay in ascending order
     order = into.argsort(stable=True)
     batch, source, into = batch[order], source[order], into[order]
     _, group, sizes = torch.unique_consecutive(into, return_inverse=True, return_counts=True)

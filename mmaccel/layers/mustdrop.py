@@ -1,4 +1,4 @@
-"""MustDrop, inside the language model: drop what no text token looks at, neither in sum nor at its strongest."""
+"""MustDrop, inside the language model: drop visual tokens that text attends to little, in sum and at most."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class MustDropFilter(LayerMethod):
 
     *Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model*, arXiv 2411.10803.
 
-    With ``A`` the attention of layer ``layer - 1``, mean over heads, from the text to the visual tokens ``j`` of a picture,
-    ``g_j = sum_t A_tj`` and ``m_j = max_t A_tj``: token ``j`` is dropped iff ``g_j < global_threshold * sum_i g_i`` and
-    ``m_j < individual_threshold``. Equivalently it stays iff
+    ``A`` is the attention of layer ``layer - 1``, mean over heads, paid by text tokens ``t`` to the visual tokens ``j`` of a
+    picture; ``g_j = sum_t A_tj`` and ``m_j = max_t A_tj``. Token ``j`` is dropped iff ``g_j < global_threshold * sum_i g_i``
+    and ``m_j < individual_threshold``. Equivalently it stays iff
 
         ``s_j = max(g_j / (global_threshold * sum_i g_i), m_j / individual_threshold) >= 1``.
 
     By default the budget decides: the ``count`` highest ``s_j`` stay, which is the same filter with both thresholds
-    scaled together until it meets the budget. With ``adaptive=True`` the thresholds decide, as in the paper, and the
-    budget is only a ceiling (``retain=1.0``: none); at least one token of a picture stays. Text always stays.
+    scaled by the same factor until the budget is met. With ``adaptive=True`` the thresholds decide, as in the paper, and the
+    budget is only an upper limit (``retain=1.0``: none); at least one token of a picture stays. Text always stays.
 
-    With ``protect`` above 0, the ``ceil(protect n)`` of the ``n`` tokens of a picture that entered the language model with
-    most attention of the CLS token, in the last layer of the tower, are its keys: no threshold drops them, and a budget
-    drops them last.
+    With ``protect`` above 0, the ``ceil(protect n)`` tokens with most CLS attention in the last layer of the tower, of the
+    ``n`` tokens of a picture that entered the language model, are key tokens: no threshold drops them, and a budget drops
+    them last.
 
-    ``g`` and ``m`` are gathered over blocks of text rows; rows without text are not computed and no map is kept.
+    ``g`` and ``m`` are computed over blocks of text rows; rows without text are skipped and no map is kept.
 
     Parameters
     ----------
@@ -44,15 +44,15 @@ class MustDropFilter(LayerMethod):
         3, 7, 11 and 15 here; see the recipe ``mustdrop``.
     global_threshold, individual_threshold : 0.001 and 0.001 as for 192 of 576 tokens on TextVQA; 0.0012 and 0.001 for
         128, 0.011 and 0.01 for 64.
-    protect : share of keys; the program's 0.08 in the recipe ``mustdrop``, none in this method alone.
-    query : whose attention makes keys: ``cls``; ``all``, the mean over all patches, for towers without a CLS token; ``auto``,
-        the CLS token's where there is one.
+    protect : share of key tokens; 0.08 in the recipe ``mustdrop``, as in the program, and 0 in this method alone.
+    query : whose attention makes key tokens: ``cls``; ``all``, the mean over all patches, for towers without a CLS token;
+        ``auto``, the CLS token's where there is one.
 
-    Paper and program: the program sums over the text behind the image; text in front of it cannot look at it, so all
-    text may vote here, and with several pictures each has its own sum. It takes keys of what its vision stage merged
-    inside the tower; here a merged token is judged by the patch in whose slot it stands. It renumbers positions, which
-    stay original here, and after prefill cuts the cache of the layers before a filter to what later filters left; here
-    those layers keep what they have read.
+    Paper and program: the program sums over the text after the image; text before it cannot attend to it, so here all text
+    is summed over, and with several pictures each has its own sum. Its key tokens are chosen among tokens that its vision
+    stage merged inside the tower; here a merged token has the CLS attention of the patch in whose slot it is. It renumbers
+    positions, which stay original here, and after prefill drops from the cache of the layers before a filter what later
+    filters dropped; here those layers keep all they have stored (but see the policy ``mustdrop-cache``).
     """
 
     name = "mustdrop-filter"
@@ -88,7 +88,7 @@ class MustDropFilter(LayerMethod):
         return super().fit(family)
 
     def taps(self) -> tuple[Tap, ...]:
-        """With keys, the attention of the tower's last layer."""
+        """With ``protect``, the attention in the tower's last layer."""
         kind: Literal["cls_attention", "received_attention"]
         kind = "received_attention" if self.query == "all" else "cls_attention"
         return (Tap(kind, (-1,)),) if self.protect else ()
@@ -101,7 +101,7 @@ class MustDropFilter(LayerMethod):
             )
 
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
-        """``text_sum`` and ``text_max [B, K]``: attention received from text rows, mean over heads."""
+        """``text_sum`` and ``text_max [B, K]``: sum and maximum over text rows of the attention they pay, mean over heads."""
         text = attention.text
         total = torch.zeros(len(text), attention.key.shape[2], device=attention.query.device)
         most = torch.zeros_like(total)
@@ -129,14 +129,14 @@ class MustDropFilter(LayerMethod):
         if self.adaptive:
             passed = valid & ((total >= bar) | (most >= self.individual_threshold) | keys)
             count = torch.minimum(count, passed.sum(1).clamp(min=1))
-            # rounding may put the quotient on the other side of 1
+            # rounding must not put the quotient on the wrong side of 1
             score = torch.where(passed, score.clamp(min=1.0), score.clamp(max=1.0 - 1e-6))
         return Reduction(top_mask(score.masked_fill(keys, torch.inf), valid, count), valid)
 
     def keys(self, tokens: TokenBatch, count: Tensor) -> Tensor:
-        """``[N, n]`` bool: the keys of every picture, ``count [N]`` of them at most.
+        """``[N, n]`` bool: the key tokens of every picture, at most ``count [N]``.
 
-        No stage drops them, so the best of what is left are those of what entered.
+        Earlier filters drop none of them, so the best of the tokens left are the best of those that entered.
         """
         if not self.protect:
             return torch.zeros_like(tokens.valid)

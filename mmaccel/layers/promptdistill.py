@@ -1,4 +1,4 @@
-"""PromptDistill: deep in the language model keep what the end of the prompt looks for, by logits instead of weights."""
+"""PromptDistill: deep in the language model keep the tokens that the last prompt token's query matches, by logits."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class PromptDistill(LayerMethod):
     Inference*, arXiv 2503.23274.
 
     ``s_j = mean_h q_h . k_hj * scaling`` in layer ``layer - 1``. With ``pooling`` the scores are averaged along the
-    sequence over ``kernel`` neighbours, text among them; what lies outside, padding, and the last prompt token itself
+    sequence over ``kernel`` neighbours, including text; places outside the prompt, padding, and the last prompt token itself
     count as zero. The ``count`` highest of each picture stay, at their original positions, and all text.
 
     Parameters
     ----------
-    layer : the input of this layer. The program selects behind its layer 13 (of 32), on the queries and keys of that
-        layer; that is 14 here. Stages at several layers make its multi-stage form.
+    layer : the input of this layer. The program selects after its layer 13 (of 32), by the queries and keys of that
+        layer; that is 14 here. Its multi-stage form is a recipe with stages at several layers.
     pooling, kernel : on and 5 as in the program.
 
     Paper and program: the method is for text models and ranks every token of the prompt, keeping an absolute number of
-    them (1,024; 100 in its library) and everything behind the prompt; here visual tokens compete, each picture for its
-    own budget, and text stays. Its option to cut the cache of the layers before the selection as well
-    (``cache_truncation_end``; off by default, on in its scripts) is not offered here. The logits of a sliding window layer are
-    ranked only inside the window.
+    them (1,024; 100 in its library) and all tokens after the prompt; here visual tokens compete, each picture for its
+    own budget, and text stays. Its option to also truncate the cache of the layers before the selection
+    (``cache_truncation_end``; off by default, on in its scripts) is not offered here. In a layer with a sliding window only
+    the logits inside the window are ranked.
     """
 
     name = "promptdistill"
@@ -53,7 +53,7 @@ class PromptDistill(LayerMethod):
             raise MmaccelError(f"promptdistill needs an odd kernel, not {self.kernel}.")
 
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
-        """``prompt_logits [B, K]``, mean over heads; ``-inf`` where the last token may not look."""
+        """``prompt_logits [B, K]``, mean over heads; ``-inf`` for keys that the last token may not attend to."""
         rows = attention.query.shape[2]
         logits = attention.logits(rows - 1, rows)[:, :, 0].mean(1)
         if not self.pooling:

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
 from ..method.registry import register
-from .film import alike, celled, frame_numbers, share, spare
+from .film import alike, frame_numbers, share, spare
 
 
 @register
@@ -24,19 +24,19 @@ class AimMerge(ProjectorMethod):
 
     *AIM: Adaptive Inference of Multi-Modal LLMs via Token Merging and Pruning*, arXiv 2412.03248; its merging half.
 
-    A round splits the tokens of a frame by turns into A and B, every token of A proposes its nearest of B by cosine, and
-    the best ``r`` proposals are averaged into B: ``b = mean(b, a_1, a_2, ...)``. Rounds halve (``r = m // 2``) until
-    the budget is in reach; the last one removes what is over. The paper keeps 25 %: two rounds of LLaVA-OneVision's
-    196 tokens a frame.
+    In a round the tokens of a frame are assigned alternately to A and B, every token of A is matched with the nearest of B
+    by cosine, and the ``r`` most similar are averaged into B: ``b = mean(b, a_1, a_2, ...)``. Rounds halve the tokens
+    (``r = m // 2``) as long as the budget allows; the last one removes the rest. The paper keeps 25 %: two rounds for the
+    196 tokens of a LLaVA-OneVision frame.
 
-    The mean is plain in every round, as in the paper, so a token merged twice weighs its parts unevenly; weights still
+    Every round takes plain means, as in the paper, so in a token merged twice the parts have unequal weights; they still
     sum to one. A merged token takes the slot of its B token. The tiles of a picture are merged one by one, like frames.
-    The budget is split over frames by size; with fewer tokens than frames, neighbouring frames are merged together.
+    The budget is apportioned to frames by size; if it is less than one token a frame, neighbouring frames are merged as one.
     Tokens without a cell (newlines) are dropped first.
 
-    Paper and program: the program merges video frames only, with the two rounds written out; it emits what A keeps in
-    descending similarity before B, and pairs the next round in that order. So does this, but the tokens come out in
-    slot order. Its sort is not stable; here equal scores go to the lower slot.
+    Paper and program: the program merges video frames only, in exactly two rounds; after each it puts the remaining tokens
+    of A, by descending similarity, before those of B, and pairs the next round in that order. So does this, but the tokens
+    come out in slot order. Its sort is not stable; here the lower slot comes first on a tie.
     """
 
     name = "aim-merge"
@@ -46,12 +46,12 @@ class AimMerge(ProjectorMethod):
     conserves_mass: ClassVar[bool] = True
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program cuts off: ``int(retain n)``."""
+        """The program rounds down: ``int(retain n)``."""
         return int(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the token of its frame that each flows into."""
-        here, count = celled(tokens), count.to(tokens.valid.device)
+        here, count = tokens.celled, count.to(tokens.valid.device)
         extra = spare(tokens.valid & ~here, count - here.sum(1))
         target = torch.where(extra, torch.arange(here.shape[1], device=here.device), -1)
         weight = torch.ones(here.shape, device=here.device)
@@ -64,7 +64,7 @@ class AimMerge(ProjectorMethod):
 
 
 def halvings(size: int, keep: int) -> list[int]:
-    """What each round removes to get from ``size`` tokens to ``keep``."""
+    """How many tokens each round removes to get from ``size`` to ``keep``."""
     out = []
     while size > keep:
         out.append(min(size - keep, size // 2))
@@ -73,11 +73,14 @@ def halvings(size: int, keep: int) -> list[int]:
 
 
 def merge_in_rounds(x: Tensor, removals: list[int]) -> tuple[Tensor, Tensor]:
-    """Merge tokens of ``x [F, m, D]``, at most half in a round: where each flows, ``[F, m]`` long, and its weight there."""
+    """Merge tokens of ``x [F, m, D]``, at most half in a round.
+
+    Returns the slot each token flows into, ``[F, m]`` long, and its weight there, ``[F, m]`` float32.
+    """
     x = x.float()
     frames, size = x.shape[:2]
     home = torch.arange(size, device=x.device).expand(frames, -1)
-    # where the tokens of the beginning are now, and how much of what stands there they are
+    # for every original token the place it is merged into by now, and its weight there
     now, weight = home, torch.ones(frames, size, device=x.device)
     for remove in removals:
         left = x.shape[1]

@@ -1,4 +1,4 @@
-"""CenterCLIP: of the tokens of a few neighbouring frames, the medoids of k clusters stay."""
+"""CenterCLIP: the tokens of a few neighbouring frames are clustered, and the medoids stay."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from mmaccel_kernels.copies import first_copies, pairs_of_first
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.masks import group_sizes
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
 from ..method.registry import register
-from .film import alike, celled, frame_numbers, group_sizes, share, spare
+from .film import alike, frame_numbers, share, spare
 
-#: tokens clustered together at most; all their pairs are held at once
+#: the most tokens that are clustered together; all their pairs are in memory at once
 MOST = 4096
 
 
@@ -28,23 +29,23 @@ class CenterClip(ProjectorMethod):
     *CenterCLIP: Token Clustering for Efficient Text-Video Retrieval*, SIGIR 2022, arXiv 2205.00823.
 
     A clip is cut into segments of ``frames`` frames; the tokens of a segment are clustered with k-medoids, and the
-    medoids stay, in raster order. Start (KKZ): the token of the largest L2 norm, then always the one farthest from its
-    nearest medoid. A step: every token joins its nearest medoid (the first on a tie), and the member with the smallest
-    sum of distances to the others becomes the medoid (the lower slot on a tie). Steps end when nothing moves.
+    medoids stay, in raster order. Initial medoids (KKZ): the token of largest L2 norm, then repeatedly the one farthest from
+    its nearest medoid. In a step every token joins its nearest medoid (the first on a tie), and the member with the smallest
+    sum of distances to the others becomes the medoid (the lower slot on a tie). Steps end when no medoid changes.
 
-    An image, or each tile of one, is a segment of its own; the budget is split over segments by size. A segment of
-    more than 4,096 tokens is cut into stretches of equal length. Tokens without a cell (newlines) are dropped first.
+    An image, or each tile of one, is a segment of its own; the budget is apportioned to segments by size. A segment of
+    more than 4,096 tokens is cut into runs of equal length. Tokens without a cell (newlines) are dropped first.
 
     Parameters
     ----------
-    frames : frames a segment. The paper's MSR-VTT setting makes 6 segments of 12 frames, with 49 centres each.
+    frames : frames per segment. The paper cuts the 12 frames of an MSR-VTT clip into 6 segments, with 49 centres each.
     distance : ``euclidean`` (the paper's) or ``cosine``.
     aggregate : ``medoid`` keeps the medoid as it is (the paper's); ``mean`` puts the cluster's mean in its place.
-    iterations : steps at most. The program's command line says 100, its class 80.
+    iterations : the most steps. The program's command line has 100, its class 80.
 
-    Paper and program: it runs between CLIP blocks of a fine-tuned model, with the means of the segment's CLS tokens;
-    here it runs on what the language model reads. The program takes distances from ``torch.cdist``, whose rounding makes
-    a token some 1e-3 away from itself and so decides which of two members is the medoid; here that is a tie.
+    Paper and program: the program runs between the CLIP blocks of a fine-tuned model, with the means of the segment's CLS
+    tokens; here it runs on what the language model reads. Its distances are those of ``torch.cdist``, whose rounding puts a
+    token some 1e-3 away from itself and so decides which of two members is the medoid; here that is a tie.
     """
 
     name = "centerclip"
@@ -71,7 +72,7 @@ class CenterClip(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` -> the medoids, or the means of their clusters at their slots."""
-        here, count = celled(tokens), count.to(tokens.valid.device)
+        here, count = tokens.celled, count.to(tokens.valid.device)
         slot = torch.arange(here.shape[1], device=here.device).expand_as(here)
         target = torch.where(spare(tokens.valid & ~here, count - here.sum(1)), slot, -1)
         number = frame_numbers(tokens)
@@ -91,7 +92,7 @@ class CenterClip(ProjectorMethod):
 
 
 def cut(part: Tensor) -> Tensor:
-    """Parts ``[N, n]`` of more than :data:`MOST` tokens cut in stretches of equal length; the parts are consecutive."""
+    """Parts ``[N, n]`` of more than :data:`MOST` tokens cut into runs of equal length; the parts are consecutive."""
     groups = max(1, int(part.max()) + 1)
     size = group_sizes(part, groups)
     pieces = (size + MOST - 1) // MOST
@@ -103,7 +104,7 @@ def cut(part: Tensor) -> Tensor:
 
 
 def distances(x: Tensor, kind: str) -> Tensor:
-    """``[F, m, m]`` distances of ``x [F, m, D]``, the same both ways and for copies, and zero between them."""
+    """``[F, m, m]`` distances of ``x [F, m, D]``: symmetric, zero between copies, and the same for all copies of a token."""
     if kind == "cosine":
         unit = normalize(x, dim=-1)
         away = 1.0 - unit @ unit.transpose(1, 2)
@@ -113,7 +114,7 @@ def distances(x: Tensor, kind: str) -> Tensor:
 
 
 def k_medoids(x: Tensor, away: Tensor, k: int, iterations: int = 80) -> tuple[Tensor, Tensor]:
-    """Cluster ``x [F, m, D]`` by the distances ``away [F, m, m]``, however they are shifted.
+    """Cluster ``x [F, m, D]`` around ``k`` medoids by the distances ``away [F, m, m]``.
 
     Returns the medoids ``[F, k]``, ascending, and the cluster of every token ``[F, m]``.
     """
@@ -143,7 +144,7 @@ def k_medoids(x: Tensor, away: Tensor, k: int, iterations: int = 80) -> tuple[Te
 
 
 def _join(away: Tensor, medoids: Tensor) -> Tensor:
-    """The nearest medoid of every token; a medoid is its own, even where another lies on it."""
+    """``[F, m]``: the number of the nearest medoid of every token; a medoid's own, even where another is a copy of it."""
     number = torch.arange(medoids.shape[1], device=away.device).expand_as(medoids)
     near = away.gather(2, medoids[:, None].expand(-1, away.shape[1], -1)).argmin(2)
     return near.scatter(1, medoids, number)

@@ -6,30 +6,30 @@ import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
 
-from .film import BLOCK
+from ..method.blocks import BLOCK
 
 
 def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = False) -> Tensor:
-    """How good a centre every token is, ``[F, m]`` float32; -inf where there is none.
+    """The score of every token as a cluster centre, ``[F, m]`` float32; -inf for padding.
 
     Rodriguez and Laio, *Clustering by fast search and find of density peaks*, Science 2014, with the density of Du et
     al. (DPC-KNN) as token clustering uses it:
 
     - ``d_ij = ||x_i - x_j|| / sqrt(D)``
-    - ``rho_i = exp(-mean of the k smallest d_ij^2)``, itself among them
-    - ``delta_i = min d_ij over j with rho_j > rho_i``; the largest distance of the sample where there is none
+    - ``rho_i = exp(-mean of the k smallest d_ij^2)``, including ``d_ii = 0``
+    - ``delta_i = min d_ij over j with rho_j > rho_i``; for the densest token the largest distance in its set
     - score ``rho delta``
 
-    Copies are at a distance of zero and equally dense. Distances are made in blocks of rows, twice; no ``m x m`` matrix is
-    kept unless it is one block.
+    Copies are at a distance of zero and equally dense. Distances are computed in blocks of rows, twice; no ``m x m`` matrix
+    is in memory unless it fits one block.
 
     Parameters
     ----------
-    x : ``[F, m, D]``, ``F`` sets that are clustered each for itself.
+    x : ``[F, m, D]``, ``F`` sets that are clustered separately.
     valid : ``[F, m]`` bool.
-    neighbours : ``k``, cut to the tokens there are.
-    strict : equally dense tokens do not rank, so that copies of a token are all centres. The programs avoid that with
-        noise on the density; here, by default, the lower slot counts as denser.
+    neighbours : ``k``, cut to the number of tokens.
+    strict : of equally dense tokens none counts as denser, so that all copies of a token are centres. The programs avoid that
+        with noise on the density; here, by default, the lower slot counts as denser.
     """
     x = x.float().masked_fill(~valid[..., None], 0.0)
     frames, size = valid.shape
@@ -43,7 +43,7 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
     def distance(top: int) -> Tensor:
         away = torch.cdist(x[:, top : top + height], x) * scale
         if len(tops) == 1:
-            # two that are nearest to each other tie
+            # rounding must not make a distance depend on its direction
             away = torch.minimum(away, away.transpose(1, 2))
         # rounding must not make a token differ from itself or its copy
         return away.masked_fill_(name[:, top : top + height, None] == name[:, None], 0.0)
@@ -74,14 +74,14 @@ def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = Fals
 
 
 def centres(score: Tensor, count: int) -> Tensor:
-    """The ``count`` best of every row of ``score [F, m]``, ascending; the lower slot on a tie."""
+    """The slots of the ``count`` highest of ``score [F, m]``, ``[F, count]`` ascending; the lower slot on a tie."""
     return score.argsort(dim=1, descending=True, stable=True)[:, :count].sort(1).values
 
 
 def nearest_centre(x: Tensor, chosen: Tensor) -> Tensor:
-    """``[F, m]`` long: which of the centres ``chosen [F, k]`` every token of ``x [F, m, D]`` is nearest to.
+    """``[F, m]`` long: the number of the centre, of ``chosen [F, k]``, that every token of ``x [F, m, D]`` is nearest to.
 
-    A centre is its own; of equally near ones the first. A copy of centres belongs to the first of them.
+    On a tie the first centre. A centre belongs to itself; any other copy of a centre to the first centre it equals.
     """
     x = x.float()
     middle = x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1]))
@@ -92,7 +92,7 @@ def nearest_centre(x: Tensor, chosen: Tensor) -> Tensor:
     number, first = torch.arange(chosen.shape[1], device=x.device).expand_as(chosen), first_copies(x)
     if first is None:
         return near.scatter(1, chosen, number)
-    # the first centre that is a copy of each token, behind all where there is none
+    # by first copy, the first centre that is a copy of it; k where there is none
     home = torch.full_like(near, chosen.shape[1]).scatter_reduce(1, first.gather(1, chosen), number, "amin")
     near = home.gather(1, first.gather(1, chosen.gather(1, near))).gather(1, first)
     own = home.gather(1, first)

@@ -1,4 +1,4 @@
-"""DyCoke's temporal merging: in every group of four frames, tokens that repeat an earlier frame are dropped."""
+"""DyCoke's temporal merging: in every group of four frames, tokens that repeat those of an earlier frame are dropped."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..core.budget import split
+from ..core.budget import apportion
+from ..core.masks import even_in_groups, group_sizes, top_in_groups
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
 from ..method.registry import register
-from .film import Film, cosine_to, even_in_groups, group_sizes, top_in_groups
+from .film import Film, cosine_to
 
 
 @register
 @dataclass(frozen=True)
 class DyCoke(ProjectorMethod):
-    """Frames in groups of four: the first stays whole, the others keep what is least like an earlier frame.
+    """Frames in groups of four: the first stays whole, the others keep the tokens least similar to an earlier frame.
 
     *DyCoke: Dynamic Compression of Tokens for Fast Video Large Language Models*, CVPR 2025, arXiv 2411.15024; its first
     stage, TTM. (The second prunes the cache while decoding.)
 
     Of the frames ``0 1 2 3`` of a group, 1 is compared with 0, 2 with 0 and 3 with 2, cell by cell, by cosine of the
-    original features; each keeps its ``k`` least similar tokens. Frame 0 stays whole. Despite its name nothing is
-    averaged. The authors drop ``K = 0.7`` of the three frames, which keeps 47.5 %.
+    original features; each keeps its ``k`` least similar tokens. Frame 0 stays whole. Despite the name nothing is
+    averaged. The authors drop ``K = 0.7`` of the other three frames, which keeps 47.5 %.
 
-    Budget: whole frames first, the rest is split over the others, so ``k`` differs by one at most. A budget below the
-    whole frames (less than a quarter, or an image, which is one whole frame) thins them evenly and drops the others.
-    A cell that the frame compared with does not have (any more) counts as new. Newlines go first.
+    Budget: whole frames first, and the rest is distributed over the others, so that ``k`` differs by one at most. A budget
+    too small for the whole frames (less than a quarter, or an image, which is one whole frame) keeps evenly spaced tokens of
+    them and drops the other frames. A token whose cell is missing in the frame it is compared with counts as new. Newlines
+    are dropped first.
 
     Parameters
     ----------
-    official_tail : what the program does at the end of a clip: an odd last frame is dropped, and the last
-        full group of four (all frames from ``T - 4`` on) keeps its third frame whole.
+    official_tail : treat the end of a clip as the program does: an odd last frame is dropped, and the last full group of four
+        (frames from ``T - 4`` on) keeps its third frame whole.
 
-    Paper and program: the program cannot take four frames or fewer, and emits the tokens of a pruned frame in ascending
-    similarity; here in raster order. It keeps ``int((1 - K) n)`` of every frame that is compared;
-    ``rounding="official"`` does so too, with the ``K`` that makes ``retain`` of four frames.
+    Paper and program: the program fails for four frames or fewer, and returns the tokens of a pruned frame by ascending
+    similarity; here they are in raster order. It keeps ``int((1 - K) n)`` tokens of every frame that is compared; so does
+    ``rounding="official"``, with the ``K`` for which four frames keep ``retain``.
     """
 
     name = "dycoke"
@@ -50,21 +52,21 @@ class DyCoke(ProjectorMethod):
     official_tail: bool = False
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """Whole frames, and of each that is compared the same number, cut off."""
+        """All tokens of whole frames, and the same number, rounded down, of every frame that is compared."""
         if grid is None or grid[0] < 2 or retain < 0.25:
             return super().official_count(retain, size, grid)
         plan = references(grid[0], self.official_tail)
-        # K as its user would have written it: cutting off is sensitive to the last digit
+        # K as a user would have written it: rounding down is sensitive to the last digit
         share = round(1 - (4 * retain - 1) / 3, 9)
         each, whole = size // grid[0], sum(r == f for f, r in enumerate(plan))
         return whole * each + (len(plan) - whole - plan.count(None)) * int((1 - share) * each)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> what stays of every frame."""
+        """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the tokens that stay of every frame."""
         film, valid = Film.of(tokens), tokens.valid
         lengths = tokens.grid[:, 0].tolist()
         longest = film.slots.shape[1]
-        # tokens without a cell are a frame of their own, behind all others
+        # tokens without a cell are an extra frame after all others
         frame = torch.where(film.frame < 0, longest, film.frame).masked_fill(~valid, -1)
         plans = [references(length, self.official_tail) for length in lengths]
         sizes = group_sizes(frame, longest + 1).tolist()
@@ -81,13 +83,14 @@ class DyCoke(ProjectorMethod):
 
     @staticmethod
     def _counts(count: int, plan: list[int | None], sizes: list[int]) -> list[int]:
-        """What each frame keeps, and at the end the tokens without a cell: whole frames, compared, dropped, the rest."""
+        """How many tokens each frame keeps, and last those without a cell; whole frames come first, then compared ones, then
+        dropped ones, then tokens without a cell."""
         kind = [0 if r == f else 2 if r is None else 1 for f, r in enumerate(plan)] + [2] * (len(sizes) - 1 - len(plan))
         kind.append(3)
         out = [0] * len(sizes)
         for step in range(4):
             mine = [f for f, k in enumerate(kind) if k == step]
-            for f, kept in zip(mine, split(count - sum(out), [sizes[f] for f in mine]), strict=True):
+            for f, kept in zip(mine, apportion(count - sum(out), [sizes[f] for f in mine]), strict=True):
                 out[f] = kept
         return out
 

@@ -1,4 +1,4 @@
-"""EVS: tokens that look like the frame before are dropped, as vLLM has it in production."""
+"""EVS: tokens that resemble the previous frame are dropped, as in vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.masks import even_in_groups
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
 from ..method.registry import register
-from .film import Film, celled, cosine_to, even_in_groups
+from .film import Film, cosine_to
 
 
 @register
 @dataclass(frozen=True)
 class Evs(ProjectorMethod):
-    """Keep what changed since the frame before.
+    """Keep the tokens that changed since the previous frame.
 
     *Efficient Video Sampling: Pruning Temporally Redundant Tokens for Faster VLM Inference*, arXiv 2510.14624;
     ``--video-pruning-rate`` of vLLM (PR 22980) and SGLang.
 
-    ``s_{t,p} = 1 - cos(x_{t,p}, x_{t-1,p})``; the ``count`` highest of the whole clip stay, equal scores in favour of
-    the lower slot. Tokens of the first frame have no frame before them and score infinity: they all stay. vLLM knows
-    the count before it encodes, ``max(tokens a frame, int(T P retain))``; here the budget is met in any case, and one
-    that does not hold the first frame, as always with a single image, keeps evenly spaced tokens of the whole unit.
+    ``s_{t,p} = 1 - cos(x_{t,p}, x_{t-1,p})``; the ``count`` highest of the whole clip stay, the lower slot on a tie. Tokens
+    of the first frame have no previous frame and score infinity, so they all stay. vLLM fixes the count before it encodes,
+    ``max(tokens per frame, int(T P retain))``; here the budget is always met: if it is smaller than the first frame, as for
+    any single image, evenly spaced tokens of the whole unit stay.
 
-    Where an earlier stage dropped the cell in the frame before, the latest frame that has it counts. Tokens without a
-    cell (newlines) go first. Similarity is of what the language model reads, in float32.
+    Where an earlier stage dropped the cell of the previous frame, the latest frame before that has it is compared. Tokens
+    without a cell (newlines) are dropped first. The features compared are those the language model reads, in float32.
 
     Paper and program: the paper compares patches of pixels, by the L1 norm of their difference; vLLM and SGLang compare
-    embeddings by cosine. This is theirs.
+    embeddings by cosine, as here.
     """
 
     name = "evs"
@@ -39,12 +40,12 @@ class Evs(ProjectorMethod):
     unit = "picture"
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """The program cuts off, and never keeps less than one frame."""
+        """The program rounds down, and keeps at least as many tokens as one frame has."""
         return max(size // grid[0] if grid else 0, int(retain * size))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the tokens that changed most."""
-        here, count = celled(tokens), count.to(tokens.valid.device)
+        here, count = tokens.celled, count.to(tokens.valid.device)
         earlier = Film.of(tokens).earlier()
         score = (1.0 - cosine_to(tokens.features, earlier)).masked_fill(earlier < 0, torch.inf)
         changed = Reduction.top(score.masked_fill(~here, -torch.inf), tokens.valid, count).kept

@@ -1,4 +1,4 @@
-"""FastVID: frames are grouped where they change, salient tokens stay, and the others merge into anchor frames."""
+"""FastVID: a clip is cut where frames change, salient tokens stay, and the others are merged into anchor frames."""
 
 from __future__ import annotations
 
@@ -10,50 +10,48 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..core.reduction import Links, Reduction, top_mask
+from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Grid, TokenBatch
+from ..method import AttentionGuided, Grid, TokenBatch
 from ..method.registry import register
-from ..pruning._scores import AttentionGuided
 from .density_peaks import centres, density_peaks
-from .film import Film, celled
+from .film import Clip, Flat, by_clip, themselves
 from .segments import changing_segments
-
-#: slot, source and weight of the links of one clip, each ``[L]``
-Flat = tuple[Tensor, Tensor, Tensor]
 
 
 @register
 @dataclass(frozen=True)
 class FastVID(AttentionGuided):
-    """Dynamic segmentation, salient tokens by attention, the rest merged by density into every few frames.
+    """Dynamic segmentation, salient tokens by attention, the rest merged by density into every ``stride``-th frame.
 
     *FastVID: Dynamic Density Pruning for Fast Video Large Language Models*, NeurIPS 2025, arXiv 2503.11187.
 
-    1. The clip is cut between frames at the ``segments - 1`` lowest cosines of neighbouring frames, and wherever the
-       cosine is below ``tau``.
-    2. Each frame may keep ``k = int(n retain)`` of its ``n`` tokens; ``k - int(k merged)`` of them, the salient ones, are
-       those with most attention in the vision tower, and stay as they are.
-    3. In each segment every ``stride``-th frame, counted back from the last, is an anchor. The ``int(k merged)`` of all
-       frames of the segment are shared evenly by its anchors; those density peaks of an anchor's other tokens are centres.
-    4. Of all tokens of the segment that are not salient, each flows into the centre of largest cosine in *every* anchor.
-       With ``m`` of them, itself among them, a centre becomes ``w c + (1 - w) mean(members)``, ``w = max(1 / (m + 1), beta)``.
+    1. The clip is cut at the ``segments - 1`` lowest cosines of neighbouring frames, and wherever their cosine is below
+       ``tau``.
+    2. Each frame may keep ``k = int(n retain)`` of its ``n`` tokens. The ``k - int(k merged)`` tokens with most attention in
+       the vision tower are salient, and stay as they are.
+    3. In each segment every ``stride``-th frame, counted back from the last, is an anchor. The sum of ``int(k merged)`` over
+       the frames of the segment is divided evenly among its anchors: as many density peaks of an anchor's other tokens are
+       centres.
+    4. Every token of the segment that is not salient flows into the centre of largest cosine in *each* anchor. With ``m``
+       members, itself included, a centre becomes ``w c + (1 - w) mean(members)``, ``w = max(1 / (m + 1), beta)``.
 
-    Weights of a kept token sum to one; a token of a segment with several anchors flows into several. What rounding leaves
-    is not spent, hence ``at_most``. Fewer tokens than one a frame go to the highest attention of the clip. An image is one
-    frame. Newlines are dropped.
+    The weights of a kept token sum to one; in a segment of several anchors a token flows into several. What rounding leaves
+    over is not used, hence ``at_most``. A budget below one token a frame goes to the highest attention of the clip. An image
+    is one frame. Newlines are dropped.
 
     Parameters
     ----------
     segments, tau : 8 and 0.9 as in the program.
-    merged : share of a frame's budget that is merged, the program's 0.4.
-    stride : the program's 4.
-    beta : least weight of the centre, the program's 0.6.
-    neighbours : of the density, the program's 4.
+    merged : share of a frame's budget for merged tokens, 0.4 as in the program.
+    stride : frames from one anchor to the next, 4 as in the program.
+    beta : the least weight of a centre, 0.6 as in the program.
+    neighbours : of the density, 4 as in the program.
     query, layer : whose attention makes a token salient, see :class:`AttentionGuided`.
 
-    Paper and program: the program takes the features and the attention of SigLIP's pooling head, which the models here do
-    without: a frame is the mean of its tokens, and salient is what the tower's tokens, or its CLS token, attend to.
+    Paper and program: the program uses the features and the attention of SigLIP's pooling head, which the models here do not
+    load. Here frames are compared by the mean of their tokens, and tokens are salient by the attention paid by the tower's
+    tokens, or by its CLS token.
     """
 
     name = "fastvid"
@@ -83,31 +81,16 @@ class FastVID(AttentionGuided):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, attention ``[N, n]``, ``count [N]`` -> links of every clip."""
-        film, here, attention = Film.of(tokens), celled(tokens), self.attention(tokens)[0]
-        parts: list[tuple[Tensor, ...]] = []
-        sizes = zip(count.tolist(), tokens.valid.sum(1).tolist(), here.sum(1).tolist(), strict=True)
-        for row, (wanted, size, cells) in enumerate(sizes):
-            if not wanted:
-                continue
-            if wanted >= size or not cells:
-                flat = _alone(tokens.valid[row].nonzero()[:wanted, 0])
-            else:
-                # a picture, perhaps of many tiles, is one frame
-                frames = int(tokens.grid[row, 0])
-                slots = film.slots[row, :frames] if frames > 1 else here[row].nonzero().T
-                there, at = slots >= 0, slots.clamp(min=0)
-                links = self.clip(tokens.features[row, at], attention[row, at], there, min(wanted, cells))
-                flat = (at.flatten()[links[0]], at.flatten()[links[1]], links[2])
-            parts.append((torch.full_like(flat[0], row), *flat))
-        kept = torch.zeros_like(here)
-        if not parts:
-            return Reduction(kept, tokens.valid)
-        batch, slot, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))
-        kept[batch, slot] = True
-        return Reduction(kept, tokens.valid, Links(batch, slot, source, weight).sorted(here.shape[1]))
+        attention = self.attention(tokens)[0]
+
+        def links(clip: Clip) -> Flat:
+            x, seen = tokens.features[clip.row, clip.slots], attention[clip.row, clip.slots]
+            return self.clip(x, seen, clip.there, min(clip.count, clip.cells))
+
+        return by_clip(tokens, count, links)
 
     def frames(self, x: Tensor, there: Tensor) -> Tensor:
-        """``[T, d]``, what frames are compared by: the mean of their tokens ``x [T, P, D]``, ``there [T, P]`` bool."""
+        """``[T, D]``, the features by which frames are compared: the mean of their tokens ``x [T, P, D]``, ``there [T, P]``."""
         return (x * there[..., None]).sum(1) / there.sum(1).clamp(min=1)[:, None]
 
     def clip(self, x: Tensor, attention: Tensor, there: Tensor, count: int) -> Flat:
@@ -115,46 +98,44 @@ class FastVID(AttentionGuided):
 
         Parameters
         ----------
-        x, attention, there : ``[T, P, D]``, ``[T, P]``, ``[T, P]`` bool, False where no token is.
-        count : tokens that may stay.
+        x, attention, there : ``[T, P, D]``, ``[T, P]``, and ``[T, P]`` bool, False for cells without a token.
+        count : how many tokens may stay.
         """
         x, size = x.float(), there.sum(1)
         each = count * size // size.sum()
         if not bool(each.any()):
-            return _alone(
+            return themselves(
                 top_mask(attention.view(1, -1), there.view(1, -1), size.new_tensor([count]))[0].nonzero()[:, 0]
             )
         context = torch.tensor([int(k * self.merged) for k in each.tolist()], device=x.device)
-        unit = normalize(x.flatten(0, 1), dim=-1)
-        first_of = first_copies(unit[None])
+        normed = normalize(x.flatten(0, 1), dim=-1)
+        first_of = first_copies(normed[None])
         salient = top_mask(attention, there, each - context)
-        out = [_alone(salient.flatten().nonzero()[:, 0])]
+        out = [themselves(salient.flatten().nonzero()[:, 0])]
         for first, last in changing_segments(self.frames(x, there), self.segments - 1, self.tau):
             anchors = range(last, first - 1, -self.stride)
             share = int(context[first : last + 1].sum()) // len(anchors)
             rest = torch.zeros_like(there)
             rest[first : last + 1] = there[first : last + 1] & ~salient[first : last + 1]
             for anchor in anchors if share else ():
-                out.append(self._merge(x, unit, first_of, rest, anchor, share))
+                out.append(self._merge(x, normed, first_of, rest, anchor, share))
         slot, source, weight = (torch.cat(part) for part in zip(*out, strict=True))
         return slot, source, weight
 
-    def _merge(self, x: Tensor, unit: Tensor, first: Tensor | None, rest: Tensor, anchor: int, count: int) -> Flat:
-        """The tokens ``rest [T, P]`` of a segment into ``count`` density peaks of one frame of it; ``unit`` are unit vectors,
-        ``[T P, D]``, and ``first`` the first copies of them."""
+    def _merge(self, x: Tensor, normed: Tensor, first: Tensor | None, rest: Tensor, anchor: int, count: int) -> Flat:
+        """Links of the tokens ``rest [T, P]`` bool of a segment into ``count`` density peaks of its frame ``anchor``.
+
+        ``normed [T P, D]`` are the unit vectors of all tokens, and ``first`` the first copies of them.
+        """
         mine, places = rest[anchor].nonzero()[:, 0], x.shape[1]
         if not len(mine):
-            return _alone(mine)
+            return themselves(mine)
         own = x[anchor, mine][None]
         peaks = centres(density_peaks(own, torch.ones_like(own[..., 0], dtype=torch.bool), self.neighbours), count)[0]
         slots, sources = anchor * places + mine[peaks], rest.flatten().nonzero()[:, 0]
-        into = slots[most_alike(unit[None], sources[None], slots[None], first=first)[1][0]]
-        # a centre is its own, copies of it or not
+        into = slots[most_alike(normed[None], sources[None], slots[None], first=first)[1][0]]
+        # a centre flows into itself, even if another centre is a copy of it
         into = torch.where(torch.isin(sources, slots), sources, into)
         members = torch.bincount(into, minlength=rest.numel())[into]
         centre = torch.maximum(1.0 / (members + 1), torch.full_like(members, self.beta, dtype=torch.float32))
         return into, sources, (1.0 - centre) / members + centre * (into == sources)
-
-
-def _alone(slots: Tensor) -> Flat:
-    return slots, slots, torch.ones(len(slots), device=slots.device)

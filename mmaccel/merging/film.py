@@ -1,18 +1,21 @@
-"""A picture or clip as frames of cells, and choices made frame by frame; shared by the methods that see time."""
+"""A picture or clip as frames of cells; shared by the methods that compare frames or merge parts of a unit separately."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..core.budget import split
+from ..core.budget import apportion
+from ..core.masks import group_sizes
+from ..core.reduction import Links, Reduction
 from ..method import TokenBatch
+from ..method.blocks import BLOCK
 
-#: entries of a block of pairs of tokens held at once
-BLOCK = 1 << 24
+#: slot, source and weight of the links of one clip, each ``[L]``
+Flat = tuple[Tensor, Tensor, Tensor]
 #: entries of a block of features that stays in the cache of a core
 CACHED = 1 << 18
 
@@ -23,8 +26,8 @@ class Film:
 
     frame : ``[N, n]`` long, the frame (t) of each token; -1 for tokens without a cell.
     place : ``[N, n]`` long, its cell within a frame in raster order; -1 without.
-    slots : ``[N, T, P]`` long, the slot of each cell; -1 where no token is (any more). Where tiles of a picture share
-        cells it names the first.
+    slots : ``[N, T, P]`` long, the slot of each cell; -1 where no token is left. Where tiles of a picture share cells, the
+        first slot.
     """
 
     frame: Tensor
@@ -33,9 +36,9 @@ class Film:
 
     @staticmethod
     def of(tokens: TokenBatch) -> Film:
-        """The film of every unit. A clip that the prompt spreads over many segments is one film."""
+        """The film of every unit; a clip whose frames the prompt separates is one film, if it is one unit."""
         valid, cells, grid = tokens.valid, tokens.cells, tokens.grid.to(tokens.valid.device)
-        here = celled(tokens)
+        here = tokens.celled
         frame = torch.where(here, cells[..., 0], -1)
         place = torch.where(here, cells[..., 1] * grid[:, 2:] + cells[..., 2], -1)
         rows, width = valid.shape
@@ -46,14 +49,14 @@ class Film:
         return Film(frame, place, slots.masked_fill(slots == width, -1).view(rows, frames, places))
 
     def same_cell(self, frame: Tensor) -> Tensor:
-        """``[N, n]`` long: the slot that has each token's cell in ``frame [N, n]``; -1 where there is none."""
+        """``[N, n]`` long: the slot with the same cell as each token in frame ``frame [N, n]``; -1 where there is none."""
         rows, frames, places = self.slots.shape
         at = frame.clamp(0, frames - 1) * places + self.place.clamp(min=0)
         slot = self.slots.view(rows, -1).gather(1, at)
         return slot.masked_fill((frame < 0) | (frame >= frames) | (self.place < 0), -1)
 
     def earlier(self) -> Tensor:
-        """``[N, n]`` long: the slot that has each token's cell in the last frame before it that has one; else -1."""
+        """``[N, n]`` long: the slot with the same cell as each token in the last earlier frame that has it; else -1."""
         _, frames, places = self.slots.shape
         number = torch.arange(frames, device=self.slots.device)[:, None]
         last = torch.where(self.slots >= 0, number, -1).cummax(1).values
@@ -62,14 +65,9 @@ class Film:
         return self.same_cell(before.gather(1, at).masked_fill(self.frame < 0, -1))
 
 
-def celled(tokens: TokenBatch) -> Tensor:
-    """``[N, n]`` bool: tokens that have a cell; newlines and class tokens have none."""
-    return tokens.valid & (tokens.cells >= 0).all(-1)
-
-
 def frame_numbers(tokens: TokenBatch) -> Tensor:
-    """``[N, n]`` long: frames of a clip, or tiles of a picture, numbered from 0 in order; -1 without a cell."""
-    here, frames = celled(tokens), int(tokens.grid[:, 0].max())
+    """``[N, n]`` long: the frame of a clip, or tile of a picture, each token is of, numbered from 0; -1 without a cell."""
+    here, frames = tokens.celled, int(tokens.grid[:, 0].max())
     key = (tokens.tile * frames + tokens.cells[..., 0]).masked_fill(~here, -1)
     found = torch.zeros(len(key), max(2, int(key.max()) + 2), dtype=torch.long, device=key.device).scatter_(
         1, key + 1, 1
@@ -78,8 +76,8 @@ def frame_numbers(tokens: TokenBatch) -> Tensor:
 
 
 def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
-    """``[N, n]`` float32: cosine of each token of ``features [N, n, D]`` to the one at ``slots [N, n]``; -1 is its own. That
-    of a token and its copy is one."""
+    """``[N, n]`` float32: cosine of each token of ``features [N, n, D]`` with the one at ``slots [N, n]``; -1 is the token
+    itself. The cosine of a token and a copy of it is exactly one."""
     rows, n, width = features.shape
     row, own = torch.arange(rows, device=slots.device)[:, None], torch.arange(n, device=slots.device)
     at = torch.where(slots < 0, own, slots)
@@ -88,70 +86,87 @@ def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
     for left in range(0, n, step):
         block = slice(left, left + step)
         x, y = features[:, block].float(), features[row, at[:, block]].float()
-        # three sums in one order, and sqrt(a a) is a: exact for copies
+        # the three sums add in the same order, and sqrt(a a) is a, so copies have exactly one
         square = ((x * x).sum(-1) * (y * y).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
         cosine[:, block] = (x * y).sum(-1) / square.sqrt()
     return cosine.clamp_(max=1.0)
 
 
-# --- choosing within groups -------------------------------------------------------------------------------------------
-def group_sizes(group: Tensor, groups: int) -> Tensor:
-    """``[N, groups]`` long: how many of ``group [N, n]`` are in each; -1 counts nowhere."""
-    onto = torch.where(group < 0, groups, group)
-    return torch.zeros(len(group), groups + 1, dtype=torch.long, device=group.device).scatter_add_(
-        1, onto, torch.ones_like(onto)
-    )[:, :groups]
+# --- unit by unit -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Clip:
+    """One unit whose budget is below its size, as frames of cells; a picture, perhaps of many tiles, is one frame.
 
-
-def rank_in_groups(group: Tensor, groups: int, scores: Tensor | None = None) -> Tensor:
-    """``[N, n]`` long: the rank of each slot within its group, highest score first, the lower slot on a tie.
-
-    ``group [N, n]``; slots of group -1 get ranks that mean nothing. Without scores ranks follow the slots.
+    row : which unit it is.
+    slots : ``[T, P]`` long, the slot of each cell; 0 where no token is.
+    there : ``[T, P]`` bool, the cells that hold a token.
+    count : its budget.
+    size, cells : how many tokens it has, and how many of them have a cell.
     """
-    onto = torch.where(group < 0, groups, group)
-    slot = torch.arange(group.shape[1], device=group.device).expand_as(group)
-    order = slot
-    if scores is not None:
-        order = scores.float().nan_to_num(nan=-torch.inf).argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, onto.gather(1, order).argsort(dim=1, stable=True))
-    sizes = group_sizes(onto, groups + 1)
-    start = sizes.cumsum(1) - sizes
-    return torch.empty_like(order).scatter_(1, order, slot - start.gather(1, onto.gather(1, order)))
+
+    row: int
+    slots: Tensor
+    there: Tensor
+    count: int
+    size: int
+    cells: int
 
 
-def top_in_groups(scores: Tensor, group: Tensor, count: Tensor) -> Tensor:
-    """``[N, n]`` bool: of every group the ``count [N, G]`` highest of ``scores [N, n]``; group -1 takes no part."""
-    rank = rank_in_groups(group, count.shape[1], scores)
-    return (rank < count.gather(1, group.clamp(min=0))) & (group >= 0)
+def by_clip(tokens: TokenBatch, count: Tensor, links: Callable[[Clip], Flat]) -> Reduction:
+    """A reduction made unit by unit, on the host.
+
+    A unit whose budget ``count [N]`` holds all its tokens, or that has no cells, keeps its first tokens as they are.
+
+    Parameters
+    ----------
+    links : the links of a clip; slots and sources are numbered ``t P + p``.
+    """
+    film, here = Film.of(tokens), tokens.celled
+    parts: list[tuple[Tensor, ...]] = []
+    sizes = zip(count.tolist(), tokens.valid.sum(1).tolist(), here.sum(1).tolist(), strict=True)
+    for row, (wanted, size, cells) in enumerate(sizes):
+        if not wanted:
+            continue
+        if wanted >= size or not cells:
+            made = themselves(tokens.valid[row].nonzero()[:wanted, 0])
+        else:
+            frames = int(tokens.grid[row, 0])
+            slots = film.slots[row, :frames] if frames > 1 else here[row].nonzero().T
+            clip = Clip(row, slots.clamp(min=0), slots >= 0, wanted, size, cells)
+            slot, source, weight = links(clip)
+            made = clip.slots.flatten()[slot], clip.slots.flatten()[source], weight
+        parts.append((torch.full_like(made[0], row), *made))
+    kept = torch.zeros_like(here)
+    if not parts:
+        return Reduction(kept, tokens.valid)
+    batch, slot, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))
+    kept[batch, slot] = True
+    return Reduction(kept, tokens.valid, Links(batch, slot, source, weight).sorted(here.shape[1]))
 
 
-def even_in_groups(group: Tensor, count: Tensor) -> Tensor:
-    """``[N, n]`` bool: of every group ``count [N, G]`` evenly spaced slots; group -1 takes no part."""
-    rank, inside = rank_in_groups(group, count.shape[1]), group.clamp(min=0)
-    size = group_sizes(group, count.shape[1]).gather(1, inside).clamp(min=1)
-    k = torch.minimum(count.gather(1, inside), size)
-    step = (rank + 1) * k + size // 2
-    return (step // size > (step - k) // size) & (group >= 0)
+def themselves(slots: Tensor) -> Flat:
+    """Links of ``slots [L]`` that stay as they are."""
+    return slots, slots, torch.ones(len(slots), device=slots.device)
 
 
-# --- parts that are merged each for itself ----------------------------------------------------------------------------
+# --- parts that are merged separately ---------------------------------------------------------------------------------
 def share(part: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Split budgets ``count [N]`` over the parts ``part [N, n]`` of each unit in proportion to their sizes.
+    """Apportion budgets ``count [N]`` to the parts ``part [N, n]`` of each unit by their sizes.
 
-    Returns the parts and ``[N, G]``, what each keeps. Where there are more parts than tokens may stay, neighbours are
-    put together until each part keeps one.
+    Returns the parts and ``[N, G]`` long, how many tokens each keeps. Where a unit has more parts than its budget has tokens,
+    neighbouring parts are joined until each keeps one.
     """
     wanted, found = count.tolist(), (part.amax(1) + 1).tolist()
     fewer = torch.tensor([max(1, min(a, b)) for a, b in zip(wanted, found, strict=True)], device=part.device)
     total = torch.tensor([max(1, b) for b in found], device=part.device)
     part = torch.where(part < 0, -1, part * fewer[:, None] // total[:, None])
     sizes = group_sizes(part, max(1, int(fewer.max())) if len(part) else 1)
-    kept = [_one_each(split(k, size), size) for k, size in zip(wanted, sizes.tolist(), strict=True)]
+    kept = [_one_each(apportion(k, size), size) for k, size in zip(wanted, sizes.tolist(), strict=True)]
     return part, torch.tensor(kept, device=part.device).view_as(sizes)
 
 
 def _one_each(kept: list[int], sizes: list[int]) -> list[int]:
-    """The same total with at least one for every part, if there are enough: small parts take from the largest."""
+    """The same total with at least one for every part that is not empty, if the total allows; the largest give them up."""
     poor = [i for i, size in enumerate(sizes) if size and not kept[i]]
     for i in poor if sum(kept) >= sum(size > 0 for size in sizes) else []:
         kept[kept.index(max(kept))] -= 1
@@ -160,9 +175,10 @@ def _one_each(kept: list[int], sizes: list[int]) -> list[int]:
 
 
 def alike(part: Tensor, kept: Tensor, pairs: bool = True) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Parts of the same size and budget together: rows ``[F, 1]``, slots ``[F, m]`` and the budget of each.
+    """Parts of equal size and budget as batches: rows ``[F, 1]``, slots ``[F, m]`` and the budget of each part.
 
-    ``part [N, n]``, ``kept [N, G]``. With ``pairs`` no more come at once than :data:`BLOCK` pairs of tokens.
+    ``part [N, n]`` and ``kept [N, G]`` as :func:`share` returns them. With ``pairs`` a batch has at most :data:`BLOCK` pairs
+    of tokens.
     """
     sizes = group_sizes(part, kept.shape[1])
     start = sizes.cumsum(1) - sizes

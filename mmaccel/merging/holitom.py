@@ -1,4 +1,4 @@
-"""HoliTom's outer merging: what does not change within a segment of frames is kept once, the rest by attention."""
+"""HoliTom's outer merging: tokens that do not change within a segment are kept once, the others by attention."""
 
 from __future__ import annotations
 
@@ -9,50 +9,48 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from ..core.reduction import Links, Reduction, top_mask
+from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
 from .density_peaks import centres, density_peaks, nearest_centre
-from .film import Film, celled
+from .film import Clip, Flat, by_clip, themselves
 from .segments import static_segments
-
-#: slot, source and weight of the links of one clip, each ``[L]``
-Flat = tuple[Tensor, Tensor, Tensor]
 
 
 @register
 @dataclass(frozen=True)
 class HoliTomMerge(ProjectorMethod):
-    """Global temporal segmentation, static tokens averaged over time, spatial merging by density peaks.
+    """Global temporal segmentation, static tokens averaged over time, spatial merging into density peaks.
 
     *HoliTom: Holistic Token Merging for Fast Video Large Language Models*, NeurIPS 2025, arXiv 2505.21334; the outer
     half. (The inner half merges between layers of the language model.)
 
-    1. Dynamic programming cuts the clip where most can be saved (:func:`static_segments`): a place is static in a
-       segment when ``cos(x_t, x_{t+1}) > tau`` between all its frames. Its tokens become their mean, at the first frame.
-    2. What is left after that is kept with the share ``rho = min(retain / (left / all), 1)``.
-    3. Dynamic tokens: ``R = ceil(n rho)`` of a frame, ``round(R (1 - contextual))`` of them by the attention they
-       receive in the vision tower, the others as density peaks of what remains.
-    4. Static tokens: ``round(n rho)`` density peaks of a segment (neighbours ``min(neighbours, peaks)``).
-    5. Tokens that are no peak flow into the nearest one: ``beta peak + (1 - beta) mean(members)``.
+    1. Dynamic programming cuts the clip into the segments that save most tokens (:func:`static_segments`): a cell is static
+       in a segment when ``cos(x_t, x_{t+1}) > tau`` between all its frames. Its tokens become their mean, in the first frame.
+    2. The share of the remaining tokens to keep is ``rho = min(retain / (left / all), 1)``.
+    3. Dynamic tokens: of the ``n`` in a frame ``R = ceil(n rho)`` stay, ``round(R (1 - contextual))`` of them by the attention
+       they receive in the vision tower, the others as density peaks of the rest.
+    4. Static tokens: of the ``n`` in a segment ``round(n rho)`` stay, as density peaks (``min(neighbours, peaks)`` neighbours).
+    5. Tokens that are not peaks flow into the nearest one: ``beta peak + (1 - beta) mean(members)``.
 
-    The budget is met up to rounding, as in the paper: every frame with dynamic tokens keeps one at least. An image is a
-    single dynamic frame, kept by attention. Newlines are dropped. The weights of a kept token sum to one.
+    The budget is met up to rounding, as in the paper: every frame with dynamic tokens keeps at least one. An image is a
+    single dynamic frame, reduced by attention. Newlines are dropped. The weights of a kept token sum to one.
 
     Parameters
     ----------
-    tau : the paper's 0.8; 0.65 where 10 % or less is kept.
-    contextual : share of merged tokens among the dynamic ones; the paper's ``D``, 0 by default (pure attention).
-    beta : weight of the peak; None takes the plain mean of the cluster. The paper's 0.6.
-    neighbours : of the density, the paper's 7.
-    longest : frames of a segment at most.
+    tau : 0.8 as in the paper, which uses 0.65 where 10 % or less is kept.
+    contextual : share of merged tokens among the dynamic ones; the paper's ``D``, 0 by default (attention only).
+    beta : weight of the peak, 0.6 as in the paper; None is the plain mean of the cluster.
+    neighbours : of the density, 7 as in the paper.
+    longest : the most frames of a segment.
     layers : tower layers to sum received attention over; None is the layer the language model reads.
-    strict : equally dense tokens do not rank, so that copies of a token are all peaks, as in the program but for its noise.
+    strict : of equally dense tokens none counts as denser, so that all copies of a token are peaks, as in the program apart
+        from its noise.
 
-    Paper and program: ``contextual > 0`` crashes in the program (a mask of the wrong shape). Its density carries random
-    noise against ties; here equally dense tokens rank by slot. With newlines in a grid it appends one to every row with
-    tokens; here they are dropped.
+    Paper and program: ``contextual > 0`` crashes in the program (a mask of the wrong shape). It adds random noise to the
+    density against ties; here equally dense tokens rank by slot. With newlines in a grid it appends one to every row that
+    has tokens; here they are dropped.
     """
 
     name = "holitom-merge"
@@ -83,36 +81,20 @@ class HoliTomMerge(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``received_attention [N, layers, n]``, ``count [N]`` -> links of every clip."""
-        film, here = Film.of(tokens), celled(tokens)
         attention = tokens.signals["received_attention"].float().sum(1)
-        parts: list[tuple[Tensor, ...]] = []
-        sizes = zip(count.tolist(), tokens.valid.sum(1).tolist(), here.sum(1).tolist(), strict=True)
-        for row, (wanted, size, cells) in enumerate(sizes):
-            if not wanted:
-                continue
-            slots = film.slots[row, : int(tokens.grid[row, 0])] if int(tokens.grid[row, 0]) > 1 else None
-            if wanted >= size or not cells:
-                flat = _alone(tokens.valid[row].nonzero()[:wanted, 0])
-            else:
-                # a picture, perhaps of many tiles, is one frame
-                slots = here[row].nonzero().T if slots is None else slots
-                there, at = slots >= 0, slots.clamp(min=0)
-                links = self.clip(tokens.features[row, at], attention[row, at], there, wanted / cells)
-                flat = (at.flatten()[links[0]], at.flatten()[links[1]], links[2])
-            parts.append((torch.full_like(flat[0], row), *flat))
-        if not parts:
-            return Reduction(torch.zeros_like(here), tokens.valid)
-        batch, slot, source, weight = (torch.cat(part) for part in zip(*parts, strict=True))
-        kept = torch.zeros_like(here)
-        kept[batch, slot] = True
-        return Reduction(kept, tokens.valid, Links(batch, slot, source, weight).sorted(here.shape[1]))
+
+        def links(clip: Clip) -> Flat:
+            x, seen = tokens.features[clip.row, clip.slots], attention[clip.row, clip.slots]
+            return self.clip(x, seen, clip.there, clip.count / clip.cells)
+
+        return by_clip(tokens, count, links)
 
     def clip(self, x: Tensor, attention: Tensor, there: Tensor, retain: float) -> Flat:
         """The links of one clip in cells ``t P + p``.
 
         Parameters
         ----------
-        x, attention, there : ``[T, P, D]``, ``[T, P]``, ``[T, P]`` bool, False where no token is.
+        x, attention, there : ``[T, P, D]``, ``[T, P]``, and ``[T, P]`` bool, False for cells without a token.
         retain : share of the tokens to keep.
         """
         x, places = x.float(), x.shape[1]
@@ -129,7 +111,7 @@ class HoliTomMerge(ProjectorMethod):
         kept = [math.ceil(n * rho) for n in dynamic.sum(1).tolist()]
         ranked = [round(k * (1 - self.contextual)) for k in kept]
         dominant = top_mask(attention, dynamic, torch.tensor(ranked, device=x.device))
-        out = [_alone(dominant.flatten().nonzero()[:, 0])]
+        out = [themselves(dominant.flatten().nonzero()[:, 0])]
         for t, wanted in enumerate(k - r for k, r in zip(kept, ranked, strict=True)):
             if wanted:
                 rest = (dynamic[t] & ~dominant[t]).nonzero()[:, 0]
@@ -145,11 +127,11 @@ class HoliTomMerge(ProjectorMethod):
                 out.append((slots.flatten(), sources.flatten(), (weight / len(frames)).repeat(len(frames))))
         links = tuple(torch.cat(part) for part in zip(*out, strict=True))
         if not len(links[0]):
-            links = _alone(attention.masked_fill(~there, -torch.inf).flatten().argmax()[None])
+            links = themselves(attention.masked_fill(~there, -torch.inf).flatten().argmax()[None])
         return links[0], links[1], links[2]
 
     def _merge(self, x: Tensor, count: int) -> Flat:
-        """``x [m, D]`` into ``count`` density peaks; links in places of ``x``."""
+        """Links of ``x [m, D]`` into ``count`` density peaks; slots and sources are rows of ``x``."""
         one = torch.ones(1, len(x), dtype=torch.bool, device=x.device)
         chosen = centres(density_peaks(x[None], one, min(self.neighbours, count), self.strict), count)
         cluster = nearest_centre(x[None], chosen)[0]
@@ -162,7 +144,3 @@ class HoliTomMerge(ProjectorMethod):
             peak = torch.where(members > 1, self.beta, 1.0)
             weight = torch.where(centre, peak, (1.0 - self.beta) / (members - 1).clamp(min=1))
         return slot, torch.arange(len(x), device=x.device), weight.float()
-
-
-def _alone(slots: Tensor) -> Flat:
-    return slots, slots, torch.ones(len(slots), device=slots.device)

@@ -1,4 +1,4 @@
-"""MovieChat's memory: the two most similar neighbouring frames are averaged until the budget holds them."""
+"""MovieChat's memory: the most similar neighbouring frames are averaged until they fit the budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
 from ..method.registry import register
-from .film import Film, celled, frame_numbers
+from .film import Film, frame_numbers
 from .pool import pool_parts
 
 
@@ -24,21 +24,21 @@ class MovieChat(ProjectorMethod):
     *MovieChat: From Dense Token to Sparse Memory for Long Video Understanding*, CVPR 2024, arXiv 2307.16449.
 
     Similarity of neighbours: the mean over cells of ``cos(x_{t,p}, x_{t+1,p})``. The most similar pair (the earlier on a
-    tie) becomes its plain average, again and again, until ``count // P`` frames of ``P`` tokens are left. Frames are not
-    weighed by how many they stand for, so what was merged early fades; weights still sum to one. A merged
-    frame stands at the first of its frames.
+    tie) is replaced by its plain average, repeatedly, until ``count // P`` frames of ``P`` tokens are left. Frames are not
+    weighted by how many they stand for, so frames merged early lose weight; weights still sum to one. A merged frame is in
+    the place of its first frame.
 
-    The method knows time only. What is left of the budget after whole frames goes unused (``at_most``), and a budget
-    below one frame, as always with a single image, pools cells on top of it (as ``pool`` does), the tiles of a picture each
-    for itself. Newlines are dropped.
+    The method merges over time only. What is left of the budget after whole frames is not used (``at_most``). A budget
+    below one frame, as for any single image, is met by pooling cells as well (as ``pool`` does), each tile of a picture
+    separately. Newlines are dropped.
 
-    The paper consolidates its short memory of 18 frames to 2 whenever it is full. Here the clip is at hand, and the whole
-    of it is consolidated at once.
+    The paper consolidates its short-term memory of 18 frames to 2 whenever it is full. Here the whole clip is available and
+    is consolidated at once.
 
     Parameters
     ----------
-    similarity : ``cosine`` as in the paper, or ``official_dot``: the program takes the mean over all pairs of cells of
-        the plain dot product.
+    similarity : ``cosine`` as in the paper; or ``official_dot`` as in the program, the mean of the dot products of all pairs
+        of cells.
     """
 
     name = "moviechat"
@@ -55,8 +55,8 @@ class MovieChat(ProjectorMethod):
             raise MmaccelError(f"moviechat knows similarity 'cosine' and 'official_dot', not {self.similarity!r}.")
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> frames averaged, then perhaps cells."""
-        film, here, valid = Film.of(tokens), celled(tokens), tokens.valid
+        """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> frames averaged, then cells where needed."""
+        film, here, valid = Film.of(tokens), tokens.celled, tokens.valid
         slot = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
         target = torch.where(here, slot, -1)
         weight = torch.ones(valid.shape, device=valid.device)
@@ -65,7 +65,7 @@ class MovieChat(ProjectorMethod):
         target = torch.where(whole[:, None], torch.where(valid, slot, -1), target)
         target = torch.where((bare & ~whole)[:, None] & (slot < count[:, None]), slot, target)
         pooled = torch.where(whole | bare, size, count)
-        # the frames that are pooled if the budget asks for it: tiles of a picture, or the one frame left of a clip
+        # the parts that are pooled if the budget requires it: tiles of a picture, or the one frame left of a clip
         number = frame_numbers(tokens)
         for row, wanted in enumerate(count.tolist()):
             slots = film.slots[row, : int(tokens.grid[row, 0])]
@@ -95,7 +95,7 @@ class MovieChat(ProjectorMethod):
 
 
 def consolidate(x: Tensor, frames: int, similarity: str = "cosine") -> tuple[Tensor, Tensor]:
-    """Average the most similar neighbours of ``x [T, P, D]`` until ``frames`` are left.
+    """Average the most similar neighbouring frames of ``x [T, P, D]`` until ``frames`` are left.
 
     Returns the frame that each flows into, ``[T]`` long ascending from 0, and its weight there, ``[T]``.
     """
@@ -105,7 +105,7 @@ def consolidate(x: Tensor, frames: int, similarity: str = "cosine") -> tuple[Ten
 
     def alike(a: Tensor, b: Tensor) -> Tensor:
         if similarity == "cosine":
-            # sqrt(s s) is s: one between copies
+            # sqrt(s s) is s, so copies have exactly one
             square = ((a * a).sum(-1) * (b * b).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
             return ((a * b).sum(-1) / square.sqrt()).clamp(max=1.0).mean(-1)
         # the mean over all pairs of cells is the product of the means

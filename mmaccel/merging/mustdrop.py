@@ -9,39 +9,39 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.masks import group_sizes, ranks
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
-from .film import celled, group_sizes
 
 
 @register
 @dataclass(frozen=True)
 class MustDropMerge(ProjectorMethod):
-    """Average square windows of neighbouring patches that look alike early in the tower.
+    """Average square windows of neighbouring patches whose hidden states are similar early in the tower.
 
     *Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model*, arXiv 2411.10803; its first
     stage. (The second drops tokens between layers of the language model, see the recipe ``mustdrop``.)
 
-    The grid is cut into windows of ``window x window`` cells. A window's similarity is the mean cosine of all pairs of
-    its patches, after tower layer ``layer``. Windows of at least ``threshold`` become the plain mean of their tokens, in
-    the slot of the first one; all other tokens stay. The weights of a merged token sum to one.
+    The grid is cut into windows of ``window x window`` cells. The similarity of a window is the mean cosine of all pairs of
+    its patches, after tower layer ``layer``. Windows with a similarity of at least ``threshold`` become the plain mean of
+    their tokens, in the slot of the first one; all other tokens stay. The weights of a merged token sum to one.
 
-    ``retain`` is a ceiling: where more than the budget is left, the next most similar windows are merged too. With all of
-    them merged, about ``1 / window^2`` is left, and no fewer: a lower ceiling is not met.
+    ``retain`` is an upper limit: where more tokens than the budget are left, the next most similar windows are merged too.
+    With all of them merged, about ``1 / window^2`` of the tokens is left; a lower limit is not met.
 
     Parameters
     ----------
-    threshold : 0.8 as in the program; above 1 only the ceiling counts.
+    threshold : 0.8 as in the program; above 1 only ``retain`` decides.
     window : cells along a side, 3 as in the program for 24 x 24 patches.
     layer : tower layer, counted as Python counts; 0 as in the program.
 
-    Paper and program: the program merges inside the tower, behind layer 0, and all later layers run on fewer tokens; here
-    what leaves the projector is merged, so the tower's time is not saved. All tiles of a picture merge as many windows
-    there as the one with fewest; here each decides for itself. It refuses grids that the window does not divide; here
-    windows that are cut by an edge, or have lost a token to an earlier stage, stay as they are. Frames are
-    pictures of their own. Newlines stay.
+    Paper and program: the program merges inside the tower, after layer 0, and all later layers run on fewer tokens; here
+    the outputs of the projector are merged, so the tower takes as long as before. In the program all tiles of a picture
+    merge as many windows as the tile with fewest; here each tile decides by itself. It refuses grids that the window does
+    not divide; here windows that are cut by an edge, or have lost a token to an earlier stage, stay as they are. Every
+    frame is reduced like a picture. Newlines stay.
     """
 
     name = "mustdrop-merge"
@@ -65,21 +65,21 @@ class MustDropMerge(ProjectorMethod):
         return (Tap("features", (self.layer,)),)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``features [N, 1, n, d]`` of the tower, ``cells [N, n, 3]``, ``count [N]`` (a ceiling) -> windows, rest."""
+        """``features [N, 1, n, d]`` of the tower, ``cells [N, n, 3]``, ``count [N]`` (a limit) -> windows and other tokens."""
         slots, there = windows(tokens, self.window)
         similar = window_similarity(tokens.signals["features"][:, 0], slots)
         alike = (there & (similar >= self.threshold)).sum(1)
-        # every window that is merged makes all its cells but one go
+        # every window that is merged removes all its tokens but one
         excess = tokens.valid.sum(1) - count.to(alike.device)
         over = -(-excess.clamp(min=0) // (self.window**2 - 1))
-        asked = tokens.valid & (count > 0).to(alike.device)[:, None]
-        return merge_windows(asked, slots, there, similar, torch.maximum(alike, over))
+        valid = tokens.valid & (count > 0).to(alike.device)[:, None]
+        return merge_windows(valid, slots, there, similar, torch.maximum(alike, over))
 
 
 def windows(tokens: TokenBatch, side: int) -> tuple[Tensor, Tensor]:
     """The complete windows of ``side x side`` cells: their slots ``[N, W, side^2]`` long, ascending, and ``[N, W]`` bool,
-    which of them there are."""
-    here, frames = celled(tokens), int(tokens.grid[:, 0].max())
+    False for padding."""
+    here, frames = tokens.celled, int(tokens.grid[:, 0].max())
     time, row, column = tokens.cells.masked_fill(~here[..., None], 0).unbind(-1)
     down, across = (int(x.max()) // side + 1 for x in (row, column))
     key = ((tokens.tile * frames + time) * down + row // side) * across + column // side
@@ -94,19 +94,18 @@ def windows(tokens: TokenBatch, side: int) -> tuple[Tensor, Tensor]:
 def window_similarity(x: Tensor, slots: Tensor) -> Tensor:
     """``[N, W]`` float32: the mean cosine of all pairs of ``x [N, n, d]`` within the windows ``slots [N, W, m]``."""
     rows = torch.arange(len(x), device=x.device)[:, None, None]
-    unit = normalize(x.float(), dim=-1)[rows, slots]
+    normed = normalize(x.float(), dim=-1)[rows, slots]
     size = slots.shape[2]
-    # the square of the sum holds every pair twice, and each with itself
-    similar = (unit.sum(2).square().sum(-1) - unit.square().sum((2, 3))) / (size * (size - 1))
-    # windows of copies tie
-    return similar.clamp(max=1.0).masked_fill((unit - unit[:, :, :1]).abs().amax((2, 3)) == 0, 1.0)
+    # the square of the sum contains every pair twice, and each vector with itself
+    similar = (normed.sum(2).square().sum(-1) - normed.square().sum((2, 3))) / (size * (size - 1))
+    # windows of copies tie, whatever is rounded
+    return similar.clamp(max=1.0).masked_fill((normed - normed[:, :, :1]).abs().amax((2, 3)) == 0, 1.0)
 
 
 def merge_windows(valid: Tensor, slots: Tensor, there: Tensor, similar: Tensor, most: Tensor) -> Reduction:
-    """Average the ``most [N]`` most similar windows, the first on a tie; ``valid`` tokens of no merged window stay."""
+    """Average the ``most [N]`` most similar windows, the first on a tie; all other ``valid [N, n]`` tokens stay."""
     ranked = similar.nan_to_num(nan=-torch.inf).masked_fill(~there, -torch.inf)
-    rank = ranked.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    merged = there & (rank < most[:, None])
+    merged = there & (ranks(ranked.argsort(dim=1, descending=True, stable=True)) < most[:, None])
     target = torch.arange(valid.shape[1], device=valid.device).repeat(len(valid), 1)
     row, window = merged.nonzero(as_tuple=True)
     target[row[:, None], slots[row, window]] = slots[row, window, :1]

@@ -20,13 +20,12 @@ class Pool(ProjectorMethod):
 
     A cell ``(f, r, c)`` of a grid ``(t, h, w)`` falls into window ``(f t' // t, r a // h, c b // w)``, so windows tile
     the grid and differ by at most one cell a side. Every frame is pooled by itself (``t' = t``) unless there are more
-    frames than the budget has tokens. Among the ``a x b`` that fit, the one with the largest
-    ``a b min(h b, w a) / max(h b, w a)`` is taken: many windows, near to square ones, the lower ``a`` on a tie.
+    frames than the budget has tokens. Of the ``a x b`` that fit the budget, the one with the largest
+    ``a b min(h b, w a) / max(h b, w a)`` is used: many windows, close to square, the smaller ``a`` on a tie.
     A window takes the slot and position of its first token.
 
-    Tokens without a cell (newlines) are dropped, unless the whole unit stays or has no cells at all. The weights of a
-    window sum to its cells. Plain averaging is what LLaVA-OneVision and others do to frames; a choice of windows for
-    any budget is ours.
+    Tokens without a cell (newlines) are dropped, unless the whole unit stays or has no cells at all. LLaVA-OneVision and
+    others average frames like this; the choice of windows for any budget is ours.
     """
 
     name = "pool"
@@ -41,10 +40,10 @@ class Pool(ProjectorMethod):
         size, count = valid.sum(1), count.to(valid.device)
         windows = window_grid(tokens.grid.to(valid.device), count)
 
-        here = valid & (cells >= 0).all(-1) & (count > 0)[:, None]
+        here = tokens.celled & (count > 0)[:, None]
         at = (cells * windows[:, None] // tokens.grid.to(valid.device)[:, None].clamp(min=1)).clamp(min=0)
         window = (at[..., 0] * windows[:, None, 1] + at[..., 1]) * windows[:, None, 2] + at[..., 2]
-        # tokens of no window are collected in one more, at the end
+        # tokens without a window are in one extra window at the end
         last = int(windows.prod(1).max()) if len(windows) else 0
         window = window.masked_fill(~here, last)
         first = slots.new_full((len(slots), last + 1), slots.shape[1])
@@ -57,11 +56,11 @@ class Pool(ProjectorMethod):
 
 
 def pool_parts(tokens: TokenBatch, part: Tensor, count: Tensor) -> Reduction:
-    """Average-pool the parts of each unit (tiles of a picture, frames of a clip) one by one, as :class:`Pool` does with whole
+    """Average-pool the parts of each unit (tiles of a picture, frames of a clip) separately, as :class:`Pool` does with whole
     units.
 
-    ``part [N, n]`` numbers them from 0, -1 takes no part; ``count [N]`` is split over parts by size. A part's grid is what its
-    own cells span. Units whose ``count`` holds all they have stay as they are.
+    ``part [N, n]`` numbers them from 0, tokens of -1 are dropped; ``count [N]`` is apportioned to parts by size. The grid of a
+    part is the bounding box of its cells. Units whose ``count`` holds all their tokens stay as they are.
     """
     valid, part = tokens.valid, part.masked_fill(~tokens.valid, -1)
     whole = count >= valid.sum(1)
@@ -86,7 +85,7 @@ def pool_parts(tokens: TokenBatch, part: Tensor, count: Tensor) -> Reduction:
 
 
 def window_grid(grid: Tensor, count: Tensor) -> Tensor:
-    """``[N, 3]`` long: the windows (t', a, b) for grids ``[N, 3]`` and budgets ``[N]``; see :class:`Pool`."""
+    """``[N, 3]`` long: the number of windows (t', a, b) for grids ``[N, 3]`` and budgets ``[N]``; see :class:`Pool`."""
     t, h, w = grid.clamp(min=1).unbind(1)
     frames = torch.minimum(t, count.clamp(min=1))
     share = (count // frames).clamp(min=1)

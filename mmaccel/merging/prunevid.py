@@ -1,4 +1,4 @@
-"""PruneVid's first stage: what stands still in a scene is kept once, and like tokens are merged."""
+"""PruneVid's first stage: static tokens of a scene are kept once, and similar tokens are merged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
 from ..method.registry import register
 from .density_peaks import centres, density_peaks, nearest_centre
-from .film import Film, celled
+from .film import Clip, Flat, by_clip
 
 
 @register
@@ -26,25 +26,25 @@ class PruneVidMerge(ProjectorMethod):
     *PruneVid: Visual Token Pruning for Efficient Video Large Language Models*, Findings of ACL 2025, arXiv 2412.16117; its
     merging stage. (The other prunes by attention inside the language model, and the cache.)
 
-    1. Frames, each the mean of its tokens, are clustered into ``int(T scenes)`` density peaks, and the clusters made
+    1. Frames, each the mean of its tokens, are clustered around ``int(T scenes)`` density peaks, and the clusters are made
        contiguous (:func:`scenes_of`).
-    2. A place is static in a scene when the mean cosine of all pairs of its frames is above ``tau``. Its tokens become their
-       mean, at the first frame. A scene of one frame has none.
+    2. A cell is static in a scene when the mean cosine of all pairs of its frames is above ``tau``. Its tokens become their
+       mean, in the first frame. A scene of one frame has no static cells.
     3. The static tokens of a scene, and the other tokens of each frame, are clustered around ``int(n retain)`` density
        peaks where there are more than ``small``, and every cluster becomes its mean, in the slot of the peak.
 
-    ``retain`` is the share that clustering leaves; static places bring it down further and small parts keep it up, so
-    the budget is adaptive. The weights of a kept token sum to one, and every token flows somewhere. Newlines are dropped.
+    ``retain`` is the share that clustering keeps; static cells reduce it further and small parts raise it, so the budget is
+    adaptive. The weights of a kept token sum to one, and every token flows into one. Newlines are dropped.
 
     Parameters
     ----------
     tau, scenes : 0.8 and 0.25 as in the program.
-    neighbours : of the density, the program's 7.
-    small : parts of this many tokens or fewer are left as they are; the program's 14.
+    neighbours : of the density, 7 as in the program.
+    small : parts of this many tokens or fewer are not clustered; 14 as in the program.
 
-    Paper and program: the program's density carries random noise against ties; here of equally dense tokens the lower slot
+    Paper and program: the program adds random noise to the density against ties; here the lower slot of equally dense tokens
     counts as denser. It orders tokens scene by scene, static ones first; here all keep their slots. It divides by zero in
-    scenes of one frame, with the effect said above.
+    scenes of one frame, with the effect that they have no static cells.
     """
 
     name = "prunevid-merge"
@@ -68,30 +68,21 @@ class PruneVidMerge(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``count [N]`` (as a share of the unit) -> the slot each token flows into."""
-        film, here = Film.of(tokens), celled(tokens)
-        target = torch.full_like(film.frame, -1)
-        own = torch.arange(here.shape[1], device=here.device)
-        sizes = zip(count.tolist(), tokens.valid.sum(1).tolist(), here.sum(1).tolist(), strict=True)
-        for row, (wanted, size, cells) in enumerate(sizes):
-            if wanted >= size or not cells:
-                stays = tokens.valid[row].nonzero()[:wanted, 0]
-                target[row, stays] = own[stays]
-            elif wanted:
-                # a picture, perhaps of many tiles, is one frame
-                frames = int(tokens.grid[row, 0])
-                slots = film.slots[row, :frames] if frames > 1 else here[row].nonzero().T
-                there, at = slots >= 0, slots.clamp(min=0)
-                into = self.clip(tokens.features[row, at], there, wanted / size)
-                target[row, at[there]] = at.flatten()[into[there]]
-        return Reduction.merge(target, tokens.valid)
+
+        def links(clip: Clip) -> Flat:
+            into = self.clip(tokens.features[clip.row, clip.slots], clip.there, clip.count / clip.size)[clip.there]
+            source = clip.there.flatten().nonzero()[:, 0]
+            return into, source, 1.0 / torch.bincount(into, minlength=clip.there.numel())[into]
+
+        return by_clip(tokens, count, links)
 
     def clip(self, x: Tensor, there: Tensor, retain: float) -> Tensor:
         """``[T, P]`` long: the cell ``t P + p`` that each token of a clip flows into.
 
         Parameters
         ----------
-        x, there : ``[T, P, D]``, and ``[T, P]`` bool, False where no token is.
-        retain : share of every part that clustering leaves.
+        x, there : ``[T, P, D]``, and ``[T, P]`` bool, False for cells without a token.
+        retain : share of every part that clustering keeps.
         """
         x, (frames, places) = x.float(), there.shape
         mean = (x * there[..., None]).sum(1) / there.sum(1, keepdim=True).clamp(min=1)
@@ -112,27 +103,27 @@ class PruneVidMerge(ProjectorMethod):
         return into
 
     def _static(self, x: Tensor, there: Tensor) -> Tensor:
-        """``[P]`` bool: the places of a scene ``x [T, P, D]`` that stand still."""
+        """``[P]`` bool: the static cells of a scene ``x [T, P, D]``, ``there [T, P]`` bool."""
         frames = len(x)
         if frames == 1:
             return torch.zeros_like(there[0])
-        unit = normalize(x, dim=-1)
-        # the square of the sum holds every pair twice, and each with itself
-        pairs = (unit.sum(0).square().sum(-1) - unit.square().sum((0, 2))) / (frames * (frames - 1))
+        normed = normalize(x, dim=-1)
+        # the square of the sum contains every pair twice, and each vector with itself
+        pairs = (normed.sum(0).square().sum(-1) - normed.square().sum((0, 2))) / (frames * (frames - 1))
         return (pairs > self.tau) & there.all(0)
 
     def _clusters(self, x: Tensor, count: int) -> Tensor:
-        """``[m]`` long: the peak, as a place of ``x [m, D]``, whose cluster each belongs to."""
+        """``[m]`` long: for every row of ``x [m, D]`` the row of the density peak whose cluster it belongs to."""
         one = torch.ones(1, len(x), dtype=torch.bool, device=x.device)
         chosen = centres(density_peaks(x[None], one, self.neighbours), count)
         return chosen[0, nearest_centre(x[None], chosen)[0]]
 
 
 def scenes_of(label: list[int]) -> list[tuple[int, int]]:
-    """First and last frame of the contiguous scenes that clusters of frames make.
+    """First and last frame of the contiguous scenes made from the cluster ``label`` of every frame.
 
-    Of every cluster the longest run of frames is a scene, the first on a tie. Every other run joins the longer of its
-    neighbours, the left one on a tie, from left to right.
+    The longest run of frames of every cluster is a scene, the first on a tie. From left to right, every other run joins the
+    longer of the neighbouring runs, the left one on a tie.
     """
     runs = [(cluster, len(list(group))) for cluster, group in groupby(label)]
     longest: dict[int, int] = {}

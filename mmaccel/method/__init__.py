@@ -1,8 +1,9 @@
-"""What a method is, site by site, and methods by name."""
+"""The base classes of methods, one file per site, and the registry of methods by name."""
 
 from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
 from .encoder import EncoderMethod, EncoderTokens
 from .frames import FrameChoice, FramesMethod
+from .guided import AttentionGuided
 from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
 from .layers import LayerAttention, LayerMethod, Layerwise
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
@@ -10,6 +11,7 @@ from .tokens import ProjectorMethod, TokenBatch, TokenMethod
 __all__ = [
     "CHOICES",
     "LIMITS",
+    "AttentionGuided",
     "CacheOptions",
     "EncoderMethod",
     "EncoderTokens",

@@ -1,7 +1,7 @@
-"""What every method is: one published idea at one site, a pure function of tensors.
+"""Base of every method: one published idea at one site, as a pure function of tensors.
 
 Write a subclass as a frozen dataclass (its fields are the method's options), give it a ``name``, decorate it with
-:func:`mmaccel.register`, and use it by name. The base owns guards, budgets, rounding, gathering and positions.
+:func:`mmaccel.register`, and use it by name. Checks, budgets, rounding, gathering and positions are done for it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Site = Literal["frames", "encoder", "projector", "layers", "cache", "codec"]
 
 @dataclass(frozen=True)
 class Tap:
-    """Something a method wants to see of the vision tower. A tap nobody asks for does not run.
+    """A quantity of the vision tower that a method needs. What no method needs is not computed.
 
     kind
-        ``cls_attention``: attention the CLS token pays to each patch, mean over heads. ``received_attention``: attention
-        each token receives, mean over heads and queries. ``keys``: keys, mean over heads. ``features``: hidden states
+        ``cls_attention``: attention paid by the CLS token to each patch, mean over heads. ``received_attention``: attention
+        received by each token, mean over heads and queries. ``keys``: keys, mean over heads. ``features``: hidden states
         before the projector. ``cls_attention_unsplit``, ``keys_unsplit``: as if the tower had a single head of its full
         width.
     layers
         tower layers, counted as Python counts; ``None`` stands for the layer whose output the language model reads (for
-        towers with windowed attention: the last full-attention layer up to it).
+        towers with windowed attention, for the last layer with full attention up to it).
     """
 
     kind: Literal["cls_attention", "received_attention", "keys", "features", "cls_attention_unsplit", "keys_unsplit"]
@@ -36,7 +36,7 @@ class Tap:
 
 
 class TowerFacts(Protocol):
-    """What a method may know of a vision tower."""
+    """The facts of a vision tower that methods may depend on."""
 
     name: str
 
@@ -46,33 +46,34 @@ class TowerFacts(Protocol):
 
 
 class ModelFacts(TowerFacts, Protocol):
-    """What a method may know of a model; every family tells it."""
+    """The facts of a model that methods may depend on; every family provides them."""
 
-    #: layers of the language model that add visual features, after which tokens may be dropped
+    #: how many layers of the language model add visual features; tokens may be dropped only after them
     deepstack: int
 
     @property
     def depth(self) -> int:
-        """Layers of the language model."""
+        """Number of layers of the language model."""
 
     def attention_in(self, layer: int) -> Any:
-        """The self-attention module of a layer of the language model, which holds its projections."""
+        """The self-attention module of a layer of the language model, with its projections."""
 
 
 class Method(ABC):
-    """Base of every method. Class attributes describe it; instance fields are its options."""
+    """Base of every method. Class attributes describe the method; instance fields are its options."""
 
     name: ClassVar[str]
     site: ClassVar[Site]
     summary: ClassVar[str] = ""
     paper: ClassVar[str] = ""
-    #: ``exact``: kept = resolved; ``at_most``: never more; ``adaptive``: decided by the content
+    #: ``exact``: keeps what the budget resolves to; ``at_most``: never more; ``adaptive``: the content decides; ``none``: no
+    #: budget
     budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "exact"
-    #: the weights of every kept token sum to the tokens it stands for
+    #: every kept token is a mean, its weights sum to one, and every token with a cell flows into exactly one
     conserves_mass: ClassVar[bool] = False
-    #: the authors' program renumbers tokens between layers of the language model, which is not offered
+    #: the authors' program renumbers positions between layers of the language model, which is not offered here
     renumbers_inside: ClassVar[bool] = False
-    #: what a recipe made of this method alone keeps by default
+    #: the default ``retain`` of the recipe that consists of this method alone
     default_retain: ClassVar[float | None] = 0.25
 
     def fit(self, family: ModelFacts) -> Method:
@@ -80,17 +81,16 @@ class Method(ABC):
         return self
 
     def taps(self) -> tuple[Tap, ...]:
-        """What this method asks of the vision tower."""
+        """The quantities of the vision tower that this method needs."""
         return ()
 
     def check(self, family: ModelFacts) -> None:
         """Raise :class:`UnsupportedError` when the family lacks what the method needs."""
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """How many of the ``size`` tokens of a picture or clip the authors' program keeps at the ratio ``retain``
-        (``rounding="official"``); the base never lets it be none, and takes counts as they are. By default the exact
-        rounding.
+        """How many of the ``size`` tokens of a picture or clip the authors' program keeps at the ratio ``retain``.
 
-        ``grid`` is (t, h, w) of a picture or clip that is reduced in one piece, None for one of several (tiles, frames).
+        Used with ``rounding="official"``; the caller raises 0 to 1, and budgets that are counts are taken as they are. By
+        default the exact rounding. ``grid`` is (t, h, w) of a picture or clip that is one unit, else None (tiles, frames).
         """
         return resolve(retain, size)

@@ -1,4 +1,4 @@
-"""The rows of a layer's attention in blocks, so that methods which need many of them never hold the whole map."""
+"""The attention of a layer in blocks of query rows, so that the whole map is never in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from . import LayerAttention
 
-#: entries of the block of attention held at once, over the batch and the heads
+#: entries of a block of pairs held at once (attention over batch and heads, similarities over the batch)
 BLOCK = 1 << 24
 
 
@@ -18,7 +18,7 @@ def row_blocks(attention: LayerAttention) -> list[tuple[int, int]]:
 
 
 def upto(attention: LayerAttention, stop: int) -> LayerAttention:
-    """The same attention without the query rows from ``stop`` on and without the keys that only those may see."""
+    """The same attention without the query rows from ``stop`` on, and without the keys that only those may attend to."""
     keys = attention.key.shape[2] - attention.query.shape[2] + stop
     return replace(
         attention,

@@ -19,21 +19,21 @@ class FramesMethod(Method):
 
     site = "frames"
     budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "adaptive"
-    #: what :meth:`clip` makes is ``frames[choose(frames)]``, and need not be made twice
+    #: whether ``clip(frames)`` is ``frames[choose(frames)]``, so that frames need not be chosen twice
     only_chooses: ClassVar[bool] = False
 
     @abstractmethod
     def picture(self, image: PILImage, retain: float) -> PILImage:
-        """One picture."""
+        """The picture to use in place of ``image``."""
 
     @abstractmethod
     def clip(self, frames: np.ndarray, retain: float) -> np.ndarray:
-        """The frames of one clip, ``[T, H, W, 3]`` uint8."""
+        """The frames to use in place of ``frames [T, H, W, 3]`` uint8, a clip."""
 
     def choose(self, frames: np.ndarray, retain: float) -> np.ndarray:
-        """Which of ``frames [T, H, W, 3]`` the result of :meth:`clip` shows, ``[T']`` ascending; by default all.
+        """Which of ``frames [T, H, W, 3]`` the result of :meth:`clip` consists of, ``[T']`` ascending; by default all.
 
-        A method that drops frames overrides it, so that time stamps stay right.
+        A method that drops frames overrides it, so that time stamps stay correct.
         """
         return np.arange(len(frames))
 

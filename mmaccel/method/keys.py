@@ -1,4 +1,4 @@
-"""Methods on the KV cache: what a policy sees, what it can be combined with, and what it returns."""
+"""Methods on the KV cache: what a policy is given, which options it shares with all others, and what it returns."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from .layers import LayerAttention, Layerwise
 
 @dataclass(frozen=True)
 class KeyBatch(Layerwise):
-    """What a cache policy sees of one layer, at the end of prefill or while decoding. All keys are post-RoPE.
+    """The keys of one layer, at the end of prefill or while decoding. All queries and keys are post-RoPE.
 
-    While decoding, where heads store different keys, every (row, KV head) comes as a row of its own.
+    While decoding, where heads store different keys, every (row, KV head) is a row of its own.
 
     keys, values : ``[B, Hkv, K, D]``.
-    queries : ``[B, Hq, W, D]``, the last ``W = min(window, new tokens)`` queries; while decoding the last seen.
+    queries : ``[B, Hq, W, D]``, the last ``W = min(window, new tokens)`` queries; while decoding the most recent ones.
     places : ``[B, W]`` long, the places of the queries, -1 for padding; by default those of the last keys.
-    valid : ``[B, K]`` bool, False for padding (always evicted first), which is in front.
+    valid : ``[B, K]`` bool, False for padding, which is on the left and always evicted first.
     visual : ``[B, K]`` bool.
     index : ``[B, K]`` long, the place of each key in the unreduced, padded sequence; ascending.
-    scaling : what attention multiplies ``q . k`` with.
-    received : ``[B, Hkv, K]`` float32, what the policy's :meth:`Policy.observe` made; None if it observes nothing.
-    count : ``[B]`` long, how many of the keys that compete stay in each row (at a prompt the mean over layers and heads).
-    picture, cells : ``[B, K]`` and ``[B, K, 3]`` long, which picture or clip a visual key is of and its (t, row, column);
-        -1 for text, and for visual keys without a cell (newlines).
+    scaling : the factor of ``q . k`` in attention.
+    received : ``[B, Hkv, K]`` float32, what the policy's :meth:`Policy.observe` returned; None if it observes nothing.
+    count : ``[B]`` long, how many of the competing keys stay in each row (for a prompt the mean over layers and heads).
+    picture, cells : ``[B, K]`` and ``[B, K, 3]`` long, the picture or clip of a visual key and its (t, row, column); -1 for
+        text, and for visual keys without a cell (newlines).
     survivors : ``[B, K]`` bool, keys whose tokens reach the last layer; None unless the policy is ``deferred``.
-    expected : mean ``[B, Hq, D]`` and covariance ``[B, Hq, D, D]``, float32, of the queries to come, if they are like those of
-        the prompt; None unless the policy looks into the ``future``.
-    outgoing : ``[B, Hkv, K]`` float32, the L1 norm of each value behind the layer's output projection, mean over the query
+    expected : mean ``[B, Hq, D]`` and covariance ``[B, Hq, D, D]``, float32, of future queries, assuming that they are
+        distributed like those of the prompt; None unless the policy sets ``future``.
+    outgoing : ``[B, Hkv, K]`` float32, the L1 norm of each value after the layer's output projection, mean over the query
         heads of its key head; None unless the policy ``needs_outgoing``.
-    layer, depth : which layer this is, and how many there are.
-    decoding : whether this is a decode step, not the end of a prompt.
+    layer, depth : the number of this layer, and of all layers.
+    decoding : whether this is a decode step rather than the end of a prompt.
     """
 
     keys: Tensor
@@ -70,7 +70,7 @@ class KeyBatch(Layerwise):
             object.__setattr__(self, "places", own)
 
 
-#: what the options of a cache stage that choose by name know, with the default of the number behind the colon
+#: the choices of the options of a cache stage that take a name, with the default of the number after the colon
 CHOICES: Mapping[str, Mapping[str, float | None]] = {
     "layer_budget": {
         "uniform": None,
@@ -93,40 +93,41 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
     "protect": {"separators": None, "question": None},
 }
 
-#: the least and the most that number can be: a share, unless it says otherwise here
+#: the range of that number where it is not a share, from 0 to 1
 LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """What every cache policy can be combined with; the base carries it out.
+    """The options that all cache policies share; the base implements them.
 
     Parameters
     ----------
-    layer_budget : how the budget is split over layers; the mean is what ``retain`` says. ``uniform``; ``pyramid:20``
-        (PyramidKV: an arithmetic row whose last layer has a 20th of the mean); ``sparsity`` (VL-Cache: the more, the less
-        sparse the attention of the text behind the pictures; ``sparsity:0.8`` gives 80 % uniformly and the rest so);
-        ``entropy`` (MEDA: the more, the more evenly attention is spread); ``prefix`` (PrefixKV: one share of the summed
-        scores for all layers); ``variance`` (D2O: the more, the less the scores vary). All but the first two are settled
-        when the forward is over.
-    head_budget : how a layer's budget is split over its KV heads. ``uniform``; ``adaptive:0.2`` (AdaKV: heads compete, 20 %
-        is given uniformly); ``concentrated:0.2`` (the same, and heads whose attention is concentrated count more);
-        ``safeguard:0.2`` (the same where the best 20 % of each head stay and the rest compete).
-    compact : what becomes of keys that do not stay. ``evict``; merged into the kept key of the largest cosine: ``pivot``,
-        ``weighted``, ``average`` (LOOK-M), ``ema:0.5`` (D2O); or into the ``nearest`` in the sequence (Elastic Cache).
-    every : 0 compacts at the end of prefill only; n also every n decode steps, back to what prefill left.
-    cap : keys each head of a layer may hold, of all turns together, instead of what prefill left; 0 for none.
+    layer_budget : how the budget is distributed over layers, whose mean is ``retain``. ``uniform``; ``pyramid:20``
+        (PyramidKV: an arithmetic progression in which the last layer gets a 20th of the mean); ``sparsity`` (VL-Cache: more
+        for layers in which the attention of the text after the pictures is less sparse; ``sparsity:0.8`` distributes 80 %
+        uniformly and the rest like that); ``entropy`` (MEDA: more for layers whose attention is spread more evenly);
+        ``prefix`` (PrefixKV: every layer keeps the same share of its summed scores); ``variance`` (D2O: more for layers whose
+        scores vary less). All but the first two are known only at the end of the forward.
+    head_budget : how a layer's budget is distributed over its KV heads. ``uniform``; ``adaptive:0.2`` (AdaKV: heads compete
+        for the budget, of which 20 % is distributed uniformly); ``concentrated:0.2`` (the same, with more weight for heads of
+        concentrated attention); ``safeguard:0.2`` (the best 20 % of each head's share stay, and the rest compete).
+    compact : what becomes of the other keys. ``evict`` drops them; ``pivot``, ``weighted``, ``average`` (LOOK-M), ``ema:0.5``
+        (D2O) and ``blend`` merge them into the kept key of largest cosine; ``nearest`` into the nearest in the sequence
+        (Elastic Cache).
+    every : 0 compacts at the end of prefill only; n also after every n decode steps, back to the size that prefill left.
+    cap : keys that each head of a layer may hold, over all turns, instead of what prefill left; 0 for no cap.
     growth : keys by which that limit grows with every decoded token.
-    chunk : neighbouring keys that stay or go together, as in ChunkKV, arXiv 2502.00299 (10 there): each counts as the mean
-        over its chunk and over heads. A chunk never holds keys of two pictures, or text and visual keys. 0 for none.
-    sinks : keys at the start of the sequence that always stay.
+    chunk : number of neighbouring keys that stay or go together, as in ChunkKV, arXiv 2502.00299 (10 there): all have the mean
+        score of their chunk, over heads too. A chunk holds keys of one picture or of text. 0 for no chunks.
+    sinks : number of keys at the start of the sequence that always stay.
     recent : newest keys that always stay; an int is a count, a float a share of the keys.
-    protect : visual keys without a cell (``separators``), text behind the last picture (``question``), that always stay.
+    protect : keys that always stay: visual keys without a cell (``separators``), text after the last picture (``question``).
     joint : text and visual keys share one budget, which is then ``retain`` of all keys.
     text_policy : the policy, by name, that ranks text keys where they have a budget (``text_retain``); by default this one.
 
-    Keys that always stay come out of the budget first; the budget holds even so. While decoding, visual keys make room for
-    new ones, and text does only where it has a budget (``text_retain`` or ``joint``): without one a long answer outgrows
+    Keys that always stay are taken out of the budget first, so the budget still holds. While decoding, visual keys make room
+    for new ones, and text keys only where text has a budget (``text_retain`` or ``joint``): without one a long answer outgrows
     ``every`` and ``cap`` once no visual key is left.
     """
 
@@ -156,7 +157,13 @@ class CacheOptions:
             raise MmaccelError(f"recent={self.recent} is a share above 1; for a count of keys give an int.")
 
     def choice(self, option: str) -> tuple[str, float | None]:
-        """The name and the number behind the colon of an option such as ``pyramid:20``."""
+        """The name and the number after the colon of an option such as ``pyramid:20``.
+
+        Raises
+        ------
+        MmaccelError
+            If the name is unknown or the number out of range.
+        """
         name, colon, number = getattr(self, option).partition(":")
         known = CHOICES[option]
         if name not in known or (colon and known[name] is None):
@@ -166,7 +173,7 @@ class CacheOptions:
         except ValueError as error:
             raise MmaccelError(f"{option}={getattr(self, option)!r}: behind the colon stands a number.") from error
         least, most = LIMITS.get(name, (0.0, 1.0))
-        # not a number is in no range
+        # NaN is in no range
         if value is not None and not least <= value <= most:
             raise MmaccelError(
                 f"{option}={getattr(self, option)!r}: behind the colon stands a number from {least:g} to {most:g}."
@@ -175,53 +182,55 @@ class CacheOptions:
 
     @property
     def scheduled(self) -> bool:
-        """Whether anything happens while decoding."""
+        """Whether keys are also evicted while decoding."""
         return self.every > 0 or self.cap > 0
 
 
 class Policy(CacheOptions, Method):
-    """A method at site ``cache``: scores keys; the base splits the budget, keeps the best and compacts the rest."""
+    """A method at site ``cache``: it scores keys; the base distributes the budget, keeps the best and compacts the rest."""
 
     site = "cache"
-    #: how many of the prompt's last queries the policy looks at
+    #: how many of the last queries :attr:`KeyBatch.queries` holds
     window: int = 0
-    #: all heads score alike, so that a layer stores the same keys for each
+    #: whether scores are the same for all heads, so that every head of a layer stores the same keys
     shared: ClassVar[bool] = False
-    #: scores when the forward is over, when it is known which tokens reach the last layer
+    #: whether it scores at the end of the forward, when it is known which tokens reach the last layer
     deferred: ClassVar[bool] = False
-    #: over how many positions to come :attr:`KeyBatch.expected` is an average; 0 leaves it None
+    #: the number of future positions that :attr:`KeyBatch.expected` averages over; 0 leaves it None
     future: int = 0
     #: whether :attr:`KeyBatch.outgoing` is to be filled
     needs_outgoing: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, keys: KeyBatch) -> Tensor:
-        """``[B, Hkv, K]`` float: higher stays longer; ``inf`` for keys that must stay."""
+        """``[B, Hkv, K]`` float: keys of higher score stay; ``inf`` for keys that must stay."""
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
-        """Figures per key that the attention of a forward gives, ``[B, Hkv, K]`` float32.
+        """Statistics of the attention of one forward, per key, ``[B, Hkv, K]`` float32.
 
-        They reach :meth:`score` as ``keys.received``, and stay with the cache while a schedule is on: ``before`` holds
-        those of the last forward, zero for new keys. By default a policy observes nothing.
+        They reach :meth:`score` as ``keys.received``. With a schedule (``every``, ``cap``) they are stored with the cache:
+        ``before`` holds those of the last forward, zero for new keys. By default a policy observes nothing.
         """
         raise NotImplementedError
 
     def check(self, family: ModelFacts) -> None:
-        """Raise where options cannot be combined."""
+        """Raise :class:`MmaccelError` where options cannot be combined."""
         if self.shared and self.choice("head_budget")[0] != "uniform":
             raise MmaccelError(f"{self.name} keeps the same keys for all heads; leave out head_budget.")
 
     def recall(
         self, paid: Tensor, before: Tensor | None, visual: Tensor, count: Tensor, chosen: Tensor | None
     ) -> Tensor:
-        """For policies that drop nothing for good: which visual keys a decode step reads in the layers from ``layer`` on.
+        """``[B, n]`` bool: the visual keys that a decode step reads in the layers from ``layer`` on (a sparse read).
+
+        For policies that store all keys. The base calls it in layer ``layer - 1`` of every decode step.
 
         Parameters
         ----------
-        paid, before : ``[B, n]`` float32, attention each place of the prompt receives in layer ``layer - 1`` from the token
-            of this step and received at the last one; mean over heads.
-        visual : ``[B, n]`` bool, the places that hold visual keys.
-        count : ``[B]`` long, how many of them are to be read.
+        paid, before : ``[B, n]`` float32, the attention paid to each place of the prompt in layer ``layer - 1`` by the token
+            of this step, and by that of the last one; mean over heads.
+        visual : ``[B, n]`` bool, the places of visual keys.
+        count : ``[B]`` long, how many of them to read.
         chosen : ``[B, n]`` bool, what the last step read.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Methods between layers of the language model, and what they see of a layer's attention."""
+"""Methods between layers of the language model, and the attention of a layer as they are given it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layerwise:
-    """What a method sees of one layer, beside what is true of all layers that see the same tokens.
+    """Base of what a method is given of one layer: what depends on the tokens only is computed once for several layers.
 
-    memo : what :meth:`once` has found, shared by these layers.
+    memo : the results of :meth:`once`, shared by all layers with the same tokens.
     """
 
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def _tokens(self) -> Hashable:
-        """What tells apart the tokens that are seen."""
+        """A key that differs where the tokens differ."""
         raise NotImplementedError
 
     def once(self, make: Callable[..., T], *args: Any) -> T:
-        """``make(self, *args)``, for all layers that see the same tokens: it may ask where tokens are and of which kind, not
-        what queries, keys and values are, and may wait for the device."""
-        # one of other tokens may have been made of this one
+        """``make(self, *args)``, computed once for all layers with the same tokens.
+
+        It may depend on where tokens are and whether they are text, visual or padding, but not on queries, keys and values;
+        and it may wait for the device.
+        """
+        # a copy with other tokens (dataclasses.replace) shares the memo
         key = make, args, self._tokens
         if key not in self.memo:
             self.memo[key] = make(self, *args)
@@ -45,10 +48,11 @@ class Layerwise:
 
 @dataclass(frozen=True)
 class LayerAttention(Layerwise):
-    """The attention of one language model layer over a prompt, to be looked at in slices; the whole map never exists.
+    """The attention of one language model layer over a prompt, computed in slices of query rows, never as a whole map.
 
     query : ``[B, Hq, q, D]``, key : ``[B, Hkv, K, D]``, post-RoPE. The prompt's own keys are the last ``q`` of the ``K``.
-    visible : ``[B, 1 or Hkv, q, K]`` bool, or None for plain causal attention.
+    visible : ``[B, 1 or Hkv, q, K]`` bool, which keys each query may attend to, or None for plain causal attention.
+    scaling : the factor of ``q . k``.
     text : ``[B, q]`` bool, the prompt tokens that are neither visual nor padding.
     """
 
@@ -64,11 +68,11 @@ class LayerAttention(Layerwise):
 
     @cached_property
     def full_key(self) -> Tensor:
-        """``key`` in float32, converted once for all slices, and not at all if nothing looks at them."""
+        """``key`` in float32, converted once for all slices, when the first one is computed."""
         return self.key.float()
 
     def logits(self, start: int, stop: int) -> Tensor:
-        """``[B, Hq, stop - start, K]`` float32 of query rows ``start`` to ``stop``; ``-inf`` where a row may not look."""
+        """``[B, Hq, stop - start, K]`` float32 of query rows ``start`` to ``stop``; ``-inf`` where they may not attend."""
         rows, keys, heads = self.query[:, :, start:stop], self.key.shape[2], self.query.shape[1]
         grouped = rows.unflatten(1, (self.key.shape[1], -1)).float()
         logits = torch.einsum("bkgqd,bkld->bkgql", grouped, self.full_key) * self.scaling
@@ -85,13 +89,13 @@ class LayerAttention(Layerwise):
 
 
 class LayerMethod(TokenMethod):
-    """Between two layers of the language model: at the input of layer ``layer``.
+    """A method between two layers of the language model: it reduces the input of layer ``layer``.
 
     ``layer`` is counted from 0 and at least 1; a float is a share of the model's depth, rounded half up and moved to the
-    nearest layer at which tokens can be dropped, so that a recipe fits any model. So is a method's default; a number that a
-    recipe gives is taken as it is, or refused.
+    nearest layer at which tokens can be dropped, so that a recipe fits any model. A method's default layer is moved likewise;
+    a number given in a recipe is taken as it is, or refused.
 
-    What :meth:`look` makes of the attention of layer ``layer - 1`` reaches :meth:`reduce` as ``tokens.signals``, gathered
+    What :meth:`look` returns for the attention of layer ``layer - 1`` reaches :meth:`reduce` as ``tokens.signals``, gathered
     at the tokens of each unit.
     """
 
@@ -108,7 +112,7 @@ class LayerMethod(TokenMethod):
             )
 
     def fit(self, family: ModelFacts) -> Method:
-        """A share of the depth becomes a layer."""
+        """Replace a share of the depth by a layer."""
         if isinstance(self.layer, int):
             return self
         return self._at(int(self.layer * family.depth + 0.5), family)
@@ -123,7 +127,7 @@ class LayerMethod(TokenMethod):
         return self if layer == self.layer else dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
 
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
-        """Figures per key, ``[B, K]`` float32 each. By default ``prompt_attention``: the attention the last prompt token
-        pays, mean over heads."""
+        """Named statistics per key, ``[B, K]`` float32 each. By default ``prompt_attention``: the attention paid by the last
+        prompt token, mean over heads."""
         last = attention.query.shape[2]
         return {"prompt_attention": attention.attention(last - 1, last).mean((1, 2))}

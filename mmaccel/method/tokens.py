@@ -1,10 +1,11 @@
-"""Methods on visual tokens before the language model: what they see, and what they return."""
+"""Methods that reduce visual tokens, before the language model or inside it: what they are given, and what they return."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,22 +17,21 @@ from .base import Method
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The visual tokens a method sees: ``N`` ragged units (segments or whole pictures) padded to ``n`` slots.
+    """The visual tokens to reduce: ``N`` ragged units (segments, tiles or pictures) padded to ``n`` slots.
 
     features : ``[N, n, D]``, what the language model would read at these slots (at site ``layers``: hidden states).
     valid : ``[N, n]`` bool. Padding is at the end of a row.
     cells : ``[N, n, 3]`` long, (t, row, column) of each token in its grid; -1 for tokens without a cell (newlines).
     grid : ``[N, 3]`` long, (t, h, w).
-    segment : ``[N, n]`` long, which segment (image, stitched tiles, frame run) of the unit a token belongs to, from 0.
-    tile : ``[N, n]`` long, which tile of the unit a token belongs to, counted from 0 in the order of the tower (a clip is
-        one); tiles that are stitched together are told apart, a newline belongs to the last one of its row. By default
-        the segment.
-    tiles : ``[N]`` long, how many tiles the unit has; some may have no token left. By default as many as are seen.
-    question, question_valid : ``[N, q, D]`` and ``[N, q]`` bool, the text behind the row's last picture as the language
+    segment : ``[N, n]`` long, the segment (image, stitched tiles, run of frames) of the unit a token belongs to, from 0.
+    tile : ``[N, n]`` long, the tile of the unit a token belongs to, counted from 0 in the order of the tower (a clip is one
+        tile). Stitched tiles have numbers of their own; a newline belongs to the last tile of its row. By default the segment.
+    tiles : ``[N]`` long, how many tiles the unit has; some may have no token left. By default the highest ``tile`` and one.
+    question, question_valid : ``[N, q, D]`` and ``[N, q]`` bool, the text after the row's last picture as the language
         model embeds it, or as a text tower does (``[N, q, d]``); only for methods with ``needs_question``.
-    entered : ``[N]`` long, tokens of the unit that entered the language model; before it, those there are (the default).
-    signals : what the method's taps saw, per kind: ``cls_attention`` and ``received_attention`` ``[N, layers, n]``,
-        ``keys`` and ``features`` ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
+    entered : ``[N]`` long, how many tokens of the unit entered the language model; by default the valid ones.
+    signals : by kind of tap, ``cls_attention`` and ``received_attention`` ``[N, layers, n]``, ``keys`` and ``features``
+        ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
         At site ``layers``: what the method's ``look`` returned, ``[N, n]``.
         ``patches`` ``[N, n, d]``: with a text tower, the features of the (first) tapped layer in its space.
     """
@@ -56,34 +56,39 @@ class TokenBatch:
         if self.entered is None:
             object.__setattr__(self, "entered", self.valid.sum(1))
 
+    @cached_property
+    def celled(self) -> Tensor:
+        """``[N, n]`` bool: the valid tokens that have a cell; newlines and class tokens have none."""
+        return self.valid & (self.cells >= 0).all(-1)
+
 
 class TokenMethod(Method):
-    """A method at site ``projector`` or ``layers``: sees units of visual tokens, returns a reduction."""
+    """A method at site ``projector`` or ``layers``: it is given units of visual tokens and returns a reduction."""
 
-    #: ``segment``: images, stitched tiles, clips and the frames that a prompt spreads out are reduced one by one;
-    #: ``tile``: stitched tiles too; ``picture``: all tokens of an image or clip together
+    #: what is one unit. ``segment``: an image, its stitched tiles, a clip, or a frame that the prompt separates from its clip;
+    #: ``tile``: each stitched tile by itself; ``picture``: all tokens of an image or clip
     unit: ClassVar[Unit] = "segment"
     #: whether :attr:`TokenBatch.question` is to be filled
     needs_question: ClassVar[bool] = False
 
     @property
     def text_tower(self) -> str | None:
-        """The CLIP model, as :meth:`TextTower.load` takes it, whose text tower embeds the question; None leaves that to the
-        language model. A method that names one taps ``features``."""
+        """The CLIP model, as :meth:`TextTower.load` takes it, whose text tower embeds the question; with None the language
+        model does. A method that names one also taps ``features``."""
         return None
 
     @abstractmethod
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """Choose what stays.
+        """Choose the tokens that stay, and what flows into them.
 
         Parameters
         ----------
         tokens : the units, see :class:`TokenBatch`.
-        count : ``[N]`` long, how many tokens of each unit stay, on the device of the tokens.
+        count : ``[N]`` long, how many tokens of each unit are to stay, on the device of the tokens.
         """
 
 
 class ProjectorMethod(TokenMethod):
-    """Between the encoder and the language model."""
+    """A method between the vision tower's projector and the language model."""
 
     site = "projector"

@@ -1,4 +1,4 @@
-"""Attention received: keep what the patches of the vision tower look at; needs no CLS token."""
+"""Attention received: keep the tokens that the patches of the vision tower attend to; needs no CLS token."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..method.registry import register
 class AttentionReceived(ProjectorMethod):
     """Rank tokens by the attention they receive from all tokens of the vision tower.
 
-    ``s_j = sum_l mean_h mean_i A_l[h, i, j]``; the ``count`` highest stay, in raster order. It is the selector that
-    VisionZip (CVPR 2025, arXiv 2412.04467) and VisPruner (arXiv 2412.01818) fall back on for towers without a CLS
-    token (SigLIP, Qwen, InternViT read through its patches), and the ranking of FoPru (arXiv 2411.14164).
+    ``s_j = sum_l mean_h mean_i A_l[h, i, j]``; the ``count`` highest stay, in raster order. VisionZip (CVPR 2025,
+    arXiv 2412.04467) and VisPruner (arXiv 2412.01818) use this score for towers without a CLS token (SigLIP, Qwen), and
+    FoPru (arXiv 2411.14164) ranks by it.
 
     Parameters
     ----------
     layers : tower layers to sum over, counted as Python counts; ``None`` is the layer whose output the language model
         reads (for towers with windowed attention the last full-attention layer up to it), as VisionZip does.
 
-    Differences: no merging of the rest (VisionZip's contextual tokens) and no diverse share (VisPruner); where a place
-    of the language model holds several patches, the tap has averaged them. FoPru publishes no program to compare with.
+    Differences: the rest is not merged (VisionZip's contextual tokens) and no share is chosen for diversity (VisPruner).
+    Where several patches become one token of the language model, their scores are averaged. FoPru has no public program.
     """
 
     name = "attention-received"
@@ -45,5 +45,5 @@ class AttentionReceived(ProjectorMethod):
         return (Tap("received_attention", tuple(self.layers)),)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``received_attention [N, layers, n]``, ``count [N]`` -> the highest; tokens without a source go first."""
+        """``received_attention [N, layers, n]``, ``count [N]`` -> the highest; tokens without a source are dropped first."""
         return Reduction.top(tokens.signals["received_attention"].float().sum(1), tokens.valid, count)

@@ -13,11 +13,11 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
-from ._scores import filled, on_grid
+from ._shared import filled, on_grid
 
-#: what is left of a token's own variance, relative, below which it is rounding
+#: the share of a token's own variance below which what is left of it is rounding
 _NOISE = 1e-5
-#: what the program adds, so that the least relevant token is not impossible
+#: what the program adds, so that the least relevant token can still be picked
 _FLOOR = 1e-6
 
 
@@ -34,23 +34,23 @@ class CDPruner(ProjectorMethod):
     ``argmax_j d_j`` where ``d`` starts as the diagonal of ``L`` and every pick ``i`` subtracts ``e_j^2``,
     ``e_j = (L_ij - sum_k c_ki c_kj) / sqrt(d_i)``. Equal ones go to the lower slot.
 
-    Relevance is rescaled to (0, 1] over the tile. With ``clip`` it is the paper's: the cosine between the patch that a token
-    comes from, projected as CLIP projects its class token, and CLIP's embedding of the question. Without, no second model
+    Relevance is rescaled to (0, 1] over the tile. With ``clip`` it is the paper's: the cosine between the patch a token comes
+    from, projected as CLIP projects its class token, and CLIP's embedding of the question. Without ``clip`` no second model
     is loaded: it is the mean cosine between a token and the words of the question, as the language model embeds them
-    (:attr:`TokenBatch.question`). Without a question all tokens are equally relevant. ``stats()["notes"]`` says which it
-    was.
+    (:attr:`TokenBatch.question`). Without a question all tokens are equally relevant. ``stats()["notes"]`` says which of
+    these was used.
 
     Parameters
     ----------
     clip : the CLIP model that the vision tower comes from: a folder of transformers or open_clip, or ``NAME:WEIGHTS`` as
-        open_clip knows it. Its text tower is loaded, and ``accelerate_vlm`` needs ``processor=``.
-    negate : whether the cosine with CLIP counts negated, as in the program: patches of what a text names lie far from it in
-        models that were trained on class tokens. False for models whose patches were aligned with text.
+        open_clip names it. Its text tower is loaded, and ``accelerate_vlm`` needs ``processor=``.
+    negate : negate the cosine with CLIP, as the program does: in models trained on class tokens, patches that show what a
+        text names lie far from it. False for models whose patches were aligned with text.
 
     Paper and program: the program rescales over a whole batch; here over each tile. Beyond the rank of ``L`` it divides by
-    zero and returns NaN picks; here, when only copies of picked tokens are left, the most relevant ones follow. Newline
-    tokens are dropped first, as it does. It stores ``n x n`` products; here every pick costs one product ``[n, D] @ [D]``
-    and ``count x n`` numbers are stored. With open_clip a question is cut where the context of the text tower ends.
+    zero and picks NaN; here, when only copies of picked tokens are left, the most relevant ones follow. Newline tokens
+    are dropped first, as in the program. It stores ``n x n`` products; here every pick costs one product ``[n, D] @ [D]``
+    and ``count x n`` numbers are stored. With open_clip a question is cut to the context length of the text tower.
     """
 
     name = "cdpruner"
@@ -68,7 +68,7 @@ class CDPruner(ProjectorMethod):
         return self.clip
 
     def taps(self) -> tuple[Tap, ...]:
-        """With CLIP, the hidden states that the language model reads."""
+        """With CLIP, the hidden states of the layer that the language model reads."""
         return (Tap("features"),) if self.clip else ()
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

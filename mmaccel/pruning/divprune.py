@@ -24,15 +24,15 @@ class DivPrune(ProjectorMethod):
     *DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models*, CVPR 2025, arXiv 2503.02175.
 
     With ``d(i, j) = 1 - cos(x_i, x_j)`` the first token is the one whose nearest neighbour is farthest,
-    ``argmax_i min_{j != i} d(i, j)``; each next one is ``argmax_i min_{j picked} d(i, j)``. Equal distances go to the
-    lower slot. Needs no attention, no CLS token and no text.
+    ``argmax_i min_{j != i} d(i, j)``; each next one is ``argmax_i min_{j picked} d(i, j)``. On a tie the lower slot is
+    picked. Needs no attention, no CLS token and no text.
 
-    The first pick needs all pairs. Their distances are kept for the later picks where they take no more memory than the
-    features; else each pick costs one product ``[n, D] @ [D]``. The authors' default keeps 9.8 % (56 of LLaVA-1.5's 576).
+    The first pick needs all pairs. Their distances are kept for the later picks if they take no more memory than the
+    features; otherwise each pick costs one product ``[n, D] @ [D]``. The authors keep 9.8 % (56 of LLaVA-1.5's 576).
 
-    Paper and program: the program never excludes what it has picked, so once fewer than ``count`` different directions
-    are left it picks a token again and emits copies; here a picked token is out, and the count is met. It takes all
-    tokens of the assembled image, newlines included, as ``unit = "picture"`` does here, in half precision; here in
+    Paper and program: the program does not exclude tokens it has picked, so once fewer than ``count`` distinct directions
+    are left it picks tokens again and returns duplicates; here every token is picked once, and the count is met. It works
+    on all tokens of the assembled image, including newlines, in half precision; so does this (``unit = "picture"``), in
     float32. It rounds the count half to even.
     """
 
@@ -52,6 +52,6 @@ class DivPrune(ProjectorMethod):
 
 
 def max_min_diverse(features: Tensor, valid: Tensor, count: Tensor) -> Tensor:
-    """``[N, n]`` bool: ``count [N]`` slots picked greedily, each farthest from those before (see :class:`DivPrune`)."""
+    """``[N, n]`` bool: ``count [N]`` slots picked greedily, each farthest from those before it (see :class:`DivPrune`)."""
     x = normalize(features.float().masked_fill(~valid[..., None], 0.0), dim=-1)
     return max_min(x, valid, count.to(valid.device), _NOISE)

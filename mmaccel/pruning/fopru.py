@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.masks import ranks, resorted
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import Grid, TokenBatch
+from ..method import AttentionGuided, Grid, TokenBatch
 from ..method.registry import register
-from ._scores import AttentionGuided
 
 
 @register
@@ -23,9 +23,8 @@ class FoPru(AttentionGuided):
     *FoPru: Focal Pruning for Efficient Large Vision-Language Models*, arXiv 2411.14164.
 
     ``s_j = mean_h mean_i A[h, i, j]`` in the layer the language model reads. ``rank`` keeps the ``count`` highest; ``row``
-    keeps the rows of the grid with the highest mean of ``s`` until the budget is spent; of the row in which it runs out
-    the best tokens stay, so that the count is met. Equal rows go to the upper one. Rows of later frames are rows of
-    their own.
+    keeps the rows of the grid with the highest mean of ``s`` until the budget is spent; of the last of these rows only the
+    best tokens stay, so that the count is met exactly. On a tie the upper row comes first. Every frame has its own rows.
 
     Parameters
     ----------
@@ -33,9 +32,9 @@ class FoPru(AttentionGuided):
     query : ``all`` (the default) needs no CLS token; ``cls`` with ``rank`` is ``vtc-cls``.
     layer : tower layer; the default is the one read, CLIP's last but one.
 
-    Paper and program: no program is public. Which rows of the map the paper averages, its rounding and the cut row are
-    our reading; ``rounding="official"`` takes ``int(retain * n)``, and whole rows, ``round(retain * h)``, where a picture is
-    one grid without newlines. There are no authors' numbers to compare with.
+    Paper and program: no program is public. Which rows of the attention map the paper averages, its rounding and the partial
+    row are our reading; ``rounding="official"`` takes ``int(retain * n)`` tokens, and ``round(retain * h)`` whole rows where a
+    picture is one grid without newlines. The authors publish no numbers to compare with.
     """
 
     name = "fopru"
@@ -51,24 +50,24 @@ class FoPru(AttentionGuided):
             raise MmaccelError(f"fopru knows strategy 'rank' and 'row', not {self.strategy!r}.")
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """Tokens rounded down; whole rows, half to even, one at least."""
+        """Tokens rounded down; for ``row`` whole rows rounded half to even, at least one."""
         if self.strategy == "row" and grid is not None and grid[0] * grid[1] * grid[2] == size:
             return max(1, round(retain * grid[0] * grid[1])) * grid[2]
         return int(retain * size)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """Attention ``[N, n]``, ``count [N]`` -> the highest tokens or rows; tokens without a source go first."""
+        """Attention ``[N, n]``, ``count [N]`` -> the highest tokens or rows; tokens without a source are dropped first."""
         score, seen = self.attention(tokens)
         if self.strategy == "row":
-            score = _by_rows(score, seen & (tokens.cells >= 0).all(-1), tokens)
+            score = _by_rows(score, seen & tokens.celled, tokens)
         return Reduction.top(score, tokens.valid, count)
 
 
 def _by_rows(score: Tensor, here: Tensor, tokens: TokenBatch) -> Tensor:
-    """``[N, n]``: minus each token's rank, ordered by the mean of its row, then row, then its own score."""
+    """``[N, n]``: minus the rank of each token, ordered by the mean of its row, then the row, then its own score."""
     slots = torch.arange(score.shape[1], device=score.device).expand_as(score)
     row = tokens.cells[..., 0] * tokens.grid[:, None, 1].to(score.device) + tokens.cells[..., 1]
-    # tokens of no row are collected in one more, at the end
+    # tokens without a row are in one extra row at the end
     last = int(row.max()) + 1 if row.numel() else 0
     row = row.masked_fill(~here, last)
     first = slots.new_full((len(slots), last + 1), slots.shape[1]).scatter_reduce(1, row, slots, "amin")
@@ -76,6 +75,4 @@ def _by_rows(score: Tensor, here: Tensor, tokens: TokenBatch) -> Tensor:
     means = Reduction.merge(target, here).substitute(score.nan_to_num())
     mean = means.gather(1, target.clamp(min=0)).masked_fill(~here, -torch.inf)
     order = score.nan_to_num(nan=-torch.inf).argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, row.gather(1, order).argsort(dim=1, stable=True))
-    order = order.gather(1, mean.gather(1, order).argsort(dim=1, descending=True, stable=True))
-    return -torch.empty_like(order).scatter_(1, order, slots).float()
+    return -ranks(resorted(resorted(order, row), mean, descending=True)).float()

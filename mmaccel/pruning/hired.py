@@ -1,4 +1,4 @@
-"""HiRED: tiles get budgets by what the whole image attends to early, tokens stay by what a tile attends to late."""
+"""HiRED: tiles get budgets by early CLS attention over the whole image, tokens stay by late CLS attention in a tile."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.budget import split
+from ..core.budget import apportion
+from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError, UnsupportedError
 from ..method import Grid, ModelFacts, ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
-from ._scores import on_grid
+from ._shared import on_grid
 
 
 @register
 @dataclass(frozen=True)
 class HiRED(ProjectorMethod):
-    """A fixed budget for a tiled image, split over the whole image and its tiles by attention.
+    """A fixed budget for a tiled image, distributed over the whole image and its tiles by attention.
 
     *HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution Vision-Language Models*, AAAI 2025,
     arXiv 2408.10945.
 
     Of a budget ``B`` the base image (the whole picture as one tile) gets ``int(alpha B)``. The ``int((1 - alpha) n)`` of its
-    ``n`` tokens with most CLS attention in the first layer are marked, and the rest of ``B`` is split over the tiles in
+    ``n`` tokens with most CLS attention in the early layer are marked, and the rest of ``B`` is distributed over the tiles in
     proportion to the marks in the area that each covers. In every tile the tokens with most CLS attention in the late
-    layer stay. A picture of one tile keeps its best ``B``; in a clip every frame is a tile of equal share, and so is
-    every tile of families that do not tell where a tile lies (InternVL).
+    layer stay. A picture of one tile keeps its best ``B``. In a clip every frame is a tile of equal share, and so is every
+    tile of families that do not say where a tile lies in the picture (InternVL).
 
     Parameters
     ----------
     layout : ``grid2d``, as in the paper: a tile covers its rectangle of the picture. ``official_bands``, as in the program:
         the ``i``-th tile covers the ``i``-th run of the base image in raster order, a band of rows, and shares are rounded
-        down, so that some of the budget is not spent (hence ``at_most``). With ``grid2d`` all of it is spent.
-    alpha : the base image's share; the program's default 0.5.
-    early, late : tower layers, counted as Python counts; ``None`` is the one the language model reads. The program's are 0
+        down, so that some of the budget may be left over (hence ``at_most``). With ``grid2d`` all of it is used.
+    alpha : the base image's share; the program's default is 0.5.
+    early, late : tower layers, counted as Python counts; ``None`` is the one the language model reads. The program uses 0
         and, for CLIP-L, 22.
 
-    Paper and program: see ``layout``. The program counts tokens before it cuts off the padding of the tiles, and loses the
-    budget spent there; here padding was never seen. Newline tokens are dropped first, as it does.
+    Paper and program: see ``layout``. The program counts tokens before it crops the padding of the tiles, and loses the
+    budget given to padding; here padding has no tokens. Newline tokens are dropped first, as in the program.
     """
 
     name = "hired"
@@ -86,31 +87,31 @@ class HiRED(ProjectorMethod):
         covered = covered.masked_fill(~base, 0)
         parts = int(torch.maximum(part, covered).max()) + 1 if part.numel() else 0
 
-        # marks of the base image, counted by the tile that covers them
+        # marks of the base image, counted per tile that covers them
         most = [int(size * (1 - self.alpha)) for size in base.sum(1).tolist()]
         marked = top_mask(early, base, torch.tensor(most, device=base.device))
-        marks = _tally(covered, marked, parts).tolist()
-        sizes = _tally(part, cell, parts).tolist()
+        marks = group_sizes(covered.masked_fill(~marked, -1), parts).tolist()
+        sizes = group_sizes(part.masked_fill(~cell, -1), parts).tolist()
         totals = torch.minimum(count.to(cell.device), tokens.valid.sum(1)).tolist()
         share = [self._budgets(*row) for row in zip(totals, sizes, marks, tiled.tolist(), strict=True)]
         budgets = torch.tensor(share, device=cell.device).reshape(len(share), parts + 1)
 
-        # newline tokens are one more part, behind the others, and padding comes last in it
+        # newline tokens are one more part after the others, and padding ranks last in it
         late = late.masked_fill(~tokens.valid, torch.nan)
-        kept = _top_of_parts(late, part.masked_fill(~cell, parts), budgets)
+        kept = top_in_groups(late, part.masked_fill(~cell, parts), budgets)
         whole = (count.to(cell.device) >= tokens.valid.sum(1))[:, None]
         return Reduction((kept | whole) & tokens.valid, tokens.valid)
 
     def _budgets(self, total: int, sizes: list[int], marks: list[int], tiled: bool) -> list[int]:
-        """How many tokens of each part stay; the last figure is for tokens without a cell."""
+        """How many tokens of each part stay; the last number is for tokens without a cell."""
         room = min(total, sum(sizes))
         if not tiled:
-            return [*split(room, sizes), total - room]
+            return [*apportion(room, sizes), total - room]
         full = min(int(room * self.alpha), sizes[0])
         rest = min(room - full, sum(sizes[1:]))
         if self.layout == "grid2d":
-            return [room - rest, *split(rest, sizes[1:], [float(m) for m in marks[1:]]), total - room]
-        # in float32, as the program divides and multiplies before it cuts
+            return [room - rest, *apportion(rest, sizes[1:], [float(m) for m in marks[1:]]), total - room]
+        # in float32, as the program divides and multiplies before it truncates
         counted = torch.tensor(marks[1:])
         cut = (counted / counted.sum().clamp(min=1) * rest).int().tolist()
         tiles = [min(k, size) for k, size in zip(cut, sizes[1:], strict=True)]
@@ -118,10 +119,11 @@ class HiRED(ProjectorMethod):
 
 
 def _parts(tokens: TokenBatch, cell: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Which part (tile or frame) of its picture each token belongs to, which part covers what it shows (for tokens of a
-    base image; 0 where none does), both ``[N, n]`` long, and which pictures have a base image and tiles around it, ``[N]``.
+    """The tiles (or frames) of every picture, as parts.
 
-    A picture of two segments in one frame is a base image and its stitched tiles, as in LLaVA-NeXT.
+    Returns ``[N, n]`` long, the part each token belongs to; ``[N, n]`` long, for tokens of a base image the part that covers
+    the same area, 0 where none does; and ``[N]`` bool, the pictures that have a base image beside their tiles. A picture of
+    two segments in one frame is a base image and its stitched tiles, as in LLaVA-NeXT.
     """
     t, row, col = tokens.cells.masked_fill(~cell[..., None], 0).clamp(min=0).unbind(-1)
     segment, tile = tokens.segment.clamp(min=0), tokens.tile.clamp(min=0)
@@ -134,7 +136,7 @@ def _parts(tokens: TokenBatch, cell: Tensor, layout: str) -> tuple[Tensor, Tenso
 
     h0, w0, h, w = side(first, row), side(first, col), side(second, row), side(second, col)
     if layout == "grid2d":
-        # the tile that has the middle of a base cell, in cells of the stitched grid
+        # the tile that contains the centre of a base cell, in cells of the stitched grid
         at, room = row * w + col, int((h * w).max())
         tiles = tile.new_zeros(len(tile), room + 1).scatter_(1, torch.where(second, at, room), tile * second)
         tiles[:, room] = 0
@@ -143,18 +145,3 @@ def _parts(tokens: TokenBatch, cell: Tensor, layout: str) -> tuple[Tensor, Tenso
     else:
         covered = 1 + (row * w0 + col) * (tokens.tiles[:, None].to(row.device) - 1) // (h0 * w0)
     return part.masked_fill(~cell, 0), covered, tiled
-
-
-def _tally(part: Tensor, where: Tensor, parts: int) -> Tensor:
-    """``[N, parts]`` long: how many of the slots ``where`` lie in each part."""
-    return torch.zeros(len(part), parts, dtype=torch.long, device=part.device).scatter_add_(1, part, where.long())
-
-
-def _top_of_parts(score: Tensor, part: Tensor, budgets: Tensor) -> Tensor:
-    """``[N, n]`` bool: the ``budgets [N, G]`` highest of each part; equal scores go to the lower slot, NaN last."""
-    order = score.nan_to_num(nan=-torch.inf).argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, part.gather(1, order).argsort(dim=1, stable=True))
-    sizes = _tally(part, torch.ones_like(part, dtype=torch.bool), budgets.shape[1])
-    start = (sizes.cumsum(1) - sizes).gather(1, part.gather(1, order))
-    rank = torch.arange(score.shape[1], device=score.device) - start
-    return torch.zeros_like(part, dtype=torch.bool).scatter_(1, order, rank < budgets.gather(1, part.gather(1, order)))

@@ -1,4 +1,4 @@
-"""PruMerge and PruMerge+: the picture decides how many tokens stay, and they take up their neighbours."""
+"""PruMerge and PruMerge+: the picture decides how many tokens stay, and their neighbours are merged into them."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from mmaccel_kernels.copies import first_copies
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..core.reduction import Links, Reduction, compact, top_mask
+from ..core.masks import leftmost
+from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..method import Grid, ModelFacts, Tap, TokenBatch
+from ..method import AttentionGuided, Grid, ModelFacts, Tap, TokenBatch
+from ..method.blocks import BLOCK
 from ..method.registry import register
-from ._scores import BLOCK, AttentionGuided, filled, gather
+from ._shared import filled
 
 
 @register
 @dataclass(frozen=True)
 class PruMerge(AttentionGuided):
-    """Tokens whose attention is an outlier stay; the others are merged into them and into one more token.
+    """Tokens whose attention is an outlier stay; the others are merged into them and into one additional token.
 
     *LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models*, ICCV 2025, arXiv 2403.15388.
 
     ``s_j`` is the CLS attention of the tower's last layer. Tokens with ``s_j > Q3 + 1.5 (Q3 - Q1)`` (quartiles of the
     tile) are chosen. A chosen token ``i`` becomes ``x_i + sum s_j x_j`` over the ``neighbours`` tokens ``j != i``, chosen
-    or not, with the most similar keys (cosine). One more token, ``sum s_j x_j`` over all that are not chosen, is added in the
-    slot of the best of them. The neighbours' weights are attention as it is: they do not sum to one, and a token may
-    flow into several.
+    or not, with the most similar keys (cosine). One more token, ``sum s_j x_j`` over all tokens that are not chosen, is added
+    in the slot of the one with most attention. Attention is used as weight without normalising, so weights do not sum to
+    one; and a token may flow into several.
 
     Parameters
     ----------
-    adaptive : whether the picture decides. Then ``retain`` is a ceiling (1.0, the default: none), and a segment that would
-        exceed it, or ``adaptive=False``, keeps exactly its budget, the added token included.
-    neighbours : tokens taken up by a chosen one; the program's 32.
-    query, layer : ``query="all"`` takes the attention received from all tokens, for towers without a CLS token.
-    heads : ``mean``: attention and keys are means over heads, as the paper's formula for one head leaves open.
+    adaptive : whether the picture decides. Then ``retain`` is an upper limit (the default 1.0 is none), and a tile that would
+        exceed it keeps exactly its budget, including the added token. With ``adaptive=False`` every tile does.
+    neighbours : number of tokens merged into a chosen one; 32 in the program.
+    query, layer : ``query="all"`` uses the attention received from all tokens, for towers without a CLS token.
+    heads : ``mean``: attention and keys are means over heads (the paper's formula is for one head).
         ``official_unsplit``: queries and keys are multiplied without splitting heads, as in the program.
 
-    Paper and program: see ``heads``. The program takes quartiles over a whole batch; here of each tile. It merges what
-    enters the projector; here what leaves it is merged. Its tokens come by falling attention; here each has the slot of
-    the token it grew from. Without any outlier it keeps the added token alone; here the best token stays too. A tile
-    whose budget holds all of it is left as it is unless ``adaptive`` cuts it. Newline tokens are dropped.
+    Paper and program: see ``heads``. The program takes quartiles over a whole batch; here over each tile. It merges the
+    inputs of the projector; here its outputs are merged. Its tokens are sorted by attention; here each stays in the slot of
+    the token it was made from. Without an outlier it keeps the added token alone; here the best token stays too. A tile
+    whose budget holds all its tokens is unchanged unless ``adaptive`` reduces it. Newline tokens are dropped.
     """
 
     name = "prumerge"
@@ -77,11 +79,11 @@ class PruMerge(AttentionGuided):
         return (*super().taps(), Tap("keys", (self.layer,)))
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
-        """Rounded down, and the added token."""
+        """Rounded down, plus the added token."""
         return min(size, int(retain * size) + 1)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """Attention ``[N, n]``, keys ``[N, n, d]``, ``count [N]`` (a ceiling) -> chosen tokens and one more."""
+        """Attention ``[N, n]``, keys ``[N, n, d]``, ``count [N]`` (an upper limit) -> chosen tokens and one more."""
         (score, seen), valid, count = self.attention(tokens), tokens.valid, count.to(tokens.valid.device)
         keys = tokens.signals[self.taps()[1].kind][:, 0]
         chosen, size = self.fixed(score, seen, count - 1), seen.sum(1)
@@ -93,32 +95,32 @@ class PruMerge(AttentionGuided):
             chosen, whole = torch.where(fits, free, chosen), whole & ~fits
         part = ~whole & (count > 0)[:, None]
         merged = prune_merge(score, keys, chosen & part, seen & part, self.neighbours)
-        # nothing is left to merge where all may stay
+        # units whose budget holds all their tokens are not merged
         return Reduction(merged.kept | (filled(seen, valid, count) & whole), valid, merged.links)
 
     def free(self, score: Tensor, seen: Tensor) -> Tensor:
-        """The choice the picture makes, ``[N, n]`` bool."""
+        """The tokens that are chosen when the picture decides how many, ``[N, n]`` bool."""
         return top_mask(score, seen, outliers(score))
 
     def fixed(self, score: Tensor, seen: Tensor, count: Tensor) -> Tensor:
-        """The choice of ``count [N]`` tokens, ``[N, n]`` bool."""
+        """The tokens that are chosen when ``count [N]`` are to be, ``[N, n]`` bool."""
         return top_mask(score, seen, count)
 
 
 @register
 @dataclass(frozen=True)
 class PruMergePlus(PruMerge):
-    """PruMerge with evenly spaced tokens beside the outliers; three times as many.
+    """PruMerge with evenly spaced tokens in addition to the outliers, three times as many.
 
     *LLaVA-PruMerge*, arXiv 2403.15388, where it is called PruMerge+; the default of the program.
 
     With ``m`` outliers among ``n`` tokens, those at raster places ``0, k, 2k, ... < n - 1`` with
-    ``k = max(1, int(n / m) // 3)`` are chosen too; the rest is :class:`PruMerge`, options included. Where the budget is a
-    number (``adaptive=False`` or a ceiling), a quarter of it goes to attention and the rest is spread evenly over
-    the other tokens; the split is ours.
+    ``k = max(1, int(n / m) // 3)`` are chosen too; all else, including the options, is as in :class:`PruMerge`. Where the
+    budget decides (``adaptive=False``, or above the limit), a quarter of it goes to the tokens with most attention and the
+    rest is spaced evenly over the others; these shares are ours.
 
-    Paper and program: the program ends at place 575 whatever the size, and stops with an error for more than a third of
-    outliers (``k = 0``). Its variant for a fixed ratio, meant for training, chooses tokens twice; ours does not.
+    Paper and program: the program ends at place 575 whatever the size, and fails when more than a third are outliers
+    (``k = 0``). Its variant for a fixed ratio, meant for training, may choose a token twice; ours does not.
     """
 
     name = "prumerge-plus"
@@ -136,14 +138,14 @@ class PruMergePlus(PruMerge):
         rest = seen & ~best
         left, size, place = rest.sum(1)[:, None], (count - best.sum(1)).clamp(min=0)[:, None], rest.cumsum(1) - 1
         size, left = torch.minimum(size, left), left.clamp(min=1)
-        # place p is taken where a line of slope size / left passes a whole number; the half centres it
+        # place p is chosen where a line of slope size / left crosses a whole number; left // 2 centres the choice
         upto, before = ((p * size + left // 2) // left for p in (place + 1, place))
         return best | (rest & (upto > before))
 
 
 def outliers(score: Tensor) -> Tensor:
-    """``[N]`` long: how many of ``score [N, n]`` lie above the third quartile by more than 1.5 times the distance of the
-    quartiles (interpolated linearly); NaN is left out. At least one where there is any."""
+    """``[N]`` long: how many of ``score [N, n]`` are above the third quartile by more than 1.5 times the interquartile range
+    (linear interpolation, NaN ignored); at least one."""
     quarters = torch.tensor([0.25, 0.75]).to(score.device, non_blocking=True)
     low, high = score.nanquantile(quarters, dim=1)
     above = (score > (high + 1.5 * (high - low))[:, None]).sum(1)
@@ -155,20 +157,20 @@ def prune_merge(score: Tensor, keys: Tensor, chosen: Tensor, seen: Tensor, neigh
 
     Parameters
     ----------
-    score : ``[N, n]``, the weight with which a token flows into another one.
-    keys : ``[N, n, d]``, what similarity is measured on.
-    chosen, seen : ``[N, n]`` bool, the tokens that stay, and all tokens.
+    score : ``[N, n]``, the weight of a token in those it flows into.
+    keys : ``[N, n, d]``, the vectors whose cosines are compared.
+    chosen, seen : ``[N, n]`` bool, the tokens that stay, and all tokens that take part.
     """
     n = seen.shape[1]
     key = normalize(keys.float().masked_fill(~seen[..., None], 0.0), dim=-1)
     slots = torch.arange(n, device=seen.device)
-    at = compact(slots.expand_as(seen), chosen)
-    there = torch.arange(at.shape[1], device=at.device) < chosen.sum(1, keepdim=True)
+    rows = torch.arange(len(seen), device=seen.device)[:, None]
     k, first = min(neighbours, n), first_copies(key, seen)
-    # (unit, slot, source): every chosen token is itself, with weight one
+    # (unit, slot, source): every chosen token flows into itself with weight one
     links = [torch.stack([*chosen.nonzero(as_tuple=True), chosen.nonzero()[:, 1]])]
-    for part, real in zip(*(x.split(max(1, BLOCK // max(1, seen.numel())), 1) for x in (at, there)), strict=True):
-        similar = torch.bmm(gather(key, part), key.transpose(1, 2))
+    width = max(1, BLOCK // max(1, seen.numel()))
+    for part, real in zip(*(x.split(width, 1) for x in leftmost(chosen)), strict=True):
+        similar = torch.bmm(key[rows, part], key.transpose(1, 2))
         if first is not None:
             similar = similar.gather(2, first[:, None].expand(similar.shape))
         others = seen[:, None] & real[..., None] & (part[..., None] != slots)
@@ -186,7 +188,7 @@ def prune_merge(score: Tensor, keys: Tensor, chosen: Tensor, seen: Tensor, neigh
 
 
 def _nearest(similar: Tensor, among: Tensor, k: int) -> Tensor:
-    """``[N, a, n]`` bool: the ``k`` largest of ``similar`` in every row ``among``; equal ones go to the lower slot."""
+    """``[N, a, n]`` bool: in every row the ``k`` largest of ``similar`` in ``among``; the lower slot on a tie."""
     if k == 0:
         return torch.zeros_like(among)
     similar = similar.masked_fill(~among, -torch.inf)

@@ -1,4 +1,4 @@
-"""Evenly spaced choice, the baseline that knows only the order of the tokens."""
+"""Evenly spaced choice, the baseline that uses only the order of the tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..method.registry import register
 class Uniform(ProjectorMethod):
     """Keep ``k`` of ``n`` tokens at an even stride: slot ``floor((i + 1/2) n / k)`` for ``i = 0 .. k-1``.
 
-    The half puts every kept token in the middle of the stretch it stands for. Tokens are taken in raster order, so the
-    columns that stay wander from row to row unless ``n / k`` divides the width; ``pool`` respects the grid.
+    The 1/2 puts every kept token in the middle of its interval. Tokens are in raster order, so the kept columns shift from
+    row to row unless ``n / k`` divides the width; ``pool`` respects the grid.
     """
 
     name = "uniform"

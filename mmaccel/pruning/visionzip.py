@@ -11,17 +11,18 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..core.reduction import Links, Reduction, compact, top_mask
+from ..core.masks import leftmost
+from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Tap, TokenBatch
+from ..method import AttentionGuided, Tap, TokenBatch
 from ..method.registry import register
-from ._scores import AttentionGuided, filled
+from ._shared import filled
 
 
 @register
 @dataclass(frozen=True)
 class VisionZip(AttentionGuided):
-    """Most of the budget goes to the tokens with most attention, the rest of it to merged ones.
+    """Most of the budget goes to the tokens with most attention, the rest to merged tokens.
 
     *VisionZip: Longer is Better but Not Necessary in Vision Language Models*, CVPR 2025, arXiv 2412.04467.
 
@@ -35,15 +36,15 @@ class VisionZip(AttentionGuided):
     ----------
     contextual : a float is the share of the budget, rounded half up, an int the number in each segment. The default is the
         paper's 10 of 64 (also 20 of 128 and 30 of 192).
-    weights : ``program`` as above: the weights of a target with members sum to two, so it is about twice as long as a
+    weights : ``program`` as above: the weights of a target with members sum to two, so its norm is about twice that of a
         token; ``mean`` averages target and members.
     query, layer : ``query="all"`` ranks by the attention received from all tokens, as the authors do for towers
         without a CLS token; keys are those of the same layer.
 
-    Paper and program: the program also keeps the CLS token and projects it, which the language model of a Hugging Face
-    model has no place for; here all of the budget goes to patches. It merges what enters the projector, here what
-    leaves it is merged. Newline tokens are dropped first, as it does. Tiles are treated one by one, as it does, but share
-    the budget by what is left of them when padding is cut off.
+    Paper and program: the program also keeps and projects the CLS token, for which Hugging Face's models have no place in
+    the prompt; here all of the budget goes to patches. It merges the inputs of the projector, here its outputs are merged.
+    Newline tokens are dropped first, and tiles are reduced one by one, both as in the program; but tiles share the budget
+    by the number of their tokens without padding.
     """
 
     name = "visionzip"
@@ -84,9 +85,8 @@ class VisionZip(AttentionGuided):
 
         key = normalize(tokens.signals["keys"][:, 0].float().masked_fill(~seen[..., None], 0.0), dim=-1)
         slots = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
-        at = compact(slots, target)
-        there = torch.arange(at.shape[1], device=at.device) < merged[:, None]
-        into = at.gather(1, most_alike(key, slots, at, there, first=first_copies(key))[1])
+        at, held = leftmost(target)
+        into = at.gather(1, most_alike(key, slots, at, held, first=first_copies(key))[1])
 
         batch, source = member.nonzero(as_tuple=True)
         slot = into[batch, source]
@@ -104,7 +104,7 @@ class VisionZip(AttentionGuided):
 
 
 def strided(among: Tensor, count: Tensor) -> Tensor:
-    """``[N, n]`` bool: of the ``R`` slots in ``among``, every ``max(1, R // count)``-th, at most ``count [N]``."""
+    """``[N, n]`` bool: of the ``R`` slots in ``among [N, n]`` every ``max(1, R // count)``-th, at most ``count [N]``."""
     place = among.cumsum(1) - 1
     step = (among.sum(1) // count.clamp(min=1)).clamp(min=1)[:, None]
     return among & (place % step == 0) & (place // step < count[:, None])

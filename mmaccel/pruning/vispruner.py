@@ -10,11 +10,12 @@ from mmaccel_kernels.matching import most_alike
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..core.masks import resorted, true_first
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Tap, TokenBatch
+from ..method import AttentionGuided, Tap, TokenBatch
 from ..method.registry import register
-from ._scores import AttentionGuided, filled
+from ._shared import filled
 
 
 @register
@@ -25,21 +26,21 @@ class VisPruner(AttentionGuided):
     *Beyond Text-Visual Attention: Exploiting Visual Cues for Effective Token Pruning in VLMs* (VisPruner), ICCV 2025,
     arXiv 2412.01818.
 
-    ``int(count * important)`` tokens stay for their CLS attention (mean over heads). The others stand in a list, by
-    descending attention. In every round the tokens at even places look for their most similar one at an odd place
-    (cosine of what the tower hands to the projector); the ``step`` with the most similar ones go, the other even ones,
-    by falling similarity, and behind them the odd ones are the next list. It ends when as many are left as the budget has.
+    The ``int(count * important)`` tokens with most CLS attention (mean over heads) stay. The others are put in a list, by
+    descending attention. In every round each token at an even place is matched with the most similar one at an odd place
+    (cosine of the inputs of the projector). The ``step`` tokens most similar to their match are dropped; the other even ones,
+    by descending similarity, followed by the odd ones, are the next list. Rounds end when the list fits the budget.
 
     Parameters
     ----------
     important : share of the budget for important tokens, rounded down. The paper's default is 0.5.
-    step : tokens that go in a round. ``None`` is the program's 8 on up to 576 tokens and a 72nd of them on more, so that
-        the number of rounds does not grow with the picture; that growth is ours.
+    step : tokens dropped in a round. ``None`` is the program's 8 for up to 576 tokens, and a 72nd of the tokens for more, so
+        that the number of rounds does not grow with the picture (ours).
     query, layer : ``query="all"`` ranks by the attention received from all tokens, for towers without a CLS token.
 
-    Paper and program: the program fails when a list is of odd length or shorter than it removes; here the last even
-    place may be unpaired and a round removes no more than the even places. Newline tokens are dropped first, as it does.
-    The stitched tiles of LLaVA-NeXT are one segment here; the program prunes tile by tile.
+    Paper and program: the program fails when a list has odd length or is shorter than ``step``; here the last even place
+    may be unmatched, and a round drops no more than the even places. Newline tokens are dropped first, and stitched tiles
+    are pruned one by one, as in the program.
     """
 
     name = "vispruner"
@@ -57,7 +58,7 @@ class VisPruner(AttentionGuided):
             raise MmaccelError(f"step={self.step} removes nothing; give 1 or more.")
 
     def taps(self) -> tuple[Tap, ...]:
-        """Attention of ``layer``, and what the tower hands to the projector."""
+        """Attention of ``layer``, and the inputs of the projector."""
         return (*super().taps(), Tap("features", (None,)))
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
@@ -65,7 +66,7 @@ class VisPruner(AttentionGuided):
         (score, seen), count = self.attention(tokens), count.to(tokens.valid.device)
         size = seen.sum(1)
         room = torch.minimum(count, size)
-        # float64, as in Python: 0.29 * 100 is cut to 28 there too
+        # in Python's float64, as in the program: 0.29 * 100 is truncated to 28
         first = torch.tensor([int(k * self.important) for k in room.tolist()]).to(room.device, non_blocking=True)
         important = top_mask(score, seen, first)
         step = torch.full_like(size, self.step) if self.step else (-(-size // 72)).clamp(min=8)
@@ -75,20 +76,20 @@ class VisPruner(AttentionGuided):
 
 
 def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, step: Tensor) -> Tensor:
-    """``[N, n]`` bool: ``count [N]`` of the slots ``among [N, n]`` that rounds of matching leave (see :class:`VisPruner`).
+    """``[N, n]`` bool: the ``count [N]`` slots of ``among [N, n]`` that the rounds of :class:`VisPruner` leave.
 
     Parameters
     ----------
-    features : ``[N, n, d]``.
-    score : ``[N, n]``, the order of the first list, highest first.
-    step : ``[N]`` long, how many go in one round.
+    features : ``[N, n, d]``, compared by cosine.
+    score : ``[N, n]``, orders the first list, highest first.
+    step : ``[N]`` long, how many are dropped in one round.
     """
     x = normalize(features.float().masked_fill(~among[..., None], 0.0), dim=-1)
     first = first_copies(x)
     order = score.masked_fill(~among, -torch.inf).argsort(dim=1, descending=True, stable=True)
-    # a token among them may score -inf too
-    order = order.gather(1, (~among).gather(1, order).long().argsort(dim=1, stable=True))
-    # lengths follow from numbers alone, so the device is asked once, and what they say is sent without waiting
+    # tokens among them may have scores of -inf too
+    order = resorted(order, (~among).long())
+    # the lengths of all rounds follow from these numbers, so the host waits once and masks are sent without waiting
     length, left, most = torch.stack([among.sum(1), count, step]).cpu()
     while bool(((length > left) & (left > 0)).any()):
         evens, odds = (length + 1) // 2, length // 2
@@ -105,7 +106,7 @@ def drop_similar(features: Tensor, score: Tensor, among: Tensor, count: Tensor, 
         similar, _ = most_alike(x, even, odd, real_odd, first=first)
         similar = similar.masked_fill(~real_even, -torch.inf)
         even = even.gather(1, similar.argsort(dim=1, descending=True, stable=True))
-        order = torch.cat([even, odd], 1).gather(1, (~stays).long().argsort(dim=1, stable=True))
+        order = torch.cat([even, odd], 1).gather(1, true_first(stays))
         length = length - drop
     kept = (torch.arange(order.shape[1]) < torch.minimum(length, left)[:, None]).to(x.device, non_blocking=True)
     return torch.zeros_like(among).scatter_(1, order, kept)

@@ -1,4 +1,4 @@
-"""VTC-CLS: keep what the CLS token of the vision tower looks at."""
+"""VTC-CLS: keep the tokens that the CLS token of the vision tower attends to."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class VtcCls(ProjectorMethod):
 
     *[CLS] Token Tells Everything Needed for Training-free Efficient MLLMs*, arXiv 2412.05819.
 
-    ``s_j = sum_l mean_h A_l[h, CLS, j]``; the ``count`` highest stay, in raster order. One softmax row per layer and
-    head, so the scores of a layer sum to at most one over the patches.
+    ``s_j = sum_l mean_h A_l[h, CLS, j]``; the ``count`` highest stay, in raster order. The scores of a layer are one row of a
+    softmax per head, so they sum to at most one over the patches.
 
     Parameters
     ----------
     layers : tower layers to sum over, counted as Python counts; ``None`` is the layer whose output the language model
-        reads. The default, that layer alone, is ours: the program takes a first layer from the command line, without a
+        reads. The default, that layer alone, is ours: the program takes the first layer from the command line, without a
         default, and sums from there to the last layer but one. For CLIP-L its ``start_layer=15`` is
         ``layers=tuple(range(15, 23))``.
 
     Paper and program: the program assumes one picture of one 24x24 grid; here every tile has its own CLS token and is
-    ranked for itself. Layers are not normalised against each other, so one with a peaked CLS row counts for more.
+    ranked by itself. Layers are not normalised, so a layer with a peaked CLS row has more influence.
     """
 
     name = "vtc-cls"
@@ -56,5 +56,5 @@ class VtcCls(ProjectorMethod):
             )
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``cls_attention [N, layers, n]``, ``count [N]`` -> the highest sums; tokens without a source go first."""
+        """``cls_attention [N, layers, n]``, ``count [N]`` -> the highest sums; tokens without a source are dropped first."""
         return Reduction.top(tokens.signals["cls_attention"].float().sum(1), tokens.valid, count)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.budget import resolve, split
+from ..core.budget import apportion, resolve
 from ..method import EncoderMethod
 from .encoded import Encoded
 from .merged import Merged, Run
@@ -124,10 +124,10 @@ class EncoderMerging:
         """How many patches (or blocks that merge as one) of each frame or tile stay in the tower, of ``sizes``."""
         total = sum(sizes)
         if not self.language:
-            return split(resolve(self.stage.budget, total), sizes)
+            return apportion(resolve(self.stage.budget, total), sizes)
         # a count is one of the whole picture, of which this may be a part
         asked = min(self.stage.budget, total) if isinstance(self.stage.budget, int) else self.stage.budget
-        budget = zip(split(resolve(asked, total), sizes), sizes, strict=True)
+        budget = zip(apportion(resolve(asked, total), sizes), sizes, strict=True)
         return [max(kept, self.method.fewest(size, len(self.layers))) for kept, size in budget]
 
     def _merged(self) -> Merged | None:

@@ -25,6 +25,7 @@ from mmaccel import (
     accelerate_encoder,
     accelerated_encoder,
 )
+from mmaccel.media.draw import overlay
 from mmaccel.method import EncoderMethod, EncoderTokens
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -310,7 +311,7 @@ def test_groups_are_data_and_can_be_drawn() -> None:
         groups = made.mmaccel.reduction
     assert groups.kept.shape == (2, PATCHES) and groups.kept.sum(1).tolist() == [9, 9]
     assert groups.mass().sum(1).tolist() == [36.0, 36.0] and bool((groups.owner() >= 0).all())
-    drawn = groups.draw(zoo.image(48, 48, 0), (6, 6), row=1)
+    drawn = overlay(zoo.image(48, 48, 0), (6, 6), groups.owner()[1])
     assert drawn.size == (48, 48)
 
 

@@ -22,6 +22,7 @@ from mmaccel.kv.codecs import Codec
 from mmaccel.kv.policies.snapkv import SnapKV
 from mmaccel.kv.policies.streaming_llm import StreamingLLM
 from mmaccel.layers.fastv import FastV
+from mmaccel.media.draw import overlay
 from mmaccel.merging.pool import Pool, window_grid
 from mmaccel.method import EncoderMethod, EncoderTokens, FramesMethod, KeyBatch, Policy, TokenMethod
 from mmaccel.pruning.attention_received import AttentionReceived
@@ -459,7 +460,7 @@ def test_draw_darkens_dropped_tints_merged_and_leaves_kept() -> None:
     image = Image.new("RGB", (40, 30), (200, 200, 200))
     valid = torch.ones(1, 12, dtype=torch.bool)
     target = torch.tensor([[0, 0, 2, -1, 4, 5, 5, 7, -1, 9, 10, 11]])
-    drawn = np.asarray(Reduction.merge(target, valid).draw(image, (3, 4)))
+    drawn = np.asarray(overlay(image, (3, 4), Reduction.merge(target, valid).owner()[0]))
     assert drawn.shape == (30, 40, 3)
     cell = drawn.reshape(3, 10, 4, 10, 3).transpose(0, 2, 1, 3, 4).reshape(12, 10, 10, 3)
     assert (cell[[2, 4, 7, 9, 10, 11]] == 200).all()
@@ -490,13 +491,13 @@ def test_a_count_beyond_the_picture_is_refused() -> None:
         budget.resolve(25, 24)
 
 
-def test_split_sums_and_respects_sizes() -> None:
+def test_shares_sum_and_respects_sizes() -> None:
     for total in range(0, 40, 3):
         for sizes, shares in (([10, 20, 3], None), ([10, 20, 3], [0.0, 1.0, 5.0]), ([1, 1, 30], [1.0, 1.0, 0.0])):
-            parts = budget.split(total, sizes, shares)
+            parts = budget.apportion(total, sizes, shares)
             assert sum(parts) == min(total, sum(sizes))
             assert all(0 <= part <= size for part, size in zip(parts, sizes, strict=True))
-    assert budget.split(7, [10, 10, 10]) == [3, 2, 2]
+    assert budget.apportion(7, [10, 10, 10]) == [3, 2, 2]
 
 
 def test_counts_split_a_picture_over_its_units() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel import UnsupportedError, accelerated
-from mmaccel.core.budget import split
+from mmaccel.core.budget import apportion
 from mmaccel.core.layout import Layout
 from mmaccel.families import family_of
 from mmaccel.method import TokenBatch
@@ -120,7 +120,7 @@ def test_tiles_share_the_budget_by_what_is_left_of_them() -> None:
         mine = [i for i, p in enumerate(units.picture) if p == picture]
         sizes = units.valid.sum(1)[mine].tolist()
         stays = [int((kept[units.row[i], units.places[i].clamp(min=0)] & units.valid[i]).sum()) for i in mine]
-        assert stays == split(int(sum(sizes) * 0.4 + 0.5), sizes)
+        assert stays == apportion(int(sum(sizes) * 0.4 + 0.5), sizes)
         found += sum(stays)
     assert found == stage["tokens_kept"] == stage["resolved"]
 

@@ -11,12 +11,13 @@ from clips import clips
 from torch import Tensor
 
 from mmaccel import accelerated
+from mmaccel.core.masks import even_in_groups, top_in_groups
 from mmaccel.core.reduction import Reduction
 from mmaccel.merging import density_peaks, film
 from mmaccel.merging.dycoke import DyCoke, references
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
-from mmaccel.merging.film import Film, even_in_groups, frame_numbers, top_in_groups
+from mmaccel.merging.film import Film, frame_numbers
 from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.moviechat import MovieChat, consolidate
 from mmaccel.merging.mustdrop import MustDropMerge, window_similarity, windows

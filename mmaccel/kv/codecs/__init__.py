@@ -1,4 +1,4 @@
-"""Codecs of the cache: how kept keys and values are stored, one a file."""
+"""Codecs of the cache: how kept keys and values are stored, one codec a file."""
 
 from .base import Codec, Eligible, TokenGroup, token_groups
 

@@ -18,22 +18,22 @@ from .base import Codec, Cut
 @register
 @dataclass(frozen=True)
 class CalibQuant(Codec):
-    """Visual keys and values per channel over all visual tokens of the prompt, in a range that is narrower than theirs.
+    """Visual keys and values quantised per channel over all visual tokens of the prompt, in a range narrower than theirs.
 
     *CalibQuant: 1-Bit KV Cache Quantization for Multimodal LLMs*, arXiv 2502.14882.
 
-    For every head and channel ``lo = k min``, ``hi = k max``, ``s = (hi - lo) / (2^bits - 1)``, ``c = round((x - lo) / s)`` cut
-    to the codes there are, ``x ~ c s + lo``. At one bit the two levels lie within the bulk of the numbers, not at its ends.
-    Text stays in full precision.
+    For every head and channel ``lo = k min``, ``hi = k max``, ``s = (hi - lo) / (2^bits - 1)``, ``c = round((x - lo) / s)``
+    clamped to the range of codes, ``x ~ c s + lo``. At one bit the two levels are within the bulk of the distribution, not at
+    its ends. Text stays in full precision.
 
     Parameters
     ----------
     bits : 1, 2, 4 or 8. 1 as in the paper's title.
-    shrink_keys, shrink_values : ``k``; 0.5 and 0.3 as in the program at one bit, which has 1.0 for more bits. None is that.
-    page : tokens of a page. All pages of a prompt share the scales of their head, so its size has no part in the error.
+    shrink_keys, shrink_values : ``k``. None is what the program uses: 0.5 and 0.3 at one bit, 1.0 for more bits.
+    page : tokens per page. All pages of a prompt share the scales of their head, so the size does not affect the error.
 
-    Paper and program: both also move the visual logits of each query linearly to end 3 below their maximum; that belongs to
-    the attention and is left out. The zero point is stored as ``lo``, not as ``-lo / s``.
+    Paper and program: both also map the visual logits of each query linearly so that their maximum is 3 lower; that is part
+    of attention and not done here. The zero point is stored as ``lo``, not as ``-lo / s``.
     """
 
     name = "calibquant"
@@ -67,7 +67,7 @@ class CalibQuant(Codec):
         return (Format(cast(Code, f"int{self.bits}"), "channel", self.page),)
 
     def packable(self, lengths: Tensor) -> Tensor:
-        """All of them."""
+        """All ``lengths``."""
         return lengths
 
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:

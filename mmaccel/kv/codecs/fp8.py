@@ -1,4 +1,4 @@
-"""FP8: eight bits with an exponent."""
+"""FP8: 8-bit floating point numbers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .base import Codec
 @register
 @dataclass(frozen=True)
 class FP8(Codec):
-    """Every token of every head as e4m3 numbers with a scale of its own.
+    """Every token of every head in e4m3 with its own scale.
 
     *FP8 Formats for Deep Learning*, arXiv 2209.05433.
 
-    ``s_t = max_d |x_td| / 448``, ``x ~ s_t e4m3(x / s_t)``: 3 bits of mantissa, so the error of a number is at most a 16th
-    of it, of small ones a 2^19th of the largest of its token. Half of the bytes of 16-bit storage, and 16 bits a token.
+    ``s_t = max_d |x_td| / 448``, ``x ~ s_t e4m3(x / s_t)``: with 3 bits of mantissa the error of a number is at most a 16th
+    of it, for small numbers 2^-19 of the largest of its token. Half the bytes of 16-bit storage, plus 16 bits per token.
 
     Parameters
     ----------
-    page : tokens of a page; a token has a scale of its own, so the size of a page has no part in the error.
+    page : tokens per page. Every token has its own scale, so the size does not affect the error.
     residual : newest tokens in full precision.
 
-    The paper scales whole tensors by calibrated factors; nothing is calibrated here, so the scale is per token and head.
+    The paper scales whole tensors by calibrated factors; here nothing is calibrated and the scale is per token and head.
     """
 
     name = "fp8"

@@ -19,21 +19,22 @@ class KIVI(Codec):
 
     *KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache*, ICML 2024, arXiv 2402.02750.
 
-    ``s = (max - min) / (2^bits - 1)``, ``z = min``, ``c = round((x - z) / s)``, ``x ~ c s + z`` over every group: few channels
-    of the keys are large for all tokens, values have no such channels. Keys are quantised after RoPE.
+    ``s = (max - min) / (2^bits - 1)``, ``z = min``, ``c = round((x - z) / s)``, ``x ~ c s + z`` in every group. A few channels
+    of the keys are large for all tokens, so keys are quantised per channel; values have no such channels. Keys are quantised
+    after RoPE.
 
     Parameters
     ----------
     bits : 2, 4 or 8. 2 as in the paper's main results.
-    group : tokens (keys) or channels (values) that share a scale; of channels, the largest group that divides both this and
+    group : tokens (keys) or channels (values) that share a scale; for channels, the largest group that divides both this and
         the head size. 32 as in the paper.
-    page : tokens that are quantised at once, 128: the length of the paper's residual.
+    page : tokens that are quantised at once; 128, the length of the paper's residual.
     residual : newest tokens that stay in full precision; 128 as in the paper, where this holds for the values.
 
-    Paper and program: keys of the program stay in full precision until 128 have come together, values until they are
-    older than 128 tokens, one at a time. Here keys and values of a page go together, when both may: at least 128 and at
+    Paper and program: in the program keys stay in full precision until there are 128 of them, values one by one until they
+    are older than 128 tokens. Here keys and values of a page are quantised together, when both may be: at least 128 and at
     most 255 of the newest tokens are in full precision. The codes of a group are the same. The program divides by zero
-    where all numbers of a group are equal; here they come back as they were.
+    where all numbers of a group are equal; here they are restored exactly.
     """
 
     name = "kivi"

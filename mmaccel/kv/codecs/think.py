@@ -1,4 +1,4 @@
-"""ThinK: keys without the channels that queries make least of, and KIVI for the rest."""
+"""ThinK: keys without the channels that matter least to queries, and KIVI for the rest."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from .kivi import KIVI
 @register
 @dataclass(frozen=True)
 class ThinK(KIVI):
-    """Of every key head the channels with the least query-key energy are dropped; what is left is coded as by KIVI.
+    """The channels of every key head with the least query-key energy are dropped; the others are quantised as by KIVI.
 
     *ThinK: Thinner Key Cache by Query-Driven Pruning*, ICLR 2025, arXiv 2407.21018.
 
     ``e_c = mean_q q_c^2 mean_t k_c^2`` over the last queries of the prompt (mean over the query heads of a key head) and the
-    keys that are packed; the lowest ``int(D prune)`` channels of the head are gone for all of them, and count as zero in
-    ``q . k``. Values keep all channels. The channels chosen for a prompt serve what follows.
+    keys that are packed; the ``int(D prune)`` channels of lowest energy are dropped from all keys of the head, and count as
+    zero in ``q . k``. Values keep all channels. The channels chosen for a prompt are used for later tokens too.
 
     Parameters
     ----------
-    prune : share of the channels of keys that is dropped. 0.4 as in the paper.
-    bits : 4, or 2 or 8, see ``kivi``; the paper also adds its pruning to KIVI.
-    align : as many channels stay as make a multiple of this: bytes of a token that a GPU loads at once. 1 as in the program.
+    prune : share of the channels of keys to drop. 0.4 as in the paper.
+    bits : 4, or 2 or 8, see ``kivi``; the paper also combines its pruning with KIVI.
+    align : the number of channels that stay is rounded up to a multiple of this, so that a GPU loads keys in whole words. The
+        program has 1.
     residual : the newest tokens keep all channels, in full precision. 32 as in the paper.
 
-    Paper and program: both chiefly prune keys in full precision; a page here always holds codes (``bits=8`` is close to
-    that). Keys that are not packed yet have no part in ``e_c``, as they have in the program.
+    Paper and program: both mainly prune keys in full precision; here pages always hold codes (``bits=8`` is close to full
+    precision). Keys that are not packed yet have no part in ``e_c``; in the program they do.
     """
 
     name = "think"
@@ -61,12 +62,12 @@ class ThinK(KIVI):
     def channels(self, keys: Tensor, cut: Cut) -> Tensor:
         """The channels that stay, ``[B Hkv, D']`` int32, ascending; ``keys [total, D]``, flat."""
         lengths, width = cut.lengths.flatten(), keys.shape[1]
-        # a double, so that equal channels of equal keys tie however many they are
+        # in double precision, so that equal channels of equal keys tie, however many keys are summed
         summed = torch.segment_reduce(keys.double() ** 2, "sum", lengths=lengths, unsafe=True)
         energy = summed / lengths.clamp(min=1)[:, None]
         if cut.query_energy is not None:
             energy = energy * cut.query_energy.double().flatten(0, 1)
-        # stable: of equal channels the lower one stays
+        # stable: the lower of two equal channels stays
         order = energy.argsort(dim=1, descending=True, stable=True)
         return order[:, : self.left(width)].sort(1).values.int()
 

@@ -8,6 +8,7 @@ import torch
 from mmaccel_kernels.pages import Format, Pages, Plane
 from torch import Tensor
 
+from ...core.masks import true_first
 from ...core.reduction import top_mask
 from ...errors import MmaccelError
 from ...method.registry import register
@@ -24,33 +25,33 @@ _TWO_BITS, _SIGN, _WAVES, _TERNARY = (
 @register
 @dataclass(frozen=True)
 class VidKV(Codec):
-    """Keys in 2 bits where a channel spans a wide range and in 1 bit elsewhere; values in one of three levels; per channel.
+    """Keys per channel, in 2 bits for channels of wide range and in 1 bit for the others; values in three levels.
 
     *Plug-and-Play 1.x-Bit KV Cache Quantization for Video Large Language Models*, arXiv 2503.16257.
 
-    The ``D (key_bits - 1)`` channels whose keys span the widest range ``max - min`` over all heads and tokens of a prompt get
-    2 bits, ``x ~ c s + min``; the others 1, ``x ~ (2c - 1) mean |x|``. Values: ``c = sign(x)`` where ``|x| > mean |x| / 2``,
-    else 0, and ``x ~ c mean |x|``. All over groups of 32 tokens.
+    The ``D (key_bits - 1)`` channels of keys with the widest range ``max - min`` over all heads and tokens of a prompt (hard
+    channels) get 2 bits, ``x ~ c s + min``; the others (easy) 1 bit, ``x ~ (2c - 1) mean |x|``. Values: ``c = sign(x)`` where
+    ``|x| > mean |x| / 2``, else 0, and ``x ~ c mean |x|``. All per channel, in groups of 32 tokens.
 
-    ``protect``: the visual tokens of a prompt that are most like its text, by the mean inner product of what enters the
-    language model, have values of 2 bits, coded as hard keys are (the paper's semantic token protection, STP).
+    ``protect``: the visual tokens of a prompt that are most similar to its text, by the mean inner product of the inputs of the
+    language model, have values of 2 bits, quantised as hard channels are (the paper's semantic token protection, STP).
 
     Parameters
     ----------
     key_bits : 1.5 as in the paper; more than 1, at most 2.
-    value_bits : 1.58, or 2: values coded as hard keys are.
-    fourier : take the 1-bit codes of the Fourier transform across the easy channels, as the paper does. Off: it is one more
-        transform a step.
+    value_bits : 1.58, or 2: values quantised as hard channels are.
+    fourier : take the 1-bit codes of the Fourier transform across the easy channels, as the paper does. Off by default, as it
+        costs one more transform per step.
     protect : the share of visual tokens that is protected, in whole groups, at least one. 0 is none; with 0.2 values have 1.66
-        bits in the mean.
-    page : tokens of a page. In pages of 640 tokens no byte has room to spare; in pages of 320 the 1-bit channels take 1.2.
-    residual : newest tokens in full precision, beside those that do not fill a page.
+        bits on average.
+    page : tokens per page. In pages of 640 tokens every byte is full; in pages of 320 the 1-bit channels take 1.2 bits.
+    residual : newest tokens in full precision, in addition to those that do not fill a page.
 
     Paper and program: the program's decoder returns 0 and ``s`` for the 1-bit codes, and the bare signs for the values;
-    here it is the inverse of the coder. The program codes the real and the imaginary part at every frequency, which is 2
-    bits a channel; half of them say all (:func:`mmaccel_kernels.pages.waves`), so here it is 1. It decodes and codes
-    everything again every 128 steps; here nothing is quantised twice, and the channels chosen for a prompt serve what
-    follows. It leaves the last 32 of the protected tokens out; here they are in.
+    here it is the inverse of the encoder. The program stores the real and the imaginary part at every frequency, which is 2
+    bits per channel; half of them are redundant (:func:`mmaccel_kernels.pages.waves`), so here it is 1. It decodes and
+    encodes all tokens again every 128 steps; here nothing is quantised twice, and the channels chosen for a prompt are used
+    for later tokens too. It does not protect the last 32 of the tokens chosen; here they are protected.
     """
 
     name = "vidkv"
@@ -79,19 +80,19 @@ class VidKV(Codec):
         return _TWO_BITS, _WAVES if self.fourier else _SIGN, _TERNARY if self.value_bits == 1.58 else _TWO_BITS
 
     def for_salient(self) -> Codec | None:
-        """The same with 2 bits for values, in pages that they fill."""
+        """The same codec with 2 bits for values, in pages of 128 tokens."""
         return _Protected(**{**asdict(self), "value_bits": 2, "protect": 0.0, "page": 128}) if self.protect else None
 
     def salient(self, embeds: Tensor, visual: Tensor, text: Tensor) -> Tensor:
-        """The best ``protect`` of the visual tokens of each row, in whole groups of 32, at least 32."""
+        """``[B, S]`` bool: the share ``protect`` of the visual tokens of each row, in whole groups of 32, at least 32."""
         # the mean of products is the product with the mean
-        asked = (embeds * text[..., None]).float().sum(1) / text.sum(1, keepdim=True).clamp(min=1)
-        score = torch.einsum("bsd,bd->bs", embeds.float(), asked)
+        mean = (embeds * text[..., None]).float().sum(1) / text.sum(1, keepdim=True).clamp(min=1)
+        score = torch.einsum("bsd,bd->bs", embeds.float(), mean)
         count = (visual.sum(1).double() * self.protect).long() // 32 * 32
         return top_mask(score, visual, count.clamp(min=32))
 
     def hard_channels(self, keys: Tensor, lengths: Tensor) -> Tensor:
-        """The channels with the widest range over all heads and tokens of each row.
+        """The channels of keys with the widest range over all heads and tokens of each row.
 
         Parameters
         ----------
@@ -109,7 +110,7 @@ class VidKV(Codec):
             for reduce in ("amin", "amax")
         )
         count = max(1, int(keys.shape[1] * (self.key_bits - 1)))
-        # stable: equal ranges go to the lower channel
+        # stable: of equal ranges the lower channel comes first
         order = (high - low).argsort(dim=1, descending=True, stable=True)
         return order[:, :count].sort(1).values
 
@@ -120,8 +121,8 @@ class VidKV(Codec):
             channels = [plane.channels for plane in before.keys]
         else:
             hard = self.hard_channels(keys, cut.lengths)
-            taken = torch.zeros(len(hard), width, dtype=torch.long, device=keys.device).scatter_(1, hard, 1)
-            easy = taken.argsort(dim=1, stable=True)[:, : width - hard.shape[1]]
+            easy = torch.ones(len(hard), width, dtype=torch.bool, device=keys.device).scatter_(1, hard, False)
+            easy = true_first(easy)[:, : width - hard.shape[1]]
             chosen = (hard, easy) if easy.shape[1] else (None,)
             channels = [None if c is None else c.repeat_interleave(heads, dim=0).int() for c in chosen]
         head = torch.repeat_interleave(cut.lengths.flatten(), output_size=len(keys))
@@ -134,8 +135,8 @@ class VidKV(Codec):
 
 @dataclass(frozen=True)
 class _Protected(VidKV):
-    """What :class:`VidKV` protects: all of it is packed at the end of its prompt."""
+    """The codec of the tokens that :class:`VidKV` protects: all of them are packed at the end of their prompt."""
 
     def packable(self, lengths: Tensor) -> Tensor:
-        """All."""
+        """All ``lengths``."""
         return lengths

@@ -1,1 +1,1 @@
-"""Cache policies: which keys stay at the end of prefill and while decoding, one method a file."""
+"""Cache policies: which keys stay at the end of prefill and while decoding, one policy a file."""

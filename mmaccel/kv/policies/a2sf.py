@@ -1,4 +1,4 @@
-"""A2SF: accumulated attention that forgets."""
+"""A2SF: accumulated attention with a forgetting factor."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .h2o import H2O
 @register
 @dataclass(frozen=True)
 class A2SF(H2O):
-    """H2O where what a query paid counts less with every query behind it.
+    """H2O in which the attention paid by a query counts less with every later query.
 
     *A2SF: Accumulative Attention Scoring with Forgetting Factor for Token Pruning in Transformer Decoder*, arXiv 2407.20485.
 
-    ``s_k = sum_q forget^(Q - 1 - q) A[h, q, k]``: near 0 only the newest query counts, at 1 it is H2O. While decoding
-    ``s = forget s + A``.
+    ``s_k = sum_q forget^(Q - 1 - q) A[h, q, k]``: with ``forget`` near 0 only the newest query counts, with 1 it is H2O. While
+    decoding ``s = forget s + A``.
 
     Parameters
     ----------
     forget : 0.95 as in the program; the paper tunes 0.1 to 0.9 per task.
-    gqa : ``sum``, as the program gathers in the space of key heads.
+    gqa : ``sum``, as the program accumulates per key head.
     recent : 16, as in the program.
     """
 
@@ -51,7 +51,7 @@ class A2SF(H2O):
         return before * self.forget**rows + by_group(column_sums(attention, weight), before.shape[1], self.gqa)
 
     def _weight(self, attention: LayerAttention) -> Tensor:
-        """``[B, q]``: what each query counts."""
+        """``[B, q]`` float32: the weight of each query."""
         rows = attention.query.shape[2]
         age = torch.arange(rows - 1, -1, -1, device=attention.query.device, dtype=torch.float32)
         return (self.forget**age).expand(len(attention.query), -1)

@@ -1,4 +1,4 @@
-"""CriticalKV: half of the budget for attention, half for what a value does to the output."""
+"""CriticalKV: half of the budget by attention, half by the effect of values on the output of attention."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .snapkv import SnapKV
 @register
 @dataclass(frozen=True)
 class CriticalKV(SnapKV):
-    """SnapKV in two stages, of which the second weighs attention by the projected value.
+    """SnapKV in two stages, of which the second weights attention by the norm of the projected value.
 
     *Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective*, arXiv 2502.03805.
 
-    Evicting a key changes the output of attention by its weight times its value as the output projection ``W_o`` sends it
-    on. Of each head's budget the share ``first`` goes to the highest scores ``s_k`` of SnapKV, the rest to the highest
+    Evicting a key changes the output of attention by the key's weight times its value, projected by ``W_o``. Of each head's
+    budget the share ``first`` goes to the highest scores ``s_k`` of SnapKV, the rest to the highest
     ``(s_k + epsilon) mean_{h in group} ||W_o,h v_k||_1``.
 
     Parameters
     ----------
     first : 0.5 as in the paper.
-    epsilon : 1e-4 as in kvpress, so that the size of values also ranks keys without attention.
+    epsilon : 1e-4 as in kvpress, so that keys without attention are ranked by their values.
 
-    The budget of the first stage is that of the layer, before heads compete for it.
+    The first stage uses the same budget for all heads of a layer, before heads compete for it.
     """
 
     name = "criticalkv"
@@ -51,7 +51,7 @@ class CriticalKV(SnapKV):
             )
 
     def check(self, family: ModelFacts) -> None:
-        """The output projection is to be there, as numbers."""
+        """Refuse models whose output projections are not plain weights."""
         super().check(family)
         usable: dict[type, bool] = {nn.Parameter: True}
         for layer in range(family.depth):
@@ -77,7 +77,7 @@ class CriticalKV(SnapKV):
 
 
 def _computes(weight: Tensor) -> bool:
-    """Whether a projection of a class of its own can be taken apart and multiplied with; torchao's cannot."""
+    """Whether a weight that is a subclass of Tensor can be split by heads and multiplied with; torchao's cannot."""
     value = torch.zeros(1, 1, 1, weight.shape[1], device=weight.device)
     try:
         outgoing_norm(value, weight.detach().unflatten(1, (1, -1)))

@@ -1,4 +1,4 @@
-"""DyCoke, in the cache: every decode step reads the visual keys that matter to it; the others can come back."""
+"""DyCoke, in the cache: every decode step reads the visual keys it attends to most; the others stay stored."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ...method.registry import register
 @register
 @dataclass(frozen=True)
 class DyCokeCache(Policy):
-    """The dynamic cache: nothing is dropped for good, each step reads less.
+    """The dynamic cache: all keys are stored, and each step reads some of them (a sparse read).
 
     *DyCoke: Dynamic Compression of Tokens for Fast Video Large Language Models*, CVPR 2025, arXiv 2411.15024.
 
-    At every decode step the attention of layer ``layer - 1``, mean over heads, ranks the visual keys; the layers from there
-    on read the best of them and all text. While that attention is alike (cosine over the visual keys) to that of the last
-    step, the set stays as it was. ``retain`` is the share that is read: memory is not freed, attention reads less.
+    At every decode step the visual keys are ranked by the attention of layer ``layer - 1``, mean over heads; the layers from
+    ``layer`` on read the best of them and all text. While that attention is similar (cosine over the visual keys) to that of
+    the last step, the same keys are read. ``retain`` is the share that is read: memory is not freed, attention reads less.
 
     Parameters
     ----------
     layer : 3 of 28, as in the paper; a number, or a share of the depth.
-    alike : the cosine from which on the last set is read again. 0.9 as in the program.
-    as_shipped : while the attention is alike, read everything: the program forgets its set at every step.
+    alike : the cosine from which the keys of the last step are read again. 0.9 as in the program.
+    as_shipped : where the attention is that similar read all keys, as the program does, which forgets its set at every step.
 
-    The pruning before the language model that goes with it is the method ``dycoke``.
+    The pruning before the language model that belongs to it is the method ``dycoke``.
     """
 
     name = "dycoke-cache"
@@ -52,7 +52,7 @@ class DyCokeCache(Policy):
             raise MmaccelError("dycoke-cache drops nothing for good; leave out budgets, compact, every and cap.")
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """Everything stays."""
+        """Zero for all keys: everything stays."""
         return torch.zeros(keys.keys.shape[:3], device=keys.keys.device)
 
     def recall(

@@ -1,4 +1,4 @@
-"""Elastic Cache: important keys are anchors that take up the others; while decoding one key leaves at a fixed distance."""
+"""Elastic Cache: other keys are merged into important ones; while decoding, keys are evicted at a fixed distance."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...core.masks import resorted
 from ...errors import MmaccelError
 from ...method import KeyBatch, LayerAttention, Policy
 from ...method.registry import register
@@ -16,22 +17,22 @@ from ..scoring.importance import column_sums
 @register
 @dataclass(frozen=True)
 class ElasticCache(Policy):
-    """Importance merging at the prompt, a distance rule while decoding; all heads of a layer keep the same keys.
+    """Merging by importance at the end of the prompt, a distance rule while decoding; all heads keep the same keys.
 
     *Efficient Inference of Vision Instruction-Following Models with Elastic Cache*, ECCV 2024, arXiv 2407.18121.
 
     At the end of the prompt ``s_k = sum_q mean_h A[h, q, k]``; the best keys are anchors, and every other key is merged
-    into the anchor nearest to it in the sequence, keys and values by the mean. While decoding (``every=1``; ``growth`` is
-    the share of new tokens the cache grows by) the key ``distance`` slots from the end leaves, whatever it is worth, so
-    that both the beginning and the newest keys stay.
+    into the anchor nearest to it in the sequence, keys and values by their mean. While decoding (``every=1``; ``growth`` is
+    the share of new tokens by which the cache grows) the key ``distance`` slots from the end is evicted, whatever its score,
+    so that both the beginning and the newest keys stay.
 
     Parameters
     ----------
     distance : from the end of the cache if negative, else from its beginning. -25 as in the authors' scripts.
-    faithful : choose anchors as the authors' program does. It sorts the scores and then compares the *places* of the
-        sorted list with the number to drop, instead of ranks, so that what it keeps is not the best.
+    faithful : choose anchors as the authors' program does. It sorts the scores and then compares the *places* in the
+        sorted list, instead of ranks, with the number to drop, so that the keys it keeps are not the best.
 
-    Paper and program: the program evicts from text and pictures alike (``joint=True``) and keeps the first key and the last
+    Paper and program: the program evicts text and visual keys alike (``joint=True``) and keeps the first and the last key
     (``sinks=1, recent=1``).
     """
 
@@ -55,12 +56,12 @@ class ElasticCache(Policy):
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
         """``[B, Hkv, K]``: sums over queries, mean over all heads."""
         if self.scheduled and attention.query.shape[2] == 1:
-            # the distance rule asks for no scores
+            # the distance rule needs no scores
             return before
         return before + column_sums(attention).mean(1, keepdim=True)
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``received [B, Hkv, K]``; while decoding the distance from the slot that leaves."""
+        """``received [B, Hkv, K]``; while decoding the distance from the slot to be evicted."""
         assert keys.received is not None
         if keys.decoding:
             slot = keys.valid.cumsum(1) - 1
@@ -74,15 +75,15 @@ class ElasticCache(Policy):
         return score[:, None].expand(-1, keys.keys.shape[1], -1)
 
     def as_shipped(self, keys: KeyBatch) -> Tensor:
-        """``[B, K]``: the program's choice among the keys that compete, as scores.
+        """``[B, K]``: scores under which the program's choice among the competing keys is the best.
 
-        Entry ``i`` of the sorted list stands for the key in place ``i``, and is the place of the ``i``-th lowest score.
+        It takes entry ``i`` of the sorted list, which is the place of the ``i``-th lowest score, for the score of key ``i``.
         """
         assert keys.received is not None
         among = keys.valid if self.joint else keys.valid & keys.visual
-        # those that compete come first, in the order of their scores
+        # competing keys first, in the order of their scores
         order = keys.received[:, 0].masked_fill(~among, torch.inf).argsort(dim=1, stable=True)
-        order = order.gather(1, (~among).gather(1, order).long().argsort(dim=1, stable=True))
+        order = resorted(order, (~among).long())
         number = (among.cumsum(1) - 1).clamp(min=0)
         score = number.gather(1, order).gather(1, number).float()
         return score.masked_fill(~among, -torch.inf)

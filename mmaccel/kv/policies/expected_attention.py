@@ -1,4 +1,4 @@
-"""Expected attention: keys that queries to come will attend to, if they are like those of the prompt."""
+"""Expected attention: keep the keys that future queries will attend to, if they are distributed like the prompt's."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..scoring.copies import of_first_keys
 @register
 @dataclass(frozen=True)
 class ExpectedAttention(Policy):
-    """Score keys by the mean attention of queries that have not come yet.
+    """Score keys by the attention expected of future queries.
 
     *Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution*, arXiv 2510.00636.
 
-    Queries of a prompt are, before RoPE, nearly normal: ``q ~ N(m, S)`` of each head. Turned by the mean rotation of the next
-    ``future`` positions, the expected weight of a key is ``z_k = exp(m . k / sqrt(D) + k S k / 2D)``, and
-    ``s_k = mean_{h in group} z_k / sum_j z_j``, times ``||v_k||_2``.
+    The queries of a prompt are, before RoPE, nearly normal: ``q ~ N(m, S)`` in each head. With ``m`` and ``S`` rotated by the
+    mean rotation of the next ``future`` positions, the expected weight of a key is ``z_k = exp(m . k / sqrt(D) + k S k / 2D)``,
+    and ``s_k = mean_{h in group} z_k / sum_j z_j``, times ``||v_k||_2``.
 
     Parameters
     ----------
     future : positions over which the rotation is averaged. 512 as in kvpress, the authors' program.
-    covariance : without it the mean alone decides.
-    weigh_values : whether the norm of the value counts.
-    sinks : the first tokens of a prompt stay, and have no part in ``m``, ``S`` and the sum. 4 as in the program.
+    covariance : whether ``S`` is used, or ``m`` alone.
+    weigh_values : whether scores are multiplied by the norm of the value.
+    sinks : the first tokens of a prompt stay, and are left out of ``m``, ``S`` and the sum. 4 as in the program.
 
-    What decodes does not change the scores: keys are evicted at the end of a prompt only.
+    Decoded tokens do not change the scores: keys are evicted only at the end of a prompt.
     """
 
     name = "expected-attention"
@@ -54,7 +54,7 @@ class ExpectedAttention(Policy):
             raise MmaccelError("expected-attention scores the keys of a prompt when it ends; leave out every and cap.")
 
     def check(self, family: ModelFacts) -> None:
-        """Queries before RoPE are to be seen."""
+        """Refuse models without a separate query projection, whose outputs are the queries before RoPE."""
         super().check(family)
         if any(not hasattr(family.attention_in(layer), "q_proj") for layer in range(family.depth)):
             raise UnsupportedError(

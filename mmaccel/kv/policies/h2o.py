@@ -1,4 +1,4 @@
-"""H2O: keep the heavy hitters, the keys that received most attention so far."""
+"""H2O: keep the heavy hitters, the keys that have received most attention so far."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from ..scoring.importance import by_group, column_sums
 @register
 @dataclass(frozen=True)
 class H2O(Policy):
-    """Score keys by the attention they received from all queries.
+    """Score keys by the attention received from all queries.
 
     *H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models*, NeurIPS 2023, arXiv 2306.14048.
 
-    ``s_k = sum_q A[h, q, k]``, joined over the query heads of a key head. With ``every=1`` each decode step adds its row
-    and the lowest key leaves, as in the paper; ``text_retain`` or ``joint`` then lets text leave too, and ``recent`` keeps
-    the newest keys (half of the budget in the paper). The sums are gathered over blocks of queries; no map is kept.
+    ``s_k = sum_q A[h, q, k]``, reduced over the query heads of a key head. With ``every=1`` each decode step adds its row
+    and the key of lowest score is evicted, as in the paper; with ``text_retain`` or ``joint`` text keys are evicted too, and
+    ``recent`` keeps the newest keys (half of the budget in the paper). The sums are computed over blocks of queries; no map
+    is kept.
 
     Parameters
     ----------
-    gqa : how the query heads of one key head are joined. The authors know no groups; ``mean`` as in kvpress.
+    gqa : how the query heads of one key head are reduced. The authors' models have no GQA; ``mean`` as in kvpress.
 
-    A causal sum favours early keys, which more queries see; the paper does not correct it (``observed-attention`` does).
+    A causal sum favours early keys, to which more queries can attend; the paper does not correct for that
+    (``observed-attention`` does).
     """
 
     name = "h2o"

@@ -1,4 +1,4 @@
-"""InfiniPot-V: keep patches that changed lately, and values that are large; nothing but keys and values is needed."""
+"""InfiniPot-V: keep patches that differ from the newest frames, and large values; needs only keys and values."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ...method.registry import register
 @register
 @dataclass(frozen=True)
 class InfiniPotV(Policy):
-    """Temporal redundancy (TaR) and value norm (VaN) share the budget of a clip.
+    """The budget of a clip is shared by temporal redundancy (TaR) and value norm (VaN).
 
     *InfiniPot-V: Memory-Constrained KV Cache Compression for Streaming Video Understanding*, NeurIPS 2025,
     arXiv 2506.15745.
 
-    Of the ``N`` keys of a clip that stay, ``round((1 - tar) N)`` are for VaN. The others are the patches of the newest
-    ``int(recent_frames T)`` frames, and of the older frames those with the highest ``-mean_q cos(K[q, p], K[t, p])`` over the
-    same patch ``p`` of the newest frames ``q``. What is left goes to the largest ``||V||_2``. Pictures without time have VaN
-    only. Question-agnostic: nothing is known of the text behind.
+    Of the ``N`` keys of a clip that stay, ``round((1 - tar) N)`` are chosen by VaN, the largest ``||V||_2``. The others are
+    chosen first, by TaR: the patches of the newest ``int(recent_frames T)`` frames, and of the older frames those with the
+    highest ``-mean_q cos(K[q, p], K[t, p])`` over the same patch ``p`` in the newest frames ``q``. Images have VaN only.
+    The choice does not depend on the question.
 
     Parameters
     ----------
     tar : share of the budget for TaR. 0.5 as in the program.
     recent_frames : share of the frames of a clip that count as newest. 0.25 as in the program, whose command line calls it
         ``query_ratio``.
-    pooled : average VaN over the grid, more in earlier layers: 7 x 7 x 7 in the first quarter of the layers, 5 x 5, 3 along
-        the sequence, then none. Off, as in the released scripts.
+    pooled : average VaN over the grid, more in earlier layers: 7 x 7 x 7 in the first quarter of the layers, 5 x 5 in the
+        second, 3 along the sequence in the third, and none in the last. Off, as in the released scripts.
 
-    Paper and program: the program fails where the newest frames alone are more than the share of TaR; here the newest of
-    them stay. While frames stream in the same is done whenever the cache is full.
+    Paper and program: the program fails where the newest frames alone exceed the share of TaR; here the newest of them
+    stay. When frames are streamed, the same is done whenever the cache is full.
     """
 
     name = "infinipot-v"
@@ -67,7 +67,7 @@ class InfiniPotV(Policy):
         return out
 
     def _clips(self, keys: KeyBatch) -> list[Clip]:
-        """The clips and pictures that have keys, and what is to be picked of them."""
+        """The clips and images that have keys, with what TaR picks from."""
         if keys.picture is None or keys.cells is None:
             return []
         clips, visual = [], keys.visual & keys.valid
@@ -85,7 +85,7 @@ class InfiniPotV(Policy):
         return clips
 
     def _frames(self, cells: Tensor, count: int) -> Frames | None:
-        """What TaR picks from, if it picks any of the ``count`` keys of a clip that stay; ``cells [n, 3]``."""
+        """What TaR picks from, None where it picks none of the ``count`` keys of a clip that stay; ``cells [n, 3]``."""
         times, frame = cells[:, 0].unique(return_inverse=True)
         newest = int(len(times) * self.recent_frames)
         budget = count - round((1 - self.tar) * count)
@@ -96,7 +96,7 @@ class InfiniPotV(Policy):
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip or picture: its keys ``at [n]`` in a row, their ``cells [n, 3]``, which are below ``size``."""
+    """A clip or image: the slots ``at [n]`` of its keys in a row, and their ``cells [n, 3]``, all below ``size``."""
 
     row: int
     at: Tensor
@@ -107,11 +107,11 @@ class Clip:
 
 @dataclass(frozen=True)
 class Frames:
-    """Which keys of a clip are of its newest frames, and which patch each key is of.
+    """The keys of a clip by frame and patch.
 
     frame, place : ``[n]`` long, the number of the frame and of the patch.
-    late : ``[m]`` long, the keys of the newest frames, which begin with ``newest``.
-    there : ``[newest frames, patches]`` bool, which of these there are.
+    late : ``[m]`` long, the keys of the newest frames, those from ``newest`` on.
+    there : ``[newest frames, patches]`` bool, the patches of the newest frames that have a key.
     budget : how many keys are picked.
     """
 
@@ -133,7 +133,7 @@ class Frames:
 
     def picked(self, keys: Tensor, score: Tensor) -> Tensor:
         """``score [H, n]``, infinite for what TaR picks; ``keys [H, n, D]``."""
-        # the newest frames come first, their last frame before the others
+        # the newest frames rank first, the last of them highest
         late = self.frame >= self.newest
         ranked = torch.where(late, 2.0 + self.frame, -self.redundancy(keys.float()))
         best = ranked.argsort(dim=1, descending=True, stable=True)[:, : self.budget]
@@ -150,8 +150,8 @@ class Frames:
 
 
 def temporal_redundancy(keys: Tensor, frame: Tensor, patch: Tensor, newest: int) -> Tensor:
-    """``[H, n]``: the mean cosine of each key to those of the same patch in the frames from ``newest`` on; -1 where that
-    patch is in none of them.
+    """``[H, n]``: the mean cosine of each key with those of the same patch in the frames from ``newest`` on; -1 where none of
+    these has that patch.
 
     Parameters
     ----------
@@ -161,7 +161,8 @@ def temporal_redundancy(keys: Tensor, frame: Tensor, patch: Tensor, newest: int)
 
 
 def _pooled(norms: Tensor, cells: Tensor, size: tuple[int, ...], quarter: int) -> Tensor:
-    """``norms [H, n]`` averaged over neighbours in the grid, as many dimensions as the quarter of the layers says."""
+    """``norms [H, n]`` averaged over neighbours in the grid: in 3 dimensions in the first quarter of the layers, then 2, then 1
+    (along the sequence), and not in the last quarter."""
     if quarter > 2:
         return norms
     t, h, w = size

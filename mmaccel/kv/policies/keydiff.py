@@ -1,4 +1,4 @@
-"""KeyDiff: keep keys that point elsewhere than the mean."""
+"""KeyDiff: keep the keys least similar to the mean key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...method.registry import register
 @register
 @dataclass(frozen=True)
 class KeyDiff(Policy):
-    """``s_k = -cos(k, mean of the normalised keys)`` of each head.
+    """Score keys by ``s_k = -cos(k, mean of the normalised keys)``, in each head.
 
     *KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained Environments*,
     arXiv 2504.15364.
@@ -28,6 +28,6 @@ class KeyDiff(Policy):
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
-        unit = normalize(keys.keys.float(), dim=-1) * keys.valid[:, None, :, None]
-        anchor = unit.sum(2, keepdim=True) / keys.valid.sum(1).clamp(min=1)[:, None, None, None]
-        return -torch.cosine_similarity(unit, anchor, dim=-1)
+        normed = normalize(keys.keys.float(), dim=-1) * keys.valid[:, None, :, None]
+        anchor = normed.sum(2, keepdim=True) / keys.valid.sum(1).clamp(min=1)[:, None, None, None]
+        return -torch.cosine_similarity(normed, anchor, dim=-1)

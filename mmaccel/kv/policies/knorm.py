@@ -1,4 +1,4 @@
-"""KNorm: keep keys with a small norm."""
+"""KNorm: keep the keys of smallest norm."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ...method.registry import register
 @register
 @dataclass(frozen=True)
 class KNorm(Policy):
-    """``s_k = -||k||``: keys of small norm tend to receive much attention.
+    """Score keys by ``s_k = -||k||_2``: keys of small norm tend to receive much attention.
 
     *A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression*, EMNLP 2024, arXiv 2406.11430. The authors
-    leave the first two layers whole; here all layers have the same budget.
+    compress all but the first two layers; here all layers have the same budget.
     """
 
     name = "knorm"

@@ -1,4 +1,4 @@
-"""LagKV: compare every stretch of keys and values with the next one."""
+"""LagKV: every partition of keys and values is normalised by the range of the next one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...core.masks import ranks
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
 from ...method.registry import register
@@ -15,14 +16,14 @@ from ...method.registry import register
 @register
 @dataclass(frozen=True)
 class LagKV(Policy):
-    """Score keys by how much they stand out from the range of the stretch behind them.
+    """Score keys by how much their channels vary, relative to the range of the next partition.
 
     *LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important*, arXiv 2504.04704.
 
-    Behind the first ``sinks`` keys the sequence is cut into stretches of ``lag``. Keys and values of a stretch are brought
-    to [0, 1] per channel by the minimum and maximum of the *next* stretch; the standard deviation over channels, as a softmax
-    over the stretch, is the score, and keys are ranked within their stretch. The last whole stretch, what is behind it, and
-    the sinks stay. Where there are no two stretches to compare the newest keys stay, as in kvpress.
+    After the first ``sinks`` keys the sequence is cut into partitions of ``lag``. Keys and values of a partition are scaled
+    per channel by the minimum and maximum of the *next* partition; the score is the standard deviation over channels, with a
+    softmax over the partition, summed over keys and values, and keys are ranked within their partition. The sinks, the last
+    whole partition and all after it stay. With fewer than two partitions the newest keys stay, as in kvpress.
 
     Parameters
     ----------
@@ -55,18 +56,18 @@ class LagKV(Policy):
                 _stand_out(x[row][:, at].float().unflatten(1, (stretches, self.lag))) for x in (keys.keys, keys.values)
             )
             assert isinstance(score, Tensor)
-            # ranks within the stretch, so that each gives up the same share
-            rank = score.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True) / self.lag
+            # ranks within the partition, so that each loses the same share
+            rank = ranks(score.argsort(dim=-1, stable=True)) / self.lag
             out[row][:, at[: -self.lag]] = rank.flatten(1).float()
         return out.masked_fill(~keys.valid[:, None], -torch.inf)
 
     def _rivals(self, keys: KeyBatch) -> list[Tensor]:
-        """Of every row the slots behind the sinks."""
+        """The slots of every row after its sinks."""
         return [mask.nonzero()[self.sinks :, 0] for mask in keys.valid]
 
 
 def _stand_out(x: Tensor) -> Tensor:
-    """``[H, stretches, lag, D] -> [H, stretches - 1, lag]``."""
+    """``x [H, stretches, lag, D]`` -> ``[H, stretches - 1, lag]``, the scores of all partitions but the last."""
     behind = x[:, 1:]
     low, high = behind.amin(2, keepdim=True), behind.amax(2, keepdim=True)
     return ((x[:, :-1] - low) / (high - low)).std(-1).softmax(-1)

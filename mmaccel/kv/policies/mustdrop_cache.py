@@ -1,4 +1,4 @@
-"""MustDrop, in the cache: what later layers dropped, earlier ones need not store."""
+"""MustDrop, in the cache: keys of tokens that later layers dropped leave the cache of earlier layers too."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ...method.registry import register
 @register
 @dataclass(frozen=True)
 class MustDropCache(Policy):
-    """The output-aware cache: visual keys stay only if their tokens reach the last layer.
+    """The output-aware cache: a visual key stays only if its token reaches the last layer.
 
     *Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large Language Model*, arXiv 2411.10803.
 
-    Nothing is scored. When prefill is over, the layers from ``layer`` on store the same visual tokens, those that all
-    methods inside the language model left; alone, without such a method, it drops nothing.
+    Keys are not scored. After prefill the layers from ``layer`` on store the same visual tokens, those that all methods
+    inside the language model kept; without such a method it drops nothing.
 
     Parameters
     ----------
-    layer : the first layer that is cut, a share of the depth or a number. Of 32 layers the authors leave 0 and 1 whole.
+    layer : the first layer that drops keys, a share of the depth or a number. Of 32 layers the authors leave 0 and 1 whole.
     """
 
     name = "mustdrop-cache"
@@ -45,7 +45,7 @@ class MustDropCache(Policy):
             )
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``survivors [B, K]`` -> ``[B, Hkv, K]``: 0 for what stays, ``-inf`` for the rest."""
+        """``survivors [B, K]`` -> ``[B, Hkv, K]``: 0 for keys that stay, ``-inf`` for the others."""
         first = self.layer if isinstance(self.layer, int) else int(self.layer * keys.depth + 0.5)
         score = torch.zeros_like(keys.index, dtype=torch.float32)
         if keys.layer >= first and keys.survivors is not None:

@@ -1,4 +1,4 @@
-"""Observed attention: the mean attention a key received from the queries that could see it."""
+"""Observed attention: the mean attention a key received from the queries that could attend to it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .h2o import H2O
 @register
 @dataclass(frozen=True)
 class ObservedAttention(H2O):
-    """H2O without its favour for early keys: ``s_k = sum_q A[h, q, k] / #{q that see k}``.
+    """H2O without its bias towards early keys: ``s_k = sum_q A[h, q, k] / #{q that may attend to k}``.
 
-    After ``ObservedAttentionPress`` of kvpress, https://github.com/NVIDIA/kvpress. While decoding, the number of queries
-    that saw a key is how many tokens came at or after it.
+    After ``ObservedAttentionPress`` of kvpress, https://github.com/NVIDIA/kvpress. The number of queries that could attend to
+    a key is the number of tokens from it to the newest.
     """
 
     name = "observed-attention"
@@ -25,7 +25,7 @@ class ObservedAttention(H2O):
     paper = "github.com/NVIDIA/kvpress"
 
     def score(self, keys: KeyBatch) -> Tensor:
-        """``received [B, Hkv, K]`` by the queries at or after each key."""
+        """``received [B, Hkv, K]`` over the number of queries at or after each key."""
         assert keys.received is not None
         newest = keys.index.amax(1, keepdim=True)
         return keys.received / (newest - keys.index + 1).clamp(min=1)[:, None]

@@ -1,4 +1,4 @@
-"""SnapKV: keep the keys that the end of the prompt attends to."""
+"""SnapKV: keep the keys that the last queries of the prompt attend to."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ..scoring.importance import by_group
 @register
 @dataclass(frozen=True)
 class SnapKV(Policy):
-    """Score keys by the attention of the prompt's last queries, smoothed along the sequence.
+    """Score keys by the attention paid by the prompt's last queries, smoothed along the sequence.
 
     *SnapKV: LLM Knows What You are Looking for Before Generation*, NeurIPS 2024, arXiv 2404.14469.
 
     ``s_k = pool( reduce_{h in group} mean_{q in window} A[h, q, k] )`` for the keys before the window; the window's own
-    keys always stay. ``A`` is the softmax over all keys a query may see, in float32.
+    keys always stay. ``A`` is the softmax over all keys a query may attend to, in float32.
 
     Parameters
     ----------
-    window : queries at the end of the prompt that vote. 32 as in the authors' configurations.
+    window : number of queries at the end of the prompt that score. 32 as in the authors' configurations.
     kernel : odd width of the pooling, which keeps neighbours of an important key. 5 as in the program.
     pooling : ``avg`` as in the program, ``max`` as in the paper.
-    gqa : how the query heads of one key head are joined, before pooling. ``mean`` as in kvpress; for ``avg`` the order
-        of joining and pooling makes no difference to ``mean`` and ``sum``.
+    gqa : how the query heads of one key head are reduced, before pooling. ``mean`` as in kvpress; with ``avg`` pooling and
+        ``mean`` or ``sum`` the order of the two makes no difference.
 
     Paper and program: the paper describes max pooling (of width 7 in most of its runs), the program averages by
-    default and counts the zeros beyond the ends, so keys at the ends score lower; so does this one. The program repeats
-    the key heads first and stores one selection per query head; here there is one per key head, and memory is really
-    freed. It sums over the window; the mean taken here ranks alike.
+    default and counts zeros beyond both ends, so keys at the ends score lower; so does this. The program repeats the key
+    heads first and stores one selection per query head; here there is one per key head, and memory is really freed. It
+    sums over the window; the mean used here ranks the same.
     """
 
     name = "snapkv"
@@ -65,18 +65,18 @@ class SnapKV(Policy):
         score, own = window_attention(keys)
         score = by_group(score, keys.keys.shape[1], self.gqa)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
-        # in double precision, where the order of the same few terms makes no difference
+        # in double precision, so that sums of the same few terms in another order are equal after rounding
         score = pool(score.double(), self.kernel, stride=1, padding=self.kernel // 2).float()
         return score.masked_fill(own[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
 
 
 def window_attention(keys: KeyBatch) -> tuple[Tensor, Tensor]:
-    """The attention ``[B, Hq, K]`` that the last queries pay, mean over them, zero for their own keys; and which keys these
-    are, ``[B, K]`` bool."""
+    """The attention paid by the last queries, mean over them and zero for their own keys, ``[B, Hq, K]`` float32; and which
+    keys are their own, ``[B, K]`` bool."""
     heads = keys.keys.shape[1]
     queries = keys.queries.float().unflatten(1, (heads, -1))
     logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, keys.keys.float()) * keys.scaling
-    # a query that is padding has no vote
+    # queries of padding do not count
     place, votes, own = keys.places, keys.places >= 0, keys.once(_own)
     seen = keys.valid[:, None, :] & (keys.index[:, None, :] <= place[:, :, None]) & votes[:, :, None]
     attention = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)

@@ -15,20 +15,19 @@ from ...method.registry import register
 @register
 @dataclass(frozen=True)
 class StreamingLLM(Policy):
-    """Attention sinks and recency: the first ``sinks`` keys always stay, of the others the newest.
+    """Attention sinks and recency: the first ``sinks`` keys and the newest of the others stay.
 
     *Efficient Streaming Language Models with Attention Sinks*, ICLR 2024, arXiv 2309.17453.
 
-    The score of a key is its place in the prompt, the same for all heads; no query is needed. Pictures stand before the
-    question, so their early part leaves first: a lower baseline for visual tokens.
+    The score of a key is its place in the prompt, the same for all heads; queries are not needed. The early part of pictures
+    is evicted first, so it is a weak baseline for visual tokens.
 
     Parameters
     ----------
     sinks : keys at the start of the prompt that stay. 4 as in the paper.
 
-    Paper and program: the program evicts at every step, from all that was said (here ``every=1, joint=True``), and rotates
-    the kept keys anew, so that positions count cache slots and the text may grow without end. Here keys keep their
-    positions.
+    Paper and program: the program evicts at every step, from text too (here ``every=1, joint=True``), and rotates the kept
+    keys anew, so that positions count cache slots and the text can grow without limit. Here keys keep their positions.
     """
 
     name = "streaming-llm"

@@ -1,4 +1,4 @@
-"""TOVA: keep what the newest token attends to."""
+"""TOVA: keep the keys that the newest token attends to."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..scoring.copies import of_first_keys
 @register
 @dataclass(frozen=True)
 class Tova(Policy):
-    """Score keys by the attention of the last query, mean over all heads, so that all heads keep the same.
+    """Score keys by the attention paid by the last query, mean over all heads, so that all heads keep the same keys.
 
-    *Transformers are Multi-State RNNs*, EMNLP 2024, arXiv 2401.06104. The paper evicts the lowest key at every step:
-    ``every=1``. As in kvpress, the newest key always stays.
+    *Transformers are Multi-State RNNs*, EMNLP 2024, arXiv 2401.06104. The paper evicts the key of lowest score at every
+    step: ``every=1``. As in kvpress, the newest key always stays.
     """
 
     name = "tova"

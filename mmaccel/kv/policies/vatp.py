@@ -1,4 +1,4 @@
-"""VATP: attention times the size of the value it brings."""
+"""VATP: attention times the norm of the value."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .h2o import H2O
 @register
 @dataclass(frozen=True)
 class VATP(H2O):
-    """Score keys by the attention they received times the L1 norm of their value.
+    """Score keys by the attention received times the L1 norm of their value.
 
     *Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction: Value Also Matters*, EMNLP
     2024, arXiv 2406.12335.
 
-    ``s_k = ||v_k||_1 sum_q A[h, q, k]``. The first keys receive much attention but have small values, so that they must be
-    kept by name.
+    ``s_k = ||v_k||_1 sum_q A[h, q, k]``. The first keys receive much attention but have small values, so they are kept
+    explicitly.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""VL-Cache: keep the keys that the text behind the pictures attends to; layers get budgets by how sparse they are."""
+"""VL-Cache: keep the keys that the text after the pictures attends to; layers get budgets by their sparsity."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from ..scoring.importance import behind_pictures, by_group, column_sums
 @register
 @dataclass(frozen=True)
 class VLCache(Policy):
-    """Score keys by the attention of the post-vision queries.
+    """Score keys by the attention paid by the post-vision queries.
 
     *VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Model Inference Acceleration*, ICLR
     2025, arXiv 2410.23317.
 
-    ``s_k = sum_q A[h, q, k]`` over the queries ``q`` behind the last picture, summed over the heads of a key head. The share
-    of entries below 1 % of their row's largest is a layer's sparsity; a layer's budget is in proportion to the rest.
+    ``s_k = sum_q A[h, q, k]`` over the queries ``q`` after the last picture, summed over the query heads of a key head. The
+    sparsity of a layer is the share of attention weights below 1 % of the largest in their row; a layer's budget is
+    proportional to one minus its sparsity.
 
     Parameters
     ----------
     per_head : every key head chooses by itself; else all heads of a layer keep the same keys.
 
-    The authors' code is not public; a port (EffiVLM-Bench) is what the numbers are compared with. It keeps a tenth of the
-    budget for the newest tokens, which are text and stay here anyway. It also reports that deep layers starve by sparsity
-    alone and gives 80 % of the budget uniformly: ``layer_budget="sparsity:0.8"``.
+    The authors' code is not public; results are compared with a port (EffiVLM-Bench). The port keeps a tenth of the budget
+    for the newest tokens, which are text and stay here anyway. Its authors also report that with sparsity alone deep layers
+    get too little, and distribute 80 % of the budget uniformly: ``layer_budget="sparsity:0.8"``.
     """
 
     name = "vl-cache"
@@ -40,7 +41,7 @@ class VLCache(Policy):
     per_head: bool = True
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
-        """``[B, Hkv, K]``: sums over the queries behind the last picture."""
+        """``[B, Hkv, K]``: sums over the queries after the last picture."""
         weight = attention.once(_votes)
         return before + by_group(column_sums(attention, weight), before.shape[1], "sum")
 
@@ -53,5 +54,5 @@ class VLCache(Policy):
 
 
 def _votes(attention: LayerAttention) -> Tensor:
-    """``[B, q]`` float32: 1 for the queries behind the last picture."""
+    """``[B, q]`` float32: 1 for the queries after the last picture, else 0."""
     return behind_pictures(attention).float()

@@ -1,4 +1,4 @@
-"""WindowKV: whole stretches of the prompt that its end attends to."""
+"""WindowKV: keep whole windows of neighbouring keys that the last queries of the prompt attend to."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from .snapkv import window_attention
 @register
 @dataclass(frozen=True)
 class WindowKV(Policy):
-    """Score windows of neighbouring keys by the attention of the prompt's last queries, all heads together.
+    """Score windows of neighbouring keys by the attention paid by the prompt's last queries, for all heads together.
 
     *WindowKV: Task-Adaptive Group-Wise KV Cache Window Selection for Efficient LLM Inference*, arXiv 2503.17922.
 
-    The keys before the last queries are cut into windows ``w`` of ``width`` neighbours, of one picture or of text; every key of
-    a window has the score ``s_w = mean_h m_h(w)``, where ``m_h`` is, of the attention ``mean_{q in last queries} A[h, q, k]``,
-    the mean over the better half of the window (``max``) or over all of it (``average``). The last queries' own keys stay.
+    The keys before the last queries are cut into windows ``w`` of ``width`` neighbours, of one picture or of text. Every key
+    has the score of its window, ``s_w = mean_h m_h(w)``: of the attention ``mean_{q in last queries} A[h, q, k]`` the mean over the
+    better half of the window (``max``) or over all of it (``average``). The last queries' own keys stay.
 
     Parameters
     ----------
-    window : queries at the end of the prompt that vote. 32 as in the program for ``max``; for ``average`` it takes 16.
-    width : keys in a window; where pictures, text or the prompt end one may be shorter. 8 as in the program.
-    strategy : ``max`` finds places, ``average`` gathers what is spread.
-    layer_budget : ``pyramid:1.75``: in the program the last layers have 8/14 of the mean.
+    window : queries at the end of the prompt that score. 32 as in the program for ``max``; for ``average`` it has 16.
+    width : keys per window; the last window of a picture or text may be shorter. 8 as in the program.
+    strategy : ``max`` suits questions about one place of the prompt, ``average`` those that gather from all of it.
+    layer_budget : ``pyramid:1.75``: in the program the last layers get 8/14 of the mean.
 
-    Paper and program: a trained classifier of the question chooses the strategy; here the recipe does. Of every 8 layers the
-    first chooses for all, and their budgets are alike; here each layer chooses, and budgets fall from layer to layer. The
-    program counts the last queries beside the budget, and drops whole windows until it is met; here they come out of it where
-    text has a budget, and it is exact: of the last window that stays the first keys do. The windows of the program may hold
-    keys of a picture and of text.
+    Paper and program: in the program a trained classifier of the question chooses the strategy; here the recipe does. In the
+    program the first of every 8 layers chooses for all of them, with equal budgets; here each layer chooses, and budgets fall
+    from layer to layer. The program keeps the last queries in addition to the budget, and drops whole windows until it is met;
+    here they are part of it where text has a budget, and it is met exactly: of the last window only the first keys stay. The
+    program's windows may contain keys of a picture and of text.
     """
 
     name = "windowkv"
@@ -73,8 +73,8 @@ class WindowKV(Policy):
         return score[:, None].expand(keys.keys.shape[:3])
 
     def _windows(self, keys: KeyBatch, own: Tensor) -> tuple[Tensor, Tensor, int]:
-        """``[B, K]`` long each: the window of every key, and its place there; and the most windows of a row. The keys
-        ``own [B, K]`` of the last queries are in none."""
+        """``[B, K]`` long, the window of every key; ``[B, K]`` long, its place there; and the largest number of windows in a
+        row. The keys ``own [B, K]`` of the last queries are in none of the scored windows."""
         place = place_in_chunk(replace(keys, valid=keys.valid & ~own), self.width)
         number = (place == 0).cumsum(1) - 1
         return number, place, int(number.max()) + 1

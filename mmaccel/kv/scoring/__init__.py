@@ -1,1 +1,1 @@
-"""What cache policies share: how much attention keys received, chunks of neighbours, copies."""
+"""What cache policies share: the attention received by keys, chunks of neighbouring keys, copies of keys."""

@@ -1,4 +1,4 @@
-"""Keys that are equal to the bit have the same figures, whatever a product of matrices rounds."""
+"""Keys that are equal bit for bit have the same scores, however matrix products round."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def of_first_keys(figures: Tensor, keys: Tensor, among: Tensor) -> Tensor:
-    """``figures [B, H, K]`` with those of copies taken from the first equal key of the same key head.
+    """``figures [B, H, K]``, where every copy of a key has the figure of the first equal key of the same key head.
 
     Parameters
     ----------
     keys : ``[B, Hkv, K, D]``; ``H`` is a multiple of ``Hkv``.
-    among : ``[B, K]`` bool, the keys whose figures depend on their content alone; the others keep theirs.
+    among : ``[B, K]`` bool, the keys whose figures depend only on their content; the others keep theirs.
     """
     heads = keys.shape[1]
     first = first_copies(keys.flatten(0, 1), among.repeat_interleave(heads, dim=0))

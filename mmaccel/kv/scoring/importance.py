@@ -1,4 +1,4 @@
-"""How much attention every key received, in passes over blocks of queries; the map itself never exists."""
+"""Statistics of the attention that keys receive, computed over blocks of queries, without the whole map."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import torch
 from mmaccel_kernels.importance import importance
 from torch import Tensor
 
+from ...core.masks import question
 from ...method import LayerAttention
 from ...method.blocks import row_blocks, upto
 
-#: how the query heads of one key head are joined
+#: how a figure is reduced over the query heads of one key head
 Join = Literal["mean", "max", "sum"]
 
 
 def column_sums(attention: LayerAttention, weight: Tensor | None = None) -> Tensor:
-    """``[B, Hq, K]`` float32: the attention every key receives, summed over the queries.
+    """``[B, Hq, K]`` float32: the attention received by every key, summed over the queries.
 
     Parameters
     ----------
-    weight : ``[B, q]`` float, how much each query counts (default 1); leading queries of no weight are not computed. The host
-        waits to know them, once if the same tensor is given for all layers.
+    weight : ``[B, q]`` float, the weight of each query (default 1). Leading queries of weight zero are not computed; the host
+        waits to count them, once if the same tensor is given for all layers.
     """
     query, visible = attention.query, attention.visible
     if weight is not None:
@@ -32,32 +33,32 @@ def column_sums(attention: LayerAttention, weight: Tensor | None = None) -> Tens
 
 
 def _first(attention: LayerAttention, weight: Tensor) -> int:
-    """The first query of any row with a weight ``[B, q]``; as many as there are, if none has."""
-    asked = (weight != 0).any(0).nonzero()
-    return int(asked[0]) if len(asked) else weight.shape[1]
+    """The first query with a ``weight [B, q]`` that is not zero in some row; ``q`` if there is none."""
+    counted = (weight != 0).any(0).nonzero()
+    return int(counted[0]) if len(counted) else weight.shape[1]
 
 
-def _asked(attention: LayerAttention, rows: Tensor) -> Tensor:
-    """``[q]`` bool on the CPU: the queries that are asked in any of ``rows [B, q]``."""
+def _in_any_row(attention: LayerAttention, rows: Tensor) -> Tensor:
+    """``[q]`` bool on the CPU: the queries chosen in any row of ``rows [B, q]`` bool."""
     return rows.any(0).cpu()
 
 
 def share_seen(attention: LayerAttention, rows: Tensor, threshold: float) -> Tensor:
-    """``[B]`` float32: of all entries the chosen queries may attend to, the share of at least ``threshold`` times the
-    largest of its row; mean over heads.
+    """``[B]`` float32: the share of attention weights that are at least ``threshold`` times the largest of their query, of all
+    that the chosen queries may have, over all heads.
 
     Parameters
     ----------
-    rows : ``[B, q]`` bool.
+    rows : ``[B, q]`` bool, the chosen queries.
     """
     batch = len(rows)
     strong, entries = (torch.zeros(batch, device=rows.device, dtype=torch.float64) for _ in range(2))
-    asked = attention.once(_asked, rows)
+    counted = attention.once(_in_any_row, rows)
     for start, stop in row_blocks(attention):
-        there = asked[start:stop].nonzero()[:, 0].tolist()
-        if not there:
+        found = counted[start:stop].nonzero()[:, 0].tolist()
+        if not found:
             continue
-        start, stop = start + there[0], start + there[-1] + 1
+        start, stop = start + found[0], start + found[-1] + 1
         # a ratio of probabilities is a difference of logits
         logits = upto(attention, stop).logits(start, stop)
         seen = (logits > -torch.inf) & rows[:, None, start:stop, None]
@@ -68,14 +69,14 @@ def share_seen(attention: LayerAttention, rows: Tensor, threshold: float) -> Ten
 
 
 def entropy(attention: LayerAttention) -> Tensor:
-    """``[B]`` float32: the entropy of what each query pays, in nats; mean over queries and heads."""
+    """``[B]`` float32: the entropy of the attention paid by each query, in nats, mean over queries and heads."""
     batch, heads = attention.query.shape[:2]
     total = attention.query.new_zeros(batch, dtype=torch.float64)
     rows = total.clone()
     for start, stop in row_blocks(attention):
         logits = upto(attention, stop).logits(start, stop)
         most = logits.amax(-1, keepdim=True)
-        # queries that are padding see nothing
+        # queries of padding attend to nothing
         there = most[..., 0] > -torch.inf
         logits = (logits - most).nan_to_num(0.0, neginf=-torch.inf)
         weight = logits.exp()
@@ -87,18 +88,18 @@ def entropy(attention: LayerAttention) -> Tensor:
 
 
 def by_group(figures: Tensor, heads: int, join: Join = "mean") -> Tensor:
-    """``[B, Hq, K]`` joined over the query heads of each of ``heads`` key heads, ``[B, Hkv, K]``."""
+    """``figures [B, Hq, K]`` reduced over the query heads of each of ``heads`` key heads, ``[B, Hkv, K]``."""
     grouped = figures.unflatten(1, (heads, -1))
     return grouped.amax(2) if join == "max" else grouped.sum(2) if join == "sum" else grouped.mean(2)
 
 
 def expected_queries(queries: Tensor, there: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean ``[B, Hq, D]`` and covariance ``[B, Hq, D, D]``, float32, of queries at positions to come.
+    """Mean ``[B, Hq, D]`` and covariance ``[B, Hq, D, D]``, float32, of queries at future positions.
 
     Parameters
     ----------
-    queries : ``[B, S, Hq, D]`` before RoPE. there : ``[B, S]`` bool, those that count.
-    cos, sin : ``[B, n, D]``, of RoPE in the layout of two halves, at the positions to come.
+    queries : ``[B, S, Hq, D]``, before RoPE. there : ``[B, S]`` bool, the queries that count.
+    cos, sin : ``[B, n, D]``, of RoPE in the layout of two halves, at the future positions.
     """
     weight = there[:, :, None, None].float()
     count = weight.sum(1).clamp(min=1)
@@ -115,19 +116,19 @@ def expected_queries(queries: Tensor, there: Tensor, cos: Tensor, sin: Tensor) -
 
 
 def energy(queries: Tensor, there: Tensor, heads: int) -> Tensor:
-    """The mean square of every channel of the queries, mean over the query heads of each of ``heads`` key heads: ``queries
-    [B, Hq, W, D]``, of which ``there [B, W]`` count -> ``[B, Hkv, D]`` float32."""
+    """``[B, Hkv, D]`` float32: the mean square of every channel of ``queries [B, Hq, W, D]``, over those in ``there [B, W]``
+    bool and over the query heads of each of ``heads`` key heads."""
     weight = there[:, None, :, None].float()
     mean = (queries.float() ** 2 * weight).sum(2) / weight.sum(2).clamp(min=1)
     return by_group(mean, heads)
 
 
 def outgoing_norm(values: Tensor, output: Tensor) -> Tensor:
-    """``values [B, Hkv, K, D]`` through the output projection ``[d, Hq, D]`` of each query head: the L1 norm of what arrives,
-    mean over the query heads of a key head, ``[B, Hkv, K]`` float32."""
+    """``[B, Hkv, K]`` float32: the L1 norm of ``values [B, Hkv, K, D]`` projected by ``output [d, Hq, D]`` (the output
+    projection by query heads), mean over the query heads of a key head."""
     heads = values.shape[1]
     norms = []
-    # a head at a time: the projections of all are as large as the hidden states of that many prompts
+    # one head at a time: the projected values of all heads are Hq times the hidden states of the prompt
     for head, projection in enumerate(output.float().unbind(1)):
         value = values[:, head * heads // output.shape[1]].float()
         norms.append((value @ projection.T).abs().sum(-1))
@@ -135,7 +136,6 @@ def outgoing_norm(values: Tensor, output: Tensor) -> Tensor:
 
 
 def behind_pictures(attention: LayerAttention) -> Tensor:
-    """``[B, q]`` bool: the text behind the last picture; all text of rows that end in one."""
-    # padding is in front, so what is not text is a picture from some place on
-    behind = attention.text & ((~attention.text).flip(1).cumsum(1).flip(1) == 0)
-    return torch.where(behind.any(1, keepdim=True), behind, attention.text)
+    """``[B, q]`` bool: the text after the last picture; all text of rows that end in a picture."""
+    # padding is on the left, so after the first text all that is not text is visual
+    return question(attention.text, ~attention.text)

@@ -1,4 +1,4 @@
-"""What several selectors share: attention scores of the vision tower, and the size of blocks."""
+"""Base of methods that rank tokens by the attention they get in the vision tower."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Unit
-from ..core.reduction import top_mask
 from ..errors import MmaccelError, UnsupportedError
-from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch
-
-#: entries of a block of similarities held at once
-BLOCK = 1 << 24
+from .base import ModelFacts, Tap
+from .tokens import ProjectorMethod, TokenBatch
 
 
 @dataclass(frozen=True)
 class AttentionGuided(ProjectorMethod):
-    """Base of selectors that rank tokens by the attention they get in one layer of the vision tower.
+    """A method that ranks tokens by the attention they get in one layer of the vision tower.
 
     Parameters
     ----------
@@ -58,23 +55,6 @@ class AttentionGuided(ProjectorMethod):
             )
 
     def attention(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        """``[N, n]`` float32 scores, NaN where there are none, and ``[N, n]`` bool, the valid tokens that have one."""
+        """``[N, n]`` float32 scores, NaN for tokens without a score, and ``[N, n]`` bool, the valid tokens that have one."""
         score = tokens.signals[self.taps()[0].kind][:, 0].float().masked_fill(~tokens.valid, torch.nan)
         return score, ~score.isnan()
-
-
-def on_grid(tokens: TokenBatch) -> Tensor:
-    """``[N, n]`` bool: tokens with a cell (not newlines); in a unit without any cells, all."""
-    cell = tokens.valid & (tokens.cells >= 0).all(-1)
-    return torch.where(cell.any(1, keepdim=True), cell, tokens.valid)
-
-
-def filled(kept: Tensor, valid: Tensor, count: Tensor) -> Tensor:
-    """``kept [N, n]`` and, where it falls short of ``count [N]``, the first others: budgets larger than the picture proper
-    fall back on newline tokens."""
-    return kept | top_mask(kept.float(), valid & ~kept, count - kept.sum(1))
-
-
-def gather(x: Tensor, slots: Tensor) -> Tensor:
-    """``x [N, n, d]`` at ``slots [N, m]``: ``[N, m, d]``."""
-    return x.gather(1, slots[..., None].expand(-1, -1, x.shape[2]))
