@@ -73,7 +73,8 @@ class MustDropMerge(ProjectorMethod):
         excess = tokens.valid.sum(1) - count.to(alike.device)
         over = -(-excess.clamp(min=0) // (self.window**2 - 1))
         asked = tokens.valid & (count > 0).to(alike.device)[:, None]
-        return merge_windows(asked, slots, there, similar, torch.maximum(alike, over))
+        made = merge_windows(asked, slots, there, similar, torch.maximum(alike, over))
+        return Reduction(made.kept, tokens.valid, made.links)
 
 
 def windows(tokens: TokenBatch, side: int) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,6 @@ class KeyDiff(Policy):
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
-        unit = normalize(keys.keys.float(), dim=-1) * keys.valid[:, None, :, None]
+        unit = normalize(keys.keys.float(), dim=-1).masked_fill(~keys.valid[:, None, :, None], 0.0)
         anchor = unit.sum(2, keepdim=True) / keys.valid.sum(1).clamp(min=1)[:, None, None, None]
         return -torch.cosine_similarity(unit, anchor, dim=-1)
