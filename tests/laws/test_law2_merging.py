@@ -89,7 +89,7 @@ def test_pooling_takes_windows_of_the_grid():
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_pooling_then_dropping(family):
     """A merge before a drop inside the language model and another in the cache: all three hold together."""
-    layer = {"layer": oracle.DEEPSTACK.get(family, 2)}
+    layer = {"layer": oracle.first_layer(family)}
     what = Recipe("three", (Stage("pool", 0.6), Stage("fastv", 0.3, layer), Stage("snapkv", 0.2, {"window": 8})))
     feed = zoo.inputs(family, "images")
     forced = oracle.force(family, 1)
