@@ -196,6 +196,21 @@ def methods_that_drop(*kinds: type[TokenMethod]) -> tuple[str, ...]:
     return tuple(name for name, one, seen in shown if one.reduce(seen, seen.valid.sum(1) // 3).links is None)
 
 
+def named_recipes() -> tuple[str, ...]:
+    """Every recipe of methods that are offered, if it does anything once a processor has done its part."""
+    known, front = batches.offered(), set(batches.offered(FramesMethod))
+    return tuple(
+        name
+        for name, made in recipes().items()
+        if all(stage.method in known for stage in made.stages) and {stage.method for stage in made.stages} - front
+    )
+
+
+def has_site(name: str, site: str) -> bool:
+    """Whether a recipe has a stage at a site."""
+    return any(method(stage.method).site == site for stage in recipes()[name].stages)
+
+
 @functools.cache
 def fits(name: str, family: str) -> bool:
     """Whether a family has what the methods of a recipe ask for."""
@@ -338,6 +353,25 @@ def exchanged(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]] | N
         handle.remove()
 
 
+def taken_up(x: Tensor, reduction: Reduction) -> Tensor:
+    """`x [B, S, D]` with merged values at the kept places of the prompt."""
+    length = reduction.kept.shape[1]
+    return torch.cat([reduction.substitute(x[:, :length]), x[:, length:]], dim=1)
+
+
+def merged_inputs(kwargs: dict[str, Any], reduction: Reduction) -> dict[str, Any]:
+    """What a text model is called with when tokens are merged before it, DeepStack's features included."""
+    kwargs = dict(kwargs, inputs_embeds=taken_up(kwargs["inputs_embeds"], reduction))
+    if kwargs.get("deepstack_visual_embeds") is not None:
+        mask, planes = kwargs["visual_pos_masks"][:, : reduction.kept.shape[1]], []
+        for features in kwargs["deepstack_visual_embeds"]:
+            plane = features.new_zeros(*mask.shape, features.shape[-1])
+            plane[mask] = features
+            planes.append(reduction.substitute(plane)[mask])
+        kwargs["deepstack_visual_embeds"] = planes
+    return kwargs
+
+
 @contextmanager
 def merging(model: Any, merged: tuple[int, Reduction] | None) -> Any:
     """Let a layer of the text model read merged values at the kept places of the prompt."""
@@ -345,28 +379,12 @@ def merging(model: Any, merged: tuple[int, Reduction] | None) -> Any:
         yield
         return
     number, reduction = merged
-    length = reduction.kept.shape[1]
-
-    def taken_up(x: Tensor) -> Tensor:
-        return torch.cat([reduction.substitute(x[:, :length]), x[:, length:]], dim=1)
-
-    def enter(kwargs: dict[str, Any]) -> dict[str, Any]:
-        kwargs["inputs_embeds"] = taken_up(kwargs["inputs_embeds"])
-        if kwargs.get("deepstack_visual_embeds") is not None:
-            mask, planes = kwargs["visual_pos_masks"][:, :length], []
-            for features in kwargs["deepstack_visual_embeds"]:
-                plane = features.new_zeros(*mask.shape, features.shape[-1])
-                plane[mask] = features
-                planes.append(reduction.substitute(plane)[mask])
-            kwargs["deepstack_visual_embeds"] = planes
-        return kwargs
-
     if number == 0:
-        with exchanged(model, enter):
+        with exchanged(model, lambda kwargs: merged_inputs(kwargs, reduction)):
             yield
         return
     layer = text_model(model).layers[number]
-    handle = layer.register_forward_pre_hook(lambda module, args: (taken_up(args[0]), *args[1:]))
+    handle = layer.register_forward_pre_hook(lambda module, args: (taken_up(args[0], reduction), *args[1:]))
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import batches
 import pytest
 import torch
 import zoo
@@ -14,7 +15,7 @@ from torch.nn.functional import kl_div
 from transformers import DynamicCache
 
 from mmaccel import MmaccelError, Recipe, Stage, accelerated, recipe
-from mmaccel.kv.codecs import ThinK
+from mmaccel.kv.codecs import Codec, ThinK
 
 #: so small that tiny prompts fill pages
 FINE: dict[str, Any] = {"bits": 8, "page": 16, "group": 16, "residual": 0}
@@ -30,6 +31,11 @@ CODECS: dict[str, Recipe] = {
         "apart", (Stage("calibquant", None, {"page": 16}), Stage("fp8", None, {"page": 16, "text_only": True}))
     ),
 }
+
+
+def test_every_codec_has_a_recipe() -> None:
+    """With pages so small that tiny prompts fill them."""
+    assert {stage.method for made in CODECS.values() for stage in made.stages} == set(batches.offered(Codec))
 
 
 def divergence(ours: Tensor, theirs: Tensor) -> float:
