@@ -173,7 +173,7 @@ def test_a_fault_anywhere_leaves_no_trace(name: str) -> None:
     assert bool(passed["pack"]) == (name == "codec")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "name"),
     [

@@ -179,7 +179,7 @@ def reachable(root: Any) -> tuple[int, int]:
     return sum(storages.values()), count
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("family", ("qwen2_5_vl", "smolvlm"))
 def test_an_hour_of_frames(family: str) -> None:
     """3,600 frames, one a second, a question every ten minutes: nothing grows after the first two minutes."""

@@ -376,7 +376,7 @@ def test_a_wrapped_assistant_is_refused_by_name(tiny: Any) -> None:
         bare.generate(**feed, assistant_model=tiny, max_new_tokens=4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["divprune", "fastv", "snapkv"])
 def test_a_compiled_forward_gives_the_same_tokens(recipe: str, tiny: Any) -> None:
     """With graph breaks at every hook and decision of ours."""

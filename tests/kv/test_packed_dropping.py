@@ -19,18 +19,19 @@ class Once:
 
     def __init__(self, layer: QuantisedLayer) -> None:
         self.layer = layer
-        self.known: dict[tuple[int, int, int], tuple[bool, torch.Tensor]] = {}
+        self.known: dict[tuple[int, int, int], tuple[bool, bytes]] = {}
 
     def look(self) -> set[tuple[int, int, int]]:
         """(row, head, place) of all that is stored."""
-        both, index = torch.cat(self.layer.stored(), dim=-1), self.layer.index.by_head.expand(-1, HEADS, -1)
+        both, index = torch.cat(self.layer.stored(), dim=-1).numpy(), self.layer.index.by_head.expand(-1, HEADS, -1)
         now = {}
         for b, h, slot in (index >= 0).nonzero().tolist():
             at, packed = (b, h, int(index[b, h, slot])), slot < self.layer.width
             assert at not in now, "stored twice"
-            once, was = self.known.get(at, (False, both[b, h, slot]))
-            now[at] = packed or once, both[b, h, slot]
-            assert torch.equal(was, both[b, h, slot]) or (packed and not once), "changed"
+            numbers = both[b, h, slot].tobytes()
+            once, was = self.known.get(at, (False, numbers))
+            now[at] = packed or once, numbers
+            assert was == numbers or (packed and not once), "changed"
         self.known = now
         return set(now)
 
