@@ -13,6 +13,7 @@ import pytest
 import torch
 import zoo
 from PIL import Image
+from tail import in_turn
 
 import mmaccel
 from mmaccel import accelerated
@@ -46,8 +47,7 @@ def asked(model, processor, which, rows, **options):
 
 
 # ------------------------------------------------------------------------------------------------------ the definition
-@pytest.mark.parametrize(("recipe", "retain"), KEPT)
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize(("family", "recipe", "retain"), in_turn(["llava", "qwen2_5_vl"], KEPT))
 def test_answers_and_divergence_are_what_they_say(family, recipe, retain):
     """A batch against each question alone: greedy answers of ``generate``, and KL by feeding the full answer by hand."""
     model, processor = zoo.model(family), zoo.processor(family)
@@ -476,6 +476,7 @@ def test_compare_says_what_is_wrong(compare, tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------- quickstart
+@pytest.mark.full
 def test_quickstart_prints_nothing_but_its_report():
     done = subprocess.run([sys.executable, "-m", "mmaccel", "quickstart"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -132,6 +132,7 @@ def test_empty_sets():
         assert not max_min(x, valid, count).any() and not greedy_dpp(x, x.sum(2), valid, count).any()
 
 
+@pytest.mark.kernel
 def test_what_a_pick_moves(monkeypatch):
     n, slots, width = 1, 70, 33
     x, quality, valid, count = units(n, slots, width)
