@@ -7,7 +7,7 @@ import io
 from dataclasses import replace
 from typing import Any
 
-import mmaccel_kernels.importance as kernel
+import mmaccel_kernels.importance.naive as kernel
 import pytest
 import torch
 import zoo

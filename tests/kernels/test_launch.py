@@ -19,9 +19,10 @@ import mmaccel_kernels
 import pytest
 import torch
 import zoo
-from mmaccel_kernels import decode, launch
+from mmaccel_kernels import launch
 from mmaccel_kernels.compact import compact
 from mmaccel_kernels.decode import decode_attention
+from mmaccel_kernels.decode import triton as decode_kernel
 from mmaccel_kernels.dpp import greedy_dpp
 from mmaccel_kernels.importance import importance
 from mmaccel_kernels.matching import best_match
@@ -90,7 +91,7 @@ def machine(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(launch, "_failed", {})
-    asked = (launch.usable, launch.obstacle, decode._capability, decode._multiprocessors)
+    asked = (launch.usable, launch.obstacle, decode_kernel._capability, decode_kernel._multiprocessors)
     for once in asked:
         once.cache_clear()
     yield made

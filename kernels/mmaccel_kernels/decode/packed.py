@@ -1,4 +1,4 @@
-"""The part of the decode kernel that reads packed pages (their layout is specified in :mod:`.pages`).
+"""The part of the decode kernel that reads packed pages (their layout is specified in :mod:`mmaccel_kernels.pages`).
 
 Nothing is expanded where the tokens of several tiles share the scale of a channel: ``q . k = (q * scale) . c + q . zero`` and
 ``sum p v = scale * sum p c + zero sum p``. A code enters the product as the float with the exponent of 128 (bfloat16) or 1024
@@ -7,7 +7,7 @@ Nothing is expanded where the tokens of several tiles share the scale of a chann
 
 from __future__ import annotations
 
-from ._triton import jit, tl
+from .._triton import jit, tl
 
 
 @jit

@@ -1,182 +1,21 @@
-"""Quantise and pack: full-precision tokens become the codes and scales of pages, in one launch over all heads.
-
-The range of a group is what its tokens span, measured in float32 and rounded to the type the scales are stored in *before*
-codes are chosen, so that codes are the best for the scales that will be used with them. A group whose numbers are all equal
-has scale 0 and decodes to that number.
-"""
+"""Quantising as a Triton program: a program packs a block of channels of one page."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._triton import jit, tl, triton
-from .launch import enqueue, run
-from .pages import FP8_MAX, Format, Plane, grouped, pack, waves
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from .._triton import jit, tl, triton
+from ..launch import enqueue
+from ..pages import Format, Plane
+from .naive import Shared
 
 #: channels a program packs where every channel has its own range
 _CHANNELS = 64
 
 
-class Shared(NamedTuple):
-    """Scales that are known already, one row for several pages: ``[M, *format.meta]`` each, ``meta [N]`` int32."""
-
-    scale: Tensor
-    zero: Tensor | None
-    meta: Tensor
-
-
-def quantise(
-    x: Tensor,
-    start: Tensor,
-    count: Tensor,
-    format: Format,
-    *,
-    page: int,
-    tile: int,
-    meta_dtype: torch.dtype | None = None,
-    shared: Shared | None = None,
-) -> Plane:
-    """Pages of ``x``; by the kernel on a GPU, else by the definition.
-
-    Parameters
-    ----------
-    x : ``[total, D]`` float16, bfloat16 or float32; the stride along D is 1.
-    start, count : ``[N]`` long and int32: page ``n`` holds rows ``start[n]`` to ``start[n] + count[n] - 1``, from 1 to
-        ``page`` of them.
-    meta_dtype : of the scales; by default that of ``x``.
-    shared : scales to use instead of measuring; they are the scales of the result.
-
-    Raises
-    ------
-    ValueError
-        If shapes, types or devices do not fit, or the format does not fit the page.
-    """
-    _check(x, start, count, format, page, tile, shared)
-    meta_dtype = meta_dtype or x.dtype
-    x = waves(x) if format.fourier else x
-    return run(quantise_kernel, quantise_definition, x, start, count, format, page, tile, meta_dtype, shared)
-
-
-def _check(
-    x: Tensor, start: Tensor, count: Tensor, format: Format, page: int, tile: int, shared: Shared | None
-) -> None:
-    if x.dim() != 2 or x.dtype not in _DTYPES or (x.numel() and x.stride(1) != 1):
-        raise ValueError(
-            f"x must be [total, D] float16, bfloat16 or float32 with stride 1 along D, not {x.dtype} {tuple(x.shape)}."
-        )
-    format.check(page, tile, x.shape[1])
-    if tile & (tile - 1):
-        raise ValueError(f"tile must be a power of 2, not {tile}.")
-    if start.dtype != torch.int64 or count.dtype != torch.int32 or start.dim() != 1 or start.shape != count.shape:
-        raise ValueError(
-            f"start and count must be [N] long and int32, not {start.dtype} {tuple(start.shape)} and {count.dtype} "
-            f"{tuple(count.shape)}."
-        )
-    if not x.device == start.device == count.device:
-        raise ValueError(f"x is on {x.device}, start on {start.device} and count on {count.device}.")
-    if shared is not None:
-        want = format.meta(page, x.shape[1])
-        if shared.scale.shape[1:] != want or shared.meta.shape != start.shape:
-            raise ValueError(
-                f"shared scales must be [M, {', '.join(map(str, want))}] and meta [{len(start)}], not "
-                f"{tuple(shared.scale.shape)} and {tuple(shared.meta.shape)}."
-            )
-        if (shared.zero is not None) != format.affine or (
-            shared.zero is not None and shared.zero.shape != shared.scale.shape
-        ):
-            raise ValueError(
-                f"Code {format.code!r} {'needs zero points like its' if format.affine else 'has only'} scales."
-            )
-
-
-# --- the definition ---------------------------------------------------------------------------------------------------
-def quantise_definition(
-    x: Tensor,
-    start: Tensor,
-    count: Tensor,
-    format: Format,
-    page: int,
-    tile: int,
-    meta_dtype: torch.dtype,
-    shared: Shared | None = None,
-) -> Plane:
-    """What :func:`quantise` means, in plain torch."""
-    token = torch.arange(page, device=x.device)
-    there = token < count[:, None]
-    rows = x[torch.where(there, start[:, None] + token, 0)].float()
-    if shared is None:
-        scale, zero = measure(rows, there, format)
-        scale, zero = scale.to(meta_dtype), None if zero is None else zero.to(meta_dtype)
-        own_scale, own_zero = scale, zero
-    else:
-        scale, zero, meta = shared.scale, shared.zero, shared.meta.long()
-        own_scale, own_zero = scale[meta], None if zero is None else zero[meta]
-    codes = encode(rows, format, own_scale, own_zero)
-    return Plane(format, pack(codes.masked_fill(~there[..., None], 0), format, tile), scale, zero)
-
-
-def measure(x: Tensor, there: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of every group.
-
-    ``int``: ``(max - min) / (levels - 1)`` and ``min``. ``ternary``: ``mean |x|``. ``sign``: ``2 mean |x|``.
-    ``fp8``: ``max |x| / 448``.
-
-    Parameters
-    ----------
-    x : ``[N, page, D]`` float32. there : ``[N, page]`` bool; other tokens do not count.
-
-    Returns
-    -------
-    ``[N, *format.meta]`` float32 each, 0 for groups without a token; no zero point unless the format is affine.
-    """
-    x, there = grouped(x, format), grouped(there[..., None].expand(x.shape), format)
-    over = 2 if format.axis == "channel" else 3
-    if format.affine:
-        low = x.masked_fill(~there, torch.inf).amin(over)
-        high = x.masked_fill(~there, -torch.inf).amax(over)
-        empty = low > high
-        low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
-        return (high - low) / (format.levels - 1), low
-    size = x.abs().masked_fill(~there, 0.0)
-    if format.code == "fp8":
-        return size.amax(over) / FP8_MAX, None
-    mean = size.sum(over) / there.sum(over).clamp(min=1)
-    return (2 * mean if format.code == "sign" else mean), None
-
-
-def encode(x: Tensor, format: Format, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """The code of every number, rounded half to even: ``x [N, page, D]`` float32 -> the same shape, int32."""
-    axis = 2 if format.axis == "channel" else 3
-    s, y = scale.float().unsqueeze(axis), grouped(x, format)
-    if format.code == "sign":
-        codes = (y >= 0).int()
-    elif format.code == "ternary":
-        codes = 1 + (y > s / 2).int() - (y < -s / 2).int()
-    elif zero is None:
-        codes = to_e4m3(torch.where(s > 0, y / s, 0.0))
-    else:
-        y = torch.where(s > 0, (y - zero.float().unsqueeze(axis)) / s, 0.0)
-        codes = y.clamp(0, format.levels - 1).round().int()
-    return codes.reshape(x.shape)
-
-
-def to_e4m3(x: Tensor) -> Tensor:
-    """Bytes of e4m3 numbers, int32: rounded half to even, cut at 448, by whole-number operations."""
-    size = x.abs().clamp(max=FP8_MAX)
-    bits = size.view(torch.int32)
-    # 3 of 23 bits of the mantissa stay, and the exponent counts from -7 instead of -127
-    normal = (bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - (120 << 3)
-    # below 2^-6 numbers are multiples of 2^-9
-    code = torch.where(size < 2**-6, (size * 512).round().int(), normal)
-    return code | torch.where(x < 0, 128, 0).int()
-
-
-# --- the kernel -------------------------------------------------------------------------------------------------------
 def quantise_kernel(
     x: Tensor,
     start: Tensor,
@@ -187,7 +26,7 @@ def quantise_kernel(
     meta_dtype: torch.dtype,
     shared: Shared | None = None,
 ) -> Plane:
-    """:func:`quantise` in one launch: a program packs a block of channels of one page."""
+    """:func:`.quantise` in one launch."""
     n, width = len(start), x.shape[1]
     codes = torch.empty(n, format.rows(page, tile), width, dtype=torch.uint8, device=x.device)
     if shared is None:
@@ -245,7 +84,7 @@ def _rounded(x):
 
 @jit
 def _e4m3(x):
-    """The bytes of :func:`to_e4m3`."""
+    """The bytes of :func:`.naive.to_e4m3`."""
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960

@@ -1,104 +1,27 @@
-"""Attention importance: how much attention every key receives, in two streamed passes over queries and keys.
+"""Attention importance as two Triton programs, each a streamed pass over queries and keys.
 
-The first pass finds the logarithm of every query's sum of exponentials, the second sums the probabilities of every key. No
-part of the attention matrix is stored, and no sum depends on the order of arrival.
+The first finds the logarithm of every query's sum of exponentials, the second sums the probabilities of every key. No part of
+the attention matrix is stored, and no sum depends on the order of arrival.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ._triton import jit, tl, triton
-from .launch import enqueue, run
+from .._triton import jit, tl, triton
+from ..launch import enqueue
 
-#: how the query heads of one key head are joined
-Join = Literal["none", "mean", "sum", "max"]
-
-#: logits the definition holds at once
-BLOCK = 1 << 22
 #: programs that keep a GPU busy; the first pass over few queries splits the keys to get there
 PROGRAMS = 512
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def importance(
-    query: Tensor,
-    key: Tensor,
-    *,
-    scaling: float | None = None,
-    weight: Tensor | None = None,
-    valid: Tensor | None = None,
-    visible: Tensor | None = None,
-    join: Join = "none",
-) -> Tensor:
-    """Column sums of the attention of the newest queries: ``s_k = sum_q w_q softmax(scaling q . k)_k``.
-
-    Parameters
-    ----------
-    query : ``[B, Hq, q, D]`` float16, bfloat16 or float32, those of the last ``q`` keys: a window, or all.
-    key : ``[B, Hkv, K, D]``, ``K >= q``; ``Hq`` is a multiple of ``Hkv``. The kernel reads it in the type of the queries.
-    scaling : of the logits; by default ``D ** -0.5``.
-    weight : ``[B, q]`` float32, how much each query counts (0 for padding); by default 1.
-    valid : ``[B, K]`` bool, the keys that are no padding; by default all.
-    visible : ``[B, 1 or Hkv, q, K]`` bool, which query may see which key; by default a query sees all keys up to its own.
-    join : how the query heads of one key head are joined, after summing; ``none`` keeps them apart.
-
-    Returns
-    -------
-    ``[B, Hq, K]`` (``join="none"``) or ``[B, Hkv, K]`` float32. A query that sees no key adds nothing.
-
-    Raises
-    ------
-    ValueError
-        If shapes or types do not fit.
-    """
-    _check(query, key, weight, valid, visible, join)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    given = (query, key, scaling, weight, valid, visible)
-    sums = run(importance_kernel, importance_definition, *given) if query.numel() else importance_definition(*given)
-    grouped = sums.unflatten(1, (key.shape[1], -1))
-    if join == "none":
-        return sums
-    return grouped.amax(2) if join == "max" else grouped.mean(2) if join == "mean" else grouped.sum(2)
-
-
-def importance_definition(
-    query: Tensor, key: Tensor, scaling: float, weight: Tensor | None, valid: Tensor | None, visible: Tensor | None
-) -> Tensor:
-    """:func:`importance` per query head in plain torch, in blocks of queries, each with the keys it may see."""
-    batch, heads, queries, _ = query.shape
-    keys, old = key.shape[2], key.shape[2] - queries
-    grouped, against = query.unflatten(1, (key.shape[1], -1)).float(), key.float().transpose(2, 3)[:, :, None]
-    sums = torch.zeros(*grouped.shape[:3], keys, device=query.device)
-    place = torch.arange(keys, device=query.device)
-    height = max(1, BLOCK // max(1, batch * heads * keys))
-    for top in range(0, queries, height):
-        rows = slice(top, min(top + height, queries))
-        upto = keys if visible is not None else old + rows.stop
-        logits = grouped[:, :, :, rows] @ against[..., :upto] * scaling
-        if visible is not None:
-            seen = visible[:, :, None, rows]
-        else:
-            seen = place[:upto] <= place[old + top : old + rows.stop, None]
-        if valid is not None:
-            seen = seen & valid[:, None, None, None, :upto]
-        # a query that sees nothing has no softmax
-        paid = logits.masked_fill_(~seen, -torch.inf).softmax(-1).nan_to_num_(0.0)
-        if weight is not None:
-            paid = paid * weight[:, None, None, rows, None]
-        sums[..., :upto] += paid.sum(3)
-    return sums.flatten(1, 2)
 
 
 def importance_kernel(
     query: Tensor, key: Tensor, scaling: float, weight: Tensor | None, valid: Tensor | None, visible: Tensor | None
 ) -> Tensor:
-    """:func:`importance` per query head in two launches."""
+    """:func:`.importance` per query head in two launches."""
     (batch, heads, queries, width), (keys, kv) = query.shape, (key.shape[2], key.shape[1])
     query, key = query.contiguous(), key.to(query.dtype).contiguous()
     rows, tile = heads // kv * queries, tiles(queries, width, query.element_size())
@@ -138,49 +61,6 @@ def tiles(queries: int, width: int, bytes_each: int) -> dict[str, int]:
         "BLOCK_D": max(16, 1 << (width - 1).bit_length()) if whole else 32,
         "num_warps": 4,
     }
-
-
-def importance_cost(
-    batch: int, heads: int, kv: int, queries: int, keys: int, width: int, bytes_each: int
-) -> tuple[int, int]:
-    """Bytes that the two launches have to move at least, and the floating-point operations of their products, plain causal
-    attention."""
-    pairs = queries * (keys - queries) + queries * (queries + 1) // 2
-    read = 2 * bytes_each * batch * width * (heads * queries + kv * keys)
-    return read + 4 * batch * (2 * heads * queries + queries + heads * keys), 4 * batch * heads * width * pairs
-
-
-def _check(
-    query: Tensor, key: Tensor, weight: Tensor | None, valid: Tensor | None, visible: Tensor | None, join: str
-) -> None:
-    fits = query.dim() == key.dim() == 4 and len(query) == len(key) and query.shape[3] == key.shape[3]
-    if not fits or query.shape[1] % max(1, key.shape[1]) or query.shape[2] > key.shape[2]:
-        raise ValueError(
-            "importance takes query [B, Hq, q, D] and key [B, Hkv, K, D] with Hq a multiple of Hkv and q <= K, not "
-            f"{tuple(query.shape)} and {tuple(key.shape)}."
-        )
-    if query.shape[3] > 256:
-        raise ValueError(f"importance takes heads of at most 256 channels, not {query.shape[3]}.")
-    if query.dtype not in _DTYPES or key.dtype not in _DTYPES:
-        raise ValueError(f"importance takes float16, bfloat16 or float32, not {query.dtype} and {key.dtype}.")
-    batch, kv, keys, queries = len(key), key.shape[1], key.shape[2], query.shape[2]
-    if weight is not None and (weight.shape != (batch, queries) or weight.dtype != torch.float32):
-        raise ValueError(
-            f"importance takes weight [B, q] = {(batch, queries)} float32, not {tuple(weight.shape)} {weight.dtype}."
-        )
-    if valid is not None and (valid.shape != (batch, keys) or valid.dtype != torch.bool):
-        raise ValueError(
-            f"importance takes valid [B, K] = {(batch, keys)} bool, not {tuple(valid.shape)} {valid.dtype}."
-        )
-    if visible is not None:
-        shapes = [(batch, h, queries, keys) for h in (1, kv)]
-        if tuple(visible.shape) not in shapes or visible.dtype != torch.bool:
-            raise ValueError(
-                f"importance takes visible [B, 1 or Hkv, q, K], {shapes[0]} or {shapes[1]} bool, not {tuple(visible.shape)} "
-                f"{visible.dtype}."
-            )
-    if join not in ("none", "mean", "sum", "max"):
-        raise ValueError(f"importance joins heads by 'none', 'mean', 'sum' or 'max', not {join!r}.")
 
 
 @jit

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._decode_pages import _attend_pages
-from ._triton import jit, tl, triton
-from .launch import enqueue, run
-from .pages import Pages, Plane
+from .._triton import jit, tl, triton
+from ..launch import enqueue
+from ..pages import Pages, Plane
+from .naive import Flat
+from .packed import _attend_pages
 
 #: new queries of a sequence that the kernel takes at once
 MAX_QUERIES = 16
@@ -42,245 +43,6 @@ _CHANGING = [
     "tail_column",
 ]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class Flat(NamedTuple):
-    """Heads that store different counts, one after the other.
-
-    keys : ``[total, D]``.
-    values : ``[total, Dv]``.
-    cu_lengths : ``[B Hkv + 1]`` int32 or int64; head ``h`` of row ``b`` owns rows ``cu[b Hkv + h]`` to ``cu[b Hkv + h + 1]``.
-    width : columns of a mask that belong to these keys, at least as many as the longest head has.
-    """
-
-    keys: Tensor
-    values: Tensor
-    cu_lengths: Tensor
-    width: int = 0
-
-
-def decode_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scaling: float | None = None,
-    flat: Flat | None = None,
-    pages: Pages | None = None,
-    visible: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of the newest queries over everything that is stored; by the kernel on a GPU, else by the definition.
-
-    Parameters
-    ----------
-    query : ``[B, Hq, q, D]`` float16, bfloat16 or float32; on a GPU ``q`` is at most 16.
-    keys, values : ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]``, those of the queries last; ``Hq`` is a multiple of ``Hkv``.
-    scaling : of the logits; by default ``D ** -0.5``.
-    flat : keys and values before these.
-    pages : packed keys and values before those.
-    visible : ``[B, 1 or Hkv, q, C]`` bool, which query may see which key; by default all keys up to its own. The last ``T``
-        columns are the tail, the ``flat.width`` before them the flat keys of each head, and what each head has packed
-        begins at column 0.
-
-    Returns
-    -------
-    ``[B, Hq, q, Dv]`` like the query, and the logarithm of the sum of exponentials of the logits, ``[B, Hq, q]`` float32.
-    A query that sees nothing gets zeros, and minus infinity.
-
-    Raises
-    ------
-    ValueError
-        If shapes, types or devices do not fit.
-    """
-    check(query, keys, values, flat, pages, visible)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not readable(pages):
-        return decode_attention_definition(query, keys, values, scaling, flat, pages, visible)
-    kernel, definition = decode_attention_kernel, decode_attention_definition
-    return run(kernel, definition, query, keys, values, scaling, flat, pages, visible)
-
-
-def readable(pages: Pages | None) -> bool:
-    """Whether the kernel reads these pages: at most two planes of keys, one of values, tiles that a product can take."""
-    if pages is None:
-        return True
-    whole = len(pages.values) == 1 and pages.values[0].channels is None
-    return whole and len(pages.keys) <= 2 and pages.tile in (16, 32, 64, 128)
-
-
-def check(
-    query: Tensor, keys: Tensor, values: Tensor, flat: Flat | None, pages: Pages | None, visible: Tensor | None
-) -> None:
-    """Refuse by name what :func:`decode_attention` cannot take."""
-    if query.dim() != 4 or keys.dim() != 4 or values.dim() != 4:
-        raise ValueError("query, keys and values must have the shape [batch, heads, tokens, channels].")
-    b, hq, q, d = query.shape
-    hkv, tail = keys.shape[1:3]
-    if query.dtype not in _DTYPES:
-        raise ValueError(f"query must be float16, bfloat16 or float32, not {query.dtype}.")
-    if keys.shape != (b, hkv, tail, d) or values.shape[:3] != keys.shape[:3]:
-        raise ValueError(
-            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} do not belong to a query {tuple(query.shape)}."
-        )
-    if hkv == 0 or hq % hkv:
-        raise ValueError(f"query has {hq} heads, which is no multiple of the {hkv} heads of keys.")
-    tensors = {"keys": keys, "values": values}
-    if flat is not None:
-        tensors |= {"flat.keys": flat.keys, "flat.values": flat.values}
-        if flat.keys.shape != (len(flat.values), d) or flat.values.shape[1:] != values.shape[3:]:
-            raise ValueError(
-                f"flat.keys {tuple(flat.keys.shape)} and flat.values {tuple(flat.values.shape)} must be [total, {d}] and "
-                f"[total, {values.shape[3]}]."
-            )
-        if flat.cu_lengths.shape != (b * hkv + 1,) or flat.cu_lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"flat.cu_lengths must be [{b * hkv + 1}] int32 or int64, batch times heads of keys plus one."
-            )
-        if flat.cu_lengths.device != query.device:
-            raise ValueError(f"flat.cu_lengths is on {flat.cu_lengths.device} and query on {query.device}.")
-    if pages is not None:
-        if pages.heads != hkv or pages.batch != b:
-            raise ValueError(f"pages hold {pages.batch} rows of {pages.heads} heads, and keys {b} rows of {hkv}.")
-        widths = [sum(plane.codes.shape[2] for plane in planes) for planes in (pages.keys, pages.values)]
-        widths[0] = pages.key_width or widths[0]
-        if widths != [d, values.shape[3]]:
-            raise ValueError(
-                f"pages hold {widths[0]} and {widths[1]} channels, and keys and values {d} and {values.shape[3]}."
-            )
-        if pages.table.device != query.device:
-            raise ValueError(f"pages are on {pages.table.device} and query on {query.device}.")
-    for name, x in tensors.items():
-        if x.dtype != query.dtype or x.device != query.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device} and query {query.dtype} on {query.device}.")
-    if visible is not None:
-        shape = tuple(visible.shape)
-        if visible.dtype != torch.bool or len(shape) != 4 or shape[0] != b or shape[1] not in (1, hkv) or shape[2] != q:
-            raise ValueError(f"visible must be bool [{b}, 1 or {hkv}, {q}, keys], not {visible.dtype} {shape}.")
-        columns = tail + (flat.width if flat is not None else 0)
-        if shape[3] < columns or (pages is None and shape[3] != columns):
-            raise ValueError(f"visible has {shape[3]} columns where keys and flat.width make {columns}.")
-
-
-def decode_attention_definition(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float,
-    flat: Flat | None = None,
-    pages: Pages | None = None,
-    visible: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What :func:`decode_attention` means, in plain torch; for any number of queries and any pages."""
-    b, hq, q, d = query.shape
-    hkv, tail = keys.shape[1:3]
-    rows = query.reshape(b, hkv, hq // hkv, q, d)
-    causal = torch.ones(q, tail, dtype=torch.bool, device=query.device).tril(tail - q)
-    if flat is None and pages is None:
-        seen = causal if visible is None else visible[:, :, None]
-        out, lse = _softmax_attention(rows, keys[:, :, None], values[:, :, None], scaling, seen)
-        return out.view(b, hq, q, -1), lse.view(b, hq, q)
-    parts = []
-    if pages is not None:
-        parts.append((*pages.decoded(), [0, *pages.lengths().flatten().cumsum(0).tolist()], 0))
-    if flat is not None:
-        parts.append((flat.keys, flat.values, flat.cu_lengths.tolist(), -tail - flat.width))
-    outs, lses = [], []
-    for i in range(b * hkv):
-        at = divmod(i, hkv)
-        own = [(k[cu[i] : cu[i + 1]], v[cu[i] : cu[i + 1]], column) for k, v, cu, column in parts]
-        k = torch.cat([*(part[0].float() for part in own), keys[at].float()])
-        v = torch.cat([*(part[1].float() for part in own), values[at].float()])
-        if visible is None:
-            seen = torch.cat([causal.new_ones(q, len(k) - tail), causal], dim=1)
-        else:
-            mask = visible[at[0], at[1] % visible.shape[1]]
-            begin = [(column % mask.shape[1], len(part)) for part, _, column in own] + [(mask.shape[1] - tail, tail)]
-            seen = torch.cat([mask[:, column : column + n] for column, n in begin], dim=1)
-        out, lse = _softmax_attention(rows[at], k, v, scaling, seen)
-        outs.append(out)
-        lses.append(lse)
-    return torch.stack(outs).view(b, hq, q, -1), torch.stack(lses).view(b, hq, q)
-
-
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """``q [..., M, D]``, ``k [..., N, D]``, ``v [..., N, Dv]``, ``seen [..., M, N]``; in float32."""
-    logits = (q.float() @ k.float().mT * scaling).masked_fill(~seen, -torch.inf)
-    lse = logits.logsumexp(-1)
-    p = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-    return (p @ v.float()).to(q.dtype), lse
-
-
-def decode_attention_cost(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    flat: Flat | None = None,
-    pages: Pages | None = None,
-    visible: Tensor | None = None,
-) -> tuple[int, int]:
-    """Bytes that :func:`decode_attention` has to move at least, and its floating-point operations.
-
-    Everything stored is read once, every page as often as a head lists it and as if it were full.
-    """
-    rows, dv = query.shape[:3].numel(), values.shape[3]
-    moved = [query, keys, values] + ([] if visible is None else [visible])
-    tokens = keys.shape[:3].numel()
-    size = rows * (dv * query.element_size() + 4)
-    if flat is not None:
-        moved += flat[:3]
-        tokens += len(flat.keys)
-    if pages is not None:
-        moved += [pages.cu_pages]
-        tokens += int(pages.lengths().sum())
-        for of in (*pages.keys, *pages.values):
-            parts = [of.codes[:1], of.scale[:1]] + ([] if of.zero is None else [of.zero[:1]])
-            size += len(pages.table) * sum(part.nbytes for part in parts)
-            size += 0 if of.channels is None else of.channels.nbytes
-        # the table itself, count and meta of every page
-        size += len(pages.table) * 3 * 4
-    operations = 2 * tokens * (query.shape[1] // keys.shape[1]) * query.shape[2] * (query.shape[3] + dv)
-    return size + sum(x.nbytes for x in moved), operations
-
-
-class Launch(NamedTuple):
-    """How the first kernel is launched: depends on the model and the device, never on a length."""
-
-    block_m: int
-    constants: dict[str, int]
-    options: dict[str, int]
-
-
-def launch(groups: int, queries: int, d: int, dv: int, itemsize: int, packed: bool, capability: int) -> Launch:
-    """The shipped configurations: tiles of at most 16 KiB of keys, as many rows as the registers hold without spilling.
-
-    Parameters
-    ----------
-    capability : of an NVIDIA GPU, such as 90; 0 for others.
-    """
-    block_d, block_dv = (max(16, triton.next_power_of_2(n)) for n in (d, dv))
-    most = 16 if itemsize == 4 else 64 if queries == 1 else 32
-    block_m = min(most, max(16, triton.next_power_of_2(groups * queries)))
-    # beside the deep pipeline that pages have on sm_90, more keys at once would not fit the registers
-    block_n = min(32 if packed and capability >= 90 else 64, max(16, 16384 // (block_d * itemsize)))
-    constants = {"D": d, "DV": dv, "BLOCK_N": block_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv}
-    # what is fetched ahead takes registers, of which sm_80 has too few for 2-bit pages
-    few = capability == 0 or (packed and capability < 90)
-    stages = 2 if few else 3 if block_d > 64 and not packed else 4
-    small = capability == 0 or (block_m == 16 and not packed)
-    return Launch(block_m, constants, {"num_warps": 4 if small else 8, "num_stages": stages})
-
-
-def plane(of: Plane, dtype: torch.dtype) -> tuple[str, int, bool, int, float, bool, int, int, int]:
-    """What the kernel must know of a plane: code, digits, whether channels share scales, group, centre, whether there are
-    zero points, width, padded width, and what a code becomes more by when it becomes a number of ``dtype``."""
-    form, width = of.format, of.codes.shape[2]
-    offset = {torch.bfloat16: 128 if form.levels <= 128 else 0, torch.float16: 1024, torch.float32: 0}[dtype]
-    if form.code == "fp8" or form.axis == "token":
-        offset = 0
-    block = max(16, triton.next_power_of_2(width))
-    return form.code, form.digits, form.axis == "channel", form.group, form.centre, form.affine, width, block, offset
-
 
 def decode_attention_kernel(
     query: Tensor,
@@ -291,7 +53,7 @@ def decode_attention_kernel(
     pages: Pages | None = None,
     visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`decode_attention` in two launches; on the CPU in Triton's interpreter, if that was chosen."""
+    """:func:`.decode_attention` in two launches; on the CPU in Triton's interpreter, if that was chosen."""
     b, hq, q, d = query.shape
     hkv, tail, dv = *keys.shape[1:3], values.shape[3]
     if q > MAX_QUERIES:
@@ -375,6 +137,53 @@ def decode_attention_kernel(
         num_warps=4,
     )
     return out, lse
+
+
+def readable(pages: Pages | None) -> bool:
+    """Whether the kernel reads these pages: at most two planes of keys, one of values, tiles that a product can take."""
+    if pages is None:
+        return True
+    whole = len(pages.values) == 1 and pages.values[0].channels is None
+    return whole and len(pages.keys) <= 2 and pages.tile in (16, 32, 64, 128)
+
+
+class Launch(NamedTuple):
+    """How the first kernel is launched: depends on the model and the device, never on a length."""
+
+    block_m: int
+    constants: dict[str, int]
+    options: dict[str, int]
+
+
+def launch(groups: int, queries: int, d: int, dv: int, itemsize: int, packed: bool, capability: int) -> Launch:
+    """The shipped configurations: tiles of at most 16 KiB of keys, as many rows as the registers hold without spilling.
+
+    Parameters
+    ----------
+    capability : of an NVIDIA GPU, such as 90; 0 for others.
+    """
+    block_d, block_dv = (max(16, triton.next_power_of_2(n)) for n in (d, dv))
+    most = 16 if itemsize == 4 else 64 if queries == 1 else 32
+    block_m = min(most, max(16, triton.next_power_of_2(groups * queries)))
+    # beside the deep pipeline that pages have on sm_90, more keys at once would not fit the registers
+    block_n = min(32 if packed and capability >= 90 else 64, max(16, 16384 // (block_d * itemsize)))
+    constants = {"D": d, "DV": dv, "BLOCK_N": block_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv}
+    # what is fetched ahead takes registers, of which sm_80 has too few for 2-bit pages
+    few = capability == 0 or (packed and capability < 90)
+    stages = 2 if few else 3 if block_d > 64 and not packed else 4
+    small = capability == 0 or (block_m == 16 and not packed)
+    return Launch(block_m, constants, {"num_warps": 4 if small else 8, "num_stages": stages})
+
+
+def plane(of: Plane, dtype: torch.dtype) -> tuple[str, int, bool, int, float, bool, int, int, int]:
+    """What the kernel must know of a plane: code, digits, whether channels share scales, group, centre, whether there are
+    zero points, width, padded width, and what a code becomes more by when it becomes a number of ``dtype``."""
+    form, width = of.format, of.codes.shape[2]
+    offset = {torch.bfloat16: 128 if form.levels <= 128 else 0, torch.float16: 1024, torch.float32: 0}[dtype]
+    if form.code == "fp8" or form.axis == "token":
+        offset = 0
+    block = max(16, triton.next_power_of_2(width))
+    return form.code, form.digits, form.axis == "channel", form.group, form.centre, form.affine, width, block, offset
 
 
 def _packed_arguments(pages: Pages | None, like: Tensor, masked: bool) -> tuple[list[Tensor], dict[str, Any]]:
