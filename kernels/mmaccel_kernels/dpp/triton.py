@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._triton import jit, tl, triton
 from ..greedy import block_best, has_room, largest
-from ..greedy.triton import best_of
+from ..greedy.triton import beside, best_of, leave_best
 from ..launch import enqueue
 from .naive import first_tokens, products, start
 
@@ -60,19 +60,13 @@ def _step(
 ):  # type: ignore[no-untyped-def]
     row, rows, block = tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.program_id(0)
     if turn < tl.load(count + row):
-        # every program of a row finds the same pick; what it leaves goes to the other half, for the next turn
-        pick, best = best_of(value, place, (turn % 2 * rows + row) * blocks, blocks, BLOCKS)
+        pick, best = best_of(value, place, turn, row, rows, blocks, BLOCKS)
         i = block * BLOCK + tl.arange(0, BLOCK)
         here, at = i < slots, row * slots + i
         if PAIRS:
             cosine = tl.load(x + (row * slots + pick) * slots + i, mask=here, other=0.0)
         else:
-            cosine = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, width, BLOCK_D):
-                k = start + tl.arange(0, BLOCK_D)
-                mine = tl.load(x + at[:, None] * width + k, mask=here[:, None] & (k < width), other=0.0)
-                theirs = tl.load(x + (row * slots + pick) * width + k, mask=k < width, other=0.0)
-                cosine += tl.sum(mine * theirs[None, :], 1)
+            cosine, _ = beside(x, pick, row, i, slots, width, False, BLOCK, BLOCK_D)
         spanned = tl.zeros([BLOCK], tl.float32)
         for start in range(0, turn, BLOCK_P):
             p = start + tl.arange(0, BLOCK_P)
@@ -91,6 +85,4 @@ def _step(
         tl.store(picked + at, 1, mask=i == pick)
         merit = tl.where(rest > tl.load(least + at, mask=here, other=0.0), rest, -1.0 / (1.0 + own))
         merit = tl.where(rest == float("-inf"), float("-inf"), merit)
-        leave = ((turn + 1) % 2 * rows + row) * blocks + block
-        tl.store(value + leave, tl.max(merit, 0))
-        tl.store(place + leave, block * BLOCK + tl.argmax(merit, 0))
+        leave_best(merit, value, place, turn, row, rows, block, blocks, BLOCK)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._triton import jit, tl, triton
 from ..copies import first_copies
 from ..greedy import block_best, has_room, largest
-from ..greedy.triton import best_of
+from ..greedy.triton import beside, best_of, leave_best
 from ..launch import enqueue
 from ..matching import best_match
 from .naive import all_distances, distance, nearest_of, of_copies
@@ -81,23 +81,13 @@ def _step(
 ):  # type: ignore[no-untyped-def]
     row, rows, block = tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.program_id(0)
     if turn < tl.load(count + row):
-        # every program of a row finds the same pick; what it leaves goes to the other half, for the next turn
-        pick, _ = best_of(value, place, (turn % 2 * rows + row) * blocks, blocks, BLOCKS)
+        pick, _ = best_of(value, place, turn, row, rows, blocks, BLOCKS)
         i = block * BLOCK + tl.arange(0, BLOCK)
-        cosine, apart = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        for start in range(0, width, BLOCK_D):
-            k = start + tl.arange(0, BLOCK_D)
-            here = (i < slots)[:, None] & (k < width)
-            mine = tl.load(x + (row * slots + i)[:, None] * width + k, mask=here, other=0.0)
-            theirs = tl.load(x + (row * slots + pick) * width + k, mask=k < width, other=0.0)
-            cosine += tl.sum(mine * theirs[None, :], 1)
-            apart = tl.maximum(apart, tl.max(tl.abs(mine - theirs[None, :]), 1))
+        cosine, apart = beside(x, pick, row, i, slots, width, True, BLOCK, BLOCK_D)
         away = tl.where((1.0 - cosine < noise) | (apart == 0.0), 0.0, 1.0 - cosine)
         near = tl.load(nearest + row * slots + i, mask=i < slots, other=float("-inf"))
         left = tl.where(turn == 0, away, tl.minimum(near, away))
         near = tl.where((i == pick) | (near == float("-inf")), float("-inf"), left)
         tl.store(nearest + row * slots + i, near, mask=i < slots)
         tl.store(picked + row * slots + i, 1, mask=i == pick)
-        leave = ((turn + 1) % 2 * rows + row) * blocks + block
-        tl.store(value + leave, tl.max(near, 0))
-        tl.store(place + leave, block * BLOCK + tl.argmax(near, 0))
+        leave_best(near, value, place, turn, row, rows, block, blocks, BLOCK)
