@@ -40,20 +40,10 @@ def quantise_kernel(
         each = constants(format, page, tile, width, shared is not None)
         grid = (n, triton.cdiv(width, each["CHANNELS"]))
         enqueue(
-            _quantise,
-            grid,
-            x,
-            x.stride(0),
-            start,
-            count,
-            codes,
-            scale,
-            scale if zero is None else zero,
-            meta,
-            width,
-            **each,
-            num_warps=4,
-        )
+            _quantise, grid,
+            x, x.stride(0), start, count, codes, scale, scale if zero is None else zero, meta, width,
+            **each, num_warps=4,
+        )  # fmt: skip
     return Plane(format, codes, scale, zero)
 
 
@@ -140,28 +130,45 @@ def _code(x, scale, zero, CODE: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @jit
+def _of_group(
+    value, known, source, row_stride, first, members, inside,
+    CODE: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points, ``[BLOCK]`` each, of the channels in the group of tokens that begins with the tile ``value``:
+    its other tiles are looked through."""
+    token = tl.arange(0, TILE)
+    low, high, size = _figures(value, known, 0, CODE)
+    for ahead in range(first + TILE, first + GROUP, TILE):
+        mask = (token + ahead < members)[:, None] & inside[None, :]
+        part = tl.load(source + ahead * row_stride, mask=mask, other=0.0).to(tl.float32)
+        low_, high_, size_ = _figures(part, mask, 0, CODE)
+        low, high = tl.minimum(low, low_), tl.maximum(high, high_)
+        size = tl.maximum(size, size_) if CODE == "fp8" else size + size_
+    in_group = tl.minimum(tl.maximum(members - first, 0), GROUP)
+    return _scales(low, high, size, in_group, CODE, LEVELS)
+
+
+@jit
+def _given(scale, zero, place, mask, AFFINE: tl.constexpr):
+    """Scales and zero points that are known already."""
+    step = tl.load(scale + place, mask=mask, other=0.0).to(tl.float32)
+    return step, tl.load(zero + place, mask=mask & AFFINE, other=0.0).to(tl.float32)
+
+
+@jit
+def _measured(scale, zero, place, step, offset, mask, AFFINE: tl.constexpr):
+    """Store scales and zero points, and go on with them as they are stored: codes are the best for those."""
+    return _kept(scale + place, step, mask), _kept(zero + place, offset, mask & AFFINE)
+
+
+@jit
 def _quantise(
-    x,
-    row_stride,
-    start,
-    count,
-    codes,
-    scale,
-    zero,
-    meta,
-    width,
-    CODE: tl.constexpr,
-    DIGITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, row_stride, start, count, codes, scale, zero, meta, width,
+    CODE: tl.constexpr, DIGITS: tl.constexpr, LEVELS: tl.constexpr, AFFINE: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
-):
+):  # fmt: skip
+    """A block of channels of one page."""
     BLOCKS: tl.constexpr = (PAGE // TILE + DIGITS - 1) // DIGITS
     page = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, BLOCK)
@@ -184,33 +191,22 @@ def _quantise(
                 if (first % GROUP == 0) & (first < PAGE):
                     place = (row * (PAGE // GROUP) + first // GROUP) * width + channel
                     if SHARED:
-                        step = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
-                        offset = tl.load(zero + place, mask=inside & AFFINE, other=0.0).to(tl.float32)
+                        step, offset = _given(scale, zero, place, inside, AFFINE)
                     else:
-                        # a group begins: look through all of it
-                        low, high, size = _figures(value, known, 0, CODE)
-                        for ahead in range(first + TILE, first + GROUP, TILE):
-                            mask = (token + ahead < members)[:, None] & inside[None, :]
-                            part = tl.load(source + ahead * row_stride, mask=mask, other=0.0).to(tl.float32)
-                            low_, high_, size_ = _figures(part, mask, 0, CODE)
-                            low, high = tl.minimum(low, low_), tl.maximum(high, high_)
-                            size = tl.maximum(size, size_) if CODE == "fp8" else size + size_
-                        in_group = tl.minimum(tl.maximum(members - first, 0), GROUP)
-                        step, offset = _scales(low, high, size, in_group, CODE, LEVELS)
-                        step = _kept(scale + place, step, inside)
-                        offset = _kept(zero + place, offset, inside & AFFINE)
+                        step, offset = _of_group(
+                            value, known, source, row_stride, first, members, inside, CODE, LEVELS, GROUP, TILE
+                        )
+                        step, offset = _measured(scale, zero, place, step, offset, inside, AFFINE)
                 code = _code(value, step[None, :], offset[None, :], CODE, LEVELS)
             else:
                 place = (row * PAGE + first + token) * (width // CHANNELS) + tl.program_id(1)
                 whole = token + first < PAGE
                 if SHARED:
-                    step = tl.load(scale + place, mask=whole, other=0.0).to(tl.float32)
-                    offset = tl.load(zero + place, mask=whole & AFFINE, other=0.0).to(tl.float32)
+                    step, offset = _given(scale, zero, place, whole, AFFINE)
                 else:
                     low, high, size = _figures(value, known, 1, CODE)
                     step, offset = _scales(low, high, size, CHANNELS, CODE, LEVELS)
-                    step = _kept(scale + place, step, whole)
-                    offset = _kept(zero + place, offset, whole & AFFINE)
+                    step, offset = _measured(scale, zero, place, step, offset, whole, AFFINE)
                 code = _code(value, step[:, None], offset[:, None], CODE, LEVELS)
             code = tl.where(known, code, 0)
             byte = byte * 3 + code if CODE == "ternary" else byte + (code << (digit * (8 // DIGITS)))
