@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from .._softmax import weighed
 from .._triton import jit, tl, triton
 from ..launch import enqueue
 
@@ -64,7 +65,17 @@ def tiles(queries: int, width: int, bytes_each: int) -> dict[str, int]:
 
 
 @jit
-def _products(q, k, of, there, width, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _vectors(at, there, width, WHOLE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """All channels of the vectors behind the pointers ``at``, if tiles are ``WHOLE``; else the pointers."""
+    if WHOLE:
+        d = tl.arange(0, BLOCK_D)
+        return tl.load(at[:, None] + d, mask=there[:, None] & (d < width), other=0.0)
+    else:
+        return at
+
+
+@jit
+def _products(q, k, of, there, width, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):
     """Products ``[BLOCK_Q, BLOCK_K]`` of rows behind the pointers ``q`` and ``k``, a few channels at a time: full float32
     products leave no registers for more."""
     products = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
@@ -77,50 +88,50 @@ def _products(q, k, of, there, width, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constex
 
 
 @jit
-def _unseen(products, valid, visible, i, j, queries, keys, VALID: tl.constexpr, VISIBLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The products, at most -1e30 where query ``i`` may not look at key ``j``; queries beyond the last are taken for it."""
+def _logits(
+    q, k, of, valid, visible, i, j, queries, keys, width, scale,
+    VALID: tl.constexpr, VISIBLE: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Logits ``[BLOCK_Q, BLOCK_K]`` of what :func:`_vectors` has of queries ``i`` and keys ``j``, at most -1e30 where a query
+    may not look; queries beyond the last are taken for it."""
+    if WHOLE:
+        logits = tl.dot(q, tl.trans(k)) * scale
+    else:
+        logits = _products(q, k, of, j < keys, width, BLOCK_Q, BLOCK_K, BLOCK_D) * scale
     # added, not chosen: one predicate a product would not fit AMD's scalar registers
     shut = tl.where(j < keys, 0.0, float("-inf"))
     if VALID:
         shut += (tl.load(valid + j, mask=j < keys, other=1).to(tl.float32) - 1.0) * 1e30
-    products += shut[None, :]
+    logits += shut[None, :]
     if VISIBLE:
         look = visible + tl.minimum(i, queries - 1).to(tl.int64) * keys
-        return products + (tl.load(look[:, None] + tl.minimum(j, keys - 1)[None, :]).to(tl.float32) - 1.0) * 1e30
-    return tl.where(j[None, :] <= (i + keys - queries)[:, None], products, float("-inf"))
+        return logits + (tl.load(look[:, None] + tl.minimum(j, keys - 1)[None, :]).to(tl.float32) - 1.0) * 1e30
+    else:
+        return tl.where(j[None, :] <= (i + keys - queries)[:, None], logits, float("-inf"))
+
+
+@jit
+def _masks(valid, visible, queries, keys, kv, seen_heads):
+    """Where the masks of this program's sequence and key head begin."""
+    batch, head = (tl.program_id(1) // kv).to(tl.int64), tl.program_id(1) % kv
+    return valid + batch * keys, visible + (batch * seen_heads + head % seen_heads) * queries * keys
 
 
 @jit(do_not_specialize=["queries", "keys", "share"])
 def _row_sums(
-    query,
-    key,
-    valid,
-    visible,
-    partial,
-    queries,
-    keys,
-    kv,
-    groups,
-    seen_heads,
-    width,
-    scale,
-    share,
-    VALID: tl.constexpr,
-    VISIBLE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # type: ignore[no-untyped-def]
-    row, batch = tl.program_id(1).to(tl.int64), (tl.program_id(1) // kv).to(tl.int64)
+    query, key, valid, visible, partial,
+    queries, keys, kv, groups, seen_heads, width, scale, share,
+    VALID: tl.constexpr, VISIBLE: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Of every query head and query, the logarithm of the sum of exponentials over a share of the keys."""
+    row = tl.program_id(1).to(tl.int64)
+    valid, visible = _masks(valid, visible, queries, keys, kv, seen_heads)
     split, rows = tl.program_id(2), groups * queries
-    valid += batch * keys
-    visible += (batch * seen_heads + tl.program_id(1) % kv % seen_heads) * queries * keys
-    r, d = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    r = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     of, i = r < rows, r % queries
-    mine = query + (row * rows + r) * width
-    if WHOLE:
-        q = tl.load(mine[:, None] + d, mask=of[:, None] & (d < width), other=0.0)
+    q = _vectors(query + (row * rows + r) * width, of, width, WHOLE, BLOCK_D)
     first = split * share
     last = tl.minimum(first + share, keys)
     if not VISIBLE:
@@ -129,52 +140,29 @@ def _row_sums(
     total = tl.zeros([BLOCK_Q], tl.float32)
     for left in range(first, last, BLOCK_K):
         j = left + tl.arange(0, BLOCK_K)
-        theirs = key + (row * keys + j) * width
-        if WHOLE:
-            k = tl.load(theirs[:, None] + d, mask=(j < keys)[:, None] & (d < width), other=0.0)
-            logits = tl.dot(q, tl.trans(k)) * scale
-        else:
-            logits = _products(mine, theirs, of, j < keys, width, BLOCK_Q, BLOCK_K, BLOCK_D) * scale
-        logits = _unseen(logits, valid, visible, i, j, queries, keys, VALID, VISIBLE)
-        above = tl.maximum(most, tl.max(logits, 1))
-        base = tl.where(above == float("-inf"), 0.0, above)
-        total = total * tl.exp2(most - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
-        most = above
+        k = _vectors(key + (row * keys + j) * width, j < keys, width, WHOLE, BLOCK_D)
+        logits = _logits(
+            q, k, of, valid, visible, i, j, queries, keys, width, scale,
+            VALID, VISIBLE, WHOLE, BLOCK_Q, BLOCK_K, BLOCK_D,
+        )  # fmt: skip
+        _, _, most, total = weighed(logits, most, total)
     out = (split * tl.num_programs(1) + row) * rows + r
     tl.store(partial + out, most + tl.log2(total), mask=of)
 
 
 @jit(do_not_specialize=["queries", "keys"])
 def _column_sums(
-    query,
-    key,
-    valid,
-    visible,
-    total,
-    weight,
-    sums,
-    queries,
-    keys,
-    kv,
-    groups,
-    seen_heads,
-    width,
-    scale,
-    VALID: tl.constexpr,
-    VISIBLE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # type: ignore[no-untyped-def]
-    row, batch = tl.program_id(1).to(tl.int64), (tl.program_id(1) // kv).to(tl.int64)
-    valid += batch * keys
-    visible += (batch * seen_heads + tl.program_id(1) % kv % seen_heads) * queries * keys
-    weight += batch * queries
-    j, d = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
-    theirs = key + (row * keys + j) * width
-    if WHOLE:
-        k = tl.load(theirs[:, None] + d, mask=(j < keys)[:, None] & (d < width), other=0.0)
+    query, key, valid, visible, total, weight, sums,
+    queries, keys, kv, groups, seen_heads, width, scale,
+    VALID: tl.constexpr, VISIBLE: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Of every query head and key, the sum over queries of weight times probability."""
+    row = tl.program_id(1).to(tl.int64)
+    valid, visible = _masks(valid, visible, queries, keys, kv, seen_heads)
+    weight += (tl.program_id(1) // kv).to(tl.int64) * queries
+    j = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    k = _vectors(key + (row * keys + j) * width, j < keys, width, WHOLE, BLOCK_D)
     first = 0
     if not VISIBLE:
         # queries before the first key of the block see none of it
@@ -185,13 +173,11 @@ def _column_sums(
         for top in range(first, queries, BLOCK_Q):
             i = top + tl.arange(0, BLOCK_Q)
             of = i < queries
-            mine = query + (head * queries + i) * width
-            if WHOLE:
-                q = tl.load(mine[:, None] + d, mask=of[:, None] & (d < width), other=0.0)
-                logits = tl.dot(q, tl.trans(k)) * scale
-            else:
-                logits = _products(mine, theirs, of, j < keys, width, BLOCK_Q, BLOCK_K, BLOCK_D) * scale
-            logits = _unseen(logits, valid, visible, i, j, queries, keys, VALID, VISIBLE)
+            q = _vectors(query + (head * queries + i) * width, of, width, WHOLE, BLOCK_D)
+            logits = _logits(
+                q, k, of, valid, visible, i, j, queries, keys, width, scale,
+                VALID, VISIBLE, WHOLE, BLOCK_Q, BLOCK_K, BLOCK_D,
+            )  # fmt: skip
             sum_of = tl.load(total + head * queries + i, mask=of, other=float("inf"))
             counts = tl.load(weight + i, mask=of, other=0.0)
             paid += tl.exp2(logits - sum_of[:, None]) * counts[:, None]
