@@ -18,8 +18,10 @@ from torch import Tensor
 from .._triton import jit, tl, triton
 from ..launch import enqueue
 from ..pages import Pages, Plane
+from ..pages.triton import plane
+from .dense import attend
 from .naive import Flat
-from .packed import _attend_pages
+from .packed import attend_pages
 
 #: new queries of a sequence that the kernel takes at once
 MAX_QUERIES = 16
@@ -67,11 +69,7 @@ def decode_attention_kernel(
     heads, rows = b * hkv, hq // hkv * q
     query, keys, values = query.contiguous(), _rows(keys), _rows(values)
     ragged = Flat(keys, values, keys) if flat is None else Flat(_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
-    mask, mask_strides, columns = keys, (0, 0, 0), tail
-    if visible is not None:
-        visible = _rows(visible)
-        mask, columns = visible.view(torch.uint8), visible.shape[3]
-        mask_strides = (visible.stride(0), visible.stride(1) if visible.shape[1] > 1 else 0, visible.stride(2))
+    mask, strides, columns = _mask_arguments(visible, keys)
     plan = launch(hq // hkv, q, d, dv, query.element_size(), pages is not None, _capability(query.device))
     programs = PROGRAMS_EACH * _multiprocessors(query.device)
     # a program works on one head after the other, so program + head numbers what each of them has done for each
@@ -84,58 +82,20 @@ def decode_attention_kernel(
     cu_pages = keys if pages is None else pages.cu_pages
     layout = {"RAGGED": flat is not None, "PACKED": pages is not None, "BLOCK_N": plan.constants["BLOCK_N"]}
     enqueue(
-        _decode,
-        (programs, triton.cdiv(rows, plan.block_m)),
-        query,
-        turned,
-        *ragged[:3],
-        keys,
-        values,
-        mask,
-        part,
-        part_lse,
-        cu_pages,
-        *packed,
-        scaling * LOG2E,
-        heads,
-        hkv,
-        rows,
-        q,
-        tail,
-        tail_tiles,
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *mask_strides,
-        columns - tail - (0 if flat is None else flat.width),
-        columns - tail,
-        MASKED=visible is not None,
-        SINGLE=q == 1,
-        BLOCK_M=plan.block_m,
+        _decode, (programs, triton.cdiv(rows, plan.block_m)),
+        query, turned, *ragged[:3], keys, values, mask, part, part_lse, cu_pages, *packed,
+        scaling * LOG2E, heads, hkv, rows, q, tail, tail_tiles, *keys.stride()[:3], *values.stride()[:3], *strides,
+        columns - tail - (0 if flat is None else flat.width), columns - tail,
+        MASKED=visible is not None, SINGLE=q == 1, BLOCK_M=plan.block_m,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        **layout,
-        **planes,
-        **{name: value for name, value in plan.constants.items() if name not in layout},
+        **layout, **planes, **{name: value for name, value in plan.constants.items() if name not in layout},
         **plan.options,
-    )
+    )  # fmt: skip
     enqueue(
-        _merge,
-        (heads, rows),
-        part,
-        part_lse,
-        ragged.cu_lengths,
-        cu_pages,
-        out,
-        lse,
-        heads,
-        rows,
-        tail_tiles,
-        PROGRAMS=programs,
-        DV=dv,
-        BLOCK_DV=plan.constants["BLOCK_DV"],
-        PARTS=32,
-        **layout,
-        num_warps=4,
-    )
+        _merge, (heads, rows),
+        part, part_lse, ragged.cu_lengths, cu_pages, out, lse, heads, rows, tail_tiles,
+        PROGRAMS=programs, DV=dv, BLOCK_DV=plan.constants["BLOCK_DV"], PARTS=32, **layout, num_warps=4,
+    )  # fmt: skip
     return out, lse
 
 
@@ -175,15 +135,13 @@ def launch(groups: int, queries: int, d: int, dv: int, itemsize: int, packed: bo
     return Launch(block_m, constants, {"num_warps": 4 if small else 8, "num_stages": stages})
 
 
-def plane(of: Plane, dtype: torch.dtype) -> tuple[str, int, bool, int, float, bool, int, int, int]:
-    """What the kernel must know of a plane: code, digits, whether channels share scales, group, centre, whether there are
-    zero points, width, padded width, and what a code becomes more by when it becomes a number of ``dtype``."""
-    form, width = of.format, of.codes.shape[2]
-    offset = {torch.bfloat16: 128 if form.levels <= 128 else 0, torch.float16: 1024, torch.float32: 0}[dtype]
-    if form.code == "fp8" or form.axis == "token":
-        offset = 0
-    block = max(16, triton.next_power_of_2(width))
-    return form.code, form.digits, form.axis == "channel", form.group, form.centre, form.affine, width, block, offset
+def _mask_arguments(visible: Tensor | None, keys: Tensor) -> tuple[Tensor, tuple[int, int, int], int]:
+    """The mask as bytes, its strides by sequence, key head and query, and its columns; a stand-in where there is none."""
+    if visible is None:
+        return keys, (0, 0, 0), keys.shape[2]
+    mask = _rows(visible)
+    of_heads = mask.stride(1) if mask.shape[1] > 1 else 0
+    return mask.view(torch.uint8), (mask.stride(0), of_heads, mask.stride(2)), mask.shape[3]
 
 
 def _packed_arguments(pages: Pages | None, like: Tensor, masked: bool) -> tuple[list[Tensor], dict[str, Any]]:
@@ -238,8 +196,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @jit
-def _before(cu_lengths, cu_pages, h, tail_tiles, RAGGED: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages and tiles before head ``h``: at most one more a head than are needed, and no sum over heads to find it."""
+def _before(lengths, h, RAGGED: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages and tiles before head ``h``: at most one more a head than are needed, and no sum over heads to find it.
+
+    ``lengths`` are where heads begin in flat storage, and in the table of pages, and the tiles of everybody's tail.
+    """
+    cu_lengths, cu_pages, tail_tiles = lengths
     tiles = h * tail_tiles
     if PACKED:
         tiles += tl.load(cu_pages + h)
@@ -249,208 +211,73 @@ def _before(cu_lengths, cu_pages, h, tail_tiles, RAGGED: tl.constexpr, PACKED: t
 
 
 @jit
-def _attend(
-    q,
-    highest,
-    total,
-    acc,
-    keys,
-    values,
-    key_step,
-    value_step,
-    mask,
-    mask_step,
-    row,
-    queries,
-    tile,
-    tiles,
-    length,
-    newest,
-    scale,
-    MASKED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """The running softmax over tiles ``tile`` to ``tiles`` of ``length`` keys, of which query 0 sees ``newest``."""
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    for start in range(tile * BLOCK_N, tl.minimum(tiles * BLOCK_N, length), BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        stored = n < length
-        k = tl.load(keys + n[:, None] * key_step + d[None, :], mask=stored[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(
-            values + n[:, None] * value_step + dv[None, :], mask=stored[:, None] & (dv < DV)[None, :], other=0.0
-        )
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if SINGLE:
-            if MASKED:
-                stored = tl.load(mask + n, mask=stored, other=0) != 0
-            seen = stored[None, :]
-        elif MASKED:
-            query = (row % queries)[:, None] * mask_step
-            seen = tl.load(mask + query + n[None, :], mask=stored[None, :], other=0) != 0
+def _owner(lengths, heads, tile, RAGGED: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The head that owns a tile of all."""
+    head, above = tl.full([], 0, tl.int32), heads
+    while above - head > 1:
+        middle = (head + above) // 2
+        if _before(lengths, middle, RAGGED, PACKED, BLOCK_N) <= tile:
+            head = middle
         else:
-            seen = stored[None, :] & (n[None, :] < newest + (row % queries)[:, None])
-        logits = tl.where(seen, logits, float("-inf"))
-        higher = tl.maximum(highest, tl.max(logits, 1))
-        # a row that has seen nothing yet
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(logits - base[:, None])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-        highest = higher
-    return highest, total, acc
+            above = middle
+    return head
 
 
 @jit
-def _channels_of(channels, head, rows, PLANE: tl.constexpr, PART: tl.constexpr):
-    """The channels a plane of keys holds, ``[1, BLOCK]``, and where a query ``[BLOCK_M, BLOCK]`` has them."""
-    d = tl.arange(0, PLANE[7])
-    there = d < PLANE[6]
-    channel = d
-    if PART:
-        channel = tl.load(channels + head.to(tl.int64) * PLANE[6] + d, mask=there, other=0)
-    return channel[None, :], rows[:, None] & there[None, :]
+def _leave(state, part, part_lse, slot, row, rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Store what a program has found for a head: attention over its part of the keys, and its log-sum-exp to base 2."""
+    highest, total, acc = state
+    dv = tl.arange(0, BLOCK_DV)
+    some = total > 0
+    acc = acc / tl.where(some, total, 1.0)[:, None]
+    at = slot.to(tl.int64) * rows + row
+    tl.store(part + at[:, None] * DV + dv[None, :], acc, mask=(row < rows)[:, None] & (dv < DV)[None, :])
+    tl.store(part_lse + at, tl.where(some, highest + tl.log2(total), float("-inf")), mask=row < rows)
 
 
 @jit(do_not_specialize=_CHANGING)
 def _decode(
-    query,
-    turned,
-    flat_keys,
-    flat_values,
-    cu_lengths,
-    keys,
-    values,
-    mask,
-    part,
-    part_lse,
-    cu_pages,
-    key_codes,
-    key_scale,
-    key_zero,
-    other_codes,
-    other_scale,
-    other_zero,
-    value_codes,
-    value_scale,
-    value_zero,
-    channels,
-    other_channels,
-    count,
-    meta,
-    table,
-    columns,
-    scale,
-    heads,
-    kv_heads,
-    rows,
-    queries,
-    tail,
-    tail_tiles,
-    key_b,
-    key_h,
-    key_n,
-    value_b,
-    value_h,
-    value_n,
-    mask_b,
-    mask_h,
-    mask_q,
-    flat_column,
-    tail_column,
-    RAGGED: tl.constexpr,
-    PACKED: tl.constexpr,
-    MASKED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    KEY: tl.constexpr,
-    OTHER: tl.constexpr,
-    VALUE: tl.constexpr,
-):
+    query, turned, flat_keys, flat_values, cu_lengths, keys, values, mask, part, part_lse, cu_pages,
+    key_codes, key_scale, key_zero, other_codes, other_scale, other_zero, value_codes, value_scale, value_zero,
+    channels, other_channels, count, meta, table, columns, scale, heads, kv_heads, rows, queries, tail, tail_tiles,
+    key_b, key_h, key_n, value_b, value_h, value_n, mask_b, mask_h, mask_q, flat_column, tail_column,
+    RAGGED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
     """One share of all tiles: for every head in it, attention over its part of the share, and its log-sum-exp."""
     program = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    share = tl.cdiv(_before(cu_lengths, cu_pages, heads, tail_tiles, RAGGED, PACKED, BLOCK_N), tl.num_programs(0))
+    d = tl.arange(0, BLOCK_D)
+    lengths = (cu_lengths, cu_pages, tail_tiles)
+    all_tiles = _before(lengths, heads, RAGGED, PACKED, BLOCK_N)
+    share = tl.cdiv(all_tiles, tl.num_programs(0))
     first = program * share
-    last = tl.minimum(first + share, _before(cu_lengths, cu_pages, heads, tail_tiles, RAGGED, PACKED, BLOCK_N))
-    # the head that owns the first tile
-    head, above = tl.full([], 0, tl.int32), heads
-    while above - head > 1:
-        middle = (head + above) // 2
-        if _before(cu_lengths, cu_pages, middle, tail_tiles, RAGGED, PACKED, BLOCK_N) <= first:
-            head = middle
-        else:
-            above = middle
+    last = tl.minimum(first + share, all_tiles)
+    head = _owner(lengths, heads, first, RAGGED, PACKED, BLOCK_N)
     while first < last:
-        begin = _before(cu_lengths, cu_pages, head, tail_tiles, RAGGED, PACKED, BLOCK_N)
-        end = _before(cu_lengths, cu_pages, head + 1, tail_tiles, RAGGED, PACKED, BLOCK_N)
+        begin = _before(lengths, head, RAGGED, PACKED, BLOCK_N)
+        end = _before(lengths, head + 1, RAGGED, PACKED, BLOCK_N)
         tile, tiles = first - begin, tl.minimum(last, end) - begin
         b, h = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
-        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        state = (
+            tl.full([BLOCK_M], float("-inf"), tl.float32),
+            tl.zeros([BLOCK_M], tl.float32),
+            tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+        )
         visible = mask + b * mask_b + h * mask_h
         if PACKED:
             packed = tl.load(cu_pages + head)
             own_pages = tl.load(cu_pages + head + 1) - packed
-            rows_at = turned + (head.to(tl.int64) * rows + row)[:, None] * D
-            channel, there = _channels_of(channels, head, row < rows, KEY, KEY[6] != D)
-            if OTHER is None:
-                other, other_there = channel, there
-            else:
-                other, other_there = _channels_of(other_channels, head, row < rows, OTHER, True)
-            highest, total, acc = _attend_pages(
-                rows_at + channel,
-                there,
-                rows_at + other,
-                other_there,
-                highest,
-                total,
-                acc,
-                key_codes,
-                key_scale,
-                key_zero,
-                other_codes,
-                other_scale,
-                other_zero,
-                value_codes,
-                value_scale,
-                value_zero,
-                count,
-                meta,
-                table + packed,
-                columns + packed,
-                visible,
-                mask_q,
-                row,
-                queries,
-                tile,
-                tl.minimum(tiles, own_pages),
-                scale,
-                MASKED,
-                SINGLE,
-                PRECISION,
-                PAGE,
-                TILE,
-                KEY,
-                OTHER,
-                VALUE,
-            )
+            state = attend_pages(
+                state, turned + (head.to(tl.int64) * rows + row)[:, None] * D, head, row < rows,
+                (key_codes, key_scale, key_zero), (other_codes, other_scale, other_zero),
+                (value_codes, value_scale, value_zero), (channels, other_channels),
+                (count, meta, table + packed, columns + packed), visible, mask_q, row, queries,
+                tile, tl.minimum(tiles, own_pages), scale,
+                MASKED, SINGLE, PRECISION, D, PAGE, TILE, KEY, OTHER, VALUE,
+            )  # fmt: skip
             tile, tiles = tl.maximum(tile - own_pages, 0), tiles - own_pages
             begin += own_pages
         # not before the pages, which need its registers
@@ -460,94 +287,35 @@ def _decode(
         if RAGGED:
             start = tl.load(cu_lengths + head).to(tl.int64)
             length = (tl.load(cu_lengths + head + 1) - start).to(tl.int32)
-            highest, total, acc = _attend(
-                q,
-                highest,
-                total,
-                acc,
-                flat_keys + start * D,
-                flat_values + start * DV,
-                D,
-                DV,
-                visible + flat_column,
-                mask_q,
-                row,
-                queries,
-                tile,
-                tl.minimum(tiles, flat_tiles),
-                length,
-                length,
-                scale,
-                MASKED,
-                SINGLE,
-                PRECISION,
-                D,
-                DV,
-                BLOCK_N,
-                BLOCK_D,
-                BLOCK_DV,
-            )
-        highest, total, acc = _attend(
-            q,
-            highest,
-            total,
-            acc,
-            keys + b * key_b + h * key_h,
-            values + b * value_b + h * value_h,
-            key_n,
-            value_n,
-            visible + tail_column,
-            mask_q,
-            row,
-            queries,
-            tl.maximum(tile - flat_tiles, 0),
-            tiles - flat_tiles,
-            tail,
-            tail - queries + 1,
-            scale,
-            MASKED,
-            SINGLE,
-            PRECISION,
-            D,
-            DV,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_DV,
-        )
-        some = total > 0
-        acc = acc / tl.where(some, total, 1.0)[:, None]
-        slot = (program + head).to(tl.int64) * rows + row
-        tl.store(part + slot[:, None] * DV + dv[None, :], acc, mask=(row < rows)[:, None] & (dv < DV)[None, :])
-        tl.store(part_lse + slot, tl.where(some, highest + tl.log2(total), float("-inf")), mask=row < rows)
+            state = attend(
+                state, q, flat_keys + start * D, flat_values + start * DV, D, DV, visible + flat_column, mask_q, row,
+                queries, tile, tl.minimum(tiles, flat_tiles), length, length, scale,
+                MASKED, SINGLE, PRECISION, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
+        state = attend(
+            state, q, keys + b * key_b + h * key_h, values + b * value_b + h * value_h, key_n, value_n,
+            visible + tail_column, mask_q, row, queries,
+            tl.maximum(tile - flat_tiles, 0), tiles - flat_tiles, tail, tail - queries + 1, scale,
+            MASKED, SINGLE, PRECISION, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+        _leave(state, part, part_lse, program + head, row, rows, DV, BLOCK_DV)
         first = begin + tiles
         head += 1
 
 
 @jit(do_not_specialize=["heads", "rows", "tail_tiles"])
 def _merge(
-    part,
-    part_lse,
-    cu_lengths,
-    cu_pages,
-    out,
-    lse,
-    heads,
-    rows,
-    tail_tiles,
-    PROGRAMS: tl.constexpr,
-    RAGGED: tl.constexpr,
-    PACKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    part, part_lse, cu_lengths, cu_pages, out, lse, heads, rows, tail_tiles,
+    PROGRAMS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     """One row of one head: what the programs that share its keys have found, weighed by their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
     dv = tl.arange(0, BLOCK_DV)
-    share = tl.cdiv(_before(cu_lengths, cu_pages, heads, tail_tiles, RAGGED, PACKED, BLOCK_N), PROGRAMS)
-    begin = _before(cu_lengths, cu_pages, head, tail_tiles, RAGGED, PACKED, BLOCK_N)
-    end = _before(cu_lengths, cu_pages, head + 1, tail_tiles, RAGGED, PACKED, BLOCK_N)
+    lengths = (cu_lengths, cu_pages, tail_tiles)
+    share = tl.cdiv(_before(lengths, heads, RAGGED, PACKED, BLOCK_N), PROGRAMS)
+    begin = _before(lengths, head, RAGGED, PACKED, BLOCK_N)
+    end = _before(lengths, head + 1, RAGGED, PACKED, BLOCK_N)
     # no program may have come by a head without a tile
     first = begin // share
     last = tl.where(end > begin, (end - 1) // share, first - 1)
