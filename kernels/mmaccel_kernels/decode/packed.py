@@ -102,11 +102,12 @@ def _channels_of(channels, head, rows, PLANE: tl.constexpr, PART: tl.constexpr):
 
 @jit
 def attend_pages(
-    state, query, head, rows, key, other, value, channels, pages, mask, mask_step, row, queries, first, last, scale,
+    state, query, head, rows, key, other, value, channels, pages, begin, own, mask, mask_step, row, queries,
+    tile, tiles, scale,
     MASKED: tl.constexpr, SINGLE: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax over pages ``first`` to ``last`` of those of a head.
+    """The running softmax over pages ``tile`` to ``tiles`` of a head, whose ``own`` pages begin at ``begin`` in the table.
 
     ``state`` is largest logit, sum of weights and sum of weighed values so far, ``key``, ``other`` (a second plane of keys) and
     ``value`` are codes, scales and zero points, ``channels`` what the two planes of keys hold, and ``pages`` count, meta, table
@@ -115,12 +116,16 @@ def attend_pages(
     highest, total, acc = state
     count, meta, table, columns = pages
     channel, there = _channels_of(channels[0], head, rows, KEY, KEY[6] != D)
-    of_key = query + channel
-    if OTHER is not None:
+    if OTHER is None:
+        other_channel, other_there = channel, there
+    else:
         other_channel, other_there = _channels_of(channels[1], head, rows, OTHER, True)
-        of_other = query + other_channel
+    of_key, of_other = query + channel, query + other_channel
+    table += begin
+    columns += begin
+    last = tl.minimum(tiles, own)
     t = tl.arange(0, TILE)
-    for page in range(first, last):
+    for page in range(tile, last):
         index = tl.load(table + page)
         stored = tl.load(count + index)
         at = tl.load(meta + index).to(tl.int64)

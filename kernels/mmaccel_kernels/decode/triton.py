@@ -224,13 +224,13 @@ def _owner(lengths, heads, tile, RAGGED: tl.constexpr, PACKED: tl.constexpr, BLO
 
 
 @jit
-def _leave(state, part, part_lse, slot, row, rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+def _leave(state, part, part_lse, program, head, row, rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Store what a program has found for a head: attention over its part of the keys, and its log-sum-exp to base 2."""
     highest, total, acc = state
     dv = tl.arange(0, BLOCK_DV)
     some = total > 0
     acc = acc / tl.where(some, total, 1.0)[:, None]
-    at = slot.to(tl.int64) * rows + row
+    at = (program + head).to(tl.int64) * rows + row
     tl.store(part + at[:, None] * DV + dv[None, :], acc, mask=(row < rows)[:, None] & (dv < DV)[None, :])
     tl.store(part_lse + at, tl.where(some, highest + tl.log2(total), float("-inf")), mask=row < rows)
 
@@ -274,8 +274,7 @@ def _decode(
                 state, turned + (head.to(tl.int64) * rows + row)[:, None] * D, head, row < rows,
                 (key_codes, key_scale, key_zero), (other_codes, other_scale, other_zero),
                 (value_codes, value_scale, value_zero), (channels, other_channels),
-                (count, meta, table + packed, columns + packed), visible, mask_q, row, queries,
-                tile, tl.minimum(tiles, own_pages), scale,
+                (count, meta, table, columns), packed, own_pages, visible, mask_q, row, queries, tile, tiles, scale,
                 MASKED, SINGLE, PRECISION, D, PAGE, TILE, KEY, OTHER, VALUE,
             )  # fmt: skip
             tile, tiles = tl.maximum(tile - own_pages, 0), tiles - own_pages
@@ -298,7 +297,7 @@ def _decode(
             tl.maximum(tile - flat_tiles, 0), tiles - flat_tiles, tail, tail - queries + 1, scale,
             MASKED, SINGLE, PRECISION, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-        _leave(state, part, part_lse, program + head, row, rows, DV, BLOCK_DV)
+        _leave(state, part, part_lse, program, head, row, rows, DV, BLOCK_DV)
         first = begin + tiles
         head += 1
 
