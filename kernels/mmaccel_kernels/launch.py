@@ -176,7 +176,7 @@ def _explained(error: Exception) -> Obstacle:
 
 
 @jit
-def _count(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count(x, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(x + i, i + tl.load(x + i))
 

@@ -33,21 +33,9 @@ def compact_kernel(
 
 @jit(do_not_specialize=["total"])
 def _compact(
-    keys,
-    values,
-    source,
-    begin,
-    weight,
-    new_keys,
-    new_values,
-    total,
-    key_width,
-    value_width,
-    MERGE: tl.constexpr,
-    WEIGHED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+    keys, values, source, begin, weight, new_keys, new_values, total, key_width, value_width,
+    MERGE: tl.constexpr, WEIGHED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     for both in tl.static_range(2):
         x, out, width = (keys, new_keys, key_width) if both == 0 else (values, new_values, value_width)

@@ -38,26 +38,9 @@ def greedy_dpp_kernel(
 
 @jit(do_not_specialize=["turn", "turns", "slots", "blocks"])
 def _step(
-    x,
-    quality,
-    left,
-    least,
-    basis,
-    value,
-    place,
-    count,
-    picked,
-    turn,
-    turns,
-    slots,
-    width,
-    blocks,
-    PAIRS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+    x, quality, left, least, basis, value, place, count, picked, turn, turns, slots, width, blocks,
+    PAIRS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     row, rows, block = tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.program_id(0)
     if turn < tl.load(count + row):
         pick, best = best_of(value, place, turn, row, rows, blocks, BLOCKS)

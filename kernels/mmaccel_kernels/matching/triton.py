@@ -30,20 +30,9 @@ def tiles(bytes_each: int) -> dict[str, int]:
 
 @jit(do_not_specialize=["a", "b"])
 def _best_match(
-    x,
-    y,
-    there,
-    score,
-    place,
-    a,
-    b,
-    width,
-    MASKED: tl.constexpr,
-    OTHERS: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+    x, y, there, score, place, a, b, width,
+    MASKED: tl.constexpr, OTHERS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK_A + tl.arange(0, BLOCK_A)
     k = tl.arange(0, BLOCK_D)

@@ -47,7 +47,7 @@ def max_min_kernel(x: Tensor, valid: Tensor, count: Tensor, noise: float, most: 
 
 
 @jit(do_not_specialize=["slots"])
-def _pick_all(away, nearest, count, picked, slots, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pick_all(away, nearest, count, picked, slots, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     near = tl.load(nearest + row * slots + i, mask=i < slots, other=float("-inf"))
@@ -64,21 +64,9 @@ def _pick_all(away, nearest, count, picked, slots, BLOCK: tl.constexpr):  # type
 
 @jit(do_not_specialize=["turn", "slots", "blocks"])
 def _step(
-    x,
-    nearest,
-    value,
-    place,
-    count,
-    picked,
-    turn,
-    slots,
-    width,
-    blocks,
-    noise,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+    x, nearest, value, place, count, picked, turn, slots, width, blocks, noise,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     row, rows, block = tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.program_id(0)
     if turn < tl.load(count + row):
         pick, _ = best_of(value, place, turn, row, rows, blocks, BLOCKS)
