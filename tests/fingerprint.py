@@ -112,14 +112,16 @@ def of_handle(model: Any) -> Record:
     """What the handle says of the last call."""
     stats = model.mmaccel.stats()
     stats.pop("seconds", None)
+    # earlier versions call it trail
+    history = model.mmaccel.history if hasattr(model.mmaccel, "history") else model.mmaccel.trail
     trail = [
         {
-            "stage": passage.stage,
-            "layer": passage.layer,
-            "reduction": of_reduction(passage.reduction),
-            "scores": {name: digest(figures) for name, figures in passage.scores().items()},
+            "stage": result.stage,
+            "layer": result.layer,
+            "reduction": of_reduction(result.reduction),
+            "scores": {name: digest(figures) for name, figures in result.scores().items()},
         }
-        for passage in model.mmaccel.trail
+        for result in history
     ]
     return {"stats": stats, "reduction": of_reduction(model.mmaccel.reduction), "trail": trail}
 
