@@ -36,13 +36,6 @@ class LastTokens(ProjectorMethod):
 '''
 
 
-@pytest.fixture
-def fresh_registry(monkeypatch):
-    """Whatever a test registers is gone afterwards."""
-    mmaccel.methods()
-    monkeypatch.setattr(registry, "_methods", dict(registry._methods))
-
-
 def test_public_names_are_there():
     for name in mmaccel.__all__:
         assert getattr(mmaccel, name) is not None

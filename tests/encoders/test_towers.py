@@ -48,7 +48,6 @@ def test_the_tower_really_shortens(family: str) -> None:
     assert stage["tokens_kept"] == stage["resolved"] < stage["tokens_in"]
 
 
-@register
 @dataclass(frozen=True)
 class Watched(ToMe):
     """ToMe that notes what it is shown."""
@@ -61,7 +60,6 @@ class Watched(ToMe):
         return super().match(tokens, remove)
 
 
-@register
 @dataclass(frozen=True)
 class FirstKeys(ProjectorMethod):
     """Keeps everything and notes the keys of the first tower layer, one a language model token."""
@@ -77,6 +75,13 @@ class FirstKeys(ProjectorMethod):
         return Reduction.identity(tokens.valid)
 
 
+@pytest.fixture
+def watching(fresh_registry: None) -> None:
+    register(Watched)
+    register(FirstKeys)
+
+
+@pytest.mark.usefixtures("watching")
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl", "internvl", "smolvlm"])
 def test_what_a_method_is_shown(family: str) -> None:
     """One token a block, with the keys of its patches side by side; sizes, CLS and depth."""
@@ -105,6 +110,7 @@ def test_what_a_method_is_shown(family: str) -> None:
     assert block == 1 or not torch.equal(patches[:, :, 0], patches[:, :, 1])
 
 
+@pytest.mark.usefixtures("watching")
 def test_windows_are_left_alone() -> None:
     """Qwen2.5-VL compares keys only in the layers whose attention sees whole frames, 1 and 3 of the tiny tower."""
     Watched.shown.clear()

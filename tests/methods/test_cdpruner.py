@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import open_clip
 import pytest
 import torch
 import zoo
@@ -98,6 +97,8 @@ def clip_folder(kind: str, path: Path, width: int) -> Path:
     about = {"model_cfg": config, "preprocess_cfg": {"size": [28, 28]}}
     (path / "open_clip_config.json").write_text(json.dumps(about), encoding="utf-8")
     torch.manual_seed(0)
+    import open_clip
+
     made = open_clip.CLIP(**{**config, "vision_cfg": config["vision_cfg"], "text_cfg": config["text_cfg"]})
     save_file(made.state_dict(), path / "open_clip_model.safetensors")
     return path
@@ -115,6 +116,8 @@ def relevance_by_hand(kind: str, folder: Path, hidden: Tensor, question: str) ->
         text = clip.text_projection(clip.text_model(input_ids=rows, attention_mask=mask).pooler_output)
         patches = clip.visual_projection(clip.vision_model.post_layernorm(hidden))
     else:
+        import open_clip
+
         clip = open_clip.create_model(f"local-dir:{folder}")
         text = clip.encode_text(open_clip.get_tokenizer(f"local-dir:{folder}")([question]))
         patches = clip.visual.ln_post(hidden) @ clip.visual.proj
