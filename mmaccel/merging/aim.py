@@ -13,8 +13,8 @@ from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
-from ..method.film import alike, frame_numbers, share, spare
 from ..method.registry import register
+from .film import alike, frame_numbers, share, spare
 
 
 @register

@@ -12,8 +12,8 @@ from ..core.budget import apportion
 from ..core.masks import even_in_groups, group_sizes, top_in_groups
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
-from ..method.film import Film, cosine_to
 from ..method.registry import register
+from .film import Film, cosine_to
 
 
 @register

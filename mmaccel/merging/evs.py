@@ -10,8 +10,8 @@ from torch import Tensor
 from ..core.masks import even_in_groups
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
-from ..method.film import Film, cosine_to
 from ..method.registry import register
+from .film import Film, cosine_to
 
 
 @register

@@ -12,9 +12,9 @@ from torch.nn.functional import cosine_similarity
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch
-from ..method.film import Clip, Flat, by_clip, themselves
 from ..method.registry import register
 from .density_peaks import centres, density_peaks, nearest_centre
+from .film import Clip, Flat, by_clip, themselves
 from .segments import static_segments
 
 

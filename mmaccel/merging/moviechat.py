@@ -11,8 +11,8 @@ from torch import Tensor
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
-from ..method.film import Film, frame_numbers
 from ..method.registry import register
+from .film import Film, frame_numbers
 from .pool import pool_parts
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch
-from ..method.film import share
 from ..method.registry import register
+from .film import share
 
 
 @register

@@ -13,9 +13,9 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
-from ..method.film import Clip, Flat, by_clip
 from ..method.registry import register
 from .density_peaks import centres, density_peaks, nearest_centre
+from .film import Clip, Flat, by_clip
 
 
 @register

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..core.budget import apportion
 from ..core.masks import group_sizes
 from ..core.reduction import Links, Reduction
-from .blocks import BLOCK
-from .tokens import TokenBatch
+from ..method import TokenBatch
+from ..method.blocks import BLOCK
 
 #: slot, source and weight of the links of one clip, each ``[L]``
 Flat = tuple[Tensor, Tensor, Tensor]
