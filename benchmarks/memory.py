@@ -31,7 +31,7 @@ from transformers import DynamicCache
 
 import mmaccel
 from mmaccel import accelerated
-from mmaccel.cli.text import markdown, nbytes, put_between
+from mmaccel.cli.shared.text import markdown, nbytes, put_between
 from mmaccel.core.budget import resolve
 from mmaccel.kv.budgets import pyramid
 from mmaccel.kv.cache import cache_bytes

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.cli.text import put_between
+from mmaccel.cli.shared.text import put_between
 from mmaccel.core.budget import resolve
 from mmaccel.method import LayerAttention, LayerMethod, TokenBatch, TokenMethod
 from mmaccel.method.registry import methods

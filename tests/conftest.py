@@ -1,7 +1,8 @@
-"""What all tests share: one thread, how kernels run, and the option that chooses the golden vectors."""
+"""What all tests share: one thread, how kernels run, how many processes, and the option that chooses the golden vectors."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,38 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+#: what the default run leaves out, each with a run of its own
+APART = ("full", "kernel", "browser", "ray")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--golden", type=Path, default=SHIPPED, help="folder of golden vectors (default: the few shipped ones)"
     )
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process for every core, four at most; one for a few tests, for the demo and for a cluster, of which there is one."""
+    few = config.option.keyword or any("::" in argument for argument in config.args)
+    return 0 if few or config.option.markexpr in ("browser", "ray") else min(4, os.cpu_count() or 1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test belongs to one run."""
+    for item in items:
+        marks = [name for name in APART if item.get_closest_marker(name)]
+        if len(marks) > 1:
+            raise pytest.UsageError(f"{item.nodeid} belongs to one run, not to {' and '.join(marks)}")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: whoever collects garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture

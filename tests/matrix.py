@@ -16,7 +16,7 @@ import torch
 import zoo
 
 from mmaccel import Recipe, UnsupportedError, accelerated, prepare, recipe, recipes
-from mmaccel.cli.text import markdown, put_between
+from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.method.registry import methods
 
 QUESTION = "What is here?"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -436,8 +436,8 @@ class _Launched:
 
 def _kernels(machine: Machine, stack: ExitStack) -> None:
     """Every operation that has a kernel runs its host code, and takes its numbers from the definition."""
-    for info in iter_modules(mmaccel_kernels.__path__):
-        module = import_module(f"mmaccel_kernels.{info.name}")
+    for info in walk_packages(mmaccel_kernels.__path__, "mmaccel_kernels."):
+        module = import_module(info.name)
         # nothing can be built for a GPU that is not there, so it is not tried
         for name, said in {"usable": lambda device: device.type == "cuda", "obstacle": lambda device: None}.items():
             if hasattr(module, name):

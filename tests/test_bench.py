@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tail import few
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmaccel import accelerated, recipe
-from mmaccel.cli import bench_report, main
+from mmaccel.cli import main
+from mmaccel.cli.shared import bench_report
 from mmaccel.core.stats import Stats
 from mmaccel.errors import MmaccelError, UnsupportedError
 from mmaccel.programs.bench import origin, shapes
@@ -140,7 +142,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", few(FAMILIES, ("llava-1.5-7b", "qwen2.5-vl-7b")))
 def test_inputs_fit_the_model(name):
     subject = shrunk(name)
     picture, tiled, clip = FAMILIES[name]
@@ -327,7 +329,11 @@ def test_without_pyav_decoding_is_left_out_and_said(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        pytest.param(RuntimeError("DefaultCPUAllocator: can't allocate memory"), marks=pytest.mark.full),
+    ],
 )
 def test_out_of_memory_ends_one_workload(tiny, monkeypatch, error):
     stock = Bench.once
@@ -508,7 +514,7 @@ def test_no_folder_of_this_machine_is_told():
     assert set(origin.versions()) == {"python", "torch", "transformers", "mmaccel"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_gpu_report_runs_dry(tmp_path):
     import subprocess
 

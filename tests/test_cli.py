@@ -215,10 +215,11 @@ def test_methods_lists_what_there_is(capsys):
 
 
 def test_readme_tables_are_current():
-    from mmaccel.cli.methods import readme_tables
+    from mmaccel.cli.methods import family_table, readme_tables
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme_tables() in readme, "run: python -m mmaccel methods --update README.md"
+    for made in (readme_tables(), family_table()):
+        assert made in readme, "run: python -m mmaccel methods --update README.md"
 
 
 def test_tables_are_written_between_the_markers(tmp_path, capsys):
@@ -228,17 +229,30 @@ def test_tables_are_written_between_the_markers(tmp_path, capsys):
     text = page.read_text()
     assert text.startswith("before\n<!-- methods -->\n| method |")
     assert text.endswith("<!-- /methods -->\nafter\n")
+    page.write_text("<!-- families -->\nold\n<!-- /families -->\n<!-- methods -->\nold\n<!-- /methods -->\n")
+    output(capsys, "methods", "--update", page)
+    text = page.read_text()
+    assert "\nold\n" not in text and "| `qwen3_vl` | yes, any size |" in text and "| divprune |" in text
     page.write_text("nothing")
     assert "no markers" in output(capsys, "methods", "--update", page, status=2)
 
 
 def test_readme_names_every_family():
-    from mmaccel.families import FAMILIES
+    from mmaccel.families import families
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     table = readme.split("<!-- families -->")[1].split("<!-- /families -->")[0]
-    assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")] == [f.name for f in FAMILIES]
-    assert list(selfcheck.TINY) == [f.name for f in FAMILIES]
+    assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")] == list(families())
+    assert list(selfcheck.TINY) == list(families())
+
+
+def test_the_table_of_families_is_true():
+    from mmaccel.families import families, family_of
+
+    for name, family in families().items():
+        adapter = family_of(zoo.model(name), zoo.processor(name))
+        assert (adapter.name, adapter.has_cls) == (name, family.facts.cls)
+        assert family.facts.clips == ("video" in zoo.kinds(name))
 
 
 def test_doctor_reports(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
+from tail import in_turn
 
 from mmaccel import accelerated
 from mmaccel.kv import decoding
@@ -45,9 +46,7 @@ def steps(model, recipe, inputs, then, **generate):
     return torch.stack(out.logits), more[:, short:]
 
 
-@pytest.mark.parametrize("new", [1, 5, 17])
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize(("family", "name", "new"), in_turn(["llava", "qwen2_5_vl"], RECIPES, [1, 5, 17]))
 def test_the_same_logits_without_padding(family, name, new, monkeypatch):
     model, inputs = zoo.model(family), dict(zoo.inputs(family, batch=2))
     then = torch.randint(10, 60, (2, new), generator=torch.Generator().manual_seed(0))

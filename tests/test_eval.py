@@ -13,12 +13,14 @@ import pytest
 import torch
 import zoo
 from PIL import Image
+from tail import in_turn
 
 import mmaccel
 from mmaccel import accelerated
-from mmaccel.cli import ask, main, measure
+from mmaccel.cli import ask, main
+from mmaccel.cli.shared import measure
 from mmaccel.media.files import Clip, Prompt, encode
-from mmaccel.programs.evaluate import Question, Row, _divergence, _lengths, ask_suite, evaluate, fingerprint
+from mmaccel.programs.evaluate import Question, Row, answer_lengths, ask_suite, divergence, evaluate, fingerprint
 
 ROOT = Path(__file__).parent.parent
 KEPT = ("divprune", 0.25), ("fastv", 0.3), ("snapkv", 0.5)
@@ -45,8 +47,7 @@ def asked(model, processor, which, rows, **options):
 
 
 # ------------------------------------------------------------------------------------------------------ the definition
-@pytest.mark.parametrize(("recipe", "retain"), KEPT)
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize(("family", "recipe", "retain"), in_turn(["llava", "qwen2_5_vl"], KEPT))
 def test_answers_and_divergence_are_what_they_say(family, recipe, retain):
     """A batch against each question alone: greedy answers of ``generate``, and KL by feeding the full answer by hand."""
     model, processor = zoo.model(family), zoo.processor(family)
@@ -141,21 +142,21 @@ def test_every_family_can_be_measured(family):
 
 def test_lengths_end_with_the_first_end():
     tokens = torch.tensor([[5, 2, 0, 0], [5, 6, 7, 8], [2, 2, 2, 2], [9, 5, 5, 2]])
-    assert _lengths(tokens, 2).tolist() == [2, 4, 1, 4]
-    assert _lengths(tokens, [2, 9]).tolist() == [2, 4, 1, 1]
-    assert _lengths(tokens, None).tolist() == [4] * 4
+    assert answer_lengths(tokens, 2).tolist() == [2, 4, 1, 4]
+    assert answer_lengths(tokens, [2, 9]).tolist() == [2, 4, 1, 1]
+    assert answer_lengths(tokens, None).tolist() == [4] * 4
 
 
 def test_divergence_is_a_mean_over_the_answer():
     a, b = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 3.0]]).log_softmax(-1)
     p = torch.tensor([0.5, 0.5]).double()
     one = float((p * (p.log() - b[0].double())).sum())
-    assert _divergence([a, a], [b, a], torch.tensor([2])).item() == pytest.approx(one / 2, rel=1e-6)
-    assert _divergence([a, a], [a, b], torch.tensor([1])).item() == 0.0
-    assert _divergence([a, a], [b, a], torch.tensor([1])).item() == pytest.approx(one, rel=1e-6)
+    assert divergence([a, a], [b, a], torch.tensor([2])).item() == pytest.approx(one / 2, rel=1e-6)
+    assert divergence([a, a], [a, b], torch.tensor([1])).item() == 0.0
+    assert divergence([a, a], [b, a], torch.tensor([1])).item() == pytest.approx(one, rel=1e-6)
     # what the full model excludes adds nothing
     never = torch.tensor([[0.0, -torch.inf]])
-    assert _divergence([never], [never], torch.tensor([1])).item() == 0.0
+    assert divergence([never], [never], torch.tensor([1])).item() == 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------ running
@@ -475,6 +476,7 @@ def test_compare_says_what_is_wrong(compare, tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------- quickstart
+@pytest.mark.full
 def test_quickstart_prints_nothing_but_its_report():
     done = subprocess.run([sys.executable, "-m", "mmaccel", "quickstart"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

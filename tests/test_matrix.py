@@ -10,7 +10,7 @@ import pytest
 from mmaccel import MmaccelError
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_readme_is_current():
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     assert matrix.readme_matrix() in readme, "run: python tests/matrix.py --update README.md"

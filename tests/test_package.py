@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 import tomllib
@@ -58,6 +59,15 @@ def test_the_project_file_is_consistent():
     assert "triton" not in names
     assert (ROOT / "mmaccel" / "py.typed").exists()
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_every_test_belongs_to_a_run():
+    """The default run takes what has no mark, and every mark has a step of its own among those that must pass."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    marks = [text.split(":")[0] for text in options["markers"]]
+    assert f"-m 'not ({' or '.join(marks)})'" in options["addopts"] and "--strict-markers" in options["addopts"]
+    runs = re.findall(r"-m pytest -q(.*)", (ROOT / ".ci" / "run").read_text())
+    assert "" in runs and {f" -m {mark}" for mark in marks} <= set(runs)
 
 
 def test_the_example_method_works(fresh_registry, capsys):

@@ -17,6 +17,7 @@ import torch
 import zoo
 from laws import helpers, oracle
 from PIL import Image
+from tail import few
 from test_streaming import film, session
 from torch import Tensor, nn
 
@@ -165,7 +166,7 @@ def disturbed(family: str, recipe: Recipe, few: bool) -> Counter[str]:
 CAPS = {"qwen2_5_vl": 40}
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "merging in the tower"])
+@pytest.mark.parametrize("name", few([name for name in RECIPES if name != "merging in the tower"], ["codec"]))
 def test_a_fault_anywhere_leaves_no_trace(name: str) -> None:
     passed = disturbed("qwen2_5_vl", RECIPES[name], few=True)
     layers = [place for place in passed if "language_model.layers" in place]
@@ -174,7 +175,7 @@ def test_a_fault_anywhere_leaves_no_trace(name: str) -> None:
     assert bool(passed["pack"]) == (name == "codec")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "name"),
     [

@@ -11,6 +11,7 @@ import pytest
 import torch
 import zoo
 from laws import oracle
+from tail import few
 from torch import Tensor
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
@@ -53,7 +54,7 @@ def test_without_pressure_it_is_the_model(family: str) -> None:
     assert one.ask("what is it?", 8) == text and len(text) > 1
 
 
-@families
+@pytest.mark.parametrize("family", few(FAMILIES, ("qwen2_5_vl",)))
 def test_the_cap_holds_and_questions_leave_no_trace(family: str) -> None:
     asked, quiet = session(family), session(family)
     for stretch in range(5):
@@ -100,7 +101,7 @@ def test_a_question_reads_the_frames_that_wait(family: str) -> None:
     assert one.frames == 5 and one._state.seen > before
 
 
-@families
+@pytest.mark.parametrize("family", few(FAMILIES, ("qwen2_5_vl", "smolvlm")))
 def test_forgetting_places_moves_no_position(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that goes on counting all places stores the same keys and gives the same answers."""
     cap = {"llava_next_video": 30, "qwen2_vl": 48, "qwen2_5_vl": 48}.get(family, 70)
@@ -179,7 +180,7 @@ def reachable(root: Any) -> tuple[int, int]:
     return sum(storages.values()), count
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("family", ("qwen2_5_vl", "smolvlm"))
 def test_an_hour_of_frames(family: str) -> None:
     """3,600 frames, one a second, a question every ten minutes: nothing grows after the first two minutes."""

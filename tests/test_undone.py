@@ -11,6 +11,7 @@ import torch
 import transformers
 import zoo
 from laws.helpers import FAMILIES, close, follow, generate, inputs, logits, recipe_of, snapshot
+from tail import in_turn
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -52,10 +53,13 @@ def tokens(model: Any, feed: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "change", ["eager", {"text_config": "eager"}, {"text_config": "eager", "vision_config": "sdpa"}]
+    ("family", "method", "change"),
+    in_turn(
+        ["llava", "qwen2_5_vl", "smolvlm"],
+        SITES,
+        ["eager", {"text_config": "eager"}, {"text_config": "eager", "vision_config": "sdpa"}],
+    ),
 )
-@pytest.mark.parametrize("method", SITES)
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "smolvlm"])
 def test_another_attention_after_wrapping_goes_below_ours(family: str, method: str, change: Any) -> None:
     """The recipe runs as before, on a padded batch too, and what the user chose is there after ``remove()``."""
     model, feed = zoo.model(family, seed=3), inputs(family, "uneven")
@@ -293,8 +297,10 @@ def test_a_cache_whose_first_prompt_was_refused_takes_another(tiny: Any) -> None
 # ------------------------------------------------------------------------------------------------------ gradients
 
 
-@pytest.mark.parametrize("recipe", ["divprune", "fastv", "tome", "snapkv", "aim-merge"])
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "llava_next"])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    in_turn(["llava", "qwen2_5_vl", "llava_next"], ["divprune", "fastv", "tome", "snapkv", "aim-merge"]),
+)
 def test_gradients_are_finite(family: str, recipe: str) -> None:
     """Rows of dropped tokens show NaN in the logits and poison no weight."""
     if recipe == "tome" and family == "qwen2_5_vl":
@@ -376,7 +382,7 @@ def test_a_wrapped_assistant_is_refused_by_name(tiny: Any) -> None:
         bare.generate(**feed, assistant_model=tiny, max_new_tokens=4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["divprune", "fastv", "snapkv"])
 def test_a_compiled_forward_gives_the_same_tokens(recipe: str, tiny: Any) -> None:
     """With graph breaks at every hook and decision of ours."""

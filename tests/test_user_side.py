@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,7 +318,11 @@ def test_a_method_of_another_package(kind: str, clean: pytest.MonkeyPatch) -> No
     groups = []
 
     def load() -> Any:
-        return own() if kind == "class" else SimpleNamespace(Corners=mmaccel.register(own()))
+        if kind == "class":
+            return own()
+        module = ModuleType("corners")
+        vars(module)["Corners"] = mmaccel.register(own())
+        return module
 
     def entry_points(group: str) -> list[Any]:
         groups.append(group)

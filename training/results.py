@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from mmaccel.cli.bench_report import HEAD, cases, line, losses
-from mmaccel.cli.measure import percent
-from mmaccel.cli.text import nbytes, seconds
+from mmaccel.cli.shared.bench_report import HEAD, cases, line, losses
+from mmaccel.cli.shared.measure import percent
+from mmaccel.cli.shared.text import nbytes, seconds
 from mmaccel.programs.bench import origin
 from mmaccel.programs.bench.claims import claims_table
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmaccel.cli.ask import shipped
-from mmaccel.cli.measure import percent, versions
-from mmaccel.cli.text import markdown, put_between
+from mmaccel.cli.shared.measure import percent, versions
+from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.programs.bench import origin
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS, export, make_suite
 

@@ -38,7 +38,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from mmaccel.cli.text import markdown, put_between
+from mmaccel.cli.shared.text import markdown, put_between
 
 HERE = Path(__file__).parent
 #: what both sides know by the same name, and where their answers may differ although both are right

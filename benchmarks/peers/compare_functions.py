@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
 import mmaccel
-from mmaccel.cli.text import markdown, put_between
+from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.programs.bench import origin
 from mmaccel.suite import make_item
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from mmaccel import MmaccelError, Recipe, method
-from mmaccel.cli.text import nbytes, seconds
+from mmaccel.cli.shared.text import nbytes, seconds
 
 from .engine import Column, Exchange
 

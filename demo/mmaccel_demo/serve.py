@@ -20,7 +20,7 @@ from gradio import routes
 from starlette.middleware import Middleware
 
 from mmaccel import MmaccelError
-from mmaccel.cli import demo
+from mmaccel.cli.shared.serving import add_arguments
 
 from . import examples, limits
 from .engine import House
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """The demo by itself, without the command ``mmaccel``."""
     parser = argparse.ArgumentParser(description=__doc__)
-    demo.add_arguments(parser)
+    add_arguments(parser)
     parser.set_defaults(json=False)
     try:
         return run(parser.parse_args(argv))

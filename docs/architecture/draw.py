@@ -31,9 +31,9 @@ WIDTH, MARGIN = 900, 8
 #: the columns of names, of boxes and of arrows
 LEFT, RIGHT, LANES = 182, 668, 686
 LANE = 17
-BOX, GAP = 38, 6
+BOX, GAP = 46, 6
 #: a row with one line of boxes, what each further line adds, and the space between rows
-ROW, MORE, BETWEEN = 58, 46, 5
+ROW, MORE, BETWEEN = 60, 52, 5
 TOP = 44
 
 STYLE = """
@@ -146,18 +146,15 @@ def _row(floor: Floor, y: int, depth: int, inside: dict[str, tuple[list[str], in
 
 def _box(x: float, y: float, width: float, room: str, names: list[str], squares: int, shared: bool) -> list[str]:
     kind, wide = "box shared" if shared else "box", width > 20 * LETTER
-    left, top = (x + width - 8 * squares - 4, y + 6) if wide else (x + width / 2 - 4 * squares + 1, y + 24)
-    parts = [
+    told = textwrap.wrap(", ".join(names), int(width / LETTER), max_lines=2, placeholder=" ...") if wide else []
+    top = y + BOX // 2 + (4 if wide else -2) - 6 * len(told)
+    left, corner = (x + width - 8 * squares - 4, y + 6) if wide else (x + width / 2 - 4 * squares + 1, top + 8)
+    return [
         f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BOX}" rx="4"/>',
-        _text(
-            x + width / 2, y + 16, room.removeprefix("mmaccel.").replace("__init__", "import mmaccel"), anchor="middle"
-        ),
-        *(f'<rect class="square" x="{left + 8 * n:.1f}" y="{top}" width="6" height="6"/>' for n in range(squares)),
+        _text(x + width / 2, top, room.removeprefix("mmaccel.").replace("__init__", "import mmaccel"), anchor="middle"),
+        *(f'<rect class="square" x="{left + 8 * n:.1f}" y="{corner}" width="6" height="6"/>' for n in range(squares)),
+        *(_text(x + width / 2, top + 13 + 12 * n, line, "small", "middle") for n, line in enumerate(told)),
     ]
-    if wide and names:
-        told = textwrap.shorten(", ".join(names), int(width / LETTER), placeholder=" ...")
-        parts.append(_text(x + width / 2, y + 30, told, "small", "middle"))
-    return parts
 
 
 def _falls(code: Code, house: House, rows: dict[str, tuple[int, int]]) -> list[str]:

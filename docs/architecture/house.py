@@ -42,12 +42,21 @@ class Floor:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """A module or room that imports by computed names: the function that does, and the rooms where it finds something."""
+
+    source: str
+    finds: tuple[str, ...] = ()
+    by: str = ""
+
+
+@dataclass(frozen=True)
 class House:
     """The rules: floors from the ground up, the lazy arrows that may point up, and who imports by computed names."""
 
     floors: tuple[Floor, ...]
     lazy: tuple[tuple[str, str], ...] = ()
-    computed: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    computed: tuple[Computed, ...] = ()
 
     @classmethod
     def read(cls, path: Path = FLOORS) -> House:
@@ -58,8 +67,8 @@ class House:
             shared = tuple(floor.get("shared", ()))
             floors.append(Floor(floor["name"], floor["knows"], (*shared, *floor["rooms"]), shared))
         lazy = tuple((arrow["source"], arrow["target"]) for arrow in text.get("lazy", ()))
-        computed = tuple((entry["source"], tuple(entry["finds"])) for entry in text.get("computed", ()))
-        return cls(tuple(floors), lazy, computed)
+        computed = (Computed(e["source"], tuple(e.get("finds", ())), e.get("by", "")) for e in text.get("computed", ()))
+        return cls(tuple(floors), lazy, tuple(computed))
 
     def room(self, module: str) -> str | None:
         """The room with the longest name that fits a module."""
@@ -103,11 +112,11 @@ class Code:
         }
         trees = {name: _parse(root / path) for name, path in modules.items()}
         own = {name: _own_names(trees[name]) for name in modules}
-        arrows, missing, computed = set(), set(), []
+        arrows, missing, computed = set(), set(), set()
         for name, path in modules.items():
             reader = _Imports(name, path)
             reader.visit(trees[name])
-            computed += [(name, place) for place in reader.computed]
+            computed |= {(name, place) for place in reader.computed}
             for wanted, member, place, when in reader.found:
                 if wanted.split(".")[0] not in packages:
                     continue
@@ -118,7 +127,7 @@ class Code:
                     missing.add(Arrow(name, target, place, when))
                 elif target != name:
                     arrows.add(Arrow(name, target, place, when))
-        return cls(modules, tuple(sorted(arrows)), tuple(sorted(missing)), tuple(computed))
+        return cls(modules, tuple(sorted(arrows)), tuple(sorted(missing)), tuple(sorted(computed)))
 
 
 def problems(code: Code, house: House) -> list[str]:
@@ -259,18 +268,18 @@ def _stale(code: Code, house: House) -> Iterator[str]:
     for source, target in house.lazy:
         if not any(within(arrow.source, source) and within(arrow.target, target) for arrow in code.arrows):
             yield f"floors.toml: nothing uses the lazy arrow {source} -> {target}; take it out."
-    for source, finds in house.computed:
-        if not any(within(module, source) for module, _ in code.computed):
-            yield f"floors.toml: {source} imports nothing by a computed name; take it out."
-        for room in finds:
+    for entry in house.computed:
+        if not any(within(module, entry.source) for module, _ in code.computed):
+            yield f"floors.toml: {entry.source} imports nothing by a computed name; take it out."
+        for room in entry.finds:
             if not any(within(module, room) for module in code.modules):
-                yield f"floors.toml: {source} cannot find {room}, which holds no module; take it out."
+                yield f"floors.toml: {entry.source} cannot find {room}, which holds no module; take it out."
 
 
 def _hidden(code: Code, house: House) -> Iterator[str]:
     """Imports by a computed name that are not declared, or that find what is above."""
     for module, place in code.computed:
-        declared = [finds for source, finds in house.computed if within(module, source)]
+        declared = [entry.finds for entry in house.computed if within(module, entry.source)]
         if not declared:
             yield (
                 f"{place}: {module} imports by a computed name, which may hide an arrow; write the name out, or say in "

@@ -1,8 +1,12 @@
 """GPU kernels of mmaccel, and the plain definitions they are measured against.
 
-Every operation has one file with two things: its plain torch definition, which is the specification, and its Triton kernel;
-:mod:`.launch` chooses between them by device. This package knows torch and Triton, and nothing of transformers or mmaccel. It
-imports where Triton is missing; then every operation runs its plain definition.
+Every operation is a folder: ``naive.py`` is its definition in plain torch, which is the specification, ``triton.py`` its Triton
+kernel, and the folder itself (``__init__.py``) the function that is called, which says what it takes and refuses what it does
+not; :mod:`.launch` chooses between the two by device. What is no operation has no such pair: :mod:`.pages` is how packed keys
+and values are stored, :mod:`.greedy` what two selections share, and :mod:`.copies` runs in plain torch everywhere.
+
+This package knows torch and Triton, and nothing of transformers or mmaccel. It imports where Triton is missing; then every
+operation runs its plain definition.
 """
 
 from __future__ import annotations

@@ -136,11 +136,11 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
 
 
 def failure(operation: Callable[..., Any], device: torch.device) -> Obstacle | None:
-    """Why a kernel of the file of ``operation`` did not compile for ``device``; None if all that was launched did."""
+    """Why a kernel of the folder of ``operation`` did not compile for ``device``; None if all that was launched did."""
     failed = (
         why
         for (kernel, where, *_), why in _failed.items()
-        if kernel.fn.__module__ == operation.__module__ and where == device
+        if kernel.fn.__module__.rpartition(".")[0] == operation.__module__ and where == device
     )
     return next(failed, None)
 
@@ -176,7 +176,7 @@ def _explained(error: Exception) -> Obstacle:
 
 
 @jit
-def _count(x, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count(x, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(x + i, i + tl.load(x + i))
 

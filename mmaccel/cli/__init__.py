@@ -1,4 +1,16 @@
-"""The command ``mmaccel``; one file a subcommand. Heavy imports happen in the subcommand that needs them."""
+"""The command ``mmaccel``; one file a subcommand, which is found because it lies in this folder.
+
+``NAME.py`` is the subcommand ``NAME``, with a hyphen for an underscore. Its docstring is what ``--help`` says, and it has
+
+- ``HELP``: a line for the list of subcommands,
+- ``EXAMPLES``: what stands below its help,
+- ``add_arguments(parser)``: declares its own options; ``--json`` and ``--debug`` are there already,
+- ``run(options)``: does the work, prints, and returns the exit status;
+
+and may have ``PLACE``, its place in the list (by default the end), and ``JSON_FILE = True``, if ``--json`` may name a file to
+write. Heavy imports happen in the functions that need them. What several share lies in ``shared/``, or in a file whose name
+begins with an underscore.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +20,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 from ..errors import MmaccelError
+from ..method.registry import files
 from ..version import __version__
-from . import ask, bench, compare, demo, doctor, methods, quickstart, selfcheck, video_qa
-from . import eval as eval_
 
 #: exit status of an error that the user can mend; argparse uses the same
 USAGE = 2
@@ -32,23 +45,30 @@ Make pretrained vision and video LLMs faster by dropping visual tokens.
 """
 
 
+def commands() -> dict[str, Any]:
+    """The module of every subcommand by its name, in the order of the list."""
+    found = [import_module(name) for name in files(sys.modules[__name__])]
+    found.sort(key=lambda module: getattr(module, "PLACE", 1000))
+    return {module.__name__.rpartition(".")[2].replace("_", "-"): module for module in found}
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="mmaccel", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"mmaccel {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for module in (quickstart, ask, eval_, compare, bench, video_qa, demo, methods, doctor, selfcheck):
-        command = commands.add_parser(
-            module.__name__.rpartition(".")[2].replace("_", "-"),
+    places = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, module in commands().items():
+        command = places.add_parser(
+            name,
             help=module.HELP,
             description=module.__doc__,
             epilog=module.EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
-        if module in (eval_, compare, bench):
+        if getattr(module, "JSON_FILE", False):
             command.add_argument(
                 "--json", nargs="?", const="-", metavar="FILE", help="print JSON instead of text, or write it to FILE"
             )

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MmaccelError, no_json, short_int
 from ..families import load
-from .text import nbytes, seconds, table
+from .shared.text import nbytes, seconds, table
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
 
+PLACE = 2
 HELP = "ask about a picture or video, full against accelerated"
 EXAMPLES = """\
 examples:
@@ -111,7 +112,8 @@ def run(options: argparse.Namespace) -> int:
     prompt = [Prompt(options.question, tuple(pictures), clip)]
     model, processor = load_model(options)
 
-    from .. import accelerated, prepare
+    from ..accelerate import accelerated
+    from ..media.prepare import prepare
 
     prepared = prepare(processor, chosen)
     with accelerated(model, chosen, processor=prepared):
@@ -232,7 +234,7 @@ def answer(
     the recipe, and what ``generate`` returned."""
     import torch
 
-    from .. import accelerated
+    from ..accelerate import accelerated
 
     inputs = inputs.to(model.device)
     floats = {k: v.to(model.dtype) for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from ..programs.bench.workloads import Subject
     from ..recipe import Recipe
 
+PLACE = 5
+JSON_FILE = True
 HELP = "speed and memory, bare against accelerated, on real shapes and named workloads"
 EXAMPLES = """\
 examples:
@@ -98,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     names = options.workload or (_QUICK if options.shape in (None, "tiny", "small") else tuple(WORKLOADS))
     report = measure(options, subject, _cases(options, names), recipes, path)
 
-    from . import bench_report
+    from .shared import bench_report
 
     print(json.dumps(report, indent=2) if options.json == "-" else bench_report.render(report))
     if options.plots is not None:
@@ -198,7 +200,7 @@ def measure(
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from . import bench_report
+    from .shared import bench_report
 
     try:
         text, regressions = bench_report.compare(*map(_read, options.compare))

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MmaccelError, UnsupportedError
-from . import measure
 from .ask import retain
+from .shared import measure
 
 if TYPE_CHECKING:
     from ..programs.evaluate import Row
 
+PLACE = 4
+JSON_FILE = True
 HELP = "several recipes as curves of accuracy against what they keep"
 EXAMPLES = """\
 examples:
@@ -99,7 +101,8 @@ def _rows(recipes: list[str] | tuple[str, ...], budgets: list[float] | tuple[flo
 
 def _possible(task: measure.Run, rows: list[Row]) -> list[Row]:
     """Of recipes that nobody asked for by name, those that this model can honour."""
-    from .. import accelerated, prepare
+    from ..accelerate import accelerated
+    from ..media.prepare import prepare
 
     found = []
     for row in rows:

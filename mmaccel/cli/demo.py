@@ -13,8 +13,9 @@ import argparse
 from importlib.util import find_spec
 
 from ..errors import MmaccelError
-from .ask import add_model_arguments
+from .shared.serving import add_arguments
 
+PLACE = 7
 HELP = "show what a recipe does in a browser"
 EXAMPLES = """\
 examples:
@@ -24,33 +25,14 @@ examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mmaccel demo``."""
-    add_model_arguments(parser)
-    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1, this machine alone)")
-    parser.add_argument("--port", type=int, help="port to listen on (default: the first free one from 7860)")
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a name by which browsers may ask for the demo, such as that of a proxy; *.example.com and * are patterns "
-        "(default: localhost, addresses, and --host)",
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="that the model works for one question (default: 120)",
-    )
-    parser.add_argument("--share", action="store_true", help="also make a public address, over Gradio's servers")
-
-
 def run(options: argparse.Namespace) -> int:
     """Serve until interrupted."""
     if find_spec("gradio") is None:
         raise MmaccelError("The demo needs Gradio; run: pip install 'mmaccel[demo]'.")
+    # the one import that points up: the demo is optional, and begins here
     from mmaccel_demo import serve
 
     return serve.run(options)
+
+
+__all__ = ["EXAMPLES", "HELP", "PLACE", "add_arguments", "run"]

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from importlib import import_module, metadata
 from typing import Any
 
-from .text import nbytes
+from .shared.text import nbytes
 
+PLACE = 9
 HELP = "check this installation"
 EXAMPLES = """\
 examples:
@@ -186,13 +187,13 @@ def _families(problems: list[str]) -> dict[str, str]:
     try:
         from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-        from ..families import FAMILIES
+        from ..families import families
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         problems.append(f"transformers cannot be imported ({first}).")
         return {}
     ready: dict[str, str] = {}
-    for family in FAMILIES:
+    for family in families().values():
         for kind in family.model_types:
             try:
                 ready[kind] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[kind]].__name__

@@ -17,9 +17,11 @@ import argparse
 import json
 from pathlib import Path
 
-from . import measure
 from .ask import retain
+from .shared import measure
 
+PLACE = 3
+JSON_FILE = True
 HELP = "accuracy and agreement of a recipe, on a task suite or a JSONL of your own"
 EXAMPLES = """\
 examples:

@@ -14,8 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .text import markdown, put_between, table
+from .shared.text import markdown, put_between, table
 
+PLACE = 8
 HELP = "list methods and recipes"
 EXAMPLES = """\
 examples:
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     found = describe_methods(options.site)
     composed = [] if options.site else describe_recipes()
     if options.update:
-        put_between(Path(options.update), "methods", readme_tables())
+        update(Path(options.update))
         return 0
     if options.json:
         print(json.dumps({"methods": found, "recipes": composed}, indent=2))
@@ -57,6 +58,45 @@ def run(options: argparse.Namespace) -> int:
         print()
         print(show(recipe_rows(composed)))
     return 0
+
+
+def update(page: Path) -> None:
+    """Write anew the tables of methods and of families that a Markdown file has markers for.
+
+    Raises
+    ------
+    MmaccelError
+        If it has none.
+    """
+    makers = {"methods": readme_tables, "families": family_table}
+    text = page.read_text(encoding="utf-8")
+    for name in [name for name in makers if f"<!-- {name} -->" in text] or makers:
+        put_between(page, name, makers[name]())
+
+
+def family_table() -> str:
+    """The families that come with mmaccel, as they stand in the README."""
+    from ..families import families
+
+    head = ["family", "pictures", "clips", "CLS token (`vtc-cls`, `evit`)"]
+    head += ["patches that merge in the tower (`tome`)", "give a processor"]
+    rows = [
+        [
+            f"`{name}`",
+            family.facts.pictures,
+            _yes(family.facts.clips),
+            _yes(family.facts.cls),
+            family.facts.merging,
+            _yes(family.needs_processor),
+        ]
+        for name, family in families().items()
+        if family.__module__.startswith("mmaccel.")
+    ]
+    return markdown([head, *rows])
+
+
+def _yes(true: bool) -> str:
+    return "yes" if true else "-"
 
 
 def readme_tables() -> str:

@@ -17,7 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from . import ask
-from .text import nbytes, seconds, table
+from .shared.text import nbytes, seconds, table
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..recipe import Recipe
     from ..suite import Turn
 
+PLACE = 1
 HELP = "see it work: a picture, a clip, the small models, full against accelerated"
 EXAMPLES = """\
 examples:
@@ -112,8 +113,8 @@ def clip(path: Path) -> tuple[Path, list[Turn]]:
 
 def show(folder: Path, about: tuple[Path, list[Turn]], chosen: Recipe) -> dict[str, Any]:
     """Ask one model every question about one file in full and accelerated, and draw what was kept beside the file."""
-    from .. import prepare
     from ..media.files import Prompt, encode, load_media
+    from ..media.prepare import prepare
     from ..suite import is_right
 
     path, turns = about
@@ -159,7 +160,7 @@ def _kept(model: Any, processor: Any, prompt: Prompt, chosen: Recipe) -> Image:
     import torch
     from PIL import Image
 
-    from .. import accelerated
+    from ..accelerate import accelerated
     from ..media.draw import kept
     from ..media.files import encode
 

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MmaccelError
-from .text import nbytes, table
+from .shared.text import nbytes, table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+PLACE = 10
 HELP = "run all model families on tiny random models, full and accelerated"
 EXAMPLES = """\
 examples:
@@ -91,7 +92,7 @@ def check(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One family; ``problem`` is None if all is well."""
     import torch
 
-    from .. import accelerate_vlm
+    from ..accelerate import accelerate_vlm
     from ..kv.cache import cache_bytes
 
     begin = time.perf_counter()

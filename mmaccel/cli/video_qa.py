@@ -35,14 +35,15 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MmaccelError
 from ..programs.bench import origin
 from . import ask
-from .measure import PARTIAL, percent, versions
-from .text import nbytes, seconds, table
+from .shared.measure import PARTIAL, percent, versions
+from .shared.text import nbytes, seconds, table
 
 if TYPE_CHECKING:
     from ..programs.video_qa.answers import AnswerFile
     from ..programs.video_qa.qa import Figures, QASettings
     from ..programs.video_qa.questions import VideoQuestion
 
+PLACE = 6
 HELP = "answers to a JSONL of questions about videos, in bulk"
 EXAMPLES = """\
 examples:
@@ -191,7 +192,7 @@ def _settings(options: argparse.Namespace) -> QASettings:
     from ..method.registry import methods
     from ..programs.video_qa.qa import QASettings
     from ..recipe import recipe
-    from ..video.decode import GIB
+    from ..video.wanted import GIB
 
     if not 0 < options.memory_limit < float("inf"):
         raise MmaccelError(f"--memory-limit {options.memory_limit:g} leaves no room to decode; give GiB above 0.")

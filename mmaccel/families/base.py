@@ -40,6 +40,22 @@ class Call(Protocol):
 Wrapper = Callable[[Callable[..., Any], Callable[[], Call | None]], Callable[..., Any]]
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the table of families says of one and its adapter need not know.
+
+    pictures : how they come, in words.
+    clips : whether it is shown clips, as such or as pictures of their frames.
+    cls : whether the vision towers usual for it have a CLS token.
+    merging : which patches merge inside the tower, in words.
+    """
+
+    pictures: str = "yes"
+    clips: bool = True
+    cls: bool = True
+    merging: str = "single"
+
+
 class Family(Towers):
     """Base adapter, right for LLaVA-like models: one tower of equal square tiles, one text model behind it.
 
@@ -51,6 +67,9 @@ class Family(Towers):
 
     #: ``config.model_type`` of the models it serves
     model_types: ClassVar[tuple[str, ...]]
+    #: where lists show it, among those of the same place by name
+    place: ClassVar[int] = 1000
+    facts: ClassVar[Facts] = Facts()
     modalities: ClassVar[tuple[Modality, ...]] = ("image",)
     #: attribute names of the text model and of the tower of each modality on the inner model
     text_name: ClassVar[str] = "language_model"

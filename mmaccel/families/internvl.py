@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layout import Modality, Picture, Tile
-from .base import Family, block_mean, raster_blocks
+from .base import Facts, Family, block_mean, raster_blocks
 from .tower import EncoderCall
 
 _FRAME = re.compile(r"Frame\s*(\d+)\s*:\s*(?:<img>)?\s*$")
@@ -65,6 +65,8 @@ class InternVL(TiledByText):
 
     name = "internvl"
     model_types = ("internvl",)
+    place = 9
+    facts = Facts("yes, tiled", merging="blocks of pixel shuffle")
     deepstack = 0
 
     def tower_layers(self, tower: Any) -> list[nn.Module]:

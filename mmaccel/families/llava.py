@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
-from .base import Family
+from .base import Facts, Family
 from .tower import EncoderCall
 
 
@@ -16,6 +16,8 @@ class Llava(Family):
 
     name = "llava"
     model_types = ("llava",)
+    place = 1
+    facts = Facts(clips=False)
 
     def __init__(self, model: object, processor: object = None) -> None:
         super().__init__(model, processor)  # type: ignore[arg-type]

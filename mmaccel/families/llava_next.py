@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
 from ..core.layout import Modality, Picture, Tile
-from .base import Family, block_mean, clip_frames, raster_blocks
+from .base import Facts, Family, block_mean, clip_frames, raster_blocks
 from .tower import EncoderCall
 
 
@@ -20,6 +20,8 @@ class LlavaNext(Family):
 
     name = "llava_next"
     model_types = ("llava_next",)
+    place = 2
+    facts = Facts("yes, tiled", clips=False)
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """From the images' original sizes and the pinpoints."""
@@ -71,6 +73,8 @@ class LlavaNextVideo(LlavaNext):
 
     name = "llava_next_video"
     model_types = ("llava_next_video",)
+    place = 4
+    facts = Facts("yes, tiled", merging="single, in clips 2x2 blocks")
     modalities = ("image", "video")
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:

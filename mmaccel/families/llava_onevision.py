@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.layout import Modality, Picture, Tile
-from .base import clip_frames
+from .base import Facts, clip_frames
 from .llava_next import LlavaNext, sizes
 from .tower import EncoderCall
 
@@ -20,6 +20,8 @@ class LlavaOneVision(LlavaNext):
 
     name = "llava_onevision"
     model_types = ("llava_onevision",)
+    place = 3
+    facts = Facts("yes, tiled", cls=False)
     modalities = ("image", "video")
 
     @property

@@ -39,12 +39,12 @@ def load_model(
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
     from transformers.utils import logging
 
-    from . import FAMILIES
+    from .registry import families
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
-    known = [kind for family in FAMILIES for kind in family.model_types]
+    known = [kind for family in families().values() for kind in family.model_types]
     remote = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(name, **remote)

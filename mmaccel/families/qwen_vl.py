@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layout import Modality, Picture, Tile
-from .base import Call, Continued, Family, Wrapper
+from .base import Call, Continued, Facts, Family, Wrapper
 from .tower import EncoderCall
 
 
@@ -19,6 +19,8 @@ class Qwen2VL(Family):
 
     name = "qwen2_vl"
     model_types = ("qwen2_vl",)
+    place = 6
+    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
     modalities = ("image", "video")
     tower_names = {"image": "visual", "video": "visual"}
 
@@ -92,6 +94,8 @@ class Qwen25VL(Qwen2VL):
 
     name = "qwen2_5_vl"
     model_types = ("qwen2_5_vl",)
+    place = 7
+    facts = Facts("yes, any size", cls=False, merging="2x2 blocks, in full-attention layers")
 
     def merging_layers(self) -> list[int]:
         """The blocks that attend to whole frames: their keys can be compared, and the windows between them just shrink."""
@@ -127,6 +131,8 @@ class Qwen3VL(Qwen2VL):
 
     name = "qwen3_vl"
     model_types = ("qwen3_vl",)
+    place = 8
+    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
 
     def __init__(self, model: nn.Module, processor: Any = None) -> None:
         super().__init__(model, processor)

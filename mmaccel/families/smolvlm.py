@@ -7,6 +7,7 @@ import re
 from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
+from .base import Facts
 from .internvl import TiledByText
 from .tower import EncoderCall
 
@@ -23,6 +24,8 @@ class SmolVLM(TiledByText):
 
     name = "smolvlm"
     model_types = ("smolvlm",)
+    place = 10
+    facts = Facts("yes, tiled", cls=False, merging="blocks of pixel shuffle")
     text_name = "text_model"
     tower_names = {"image": "vision_model", "video": "vision_model"}
 

@@ -16,6 +16,7 @@ class VideoLlava(Family):
 
     name = "video_llava"
     model_types = ("video_llava",)
+    place = 5
     modalities = ("image", "video")
     tower_names = {"image": "image_tower", "video": "video_tower"}
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image
 
 from ..errors import MmaccelError
+from ..method import FrameChoice
 from ..method.registry import register
-from .choice import FrameChoice, middles, thumbnails
+from .uniform import middles
+
+#: sides of the pictures that frames are compared in
+_THUMBNAIL = 32
 
 
 @register
@@ -54,3 +59,10 @@ def distinct(small: np.ndarray, threshold: float) -> np.ndarray:
         if np.abs(small[at] - small[chosen[-1]]).mean() > threshold:
             chosen.append(at)
     return np.asarray(chosen)
+
+
+def thumbnails(frames: np.ndarray, mode: str = "RGB") -> np.ndarray:
+    """``[T, H, W, 3]`` uint8 -> ``[T, 32, 32, 3]`` float32 from 0 to 255, in a colour space of PIL."""
+    size = (_THUMBNAIL, _THUMBNAIL)
+    small = [Image.fromarray(frame).resize(size, Image.Resampling.BOX).convert(mode) for frame in frames]
+    return np.stack([np.asarray(picture, dtype=np.float32) for picture in small])

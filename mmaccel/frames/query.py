@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import UnsupportedError
+from ..method import FrameChoice
 from ..method.registry import register
-from .choice import FrameChoice
-from .clip import FrameEncoder
+from ._clip import FrameEncoder
 
 
 @register

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import MmaccelError
+from ..method import FrameChoice
 from ..method.registry import register
-from .choice import FrameChoice, over_scenes, thumbnails
+from .distinct import thumbnails
+from .uniform import middles
 
 #: the longest way around PIL's circle of hues
 _HALF_TURN = 128.0
@@ -52,3 +54,22 @@ def between(ends: np.ndarray, total: int) -> list[tuple[int, int]]:
     """First and last frame of every scene, when scenes end at the frames ``ends`` and with the last of ``total``."""
     last = sorted({*ends.tolist(), total - 1})
     return list(zip([0, *(end + 1 for end in last[:-1])], last, strict=True))
+
+
+def over_scenes(scenes: list[tuple[int, int]], count: int) -> np.ndarray:
+    """``count`` frames spread over scenes, ascending: one each, the others by length, all in the middle of their stretch.
+
+    Parameters
+    ----------
+    scenes : first and last frame of each, without gaps; at most ``count``.
+    """
+    lengths = np.asarray([last - first + 1 for first, last in scenes])
+    shares = np.ones(len(scenes), dtype=np.int64)
+    for _ in range(count - len(scenes)):
+        # where a frame now stands for most others; the earlier scene on a tie
+        shares[np.where(shares < lengths, lengths / shares, 0).argmax()] += 1
+    parts = [
+        first + middles(int(length), int(share))
+        for (first, _), length, share in zip(scenes, lengths, shares, strict=True)
+    ]
+    return np.concatenate(parts)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import UnsupportedError
+from ..method import FrameChoice
 from ..method.registry import register
-from .choice import FrameChoice, over_scenes
-from .clip import FrameEncoder
-from .scenes import between
+from ._clip import FrameEncoder
+from .scenes import between, over_scenes
 
 #: scenes that the threshold may find
 _MOST = 15

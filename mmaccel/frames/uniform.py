@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..method import FrameChoice
 from ..method.registry import register
-from .choice import FrameChoice, middles
 
 
 @register
@@ -21,3 +21,8 @@ class UniformFrames(FrameChoice):
     def pick(self, frames: np.ndarray, count: int) -> np.ndarray:
         """``frames [T, H, W, 3]`` -> ``[count]``."""
         return middles(len(frames), count)
+
+
+def middles(total: int, count: int) -> np.ndarray:
+    """``[count]`` int64: the middle of each of ``count`` equal stretches of ``total`` frames."""
+    return (2 * np.arange(count) + 1) * total // (2 * count)

@@ -19,6 +19,7 @@ from ..errors import MmaccelError, UnsupportedError
 from ..method import FramesMethod
 from ..recipe import Recipe
 from ..recipe import recipe as find_recipe
+from ..video.decode import decode_sampled
 from .picture import first_line, load_picture
 
 Stages = tuple[tuple[FramesMethod, float], ...]
@@ -177,8 +178,6 @@ def _video_hooks(cls: type, stages: Stages) -> dict[str, Any]:
         if isinstance(video_url_or_urls, (list, tuple)):
             return list(zip(*[fetch_videos(self, one, sample_indices_fn) for one in video_url_or_urls], strict=True))
         if not video_url_or_urls.startswith(("http://", "https://")):
-            from ..video.decode import decode_sampled
-
             return decode_sampled(video_url_or_urls, sample_indices_fn)
         from transformers.utils import is_av_available, is_decord_available, is_torchcodec_available
         from transformers.video_utils import load_video

@@ -72,8 +72,9 @@ class MustDropMerge(ProjectorMethod):
         # every window that is merged removes all its tokens but one
         excess = tokens.valid.sum(1) - count.to(alike.device)
         over = -(-excess.clamp(min=0) // (self.window**2 - 1))
-        valid = tokens.valid & (count > 0).to(alike.device)[:, None]
-        return merge_windows(valid, slots, there, similar, torch.maximum(alike, over))
+        wanted = tokens.valid & (count > 0).to(alike.device)[:, None]
+        made = merge_windows(wanted, slots, there, similar, torch.maximum(alike, over))
+        return Reduction(made.kept, tokens.valid, made.links)
 
 
 def windows(tokens: TokenBatch, side: int) -> tuple[Tensor, Tensor]:

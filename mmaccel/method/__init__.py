@@ -2,7 +2,7 @@
 
 from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
 from .encoder import EncoderMethod, EncoderTokens
-from .frames import FramesMethod
+from .frames import FrameChoice, FramesMethod
 from .guided import AttentionGuided
 from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
 from .layers import LayerAttention, LayerMethod, Layerwise
@@ -15,6 +15,7 @@ __all__ = [
     "CacheOptions",
     "EncoderMethod",
     "EncoderTokens",
+    "FrameChoice",
     "FramesMethod",
     "Grid",
     "KeyBatch",

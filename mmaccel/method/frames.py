@@ -1,14 +1,16 @@
-"""Methods on pixels, before the processor."""
+"""Methods on pixels, before the processor; most only choose frames of a clip."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
+
+from ..core.budget import resolve
 from .base import Method
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL.Image import Image as PILImage
 
 
@@ -33,6 +35,31 @@ class FramesMethod(Method):
 
         A method that drops frames overrides it, so that time stamps stay correct.
         """
-        import numpy as np
-
         return np.arange(len(frames))
+
+
+class FrameChoice(FramesMethod):
+    """``retain`` of the frames of a clip stay, as they are and at least one; pictures are left alone."""
+
+    budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "exact"
+    only_chooses = True
+
+    @abstractmethod
+    def pick(self, frames: np.ndarray, count: int) -> np.ndarray:
+        """``count`` of ``frames [T, H, W, 3]``, ``0 < count < T``: their indices, ascending."""
+
+    def choose(self, frames: np.ndarray, retain: float) -> np.ndarray:
+        """``[T']`` int64 ascending: the frames that stay."""
+        total = len(frames)
+        count = resolve(retain, total) if total else 0
+        if count >= total:
+            return np.arange(total)
+        return self.pick(frames, count)
+
+    def clip(self, frames: np.ndarray, retain: float) -> np.ndarray:
+        """``[T, H, W, 3]`` uint8 -> ``[T', H, W, 3]``."""
+        return frames[self.choose(frames, retain)]
+
+    def picture(self, image: PILImage, retain: float) -> PILImage:
+        """One picture, as it is."""
+        return image

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
-from typing import TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 from ..errors import MmaccelError
 from .base import Method
@@ -62,18 +63,56 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known are {', '.join(known)}."
 
 
+# --- found because they are there -------------------------------------------------------------------------------------
+def files(package: ModuleType) -> list[str]:
+    """The full names of the files of a package, sorted, but for those beginning with an underscore, which others share."""
+    found = iter_modules(package.__path__, f"{package.__name__}.")
+    return sorted(one.name for one in found if not one.ispkg and not one.name.rpartition(".")[2].startswith("_"))
+
+
+def offered(group: str, kind: type) -> Iterator[type[Any] | ModuleType]:
+    """What installed packages offer through an entry point group, loaded: subclasses of ``kind``, or modules.
+
+    Raises
+    ------
+    MmaccelError
+        If something cannot be loaded, or is neither.
+    """
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        try:
+            found = point.load()
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise MmaccelError(
+                f"{_package(point)} offers {point.value!r} as {group}, which cannot be imported "
+                f"({type(error).__name__}: {first}); update the package, or uninstall it."
+            ) from error
+        if not isinstance(found, ModuleType) and not (isinstance(found, type) and issubclass(found, kind)):
+            raise MmaccelError(
+                f"{_package(point)} offers {point.value!r} as {group}, which is no subclass of {kind.__name__} and no "
+                "module; update the package, or uninstall it."
+            )
+        yield found
+
+
+def _package(point: EntryPoint) -> str:
+    return "A package" if point.dist is None else f"The package {point.dist.name!r}"
+
+
 def _load() -> None:
     global _loaded
     if _loaded:
         return
+    # what a file asks while it is loaded is answered from those before it
     _loaded = True
-    for room in _ROOMS:
-        package = import_module(f"mmaccel.{room}")
-        for found in iter_modules(package.__path__):
-            if not found.name.startswith("_"):
-                import_module(f"{package.__name__}.{found.name}")
-    for point in entry_points(group=ENTRY_POINTS):
-        # the object may be a method class, or a module that registers its methods when it is imported
-        found = point.load()
-        if isinstance(found, type) and issubclass(found, Method):
-            register(found)
+    try:
+        for room in _ROOMS:
+            for name in files(import_module(f"mmaccel.{room}")):
+                import_module(name)
+        for found in offered(ENTRY_POINTS, Method):
+            # a module registers its methods when it is imported
+            if isinstance(found, type):
+                register(found)
+    except BaseException:
+        _loaded = False
+        raise

@@ -327,7 +327,7 @@ class _Runner:
         self.inputs = self._encode(processor, range(len(batch)))
         self.none = find_recipe("none")
         self.full = self._generate(self.none, processor, self.inputs, longest)
-        self.lengths = _lengths(self.full.tokens, model.generation_config.eos_token_id)
+        self.lengths = answer_lengths(self.full.tokens, model.generation_config.eos_token_id)
 
     def answers(self, recipe: Recipe, processor: Any) -> list[Answer]:
         """The batch under a recipe."""
@@ -336,7 +336,7 @@ class _Runner:
             inputs = self.inputs if processor is self.processor else self._encode(processor, range(len(self.batch)))
             follow = _Follow(self.full.tokens, inputs["input_ids"].shape[1])
             forced = self._generate(recipe, processor, inputs, self.full.tokens.shape[1], follow)
-            kl, stats = _divergence(self.full.logits, forced.logits, self.lengths).tolist(), forced.stats
+            kl, stats = divergence(self.full.logits, forced.logits, self.lengths).tolist(), forced.stats
             steps = torch.arange(follow.would.shape[1], device=follow.would.device)
             left = (~follow.would & (steps < self.lengths[:, None])).any(1).nonzero()[:, 0].tolist()
             if left:
@@ -402,14 +402,14 @@ class _Follow(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, wanted[:, None], 0.0)
 
 
-def _lengths(tokens: Tensor, end: int | list[int] | None) -> Tensor:
+def answer_lengths(tokens: Tensor, end: int | list[int] | None) -> Tensor:
     """``[B]``: tokens of every answer ``[B, T]``, up to the first end token and with it."""
     ends = [] if end is None else [end] if isinstance(end, int) else end
     ended = torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype, device=tokens.device))
     return ((ended.long().cumsum(1) - ended.long()) == 0).sum(1)
 
 
-def _divergence(full: Sequence[Tensor], fast: Sequence[Tensor], lengths: Tensor) -> Tensor:
+def divergence(full: Sequence[Tensor], fast: Sequence[Tensor], lengths: Tensor) -> Tensor:
     """KL(full || fast) ``[B]`` in nats, the mean over the first ``lengths [B]`` steps of logits ``[B, V]``."""
     total = torch.zeros(len(lengths), dtype=torch.float64, device=lengths.device)
     for step, (a, b) in enumerate(zip(full, fast, strict=True)):

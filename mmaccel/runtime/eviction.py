@@ -215,8 +215,9 @@ class PromptEviction:
                     one.keys = replace(one.keys, survivors=reach)
                 scores.append(self._rank(one.keys, one.tokens))
             split, uniform = self.policy.choice("layer_budget")
-            counts = self.layer_budgets()
-            if split not in KNOWN:
+            if split in KNOWN:
+                counts = self.layer_budgets()
+            else:
                 counts = by_content(split, uniform or 0.0, self.budget, undecided, scores)
             for score, count in zip(scores, counts, strict=True):
                 # what a layer stored as a whole is free before the next one is evicted from

@@ -15,9 +15,10 @@ import numpy as np
 
 from ..errors import MmaccelError
 from .clip import Clip
-from .decode import GIB, Path_, Select, Wanted, check_timeout, decode_here, empty
+from .here import decode_here, empty
 from .isolated import decode_isolated
 from .readers import READERS
+from .wanted import GIB, Path_, Select, Wanted, check_timeout
 
 
 class _CalledOff(BaseException):

@@ -32,8 +32,9 @@ import numpy as np
 from ..errors import MmaccelError
 from .clip import Clip
 from .container import named
-from .decode import GIB, Make, Path_, Wanted, check_timeout, decode_here, empty
+from .here import Make, decode_here, empty
 from .readers import READERS
+from .wanted import GIB, Path_, Wanted, check_timeout
 
 #: the package without its top module, which would import torch: that takes seconds and hundreds of MB
 _START = (
@@ -180,7 +181,7 @@ def decode_isolated(
     make: Make = empty,
     begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> Clip:
-    """As :func:`decode`, in a child process; a back end that crashes on the video, twice, leaves it to the next.
+    """As :func:`~mmaccel.video.decode`, in a child process; a back end that crashes on the video, twice, leaves it to the next.
 
     Whatever else ended a child was no fault of this video: it is decoded by a fresh one. ``begun`` is told of every process
     that is at work on it; ``make`` gives the array for its frames.

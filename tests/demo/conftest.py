@@ -58,10 +58,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="session")
-def site(tiny_video_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """The demo with its models loaded; ``address``, ``house``, and the temporary ``folder`` of the server."""
+def gradio() -> None:
     if find_spec("gradio") is None:
         pytest.skip("Gradio is not installed: pip install 'mmaccel[demo]'")
+
+
+@pytest.fixture(scope="session")
+def site(gradio: None, tiny_video_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """The demo with its models loaded; ``address``, ``house``, and the temporary ``folder`` of the server."""
     from mmaccel_demo import serve
     from mmaccel_demo.engine import House
 

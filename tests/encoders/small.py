@@ -101,3 +101,5 @@ def methods(name: str) -> list[str]:
 
 
 METHODS = [(name, method) for name in MAKE for method in methods(name)]
+#: every encoder, and every method with several
+QUICK = METHODS[::3]

@@ -13,7 +13,8 @@ import torch
 import transformers
 import zoo
 from laws.helpers import model
-from small import METHODS, PATCHES, TEXT, WITH_CLS, encoder, features, make, pixels
+from small import METHODS, PATCHES, QUICK, TEXT, WITH_CLS, encoder, features, make, pixels
+from tail import few
 from torch import Tensor, nn
 
 import mmaccel
@@ -173,7 +174,7 @@ def test_evit_schedule(tokens: int) -> None:
 
 
 # --- what a user relies on --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "method"), METHODS)
+@pytest.mark.parametrize(("name", "method"), few(METHODS, QUICK))
 def test_features_keep_their_shape_and_meaning(name: str, method: str) -> None:
     made, given = encoder(name), pixels()
     bare = features(made, given)
@@ -186,7 +187,7 @@ def test_features_keep_their_shape_and_meaning(name: str, method: str) -> None:
     assert stats["recipe"] == stats["method"] == method and stats["seconds"]["encoder"] > 0
 
 
-@pytest.mark.parametrize(("name", "method"), METHODS)
+@pytest.mark.parametrize(("name", "method"), few(METHODS, QUICK))
 def test_keeping_everything_is_the_bare_encoder(name: str, method: str) -> None:
     made, given = encoder(name), pixels()
     bare = features(made, given)
@@ -195,7 +196,7 @@ def test_keeping_everything_is_the_bare_encoder(name: str, method: str) -> None:
         assert made.mmaccel.stats()["tokens_kept"] == 108 and made.mmaccel.reduction is None
 
 
-@pytest.mark.parametrize(("name", "method"), METHODS)
+@pytest.mark.parametrize(("name", "method"), few(METHODS, QUICK))
 def test_a_batch_is_its_pictures_alone(name: str, method: str) -> None:
     made, given = encoder(name), pixels(4)
     with accelerated_encoder(made, method, retain=0.4):
@@ -217,7 +218,7 @@ def snapshot(made: Any) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize(("name", "method"), METHODS)
+@pytest.mark.parametrize(("name", "method"), few(METHODS, QUICK))
 def test_remove_leaves_nothing(name: str, method: str) -> None:
     made, given = make(name), pixels()
     bare, before = features(made, given), snapshot(made)
@@ -282,7 +283,7 @@ def test_eager_attention_agrees(name: str) -> None:
     assert made.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(("name", "method"), METHODS)
+@pytest.mark.parametrize(("name", "method"), few(METHODS, QUICK))
 def test_bfloat16(name: str, method: str) -> None:
     made, given = make(name).to(torch.bfloat16), pixels().to(torch.bfloat16)
     with accelerated_encoder(made, method, retain=0.5):

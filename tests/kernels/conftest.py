@@ -4,9 +4,36 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+#: one test of every kernel, for the default run; the others that launch kernels are marked ``kernel``
+QUICK = {
+    "test_compact.py::test_the_kernel[torch.float16-(2, 2, 20, 256, 64)]",
+    "test_copies.py::test_picks_are_the_first_of_each_kind[8-4096]",
+    "test_decode.py::test_the_kernel_agrees_with_the_definition[ragged-masked]",
+    "test_decode.py::test_pages_before_flat_keys_before_the_tail[kivi-1-False]",
+    "test_importance.py::test_the_kernel[torch.bfloat16-(2, 4, 2, 5, 70, 20)]",
+    "test_matching.py::test_the_kernel[(3, 5, 130, 64)-True-torch.float32]",
+    "test_maxmin.py::test_the_kernel_of_greedy_dpp[(3, 33, 130)]",
+    "test_maxmin.py::test_the_kernel_of_max_min[0-(3, 33, 130)]",
+    "test_pack.py::test_kernel_is_its_definition[int2-channel-(32, 16, 32)]",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever asks where kernels run, or counts what they read, launches them."""
+    here = [item for item in items if item.path.parent == Path(__file__).parent]
+    for item in here:
+        launches = {"device", "meter"} & set(getattr(item, "fixturenames", ()))
+        if launches and f"{item.path.name}::{item.name}" not in QUICK:
+            item.add_marker("kernel")
+    whole = {item.path.name for item in here}
+    gone = {name for name in QUICK if name.split("::")[0] in whole} - {f"{i.path.name}::{i.name}" for i in here}
+    if gone and not any("::" in argument for argument in here[0].config.args):
+        raise pytest.UsageError(f"no such tests of kernels: {', '.join(sorted(gone))}; name others in QUICK")
 
 
 @pytest.fixture(scope="session")

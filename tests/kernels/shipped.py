@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from mmaccel_kernels import decode, launch, maxmin
+from mmaccel_kernels import launch
 from mmaccel_kernels.compact import compact
 from mmaccel_kernels.decode import Flat, decode_attention
+from mmaccel_kernels.decode import triton as decode_kernel
 from mmaccel_kernels.dpp import greedy_dpp
 from mmaccel_kernels.importance import importance
 from mmaccel_kernels.matching import best_match
 from mmaccel_kernels.maxmin import max_min
+from mmaccel_kernels.maxmin.triton import ONE_PROGRAM
 from torch import Tensor
 
 from mmaccel.kv.codecs import Codec
@@ -78,7 +80,7 @@ def _recording(target: str) -> Iterator[list[Task]]:
         patch.object(JITFunction, "run", record),
         patch.object(launch, "usable", lambda device: True),
         patch.object(torch.cuda, "device", nullcontext),
-        patch.object(decode, "_capability", lambda device: capability),
+        patch.object(decode_kernel, "_capability", lambda device: capability),
         # nothing is computed, and what comes behind reads the results
         patch.object(torch, "empty", torch.zeros),
         patch.object(torch, "empty_like", torch.zeros_like),
@@ -124,7 +126,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         name = f"importance {kind}, {width} channels{_beside(False, masked)}"
         made[name] = lambda t=DTYPES[kind], w=width, m=masked: _importance(t, w, m)
     # as many as one program takes, and blocks of all tokens of a long clip
-    for slots, width in ((maxmin.ONE_PROGRAM, maxmin.ONE_PROGRAM), (16384, 16)):
+    for slots, width in ((ONE_PROGRAM, ONE_PROGRAM), (16384, 16)):
         made[f"max_min of {slots}"] = lambda n=slots, w=width: max_min(*_units(n, w), most=1)
     for slots, width in ((1024, 1024), (16384, 16)):
         made[f"greedy_dpp of {slots}"] = lambda n=slots, w=width: _greedy_dpp(n, w)

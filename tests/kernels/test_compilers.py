@@ -19,16 +19,18 @@ HERE = Path(__file__).parent
 SOME = ["compact, merged", "max_min of 4096", "greedy_dpp of 1024", "importance bf16, 128 channels"]
 
 
-@pytest.mark.slow
+@pytest.mark.kernel
 def test_every_configuration_compiles_and_spills_what_the_table_says(capsys: Any) -> None:
     assert compilers.main(["--triton", "installed"]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.kernel
 def test_some_compile_and_spill_what_the_table_says(capsys: Any) -> None:
     assert compilers.main(["--triton", "installed", "--jobs", "1", "--only", *SOME]) == 0, capsys.readouterr().out
     assert "15 compiled" in capsys.readouterr().out
 
 
+@pytest.mark.kernel
 def test_decode_steps_copy_ahead_and_multiply_in_tensor_cores() -> None:
     program = """
 import json

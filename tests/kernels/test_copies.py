@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mmaccel_kernels import copies, maxmin
+from mmaccel_kernels import copies
 from mmaccel_kernels.copies import first_copies, pairs_of_first
 from mmaccel_kernels.dpp import greedy_dpp_definition, greedy_dpp_kernel
 from mmaccel_kernels.matching import best_match, most_alike
 from mmaccel_kernels.maxmin import max_min_definition, max_min_kernel
+from mmaccel_kernels.maxmin import triton as kernel
 from noise import noisy
 from torch.nn.functional import normalize
 
@@ -67,7 +68,7 @@ def test_pairs_of_copies():
 @pytest.mark.parametrize("width", [8, 40])
 def test_picks_are_the_first_of_each_kind(width, one_program, device, monkeypatch):
     """As many as there are kinds, then the lowest slots; whether a kernel or the definition picks, and however it rounds."""
-    monkeypatch.setattr(maxmin, "ONE_PROGRAM", one_program)
+    monkeypatch.setattr(kernel, "ONE_PROGRAM", one_program)
     kinds = 6
     x = few(2, 30, width, kinds).to(device)
     valid, quality = torch.ones(2, 30, dtype=torch.bool, device=device), torch.ones(2, 30, device=device)

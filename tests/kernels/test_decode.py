@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from mmaccel_kernels import decode
 from mmaccel_kernels.decode import (
     Flat,
     decode_attention,
@@ -16,6 +15,7 @@ from mmaccel_kernels.decode import (
     decode_attention_definition,
     decode_attention_kernel,
 )
+from mmaccel_kernels.decode import triton as kernel
 from mmaccel_kernels.pack import quantise
 from mmaccel_kernels.pages import Format, Pages, Plane, split
 
@@ -127,8 +127,8 @@ def test_half_precision(shape, dtype, device):
 
 @pytest.mark.parametrize("programs", [1, 2, 5, 7, 60])
 def test_the_work_may_be_split_over_any_number_of_programs(programs, monkeypatch, device):
-    monkeypatch.setattr(decode, "PROGRAMS_EACH", 1)
-    monkeypatch.setattr(decode, "_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(kernel, "PROGRAMS_EACH", 1)
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: programs)
     inputs = make([5, 700, 0, 0, 77, 1], 2, 3, 2, 1, 16, 3, masked=True, device=device)
     compare(inputs)
 
@@ -286,8 +286,8 @@ def test_keys_coded_as_waves(queries, width, device):
 @pytest.mark.parametrize("programs", [1, 2, 3, 4])
 def test_heads_without_a_page_and_no_tail(programs, monkeypatch, device):
     """Pages alone, as one of several parts of a cache."""
-    monkeypatch.setattr(decode, "PROGRAMS_EACH", 1)
-    monkeypatch.setattr(decode, "_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(kernel, "PROGRAMS_EACH", 1)
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: programs)
     form = Format("int4", "channel", 32)
     inputs = make(None, 3, 2, 2, 1, 32, 0, device=device)
     pages = packed([0, 32, 0, 96, 64, 0], 2, 32, form, form, 32, 16, device=device)
@@ -405,7 +405,7 @@ def test_every_code_is_read_once(keys, values, meter):
 def test_lengths_are_not_compiled_for():
     """Whatever grows while decoding is passed at run time, and not even looked at by the compiler."""
     changing = {"tail", "tail_tiles", "flat_column", "tail_column", "mask_b", "mask_h", "mask_q", "heads", "rows"}
-    assert changing <= set(decode._CHANGING)
+    assert changing <= set(kernel._CHANGING)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mmaccel_kernels import importance as module
-from mmaccel_kernels.importance import importance, importance_cost, importance_definition, importance_kernel, tiles
+from mmaccel_kernels.importance import (
+    importance,
+    importance_cost,
+    importance_definition,
+    importance_kernel,
+    naive,
+    tiles,
+)
+from mmaccel_kernels.importance import triton as kernel
 from traffic import counted
 
 #: batch, query heads, key heads, queries, keys, channels
@@ -51,7 +58,7 @@ def eager(query, key, scaling, weight, valid, visible):
 def test_the_definition(shape, monkeypatch):
     query, key, *rest = attention(*shape)
     for block in (1, 5000, 1 << 22):
-        monkeypatch.setattr(module, "BLOCK", block)
+        monkeypatch.setattr(naive, "BLOCK", block)
         for given in options(*rest):
             got = importance_definition(query, key, 0.2, *given)
             torch.testing.assert_close(got, eager(query, key, 0.2, *given), atol=1e-5, rtol=1e-5)
@@ -65,7 +72,7 @@ def test_the_kernel(shape, dtype, device, monkeypatch):
         want = importance_definition(query, key, 0.2, *given)
         # with and without keys split over programs
         for programs in (1, 512):
-            monkeypatch.setattr(module, "PROGRAMS", programs)
+            monkeypatch.setattr(kernel, "PROGRAMS", programs)
             got = importance_kernel(query, key, 0.2, *given)
             torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
@@ -91,7 +98,7 @@ def test_joins_and_defaults():
 def test_what_the_launches_move(monkeypatch):
     batch, heads, kv, queries, keys, width = 2, 6, 2, 40, 96, 32
     query, key, *_ = attention(batch, heads, kv, queries, keys, width, torch.float16)
-    monkeypatch.setattr(module, "PROGRAMS", 1)
+    monkeypatch.setattr(kernel, "PROGRAMS", 1)
     with counted() as traffic:
         importance_kernel(query, key, 0.2, None, None, None)
     moved, operations = importance_cost(batch, heads, kv, queries, keys, width, 2)

@@ -5,7 +5,9 @@ Tensors here say that they are on a GPU of this test's choice, and kernels run i
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import json
 import re
 import subprocess
@@ -13,15 +15,19 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import mmaccel_kernels
 import pytest
 import torch
 import zoo
-from mmaccel_kernels import decode, launch
+from mmaccel_kernels import launch, trial
 from mmaccel_kernels.compact import compact
 from mmaccel_kernels.decode import decode_attention
+from mmaccel_kernels.decode import triton as decode_kernel
 from mmaccel_kernels.dpp import greedy_dpp
 from mmaccel_kernels.importance import importance
 from mmaccel_kernels.matching import best_match
@@ -90,7 +96,7 @@ def machine(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(launch, "_failed", {})
-    asked = (launch.usable, launch.obstacle, decode._capability, decode._multiprocessors)
+    asked = (launch.usable, launch.obstacle, decode_kernel._capability, decode_kernel._multiprocessors)
     for once in asked:
         once.cache_clear()
     yield made
@@ -128,6 +134,36 @@ OPERATIONS = {
     ),
 }
 operations = pytest.mark.parametrize("operation", OPERATIONS)
+
+
+def folders() -> Iterator[types.ModuleType]:
+    """Those of :mod:`mmaccel_kernels` that hold a definition and a Triton program, and launch it."""
+    for info in iter_modules(mmaccel_kernels.__path__):
+        module = import_module(f"mmaccel_kernels.{info.name}")
+        if any(name.endswith("_kernel") for name in vars(module)):
+            yield module
+
+
+def test_every_operation_is_found_by_its_folder() -> None:
+    found = {name.removesuffix("_kernel") for module in folders() for name in vars(module) if name.endswith("_kernel")}
+    assert found == set(OPERATIONS) == {operation.__name__ for operation in trial._USES}
+
+
+def test_a_kernel_lies_beside_its_definition_and_takes_the_same() -> None:
+    for module in folders():
+        (name,) = (name.removesuffix("_kernel") for name in vars(module) if name.endswith("_kernel"))
+        kernel, definition = getattr(module, f"{name}_kernel"), getattr(module, f"{name}_definition")
+        assert getattr(module, name).__module__ == module.__name__
+        assert kernel.__module__ == f"{module.__name__}.triton" and definition.__module__ == f"{module.__name__}.naive"
+        assert inspect.signature(kernel) == inspect.signature(definition)
+
+
+def test_every_function_fits_a_page() -> None:
+    """Kernels first of all: 80 lines, decorators left out."""
+    for path in Path(mmaccel_kernels.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 80, f"{path}: {node.name}"
 
 
 # --- the device -------------------------------------------------------------------------------------------------------

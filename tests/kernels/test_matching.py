@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mmaccel_kernels import matching
-from mmaccel_kernels.matching import best_match, best_match_cost, best_match_definition, best_match_kernel, tiles
+from mmaccel_kernels.matching import best_match, best_match_cost, best_match_definition, best_match_kernel, naive, tiles
 from traffic import counted
 
 SHAPES = [(1, 1, 1, 1), (2, 70, 65, 33), (3, 5, 130, 64), (1, 129, 2, 80)]
@@ -38,7 +37,7 @@ def test_the_definition(shape, masked, others, monkeypatch):
     there = there if masked else None
     want = all_products(x, y, there, others)
     for block in (1, 300, 1 << 20):
-        monkeypatch.setattr(matching, "BLOCK", block)
+        monkeypatch.setattr(naive, "BLOCK", block)
         for got, expected in zip(best_match(x, y, there, others=others), want, strict=True):
             assert torch.equal(got, expected)
 

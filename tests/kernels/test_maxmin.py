@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mmaccel_kernels import maxmin
 from mmaccel_kernels.dpp import greedy_dpp, greedy_dpp_cost, greedy_dpp_definition, greedy_dpp_kernel
-from mmaccel_kernels.maxmin import max_min, max_min_cost, max_min_definition, max_min_kernel
+from mmaccel_kernels.maxmin import max_min, max_min_cost, max_min_definition, max_min_kernel, naive
+from mmaccel_kernels.maxmin import triton as kernel
 from torch.nn.functional import normalize
 from traffic import counted
 
@@ -67,7 +67,7 @@ def dense_dpp(x, quality, valid, count):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_max_min_is_what_all_distances_say(shape, monkeypatch):
     x, _, valid, count = units(*shape)
-    monkeypatch.setattr(maxmin, "BLOCK", 500)
+    monkeypatch.setattr(naive, "BLOCK", 500)
     kept = max_min(x, valid, count, NOISE)
     for row in range(len(x)):
         assert slots_of(kept[row]) == dense_max_min(x[row], valid[row], int(count[row]))
@@ -84,7 +84,7 @@ def test_greedy_dpp_is_what_the_determinants_say(shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("one_program", [0, 4096])
 def test_the_kernel_of_max_min(shape, one_program, device, monkeypatch):
-    monkeypatch.setattr(maxmin, "ONE_PROGRAM", one_program)
+    monkeypatch.setattr(kernel, "ONE_PROGRAM", one_program)
     x, _, valid, count = units(*shape, device)
     want = max_min_definition(x, valid, count, NOISE, None)
     assert torch.equal(max_min_kernel(x, valid, count, NOISE, None), want)
@@ -115,7 +115,7 @@ def test_ties_go_to_the_lower_slot_and_nothing_is_picked_twice(device):
 @pytest.mark.parametrize("one_program", [0, 4096])
 @pytest.mark.parametrize("width", [2, 4])
 def test_distances_below_the_noise_are_ties(width, one_program, device, monkeypatch):
-    monkeypatch.setattr(maxmin, "ONE_PROGRAM", one_program)
+    monkeypatch.setattr(kernel, "ONE_PROGRAM", one_program)
     # the third is farther from the first than the second is, by less than counts
     angle = torch.tensor([0.0, 0.002, 0.004])
     x = torch.nn.functional.pad(torch.stack([angle.cos(), angle.sin()], -1), (0, width - 2))[None].to(device)
@@ -132,11 +132,12 @@ def test_empty_sets():
         assert not max_min(x, valid, count).any() and not greedy_dpp(x, x.sum(2), valid, count).any()
 
 
+@pytest.mark.kernel
 def test_what_a_pick_moves(monkeypatch):
     n, slots, width = 1, 70, 33
     x, quality, valid, count = units(n, slots, width)
     # each block reads the picked vector, the bests of all blocks before it and its own state
-    blocks = -(-slots // maxmin.TILE["BLOCK"])
+    blocks = -(-slots // kernel.TILE["BLOCK"])
     turns = int(count.max())
 
     with counted() as first:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
-from mmaccel_kernels import pages as layout
 from mmaccel_kernels.pack import Shared, encode, measure, quantise, quantise_definition, quantise_kernel, to_e4m3
 from mmaccel_kernels.pages import Format, Pages, cumulative, dequantise, from_e4m3, pack, split, unpack
 
@@ -203,7 +203,7 @@ def test_planes_hold_channels_of_their_own():
     def plane(part):
         picked = x.gather(1, part.long().repeat_interleave(64, dim=0))
         made = quantise(picked, start, count, fine, page=page, tile=16)
-        return layout.replace(made, channels=part)
+        return dataclasses.replace(made, channels=part)
 
     n = torch.arange(2, dtype=torch.int32)
     whole = quantise(x, start, count, fine, page=page, tile=16)

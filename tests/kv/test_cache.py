@@ -10,14 +10,14 @@ import torch
 import zoo
 from evicting import SCHEDULES, places, stage, step_by_step
 from laws import oracle
+from tail import in_turn
 
 from mmaccel import accelerated
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
-@pytest.mark.parametrize("how", ("deepcopy", "saved"))
-@pytest.mark.parametrize("name", ("h2o", "adaptive", "snapkv"))
+@pytest.mark.parametrize(("name", "how"), in_turn(("h2o", "adaptive", "snapkv"), ("deepcopy", "saved")))
 def test_a_copy_of_the_cache_goes_on_alike(name: str, how: str) -> None:
     family, recipe = "llava", SCHEDULES[name]
     feed = zoo.inputs(family, "uneven")

@@ -9,6 +9,7 @@ import torch
 import zoo
 from evicting import SCHEDULES, by_hand, stage
 from laws import oracle
+from tail import in_turn
 
 from mmaccel import accelerated
 from mmaccel.kv.merge import merge
@@ -45,8 +46,9 @@ def test_the_bar_of_merging_moves_slowly() -> None:
     assert idle.threshold is not None and (idle.threshold == 0.3).all()
 
 
-@pytest.mark.parametrize("how", ("pivot", "weighted", "average", "nearest", "ema", "blend"))
-@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl"))
+@pytest.mark.parametrize(
+    ("family", "how"), in_turn(("llava", "qwen2_5_vl"), ("pivot", "weighted", "average", "nearest", "ema", "blend"))
+)
 def test_merged_keys_are_stored(family: str, how: str) -> None:
     """Keys and values of the bare model, merged by hand onto the places that are kept."""
     feed = zoo.inputs(family, "image")

@@ -10,6 +10,7 @@ import torch
 import zoo
 from evicting import FAMILIES, RECIPES, stage
 from laws import helpers, oracle
+from tail import few, in_turn
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
@@ -61,8 +62,11 @@ def test_recipes_of_all_options_are_data() -> None:
 
 
 # --- laws -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("family", FAMILIES)
+#: of the ways to evict: scores of each kind, budgets of layers and of heads, by heads or the same for all, text too
+QUICK = ("h2o", "vl-cache", "tova", "infinipot-v", "pyramid", "adaptive", "windowkv", "joint", "text")
+
+
+@pytest.mark.parametrize(("family", "name"), in_turn(FAMILIES, RECIPES, of=QUICK))
 def test_evicting_is_hiding_and_a_row_is_the_row_alone(family: str, name: str) -> None:
     """Laws 2, 3 and 4 on rows with unequal pictures."""
     feed, recipe = zoo.inputs(family, "uneven"), RECIPES[name]
@@ -108,7 +112,7 @@ def test_evicting_is_hiding_and_a_row_is_the_row_alone(family: str, name: str) -
         assert torch.equal(kept_question, torch.minimum(question.sum(1)[None, :, None], room).expand_as(kept_question))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", few(RECIPES, QUICK))
 def test_a_whole_budget_changes_nothing(name: str) -> None:
     """Law 1, with everything that merges, too."""
     family = "llava"

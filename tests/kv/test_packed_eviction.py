@@ -10,6 +10,7 @@ import torch
 import zoo
 from evicting import SCHEDULES, stage
 from laws import helpers, oracle
+from tail import few, in_turn
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -94,8 +95,11 @@ class Once:
         self.there, self.once, self.numbers = there, packed, numbers
 
 
-@pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl"))
+#: one of each codec, and schedules that drop by heads, for all heads, and only what is visual
+QUICK = ("h2o-text", "h2o-visual", "every-3", "adaptive", "tova")
+
+
+@pytest.mark.parametrize(("family", "name"), in_turn(("llava", "qwen2_5_vl"), PACKED, of=QUICK))
 def test_evicting_packed_keys_is_hiding_them(family: str, name: str) -> None:
     feed, recipe = zoo.inputs(family, "uneven"), beside(SCHEDULES[name], PACKED[name])
     forced = oracle.force(family, len(feed["input_ids"]), 40)
@@ -135,7 +139,7 @@ def test_the_first_and_the_newest_stay_wherever_they_are_stored() -> None:
     assert there[..., :2].all() and there[..., seen - count + 2 :].all() and not there[..., 2 : seen - count + 2].any()
 
 
-@pytest.mark.parametrize("how", ("pivot", "average", "nearest"))
+@pytest.mark.parametrize("how", few(("pivot", "average", "nearest"), ("pivot",)))
 def test_merging_leaves_packed_keys_alone(how: str) -> None:
     """They do not take in others, which would quantise them again."""
     family, feed = "llava", zoo.inputs("llava", "image")
@@ -153,7 +157,7 @@ def test_merging_leaves_packed_keys_alone(how: str) -> None:
     assert changed, "nothing was merged"
 
 
-@pytest.mark.parametrize("name", ("h2o", "adaptive", "snapkv"))
+@pytest.mark.parametrize("name", few(("h2o", "adaptive", "snapkv"), ("adaptive",)))
 def test_beams_and_later_turns_on_packed_keys(name: str) -> None:
     """The best beam decodes as its tokens decode alone; then another picture comes."""
     family, recipe = "llava", beside(SCHEDULES[name], "kivi")
@@ -179,7 +183,7 @@ def test_beams_and_later_turns_on_packed_keys(name: str) -> None:
         assert once.there[..., seen:].any() and model.mmaccel.stats()["kv_bytes"] == cache.mmaccel.nbytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_thousand_steps_of_packed_keys_do_not_drift() -> None:
     """Keys stay under the cap, bytes under those of full precision, and every step attends to exactly what is stored.
 

@@ -9,6 +9,7 @@ import torch
 import zoo
 from evicting import SCHEDULES, places, replay_steps, stage, step_by_step
 from laws import helpers, oracle
+from tail import few, in_turn
 from torch import Tensor
 
 from mmaccel import accelerated
@@ -18,8 +19,10 @@ from mmaccel.method import KeyBatch, LayerAttention
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("family", "kind"), [("llava", "uneven"), ("qwen2_5_vl", "uneven"), ("internvl", "image")])
+@pytest.mark.parametrize(
+    ("family", "kind", "name"),
+    in_turn([("llava", "uneven"), ("qwen2_5_vl", "uneven"), ("internvl", "image")], SCHEDULES),
+)
 def test_evicting_while_decoding_is_hiding_from_then_on(family: str, kind: str, name: str) -> None:
     feed, recipe = zoo.inputs(family, kind), SCHEDULES[name]
     forced = oracle.force(family, len(feed["input_ids"]), 9)
@@ -44,7 +47,7 @@ def test_evicting_while_decoding_is_hiding_from_then_on(family: str, kind: str, 
         assert (held[-1][..., :length] | ~(valid & ~visual)[None, :, None]).all()
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", few(SCHEDULES, ("h2o-text", "snapkv", "adaptive", "tova", "elastic")))
 def test_a_batch_decodes_as_its_rows(name: str) -> None:
     family = "llava"
     feed, recipe = zoo.inputs(family, "uneven"), SCHEDULES[name]
@@ -79,8 +82,7 @@ def test_beams_carry_their_own_figures(name: str) -> None:
     oracle.close(beams, got)
 
 
-@pytest.mark.parametrize("name", ("h2o", "adaptive", "h2o-visual"))
-@pytest.mark.parametrize("second", ("text", "image"))
+@pytest.mark.parametrize(("second", "name"), in_turn(("text", "image"), ("h2o", "adaptive", "h2o-visual")))
 def test_a_second_turn(name: str, second: str) -> None:
     """Many tokens, with or without a picture, on layers of unequal length: as long as the sum of what was stored."""
     family, recipe = "llava", SCHEDULES[name]
@@ -106,7 +108,7 @@ def test_a_second_turn(name: str, second: str) -> None:
         assert torch.equal(known >= 0, oracle.visual(family, kept)[0]) and known.unique().tolist() == [-1, 0, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_thousand_steps_do_not_drift() -> None:
     """Memory stays what it was, and every step is that of one long forward that sees the same keys."""
     family, steps, longer = "llava", 2000, {"max_position_embeddings": 4096}
@@ -126,8 +128,7 @@ def test_two_thousand_steps_do_not_drift() -> None:
     oracle.close(torch.stack(logits, dim=1), replay_steps(family, feed, forced, held, **longer), 1e-4)
 
 
-@pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWED)
-@pytest.mark.parametrize("name", ("h2o", "adaptive", "tova"))
+@pytest.mark.parametrize(("name", "family", "overrides"), in_turn(("h2o", "adaptive", "tova"), oracle.WINDOWED))
 def test_sliding_windows_count_original_places(family: str, overrides: dict[str, Any], name: str) -> None:
     """Keys that a window no longer reaches are evicted or not, and read by nobody."""
     feed, recipe = zoo.inputs(family, "image", question="a?"), SCHEDULES[name]

@@ -12,6 +12,7 @@ import simulated
 import torch
 import zoo
 from laws import helpers
+from tail import few
 
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.kv.index import KeyIndex
@@ -76,17 +77,15 @@ def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:
     return [sum(after.since(before).waits.values()) for before, after in zip(counts[::2], counts[1::2], strict=True)]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
-)
+@pytest.mark.parametrize("name", few(RECIPES, QUICK))
 def test_more_layers_make_the_host_wait_no_more_often(name: str) -> None:
-    few = waits(RECIPES[name], 4)
-    assert waits(RECIPES[name], 8) == few
+    four = waits(RECIPES[name], 4)
+    assert waits(RECIPES[name], 8) == four
     # what a text codec packs of what was said is asked once a step, for all layers
-    assert max(few[1:]) <= (name == "two codecs")
+    assert max(four[1:]) <= (name == "two codecs")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_uneven_rows_make_the_host_wait_no_more_often() -> None:
     assert waits(RECIPES["uniform"], 8, "uneven") == waits(RECIPES["uniform"], 4, "uneven")
 

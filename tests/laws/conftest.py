@@ -1,7 +1,22 @@
-"""What the laws share beside their oracle."""
+"""What the laws share beside their oracle, and which of their cases run by default.
+
+Every law lists its whole square: families, inputs, and the methods of the registry that it is about. By default a law runs
+one case for every site of its methods, or one if it lists none, drawn by a hash of the case's name: families, inputs and
+methods take turns from law to law, a new method is in the square by itself, and what is drawn stays drawn. All other cases
+are marked `full`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from mmaccel import Recipe, Stage, recipes
+from mmaccel.method.registry import methods
 
 
 @pytest.fixture
@@ -9,3 +24,30 @@ def no_gradients():
     """Inference only."""
     with torch.no_grad():
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is not drawn."""
+    laws: dict[tuple[Path, str, str], list[pytest.Function]] = {}
+    known = recipes()
+    for item in items:
+        if item.path.parent != Path(__file__).parent or not isinstance(item, pytest.Function):
+            continue
+        if hasattr(item, "callspec") and item.get_closest_marker("full") is None:
+            laws.setdefault((item.path, item.originalname, site_of(item.callspec.params, known)), []).append(item)
+    for cases in laws.values():
+        drawn = min(cases, key=lambda case: zlib.crc32(f"{case.path.name} {case.name}".encode()))
+        for case in cases:
+            if case is not drawn:
+                case.add_marker(pytest.mark.full)
+
+
+def site_of(params: dict[str, Any], known: dict[str, Recipe]) -> str:
+    """The site of the methods that a case names, `composed` if there are several, and nothing if it names none."""
+    stages: list[Stage] = []
+    for value in params.values():
+        value = known.get(value) if isinstance(value, str) else value
+        stages += value.stages if isinstance(value, Recipe) else [value] if isinstance(value, Stage) else []
+    sites = {methods()[stage.method].site for stage in stages}
+    return "composed" if len(sites) > 1 else "".join(sites)

@@ -50,11 +50,11 @@ def inputs(family: str, kind: str = "image", batch: int = 1, seed: int = 0) -> I
 
 
 def recipe_of(name: str, family: str = "", retain: float | None = 0.3, **options: Any) -> mmaccel.Recipe:
-    """The recipe of one method with a budget; ``layers`` methods act where DeepStack allows it."""
+    """The recipe of that name with a budget; a method at site ``layers`` acts where DeepStack allows it."""
     made = mmaccel.recipe(name)
     if retain is not None and made.primary is not None:
         made = made.override(retain=retain)
-    if family == "qwen3_vl" and mmaccel.method(made.stages[-1].method).site == "layers":
+    if family == "qwen3_vl" and [mmaccel.method(stage.method).site for stage in made.stages] == ["layers"]:
         options = {"layer": 3, **options}
     return made.override(**options)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import batches
 import torch
 import zoo
 from torch import Tensor, nn
@@ -20,15 +21,15 @@ from transformers import LogitsProcessor
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from mmaccel import Recipe, Stage, accelerated, method
+from mmaccel import Recipe, Stage, UnsupportedError, accelerated, method, recipes
+from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
+from mmaccel.method import FramesMethod, LayerMethod, Method, Policy, TokenMethod
 
 STEPS = 6
 #: logits of the zoo have a standard deviation of about one; float32 kernels differ by up to 1.1e-5 on them
 TOLERANCE, POWER = 2e-5, 1e-2
 
-DEEPSTACK = {"qwen3_vl": 3}
-CLS = ("llava", "llava_next", "llava_next_video", "video_llava", "internvl")
 #: LLaMA and Qwen2 text models that can have sliding windows
 WINDOWED = (("llava_next", {"sliding_window": 24}), ("internvl", {"sliding_window": 24, "max_window_layers": 2}))
 
@@ -46,6 +47,16 @@ def bare(family: str, **overrides: Any) -> Any:
 def subject(family: str, **overrides: Any) -> Any:
     """The same model, to be accelerated inside `with` blocks."""
     return zoo.model(family, **overrides)
+
+
+@functools.cache
+def adapter(family: str) -> Any:
+    """What mmaccel knows of a family, with its processor."""
+    return family_of(bare(family), zoo.processor(family))
+
+
+#: families whose vision tower has a CLS token
+CLS = tuple(family for family in zoo.FAMILIES if adapter(family).has_cls)
 
 
 @functools.cache
@@ -147,11 +158,69 @@ class Record:
 
 def recipe(name: str, family: str, retain: float | None = 0.3, **options: Any) -> Recipe:
     """A recipe of one method, at a layer that the family allows and with a window that leaves something to choose."""
-    if name == "fastv":
-        options = {"layer": DEEPSTACK.get(family, 2), **options}
-    if name == "snapkv":
-        options = {"window": 8, **options}
-    return Recipe(name, (Stage(name, retain, options),))
+    kind = method(name)
+    known = {option.name for option in fields(kind)}
+    if issubclass(kind, LayerMethod):
+        options = {"layer": first_layer(family), **options}
+    if issubclass(kind, Policy) and "window" in known:
+        options = {"window": min(8, kind.window), **options}
+    return Recipe(name, (Stage(name, None if kind.budget == "none" else retain, options),))
+
+
+def first_layer(family: str) -> int:
+    """The layer at which the laws drop tokens: the second, or behind the last that DeepStack reaches."""
+    return max(2, adapter(family).deepstack)
+
+
+# ------------------------------------------------------------------------------------------------------------ the registry
+
+
+def named(*kinds: type[Method]) -> tuple[str, ...]:
+    """The methods of these kinds that are offered."""
+    return tuple(name for kind in kinds for name in batches.offered(kind))
+
+
+def policies_that_drop() -> tuple[str, ...]:
+    """Policies that with their default options evict the other keys, for good and as soon as the prompt has been read."""
+    return tuple(
+        name
+        for name, kind in batches.offered(Policy).items()
+        if kind.budget != "none" and kind.compact == "evict" and not kind().recalls
+    )
+
+
+def methods_that_drop(*kinds: type[TokenMethod]) -> tuple[str, ...]:
+    """Methods that with their default options merge nothing."""
+    made = ((name, next(batches.built(kind))) for one in kinds for name, kind in batches.offered(one).items())
+    shown = ((name, one, batches.tokens_of(one)) for name, one in made)
+    return tuple(name for name, one, seen in shown if one.reduce(seen, seen.valid.sum(1) // 3).links is None)
+
+
+def named_recipes() -> tuple[str, ...]:
+    """Every recipe of methods that are offered, if it does anything once a processor has done its part."""
+    known, front = batches.offered(), set(batches.offered(FramesMethod))
+    return tuple(
+        name
+        for name, made in recipes().items()
+        if all(stage.method in known for stage in made.stages) and {stage.method for stage in made.stages} - front
+    )
+
+
+def has_site(name: str, site: str) -> bool:
+    """Whether a recipe has a stage at a site."""
+    return any(method(stage.method).site == site for stage in recipes()[name].stages)
+
+
+@functools.cache
+def fits(name: str, family: str) -> bool:
+    """Whether a family has what the methods of a recipe ask for."""
+    try:
+        for _, made in recipes()[name].build():
+            if not isinstance(made, FramesMethod):
+                made.fit(adapter(family)).check(adapter(family))
+    except UnsupportedError:
+        return False
+    return True
 
 
 def record(
@@ -233,11 +302,13 @@ def replay(
     forced: Tensor,
     seen: Seen | None = None,
     change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    merged: tuple[int, Reduction] | None = None,
     **overrides: Any,
 ) -> tuple[Tensor, Tensor]:
     """Logits of the prompt `[B, S, V]` and of the steps `[B, T, V]` of the bare model that sees only what is `seen`.
 
-    `change` may exchange what the text model is called with.
+    `change` may exchange what the text model is called with, and `merged` puts merged values at the kept places of what a
+    layer reads; 0 is the embeddings, with DeepStack's features.
     """
     model = replayer(family, **overrides)
     seen = everything(model, feed) if seen is None else seen
@@ -255,7 +326,7 @@ def replay(
         mask[:, :, length:, :length] &= seen.later[number][:, :, None]
         # rows that see nothing (padding, dropped tokens) must stay finite; nobody looks at them
         layer.self_attn.visible = (mask | torch.eye(len(place), dtype=torch.bool)).repeat_interleave(groups, dim=1)
-    with exchanged(model, change):
+    with exchanged(model, change), merging(model, merged):
         logits = model(**whole, use_cache=False).logits
     return logits[:, :length], logits[:, length - 1 :]
 
@@ -276,6 +347,44 @@ def exchanged(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]] | N
         return (args, change(dict(kwargs))) if change is not None else None
 
     handle = text_model(model).register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def taken_up(x: Tensor, reduction: Reduction) -> Tensor:
+    """`x [B, S, D]` with merged values at the kept places of the prompt."""
+    length = reduction.kept.shape[1]
+    return torch.cat([reduction.substitute(x[:, :length]), x[:, length:]], dim=1)
+
+
+def merged_inputs(kwargs: dict[str, Any], reduction: Reduction) -> dict[str, Any]:
+    """What a text model is called with when tokens are merged before it, DeepStack's features included."""
+    kwargs = dict(kwargs, inputs_embeds=taken_up(kwargs["inputs_embeds"], reduction))
+    if kwargs.get("deepstack_visual_embeds") is not None:
+        mask, planes = kwargs["visual_pos_masks"][:, : reduction.kept.shape[1]], []
+        for features in kwargs["deepstack_visual_embeds"]:
+            plane = features.new_zeros(*mask.shape, features.shape[-1])
+            plane[mask] = features
+            planes.append(reduction.substitute(plane)[mask])
+        kwargs["deepstack_visual_embeds"] = planes
+    return kwargs
+
+
+@contextmanager
+def merging(model: Any, merged: tuple[int, Reduction] | None) -> Any:
+    """Let a layer of the text model read merged values at the kept places of the prompt."""
+    if merged is None:
+        yield
+        return
+    number, reduction = merged
+    if number == 0:
+        with exchanged(model, lambda kwargs: merged_inputs(kwargs, reduction)):
+            yield
+        return
+    layer = text_model(model).layers[number]
+    handle = layer.register_forward_pre_hook(lambda module, args: (taken_up(args[0], reduction), *args[1:]))
     try:
         yield
     finally:
@@ -320,5 +429,5 @@ def visual(family: str, feed: Any) -> Tensor:
 
 def layers_of_tower(model: Any) -> tuple[list[Sequence[nn.Module]], int]:
     """The layers of every tower, and the number of the one whose output the language model reads."""
-    adapter = family_of(model)
-    return [adapter.tower_layers(tower) for tower in adapter.towers()], adapter.feature_layer
+    known = family_of(model)
+    return [known.tower_layers(tower) for tower in known.towers()], known.feature_layer

@@ -6,16 +6,17 @@ import math
 import zlib
 from fractions import Fraction
 
-import numpy as np
+import batches
 import oracle
 import pytest
 import torch
 import zoo
+from mmaccel.frames.clip import FrameEncoder
 from PIL import Image
 
 import mmaccel
 from mmaccel import UnsupportedError, accelerated, prepare, recipes
-from mmaccel.method import FramesMethod, Policy
+from mmaccel.method import EncoderMethod, FramesMethod, LayerMethod, Policy, ProjectorMethod
 from mmaccel.method.registry import methods
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -34,16 +35,11 @@ USUAL = (
 TOKENS = ("encoder", "projector", "layers")
 
 
-def own(name):
-    """Whether a recipe is made of methods that come with mmaccel; other tests register more."""
-    return all(methods()[stage.method].__module__.startswith("mmaccel.") for stage in recipes()[name].stages)
-
-
 def sites(name):
     return {methods()[stage.method].site for stage in recipes()[name].stages}
 
 
-NAMES = tuple(name for name in recipes() if own(name) and sites(name) - {"frames", "codec"})
+NAMES = tuple(name for name in oracle.named_recipes() if sites(name) - {"frames", "codec"})
 
 
 def few(family, kind, name):
@@ -92,11 +88,8 @@ def check(family, kind, name, retain):
         text = layout.valid & ~layout.visual
         assert torch.equal(passage.reduction.kept & ~layout.visual, text), "text was dropped"
     ran = {stage["method"] for stage in stats["stages"]}
-    assert ran == {
-        stage.method.name
-        for stage in handle.plan.stages
-        if stage.method.site != "layers" or stage in handle.plan.stage_at_layer.values()
-    }
+    at_layers = handle.plan.stage_at_layer.values()
+    assert ran == {s.method.name for s in handle.plan.stages if s.method.site != "layers" or s in at_layers}
     if handle.plan.policy is not None:
         keys(handle, stats, held, shown, reaches)
     return 1
@@ -180,7 +173,7 @@ def test_a_row_without_a_picture_beside_one_with(name):
     check("llava", "textrow", name, 0.29)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_what_is_asked_is_kept_everywhere(family, name):
@@ -221,17 +214,14 @@ def test_no_stage_is_without_effect(name, retain):
 
 
 # --- before the processor ---------------------------------------------------------------------------------------------
-CHOOSERS = [n for n, m in methods().items() if issubclass(m, FramesMethod) and m.only_chooses and own(n)]
-#: these find scenes or frames by CLIP; their choice is the base's, and tests/test_frames.py has a model for them
-WITH_CLIP = ("query-frames", "scenetilling")
+CHOOSERS = [name for name, kind in batches.offered(FramesMethod).items() if kind.only_chooses]
 
 
 @pytest.mark.parametrize("name", CHOOSERS)
 @pytest.mark.parametrize("retain", (1e-6, 0.1, 0.29, 0.5, 1.0))
 def test_frames_that_are_asked_for_are_chosen(name, retain, monkeypatch):
-    method = methods()[name]()
-    if name in WITH_CLIP:
-        monkeypatch.setattr(type(method), "pick", lambda self, frames, count: np.arange(count))
+    monkeypatch.setattr(FrameEncoder, "load", lambda name: batches.StandIn())
+    (method,) = batches.built(methods()[name])
     for total in (1, 2, 7, 16):
         clip = zoo.clip(total, 40, 40, 1)
         chosen, wanted = method.choose(clip, retain), resolved(retain, total)
@@ -265,4 +255,5 @@ def test_choosing_frames_of_a_picture_is_said_to_do_nothing(family, with_tokens)
 def test_policies_are_held_to_their_budget():
     """The matrix really has the cache in it."""
     assert sum(issubclass(methods()[s.method], Policy) for n in NAMES for s in recipes()[n].stages) > 20
-    assert {"tome", "pool", "aim", "fastkv", "mustdrop-cache"} <= set(NAMES) and len(NAMES) > 60
+    assert set(oracle.named(EncoderMethod, ProjectorMethod, LayerMethod, Policy)) <= set(NAMES)
+    assert sum(len(recipes()[name].stages) > 1 for name in NAMES) > 3

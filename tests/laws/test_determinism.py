@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import zoo
 from laws.helpers import FAMILIES, generate, inputs, logits, model, recipe_of
 
-import mmaccel
 from mmaccel import accelerated
 from mmaccel.core.reduction import Reduction, top_mask
-from mmaccel.method import TokenBatch, TokenMethod
-
-METHODS = ("random", "uniform", "divprune", "attention-received", "vtc-cls", "pool", "tome", "fastv", "snapkv")
-METHODS += ("vl-cache", "d2o", "dycoke-cache", "infinipot-v")
+from mmaccel.method import LayerMethod, ProjectorMethod
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
-def fits(method: str, family: str) -> bool:
-    return method != "vtc-cls" or family in ("llava", "llava_next", "llava_next_video", "video_llava", "internvl")
+def square(*names: str) -> list[tuple[str, str]]:
+    """Recipes on every family that has what they ask for."""
+    return [(family, name) for family in FAMILIES for name in names if oracle.fits(name, family)]
 
 
 def run(tiny: Any, feed: dict[str, Any]) -> tuple[Any, ...]:
@@ -33,19 +31,18 @@ def run(tiny: Any, feed: dict[str, Any]) -> tuple[Any, ...]:
     return made.kept, links.source, links.slot, links.weight, out.sequences, logits(out), *sum(stored, ())
 
 
-@families
+@pytest.mark.parametrize(("family", "method"), square(*oracle.named_recipes()))
 @pytest.mark.parametrize("kind", ["image", "uneven"])
-def test_twice_is_the_same(family: str, kind: str) -> None:
+def test_twice_is_the_same(family: str, method: str, kind: str) -> None:
     """On one handle, and on one that was made anew."""
     tiny, feed = model(family), inputs(family, kind)
-    for method in (name for name in METHODS if fits(name, family)):
-        chosen, processor = recipe_of(method, family), zoo.processor(family)
-        with accelerated(tiny, chosen, processor=processor):
-            first, second = run(tiny, feed), run(tiny, feed)
-        with accelerated(tiny, chosen, processor=processor):
-            third = run(tiny, feed)
-        for other in (second, third):
-            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), method
+    chosen, processor = recipe_of(method, family), zoo.processor(family)
+    with accelerated(tiny, chosen, processor=processor):
+        first, second = run(tiny, feed), run(tiny, feed)
+    with accelerated(tiny, chosen, processor=processor):
+        third = run(tiny, feed)
+    for other in (second, third):
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @families
@@ -77,40 +74,17 @@ def test_ties_go_to_the_lower_slot() -> None:
     ]
 
 
-def _flat(method: str) -> TokenBatch:
-    """Tokens that no score can tell apart."""
-    n = 12
-    signals = {name: torch.full((1, 1, n), 0.5) for name in ("cls_attention", "received_attention")}
-    return TokenBatch(
-        features=torch.ones(1, n, 8),
-        valid=torch.ones(1, n, dtype=torch.bool),
-        cells=torch.cartesian_prod(torch.arange(1), torch.arange(3), torch.arange(4))[None],
-        grid=torch.tensor([[1, 3, 4]]),
-        segment=torch.zeros(1, n, dtype=torch.long),
-        signals={**signals, "prompt_attention": torch.full((1, n), 0.5)},
-    )
-
-
-@pytest.mark.parametrize("name", ["divprune", "vtc-cls", "attention-received", "fastv"])
-def test_equal_tokens_keep_the_first(name: str) -> None:
-    method = mmaccel.method(name)()
-    assert isinstance(method, TokenMethod)
-    made = method.reduce(_flat(name), torch.tensor([5]))
-    assert made.kept[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
-
-
-@families
-def test_a_grey_picture(family: str) -> None:
+@pytest.mark.parametrize(("family", "name"), square(*oracle.named(ProjectorMethod, LayerMethod)))
+def test_a_grey_picture(family: str, name: str) -> None:
     """A picture of one colour makes ties in the model itself; the choice is still the same every time."""
     from PIL import Image
 
     tiny = model(family)
     grey = Image.new("RGB", zoo._TABLE[family].sizes[0], (128, 128, 128))
     feed = dict(zoo.encode(family, [([grey], [], zoo.QUESTION)]))
-    for name in ("divprune", "attention-received", "fastv"):
-        with accelerated(tiny, recipe_of(name, family), processor=zoo.processor(family)):
-            first, second = run(tiny, feed), run(tiny, feed)
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with accelerated(tiny, recipe_of(name, family), processor=zoo.processor(family)):
+        first, second = run(tiny, feed), run(tiny, feed)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_merging_has_one_order_of_additions() -> None:

@@ -7,13 +7,19 @@ import pytest
 import torch
 import zoo
 
-from mmaccel import Recipe, UnsupportedError, accelerated
-from mmaccel.method import Policy
+from mmaccel import Recipe, UnsupportedError, accelerated, method
+from mmaccel.method import EncoderMethod, LayerMethod, Policy, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-#: a keep-everything reduction through the whole path
-KEEPERS = ("random", "uniform", "divprune", "attention-received", "pool", "fastv", "snapkv", "streaming-llm")
+#: by site; the language model may be read by two in a row
+SITES = (EncoderMethod, ProjectorMethod, ProjectorMethod, LayerMethod, Policy)
+#: every method that keeps what it is asked for, or may
+KEEPERS = tuple(
+    name
+    for name in oracle.named(EncoderMethod, ProjectorMethod, LayerMethod, Policy)
+    if method(name).budget in ("exact", "at_most")
+)
 CASES = [(family, kind) for family in zoo.FAMILIES for kind in zoo.kinds(family)]
 cases = pytest.mark.parametrize(("family", "kind"), CASES, ids=str)
 UNPADDED = ("image", "images", "video", "mixed", "text")
@@ -65,16 +71,14 @@ def keeps_everything(family, kind, what, batch=1, **overrides):
         tokens, logits = greedy(model, feed)
         whole = model(**feed).logits
         reduction = model.mmaccel.reduction
-        if kind != "text" and any(
-            isinstance(method, Policy) for method in (s.method for s in model.mmaccel.plan.stages)
-        ):
+        if kind != "text" and model.mmaccel.plan.policy is not None:
             with pytest.raises(UnsupportedError, match="use_cache=False makes none"):
                 model(**feed, use_cache=False)
             alone = whole
         else:
             alone = model(**feed, use_cache=False).logits
         if kind != "text":
-            assert reduction.is_identity or what.stages[0].method == "pool"
+            assert reduction.links is None or torch.equal(reduction.links.slot, reduction.links.source)
             assert torch.equal(reduction.kept, feed["attention_mask"].bool())
     wanted, wanted_logits = greedy(bare, feed)
     wanted_whole = bare(**feed).logits
@@ -88,37 +92,15 @@ def keeps_everything(family, kind, what, batch=1, **overrides):
         oracle.close(alone[valid], wanted_whole[valid])
 
 
-@cases
-@pytest.mark.parametrize("name", ("divprune", "fastv", "snapkv"))
+@pytest.mark.parametrize(
+    ("family", "kind", "name"), [(*case, name) for case in CASES for name in KEEPERS if oracle.fits(name, case[0])]
+)
 def test_keeping_everything_is_the_bare_model(family, kind, name):
     keeps_everything(family, kind, oracle.recipe(name, family, 1.0))
 
 
-@pytest.mark.parametrize("name", [k for k in KEEPERS if k not in ("divprune", "fastv", "snapkv")])
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        (f, k) if f in ("llava", "qwen2_5_vl") else pytest.param(f, k, marks=pytest.mark.slow)
-        for f, k in CASES
-        if k != "text"
-    ],
-)
-def test_every_method_keeps_everything(family, kind, name):
-    keeps_everything(family, kind, oracle.recipe(name, family, 1.0))
-
-
-@pytest.mark.parametrize("family", oracle.CLS)
-def test_vtc_cls_keeps_everything(family):
-    keeps_everything(family, "images", oracle.recipe("vtc-cls", family, 1.0))
-
-
-@pytest.mark.parametrize(("family", "kind"), CASES, ids=str)
-def test_merging_nothing_in_the_encoder_is_the_bare_model(family, kind):
-    keeps_everything(family, kind, oracle.recipe("tome", family, 1.0))
-
-
 @pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWED)
-@pytest.mark.parametrize("name", ("random", "fastv", "snapkv"))
+@pytest.mark.parametrize("name", [name for name in KEEPERS if all(oracle.fits(name, f) for f, _ in oracle.WINDOWED)])
 def test_keeping_everything_with_sliding_windows(family, overrides, name):
     feed, what = zoo.inputs(family, "uneven"), oracle.recipe(name, family, 1.0)
     forced = oracle.force(family, 2)
@@ -128,8 +110,15 @@ def test_keeping_everything_with_sliding_windows(family, overrides, name):
     oracle.close(got.prompt[valid], bare(**feed).logits[valid])
 
 
-@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl", "qwen3_vl", "llava_onevision"))
-@pytest.mark.parametrize("name", ("random", "fastv", "snapkv"))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (family, name)
+        for family in ("llava", "qwen2_5_vl", "qwen3_vl", "llava_onevision")
+        for name in KEEPERS
+        if oracle.fits(name, family)
+    ],
+)
 def test_all_stages_keep_everything_in_batches_and_beams(family, name):
     keeps_everything(family, "image", oracle.recipe(name, family, 1.0), batch=2)
     feed, model = zoo.inputs(family, "image"), oracle.subject(family)
@@ -140,15 +129,19 @@ def test_all_stages_keep_everything_in_batches_and_beams(family, name):
     oracle.close(logits, wanted_logits)
 
 
+@pytest.mark.parametrize("turn", range(max(len(oracle.named(kind)) for kind in SITES)))
 @pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_a_recipe_of_every_site_keeps_everything(family):
-    stages = [oracle.recipe(name, family, 1.0).stages[0] for name in ("tome", "divprune", "random", "fastv", "snapkv")]
+def test_a_recipe_of_every_site_keeps_everything(family, turn):
+    """Each method takes its turn among those of its site that the family has."""
+    known = [[name for name in oracle.named(kind) if name in KEEPERS and oracle.fits(name, family)] for kind in SITES]
+    names = [names[(turn + shift) % len(names)] for shift, names in enumerate(known)]
+    stages = [oracle.recipe(name, family, 1.0).stages[0] for name in names]
     keeps_everything(family, "image", Recipe("all", tuple(stages)))
 
 
-@pytest.mark.parametrize("method", ("uniform", "snapkv"))
+@pytest.mark.parametrize("name", [name for name in KEEPERS if oracle.fits(name, "qwen2_5_vl")])
 @pytest.mark.parametrize("seconds", (0.5, 8.0))
-def test_the_frames_of_a_slow_clip_may_stand_behind_the_question(method, seconds):
+def test_the_frames_of_a_slow_clip_may_stand_behind_the_question(name, seconds):
     """M-RoPE: ``generate`` goes on behind the question, a forward without positions and the next turn behind the frames."""
     family = "qwen2_5_vl"
     feed, bare, model = zoo.inputs(family, "video"), oracle.bare(family), oracle.subject(family)
@@ -180,7 +173,7 @@ def test_the_frames_of_a_slow_clip_may_stand_behind_the_question(method, seconds
             stepped.append(model(input_ids=torch.tensor([[token]]), past_key_values=stepped[-1].past_key_values))
         return [*first.logits, *second.logits, *(step.logits[:, -1] for step in stepped)]
 
-    with accelerated(model, method, retain=1.0):
+    with accelerated(model, name, retain=1.0):
         ours = turns(model)
     for step, (mine, wanted) in enumerate(zip(ours, turns(bare), strict=True)):
         torch.testing.assert_close(mine, wanted, atol=2e-5, rtol=1e-4, msg=lambda text, at=step: f"step {at}: {text}")

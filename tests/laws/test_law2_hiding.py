@@ -2,81 +2,84 @@
 
 from __future__ import annotations
 
+import itertools
+
 import oracle
 import pytest
 import torch
 import zoo
 
-from mmaccel import Recipe, Stage, accelerated
+from mmaccel import Recipe, Stage, accelerated, method
+from mmaccel.method import LayerMethod, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-#: methods and their options; one of each site is run on every family
-METHODS = {
-    "random": {"seed": 1},
-    "fastv": {},
-    "snapkv": {},
-    "divprune": {},
-    "uniform": {},
-    "vtc-cls": {},
-    "attention-received": {},
-    "streaming-llm": {},
-}
-REPRESENTATIVE = ("random", "fastv", "snapkv")
 KINDS = ("image", "images", "video", "mixed", "uneven", "textrow")
+#: whatever reduces what the language model reads, drops tokens inside it, or drops keys
+TOKENS = oracle.named(ProjectorMethod, LayerMethod)
+KEYS = oracle.policies_that_drop()
+NAMES = (*TOKENS, *KEYS)
+#: those that merge nothing
+DROPPING = (*oracle.methods_that_drop(ProjectorMethod, LayerMethod), *KEYS)
 
 
-def matrix():
-    cases = []
-    for family in zoo.FAMILIES:
-        for kind in KINDS:
-            for name in METHODS:
-                if kind not in zoo.kinds(family) or (name == "vtc-cls" and family not in oracle.CLS):
-                    continue
-                usual = name in REPRESENTATIVE or family in ("llava", "qwen2_5_vl")
-                marks = () if usual else (pytest.mark.slow,)
-                cases.append(pytest.param(family, kind, name, marks=marks, id=f"{family}-{kind}-{name}"))
-    return cases
+def square(*axes, names=NAMES, families=zoo.FAMILIES):
+    """A case for every method on every family that has what it asks for, with every value of other axes."""
+    return [
+        (family, name, *rest)
+        for family, name, *rest in itertools.product(families, names, *axes)
+        if oracle.fits(name, family) and not set(rest) & (set(KINDS) - set(zoo.kinds(family)))
+    ]
 
 
-def holds(family, feed, what, model=None, processor=True, power=True, **overrides):
-    """The law for one recipe and one input; returns the record."""
+def holds(family, feed, what, model=None, processor=True, **overrides):
+    """The law for one recipe and one input; returns the record. What is merged is taken up by what stays."""
     forced = oracle.force(family, len(feed["input_ids"]))
     got = oracle.record(family, feed, what, forced, processor, model, **overrides)
-    prompt, steps = oracle.replay(family, feed, forced, got.seen, **overrides)
+    prompt, steps = oracle.replay(family, feed, forced, got.seen, merged=merged(what, got), **overrides)
     valid = feed["attention_mask"].bool()
     kept = got.kept
     assert torch.equal(got.prompt.isnan().any(-1), valid & ~kept), "NaN stands exactly where a token was dropped"
     assert torch.equal(got.prompt.isnan().any(-1), got.prompt.isnan().all(-1))
     oracle.close(got.prompt[kept], prompt[kept], what="prompt logits")
     oracle.close(got.steps, steps, what="decoded logits")
-    if power:
+    if all(method(stage.method).budget == "exact" for stage in what.stages):
         oracle.apart(got.steps, oracle.replay(family, feed, forced, **overrides)[1])
     return got
 
 
-@pytest.mark.parametrize(("family", "kind", "name"), matrix())
-def test_dropping_is_hiding(family, kind, name):
-    feed = zoo.inputs(family, kind)
-    got = holds(family, feed, oracle.recipe(name, family, **METHODS[name]))
+def merged(what, got):
+    """Where one method has merged tokens, and how."""
+    if got.reduction is None or got.reduction.links is None:
+        return None
+    (stage,) = what.stages
+    return stage.options.get("layer", 0), got.reduction
+
+
+@pytest.mark.parametrize(("family", "name", "kind"), square(KINDS))
+def test_dropping_is_hiding(family, name, kind):
+    feed, made = zoo.inputs(family, kind), method(name)
+    got = holds(family, feed, oracle.recipe(name, family))
     visual, valid = oracle.visual(family, feed), feed["attention_mask"].bool()
     held = torch.stack([heads.any(1) for heads in got.seen.later])
-    assert not (visual & held[-1])[visual.any(1)].all(), "nothing was dropped"
-    if name == "fastv":
-        layer = oracle.DEEPSTACK.get(family, 2)
-        assert all(torch.equal(held[i], valid) for i in range(layer))
-        assert all(torch.equal(held[i], got.kept) for i in range(layer, len(held)))
-    elif name == "snapkv":
+    if made.budget == "exact":
+        assert not (visual & held[-1])[visual.any(1)].all(), "nothing was dropped"
+    if made.site == "cache":
         assert torch.equal(got.kept, valid), "before the cache nothing is dropped"
         heads = torch.stack(got.seen.later)
-        assert not torch.equal(heads[:, :, 0], heads[:, :, 1]), "the heads chose alike: this case proves less"
-        assert not torch.equal(heads[0], heads[1]), "the layers chose alike: this case proves less"
-    elif name != "streaming-llm":
-        assert all(torch.equal(layer, got.kept) for layer in held)
+        if made.shared:
+            assert torch.equal(heads[:, :, 0], heads[:, :, 1])
+        elif made.window:
+            assert not torch.equal(heads[:, :, 0], heads[:, :, 1]), "the heads chose alike: this case proves less"
+            assert not torch.equal(heads[0], heads[1]), "the layers chose alike: this case proves less"
+        return
+    layer = oracle.first_layer(family) if made.site == "layers" else 0
+    assert all(torch.equal(held[i], valid) for i in range(layer))
+    assert all(torch.equal(held[i], got.kept) for i in range(layer, len(held)))
 
 
 @pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWED)
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ("image", "uneven"))
 def test_sliding_windows_count_original_places(family, overrides, kind, name):
     # the window must reach into the picture, or there is nothing to hide
@@ -84,10 +87,8 @@ def test_sliding_windows_count_original_places(family, overrides, kind, name):
     holds(family, feed, oracle.recipe(name, family, 0.5), **overrides)
 
 
-@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl"))
-@pytest.mark.parametrize("name", (*REPRESENTATIVE, "attention-received"))
-@pytest.mark.parametrize("kind", ("image", "uneven"))
-def test_on_top_of_eager_attention(family, kind, name):
+@pytest.mark.parametrize(("family", "name", "kind"), square(("image", "uneven"), families=("llava", "qwen2_5_vl")))
+def test_on_top_of_eager_attention(family, name, kind):
     model = zoo.model(family)
     model.set_attn_implementation("eager")
     holds(family, zoo.inputs(family, kind), oracle.recipe(name, family), model=model)
@@ -108,7 +109,7 @@ def test_text_keys_with_a_budget(family, kind):
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 @pytest.mark.parametrize("kind", ("images", "uneven"))
 def test_stages_of_all_sites_together(family, kind):
-    layer = {"layer": oracle.DEEPSTACK.get(family, 2)}
+    layer = {"layer": oracle.first_layer(family)}
     stages = (
         Stage("random", 0.8),
         Stage("divprune", 0.6),
@@ -126,8 +127,7 @@ def test_without_a_processor(family, kind):
     holds(family, zoo.inputs(family, kind), oracle.recipe("random", family), processor=False)
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize(("family", "name"), square(names=DROPPING))
 def test_a_loop_of_the_callers_own(family, name):
     """Forwards on a kept cache, one token and several at a time, without mask or positions."""
     feed, model = zoo.inputs(family, "image"), oracle.subject(family)
@@ -147,8 +147,7 @@ def test_a_loop_of_the_callers_own(family, name):
     oracle.close(torch.cat(got, dim=1), wanted)
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize(("family", "name"), square(names=DROPPING))
 def test_a_picture_behind_a_turn_of_text(family, name):
     """The cache of the first turn is an ordinary one; from the cut on its layers go their own ways."""
     first, second = zoo.inputs(family, "text"), zoo.inputs(family, "image")
@@ -172,13 +171,11 @@ def test_a_picture_behind_a_turn_of_text(family, name):
 
 def everything_below(model, feed, seen, name):
     """What the prompt's queries saw: a cache policy hides nothing from them."""
-    return oracle.everything(model, feed).prompt if name == "snapkv" else [heads.any(1) for heads in seen]
+    return oracle.everything(model, feed).prompt if method(name).site == "cache" else [heads.any(1) for heads in seen]
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("name", ("random", "fastv"))
-@pytest.mark.parametrize("kind", ("image", "uneven"))
-def test_without_a_cache(family, kind, name):
+@pytest.mark.parametrize(("family", "name", "kind"), square(("image", "uneven"), names=TOKENS))
+def test_without_a_cache(family, name, kind):
     feed, model = zoo.inputs(family, kind), oracle.subject(family)
     forced = oracle.force(family, len(feed["input_ids"]))
     got = oracle.record(family, feed, oracle.recipe(name, family), forced)
@@ -188,9 +185,7 @@ def test_without_a_cache(family, kind, name):
     oracle.close(logits[got.kept], got.prompt[got.kept])
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("name", (*REPRESENTATIVE, "attention-received"))
-@pytest.mark.parametrize("kind", ("image", "uneven"))
+@pytest.mark.parametrize(("family", "name", "kind"), square(("image", "uneven"), names=DROPPING))
 def test_beams(family, name, kind):
     """Rows that `generate` repeats after encoding share a selection; the cache reorders what it stores."""
     feed, model = zoo.inputs(family, kind, batch=2), oracle.subject(family)
@@ -231,8 +226,7 @@ def test_generating_without_a_cache(family):
     oracle.close(logits, oracle.replay(family, feed, forced, got.seen)[1])
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize(("family", "name"), square(names=DROPPING))
 def test_labels_behind_dropped_rows_are_ignored(family, name):
     feed, model = zoo.inputs(family, "image"), oracle.subject(family)
     labels = feed["input_ids"].clone()

@@ -12,27 +12,24 @@ import zoo
 from noise import noisy
 from torch import Tensor
 
-from mmaccel import Recipe, Reduction, Stage, accelerated, register
-from mmaccel.method import ProjectorMethod
+from mmaccel import Recipe, Reduction, Stage, accelerated, method, register
+from mmaccel.method import EncoderMethod, LayerMethod, Policy, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 TOLERANCE = 2e-5
-METHODS = ("random", "divprune", "pool", "tome", "fastv", "snapkv", "attention-received")
-REST = ("uniform", "vtc-cls", "streaming-llm", "pitome", "evit")
+#: whatever chooses tokens or keys when the prompt is read
+METHODS = oracle.named(EncoderMethod, ProjectorMethod, LayerMethod, Policy)
 
 
-def matrix():
-    cases = []
-    for family in zoo.FAMILIES:
-        for kind in ("uneven", "textrow"):
-            for name in (*METHODS, *REST):
-                if name in ("vtc-cls", "evit") and family not in oracle.CLS:
-                    continue
-                usual = name in METHODS or family in ("llava", "qwen2_5_vl")
-                marks = () if usual else (pytest.mark.slow,)
-                cases.append(pytest.param(family, kind, name, marks=marks, id=f"{family}-{kind}-{name}"))
-    return cases
+#: every method on every family that has what it asks for
+SQUARE = [(family, name) for family in zoo.FAMILIES for name in METHODS if oracle.fits(name, family)]
+INPUTS = [(family, kind, name) for family, name in SQUARE for kind in ("uneven", "textrow")]
+
+
+def made(name, family):
+    """A recipe of one method, with a budget that its tower can meet."""
+    return oracle.recipe(name, family, 0.5 if method(name).site == "encoder" else 0.3)
 
 
 def agrees(family, feed, what, **overrides):
@@ -61,27 +58,25 @@ def agrees(family, feed, what, **overrides):
     return got
 
 
-@pytest.mark.parametrize(("family", "kind", "name"), matrix())
+@pytest.mark.parametrize(("family", "kind", "name"), INPUTS)
 def test_a_row_in_a_batch_is_the_row_alone(family, kind, name):
-    feed = zoo.inputs(family, kind)
-    agrees(family, feed, oracle.recipe(name, family, 0.5 if name == "tome" else 0.3))
+    agrees(family, zoo.inputs(family, kind), made(name, family))
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_four_rows_with_a_recipe_of_three_sites(family):
-    layer = {"layer": oracle.DEEPSTACK.get(family, 2)}
+    layer = {"layer": oracle.first_layer(family)}
     stages = (Stage("divprune", 0.6), Stage("fastv", 0.4, layer), Stage("snapkv", 0.2, {"window": 8}))
     agrees(family, zoo.inputs(family, "uneven", batch=4), Recipe("three", stages))
 
 
 @pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWED)
-@pytest.mark.parametrize("name", ("random", "fastv", "snapkv"))
+@pytest.mark.parametrize("name", METHODS)
 def test_with_sliding_windows(family, overrides, name):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe(name, family), **overrides)
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("name", ("random", "pool"))
+@pytest.mark.parametrize(("family", "name"), [case for case in SQUARE if method(case[1]).site == "projector"])
 def test_with_paper_positions(family, name):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe(name, family).override(positions="paper"))
 
@@ -94,14 +89,9 @@ def test_a_count_for_every_picture(family, count):
 
 # ---------------------------------------------------------------------------------------------------------- rounding
 
-#: a family with newline tokens, which are copies of each other; and the first of all others
-ROUNDED = [
-    pytest.param(family, marks=() if family == "llava_onevision" else pytest.mark.slow) for family in zoo.FAMILIES
-]
-
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("family", ROUNDED)
+@pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_whatever_products_round(family, seed):
     """Products that round otherwise in a batch than alone change nothing: copies tie, and all else has a margin."""
     with noisy(seed):
@@ -111,27 +101,24 @@ def test_whatever_products_round(family, seed):
             test_a_count_for_every_picture(family, count)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "kind", "name"), matrix())
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "kind", "name"), INPUTS)
 def test_a_row_in_a_batch_whatever_products_round(family, kind, name):
     with noisy(1):
         test_a_row_in_a_batch_is_the_row_alone(family, kind, name)
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_the_choices_compared_have_a_margin(family):
+@pytest.mark.parametrize(("family", "name"), SQUARE)
+def test_the_choices_compared_have_a_margin(family, name):
     """Louder noise changes none of them, so that a batch and a row alone must agree on any machine."""
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
-    for name in METHODS:
-        kept = []
-        with accelerated(
-            model, oracle.recipe(name, family, 0.5 if name == "tome" else 0.3), processor=zoo.processor(family)
-        ):
-            for seed in range(3):
-                with noisy(seed, units=4):
-                    model(**feed)
-                kept.append(model.mmaccel.reduction.owner())
-        assert all(torch.equal(one, kept[0]) for one in kept), name
+    kept = []
+    with accelerated(model, made(name, family), processor=zoo.processor(family)):
+        for seed in range(3):
+            with noisy(seed, units=4):
+                model(**feed)
+            kept.append(model.mmaccel.reduction.owner())
+    assert all(torch.equal(one, kept[0]) for one in kept)
 
 
 def padded_on_the_right(feed):
@@ -145,8 +132,9 @@ def padded_on_the_right(feed):
     return out
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-@pytest.mark.parametrize("name", ("random", "pool", "fastv"))
+@pytest.mark.parametrize(
+    ("family", "name"), [case for case in SQUARE if method(case[1]).site in ("projector", "layers")]
+)
 def test_a_forward_padded_on_the_right(family, name):
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
     with accelerated(model, oracle.recipe(name, family), processor=zoo.processor(family)):

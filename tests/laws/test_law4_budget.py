@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import batches
 import oracle
 import pytest
 import torch
@@ -13,11 +14,21 @@ import zoo
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.core.budget import resolve
+from mmaccel.method import LayerMethod, Policy, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 RETAIN = (1e-6, 0.1, 0.29, 0.5, 1.0, 1, 5)
-EXACT = ("random", "divprune", "uniform", "vtc-cls", "attention-received", "fastv")
+#: methods that reduce the tokens of a picture to what is asked, or to less
+TOKENS = tuple(
+    name for name in oracle.named(ProjectorMethod, LayerMethod) if mmaccel.method(name).budget in ("exact", "at_most")
+)
+KEYS = tuple(
+    name
+    for name in oracle.named(Policy)
+    if mmaccel.method(name).budget == "exact" and name in oracle.policies_that_drop()
+)
+BUDGETED = tuple(name for name, kind in batches.offered().items() if kind.budget != "none" and kind.site != "frames")
 KINDS = ("image", "images", "video", "mixed", "uneven", "textrow")
 
 
@@ -38,15 +49,9 @@ def expected_pictures(family: str, kind: str) -> int:
     return {"image": 1, "images": 2, "video": 1, "mixed": 2, "uneven": 3, "textrow": 1}[kind]
 
 
-def matrix(methods, all_families=()):
-    cases = []
-    for family in zoo.FAMILIES:
-        for name in methods:
-            if name == "vtc-cls" and family not in oracle.CLS:
-                continue
-            usual = name in all_families or family in ("llava", "qwen2_5_vl")
-            cases.append(pytest.param(family, name, marks=() if usual else (pytest.mark.slow,), id=f"{family}-{name}"))
-    return cases
+def square(names, families=zoo.FAMILIES):
+    """Every method on every family that has what it asks for."""
+    return [(family, name) for family in families for name in names if oracle.fits(name, family)]
 
 
 def test_the_arithmetic_is_exact():
@@ -78,7 +83,7 @@ def check(family, kind, name, retain):
     assert stage["tokens_kept"] == stats["visual_tokens_kept"] == int((kept & visual).sum())
 
 
-@pytest.mark.parametrize(("family", "name"), matrix((*EXACT, "pool"), ("random", "divprune", "uniform", "pool")))
+@pytest.mark.parametrize(("family", "name"), square(TOKENS))
 @pytest.mark.parametrize("retain", RETAIN)
 def test_token_budgets(family, name, retain):
     for kind in KINDS:
@@ -86,7 +91,7 @@ def test_token_budgets(family, name, retain):
             check(family, kind, name, retain)
 
 
-@pytest.mark.parametrize(("family", "name"), matrix(("snapkv", "streaming-llm"), ("snapkv",)))
+@pytest.mark.parametrize(("family", "name"), square(KEYS))
 @pytest.mark.parametrize("retain", RETAIN)
 def test_key_budgets(family, name, retain):
     """Every head of every layer keeps the sum of its row's pictures, and all text."""
@@ -181,7 +186,7 @@ WRONG = (0, 0.0, -1, -0.5, 1.5, 64.0, math.nan, math.inf, True, False, "0.5", No
 
 
 @pytest.mark.parametrize("retain", WRONG, ids=repr)
-@pytest.mark.parametrize("name", ("random", "pool", "tome", "fastv", "snapkv"))
+@pytest.mark.parametrize("name", BUDGETED)
 def test_what_is_no_budget_is_refused(name, retain):
     model = oracle.subject("llava")
     with pytest.raises(MmaccelError) as caught:
@@ -214,8 +219,7 @@ def test_a_wrong_budget_leaves_the_recipe_that_was_there():
         assert model.mmaccel.recipe.name == "random"
 
 
-@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl", "llava_next"))
-@pytest.mark.parametrize("name", ("random", "pool", "fastv", "snapkv", "attention-received"))
+@pytest.mark.parametrize(("family", "name"), square((*TOKENS, *KEYS), ("llava", "qwen2_5_vl", "llava_next")))
 def test_a_count_that_no_picture_has_is_refused_at_the_call(family, name):
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
     forced = oracle.force(family, 2)
@@ -247,7 +251,7 @@ def test_the_authors_rounding():
             assert model.mmaccel.stats()["visual_tokens_kept"] == kept
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [name for name in TOKENS if oracle.fits(name, "llava")])
 def test_a_count_is_a_count_with_the_authors_rounding(name):
     feed, model = zoo.inputs("llava"), oracle.subject("llava")
     with accelerated(model, name, retain=37, rounding="official"), pytest.raises(MmaccelError, match="37"):

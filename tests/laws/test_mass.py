@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import batches
 import pytest
 import torch
 import zoo
@@ -11,13 +12,13 @@ import mmaccel
 from mmaccel import Stage, accelerated
 from mmaccel.runtime.merged import Merged
 
-CONSERVING = tuple(name for name, method in mmaccel.methods().items() if method.conserves_mass)
+CONSERVING = tuple(name for name, method in batches.offered().items() if method.conserves_mass)
 SITES = {name: mmaccel.method(name).site for name in CONSERVING}
 KINDS = ("image", "uneven", "video")
 
 
 def test_some_methods_conserve_mass() -> None:
-    assert {"pool", "tome"} <= set(CONSERVING)
+    assert {"encoder", "projector"} <= set(SITES.values())
 
 
 def _cases() -> list[tuple[str, str, str]]:

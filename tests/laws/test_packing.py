@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import batches
 import pytest
 import torch
 import zoo
@@ -14,6 +15,7 @@ from torch.nn.functional import kl_div
 from transformers import DynamicCache
 
 from mmaccel import MmaccelError, Recipe, Stage, accelerated, recipe
+from mmaccel.kv.codecs import Codec
 from mmaccel.kv.codecs.think import ThinK
 
 #: so small that tiny prompts fill pages
@@ -30,6 +32,11 @@ CODECS: dict[str, Recipe] = {
         "apart", (Stage("calibquant", None, {"page": 16}), Stage("fp8", None, {"page": 16, "text_only": True}))
     ),
 }
+
+
+def test_every_codec_has_a_recipe() -> None:
+    """With pages so small that tiny prompts fill them."""
+    assert {stage.method for made in CODECS.values() for stage in made.stages} == set(batches.offered(Codec))
 
 
 def divergence(ours: Tensor, theirs: Tensor) -> float:
@@ -203,9 +210,7 @@ def test_think_looks_at_the_last_queries(policy: tuple[Stage, ...], monkeypatch:
     """Each layer at its own: RoPE turns pairs of channels and keeps the sum of their squares."""
     tiny, feed, before, asked = model("llava"), inputs("llava", "uneven"), [], []
     channels = ThinK.channels
-    monkeypatch.setattr(
-        ThinK, "channels", lambda self, k, cut: asked.append(cut.query_energy) or channels(self, k, cut)
-    )
+    monkeypatch.setattr(ThinK, "channels", lambda self, k, cut: asked.append(cut.asked) or channels(self, k, cut))
 
     def note(module: Any, args: Any, out: Tensor) -> None:
         before.append(out)

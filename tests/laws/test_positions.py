@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import batches
 import oracle
 import pytest
 import torch
 import zoo
 from torch import Tensor, nn
 
+import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerate_vlm, accelerated, is_accelerated
+from mmaccel.kv.codecs import Codec
+from mmaccel.method import EncoderMethod, LayerMethod, Policy, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -32,6 +36,8 @@ def ids_of(model: Any, feed: Any, forced: Tensor) -> list[Tensor]:
     return seen
 
 
+#: methods that drop some of the tokens before the language model, whatever they are
+TOKENS = [name for name in oracle.named(ProjectorMethod) if mmaccel.method(name).budget in ("exact", "at_most")]
 CASES = [
     (family, kind)
     for family in ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl", "internvl")
@@ -40,8 +46,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name", ("random", "visionzip", "pool"))
-@pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("family", "kind", "name"), [(*case, name) for case in CASES for name in TOKENS if oracle.fits(name, case[0])]
+)
 def test_gap_leaves_ids_alone(family: str, kind: str, name: str) -> None:
     feed, model = zoo.inputs(family, kind), oracle.subject(family)
     forced = oracle.force(family, len(feed["input_ids"]), 3)
@@ -62,23 +69,29 @@ def test_gap_leaves_ids_alone(family: str, kind: str, name: str) -> None:
                 assert int(ours[0, row]) == valid.shape[1] + step
 
 
-@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl"))
-def test_gap_is_keep_by_name(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (family, name)
+        for family in ("llava", "qwen2_5_vl")
+        for name in oracle.named(EncoderMethod, ProjectorMethod, LayerMethod)
+        if oracle.fits(name, family)
+    ],
+)
+def test_gap_is_keep_by_name(family: str, name: str) -> None:
     feed, forced = zoo.inputs(family, "uneven"), oracle.force(family, 2, 3)
-    for name in ("random", "fastv"):
-        runs = [
-            oracle.record(family, feed, oracle.recipe(name, family).override(positions=positions), forced)
-            for positions in ("keep", "gap")
-        ]
-        assert torch.equal(runs[0].kept, runs[1].kept) and torch.equal(runs[0].steps, runs[1].steps)
+    runs = [
+        oracle.record(family, feed, oracle.recipe(name, family).override(positions=positions), forced)
+        for positions in ("keep", "gap")
+    ]
+    assert torch.equal(runs[0].kept, runs[1].kept) and torch.equal(runs[0].steps, runs[1].steps)
 
 
 @pytest.mark.parametrize(
     ("what", "positions", "says"),
     [
-        ("snapkv", "gap", "drops none there"),
-        ("none", "gap", "drops none there"),
-        ("mustdrop-filter", "paper", "renumber between layers"),
+        *((name, "gap", "drops none there") for name in ("none", *oracle.named(Policy, Codec))),
+        *((name, "paper", "renumber between layers") for name, m in batches.offered().items() if m.renumbers_inside),
         ("mustdrop", "paper", "renumber between layers"),
         (Recipe("two", (Stage("random", 0.5), Stage("mustdrop-filter", 0.3))), "paper", "use 'keep'"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import zoo
@@ -26,8 +27,6 @@ EVERYTHING = {
         {"method": "snapkv", "retain": 0.5},
     ],
 }
-METHODS = ("none", "divprune", "vtc-cls", "tome", "fastv", "snapkv", "everything")
-
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -62,17 +61,21 @@ def recipe(method: str, family: str) -> mmaccel.Recipe:
     return mmaccel.recipe("none") if method == "none" else recipe_of(method, family)
 
 
-def fits(method: str, family: str) -> bool:
-    return method != "vtc-cls" or family in ("llava", "llava_next", "llava_next_video", "video_llava", "internvl")
+def of_a_site(site: str) -> list[str]:
+    """The recipes of one site by name; `composed` of several."""
+    names = ("none", "everything", *oracle.named_recipes())
+    sites = {name: {mmaccel.method(stage.method).site for stage in recipe(name, "llava").stages} for name in names}
+    return [name for name in names if site == ("composed" if len(sites[name]) != 1 else next(iter(sites[name])))]
 
 
 @families
-def test_every_recipe_comes_off_without_a_trace(family: str) -> None:
+@pytest.mark.parametrize("site", ["encoder", "projector", "layers", "cache", "codec", "composed"])
+def test_every_recipe_comes_off_without_a_trace(family: str, site: str) -> None:
     """Hooks, attributes, classes, attention implementations, configurations, tensors, and the outputs to the bit."""
     tiny, feed = used(family), inputs(family, "uneven")
     before, bare = snapshot(tiny), generate(tiny, feed)
     kind = type(tiny)
-    for method in filter(lambda name: fits(name, family), METHODS):
+    for method in (name for name in of_a_site(site) if name == "everything" or oracle.fits(name, family)):
         assert accelerate_vlm(tiny, recipe(method, family), processor=zoo.processor(family)) is tiny
         assert type(tiny) is kind and isinstance(tiny, kind) and is_accelerated(tiny)
         assert tiny.config.to_dict() == before["dict"]

@@ -11,9 +11,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import batches
 import pytest
 import torch
 import zoo
+from batches import attention_of, copied
 from noise import noisy
 from torch import Tensor
 
@@ -25,9 +27,7 @@ from mmaccel.method import (
     EncoderMethod,
     EncoderTokens,
     KeyBatch,
-    LayerAttention,
     LayerMethod,
-    Method,
     Policy,
     TokenBatch,
     TokenMethod,
@@ -45,11 +45,6 @@ SEEDS = range(2)
 SHARE = 0.3
 
 
-def built_in(kind: type[Method]) -> list[str]:
-    """Names of the methods of a kind that come with mmaccel."""
-    return [name for name, one in methods().items() if issubclass(one, kind) and one.__module__.startswith("mmaccel.")]
-
-
 @functools.cache
 def fitted(name: str) -> Any:
     """The method with its default options, on a model whose tower has a CLS token."""
@@ -58,13 +53,6 @@ def fitted(name: str) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------- what they see
-
-
-def copied(x: Tensor, random: torch.Generator) -> Tensor:
-    """``x [n, ...]`` with two of three rows replaced by copies of a few, so that most cuts fall between copies."""
-    n = len(x)
-    source = torch.randint(max(2, n // 6), (n,), generator=random)
-    return torch.where(torch.rand(n, *[1] * (x.dim() - 1), generator=random) < 2 / 3, x[source], x)
 
 
 def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> TokenBatch:
@@ -109,14 +97,6 @@ def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> T
         question_valid=torch.ones(len(rows), 3, dtype=torch.bool),
         signals=signals,
     )
-
-
-def attention_of(rows: int, length: int, seed: int = 0) -> LayerAttention:
-    """What a layer may look at; the last third of the prompt is text."""
-    random = torch.Generator().manual_seed(seed)
-    text = torch.arange(length).expand(rows, -1) >= length - length // 3
-    query, key = (torch.randn(rows, heads, length, 16, generator=random) for heads in (4, 2))
-    return LayerAttention(query, key, None, 0.25, text)
 
 
 def alone(tokens: TokenBatch, row: int) -> TokenBatch:
@@ -246,7 +226,7 @@ def policy_choices(
 CASES = [
     pytest.param(choices, name, id=name)
     for kind, choices in ((TokenMethod, token_choices), (EncoderMethod, encoder_choices), (Policy, policy_choices))
-    for name in built_in(kind)
+    for name in batches.offered(kind)
 ]
 
 
@@ -266,7 +246,7 @@ def test_copies_are_one_candidate(choices: Any, name: str) -> None:
                 assert singles() == clean, "alone"
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.full)], ids=["few", "many"])
 @pytest.mark.parametrize(("choices", "name"), CASES)
 def test_what_has_a_margin_does_not_change(choices: Any, name: str, seeds: range) -> None:
     """Units on which louder noise of several kinds agrees; they are nearly all."""

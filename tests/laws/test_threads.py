@@ -7,14 +7,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import zoo
 from laws.helpers import FAMILIES, follow, generate, inputs, logits, model, recipe_of
 
+import mmaccel
 from mmaccel import accelerate_vlm, accelerated
+from mmaccel.method import LayerMethod, ProjectorMethod
 
 ROUNDS = 8
+
+#: recipes that keep something for a conversation, and methods before the cache that merge nothing and ask no tower
+NAMES = (
+    *(name for name in oracle.named_recipes() if oracle.has_site(name, "cache")),
+    *(name for name in oracle.methods_that_drop(ProjectorMethod, LayerMethod) if not mmaccel.method(name)().taps()),
+)
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -56,8 +65,9 @@ def test_two_models_with_two_recipes(family: str) -> None:
     assert [tiny.mmaccel.stats()["stages"] for tiny in (one, other)] == figures
 
 
-@families
-@pytest.mark.parametrize("method", ["divprune", "fastv", "snapkv", "d2o", "dycoke-cache"])
+@pytest.mark.parametrize(
+    ("family", "method"), [(family, name) for family in FAMILIES for name in NAMES if oracle.fits(name, family)]
+)
 def test_one_model_with_two_inputs(family: str, method: str) -> None:
     """Pictures of other sizes and batches of other widths on the same model."""
     tiny = model(family)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import zoo
@@ -25,9 +26,12 @@ from laws.helpers import (
     widths,
 )
 
+import mmaccel
 from mmaccel import accelerated
+from mmaccel.method import LayerMethod, ProjectorMethod
 
-METHODS = ("random", "divprune", "fastv", "snapkv")
+#: every method that drops tokens, or keys at the end of a prompt
+METHODS = (*oracle.methods_that_drop(ProjectorMethod, LayerMethod), *oracle.policies_that_drop())
 #: a fixed choice at each site that the language model sees, so that two calls and one can be compared
 FIXED = ("test-fixed", "test-fixed-layer")
 LONGER = "and what else is there to see, and why?"
@@ -82,8 +86,9 @@ def after(reduced: Any, family: str, feed: dict[str, Any], out: Any, kept: dict[
     return hide(model(family), whole, visible)[:, -(grown + 1) :]
 
 
-@families
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("family", "method"), [(family, name) for family in FAMILIES for name in METHODS if oracle.fits(name, family)]
+)
 @pytest.mark.parametrize("kind", ["image", "uneven"])
 def test_text_turn_sees_what_was_kept(family: str, method: str, kind: str) -> None:
     """Only the new tokens are fed, and the answer is that of a full run with the dropped tokens hidden."""
@@ -103,7 +108,7 @@ def test_text_turn_sees_what_was_kept(family: str, method: str, kind: str) -> No
             (layer.index.index for layer in first.past_key_values.mmaccel.layers), held, strict=True
         )
     )
-    close(logits(reduced), after(reduced, family, feed, first, kept, method == "snapkv"))
+    close(logits(reduced), after(reduced, family, feed, first, kept, mmaccel.method(method).site == "cache"))
 
 
 @families
@@ -345,7 +350,7 @@ def test_interleaved_loops_by_hand(family: str, method: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("method", [*FIXED, "test-fixed-cache", "snapkv"])
+@pytest.mark.parametrize("method", [*FIXED, "test-fixed-cache", *oracle.policies_that_drop()])
 @torch.no_grad()
 def test_rows_of_a_kept_cache(family: str, method: str) -> None:
     """Rows can be reordered, dropped and repeated: places, positions and keys go with them."""

@@ -10,12 +10,12 @@ import zoo
 
 import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, prepare
-from mmaccel.frames.choice import FrameChoice, middles, over_scenes
 from mmaccel.frames.distinct import DistinctFrames
 from mmaccel.frames.query import QueryFrames
-from mmaccel.frames.scenes import SceneFrames, between
+from mmaccel.frames.scenes import SceneFrames, between, over_scenes
 from mmaccel.frames.scenetilling import SceneTilling, boundaries, depths
-from mmaccel.frames.uniform import UniformFrames
+from mmaccel.frames.uniform import UniformFrames, middles
+from mmaccel.method import FrameChoice
 from mmaccel.suite import Dice
 from mmaccel.suite.scene import Ground, Scene, Thing, render, repaint, sample_ground
 

@@ -119,7 +119,7 @@ def test_holitom_halves_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> 
             x[into] = (x[into] + tokens.features[row, slot]) / 2
         torch.testing.assert_close(made.substitute(tokens.features)[row, kept], x[kept])
     whole = nearest_kept(tokens.features, made.kept)
-    monkeypatch.setattr("mmaccel_kernels.matching.BLOCK", 400)
+    monkeypatch.setattr("mmaccel_kernels.matching.naive.BLOCK", 400)
     assert torch.equal(nearest_kept(tokens.features, made.kept), whole)
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 import zoo
-from laws.helpers import close, follow, generate, inputs, logits, model, recipe_of
+from laws.helpers import FAMILIES, close, follow, generate, inputs, logits, model, recipe_of
 from laws.oracle import WINDOWED
+from tail import in_turn
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from traps import families
 
 from mmaccel import accelerated
 from mmaccel.runtime.attention import register
@@ -68,9 +68,10 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-@families
-@pytest.mark.parametrize("method", ["test-fixed", "fastv", "snapkv", "test-fixed-cache"])
-@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.parametrize(
+    ("kind", "method", "family"),
+    in_turn(["image", "uneven"], ["test-fixed", "fastv", "snapkv", "test-fixed-cache"], FAMILIES),
+)
 def test_on_top_of_flash_attention(family: str, method: str, kind: str, flash: list[tuple[Any, ...]]) -> None:
     """What flash attention is called with, and that a reduced run equals the one on sdpa, over two turns."""
     tiny, feed = model(family), inputs(family, kind)
@@ -111,8 +112,7 @@ def test_flash_attention_with_windows(family: str, overrides: Any, flash: list[t
     close(*results)
 
 
-@families
-@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.parametrize(("kind", "family"), in_turn(["image", "uneven"], FAMILIES))
 def test_on_top_of_eager_attention(family: str, kind: str) -> None:
     """Eager attention has no causality of its own; attentions can be asked for and are as long as what was computed."""
     feed, processor = inputs(family, kind), zoo.processor(family)

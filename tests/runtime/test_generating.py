@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 import zoo
-from laws.helpers import SHORT, close, gap, generate, hide, inputs, logits, model, recipe_of, stored
+from laws.helpers import FAMILIES, SHORT, close, gap, generate, hide, inputs, logits, model, recipe_of, stored
+from tail import in_turn
 from torch import Tensor
 from traps import OLD, families, old_beams
 
@@ -36,8 +37,7 @@ def replayed(tiny: Any, family: str, feed: dict[str, Any], held: list[Tensor], r
     return hide(tiny, whole, visible)[0, prompt - 1 :]
 
 
-@families
-@pytest.mark.parametrize("method", ["random", "fastv", "snapkv"])
+@pytest.mark.parametrize(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES))
 def test_beams_equal_their_replay(family: str, method: str) -> None:
     """The score of every beam is that of its tokens in a full run with the dropped ones hidden."""
     if OLD and family == "internvl":
@@ -70,8 +70,7 @@ def test_beams_of_a_padded_batch(family: str) -> None:
                 assert gap(out.sequences_scores[row], alone.sequences_scores[0]) < 1e-4
 
 
-@families
-@pytest.mark.parametrize("method", ["random", "fastv", "snapkv"])
+@pytest.mark.parametrize(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES))
 def test_several_samples_of_a_prompt(family: str, method: str) -> None:
     """``num_return_sequences`` repeats the prompt; every sample is consistent with its own replay."""
     if OLD and family == "internvl":
@@ -99,8 +98,7 @@ def test_prompt_lookup_inside_the_language_model_is_refused(method: str) -> None
             generate(tiny, feed, assistant_model=tiny)
 
 
-@families
-@pytest.mark.parametrize("method", ["random", "divprune"])
+@pytest.mark.parametrize(("method", "family"), in_turn(["random", "divprune"], FAMILIES))
 def test_prompt_lookup_gives_the_greedy_tokens(family: str, method: str) -> None:
     """Candidates are fed several at a time, some are refused, and the cache is cropped."""
     tiny, feed = model(family), inputs(family)

@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 import zoo
-from laws.helpers import QWEN, cache, close, follow, generate, hide, inputs, logits, model, recipe_of, stored
+from laws.helpers import FAMILIES, QWEN, cache, close, follow, generate, hide, inputs, logits, model, recipe_of, stored
 from laws.oracle import WINDOWED
+from tail import in_turn
 from torch import Tensor
 from traps import families, old_beams
 
@@ -20,8 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 # --- masks and positions ----------------------------------------------------------------------------------------------
-@families
-@pytest.mark.parametrize("method", ["test-fixed", "test-fixed-layer"])
+@pytest.mark.parametrize(("method", "family"), in_turn(["test-fixed", "test-fixed-layer"], FAMILIES))
 def test_packed_sequences_are_not_seen_in_gaps(family: str, method: str) -> None:
     """Gathered positions without a mask and a cache look like packed sequences, and would be masked apart."""
     tiny, feed = model(family), inputs(family)
@@ -49,8 +49,9 @@ def test_a_block_behind_a_cache_gets_a_mask() -> None:
     assert index.mask(torch.tensor([[8]]), None) is None
 
 
-@families
-@pytest.mark.parametrize("method", ["test-fixed", "test-fixed-layer", "test-fixed-cache"])
+@pytest.mark.parametrize(
+    ("method", "family"), in_turn(["test-fixed", "test-fixed-layer", "test-fixed-cache"], FAMILIES)
+)
 def test_padding_is_never_seen(family: str, method: str) -> None:
     """With an offset between logical and stored length, masks are read from the right: pads inside would show."""
     tiny, feed = model(family), inputs(family, "uneven")
@@ -84,8 +85,7 @@ def test_layers_of_different_length_in_a_second_turn(family: str) -> None:
     close(block, torch.cat(steps, dim=1))
 
 
-@families
-@pytest.mark.parametrize("method", ["random", "fastv", "snapkv"])
+@pytest.mark.parametrize(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES))
 def test_text_only_rows_run_bare(family: str, method: str) -> None:
     """Left-padded text through the registered functions is the unaccelerated model to the bit: the mask is made too."""
     tiny = model(family)
@@ -195,9 +195,8 @@ def test_adjacent_pictures_are_not_one_run() -> None:
         assert [len(segment.places) for segment in tiny.mmaccel.layout.segments] == [36, 36]
 
 
-@families
 @old_beams
-@pytest.mark.parametrize("method", ["attention-received", "divprune"])
+@pytest.mark.parametrize(("method", "family"), in_turn(["attention-received", "divprune"], FAMILIES))
 def test_taps_are_repeated_for_beams(family: str, method: str) -> None:
     """The tower runs before beams are made; what it said belongs to all copies of a row."""
     tiny, feed = model(family), inputs(family, "uneven")
@@ -257,9 +256,10 @@ def test_old_pixels_again_are_refused(family: str) -> None:
 
 
 # --- sliding windows --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("family", "overrides"), WINDOWED)
-@pytest.mark.parametrize("method", ["test-fixed", "test-fixed-layer"])
-@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.parametrize(
+    ("kind", "method", "family", "overrides"),
+    in_turn(["image", "uneven"], ["test-fixed", "test-fixed-layer"], WINDOWED),
+)
 def test_windows_count_original_places_over_turns(family: str, overrides: Any, method: str, kind: str) -> None:
     """Stored keys are fewer than places, and a window is one of places; in a second turn as in one call."""
     tiny, feed = model(family, **overrides), inputs(family, kind)
@@ -273,8 +273,9 @@ def test_windows_count_original_places_over_turns(family: str, overrides: Any, m
         )
 
 
-@pytest.mark.parametrize(("family", "overrides"), WINDOWED)
-@pytest.mark.parametrize("method", ["test-fixed", "test-fixed-layer", "test-fixed-cache"])
+@pytest.mark.parametrize(
+    ("method", "family", "overrides"), in_turn(["test-fixed", "test-fixed-layer", "test-fixed-cache"], WINDOWED)
+)
 def test_windows_count_original_places(family: str, overrides: Any, method: str) -> None:
     """Against the bare model with the dropped tokens hidden, and windows of places drawn by hand."""
     tiny, feed = model(family, **overrides), inputs(family)

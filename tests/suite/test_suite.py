@@ -43,6 +43,7 @@ def test_items_are_reproducible(task):
     assert all(np.array_equal(one, two) for one, two in zip(media, repeated, strict=True))
 
 
+@pytest.mark.full
 def test_items_are_the_same_in_another_process():
     script = (
         "import hashlib; from mmaccel.suite import make_suite, IMAGE_TASKS, VIDEO_TASKS\n"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from films import film, numbers
+from tail import few
 
 from mmaccel import MmaccelError
 from mmaccel.video import Clip, decode, decode_each, isolated
@@ -109,7 +110,7 @@ def fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 MOMENTS = ("job", "trying", "shape", "at", "clip")
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", few(MOMENTS, ("job", "clip")))
 def test_a_decoder_that_dies_once_costs_nothing(moment: str, kind: Any, fatal: Any) -> None:
     fatal(moment, 1)
     with warnings.catch_warnings():
@@ -118,7 +119,7 @@ def test_a_decoder_that_dies_once_costs_nothing(moment: str, kind: Any, fatal: A
     assert numbers(clip.frames) == [10, 30, 50]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", few(MOMENTS, ("job", "clip")))
 def test_a_video_that_kills_its_decoder_twice_is_named(moment: str, kind: Any, fatal: Any) -> None:
     fatal(moment, 2)
     said = "ended before it began" if moment in ("job", "trying") else "crashed"

@@ -15,7 +15,7 @@ from mmaccel import MmaccelError
 from mmaccel.video import READERS, decode, decode_each
 from mmaccel.video.choice import around_keyframes, shown, spaced, uniform
 from mmaccel.video.container import container
-from mmaccel.video.decode import _parts
+from mmaccel.video.here import parts
 from mmaccel.video.readers import usable
 from mmaccel.video.readers.base import NotExactError, rate
 
@@ -146,14 +146,14 @@ def test_threads_change_nothing(tmp_path, threads, backend):
 def test_threads_meet_at_keyframes_only():
     keys = np.arange(0, 1000, 50)
     indices = spaced(1000, 100)
-    parts = _parts(indices, keys, 4)
-    assert [i for part in parts for i in part] == list(range(100))
-    assert len(parts) == 4
-    group = [{indices[i] // 50 for i in part} for part in parts]
+    made = parts(indices, keys, 4)
+    assert [i for part in made for i in part] == list(range(100))
+    assert len(made) == 4
+    group = [{indices[i] // 50 for i in part} for part in made]
     assert all(not a & b for a, b in zip(group, group[1:], strict=False))
-    assert [len(part) for part in parts] == [25, 25, 25, 25]
-    assert len(_parts(indices, np.zeros(1, int), 4)) == 1
-    assert len(_parts([3, 60], keys, 4)) == 1
+    assert [len(part) for part in made] == [25, 25, 25, 25]
+    assert len(parts(indices, np.zeros(1, int), 4)) == 1
+    assert len(parts([3, 60], keys, 4)) == 1
 
 
 def test_variable_frame_rate(tmp_path):
@@ -420,10 +420,10 @@ def _said(shown) -> int:
 
 def test_packets_without_a_picture_show_the_one_before():
     """As the hidden frames of VP8 and the fillers at the end of some AVI files."""
-    from mmaccel.video.readers.pyav import _Cursor
+    from mmaccel.video.readers.pyav import Cursor
 
     def cursor(*places, total=20):
-        return _Cursor(iter([(at, av.VideoFrame.from_ndarray(frame(at), format="rgb24")) for at in places]), total)
+        return Cursor(iter([(at, av.VideoFrame.from_ndarray(frame(at), format="rgb24")) for at in places]), total)
 
     some = cursor(0, 1, 4, 5)
     assert [_said(some.shown(at)) for at in (1, 3, 4, 5, 7)] == [1, 1, 4, 5, 5]

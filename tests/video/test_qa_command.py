@@ -192,7 +192,7 @@ def test_an_interrupt_does_not_wait_for_decoders_that_hang(films: Path, model: P
     assert {one["video"] for one in lines(out)} == {str(video) for video in videos[:2]}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a run is killed in a forked process")
 @pytest.mark.parametrize("which", ("divprune", "fastv"))
 def test_killed_ten_times_it_is_as_if_it_never_was(which: str, films: Path, model: Path, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_killed_ten_times_it_is_as_if_it_never_was(which: str, films: Path, mode
     assert len(lines(out)) == 88
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_whatever_is_called_a_video(
     films: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

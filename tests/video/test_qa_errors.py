@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from asking import ASKED, alone, answerer, answers, ask
+from tail import in_turn
 
 from mmaccel import MmaccelError, recipe
 from mmaccel.programs.video_qa.qa import QASettings, VideoAnswerer
@@ -43,8 +44,7 @@ def starved(one: VideoAnswerer, most: int, error: type[BaseException], monkeypat
     return tried
 
 
-@pytest.mark.parametrize("error", (torch.OutOfMemoryError, MemoryError))
-@pytest.mark.parametrize("which", ("divprune", "fastv"))
+@pytest.mark.parametrize(("which", "error"), in_turn(("divprune", "fastv"), (torch.OutOfMemoryError, MemoryError)))
 def test_auto_backs_off_and_says_so(
     which: str, error: type[BaseException], films: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,8 +88,7 @@ def test_one_question_that_breaks_the_model_breaks_no_other(films: Path, monkeyp
             assert found[question.name]["answer"] == wanted[question.name]
 
 
-@pytest.mark.parametrize("which", ("divprune", "fastv"))
-@pytest.mark.parametrize("at", (1, 2, 5))
+@pytest.mark.parametrize(("at", "which"), in_turn((1, 2, 5), ("divprune", "fastv")))
 def test_a_model_that_fails_in_the_middle_of_a_batch(which: str, at: int, films: Path) -> None:
     """In its reading of the videos or in a step of an answer: what was asked together is asked again, one by one."""
     questions = ask(films, ("a.mp4", "high.mp4"), ASKED[:2])
@@ -111,7 +110,7 @@ def test_a_model_that_fails_in_the_middle_of_a_batch(which: str, at: int, films:
 
 
 def test_a_choice_of_frames_that_fails_costs_one_video(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmaccel.frames.choice import FrameChoice
+    from mmaccel.method import FrameChoice
 
     choose = FrameChoice.choose
 

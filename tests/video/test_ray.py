@@ -27,7 +27,7 @@ from mmaccel.programs.video_qa.qa import Figures, QASettings
 from mmaccel.programs.video_qa.questions import VideoQuestion
 
 HAVE = importlib.util.find_spec("ray") is not None
-ray_only = pytest.mark.skipif(not HAVE, reason="Ray is not installed: pip install 'mmaccel[ray]'")
+needs_ray = pytest.mark.skipif(not HAVE, reason="Ray is not installed: pip install 'mmaccel[ray]'")
 VIDEOS, ASKED = 10, ("what?", "where is it?")
 
 
@@ -83,7 +83,8 @@ def node(alive: bool = True, **resources: float) -> dict[str, Any]:
     return {"Alive": alive, "Resources": resources}
 
 
-@ray_only
+@pytest.mark.ray
+@needs_ray
 @pytest.mark.parametrize(
     ("nodes", "device", "places"),
     [
@@ -102,7 +103,8 @@ def test_a_worker_for_every_gpu_or_four_cpus(
     assert cluster._places(device) == places
 
 
-@ray_only
+@pytest.mark.ray
+@needs_ray
 def test_a_cluster_without_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.nodes", lambda: [node(CPU=8)])
     with pytest.raises(MmaccelError, match="has no GPU"):
@@ -330,7 +332,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-@ray_only
+@pytest.mark.ray
+@needs_ray
 def test_a_wrong_address_is_one_sentence(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is said before a model is loaded, and nothing is left that would keep the same command from going on."""
     argv = command(questions, tmp_path / "a.jsonl", Path("org/tiny"), "--ray", "127.0.0.1:1")
@@ -340,8 +343,8 @@ def test_a_wrong_address_is_one_sentence(questions: Path, tmp_path: Path, capsys
     assert (tmp_path / "a.jsonl").read_bytes() == b""
 
 
-@ray_only
-@pytest.mark.slow
+@pytest.mark.ray
+@needs_ray
 def test_a_slow_start_is_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The first start is given no time at all; what was begun is gone, and the second start comes up."""
     import ray
@@ -364,8 +367,8 @@ def test_a_slow_start_is_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     assert capfd.readouterr().err == ""
 
 
-@ray_only
-@pytest.mark.slow
+@pytest.mark.ray
+@needs_ray
 @pytest.mark.parametrize("at", (0, 1, 3))
 def test_a_lost_worker_loses_no_answer(
     at: int,
@@ -416,8 +419,8 @@ class Faulty(cluster._Worker):
         raise ZeroDivisionError("a fault of ours")
 
 
-@ray_only
-@pytest.mark.slow
+@pytest.mark.ray
+@needs_ray
 def test_a_fault_ends_the_run_with_a_sentence(
     questions: Path, model: Path, two: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,8 +435,8 @@ def test_a_fault_ends_the_run_with_a_sentence(
         list(ClusterAnswerer(settings(model=str(model))).run(asked))
 
 
-@ray_only
-@pytest.mark.slow
+@pytest.mark.ray
+@needs_ray
 def test_a_model_that_no_worker_can_load(questions: Path, tmp_path: Path, two: None) -> None:
     asked = [VideoQuestion("1", "1.mp4", str(questions.parent / "1.mp4"), "what?")]
     with pytest.raises(MmaccelError, match=r"no folder '\./none'"):

@@ -20,8 +20,9 @@ from PIL import Image
 from mmaccel import MmaccelError
 from mmaccel.video import READERS, Clip, decode, decode_each, isolated
 from mmaccel.video.container import container, local
-from mmaccel.video.decode import Wanted, decode_here
+from mmaccel.video.here import decode_here
 from mmaccel.video.readers import usable
+from mmaccel.video.wanted import Wanted
 
 #: enough for a loaded machine, far below a hang
 TIMEOUT = 60.0
@@ -387,6 +388,7 @@ def test_a_fork_does_not_use_its_parents_children(kind):
     assert isolated._idle and os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.full
 @needs_decord
 def test_png_files_can_still_be_read_by_torchvision(kind, tmp_path):
     """decord alone would put its zlib in front of the one that torchvision was built for."""

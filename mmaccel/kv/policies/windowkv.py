@@ -23,8 +23,8 @@ class WindowKV(Policy):
     *WindowKV: Task-Adaptive Group-Wise KV Cache Window Selection for Efficient LLM Inference*, arXiv 2503.17922.
 
     The keys before the last queries are cut into windows ``w`` of ``width`` neighbours, of one picture or of text. Every key
-    has the score of its window, ``s_w = mean_h m_h(w)``, where ``m_h`` is the mean attention of the last queries to the better
-    half of the window (``max``) or to all of it (``average``). The last queries' own keys stay.
+    has the score of its window, ``s_w = mean_h m_h(w)``: of the attention ``mean_{q in last queries} A[h, q, k]`` the mean over
+    the better half of the window (``max``) or over all of it (``average``). The last queries' own keys stay.
 
     Parameters
     ----------

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import accelerated, prepare
+from ...accelerate import accelerated
 from ...core.stats import Clock
 from ...errors import MmaccelError, UnsupportedError
 from ...families import family_of
 from ...kv.cache import cache_bytes
+from ...media.prepare import prepare
 from ...recipe import Recipe
 from ...runtime.scope import current
 from .arithmetic import Operations, count_operations, promised_decode, promised_ttft, weight_bytes

@@ -30,18 +30,17 @@ from ...accelerate import Accelerator, accelerated
 from ...errors import MmaccelError
 from ...families import family_of
 from ...families.load import load_model
-from ...frames.choice import FrameChoice
 from ...kv.cache import CacheState, adopt
 from ...media.files import Prompt, encode
 from ...media.prepare import prepare
-from ...method import EncoderMethod, FramesMethod, ProjectorMethod
+from ...method import EncoderMethod, FrameChoice, FramesMethod, ProjectorMethod
 from ...method.registry import methods
 from ...recipe import Recipe, Stage
 from ...recipe import recipe as find_recipe
 from ...version import __version__
 from ...video.ahead import Ahead, begin
 from ...video.clip import Clip
-from ...video.decode import GIB, Select, Wanted, check_timeout
+from ...video.wanted import GIB, Select, Wanted, check_timeout
 from ..evaluate import fingerprint
 from .identity import digests
 from .questions import VideoQuestion, as_questions, by_video

@@ -56,18 +56,18 @@ class PyAVReader(Reader):
                 "seconds; copy or convert it again."
             ) from error
 
-    def _cursor(self, container: Any, stream: Any, key: int) -> _Cursor:
+    def _cursor(self, container: Any, stream: Any, key: int) -> Cursor:
         """Decoding from the keyframe number ``key`` on, or from an earlier one where seeking goes too far."""
         back = 0
         while key or back:
             start = max(0, key - back)
             assert self._pts is not None
             container.seek(int(self._pts[self.keyframes[start]]), stream=stream)
-            cursor = _Cursor(self._numbered(container.decode(stream)), len(self._pts))
+            cursor = Cursor(self._numbered(container.decode(stream)), len(self._pts))
             if start == 0 or cursor.begins() <= self.keyframes[key]:
                 return cursor
             back = 2 * back + 1
-        return _Cursor(self._numbered(container.decode(stream)), len(self.timestamps))
+        return Cursor(self._numbered(container.decode(stream)), len(self.timestamps))
 
     def _numbered(self, frames: Iterator[Any]) -> Iterator[tuple[int, Any]]:
         for count, frame in enumerate(frames):
@@ -78,7 +78,7 @@ class PyAVReader(Reader):
         return self
 
 
-class _Cursor:
+class Cursor:
     """Decodes forward; ``frames`` are numbered and ascending, ``total`` is how many the video has."""
 
     def __init__(self, frames: Iterator[tuple[int, Any]], total: int) -> None:

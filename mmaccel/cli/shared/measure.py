@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MmaccelError
-from ..programs.bench import origin
-from . import ask
+from ...errors import MmaccelError
+from ...programs.bench import origin
+from .. import ask
 from .text import nbytes, table
 
 if TYPE_CHECKING:
-    from ..programs.evaluate import Answer, Question, Row
+    from ...programs.evaluate import Answer, Question, Row
 
 #: exit status when something could not be used and the rest was done
 PARTIAL = 3
@@ -62,7 +62,7 @@ class Run:
             raise MmaccelError("--limit 0 leaves no question to ask; give 1 or more.")
         if path is not None and not path.absolute().parent.is_dir():
             raise MmaccelError(f"The folder {str(path.absolute().parent)!r} does not exist; make it first.")
-        from ..programs.evaluate import fingerprint
+        from ...programs.evaluate import fingerprint
 
         self.options, self.path = options, path
         self.complaints: list[str] = []
@@ -87,8 +87,8 @@ class Run:
         self.earlier = self._earlier()
 
     def _questions(self) -> tuple[list[Question], dict[str, Any]]:
-        from ..programs.evaluate import ask_samples, ask_suite
-        from ..suite import IMAGE_TASKS, VIDEO_TASKS, read_samples
+        from ...programs.evaluate import ask_samples, ask_suite
+        from ...suite import IMAGE_TASKS, VIDEO_TASKS, read_samples
 
         options = self.options
         if options.data is None:
@@ -127,7 +127,7 @@ class Run:
         """Fill the rows, saving on the way, and return the report."""
         from tqdm import tqdm
 
-        from ..programs.evaluate import evaluate
+        from ...programs.evaluate import evaluate
 
         said: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
@@ -229,9 +229,9 @@ def spoken(answer: Answer) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """What figures depend on; ``code`` is a digest of mmaccel's own source."""
     digest = hashlib.sha256()
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     for path in sorted(root.rglob("*.py")):
-        if path.parent != root / "cli":
+        if root / "cli" not in path.parents:
             digest.update(path.read_bytes())
     found = origin.versions()
     return {name: found[name] for name in ("mmaccel", "torch", "transformers")} | {"code": digest.hexdigest()[:16]}

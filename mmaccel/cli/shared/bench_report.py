@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import MmaccelError
-from ..programs.bench.claims import CLAIMS, claims_table, measured
-from ..programs.bench.figures import Spread, changed
+from ...errors import MmaccelError
+from ...programs.bench.claims import CLAIMS, claims_table, measured
+from ...programs.bench.figures import Spread, changed
 from .text import nbytes, seconds, table
 
 Row = Mapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import MmaccelError
+from ...errors import MmaccelError
 
 
 def table(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:

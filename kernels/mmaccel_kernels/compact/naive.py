@@ -1,0 +1,53 @@
+"""Compaction in plain torch: the definition."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Compacted(NamedTuple):
+    """Heads that store different counts, one after the other: ``[total, D]``, ``[total, Dv]``, and lengths ``[B, H]``."""
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+
+
+def compact_definition(
+    keys: Tensor, values: Tensor, kept: Tensor, owner: Tensor | None, weight: Tensor | None, total: int | None
+) -> Compacted:
+    """:func:`.compact` in plain torch."""
+    if owner is None:
+        if total is None:
+            return Compacted(keys[kept], values[kept], kept.sum(-1))
+        source = plan(kept, None, total)[0][:total]
+        return Compacted(keys.flatten(0, 2)[source], values.flatten(0, 2)[source], kept.sum(-1))
+    source, begin = plan(kept, owner, int(kept.sum()) if total is None else total)
+    factor = torch.ones_like(source, dtype=torch.float32) if weight is None else weight.flatten()[source]
+
+    def summed(x: Tensor) -> Tensor:
+        parts = x.flatten(0, 2)[source[: int(begin[-1])]].float() * factor[: int(begin[-1]), None]
+        if not len(begin) - 1:
+            return x.new_zeros(0, x.shape[-1])
+        # sums in a fixed order, without atomics
+        return torch.segment_reduce(parts, "sum", lengths=begin.diff(), axis=0, unsafe=True, initial=0.0).to(x.dtype)
+
+    return Compacted(summed(keys), summed(values), kept.sum(-1))
+
+
+def plan(kept: Tensor, owner: Tensor | None, total: int) -> tuple[Tensor, Tensor]:
+    """The input rows of every output row, ``source [rows]`` long, of which output ``o`` takes ``begin[o]`` to ``begin[o + 1]``;
+    made on the device without asking it."""
+    flat = kept.flatten()
+    rank = flat.cumsum(0) - 1
+    if owner is None:
+        row = torch.arange(len(flat), device=flat.device)
+        source = row.new_empty(total + 1).scatter_(0, torch.where(flat, rank, total), row)
+        return source, torch.arange(total + 1, device=flat.device)
+    head = torch.arange(0, len(flat), kept.shape[-1], device=flat.device).view(*kept.shape[:2], 1)
+    onto = torch.where(owner >= 0, rank[(owner.clamp(min=0) + head).flatten()].view_as(owner), total).flatten()
+    begin = torch.searchsorted(onto.sort().values, torch.arange(total + 1, device=flat.device))
+    return onto.argsort(stable=True), begin

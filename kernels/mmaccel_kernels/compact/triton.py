@@ -1,0 +1,60 @@
+"""Compaction as a Triton program: a program makes a few rows of the output, keys and values."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._triton import jit, tl, triton
+from ..launch import enqueue
+from .naive import Compacted, plan
+
+#: output rows, and channels at a time, of one program
+TILE = {"BLOCK": 16, "BLOCK_D": 128}
+
+
+def compact_kernel(
+    keys: Tensor, values: Tensor, kept: Tensor, owner: Tensor | None, weight: Tensor | None, total: int | None
+) -> Compacted:
+    """:func:`.compact` in one launch."""
+    total = int(kept.sum()) if total is None else total
+    keys, values = keys.contiguous(), values.contiguous()
+    out = Compacted(keys.new_empty(total, keys.shape[-1]), values.new_empty(total, values.shape[-1]), kept.sum(-1))
+    if total == 0:
+        return out
+    source, begin = plan(kept, owner, total)
+    factor = keys if weight is None else weight.contiguous()
+    enqueue(
+        _compact, (triton.cdiv(total, TILE["BLOCK"]),),
+        keys, values, source, begin, factor, out.keys, out.values, total, keys.shape[-1], values.shape[-1],
+        MERGE=owner is not None, WEIGHED=weight is not None, **TILE, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@jit(do_not_specialize=["total"])
+def _compact(
+    keys, values, source, begin, weight, new_keys, new_values, total, key_width, value_width,
+    MERGE: tl.constexpr, WEIGHED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    for both in tl.static_range(2):
+        x, out, width = (keys, new_keys, key_width) if both == 0 else (values, new_values, value_width)
+        for start in range(0, width, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            inside = (o < total)[:, None] & (d < width)
+            if MERGE:
+                first = tl.load(begin + o, mask=o < total, other=0)
+                last = tl.load(begin + o + 1, mask=o < total, other=0)
+                made = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+                for turn in range(0, tl.max(last - first, 0)):
+                    member = first + turn < last
+                    row = tl.load(source + first + turn, mask=member, other=0)
+                    here = member[:, None] & (d < width)
+                    part = tl.load(x + row[:, None] * width + d, mask=here, other=0.0).to(tl.float32)
+                    if WEIGHED:
+                        part *= tl.load(weight + row, mask=member, other=0.0)[:, None]
+                    made += part
+            else:
+                row = tl.load(source + o, mask=o < total, other=0)
+                made = tl.load(x + row[:, None] * width + d, mask=inside, other=0.0)
+            tl.store(out + o[:, None] * width + d, made, mask=inside)

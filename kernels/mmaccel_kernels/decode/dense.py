@@ -1,0 +1,47 @@
+"""The part of the decode kernel that reads keys and values in full precision, flat or dense."""
+
+from __future__ import annotations
+
+from .._softmax import weighed
+from .._triton import jit, tl
+
+
+@jit
+def visible(mask, mask_step, column, stored, row, queries, MASKED: tl.constexpr, SINGLE: tl.constexpr):
+    """Which keys the mask lets the queries see, ``[1 or BLOCK_M, N]``: without one, all that are ``stored [N]``."""
+    if MASKED and SINGLE:
+        return (tl.load(mask + column, mask=stored, other=0) != 0)[None, :]
+    elif MASKED:
+        query = (row % queries)[:, None] * mask_step
+        return tl.load(mask + query + column[None, :], mask=stored[None, :], other=0) != 0
+    else:
+        return stored[None, :]
+
+
+@jit
+def attend(
+    state, q, keys, values, key_step, value_step, mask, mask_step, row, queries, tile, tiles, length, newest, scale,
+    MASKED: tl.constexpr, SINGLE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over tiles ``tile`` to ``tiles`` of ``length`` keys, of which query 0 sees ``newest``.
+
+    ``state`` is largest logit, sum of weights and sum of weighed values so far.
+    """
+    highest, total, acc = state
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    for start in range(tile * BLOCK_N, tl.minimum(tiles * BLOCK_N, length), BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        stored = n < length
+        k = tl.load(keys + n[:, None] * key_step + d[None, :], mask=stored[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(
+            values + n[:, None] * value_step + dv[None, :], mask=stored[:, None] & (dv < DV)[None, :], other=0.0
+        )
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        seen = visible(mask, mask_step, n, stored, row, queries, MASKED, SINGLE)
+        if not (MASKED or SINGLE):
+            seen = seen & (n[None, :] < newest + (row % queries)[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
+        p, shrink, highest, total = weighed(logits, highest, total)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return highest, total, acc

@@ -1,0 +1,79 @@
+"""Max-min selection in plain torch: the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..copies import first_copies, of_first, pairs_of_first
+from ..greedy import has_room, largest
+
+#: products held at once
+BLOCK = 1 << 22
+
+
+def max_min_definition(x: Tensor, valid: Tensor, count: Tensor, noise: float, most: int | None) -> Tensor:
+    """:func:`.max_min` in plain torch: a pick is one row of distances, a minimum and an argmax."""
+    first = first_copies(x, valid)
+    all_pairs = all_distances(x, first, noise) if has_room(x) else None
+    nearest = of_copies(_nearest(x, valid, noise), first) if all_pairs is None else nearest_of(all_pairs, valid)
+    picked, rows = torch.zeros_like(valid), torch.arange(len(x), device=x.device)
+    # minus infinity is the smaller of any two: what is picked or padding stays out
+    nearest = nearest.masked_fill(~valid, -torch.inf)
+    for i in range(largest(count, most)):
+        pick = nearest.argmax(1)
+        picked[rows, pick] |= i < count
+        if all_pairs is None:
+            away = of_first(distance(torch.bmm(x, x[rows, pick, :, None])[..., 0], noise), first)
+            if first is not None:
+                away = away.masked_fill(first == first[rows, pick][:, None], 0.0)
+        else:
+            away = all_pairs[rows, pick]
+        nearest[rows, pick] = -torch.inf
+        # the first pick's own measure is not a distance to a picked one
+        nearest = torch.where(nearest > -torch.inf, away, nearest) if i == 0 else torch.minimum(nearest, away)
+    return picked
+
+
+def distance(cosine: Tensor, noise: float) -> Tensor:
+    """``1 - cosine``, zero below ``noise``; ``cosine`` is overwritten."""
+    away = cosine.neg_().add_(1.0)
+    return away.masked_fill_(away < noise, 0.0)
+
+
+def all_distances(x: Tensor, first: Tensor | None, noise: float) -> Tensor:
+    """``[N, n, n]``, the same for all copies; ``first [N, n]`` are the first of them."""
+    return pairs_of_first(distance(torch.bmm(x, x.transpose(1, 2)), noise), first, 0.0)
+
+
+def of_copies(nearest: Tensor, first: Tensor | None) -> Tensor:
+    """``nearest [N, n]`` as the first copy has it, and zero where there is more than one."""
+    if first is None:
+        return nearest
+    copy = (first != torch.arange(first.shape[1], device=first.device)).long()
+    several = torch.zeros_like(first).scatter_reduce(1, first, copy, "amax").gather(1, first)
+    return nearest.gather(1, first).masked_fill(several > 0, 0.0)
+
+
+def nearest_of(away: Tensor, valid: Tensor) -> Tensor:
+    """``[N, n]``: the distance of every token to the nearest other one, from all ``away [N, n, n]``."""
+    own = torch.eye(away.shape[1], dtype=torch.bool, device=away.device)
+    away = away.masked_fill(own | ~(valid[:, None] & valid[..., None]), torch.inf)
+    # both ways, so that two that are nearest to each other tie
+    return torch.minimum(away.amin(2), away.amin(1))
+
+
+def _nearest(x: Tensor, valid: Tensor, noise: float) -> Tensor:
+    """The same from ``x [N, n, D]``, in blocks of rows; a pair of blocks is looked at once, for both."""
+    rows, slots = valid.shape
+    nearest = torch.full((rows, slots), torch.inf, device=x.device)
+    height = max(1, BLOCK // max(1, rows * slots))
+    number = torch.arange(slots, device=x.device)
+    for top in range(0, slots, height):
+        part = slice(top, top + height)
+        away = distance(torch.bmm(x[:, part], x[:, top:].transpose(1, 2)), noise)
+        out = (number[part, None] == number[top:]) | ~(valid[:, part, None] & valid[:, None, top:])
+        away = away.masked_fill_(out, torch.inf)
+        nearest[:, part] = torch.minimum(nearest[:, part], away.amin(2))
+        nearest[:, top:] = torch.minimum(nearest[:, top:], away.amin(1))
+    return nearest

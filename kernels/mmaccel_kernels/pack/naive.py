@@ -1,0 +1,99 @@
+"""Quantising in plain torch: the definition."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..pages import FP8_MAX, Format, Plane, grouped, pack
+
+
+class Shared(NamedTuple):
+    """Scales that are known already, one row for several pages: ``[M, *format.meta]`` each, ``meta [N]`` int32."""
+
+    scale: Tensor
+    zero: Tensor | None
+    meta: Tensor
+
+
+def quantise_definition(
+    x: Tensor,
+    start: Tensor,
+    count: Tensor,
+    format: Format,
+    page: int,
+    tile: int,
+    meta_dtype: torch.dtype,
+    shared: Shared | None = None,
+) -> Plane:
+    """What :func:`.quantise` means, in plain torch."""
+    token = torch.arange(page, device=x.device)
+    there = token < count[:, None]
+    rows = x[torch.where(there, start[:, None] + token, 0)].float()
+    if shared is None:
+        scale, zero = measure(rows, there, format)
+        scale, zero = scale.to(meta_dtype), None if zero is None else zero.to(meta_dtype)
+        own_scale, own_zero = scale, zero
+    else:
+        scale, zero, meta = shared.scale, shared.zero, shared.meta.long()
+        own_scale, own_zero = scale[meta], None if zero is None else zero[meta]
+    codes = encode(rows, format, own_scale, own_zero)
+    return Plane(format, pack(codes.masked_fill(~there[..., None], 0), format, tile), scale, zero)
+
+
+def measure(x: Tensor, there: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of every group.
+
+    ``int``: ``(max - min) / (levels - 1)`` and ``min``. ``ternary``: ``mean |x|``. ``sign``: ``2 mean |x|``.
+    ``fp8``: ``max |x| / 448``.
+
+    Parameters
+    ----------
+    x : ``[N, page, D]`` float32. there : ``[N, page]`` bool; other tokens do not count.
+
+    Returns
+    -------
+    ``[N, *format.meta]`` float32 each, 0 for groups without a token; no zero point unless the format is affine.
+    """
+    x, there = grouped(x, format), grouped(there[..., None].expand(x.shape), format)
+    over = 2 if format.axis == "channel" else 3
+    if format.affine:
+        low = x.masked_fill(~there, torch.inf).amin(over)
+        high = x.masked_fill(~there, -torch.inf).amax(over)
+        empty = low > high
+        low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
+        return (high - low) / (format.levels - 1), low
+    size = x.abs().masked_fill(~there, 0.0)
+    if format.code == "fp8":
+        return size.amax(over) / FP8_MAX, None
+    mean = size.sum(over) / there.sum(over).clamp(min=1)
+    return (2 * mean if format.code == "sign" else mean), None
+
+
+def encode(x: Tensor, format: Format, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """The code of every number, rounded half to even: ``x [N, page, D]`` float32 -> the same shape, int32."""
+    axis = 2 if format.axis == "channel" else 3
+    s, y = scale.float().unsqueeze(axis), grouped(x, format)
+    if format.code == "sign":
+        codes = (y >= 0).int()
+    elif format.code == "ternary":
+        codes = 1 + (y > s / 2).int() - (y < -s / 2).int()
+    elif zero is None:
+        codes = to_e4m3(torch.where(s > 0, y / s, 0.0))
+    else:
+        y = torch.where(s > 0, (y - zero.float().unsqueeze(axis)) / s, 0.0)
+        codes = y.clamp(0, format.levels - 1).round().int()
+    return codes.reshape(x.shape)
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Bytes of e4m3 numbers, int32: rounded half to even, cut at 448, by whole-number operations."""
+    size = x.abs().clamp(max=FP8_MAX)
+    bits = size.view(torch.int32)
+    # 3 of 23 bits of the mantissa stay, and the exponent counts from -7 instead of -127
+    normal = (bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - (120 << 3)
+    # below 2^-6 numbers are multiples of 2^-9
+    code = torch.where(size < 2**-6, (size * 512).round().int(), normal)
+    return code | torch.where(x < 0, 128, 0).int()

@@ -1,0 +1,73 @@
+"""Keys and values in few bits: the layout of packed pages, and its plain definition. This page is the specification.
+
+**A page** holds ``page`` consecutive stored tokens of one KV head, or its first ``count`` ones; the rest is padding.
+Its tokens come in **tiles** of ``tile`` tokens, tile ``s`` being tokens ``s tile`` to ``(s + 1) tile - 1``. Tokens are never
+permuted: tile ``s`` of the keys and tile ``s`` of the values are the same tokens whatever the bits of either.
+
+**Codes** are bytes ``[N, rows, D]``. A byte has room for ``digits`` codes of one channel (8, 5, 4, 2 or 1), which belong to as
+many tiles: tiles ``b digits`` to ``(b + 1) digits - 1`` share the rows ``b tile`` to ``(b + 1) tile - 1``. So the code of
+token ``t`` and channel ``d`` is digit ``(t // tile) % digits`` of byte ``[t // tile // digits * tile + t % tile, d]``: taking
+digit ``i`` of a ``[tile, D]`` block of bytes gives a whole tile, a dense operand without shuffling anything. ``page`` should be
+a multiple of ``tile digits`` for keys and values alike; what is missing to the next multiple is wasted.
+
+========= ====== ====== ===================================== ================================
+code      levels digits digit i of byte w                     stands for
+========= ====== ====== ===================================== ================================
+sign      2      8      ``w >> i & 1``                        ``scale (c - 1/2)``
+ternary   3      5      ``(w 3^i mod 256) 3 >> 8``            ``scale (c - 1)``
+int1      2      8      ``w >> i & 1``                        ``scale c + zero``
+int2      4      4      ``w >> 2i & 3``                       ``scale c + zero``
+int4      16     2      ``w >> 4i & 15``                      ``scale c + zero``
+int8      256    1      ``w``                                 ``scale c + zero``
+fp8       253    1      ``w``, e4m3 (``scale`` is to 448)     ``scale e4m3(w)``
+========= ====== ====== ===================================== ================================
+
+Five ternary codes are the fraction ``w / 256`` in base 3, rounded up: digit ``i`` is the ``i``-th behind the point. An e4m3
+byte is ``256`` times the float16 with bits ``(w & 128) << 8 | (w & 127) << 7``, subnormal numbers included; no byte is NaN.
+
+**Scales** (and ``zero`` where the code has one) stand in rows ``meta[n]`` of page ``n``: pages may share a row. Grouped
+along tokens (``axis="channel"``: every channel has its own range) a row is ``[page / group, D]``, grouped along channels
+(``axis="token"``: every token has its own) it is ``[page, D / group]``. A tile never crosses a group of tokens.
+
+With ``axis="channel"`` nothing needs to be expanded: ``q . k_t = (q * scale) . c_t + q . zero`` and
+``sum_t p_t v_t = scale * sum_t p_t c_t + zero sum_t p_t`` within a group.
+
+**Heads** are ragged: head ``h`` of ``B Hkv`` (rows of the batch outermost) has pages ``table[cu_pages[h]:cu_pages[h + 1]]``,
+in the order of its tokens. Pages are never changed once written; appending adds pages and makes a new table. Places whose
+tokens were dropped stay until others can take them: see :meth:`Pages.compacted`.
+
+**Waves.** A format with ``fourier`` codes not the channels of a token but their Fourier transform (:func:`waves`), which is
+orthogonal, so that nothing is undone to attend: ``q . k = waves(q) . waves(k)`` (:meth:`Pages.turned`).
+
+**Planes.** Keys (or values) may be split over channels into planes of different codes. A plane says which channels it
+holds in ``channels [B Hkv, D']``; None says all, in order.
+
+Tokens that are not packed, a full-precision residual, are no part of this: they are flat ``[total, D]`` with lengths, or dense.
+"""
+
+from __future__ import annotations
+
+from .format import FP8_MAX, Code, Format
+from .naive import channels_of, dequantise, from_e4m3, grouped, pack, unpack, waves
+from .ragged import concatenated, cumulative, ranges, split, sums
+from .storage import Pages, Plane
+
+__all__ = [
+    "Code",
+    "FP8_MAX",
+    "Format",
+    "Pages",
+    "Plane",
+    "channels_of",
+    "concatenated",
+    "cumulative",
+    "dequantise",
+    "from_e4m3",
+    "grouped",
+    "pack",
+    "ranges",
+    "split",
+    "sums",
+    "unpack",
+    "waves",
+]

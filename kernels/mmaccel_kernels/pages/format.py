@@ -1,0 +1,95 @@
+"""How numbers become codes: what is said of them in :mod:`mmaccel_kernels.pages`, as a type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Code = Literal["sign", "ternary", "int1", "int2", "int4", "int8", "fp8"]
+
+#: code -> (levels, codes a byte, what a code without zero point is centred on)
+_CODES: dict[str, tuple[int, int, float]] = {
+    "sign": (2, 8, 0.5),
+    "ternary": (3, 5, 1.0),
+    "int1": (2, 8, 0.0),
+    "int2": (4, 4, 0.0),
+    "int4": (16, 2, 0.0),
+    "int8": (256, 1, 0.0),
+    "fp8": (253, 1, 0.0),
+}
+
+#: the largest number of e4m3
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Format:
+    """How numbers become codes.
+
+    Parameters
+    ----------
+    code : see the table above.
+    axis : ``channel`` (one scale for every channel of a group of tokens) or ``token`` (one for every token of a group of
+        channels).
+    group : tokens, or channels, that share a scale.
+    fourier : code the :func:`waves` of the channels.
+    """
+
+    code: Code
+    axis: Literal["channel", "token"]
+    group: int
+    fourier: bool = False
+
+    def __post_init__(self) -> None:
+        if self.code not in _CODES:
+            raise ValueError(f"There is no code {self.code!r}; there are {', '.join(_CODES)}.")
+        if self.axis not in ("channel", "token"):
+            raise ValueError(f"axis must be 'channel' or 'token', not {self.axis!r}.")
+        if self.group < 1:
+            raise ValueError(f"group must be at least 1, not {self.group}.")
+
+    @property
+    def levels(self) -> int:
+        """Different codes."""
+        return _CODES[self.code][0]
+
+    @property
+    def digits(self) -> int:
+        """Codes a byte."""
+        return _CODES[self.code][1]
+
+    @property
+    def centre(self) -> float:
+        """The code that stands for nought, where there is no zero point."""
+        return _CODES[self.code][2]
+
+    @property
+    def affine(self) -> bool:
+        """Whether a zero point is stored."""
+        return self.code.startswith("int")
+
+    def rows(self, page: int, tile: int) -> int:
+        """Rows of bytes of a page."""
+        return tile * -(-page // (tile * self.digits))
+
+    def meta(self, page: int, width: int) -> tuple[int, int]:
+        """Shape of the scales of a page of ``width`` channels."""
+        return (page // self.group, width) if self.axis == "channel" else (page, width // self.group)
+
+    def check(self, page: int, tile: int, width: int) -> None:
+        """Refuse a page that this format does not fit.
+
+        Raises
+        ------
+        ValueError
+            If the page is no whole number of tiles, a tile crosses a group, or groups do not fill page or channels.
+        """
+        if tile < 1 or page < 1 or page % tile:
+            raise ValueError(f"A page of {page} tokens is no whole number of tiles of {tile}.")
+        if self.axis == "channel" and (page % self.group or self.group % tile):
+            raise ValueError(
+                f"Groups of {self.group} tokens do not fit pages of {page} in tiles of {tile}: a page must be a whole "
+                "number of groups and a group a whole number of tiles."
+            )
+        if self.axis == "token" and width % self.group:
+            raise ValueError(f"{width} channels are no whole number of groups of {self.group}.")

@@ -1,0 +1,96 @@
+"""Codes of numbers, bytes of codes and back, in plain torch: the definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .format import Format
+
+
+def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
+    """``codes [N, page, D]``, whole numbers below ``levels`` (e4m3 bytes for fp8) -> bytes ``[N, rows, D]`` uint8."""
+    digits, rows, (n, page, width) = format.digits, format.rows(codes.shape[1], tile), codes.shape
+    padded = codes.new_zeros(n, rows * digits, width, dtype=torch.int32)
+    padded[:, :page] = codes
+    padded = padded.view(n, rows // tile, digits, tile, width)
+    weights = [3 ** (4 - i) if format.code == "ternary" else format.levels**i for i in range(digits)]
+    if digits == 1:
+        weights = [1]
+    number = sum(padded[:, :, i] * weight for i, weight in enumerate(weights))
+    assert isinstance(number, Tensor)
+    if format.code == "ternary":
+        number = (number * 256 + 242) // 243
+    return number.to(torch.uint8).view(n, rows, width)
+
+
+def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
+    """The inverse of :func:`pack`: bytes ``[N, rows, D]`` -> codes ``[N, page, D]`` int32."""
+    n, rows, width = packed.shape
+    # no size is left to be inferred: there may be no page
+    blocks = packed.int().view(n, rows // tile, 1, tile, width)
+    if format.digits == 1:
+        return blocks.view(n, rows, width)[:, :page]
+    if format.code == "ternary":
+        power = torch.tensor([3**i for i in range(5)], dtype=torch.int32, device=packed.device)
+        codes = (blocks * power[:, None, None] & 255) * 3 >> 8
+    else:
+        shift = torch.arange(format.digits, dtype=torch.int32, device=packed.device) * (8 // format.digits)
+        codes = blocks >> shift[:, None, None] & (format.levels - 1)
+    return codes.reshape(n, rows * format.digits, width)[:, :page]
+
+
+def dequantise(codes: Tensor, format: Format, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """``codes [N, page, D]`` and scales ``[N, *format.meta]`` -> ``[N, page, D]`` float32."""
+    n, page, width = codes.shape
+    value = from_e4m3(codes) if format.code == "fp8" else codes.float() - format.centre
+    value = grouped(value, format) * _spread(scale.float(), format)
+    if zero is not None:
+        value = value + _spread(zero.float(), format)
+    value = value.reshape(n, page, width)
+    return channels_of(value) if format.fourier else value
+
+
+def grouped(x: Tensor, format: Format) -> Tensor:
+    """``[N, page, D]`` as ``[N, groups, group, D]`` or ``[N, page, groups, group]``."""
+    return x.unflatten(1 if format.axis == "channel" else 2, (-1, format.group))
+
+
+def _spread(meta: Tensor, format: Format) -> Tensor:
+    return meta.unsqueeze(2 if format.axis == "channel" else 3)
+
+
+def waves(x: Tensor) -> Tensor:
+    """The orthonormal Fourier transform of the last axis, in real numbers: ``[..., D]`` -> ``[..., D]`` float32.
+
+    The transform of real numbers at frequency ``D - f`` is the conjugate of that at ``f``, so half of it says all: first the
+    real parts at frequencies 0 to ``D // 2``, then the imaginary parts at 1 to ``(D - 1) // 2``.
+    """
+    width = x.shape[-1]
+    spectrum = torch.view_as_real(torch.fft.rfft(x.float(), norm="ortho"))
+    # what stands for two frequencies weighs twice as much
+    twice = 0.5**-0.5
+    real = spectrum[..., 0] * torch.where(_paired(width, x.device), twice, 1.0)
+    return torch.cat([real, spectrum[..., 1 : (width + 1) // 2, 1] * twice], dim=-1)
+
+
+def channels_of(x: Tensor) -> Tensor:
+    """The inverse of :func:`waves`."""
+    width, half = x.shape[-1], x.shape[-1] // 2 + 1
+    real = x[..., :half] * torch.where(_paired(width, x.device), 0.5**0.5, 1.0)
+    imaginary = torch.zeros_like(real)
+    imaginary[..., 1 : (width + 1) // 2] = x[..., half:] * 0.5**0.5
+    return torch.fft.irfft(torch.complex(real, imaginary), n=width, norm="ortho")
+
+
+def _paired(width: int, device: torch.device) -> Tensor:
+    """Which of the frequencies 0 to ``width // 2`` have another that is their conjugate, bool."""
+    frequency = torch.arange(width // 2 + 1, device=device)
+    return (frequency > 0) & (2 * frequency < width)
+
+
+def from_e4m3(byte: Tensor) -> Tensor:
+    """Bytes of e4m3 numbers -> float32, by whole-number operations: not every device knows the type."""
+    half = ((byte & 128) << 8 | (byte & 127) << 7).to(torch.int32)
+    # to the signed range of int16, whose bits are then read as float16
+    return (half - (half >> 15 << 16)).to(torch.int16).view(torch.float16).float() * 256

@@ -1,0 +1,1 @@
+"""What several commands share; no file in here is a command."""

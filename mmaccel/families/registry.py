@@ -1,0 +1,79 @@
+"""Families by name: every adapter in this folder, and those of installed packages."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..errors import MmaccelError, UnsupportedError
+from ..method.registry import files, offered
+from .base import Family
+
+#: the entry point group through which another package offers families
+ENTRY_POINTS = "mmaccel.families"
+
+_families: dict[str, type[Family]] = {}
+
+
+def families() -> dict[str, type[Family]]:
+    """All known families by name, in the order of their ``place``, then of their names.
+
+    A family is a subclass of :class:`Family` that says which ``model_types`` it serves. It is found because its file lies
+    in this folder, or because a package offers it, or the module that it is in, by an entry point ``mmaccel.families``.
+
+    Raises
+    ------
+    MmaccelError
+        If two families serve one model type or have one name, or what a package offers cannot be imported.
+    """
+    if not _families:
+        own = [import_module(name) for name in files(import_module(__package__ or ""))]
+        _families.update(_sorted([family for found in (*own, *offered(ENTRY_POINTS, Family)) for family in _in(found)]))
+    return dict(_families)
+
+
+def family_of(model: nn.Module, processor: Any = None) -> Family:
+    """The adapter of a model.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model is of no supported family; the message lists those that are.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    for family in families().values():
+        if kind in family.model_types:
+            if not hasattr(model, "generate") or not hasattr(model, "model"):
+                raise UnsupportedError(
+                    f"{type(model).__name__} cannot generate; give the ...ForConditionalGeneration model of {kind}."
+                )
+            return family(model, processor)
+    raise UnsupportedError(f"mmaccel does not know the model type {kind!r}; it supports {', '.join(families())}.")
+
+
+def _in(found: type[Any] | ModuleType) -> list[type[Family]]:
+    """A family itself, or those that a module makes."""
+    if isinstance(found, type):
+        return [found]
+    made = [one for one in vars(found).values() if inspect.isclass(one) and one.__module__ == found.__name__]
+    # a base that several share says nothing of model types
+    return [one for one in made if issubclass(one, Family) and "model_types" in vars(one)]
+
+
+def _sorted(found: list[type[Family]]) -> dict[str, type[Family]]:
+    named: dict[str, type[Family]] = {}
+    served: dict[str, type[Family]] = {}
+    for family in dict.fromkeys(found):
+        taken = [(f"name {family.name!r}", named.setdefault(family.name, family))]
+        taken += [(f"model type {kind!r}", served.setdefault(kind, family)) for kind in family.model_types]
+        for what, first in taken:
+            if first is not family:
+                raise MmaccelError(
+                    f"The {what} is taken by {first.__module__}.{first.__qualname__} and by {family.__module__}."
+                    f"{family.__qualname__}; uninstall the package of one of them, or give it another."
+                )
+    return dict(sorted(named.items(), key=lambda item: (item[1].place, item[0])))

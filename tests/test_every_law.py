@@ -1,0 +1,408 @@
+"""The laws of test_every_method.py: each holds for a method that is right, and finds those that are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import test_every_method as every
+import torch
+from mmaccel.frames.choice import FrameChoice
+from test_every_method import LAWS, Law, laws_of
+from torch import Tensor
+
+from mmaccel.core.reduction import Links, Reduction
+from mmaccel.kv.codecs.fp8 import FP8
+from mmaccel.method import EncoderMethod, KeyBatch, Method, Policy, ProjectorMethod, TokenBatch
+
+
+@dataclass(frozen=True)
+class Low(ProjectorMethod):
+    """Right: the tokens with the largest first channel."""
+
+    name = "laws-low"
+    unit = "picture"
+
+    def score(self, tokens: TokenBatch) -> Tensor:
+        return tokens.features[..., 0].float()
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        return Reduction.top(self.score(tokens), tokens.valid, count)
+
+
+class Dice(Low):
+    """From the generator of the process."""
+
+    def score(self, tokens: TokenBatch) -> Tensor:
+        return torch.rand(tokens.valid.shape)
+
+
+class Remembers(Low):
+    """What it was shown before."""
+
+    seen: ClassVar[list[float]] = []
+
+    def score(self, tokens: TokenBatch) -> Tensor:
+        self.seen.append(float(tokens.features.sum()))
+        return tokens.features[..., len(self.seen) % 3].float()
+
+
+class Scribbles(Low):
+    """Into what it is given."""
+
+    def score(self, tokens: TokenBatch) -> Tensor:
+        return tokens.features[..., 0].add_(1.0).float()
+
+
+class Others(Low):
+    """By the mean of the batch."""
+
+    def score(self, tokens: TokenBatch) -> Tensor:
+        return (tokens.features[..., 0] - tokens.features[tokens.valid].mean()).abs().float()
+
+
+class More(Low):
+    """One token more than is asked for."""
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        return super().reduce(tokens, (count + 1).clamp(max=2))
+
+
+class AtMostMore(More):
+    budget = "at_most"
+
+
+class AdaptiveNone(Low):
+    budget = "adaptive"
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        return super().reduce(tokens, 0 * count)
+
+
+class NeverNone(Low):
+    """Cannot keep nothing."""
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        return super().reduce(tokens, count.clamp(min=1))
+
+
+class Blends(Low):
+    """What stays holds the first token of its unit, even where all of it stays."""
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        made = super().reduce(tokens, count)
+        row, slot = made.kept.nonzero(as_tuple=True)
+        links = Links(row, slot, tokens.valid.long().argmax(1)[row], torch.ones(len(row)))
+        return Reduction(made.kept, made.valid, links)
+
+
+class Padding(Low):
+    """By the distance to the mean of all slots."""
+
+    def score(self, tokens: TokenBatch) -> Tensor:
+        x = tokens.features.float()
+        return (x - x.mean(1, keepdim=True)).norm(dim=-1)
+
+
+class Coarse(Low):
+    """In the precision of the features."""
+
+    def score(self, tokens: TokenBatch) -> Tensor:
+        return (tokens.features * 0.3 + 100).sum(-1).float()
+
+
+class High(Low):
+    """Of equal tokens the last."""
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        made = Reduction.top(self.score(tokens).flip(1), tokens.valid.flip(1), count)
+        return Reduction(made.kept.flip(1), tokens.valid)
+
+
+class Loses(Low):
+    """And says that it does not."""
+
+    conserves_mass = True
+
+
+@dataclass(frozen=True)
+class Halves(EncoderMethod):
+    """Right: every other token flows into the one before it."""
+
+    name = "laws-halves"
+
+    def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
+        out = [0] * layers
+        for layer in range(layers):
+            out[layer] = min(tokens // 2, tokens - kept)
+            tokens -= out[layer]
+        return out
+
+    def match(self, tokens: Any, remove: int) -> Tensor:
+        target = torch.arange(tokens.keys.shape[1]).repeat(len(tokens.keys), 1)
+        first = tokens.protected
+        at = first + 1 + 2 * torch.arange(remove)
+        target[:, at] = at - 1
+        return target
+
+
+class HalvesMore(Halves):
+    def match(self, tokens: Any, remove: int) -> Tensor:
+        return super().match(tokens, remove + 1)
+
+
+class IntoCls(Halves):
+    def match(self, tokens: Any, remove: int) -> Tensor:
+        target = super().match(tokens, remove)
+        return torch.where(target == torch.arange(target.shape[1]), target, 0)
+
+
+class ByCls(Halves):
+    """By how like CLS tokens are."""
+
+    def match(self, tokens: Any, remove: int) -> Tensor:
+        like = (tokens.keys[:, 1:] * tokens.keys[:, :1]).sum(-1)
+        order = 1 + like.argsort(dim=1, stable=True)
+        target = torch.arange(tokens.keys.shape[1]).repeat(len(like), 1)
+        return target.scatter(1, order[:, :remove], order[:, -1:].expand(-1, remove))
+
+
+class OfAll(Halves):
+    """By the mean of all tiles."""
+
+    def match(self, tokens: Any, remove: int) -> Tensor:
+        like = (tokens.keys[:, 1:] - tokens.keys.mean((0, 1))).norm(dim=-1)
+        order = 1 + like.argsort(dim=1, stable=True)
+        target = torch.arange(tokens.keys.shape[1]).repeat(len(like), 1)
+        return target.scatter(1, order[:, :remove], order[:, -1:].expand(-1, remove))
+
+
+class NoMeans(Halves):
+    """Sums, and says that it conserves mass."""
+
+    conserves_mass = True
+
+    def weigh(self, tokens: Any, target: Tensor) -> Tensor:
+        return torch.ones_like(tokens.size)
+
+
+class LosesCount(Halves):
+    def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
+        return [0] * layers
+
+
+class DiceTower(Halves):
+    def match(self, tokens: Any, remove: int) -> Tensor:
+        at = 1 + torch.randperm(tokens.keys.shape[1] - 1)
+        target = torch.arange(tokens.keys.shape[1]).repeat(len(tokens.keys), 1)
+        target[:, at[:remove]] = at[-1]
+        return target
+
+
+class NotHalves(Halves):
+    """Of one precision only."""
+
+    def match(self, tokens: Any, remove: int) -> Tensor:
+        return super().match(tokens, remove - int(bool((tokens.keys == tokens.keys.bfloat16()).all())))
+
+
+@dataclass(frozen=True)
+class Norm(Policy):
+    """Right: the keys with the largest first channel."""
+
+    name = "laws-norm"
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        return keys.keys[..., 0].float()
+
+
+class NormDice(Norm):
+    def score(self, keys: KeyBatch) -> Tensor:
+        return torch.rand(keys.keys.shape[:3])
+
+
+class NormOfAll(Norm):
+    def score(self, keys: KeyBatch) -> Tensor:
+        return (keys.keys[..., 0] - keys.keys[..., 0].mean()).abs().float()
+
+
+class NormPadding(Norm):
+    def score(self, keys: KeyBatch) -> Tensor:
+        return (keys.keys - keys.keys.mean(2, keepdim=True)).norm(dim=-1).float()
+
+
+class NormCoarse(Norm):
+    def score(self, keys: KeyBatch) -> Tensor:
+        return (keys.keys * 0.3 + 100).sum(-1).float()
+
+
+class NormHigh(Norm):
+    """Of equal keys the last."""
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        return keys.keys[..., 0].float() + 1e-6 * torch.arange(keys.keys.shape[2])
+
+
+class NormUndefined(Norm):
+    def score(self, keys: KeyBatch) -> Tensor:
+        return super().score(keys).log()
+
+
+class NotShared(Norm):
+    """And says that its heads choose alike."""
+
+    shared = True
+
+
+class Recalls(Norm):
+    """Reads one key too many."""
+
+    def recall(
+        self, paid: Tensor, before: Tensor | None, visual: Tensor, count: Tensor, chosen: Tensor | None
+    ) -> Tensor:
+        return visual & (visual.cumsum(1) <= count[:, None] + 1)
+
+
+class ObservesPadding(Norm):
+    def observe(self, attention: Any, before: Tensor) -> Tensor:
+        return attention.key.sum((2, 3), keepdim=True)[..., 0].expand_as(before)
+
+
+class CodecDice(FP8):
+    """Noise against bias, from the generator of the process."""
+
+    def key_planes(self, keys: Tensor, cut: Any, before: Any) -> Any:
+        return super().key_planes(keys + torch.randn_like(keys), cut, before)
+
+
+class CodecOfAll(FP8):
+    """In the range of all rows."""
+
+    def key_planes(self, keys: Tensor, cut: Any, before: Any) -> Any:
+        return super().key_planes(keys - keys.mean(0), cut, before)
+
+
+class CodecOfNothing(FP8):
+    def value_planes(self, values: Tensor, cut: Any) -> Any:
+        return super().value_planes(torch.ones_like(values), cut)
+
+
+class CodecOfPlaces(FP8):
+    """Equal tokens are stored as others."""
+
+    def key_planes(self, keys: Tensor, cut: Any, before: Any) -> Any:
+        return super().key_planes(keys + torch.arange(len(keys))[:, None], cut, before)
+
+
+class CodecCoarse(FP8):
+    def key_planes(self, keys: Tensor, cut: Any, before: Any) -> Any:
+        return super().key_planes(keys if keys.dtype == torch.float32 else 0.5 * keys, cut, before)
+
+
+class CodecHoards(FP8):
+    """Packs nothing."""
+
+    def packable(self, lengths: Tensor) -> Tensor:
+        return torch.where(lengths > 3 * self.page, 0, super().packable(lengths))
+
+
+class First(FrameChoice):
+    """Right: the first frames."""
+
+    name = "laws-first"
+
+    def pick(self, frames: np.ndarray, count: int) -> np.ndarray:
+        return np.arange(count)
+
+
+class FramesDice(First):
+    def pick(self, frames: np.ndarray, count: int) -> np.ndarray:
+        return np.sort(torch.randperm(len(frames))[:count].numpy())
+
+
+class FramesMore(First):
+    def pick(self, frames: np.ndarray, count: int) -> np.ndarray:
+        return np.arange(count + 1)
+
+
+class FramesTwice(First):
+    def pick(self, frames: np.ndarray, count: int) -> np.ndarray:
+        return np.zeros(count, int)
+
+
+class FramesOther(First):
+    """Says other frames than it shows."""
+
+    def clip(self, frames: np.ndarray, retain: float) -> np.ndarray:
+        return frames[self.choose(frames, retain)[::-1]]
+
+
+class FramesBeyond(First):
+    """Looks at what is behind the clip in memory."""
+
+    def pick(self, frames: np.ndarray, count: int) -> np.ndarray:
+        return np.arange(count) + int(frames.base is not None)
+
+
+WRONG: list[tuple[Law, type[Method]]] = [
+    (every.tokens_repeat, Dice),
+    (every.tokens_repeat, Remembers),
+    (every.tokens_repeat, Scribbles),
+    (every.a_unit_in_a_batch_is_the_unit_alone, Others),
+    (every.tokens_meet_their_budget, More),
+    (every.tokens_meet_their_budget, AtMostMore),
+    (every.tokens_meet_their_budget, AdaptiveNone),
+    (every.empty_and_full_token_budgets, NeverNone),
+    (every.empty_and_full_token_budgets, Blends),
+    (every.padded_slots_are_not_looked_at, Padding),
+    (every.tokens_in_half_precision, Coarse),
+    (every.equal_tokens_keep_the_first, High),
+    (every.mass_is_conserved, Loses),
+    (every.merges_repeat, DiceTower),
+    (every.a_tile_in_a_batch_is_the_tile_alone, OfAll),
+    (every.as_many_merge_as_are_to_go, HalvesMore),
+    (every.as_many_merge_as_are_to_go, IntoCls),
+    (every.as_many_merge_as_are_to_go, NoMeans),
+    (every.schedules_meet_their_budget, LosesCount),
+    (every.what_is_protected_takes_no_part, ByCls),
+    (every.merges_of_keys_in_half_precision, NotHalves),
+    (every.keys_repeat, NormDice),
+    (every.a_row_in_a_batch_is_the_row_alone, NormOfAll),
+    (every.a_row_in_a_batch_is_the_row_alone, ObservesPadding),
+    (every.keys_meet_their_budget, NormUndefined),
+    (every.keys_meet_their_budget, NotShared),
+    (every.keys_meet_their_budget, Recalls),
+    (every.padded_keys_are_not_looked_at, NormPadding),
+    (every.padded_keys_are_not_looked_at, ObservesPadding),
+    (every.keys_in_half_precision, NormCoarse),
+    (every.equal_keys_keep_the_first, NormHigh),
+    (every.packs_repeat, CodecDice),
+    (every.heads_in_a_batch_are_the_heads_alone, CodecOfAll),
+    (every.everything_is_stored_in_fewer_bytes, CodecOfNothing),
+    (every.everything_is_stored_in_fewer_bytes, CodecHoards),
+    (every.equal_tokens_are_stored_as_equal, CodecOfPlaces),
+    (every.packs_of_half_precision, CodecCoarse),
+    (every.frames_repeat, FramesDice),
+    (every.frames_are_chosen_within_the_budget, FramesMore),
+    (every.frames_are_chosen_within_the_budget, FramesTwice),
+    (every.frames_are_chosen_within_the_budget, FramesOther),
+    (every.frames_of_other_clips_do_not_matter, FramesBeyond),
+]
+RIGHT: tuple[type[Method], ...] = (Low, Halves, Norm, FP8, First)
+
+
+@pytest.mark.parametrize(("law", "kind"), [(law, kind) for kind in RIGHT for law in laws_of(kind)])
+def test_laws_hold_for_what_is_right(law: Law, kind: type[Method]) -> None:
+    law(kind())
+
+
+@pytest.mark.parametrize(("law", "kind"), WRONG)
+def test_laws_find_what_is_wrong(law: Law, kind: type[Method]) -> None:
+    with pytest.raises(AssertionError):
+        law(kind())
+
+
+def test_every_law_can_fail() -> None:
+    assert {law for law, _ in WRONG} == {law for laws in LAWS.values() for law in laws}
