@@ -11,8 +11,8 @@ from torch import Tensor
 from ..core.masks import ranks
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..merging.film import cosine_to
 from ..method import Grid, LayerMethod, TokenBatch
+from ..method.blocks import cosine_to
 from ..method.registry import register
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from ..core.masks import even_in_groups
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
+from ..method.blocks import cosine_to
 from ..method.registry import register
-from .film import Film, cosine_to
+from .film import Film
 
 
 @register

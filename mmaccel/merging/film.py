@@ -16,8 +16,6 @@ from ..method.blocks import BLOCK
 
 #: slot, source and weight of the links of one clip, each ``[L]``
 Flat = tuple[Tensor, Tensor, Tensor]
-#: entries of a block of features that stays in the cache of a core
-CACHED = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -73,23 +71,6 @@ def frame_numbers(tokens: TokenBatch) -> Tensor:
         1, key + 1, 1
     )
     return (found[:, 1:].cumsum(1) - 1).gather(1, key.clamp(min=0)).masked_fill(~here, -1)
-
-
-def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
-    """``[N, n]`` float32: cosine of each token of ``features [N, n, D]`` with the one at ``slots [N, n]``; -1 is the token
-    itself. The cosine of a token and a copy of it is exactly one."""
-    rows, n, width = features.shape
-    row, own = torch.arange(rows, device=slots.device)[:, None], torch.arange(n, device=slots.device)
-    at = torch.where(slots < 0, own, slots)
-    cosine = torch.empty(rows, n, device=features.device)
-    step = max(1, (CACHED if features.device.type == "cpu" else BLOCK) // max(1, rows * width))
-    for left in range(0, n, step):
-        block = slice(left, left + step)
-        x, y = features[:, block].float(), features[row, at[:, block]].float()
-        # the three sums add in the same order, and sqrt(a a) is a, so copies have exactly one
-        square = ((x * x).sum(-1) * (y * y).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
-        cosine[:, block] = (x * y).sum(-1) / square.sqrt()
-    return cosine.clamp_(max=1.0)
 
 
 # --- unit by unit -----------------------------------------------------------------------------------------------------

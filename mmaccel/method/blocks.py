@@ -1,13 +1,18 @@
-"""The attention of a layer in blocks of query rows, so that the whole map is never in memory."""
+"""Attention and similarities in blocks of rows, so that the whole map is never in memory."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from . import LayerAttention
+import torch
+from torch import Tensor
+
+from .layers import LayerAttention
 
 #: entries of a block of pairs held at once (attention over batch and heads, similarities over the batch)
 BLOCK = 1 << 24
+#: entries of a block of features that stays in the cache of a core
+CACHED = 1 << 18
 
 
 def row_blocks(attention: LayerAttention) -> list[tuple[int, int]]:
@@ -28,3 +33,20 @@ def upto(attention: LayerAttention, stop: int) -> LayerAttention:
         text=attention.text[:, :stop],
         memo={},
     )
+
+
+def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
+    """``[N, n]`` float32: cosine of each token of ``features [N, n, D]`` with the one at ``slots [N, n]``; -1 is the token
+    itself. The cosine of a token and a copy of it is exactly one."""
+    rows, n, width = features.shape
+    row, own = torch.arange(rows, device=slots.device)[:, None], torch.arange(n, device=slots.device)
+    at = torch.where(slots < 0, own, slots)
+    cosine = torch.empty(rows, n, device=features.device)
+    step = max(1, (CACHED if features.device.type == "cpu" else BLOCK) // max(1, rows * width))
+    for left in range(0, n, step):
+        block = slice(left, left + step)
+        x, y = features[:, block].float(), features[row, at[:, block]].float()
+        # the three sums add in the same order, and sqrt(a a) is a, so copies have exactly one
+        square = ((x * x).sum(-1) * (y * y).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
+        cosine[:, block] = (x * y).sum(-1) / square.sqrt()
+    return cosine.clamp_(max=1.0)

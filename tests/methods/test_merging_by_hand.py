@@ -14,7 +14,7 @@ from mmaccel.encoders.pitome import PiToMe, energy, energy_bipartite_matching, e
 from mmaccel.merging import centerclip, density_peaks, film
 from mmaccel.merging.aim import AimMerge, halvings, merge_in_rounds
 from mmaccel.merging.centerclip import k_medoids
-from mmaccel.method import EncoderTokens
+from mmaccel.method import EncoderTokens, blocks
 
 
 def test_aim_halves_and_names_its_weights() -> None:
@@ -85,13 +85,13 @@ def test_cosines_do_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(2, 37, 5, generator=rng)
     slots = torch.randint(-1, 37, (2, 37), generator=rng)
-    whole = film.cosine_to(x, slots)
+    whole = blocks.cosine_to(x, slots)
     own = torch.where(slots < 0, torch.arange(37), slots)
     other = torch.stack([row[at] for row, at in zip(x, own, strict=True)])
     torch.testing.assert_close(whole, torch.nn.functional.cosine_similarity(x, other, dim=-1))
     # four tokens of both rows at a time
-    monkeypatch.setattr(film, "CACHED", 40)
-    assert torch.equal(film.cosine_to(x, slots), whole)
+    monkeypatch.setattr(blocks, "CACHED", 40)
+    assert torch.equal(blocks.cosine_to(x, slots), whole)
 
 
 def test_density_peaks_match_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
