@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import mmaccel_kernels.importance as kernel
+import mmaccel_kernels.importance.naive as kernel
 import pytest
 import torch
 import zoo
