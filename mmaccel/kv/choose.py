@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.masks import suffix_sums
 from ..core.reduction import top_mask
 from ..errors import MmaccelError
 from ..method import KeyBatch, Policy
@@ -44,7 +45,7 @@ def protected(policy: Policy, keys: KeyBatch, start: bool = True, question: Tens
     if policy.recent:
         there = valid.sum(1, keepdim=True)
         newest = policy.recent if isinstance(policy.recent, int) else (there * policy.recent + 0.5).long()
-        must |= valid.flip(1).cumsum(1).flip(1) <= newest
+        must |= suffix_sums(valid) <= newest
     if "separators" in policy.protect and keys.cells is not None:
         must |= keys.visual & (keys.cells[..., 0] < 0)
     if "question" in policy.protect and question is not None:

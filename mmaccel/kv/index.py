@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..core import masks
+
 
 def leftmost(there: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The slots that are ``there [B, heads, K]`` bool, moved to the left in their order: ``[B, heads, W]`` long, where ``W`` is
     the most there are of one row; which of these are slots at all, the same shape, bool; and ``lengths [B, heads]`` long on
     the CPU, how many there are. Where the caller knows these nothing waits for the device, else the host waits once."""
-    counts = there.sum(-1)
-    lengths = counts.cpu() if lengths is None else lengths.expand(there.shape[:-1])
+    lengths = there.sum(-1).cpu() if lengths is None else lengths.expand(there.shape[:-1])
     width = int(lengths.max()) if lengths.numel() else 0
-    order = (~there).long().argsort(dim=-1, stable=True)[..., :width]
-    return order, torch.arange(width, device=there.device) < counts[..., None], lengths
+    return *masks.leftmost(there, width), lengths
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

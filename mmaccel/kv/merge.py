@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.masks import true_first
+
 #: entries of the similarities held at once
 BLOCK = 1 << 24
 #: cosines that are nearer than this to the largest are equal to it: copies tie however a product rounds
@@ -115,7 +117,7 @@ def _nearest(kept: Tensor) -> Tensor:
 
 def _by_rank(best: Tensor, takes: Tensor) -> Tensor:
     """``best [B, H, K]`` of the n-th evicted key of every head replaced by the mean over heads of their n-th."""
-    order = (~takes).long().argsort(dim=-1, stable=True)
+    order = true_first(takes)
     there = takes.gather(-1, order)
     column = best.gather(-1, order).masked_fill(~there, 0.0).sum(1) / there.sum(1).clamp(min=1)
     rank = (takes.long().cumsum(-1) - 1).clamp(min=0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Layout, Modality, Units
+from ..core.masks import true_last
 from ..core.reduction import Reduction
 from ..core.stats import Stats
 from ..kv.cache import CacheState
@@ -127,7 +128,7 @@ class Prompt(Forward):
     def compacted(self, kept: Tensor) -> tuple[Tensor, bool]:
         """Places that stay, left-padded: ``[B, widest]`` long with -1 for padding, and whether there is any; on the CPU."""
         width = int(kept.sum(1).max())
-        order = kept.long().argsort(dim=1, stable=True)[:, -width:] if width else kept.new_zeros(len(kept), 0).long()
+        order = true_last(kept)[:, -width:] if width else kept.new_zeros(len(kept), 0).long()
         there = kept.gather(1, order)
         return order.masked_fill(~there, -1), not bool(there.all())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.masks import true_first
 from ..core.reduction import Reduction, segment_sum
 from ..errors import MmaccelError, UnsupportedError
 from ..method import EncoderMethod, EncoderTokens
@@ -116,7 +117,7 @@ class Merged:
             if remove:
                 target[slots] = slots.gather(1, into[..., None].expand_as(slots))
                 weight[slots] = self.method.weigh(seen, into)[..., None].expand_as(slots)
-            stays.append(first_slots(into == entry, slots.shape[1] - remove))
+            stays.append(true_first(into == entry)[:, : slots.shape[1] - remove])
             kept -= slots.shape[0] * remove * slots.shape[2]
         left = target == torch.arange(tokens, device=target.device)
         if (found := int(left.sum())) != kept:
@@ -128,7 +129,7 @@ class Merged:
         self.owner = self.flow.group[self.owner]
         # whole numbers, which any order of additions sums alike
         self.size = self.size.new_zeros(kept).scatter_add_(0, self.flow.group, self.size)
-        self.place = self.place[first_slots(left[None], kept)[0]]
+        self.place = self.place[true_first(left)[:kept]]
         for run, stay in zip(self.runs, stays, strict=True):
             run.slots = rank[run.slots.gather(1, stay[..., None].expand(-1, -1, run.slots.shape[2]))]
         return self.pack(self.flow.apply(hidden.flatten(0, -2)), hidden)
@@ -161,8 +162,3 @@ class Merged:
     def patches(self, values: Tensor) -> Tensor:
         """``[S0] -> [tiles, T0 - cls]``."""
         return values.view(self.tiles, -1)[:, self.cls :]
-
-
-def first_slots(mask: Tensor, count: int) -> Tensor:
-    """``[R, count]`` long: where ``mask [R, E]`` is True, which it is ``count`` times a row."""
-    return (~mask).long().argsort(dim=1, stable=True)[:, :count]

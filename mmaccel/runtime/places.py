@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Layout
+from ..core.masks import after_last
 from ..kv.index import to_device
 from ..kv.shared import Shared
 
@@ -72,5 +73,5 @@ def question_span(table: Tensor, protect: Sequence[str], device: torch.device) -
         return None
     pictures = table[..., 0] >= 0
     end = pictures.shape[1]
-    last = torch.where(pictures, torch.arange(end, device=pictures.device), -1).amax(1)
-    return to_device(torch.stack([last + 1, torch.full_like(last, end)], dim=1), device)
+    first = (~after_last(pictures)).sum(1)
+    return to_device(torch.stack([first, torch.full_like(first, end)], dim=1), device)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..core.budget import counts
 from ..core.layout import Units
+from ..core.masks import question
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import LayerMethod, TokenBatch, TokenMethod
@@ -71,7 +72,7 @@ def _shown(
 ) -> tuple[TokenBatch, Tensor]:
     """What a method sees of ``units``, which are left of ``whole``, and ``count``, on the device of ``hidden``."""
     device, places = hidden.device, units.places.clamp(min=0)
-    at, rows, there, cells, grid, segment, tile, tiles, entered, wanted = sent(
+    at, rows, real, cells, grid, segment, tile, tiles, entered, wanted = sent(
         device,
         places if slots is None else slots[units.row[:, None], places],
         units.row,
@@ -84,18 +85,18 @@ def _shown(
         prompt.entered(whole) if prompt.incoming.phases else units.valid.sum(1),
         count,
     )
-    valid = there.bool()
+    valid = real.bool()
     signals = taps.signals(method.taps(), prompt.encoded, units) if method.taps() else {}
     if isinstance(method, LayerMethod):
         for name, figures in prompt.looked.items():
             signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
-    question, asked = _question(prompt, method, hidden, slots, rows) if method.needs_question else (None, None)
+    words, there = _question(prompt, method, hidden, slots, rows) if method.needs_question else (None, None)
     if method.text_tower is not None:
         tower = prompt.plan.text_towers[method.text_tower]
         signals["patches"] = tower.project(signals["features"][:, 0].to(device))
     tokens = TokenBatch(
-        question=question,
-        question_valid=asked,
+        question=words,
+        question_valid=there,
         features=hidden[rows[:, None], at] * valid[..., None],
         valid=valid,
         cells=cells,
@@ -115,8 +116,7 @@ def _question(
     """The text behind the last picture of each unit's row, ``[N, q, D]`` and ``[N, q]`` bool; where none is, all text."""
     visual, notes = prompt.layout.visual, prompt.stats.notes
     text = prompt.layout.valid & ~visual
-    behind = text & (visual.flip(1).cumsum(1).flip(1) == 0)
-    asked = torch.where(behind.any(1, keepdim=True), behind, text)
+    asked = question(text, visual)
     if method.text_tower is not None:
         notes.append(f"{method.name}: the question as the text tower of {method.text_tower!r} reads it")
         words = [prompt.plan.family.words(ids[mine]) for ids, mine in zip(prompt.ids, asked, strict=True)]
