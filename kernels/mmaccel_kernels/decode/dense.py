@@ -42,6 +42,7 @@ def attend(
         if not (MASKED or SINGLE):
             seen = seen & (n[None, :] < newest + (row % queries)[:, None])
         logits = tl.where(seen, logits, float("-inf"))
-        p, shrink, highest, total = weighed(logits, highest, total)
+        p, shrink, higher, total = weighed(logits, highest, total)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        highest = higher
     return highest, total, acc
