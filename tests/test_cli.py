@@ -308,6 +308,7 @@ def test_help_teaches_with_examples(capsys):
     assert "is no budget" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_listing_methods_does_not_import_transformers():
     code = "import sys; from mmaccel.cli import main; main(['methods']); sys.exit('transformers' in sys.modules)"
     done = subprocess.run(

@@ -13,7 +13,7 @@ import pytest
 import torch
 import zoo
 from PIL import Image
-from tail import in_turn
+from tail import few, in_turn
 
 import mmaccel
 from mmaccel import accelerated
@@ -128,7 +128,7 @@ def test_recipes_on_pixels_get_inputs_of_their_own():
     assert small["visual_share_per_layer"] == small["visual_tokens"] / 20 and small["kv_share"] < 0.9
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("family", few(zoo.FAMILIES, ("llava_next", "qwen3_vl", "video_llava")))
 def test_every_family_can_be_measured(family):
     model, processor = zoo.model(family), zoo.processor(family)
     for video in (False, True) if family in zoo.VIDEO_FAMILIES else (False,):
@@ -300,6 +300,7 @@ def test_eval_on_the_shipped_model(capsys, tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.full
 def test_the_exported_suite_gives_the_same_figures(capsys, tmp_path):
     from mmaccel.suite import export, make_suite
 
@@ -398,6 +399,7 @@ def compare(folder, tmp_path, capsys):
     return run
 
 
+@pytest.mark.full
 def test_compare_draws_and_goes_on(compare, tmp_path, monkeypatch):
     argv = ["--recipes", "none", "uniform", "fastv", "--retain", 0.5, 0.25]
     text, _ = compare(*argv)
@@ -504,6 +506,7 @@ def test_quickstart_shows_pictures_and_clips(folder, capsys, monkeypatch, tmp_pa
     assert not any(asked["full_right"] or asked["accelerated_right"] for asked in clip["questions"])
 
 
+@pytest.mark.full
 def test_quickstart_without_a_video_model_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(ask, "SHIPPED_VIDEO", tmp_path / "nowhere")
     report = json.loads(command(capsys, "quickstart", "--json").out)

@@ -79,6 +79,7 @@ def stand_in(monkeypatch):
     plugin._class.cache_clear()
 
 
+@pytest.mark.full
 def test_importing_mmaccel_and_the_plug_in_imports_no_lmms_eval():
     code = "import sys, mmaccel.integrations.lmms_eval; sys.exit('lmms_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

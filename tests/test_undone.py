@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 import zoo
-from laws.helpers import FAMILIES, close, follow, generate, inputs, logits, recipe_of, snapshot
-from tail import in_turn
+from laws.helpers import FAMILIES, SHORT, close, follow, generate, inputs, logits, recipe_of, snapshot
+from tail import few, in_turn
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -23,7 +23,7 @@ from mmaccel.method import ProjectorMethod, TokenBatch
 from mmaccel.runtime.attention import BACKENDS
 from mmaccel.runtime.encoder import EncoderMerging
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", few(FAMILIES, SHORT))
 
 
 @mmaccel.register
@@ -251,19 +251,21 @@ def test_exchanged_layers_of_a_cache_are_an_error(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kind", "refused"),
-    [
-        ("divprune", "image", False),
-        ("divprune", "uneven", True),
-        ("snapkv", "image", False),
-        ("snapkv", "uneven", True),
-        ("adakv", "image", True),
-        ("fastv", "image", True),
-        ("kivi", "uneven", False),
-    ],
+    ("family", "how", "recipe", "kind", "refused"),
+    in_turn(
+        ["llava", "qwen2_5_vl"],
+        ["removed", "none"],
+        [
+            ("divprune", "image", False),
+            ("divprune", "uneven", True),
+            ("snapkv", "image", False),
+            ("snapkv", "uneven", True),
+            ("adakv", "image", True),
+            ("fastv", "image", True),
+            ("kivi", "uneven", False),
+        ],
+    ),
 )
-@pytest.mark.parametrize("how", ["removed", "none"])
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_a_kept_cache_without_its_recipe(family: str, how: str, recipe: str, kind: str, refused: bool) -> None:
     """A model that is accelerated no more goes on rightly with what is left of a prompt, or refuses it."""
     model, feed = zoo.model(family, seed=3), inputs(family, kind)

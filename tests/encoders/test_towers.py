@@ -119,6 +119,7 @@ def test_windows_are_left_alone() -> None:
     assert [tokens.depth for tokens in Watched.shown] == [0.25, 0.75]
 
 
+@pytest.mark.full
 def test_mini_clip_still_finds_what_a_text_says() -> None:
     """The shipped model of open_clip: colour and shape of a thing in the picture, against other colours."""
     open_clip = pytest.importorskip("open_clip", reason="needs open_clip: pip install 'mmaccel[clip]'")

@@ -18,10 +18,13 @@ from mmaccel.method import KeyBatch, LayerAttention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
+#: what all heads keep and what each keeps, joint budgets and those of text, a cap, a distance
+QUICK = ("h2o-text", "h2o-visual", "snapkv", "adaptive", "cap", "elastic")
+
 
 @pytest.mark.parametrize(
     ("family", "kind", "name"),
-    in_turn([("llava", "uneven"), ("qwen2_5_vl", "uneven"), ("internvl", "image")], SCHEDULES),
+    in_turn([("llava", "uneven"), ("qwen2_5_vl", "uneven"), ("internvl", "image")], SCHEDULES, of=QUICK),
 )
 def test_evicting_while_decoding_is_hiding_from_then_on(family: str, kind: str, name: str) -> None:
     feed, recipe = zoo.inputs(family, kind), SCHEDULES[name]
@@ -47,7 +50,7 @@ def test_evicting_while_decoding_is_hiding_from_then_on(family: str, kind: str, 
         assert (held[-1][..., :length] | ~(valid & ~visual)[None, :, None]).all()
 
 
-@pytest.mark.parametrize("name", few(SCHEDULES, ("h2o-text", "snapkv", "adaptive", "tova", "elastic")))
+@pytest.mark.parametrize("name", few(SCHEDULES, QUICK))
 def test_a_batch_decodes_as_its_rows(name: str) -> None:
     family = "llava"
     feed, recipe = zoo.inputs(family, "uneven"), SCHEDULES[name]

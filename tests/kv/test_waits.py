@@ -58,7 +58,7 @@ RECIPES = {
         ("snapkv", 0.5, {"window": 8, "joint": True}), ("kivi", None, {**PAGES, "visual_only": True})
     ),
 }
-QUICK = ("text", "merged", "sparsity", "heads", "kivi")
+QUICK = ("text", "merged")
 
 
 def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:

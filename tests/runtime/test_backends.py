@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 import zoo
-from laws.helpers import FAMILIES, close, follow, generate, inputs, logits, model, recipe_of
+from laws.helpers import FAMILIES, SHORT, close, follow, generate, inputs, logits, model, recipe_of
 from laws.oracle import WINDOWED
 from tail import in_turn
 from torch import Tensor
@@ -70,7 +70,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     ("kind", "method", "family"),
-    in_turn(["image", "uneven"], ["test-fixed", "fastv", "snapkv", "test-fixed-cache"], FAMILIES),
+    in_turn(["image", "uneven"], ["test-fixed", "fastv", "snapkv", "test-fixed-cache"], FAMILIES, of=SHORT),
 )
 def test_on_top_of_flash_attention(family: str, method: str, kind: str, flash: list[tuple[Any, ...]]) -> None:
     """What flash attention is called with, and that a reduced run equals the one on sdpa, over two turns."""
@@ -112,7 +112,7 @@ def test_flash_attention_with_windows(family: str, overrides: Any, flash: list[t
     close(*results)
 
 
-@pytest.mark.parametrize(("kind", "family"), in_turn(["image", "uneven"], FAMILIES))
+@pytest.mark.parametrize(("kind", "family"), in_turn(["image", "uneven"], FAMILIES, of=SHORT))
 def test_on_top_of_eager_attention(family: str, kind: str) -> None:
     """Eager attention has no causality of its own; attentions can be asked for and are as long as what was computed."""
     feed, processor = inputs(family, kind), zoo.processor(family)

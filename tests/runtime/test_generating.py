@@ -37,7 +37,7 @@ def replayed(tiny: Any, family: str, feed: dict[str, Any], held: list[Tensor], r
     return hide(tiny, whole, visible)[0, prompt - 1 :]
 
 
-@pytest.mark.parametrize(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES))
+@pytest.mark.parametrize(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES, of=SHORT))
 def test_beams_equal_their_replay(family: str, method: str) -> None:
     """The score of every beam is that of its tokens in a full run with the dropped ones hidden."""
     if OLD and family == "internvl":
@@ -70,7 +70,7 @@ def test_beams_of_a_padded_batch(family: str) -> None:
                 assert gap(out.sequences_scores[row], alone.sequences_scores[0]) < 1e-4
 
 
-@pytest.mark.parametrize(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES))
+@pytest.mark.parametrize(("method", "family"), in_turn(["random", "fastv", "snapkv"], FAMILIES, of=SHORT))
 def test_several_samples_of_a_prompt(family: str, method: str) -> None:
     """``num_return_sequences`` repeats the prompt; every sample is consistent with its own replay."""
     if OLD and family == "internvl":
@@ -98,7 +98,7 @@ def test_prompt_lookup_inside_the_language_model_is_refused(method: str) -> None
             generate(tiny, feed, assistant_model=tiny)
 
 
-@pytest.mark.parametrize(("method", "family"), in_turn(["random", "divprune"], FAMILIES))
+@pytest.mark.parametrize(("method", "family"), in_turn(["random", "divprune"], FAMILIES, of=SHORT))
 def test_prompt_lookup_gives_the_greedy_tokens(family: str, method: str) -> None:
     """Candidates are fed several at a time, some are refused, and the cache is cropped."""
     tiny, feed = model(family), inputs(family)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import transformers
-from laws.helpers import FAMILIES
+from laws.helpers import FAMILIES, SHORT
+from tail import few
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", few(FAMILIES, SHORT))
 OLD = int(transformers.__version__.split(".")[1]) < 23
 #: stock code repeats pictures one by one and not row by row, so that the copies of a row see pictures of others
 old_beams = pytest.mark.skipif(
