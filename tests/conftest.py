@@ -68,7 +68,7 @@ def no_gradients() -> Iterator[None]:
 def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a test registers is gone afterwards."""
     import mmaccel
-    from mmaccel import registry
+    from mmaccel.method import registry
 
     mmaccel.methods()
     monkeypatch.setattr(registry, "_methods", dict(registry._methods))

@@ -182,6 +182,7 @@ def test_what_is_asked_is_kept_everywhere(family, name):
             check(family, kind, name, retain)
 
 
+@pytest.mark.full
 def test_no_method_is_refused_everywhere():
     """The law above lets pass what a family cannot do; each method is held to its budget on some of them."""
     for name in NAMES:

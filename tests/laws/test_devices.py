@@ -182,11 +182,7 @@ def test_the_machine_keeps_the_rules_of_devices():
 # -------------------------------------------------------------------------------------------------------- one device
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_device_changes_nothing(name):
-    agrees("llava", "image", name, "cuda:0")
-
-
+@pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_model_on_the_second_device(name):
     got = agrees("llava", "image", name, "cuda:1")

@@ -188,7 +188,14 @@ def test_without_a_cache(family, name, kind):
 @pytest.mark.parametrize(("family", "name", "kind"), square(("image", "uneven"), names=DROPPING))
 def test_beams(family, name, kind):
     """Rows that `generate` repeats after encoding share a selection; the cache reorders what it stores."""
-    feed, model = zoo.inputs(family, kind, batch=2), oracle.subject(family)
+    # where no beam changes its place a case proves less, and other pictures are taken
+    reordered = any(beams_are_hiding(family, name, kind, seed) for seed in range(1 if kind == "image" else 4))
+    assert kind == "image" or reordered, "no beam was ever reordered"
+
+
+def beams_are_hiding(family, name, kind, seed):
+    """The law on some pictures; returns whether a beam was reordered."""
+    feed, model = zoo.inputs(family, kind, batch=2, seed=seed), oracle.subject(family)
 
     def beams(model):
         """The best tokens of every row, and the logits they were chosen by."""
@@ -210,9 +217,9 @@ def test_beams(family, name, kind):
         pytest.skip("this transformers mixes up the pictures of rows with several when it expands beams")
     with accelerated(model, oracle.recipe(name, family), processor=zoo.processor(family)):
         tokens, ways, logits = beams(model)
-    assert kind == "image" or (ways != ways[:, :1]).any(), "no beam was ever reordered"
     got = oracle.record(family, feed, oracle.recipe(name, family), tokens)
     oracle.close(logits, oracle.replay(family, feed, tokens, got.seen)[1])
+    return bool((ways != ways[:, :1]).any())
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

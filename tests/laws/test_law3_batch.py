@@ -90,6 +90,7 @@ def test_a_count_for_every_picture(family, count):
 # ---------------------------------------------------------------------------------------------------------- rounding
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_whatever_products_round(family, seed):
