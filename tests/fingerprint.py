@@ -113,7 +113,7 @@ def of_handle(model: Any) -> Record:
     stats = model.mmaccel.stats()
     stats.pop("seconds", None)
     # earlier versions call it trail
-    history = model.mmaccel.history if hasattr(model.mmaccel, "history") else model.mmaccel.history
+    history = model.mmaccel.history if hasattr(model.mmaccel, "history") else model.mmaccel.trail
     trail = [
         {
             "stage": result.stage,

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import test_every_method as every
 import torch
-from mmaccel.frames.choice import FrameChoice
 from test_every_method import LAWS, Law, laws_of
 from torch import Tensor
 
 from mmaccel.core.reduction import Links, Reduction
 from mmaccel.kv.codecs.fp8 import FP8
-from mmaccel.method import EncoderMethod, KeyBatch, Method, Policy, ProjectorMethod, TokenBatch
+from mmaccel.method import EncoderMethod, FrameChoice, KeyBatch, Method, Policy, ProjectorMethod, TokenBatch
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What holds for every method of the registry, whoever wrote it: the laws of its kind on synthetic batches, without a model.
 
-A method that is registered, by mmaccel or by a package that is installed, is here by itself (see :mod:`batches`). The laws of
+A method that is registered, by mmaccel or by a package that is installed, is here by itself (see :mod:`synthetic`). The laws of
 whole models are in `tests/laws`, and methods that are wrong on purpose in test_every_law.py show that every law can fail.
 """
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import batches
 import numpy as np
 import pytest
+import synthetic
 import torch
-from mmaccel.frames.clip import FrameEncoder
 from torch import Tensor
 
 from mmaccel.core.budget import resolve
 from mmaccel.core.reduction import Reduction
+from mmaccel.frames._clip import FrameEncoder
 from mmaccel.kv.choose import choose, rank
 from mmaccel.kv.codecs.base import Codec
 from mmaccel.kv.codecs.fp8 import FP8
@@ -45,7 +45,7 @@ Law = Callable[[Any], None]
 @pytest.fixture
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is downloaded: in place of a CLIP model stands an encoder of a few pixels."""
-    monkeypatch.setattr(FrameEncoder, "load", lambda name: batches.StandIn())
+    monkeypatch.setattr(FrameEncoder, "load", lambda name: synthetic.StandIn())
 
 
 def same(one: Any, other: Any) -> bool:
@@ -106,9 +106,9 @@ def parts(made: Reduction) -> tuple[Tensor, ...]:
 def seen_by(method: TokenMethod) -> list[TokenBatch]:
     """What enters the language model, what an earlier stage left of it, and many copies."""
     return [
-        batches.tokens_of(method),
-        batches.tokens_of(method, thin=True),
-        batches.tokens_of(method, "copies", seed=1),
+        synthetic.tokens_of(method),
+        synthetic.tokens_of(method, thin=True),
+        synthetic.tokens_of(method, "copies", seed=1),
     ]
 
 
@@ -117,7 +117,7 @@ def tokens_repeat(method: TokenMethod) -> None:
         count = counts(tokens, 0.3)
         repeats(
             lambda tokens=tokens, count=count: parts(method.reduce(tokens, count)),
-            lambda: method.reduce(other := batches.tokens_of(method, seed=5), counts(other, 0.7)),
+            lambda: method.reduce(other := synthetic.tokens_of(method, seed=5), counts(other, 0.7)),
             lambda tokens=tokens, count=count: [*tensors_of(tokens), count],
         )
 
@@ -128,7 +128,7 @@ def a_unit_in_a_batch_is_the_unit_alone(method: TokenMethod) -> None:
         made = reduced(method, tokens, count)
         links = made.full_links()
         for row in count.nonzero()[:, 0].tolist():
-            lone = reduced(method, batches.alone(tokens, row), count[row : row + 1])
+            lone = reduced(method, synthetic.alone(tokens, row), count[row : row + 1])
             size, mine, its = int(tokens.valid[row].sum()), links.batch == row, lone.full_links()
             assert torch.equal(made.kept[row, :size], lone.kept[0]), f"unit {row} keeps other tokens alone"
             assert torch.equal(links.slot[mine], its.slot) and torch.equal(links.source[mine], its.source)
@@ -195,7 +195,7 @@ def tokens_in_half_precision(method: TokenMethod) -> None:
     """Half precision is how features come; it is computed in float32, so that the choice is that of the same numbers."""
     for dtype in HALVES:
         for content in ("noise", "copies"):
-            tokens = batches.tokens_of(method, content, dtype=dtype)
+            tokens = synthetic.tokens_of(method, content, dtype=dtype)
             count, asked = counts(tokens, 0.3), tokens.question
             whole = replace(tokens, features=tokens.features.float(), question=None if asked is None else asked.float())
             made = reduced(method, tokens, count)
@@ -210,7 +210,7 @@ def equal_tokens_keep_the_first(method: TokenMethod) -> None:
     """Whoever ranks tokens by content alone takes the lower slots of those that are equal."""
     if not by_rank(method):
         return
-    flat = batches.tokens_of(method, "flat", grids=True)
+    flat = synthetic.tokens_of(method, "flat", grids=True)
     kept = reduced(method, flat, counts(flat, 0.3)).kept
     low = torch.arange(kept.shape[1]) < kept.sum(1, keepdim=True)
     assert torch.equal(kept, low & flat.valid), "of equal tokens others stay than the first"
@@ -219,7 +219,7 @@ def equal_tokens_keep_the_first(method: TokenMethod) -> None:
 def by_rank(method: TokenMethod) -> bool:
     """Shown, not declared: the choice moves with the content, and what stays of a smaller budget stays of a larger one. Others
     spread their choice, compare frames, or match tokens by turns."""
-    tokens = batches.tokens_of(method, grids=True)
+    tokens = synthetic.tokens_of(method, grids=True)
     count, sizes = counts(tokens, 0.3), tokens.valid.sum(1).tolist()
     order = [torch.randperm(size, generator=torch.Generator().manual_seed(row)) for row, size in enumerate(sizes)]
     kept = method.reduce(tokens, count).kept
@@ -260,8 +260,8 @@ def mass_is_conserved(method: TokenMethod) -> None:
 
 
 def towers(method: EncoderMethod) -> list[Any]:
-    contents: tuple[batches.Content, ...] = ("noise", "copies", "flat")
-    return [batches.tower_of(method, content) for content in contents]
+    contents: tuple[synthetic.Content, ...] = ("noise", "copies", "flat")
+    return [synthetic.tower_of(method, content) for content in contents]
 
 
 def matched(method: EncoderMethod, tokens: Any, remove: int) -> Tensor:
@@ -279,7 +279,7 @@ def merges_repeat(method: EncoderMethod) -> None:
     for tokens in towers(method):
         repeats(
             lambda tokens=tokens: [made := method.match(tokens, 13), method.weigh(tokens, made)],
-            lambda: method.match(batches.tower_of(method, seed=5), 7),
+            lambda: method.match(synthetic.tower_of(method, seed=5), 7),
             lambda tokens=tokens: tensors_of(tokens),
         )
 
@@ -289,7 +289,7 @@ def a_tile_in_a_batch_is_the_tile_alone(method: EncoderMethod) -> None:
         target = matched(method, tokens, 13)
         weight = method.weigh(tokens, target)
         for row in range(len(target)):
-            one = batches.tile_of(tokens, row)
+            one = synthetic.tile_of(tokens, row)
             assert torch.equal(matched(method, one, 13)[0], target[row])
             torch.testing.assert_close(method.weigh(one, target[row : row + 1])[0], weight[row])
 
@@ -329,7 +329,7 @@ def what_is_protected_takes_no_part(method: EncoderMethod) -> None:
 
 def merges_of_keys_in_half_precision(method: EncoderMethod) -> None:
     for dtype in HALVES:
-        tokens = batches.tower_of(method, dtype=dtype)
+        tokens = synthetic.tower_of(method, dtype=dtype)
         target = matched(method, tokens, 13)
         assert ((target != torch.arange(target.shape[1])).sum(1) == 13).all()
         assert torch.equal(target, method.match(tokens, 13))
@@ -360,22 +360,22 @@ def stays(policy: Policy, keys: KeyBatch) -> Tensor:
 
 
 def shown_to(policy: Policy) -> list[KeyBatch]:
-    return [batches.keys_of(policy), batches.keys_of(policy, "copies", seed=1)]
+    return [synthetic.keys_of(policy), synthetic.keys_of(policy, "copies", seed=1)]
 
 
 def keys_repeat(policy: Policy) -> None:
     for keys in shown_to(policy):
         repeats(
             lambda keys=keys: [policy.score(replace(keys, memo={})), observed(policy)],
-            lambda: policy.score(batches.keys_of(policy, seed=5)),
+            lambda: policy.score(synthetic.keys_of(policy, seed=5)),
             lambda keys=keys: tensors_of(keys),
         )
 
 
 def observed(policy: Policy, rows: slice = slice(None), first: int = 0, poison: float | None = None) -> Tensor:
     """``[B, Hkv, K]`` what the policy notes of a forward."""
-    seen = batches.prompt_attention(policy)
-    pad = (torch.arange(batches.KEYS) < torch.tensor(batches.PADS)[:, None])[:, None, :, None]
+    seen = synthetic.prompt_attention(policy)
+    pad = (torch.arange(synthetic.KEYS) < torch.tensor(synthetic.PADS)[:, None])[:, None, :, None]
     key = seen.key if poison is None else seen.key.masked_fill(pad, poison)
     visible = None if seen.visible is None else seen.visible[rows, :, first:, first:]
     seen = replace(
@@ -389,11 +389,11 @@ def a_row_in_a_batch_is_the_row_alone(policy: Policy) -> None:
     for keys in shown_to(policy):
         kept = stays(policy, keys)
         for row in range(len(kept)):
-            lone = batches.row_of(keys, row)
+            lone = synthetic.row_of(keys, row)
             assert torch.equal(kept[row][:, keys.valid[row]], stays(policy, lone)[0]), f"row {row} keeps others alone"
     if policy.observes:
         whole = observed(policy)
-        for row, pad in enumerate(batches.PADS):
+        for row, pad in enumerate(synthetic.PADS):
             lone = observed(policy, slice(row, row + 1), pad)
             torch.testing.assert_close(whole[row, :, pad:], lone[0], rtol=1e-4, atol=1e-6)
 
@@ -430,13 +430,13 @@ def padded_keys_are_not_looked_at(policy: Policy) -> None:
             }
             assert torch.equal(stays(policy, replace(keys, **filled, memo={})), wanted), f"{poison} in padding matters"
     if policy.observes:
-        there = ~(torch.arange(batches.KEYS) < torch.tensor(batches.PADS)[:, None])[:, None].expand(-1, 2, -1)
+        there = ~(torch.arange(synthetic.KEYS) < torch.tensor(synthetic.PADS)[:, None])[:, None].expand(-1, 2, -1)
         assert same(observed(policy)[there], observed(policy, poison=3e4)[there])
 
 
 def keys_in_half_precision(policy: Policy) -> None:
     for dtype in HALVES:
-        keys = batches.keys_of(policy, dtype=dtype)
+        keys = synthetic.keys_of(policy, dtype=dtype)
         floats = {name: getattr(keys, name).float() for name in ("keys", "values", "queries")}
         kept = stays(policy, keys)
         if policy.budget == "exact":
@@ -449,7 +449,7 @@ def equal_keys_keep_the_first(policy: Policy) -> None:
     """Of policies that choose by content alone, see :func:`equal_tokens_keep_the_first`."""
     if not by_content(policy):
         return
-    keys = batches.keys_of(policy, "flat")
+    keys = synthetic.keys_of(policy, "flat")
     low = keys.visual & (keys.visual.cumsum(1) <= 10)
     kept = stays(policy, keys)
     assert torch.equal(kept, low[:, None].expand_as(kept)), "of equal keys others stay than the first"
@@ -457,8 +457,8 @@ def equal_keys_keep_the_first(policy: Policy) -> None:
 
 def by_content(policy: Policy) -> bool:
     """Whether the choice moves with keys, values and what is known of them."""
-    keys = batches.keys_of(policy)
-    visual, order = keys.visual[0].nonzero()[:, 0], torch.arange(batches.KEYS)
+    keys = synthetic.keys_of(policy)
+    visual, order = keys.visual[0].nonzero()[:, 0], torch.arange(synthetic.KEYS)
     order[visual] = visual[torch.randperm(len(visual), generator=torch.Generator().manual_seed(0))]
     names = [name for name in ("keys", "values", "received", "outgoing") if getattr(keys, name) is not None]
     moved = replace(keys, **{name: getattr(keys, name)[:, :, order] for name in names}, memo={})
@@ -468,9 +468,9 @@ def by_content(policy: Policy) -> bool:
 # ------------------------------------------------------------------------------------------------------------------ codecs
 
 
-def packed(codec: Codec, heads: batches.Heads) -> list[tuple[Tensor, Tensor]]:
+def packed(codec: Codec, heads: synthetic.Heads) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of every head as they come back."""
-    pages = codec.pack(heads.keys, heads.values, heads.lengths, asked=heads.asked)
+    pages = codec.pack(heads.keys, heads.values, heads.lengths, query_energy=heads.query_energy)
     assert torch.equal(pages.lengths(), heads.lengths)
     keys, values = pages.decoded()
     assert keys.shape == heads.keys.shape and values.shape == heads.values.shape
@@ -481,19 +481,21 @@ def packed(codec: Codec, heads: batches.Heads) -> list[tuple[Tensor, Tensor]]:
 
 def packs_repeat(codec: Codec) -> None:
     for content in ("noise", "copies"):
-        heads = batches.heads_of(codec, content)
+        heads = synthetic.heads_of(codec, content)
         repeats(
-            lambda heads=heads: [*codec.pack(heads.keys, heads.values, heads.lengths, asked=heads.asked).tensors()],
-            lambda: packed(codec, batches.heads_of(codec, seed=5)),
+            lambda heads=heads: [
+                *codec.pack(heads.keys, heads.values, heads.lengths, query_energy=heads.query_energy).tensors()
+            ],
+            lambda: packed(codec, synthetic.heads_of(codec, seed=5)),
             lambda heads=heads: tensors_of(heads),
         )
 
 
 def heads_in_a_batch_are_the_heads_alone(codec: Codec) -> None:
     """And whatever is in the other rows."""
-    heads = batches.heads_of(codec)
+    heads = synthetic.heads_of(codec)
     whole = packed(codec, heads)
-    other = batches.Heads(heads.keys.clone(), heads.values.clone(), heads.lengths, heads.asked)
+    other = synthetic.Heads(heads.keys.clone(), heads.values.clone(), heads.lengths, heads.query_energy)
     mine, count = int(heads.lengths[0].sum()), heads.lengths.shape[1]
     other.keys[mine:], other.values[mine:] = 50.0, -50.0
     assert same(packed(codec, other)[:count], whole[:count])
@@ -505,11 +507,11 @@ def everything_is_stored_in_fewer_bytes(codec: Codec) -> None:
     """A codec drops no token, and what comes back points where what went in did."""
     assert codec.budget == "none"
     for content in ("noise", "copies"):
-        heads = batches.heads_of(codec, content)
+        heads = synthetic.heads_of(codec, content)
         keys, values = (torch.cat(x) for x in zip(*packed(codec, heads), strict=True))
         for stored, true in ((keys, heads.keys), (values, heads.values)):
             assert torch.cosine_similarity(stored.flatten(), true.flatten(), dim=0) > 0.5
-        pages = codec.pack(heads.keys, heads.values, heads.lengths, asked=heads.asked)
+        pages = codec.pack(heads.keys, heads.values, heads.lengths, query_energy=heads.query_energy)
         assert pages.nbytes() < 0.75 * 2 * (heads.keys.numel() + heads.values.numel())
     lengths = torch.arange(4 * codec.page)
     ready = codec.packable(lengths)
@@ -518,15 +520,15 @@ def everything_is_stored_in_fewer_bytes(codec: Codec) -> None:
 
 
 def equal_tokens_are_stored_as_equal(codec: Codec) -> None:
-    for keys, values in packed(codec, batches.heads_of(codec, "flat")):
+    for keys, values in packed(codec, synthetic.heads_of(codec, "flat")):
         assert torch.equal(keys, keys[:1].expand_as(keys)) and torch.equal(values, values[:1].expand_as(values))
 
 
 def packs_of_half_precision(codec: Codec) -> None:
     """As near as those of the same numbers in float32, but for the rounding of scales."""
     for dtype in HALVES:
-        heads = batches.heads_of(codec, dtype=dtype)
-        whole = batches.Heads(heads.keys.float(), heads.values.float(), heads.lengths, heads.asked)
+        heads = synthetic.heads_of(codec, dtype=dtype)
+        whole = synthetic.Heads(heads.keys.float(), heads.values.float(), heads.lengths, heads.query_energy)
         assert same(packed(codec, heads), packed(codec, heads)), "twice is not the same"
         made, wanted = (zip(*packed(codec, one), strict=True) for one in (heads, whole))
         for ours, floats, true in zip(made, wanted, (whole.keys, whole.values), strict=True):
@@ -540,19 +542,19 @@ LENGTHS = (1, 2, 7, 16)
 
 
 def frames_repeat(method: FramesMethod) -> None:
-    frames = batches.clip_of(9)
+    frames = synthetic.clip_of(9)
     repeats(
         lambda: [method.clip(frames, 0.4), method.choose(frames, 0.4)],
-        lambda: method.choose(batches.clip_of(12, seed=5), 0.3),
+        lambda: method.choose(synthetic.clip_of(12, seed=5), 0.3),
         lambda: [frames.copy()],
     )
 
 
 def frames_are_chosen_within_the_budget(method: FramesMethod) -> None:
     """``choose`` says which frames ``clip`` shows, in order, none twice."""
-    contents: tuple[batches.Content, ...] = ("noise", "copies", "flat")
+    contents: tuple[synthetic.Content, ...] = ("noise", "copies", "flat")
     for total in LENGTHS:
-        for frames in (batches.clip_of(total, content) for content in contents):
+        for frames in (synthetic.clip_of(total, content) for content in contents):
             for retain in (1e-6, 0.1, 0.29, 0.5, 1.0):
                 chosen, made = method.choose(frames, retain), method.clip(frames, retain)
                 assert list(chosen) == sorted(set(chosen.tolist())) and set(chosen.tolist()) <= set(range(total))
@@ -563,12 +565,12 @@ def frames_are_chosen_within_the_budget(method: FramesMethod) -> None:
                 assert np.array_equal(made, frames[chosen])
                 in_its_class(method, torch.tensor([len(chosen)]), torch.tensor([resolve(retain, total)]))
         if method.budget in ("exact", "at_most"):
-            assert np.array_equal(method.choose(batches.clip_of(total), 1.0), np.arange(total))
+            assert np.array_equal(method.choose(synthetic.clip_of(total), 1.0), np.arange(total))
 
 
 def frames_of_other_clips_do_not_matter(method: FramesMethod) -> None:
     """A view into a longer film gives what a copy of it gives."""
-    film = batches.clip_of(20)
+    film = synthetic.clip_of(20)
     assert same(method.clip(film[5:14], 0.4), method.clip(film[5:14].copy(), 0.4))
 
 
@@ -617,7 +619,7 @@ def laws_of(kind: type[Method]) -> tuple[Law, ...]:
     return next((laws for base, laws in LAWS.items() if issubclass(kind, base)), ())
 
 
-METHODS = batches.offered()
+METHODS = synthetic.offered()
 CASES = [
     pytest.param(law, kind, id=f"{name}-{law.__name__}") for name, kind in METHODS.items() for law in laws_of(kind)
 ]
@@ -625,7 +627,7 @@ CASES = [
 
 @pytest.mark.parametrize(("law", "kind"), CASES)
 def test_every_method(law: Law, kind: type[Method]) -> None:
-    for method in batches.built(kind):
+    for method in synthetic.built(kind):
         law(method)
 
 
@@ -640,25 +642,25 @@ def test_methods_that_tests_register_are_left_out(monkeypatch: pytest.MonkeyPatc
     class Mine(Policy):
         name = "of-a-test"
 
-    monkeypatch.setattr(batches, "methods", lambda: {**METHODS, "of-a-test": Mine})
-    assert batches.offered() == METHODS
-    assert sorted({**batches.offered(TokenMethod), **batches.offered(Policy)}) == sorted(
+    monkeypatch.setattr(synthetic, "methods", lambda: {**METHODS, "of-a-test": Mine})
+    assert synthetic.offered() == METHODS
+    assert sorted({**synthetic.offered(TokenMethod), **synthetic.offered(Policy)}) == sorted(
         name for name, kind in METHODS.items() if issubclass(kind, (TokenMethod, Policy))
     )
 
 
 def test_the_batches_have_what_prompts_have() -> None:
     """Padding, newlines, tiles, clips, holes and a unit of which nothing is left."""
-    tokens, thin = (batches.tokens_of(methods()["divprune"](), thin=thin) for thin in (False, True))
+    tokens, thin = (synthetic.tokens_of(methods()["divprune"](), thin=thin) for thin in (False, True))
     assert (tokens.valid.sum(1) > 0).all() and not tokens.valid.all() and (tokens.cells[tokens.valid] < 0).any()
     assert (tokens.tiles > 1).any() and (tokens.grid[:, 0] > 1).any() and (tokens.segment > 0).any()
     assert (thin.valid.sum(1) == 0).any() and thin.valid.sum() < tokens.valid.sum()
-    assert (batches.heads_of(FP8()).lengths == 0).any()
+    assert (synthetic.heads_of(FP8()).lengths == 0).any()
 
 
 def test_laws_of_some_hold_for_some() -> None:
     """The laws that look first whether they are meant are meant for many."""
-    low = [name for name, kind in batches.offered(TokenMethod).items() if by_rank(next(batches.built(kind)))]
-    keys = [name for name, kind in batches.offered(Policy).items() if by_content(next(batches.built(kind)))]
+    low = [name for name, kind in synthetic.offered(TokenMethod).items() if by_rank(next(synthetic.built(kind)))]
+    keys = [name for name, kind in synthetic.offered(Policy).items() if by_content(next(synthetic.built(kind)))]
     assert len(low) >= 8 and len(keys) >= 8, (low, keys)
-    assert sum(kind.conserves_mass for kind in batches.offered(TokenMethod).values()) >= 3
+    assert sum(kind.conserves_mass for kind in synthetic.offered(TokenMethod).values()) >= 3

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-import batches
+import synthetic
 import torch
 import zoo
 from torch import Tensor, nn
@@ -177,28 +177,28 @@ def first_layer(family: str) -> int:
 
 def named(*kinds: type[Method]) -> tuple[str, ...]:
     """The methods of these kinds that are offered."""
-    return tuple(name for kind in kinds for name in batches.offered(kind))
+    return tuple(name for kind in kinds for name in synthetic.offered(kind))
 
 
 def policies_that_drop() -> tuple[str, ...]:
     """Policies that with their default options evict the other keys, for good and as soon as the prompt has been read."""
     return tuple(
         name
-        for name, kind in batches.offered(Policy).items()
+        for name, kind in synthetic.offered(Policy).items()
         if kind.budget != "none" and kind.compact == "evict" and not kind().recalls
     )
 
 
 def methods_that_drop(*kinds: type[TokenMethod]) -> tuple[str, ...]:
     """Methods that with their default options merge nothing."""
-    made = ((name, next(batches.built(kind))) for one in kinds for name, kind in batches.offered(one).items())
-    shown = ((name, one, batches.tokens_of(one)) for name, one in made)
+    made = ((name, next(synthetic.built(kind))) for one in kinds for name, kind in synthetic.offered(one).items())
+    shown = ((name, one, synthetic.tokens_of(one)) for name, one in made)
     return tuple(name for name, one, seen in shown if one.reduce(seen, seen.valid.sum(1) // 3).links is None)
 
 
 def named_recipes() -> tuple[str, ...]:
     """Every recipe of methods that are offered, if it does anything once a processor has done its part."""
-    known, front = batches.offered(), set(batches.offered(FramesMethod))
+    known, front = synthetic.offered(), set(synthetic.offered(FramesMethod))
     return tuple(
         name
         for name, made in recipes().items()

@@ -6,16 +6,16 @@ import math
 import zlib
 from fractions import Fraction
 
-import batches
 import oracle
 import pytest
+import synthetic
 import torch
 import zoo
-from mmaccel.frames.clip import FrameEncoder
 from PIL import Image
 
 import mmaccel
 from mmaccel import UnsupportedError, accelerated, prepare, recipes
+from mmaccel.frames._clip import FrameEncoder
 from mmaccel.method import EncoderMethod, FramesMethod, LayerMethod, Policy, ProjectorMethod
 from mmaccel.method.registry import methods
 
@@ -215,14 +215,14 @@ def test_no_stage_is_without_effect(name, retain):
 
 
 # --- before the processor ---------------------------------------------------------------------------------------------
-CHOOSERS = [name for name, kind in batches.offered(FramesMethod).items() if kind.only_chooses]
+CHOOSERS = [name for name, kind in synthetic.offered(FramesMethod).items() if kind.only_chooses]
 
 
 @pytest.mark.parametrize("name", CHOOSERS)
 @pytest.mark.parametrize("retain", (1e-6, 0.1, 0.29, 0.5, 1.0))
 def test_frames_that_are_asked_for_are_chosen(name, retain, monkeypatch):
-    monkeypatch.setattr(FrameEncoder, "load", lambda name: batches.StandIn())
-    (method,) = batches.built(methods()[name])
+    monkeypatch.setattr(FrameEncoder, "load", lambda name: synthetic.StandIn())
+    (method,) = synthetic.built(methods()[name])
     for total in (1, 2, 7, 16):
         clip = zoo.clip(total, 40, 40, 1)
         chosen, wanted = method.choose(clip, retain), resolved(retain, total)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import accelerate
-import batches
 import matrix
 import numpy as np
 import oracle
 import pytest
 import simulated
+import synthetic
 import torch
 import zoo
 from torch import Tensor
@@ -33,7 +33,7 @@ FAMILIES = {
     "qwen3_vl": ("image", "video"),
     "internvl": ("image", "video"),
 }
-METHODS = batches.offered()
+METHODS = synthetic.offered()
 RECIPES = tuple(name for name, made in recipes().items() if all(stage.method in METHODS for stage in made.stages))
 
 #: of recipes that evict while they decode, the waits of the host a layer and step, to be lowered; never more than one above
@@ -66,7 +66,7 @@ class Ran:
 @pytest.fixture(autouse=True)
 def _without_clip(monkeypatch):
     """Some choose frames by a CLIP model of their own, before the processor; tests/test_frames.py has one for them."""
-    for kind in batches.offered(FramesMethod).values():
+    for kind in synthetic.offered(FramesMethod).values():
         if "clip_model" in {option.name for option in fields(kind)}:
             monkeypatch.setattr(kind, "pick", lambda self, frames, count: np.arange(count))
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-import batches
 import oracle
 import pytest
+import synthetic
 import torch
 import zoo
 from torch import Tensor
@@ -196,7 +196,7 @@ def averaging_tower(family: str, merges: list[Merge], handles: list) -> list[Mer
 
 
 @pytest.mark.parametrize(("family", "kind"), cases(zoo.FAMILIES, KINDS), ids=str)
-@pytest.mark.parametrize("name", [name for name, m in batches.offered(EncoderMethod).items() if m.proportional])
+@pytest.mark.parametrize("name", [name for name, m in synthetic.offered(EncoderMethod).items() if m.proportional])
 @pytest.mark.parametrize("retain", (0.5, 0.35))
 def test_merging_in_the_encoder_is_averaging_its_full_grid(family, kind, name, retain):
     feed, model, bare = zoo.inputs(family, kind), oracle.subject(family), oracle.bare(family)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-import batches
 import oracle
 import pytest
+import synthetic
 import torch
 import zoo
 
@@ -30,7 +30,7 @@ EVEN = [
     for name, made in ((name, mmaccel.method(name)()) for name in KEYS)
     if made.choice("layer_budget")[0] == made.choice("head_budget")[0] == "uniform"
 ]
-BUDGETED = tuple(name for name, kind in batches.offered().items() if kind.budget != "none" and kind.site != "frames")
+BUDGETED = tuple(name for name, kind in synthetic.offered().items() if kind.budget != "none" and kind.site != "frames")
 KINDS = ("image", "images", "video", "mixed", "uneven", "textrow")
 
 

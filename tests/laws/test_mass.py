@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import batches
 import pytest
+import synthetic
 import torch
 import zoo
 from laws.helpers import FAMILIES, generate, inputs, model
@@ -12,7 +12,7 @@ import mmaccel
 from mmaccel import Stage, accelerated
 from mmaccel.runtime.merged import Merged
 
-CONSERVING = tuple(name for name, method in batches.offered().items() if method.conserves_mass)
+CONSERVING = tuple(name for name, method in synthetic.offered().items() if method.conserves_mass)
 SITES = {name: mmaccel.method(name).site for name in CONSERVING}
 KINDS = ("image", "uneven", "video")
 

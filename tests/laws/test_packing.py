@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import batches
 import pytest
+import synthetic
 import torch
 import zoo
 from laws.helpers import FAMILIES, QWEN, SHORT, close, follow, generate, inputs, logits, model, recipe_of
@@ -36,7 +36,7 @@ CODECS: dict[str, Recipe] = {
 
 def test_every_codec_has_a_recipe() -> None:
     """With pages so small that tiny prompts fill them."""
-    assert {stage.method for made in CODECS.values() for stage in made.stages} == set(batches.offered(Codec))
+    assert {stage.method for made in CODECS.values() for stage in made.stages} == set(synthetic.offered(Codec))
 
 
 def divergence(ours: Tensor, theirs: Tensor) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import batches
 import oracle
 import pytest
+import synthetic
 import torch
 import zoo
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ def test_gap_is_keep_by_name(family: str, name: str) -> None:
     ("what", "positions", "says"),
     [
         *((name, "gap", "drops none there") for name in ("none", *oracle.named(Policy, Codec))),
-        *((name, "paper", "renumber between layers") for name, m in batches.offered().items() if m.renumbers_inside),
+        *((name, "paper", "renumber between layers") for name, m in synthetic.offered().items() if m.renumbers_inside),
         ("mustdrop", "paper", "renumber between layers"),
         (Recipe("two", (Stage("random", 0.5), Stage("mustdrop-filter", 0.3))), "paper", "use 'keep'"),
     ],

@@ -11,12 +11,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import batches
 import pytest
+import synthetic
 import torch
 import zoo
-from batches import attention_of, copied
 from noise import noisy
+from synthetic import attention_of, copied
 from torch import Tensor
 
 from mmaccel.families import family_of
@@ -226,7 +226,7 @@ def policy_choices(
 CASES = [
     pytest.param(choices, name, id=name)
     for kind, choices in ((TokenMethod, token_choices), (EncoderMethod, encoder_choices), (Policy, policy_choices))
-    for name in batches.offered(kind)
+    for name in synthetic.offered(kind)
 ]
 
 

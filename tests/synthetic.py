@@ -350,21 +350,21 @@ def prompt_attention(policy: Policy, dtype: torch.dtype = torch.float32, seed: i
 class Heads:
     """Keys and values of all heads, flat and ragged, as a codec packs them.
 
-    keys, values : ``[total, D]``, head after head. lengths : ``[B, Hkv]`` long. asked : ``[B, Hkv, D]`` float32, the mean
-    square of the last queries, for codecs with a ``window``.
+    keys, values : ``[total, D]``, head after head. lengths : ``[B, Hkv]`` long. query_energy : ``[B, Hkv, D]`` float32, the
+    mean square of the last queries, for codecs with a ``window``.
     """
 
     keys: Tensor
     values: Tensor
     lengths: Tensor
-    asked: Tensor | None
+    query_energy: Tensor | None
 
     def row(self, row: int) -> Heads:
         """The heads of one row by themselves."""
         before, mine = int(self.lengths[:row].sum()), int(self.lengths[row].sum())
         own = slice(before, before + mine)
-        asked = None if self.asked is None else self.asked[row : row + 1]
-        return Heads(self.keys[own], self.values[own], self.lengths[row : row + 1], asked)
+        energy = None if self.query_energy is None else self.query_energy[row : row + 1]
+        return Heads(self.keys[own], self.values[own], self.lengths[row : row + 1], energy)
 
 
 def heads_of(codec: Codec, content: Content = "noise", seed: int = 0, dtype: torch.dtype = torch.float32) -> Heads:
@@ -374,8 +374,8 @@ def heads_of(codec: Codec, content: Content = "noise", seed: int = 0, dtype: tor
     x = torch.randn(int(lengths.sum()), 2 * 64, generator=random)
     x = copied(x, random) if content == "copies" else torch.ones_like(x) if content == "flat" else x
     keys, values = x.to(dtype).contiguous().chunk(2, -1)
-    asked = torch.rand(2, 2, 64, generator=random) if codec.window else None
-    return Heads(keys.contiguous(), values.contiguous(), lengths, asked)
+    energy = torch.rand(2, 2, 64, generator=random) if codec.window else None
+    return Heads(keys.contiguous(), values.contiguous(), lengths, energy)
 
 
 # ---------------------------------------------------------------------------------------------------------------- frames
