@@ -355,8 +355,8 @@ def test_what_a_model_cannot_take_is_said_once():
 
 
 def test_selection_in_decode_steps_is_no_part_of_the_first_token():
-    owner = SimpleNamespace(kernels="auto")
-    scope, stamps = Scope(owner, Stats("any")), Stamps()  # type: ignore[arg-type]
+    plan = SimpleNamespace(kernels="auto")
+    scope, stamps = Scope(plan, None, Stats("any")), Stamps()  # type: ignore[arg-type]
     push(scope)
     try:
         for spent in (0.0, 1.0, 5.0):

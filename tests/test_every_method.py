@@ -7,7 +7,7 @@ whole models are in `tests/laws`, and methods that are wrong on purpose in test_
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmaccel.core.budget import resolve
 from mmaccel.core.reduction import Reduction
-from mmaccel.frames._clip import FrameEncoder
+from mmaccel.frames.clip import FrameEncoder
 from mmaccel.kv.choose import choose, rank
 from mmaccel.kv.codecs.base import Codec
 from mmaccel.kv.codecs.fp8 import FP8
@@ -74,7 +74,8 @@ def repeats(run: Callable[[], Any], others: Callable[[], Any], given: Callable[[
 
 def tensors_of(given: Any) -> list[Any]:
     """Everything that a batch holds."""
-    held = [x for x in vars(given).values() if isinstance(x, Tensor)]
+    # not what it works out of these when it is asked
+    held = [x for field in fields(given) if isinstance(x := getattr(given, field.name), Tensor)]
     return held + list(getattr(given, "signals", {}).values())
 
 

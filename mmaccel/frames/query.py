@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..method import FrameChoice
 from ..method.registry import register
-from ._clip import FrameEncoder
+from .clip import FrameEncoder
 
 
 @register

@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..method import FrameChoice
 from ..method.registry import register
-from ._clip import FrameEncoder
+from .clip import FrameEncoder
 from .scenes import between, over_scenes
 
 #: scenes that the threshold may find

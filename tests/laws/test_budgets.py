@@ -15,7 +15,7 @@ from PIL import Image
 
 import mmaccel
 from mmaccel import UnsupportedError, accelerated, prepare, recipes
-from mmaccel.frames._clip import FrameEncoder
+from mmaccel.frames.clip import FrameEncoder
 from mmaccel.method import EncoderMethod, FramesMethod, LayerMethod, Policy, ProjectorMethod
 from mmaccel.method.registry import methods
 

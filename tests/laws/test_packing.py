@@ -210,7 +210,9 @@ def test_think_looks_at_the_last_queries(policy: tuple[Stage, ...], monkeypatch:
     """Each layer at its own: RoPE turns pairs of channels and keeps the sum of their squares."""
     tiny, feed, before, asked = model("llava"), inputs("llava", "uneven"), [], []
     channels = ThinK.channels
-    monkeypatch.setattr(ThinK, "channels", lambda self, k, cut: asked.append(cut.asked) or channels(self, k, cut))
+    monkeypatch.setattr(
+        ThinK, "channels", lambda self, k, cut: asked.append(cut.query_energy) or channels(self, k, cut)
+    )
 
     def note(module: Any, args: Any, out: Tensor) -> None:
         before.append(out)

@@ -143,7 +143,7 @@ def test_scopes_do_not_outlive_their_call() -> None:
         generate(tiny, inputs("llava"))
         assert current() is None
         last = tiny.mmaccel._last
-        assert not last.encoded and last.cache is last.input_ids is last.labels is last.step is None
+        assert not last.encoded and last.cache is last.input_ids is last.labels is last.stages is None
         wrong = {**inputs("llava"), "pixel_values": torch.zeros(2, 3)}
         for call in (tiny.generate, tiny):
             with pytest.raises(ValueError, match="."):

@@ -12,23 +12,23 @@ import zoo
 
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.method import TokenBatch
-from mmaccel.runtime import hooks as door
+from mmaccel.runtime import tokens
 
 
 def run(
     recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Any], list[weakref.ref[torch.Tensor]], dict[str, int]]:
-    """The trail of a ``generate``; what the methods were given with more than two axes; and the axes of every signal."""
+    """The history of a ``generate``; what the methods were given with more than two axes; and the axes of every signal."""
     large: list[weakref.ref[torch.Tensor]] = []
     axes: dict[str, int] = {}
 
     def batch(**given: Any) -> TokenBatch:
-        tokens = TokenBatch(**given)
-        axes.update({name: x.dim() for name, x in tokens.signals.items()})
-        large.extend(weakref.ref(x) for x in (tokens.features, *tokens.signals.values()) if x.dim() > 2)
-        return tokens
+        made = TokenBatch(**given)
+        axes.update({name: x.dim() for name, x in made.signals.items()})
+        large.extend(weakref.ref(x) for x in (made.features, *made.signals.values()) if x.dim() > 2)
+        return made
 
-    monkeypatch.setattr(door, "TokenBatch", batch)
+    monkeypatch.setattr(tokens, "TokenBatch", batch)
     model, processor = zoo.model("llava"), zoo.processor("llava")
     with accelerated(model, recipe, processor=processor):
         model.generate(**zoo.inputs("llava", batch=2), max_new_tokens=2, do_sample=False)
@@ -38,14 +38,14 @@ def run(
 
 @pytest.mark.parametrize("recipe", ["vtc-cls", "visionzip", "prumerge", "tome", "pool", "fastv", "mustdrop"])
 def test_nothing_large_outlives_the_call(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trail, large, axes = run(recipe, monkeypatch)
-    assert trail and all(found() is None for found in large)
-    for passage in trail:
+    history, large, axes = run(recipe, monkeypatch)
+    assert history and all(found() is None for found in large)
+    for passage in history:
         assert passage.reduction.kept.dim() == 2
         for figures in passage.signals.values():
             assert figures.dim() == 2 and figures.untyped_storage().nbytes() == figures.nbytes
     # all that says something about single tokens is there, and only that
-    shown = {name for passage in trail for name in passage.signals}
+    shown = {name for passage in history for name in passage.signals}
     assert shown == {name for name, dim in axes.items() if dim == 2 or "attention" in name}
 
 
