@@ -153,14 +153,14 @@ def _kept(call: Call | None, cache: Any = None) -> Continued | None:
 
 
 def _next_positions(state: Continued, length: int) -> Tensor:
-    """``[1, B, length]``: positions of the tokens that follow the cache; the door has the last word on padding."""
+    """``[1, B, length]``: positions of the tokens that follow the cache; :mod:`mmaccel.runtime.continuation` has the last word on padding."""
     at = torch.arange(state.seen, state.seen + length, device=state.offset.device)
     offset = state.offset if state.ahead is None else state.offset - state.ahead
     return (at - offset[:, None])[None]
 
 
 def _grids(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call comes with pictures; placeholders without them are refused at the door."""
+    """Whether a call comes with pictures; placeholders without them are refused where the layout is made."""
     return any(kwargs.get(f"{modality}_grid_thw") is not None for modality in ("image", "video"))
 
 

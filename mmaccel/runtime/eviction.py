@@ -98,12 +98,12 @@ class Eviction:
 
     def _observe(self, number: int, attention: LayerAttention, places: Tensor) -> Tensor | None:
         """What the policy makes of the attention of a layer, ``[B, Hkv, K]`` float32; a schedule carries it on."""
-        policy, carried = self.policy, self.state.layers[number].schedule
-        received = policy.observe(attention, carried.figures(attention.key)) if policy.observes else None
+        policy, schedule = self.policy, self.state.layers[number].schedule
+        received = policy.observe(attention, schedule.figures(attention.key)) if policy.observes else None
         if policy.scheduled:
-            carried.received = received
+            schedule.received = received
             if policy.window:
-                carried.remember(attention.query, places, policy.window)
+                schedule.remember(attention.query, places, policy.window)
         return received
 
     def _recall(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
