@@ -153,7 +153,7 @@ def _kept(call: Call | None, cache: Any = None) -> Continued | None:
 
 
 def _next_positions(state: Continued, length: int) -> Tensor:
-    """``[1, B, length]``: positions of the tokens that follow the cache; :mod:`mmaccel.runtime.continuation` has the last word on padding."""
+    """``[1, B, length]``: positions of the tokens that follow the cache; :mod:`..runtime.continuation` has the last word."""
     at = torch.arange(state.seen, state.seen + length, device=state.offset.device)
     offset = state.offset if state.ahead is None else state.offset - state.ahead
     return (at - offset[:, None])[None]

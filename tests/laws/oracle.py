@@ -211,6 +211,17 @@ def has_site(name: str, site: str) -> bool:
     return any(method(stage.method).site == site for stage in recipes()[name].stages)
 
 
+def in_turn(square: Sequence[tuple[str, str]], values: Callable[[str], Sequence[Any]]) -> list[tuple[str, str, Any]]:
+    """Every case ``(family, name)`` of a square with one of the ``values`` that its family has for another axis.
+
+    Values take turns over families and over names, so that every two of family, name and value come together where there are
+    enough of them.
+    """
+    names = {name: number for number, name in enumerate(dict.fromkeys(name for _, name in square))}
+    turns = ((family, name, zoo.FAMILIES.index(family) + names[name]) for family, name in square)
+    return [(family, name, values(family)[turn % len(values(family))]) for family, name, turn in turns]
+
+
 @functools.cache
 def fits(name: str, family: str) -> bool:
     """Whether a family has what the methods of a recipe ask for."""

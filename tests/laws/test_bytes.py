@@ -59,8 +59,7 @@ def sizes(tiny: Any) -> tuple[int, int, int]:
     return text.num_hidden_layers, 2 * 4 * size, text.num_key_value_heads
 
 
-@pytest.mark.parametrize(("family", "method"), SQUARE)
-@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.parametrize(("family", "method", "kind"), oracle.in_turn(SQUARE, lambda _: ("image", "uneven")))
 def test_reported_is_held(family: str, method: str, kind: str) -> None:
     """After a first and a second turn, with dense and with ragged layers."""
     tiny, feed = model(family), inputs(family, kind)

@@ -31,8 +31,9 @@ def run(tiny: Any, feed: dict[str, Any]) -> tuple[Any, ...]:
     return made.kept, links.source, links.slot, links.weight, out.sequences, logits(out), *sum(stored, ())
 
 
-@pytest.mark.parametrize(("family", "method"), square(*oracle.named_recipes()))
-@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.parametrize(
+    ("family", "method", "kind"), oracle.in_turn(square(*oracle.named_recipes()), lambda _: ("image", "uneven"))
+)
 def test_twice_is_the_same(family: str, method: str, kind: str) -> None:
     """On one handle, and on one that was made anew."""
     tiny, feed = model(family), inputs(family, kind)

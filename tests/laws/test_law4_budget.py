@@ -85,16 +85,14 @@ def check(family, kind, name, retain):
     assert stage["tokens_kept"] == stats["visual_tokens_kept"] == int((kept & visual).sum())
 
 
-@pytest.mark.parametrize(("family", "name"), square(TOKENS))
-@pytest.mark.parametrize("retain", RETAIN)
+@pytest.mark.parametrize(("family", "name", "retain"), oracle.in_turn(square(TOKENS), lambda _: RETAIN))
 def test_token_budgets(family, name, retain):
     for kind in KINDS:
         if kind in zoo.kinds(family):
             check(family, kind, name, retain)
 
 
-@pytest.mark.parametrize(("family", "name"), square(EVEN))
-@pytest.mark.parametrize("retain", RETAIN)
+@pytest.mark.parametrize(("family", "name", "retain"), oracle.in_turn(square(EVEN), lambda _: RETAIN))
 def test_key_budgets(family, name, retain):
     """Every head of every layer keeps the sum of its row's pictures, and all text."""
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
