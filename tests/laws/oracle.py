@@ -222,6 +222,12 @@ def in_turn(square: Sequence[tuple[str, str]], values: Callable[[str], Sequence[
     return [(family, name, values(family)[turn % len(values(family))]) for family, name, turn in turns]
 
 
+def families_in_turn(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Every name with one family ``(family, name)`` that has what it asks for; families take turns."""
+    fitting = [(name, [family for family in zoo.FAMILIES if fits(name, family)]) for name in names]
+    return [(having[turn % len(having)], name) for turn, (name, having) in enumerate(fitting) if having]
+
+
 @functools.cache
 def fits(name: str, family: str) -> bool:
     """Whether a family has what the methods of a recipe ask for."""
