@@ -50,6 +50,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.full
 # --- shapes -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_weights_are_as_many_as_published(name):
@@ -285,6 +286,7 @@ def test_spread_and_verdicts():
     assert changed(steady, lower) == changed(lower, steady) == 0, "the medians differ, but the spreads overlap"
 
 
+@pytest.mark.full
 # --- running ----------------------------------------------------------------------------------------------------------
 def test_rows(tiny):
     modules = list(tiny.model.modules())

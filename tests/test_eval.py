@@ -20,6 +20,7 @@ from mmaccel import accelerated
 from mmaccel.cli import ask, main
 from mmaccel.cli.shared import measure
 from mmaccel.media.files import Clip, Prompt, encode
+from mmaccel.programs import evaluate as evaluation
 from mmaccel.programs.evaluate import Question, Row, answer_lengths, ask_suite, divergence, evaluate, fingerprint
 
 ROOT = Path(__file__).parent.parent
@@ -273,6 +274,7 @@ def command(capsys, *argv, status=0):
     return capsys.readouterr()
 
 
+@pytest.mark.full
 def test_eval_on_the_shipped_model(capsys, tmp_path):
     argv = ["eval", "--recipe", "uniform", "--retain", 0.5, 0.1, "--suite", "shape", "comparison", "--limit", 3]
     out, err = command(capsys, *argv, "--json")
@@ -412,8 +414,8 @@ def test_compare_draws_and_goes_on(compare, tmp_path, monkeypatch):
     assert all("answers" not in row for row in first["rows"])
 
     calls: list[str] = []
-    original = evaluate._Runner.answers
-    monkeypatch.setattr(evaluate._Runner, "answers", lambda self, r, p: calls.append(r.name) or original(self, r, p))
+    original = evaluation._Runner.answers
+    monkeypatch.setattr(evaluation._Runner, "answers", lambda self, r, p: calls.append(r.name) or original(self, r, p))
     _, err = compare(*argv)
     assert not calls and "taken over" in err
     assert json.loads((tmp_path / "curves.json").read_text())["rows"] == first["rows"]
@@ -425,7 +427,7 @@ def test_compare_draws_and_goes_on(compare, tmp_path, monkeypatch):
 
 def test_compare_saves_while_it_runs(compare, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "_SAVE_EVERY", 0.0)
-    original = evaluate._Runner.answers
+    original = evaluation._Runner.answers
 
     found: list[str] = []
 
@@ -435,7 +437,7 @@ def test_compare_saves_while_it_runs(compare, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(self, recipe, processor)
 
-    monkeypatch.setattr(evaluate._Runner, "answers", breaks)
+    monkeypatch.setattr(evaluation._Runner, "answers", breaks)
     compare("--recipes", "uniform", "fastv", "--retain", 0.5, status=130)
     rows = {row["title"]: row["batches"] for row in json.loads((tmp_path / "curves.json").read_text())["rows"]}
     assert rows == {"none": 1, "uniform 0.5": 1, "fastv 0.5": 0}

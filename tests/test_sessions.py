@@ -166,6 +166,7 @@ def disturbed(family: str, recipe: Recipe, few: bool) -> Counter[str]:
 CAPS = {"qwen2_5_vl": 40}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", few([name for name in RECIPES if name != "merging in the tower"], ["scheduled"]))
 def test_a_fault_anywhere_leaves_no_trace(name: str) -> None:
     passed = disturbed("qwen2_5_vl", RECIPES[name], few=True)

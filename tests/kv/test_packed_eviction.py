@@ -157,6 +157,7 @@ def test_merging_leaves_packed_keys_alone(how: str) -> None:
     assert changed, "nothing was merged"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", few(("h2o", "adaptive", "snapkv"), ("adaptive",)))
 def test_beams_and_later_turns_on_packed_keys(name: str) -> None:
     """The best beam decodes as its tokens decode alone; then another picture comes."""

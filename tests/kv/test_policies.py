@@ -162,6 +162,7 @@ def test_vl_cache_asks_the_text_behind_the_last_picture() -> None:
     torch.testing.assert_close(shared, keys.received.sum(1, keepdim=True).expand(1, 2, 30))
 
 
+@pytest.mark.full
 def test_expected_attention_is_the_mean_of_draws() -> None:
     keys = keys_of((0,), group=1)
     assert keys.expected is not None

@@ -241,6 +241,7 @@ def test_a_model_spread_over_two_devices(name):
 # -------------------------------------------------------------------------------------------------- the whole square
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "name", "kind"),
     oracle.in_turn([(family, name) for family in FAMILIES for name in RECIPES], lambda family: FAMILIES[family]),

@@ -47,6 +47,7 @@ named = pytest.mark.parametrize("method", METHODS, ids=repr)
 NAMES = [*dict.fromkeys(method.name for method in METHODS)]
 
 
+@pytest.mark.full
 # --- every method -----------------------------------------------------------------------------------------------------
 @named
 def test_meets_its_budget_class(method: TokenMethod) -> None:
@@ -71,6 +72,7 @@ def test_meets_its_budget_class(method: TokenMethod) -> None:
             assert (after <= most).all()
 
 
+@pytest.mark.full
 @named
 def test_weights_sum_to_one_and_mass_stays(method: TokenMethod) -> None:
     tokens = clips([unit for unit in UNITS if not unit[1]])
@@ -81,6 +83,7 @@ def test_weights_sum_to_one_and_mass_stays(method: TokenMethod) -> None:
             assert torch.equal(made.mass().sum(1), tokens.valid.sum(1).float())
 
 
+@pytest.mark.full
 @named
 def test_row_of_a_batch_is_the_row_alone(method: TokenMethod) -> None:
     tokens = clips()

@@ -111,6 +111,7 @@ def test_packed_questions_are_the_conversations_that_the_processor_makes():
     assert answers.count(END) == len(turns) == packed["ids"][0].tolist().count(ASSISTANT)
 
 
+@pytest.mark.full
 def test_packed_clips_have_the_positions_of_the_model():
     """A packed question about a clip gives the logits of the model's own forward with the processor's inputs."""
     torch.manual_seed(0)
@@ -143,6 +144,7 @@ def test_packed_clips_have_the_positions_of_the_model():
     torch.testing.assert_close(trainee.model.lm_head(hidden[0, first])[:length], whole, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "stage"),
     few(
@@ -302,6 +304,7 @@ def test_curves_of_clips_are_drawn_where_there_are_any(tmp_path):
     assert sizes == [720, 1170]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setitem(STAGES["mini-llava"], "see", Plan(batch=2))
     Run("mini-llava", tmp_path, 1e-3, 1 / 3600).train()

@@ -32,6 +32,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [*made[:3], root / "text.mp4", *made[3:], root / "none.mp4"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("alone", few((False, True), (True,)))
 def test_what_waits_takes_no_more_than_it_may(clips: list[Path], live: list[int], alone: bool) -> None:
     """In their order, whatever there is room for."""

@@ -169,6 +169,7 @@ HANGS = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send")
 def test_an_interrupt_does_not_wait_for_decoders_that_hang(films: Path, model: Path, tmp_path: Path) -> None:
     videos = [films / "a.mp4", films / "high.mp4", *(tmp_path / f"hang{i}.mp4" for i in range(4))]

@@ -476,6 +476,7 @@ def test_a_command_whose_disk_fills_up_goes_on(stub: Any, tmp_path: Path, capsys
         capsys.readouterr()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a run is killed in a forked process")
 def test_killed_at_any_moment_it_goes_on(stub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9, again and again, until the set is done."""

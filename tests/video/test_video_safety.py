@@ -266,6 +266,7 @@ decode(sys.argv[1], isolated=True, timeout=2)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(signal, "alarm"), reason="Windows has no alarm")
 def test_a_decoder_that_hangs_does_not_outlive_a_killed_parent(kind):
     hangs = DECORD + "__import__('time').sleep(1000)"
@@ -342,6 +343,7 @@ def test_warnings_come_through(kind):
         decode(kind("mpeg4-b.avi"), 2, isolated=True)
 
 
+@pytest.mark.full
 def test_the_child_is_used_again_and_ends_with_its_parent(kind):
     decode(kind("h264.mp4"), 2, isolated=True)
     before = [child.process.pid for child in isolated._idle]
