@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import synthetic
 import torch
 import zoo
 from evicting import SCHEDULES, stage
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mmaccel import Recipe, Stage, accelerated
+from mmaccel.kv.codecs import Codec
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -24,6 +26,7 @@ CODECS = {
     "kivi": Stage("kivi", None, {"bits": 2, "page": 16, "group": 16, "residual": 0}),
     "kivi-visual": Stage("kivi", None, {"bits": 4, "page": 16, "group": 16, "residual": 0, "visual_only": True}),
     "fp8": Stage("fp8", None, {"page": 16}),
+    "think": Stage("think", None, {"page": 16, "group": 16, "residual": 0, "align": 4}),
     "vidkv": Stage("vidkv", None, {"page": 32}),
     "calibquant": Stage("calibquant", None, {"page": 16}),
 }
@@ -39,7 +42,12 @@ PACKED = {
     "tova": "calibquant",
     "cap": "kivi",
     "elastic": "vidkv",
+    "lagkv-each": "think",
 }
+
+
+def test_every_codec_is_beside_a_schedule() -> None:
+    assert {CODECS[codec].method for codec in PACKED.values()} == set(synthetic.offered(Codec))
 
 
 def beside(recipe: Recipe, codec: str) -> Recipe:
