@@ -136,6 +136,7 @@ def test_bfloat16(family: str) -> None:
 
 
 @families
+# by choice: one of every site, and one that merges
 @pytest.mark.parametrize("method", ["random", "fastv", "snapkv", "pool"])
 def test_labels(family: str, method: str) -> None:
     """The loss is finite, over the labels that can be predicted; the others are counted."""

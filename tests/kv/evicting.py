@@ -77,6 +77,7 @@ def by_hand(how: str, keys: Tensor, x: Tensor, kept: Tensor, gone: Tensor) -> Te
 
 
 #: what goes while decoding: every policy in the same way, but those that score for queries to come, and others with more to it
+# by choice: the others are those of the registry
 SCHEDULES = {
     **{
         f"{name}-each": oracle.recipe(name, "llava", every=2, joint=True, recent=1)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 #: so small that tiny prompts fill pages
+# checked by test_every_codec_is_beside_a_schedule
 CODECS = {
     "kivi": Stage("kivi", None, {"bits": 2, "page": 16, "group": 16, "residual": 0}),
     "kivi-visual": Stage("kivi", None, {"bits": 4, "page": 16, "group": 16, "residual": 0, "visual_only": True}),
@@ -31,6 +32,7 @@ CODECS = {
     "calibquant": Stage("calibquant", None, {"page": 16}),
 }
 #: every kind of schedule, and every codec
+# checked by test_every_codec_is_beside_a_schedule
 PACKED = {
     "h2o": "kivi",
     "h2o-text": "fp8",

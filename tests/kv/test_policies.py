@@ -40,6 +40,7 @@ from mmaccel.method import KeyBatch, Policy
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
+# checked by test_every_policy_is_tested_here
 POLICIES = [
     SnapKV(window=4),
     StreamingLLM(),

@@ -204,7 +204,7 @@ def test_merged_values_reach_the_language_model() -> None:
 
 def test_cls_is_not_asked_where_there_is_none() -> None:
     siglip = SimpleNamespace(name="llava_onevision", has_cls=False)
-    for kind in (VisionZip, VisPruner, PruMerge, PruMergePlus, FoPru):
+    for kind in (kind for kind in PRUNING.values() if asked_of_cls(kind)):
         method = kind(query="cls")
         with pytest.raises(UnsupportedError, match="query='all'"):
             method.check(siglip)  # type: ignore[arg-type]
