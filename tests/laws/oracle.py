@@ -211,6 +211,11 @@ def has_site(name: str, site: str) -> bool:
     return any(method(stage.method).site == site for stage in recipes()[name].stages)
 
 
+def shortens(name: str) -> bool:
+    """Whether a recipe has tokens reach fewer layers, and not only their keys leave the cache."""
+    return any(has_site(name, site) for site in ("encoder", "projector", "layers"))
+
+
 @functools.cache
 def fits(name: str, family: str) -> bool:
     """Whether a family has what the methods of a recipe ask for."""

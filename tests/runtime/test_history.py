@@ -39,11 +39,7 @@ def run(
 
 
 #: recipes that reduce what the tower or a layer gives
-REDUCING = [
-    name
-    for name in oracle.named_recipes()
-    if oracle.fits(name, "llava") and any(oracle.has_site(name, site) for site in ("encoder", "projector", "layers"))
-]
+REDUCING = [name for name in oracle.named_recipes() if oracle.fits(name, "llava") and oracle.shortens(name)]
 QUICK = ("vtc-cls", "visionzip", "prumerge", "tome", "pool", "fastv", "mustdrop")
 
 
