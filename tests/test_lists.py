@@ -25,9 +25,10 @@ MARK = re.compile(r"# (?:by choice: \w|checked by (test_\w+)$)")
 
 
 def names() -> set[str]:
-    """Of methods, of their classes and of recipes."""
+    """Of methods, of their classes and of recipes, but for those that tests have registered."""
     known = synthetic.offered()
-    return {*known, *recipes(), *(kind.__name__ for kind in known.values())}
+    book = {name for name, made in recipes().items() if all(stage.method in known for stage in made.stages)}
+    return {*known, *book, *(kind.__name__ for kind in known.values())}
 
 
 def name_of(item: ast.expr | None) -> str | None:
