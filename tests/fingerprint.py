@@ -220,6 +220,7 @@ class Way:
 
 
 FINE: dict[str, Any] = {"bits": 4, "page": 16, "group": 16, "residual": 0}
+# by choice: options for each codec; `tasks` runs nothing if one is missing
 PAGES: dict[str, tuple[Stage, ...]] = {
     "kivi": (Stage("kivi", None, FINE),),
     "kivi, residual": (Stage("kivi", None, {**FINE, "bits": 2, "residual": 24}),),
@@ -427,6 +428,11 @@ def run_session(family: str, name: str) -> Record:
 
 def tasks() -> list[Task]:
     """All that there is to run."""
+    shown = {stage.method for stages in PAGES.values() for stage in stages} | {
+        option.split(",")[0] for option in INSIDE
+    }
+    every = {name for name, kind in methods().items() if kind.site in ("codec", "encoder")}
+    assert shown == every, f"PAGES and INSIDE lack a method of their kinds, or have one too many: {shown ^ every}"
     found = [(family, name) for family in zoo.FAMILIES for name in recipes()]
     found += [(family, name) for family in WAYS_ON for name in ways()]
     found += [("encoder", f"{name}/{option}") for name in ENCODERS for option in INSIDE]

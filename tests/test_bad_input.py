@@ -121,6 +121,7 @@ def test_stages_that_do_not_go_together(stages: list[Stage], match: str) -> None
         (None, "no budget"),
     ],
 )
+# by choice: one of every site of a budget, and several stages
 @pytest.mark.parametrize("recipe", ["random", "fastv", "snapkv", "balanced"])
 def test_impossible_budgets(recipe: str, retain: Any, match: str) -> None:
     refused(lambda: accelerate_vlm(model("llava"), recipe, retain=retain), match)

@@ -15,8 +15,10 @@ from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import memory
+from laws import oracle
 from live import Allocations, Span, spans
 from prefill import build, prompt
+from tail import few
 
 from mmaccel import accelerated
 from mmaccel.kv.cache import cache_bytes
@@ -79,7 +81,12 @@ def test_arithmetic_by_hand() -> None:
     assert kivi.decode_peak - memory.computed("kivi", shape, 0.25, 1, kernels=True).decode_peak == (667 * 32 - 155 * 16)
 
 
-@pytest.mark.parametrize("recipe", ("none", "snapkv", "adakv", "kivi", "vl-cache", "fastv"))
+EVERY = ["none", *(name for name in oracle.named_recipes() if oracle.fits(name, "llava"))]
+#: nothing, budgets of all layers and heads alike and not, packed keys, fewer tokens
+QUICK = ("none", "snapkv", "adakv", "kivi", "vl-cache", "fastv")
+
+
+@pytest.mark.parametrize("recipe", few(EVERY, QUICK))
 def test_bytes_reported_are_freed_with_the_cache(model: Any, no_collector: None, recipe: str) -> None:
     """To the byte, and at once: nothing waits for Python to look for cycles."""
     inputs = prompt(model, SIDE, TEXT)

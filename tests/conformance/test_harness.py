@@ -148,6 +148,7 @@ def test_what_the_list_lacks_or_has_too_many() -> None:
 
 
 def test_names_of_papers() -> None:
+    # by choice: names with a hyphen and without, and of which one begins another
     known = {"vl-cache", "snapkv", "prunevid-merge", "dycoke", "dycoke-cache"}
     assert offered("vlcache", known) == ["vl-cache"] and offered("dycoke", known) == ["dycoke", "dycoke-cache"]
     assert offered("prunevid", known) == ["prunevid-merge"] and not offered("prune", known)

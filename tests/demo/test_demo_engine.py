@@ -412,8 +412,10 @@ def test_nothing_of_a_visitor_is_markup():
 
 
 def test_recipes_by_site():
+    # by choice: one of every site
     found = cards.choices([limits.recipe(name) for name in ("snapkv", "fastv", "divprune", "tome", "resize", "kivi")])
     assert [text.split(" · ")[0] for text, _ in found] == list(cards.SITES)
+    # by choice: the same in the order of the sites
     assert [name for _, name in found] == ["resize", "tome", "divprune", "fastv", "snapkv", "kivi"]
     about = cards.about(limits.recipe("divprune"))
     assert 'href="https://arxiv.org/abs/2503.02175"' in about and "max-min cosine distance" in about

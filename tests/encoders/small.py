@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import synthetic
 import torch
 import transformers
 from torch import Tensor, nn
+
+from mmaccel import UnsupportedError
+from mmaccel.method import EncoderMethod
 
 PATCHES = 36
 VISION = {
@@ -97,9 +103,15 @@ def features(made: Any, given: Tensor) -> Tensor:
 
 
 def methods(name: str) -> list[str]:
-    return ["tome", "pitome", "evit"] if name in WITH_CLS else ["tome", "pitome"]
+    """The registered methods that a tower can have, with a CLS token or without."""
+    tower, found = SimpleNamespace(name=name, has_cls=name in WITH_CLS), []
+    for method, kind in synthetic.offered(EncoderMethod).items():
+        with contextlib.suppress(UnsupportedError):
+            kind().check(tower)
+            found.append(method)
+    return found
 
 
 METHODS = [(name, method) for name in MAKE for method in methods(name)]
-#: every encoder, and every method with several
-QUICK = METHODS[::3]
+#: every encoder, with the methods in turn
+QUICK = [(name, (found := methods(name))[number % len(found)]) for number, name in enumerate(MAKE)]

@@ -63,7 +63,7 @@ def by_hand(layers: Any, x: Tensor, method: EncoderMethod, kept: int, cls: int) 
         q, k = part.norms[0](q), part.norms[1](k)
         logits = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
         size = torch.tensor([float(len(group)) for group in groups])
-        if method.name != "evit":
+        if method.proportional:
             logits = logits + size.log()
         attention = logits.softmax(-1)
         x = x + part.scale(part.out((attention @ v).transpose(0, 1).flatten(1)))

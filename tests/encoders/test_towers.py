@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import synthetic
 import torch
 import zoo
 from laws.helpers import inputs, model
@@ -22,7 +23,7 @@ from mmaccel import (
 )
 from mmaccel.core.reduction import Reduction
 from mmaccel.encoders.tome import ToMe
-from mmaccel.method import EncoderTokens, ProjectorMethod, Tap, TokenBatch
+from mmaccel.method import EncoderMethod, EncoderTokens, ProjectorMethod, Tap, TokenBatch
 from mmaccel.suite import make_item
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -141,7 +142,7 @@ def test_mini_clip_still_finds_what_a_text_says() -> None:
 
     bare, before = found()
     assert before > 0.6
-    for method in ("tome", "pitome", "evit"):
+    for method in synthetic.offered(EncoderMethod):
         with accelerated_encoder(clip, method, retain=0.5):
             seen, after = found()
         assert after >= before - 0.1 and float((seen * bare).sum(-1).mean()) > 0.9, method

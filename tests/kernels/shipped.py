@@ -151,6 +151,7 @@ _DENSE = (
 )
 
 #: codecs as they come and with the options that change what is compiled; type; whether beside ragged heads and under a mask
+# checked by test_every_codec_is_compiled
 _CODECS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "vidkv": ("vidkv", {}, "bf16", False),
     "vidkv, protected tokens": ("vidkv", {"value_bits": 2, "page": 128}, "bf16", False),

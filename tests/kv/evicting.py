@@ -9,6 +9,7 @@ import zoo
 from laws import oracle
 from torch import Tensor
 
+import mmaccel
 from mmaccel import Recipe, Stage, accelerated
 
 FAMILIES = ("llava", "qwen2_5_vl", "smolvlm")
@@ -21,19 +22,13 @@ def stage(method: str, retain: float | None = 0.3, **options: Any) -> Recipe:
     return Recipe(method, (Stage(method, retain, options),), text_retain=text_retain)
 
 
-#: what is evicted at the end of the prompt, in all the ways there are
+#: what is evicted at the end of the prompt: every policy as it comes, and in all the other ways there are
 RECIPES = {
-    "h2o": stage("h2o"),
-    "vl-cache": stage("vl-cache"),
+    **{name: oracle.recipe(name, "llava") for name in oracle.policies_that_drop()},
     "vl-cache-shared": stage("vl-cache", per_head=False, layer_budget="sparsity:0.8"),
-    "observed": stage("observed-attention"),
-    "tova": stage("tova"),
-    "a2sf": stage("a2sf", recent=2),
-    "vatp": stage("vatp", sinks=2),
-    "knorm": stage("knorm"),
-    "keydiff": stage("keydiff"),
-    "lagkv": stage("lagkv", lag=4),
-    "infinipot-v": stage("infinipot-v"),
+    "a2sf-recent": stage("a2sf", recent=2),
+    "vatp-sinks": stage("vatp", sinks=2),
+    "lagkv-short": stage("lagkv", lag=4),
     "elastic-evict": stage("elastic-cache", compact="evict"),
     "pyramid": stage("snapkv", layer_budget="pyramid"),
     "adaptive": stage("snapkv", head_budget="adaptive"),
@@ -42,9 +37,8 @@ RECIPES = {
     "prefix-adaptive": stage("h2o", layer_budget="prefix", head_budget="adaptive:0"),
     "variance": stage("h2o", layer_budget="variance"),
     "entropy": stage("h2o", layer_budget="entropy"),
-    "criticalkv": stage("criticalkv", window=4),
-    "expected-attention": stage("expected-attention"),
-    "windowkv": stage("windowkv", window=4, width=3),
+    "criticalkv-narrow": stage("criticalkv", window=4),
+    "windowkv-narrow": stage("windowkv", window=4, width=3),
     "windowkv-average": stage("windowkv", window=4, width=3, strategy="average", layer_budget="uniform", joint=True),
     "chunks": stage("snapkv", chunk=3),
     "joint": stage("h2o", joint=True, sinks=2, recent=0.1),
@@ -82,7 +76,14 @@ def by_hand(how: str, keys: Tensor, x: Tensor, kept: Tensor, gone: Tensor) -> Te
     return out
 
 
+#: what goes while decoding: every policy in the same way, but those that score for queries to come, and others with more to it
+# by choice: the others are those of the registry
 SCHEDULES = {
+    **{
+        f"{name}-each": oracle.recipe(name, "llava", every=2, joint=True, recent=1)
+        for name in oracle.policies_that_drop()
+        if not mmaccel.method(name)().future
+    },
     "h2o": stage("h2o", every=1, joint=True, recent=4),
     "h2o-text": stage("h2o", every=1, text_retain=0.5, recent=2),
     "h2o-visual": stage("h2o", every=1),

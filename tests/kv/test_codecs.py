@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import synthetic
 import torch
 from coded import HEADS, SMALL, WIDTH, error, flat, keys_like, name_of
 
@@ -35,6 +36,10 @@ def test_more_bits_lose_less(codec: Codec, most: float) -> None:
     # the range of calibquant shrinks towards nought, which channels far from it do not bear at one bit
     if most < 1:
         assert 0 < error(pages.decoded()[0], flat(keys)) < most
+
+
+def test_every_codec_is_tested_here() -> None:
+    assert {codec.name for codec in SMALL} == set(synthetic.offered(Codec))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -63,7 +63,7 @@ def test_recipes_of_all_options_are_data() -> None:
 
 # --- laws -------------------------------------------------------------------------------------------------------------
 #: budgets of layers and of heads, what is the same for all heads, with text and without
-QUICK = ("vl-cache", "adaptive", "windowkv", "joint", "text")
+QUICK = ("vl-cache", "adaptive", "windowkv-narrow", "joint", "text")
 
 
 @pytest.mark.parametrize(("family", "name"), in_turn(FAMILIES, RECIPES, of=QUICK))

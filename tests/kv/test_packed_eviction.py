@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import synthetic
 import torch
 import zoo
 from evicting import SCHEDULES, stage
@@ -15,19 +16,23 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mmaccel import Recipe, Stage, accelerated
+from mmaccel.kv.codecs import Codec
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 #: so small that tiny prompts fill pages
+# checked by test_every_codec_is_beside_a_schedule
 CODECS = {
     "kivi": Stage("kivi", None, {"bits": 2, "page": 16, "group": 16, "residual": 0}),
     "kivi-visual": Stage("kivi", None, {"bits": 4, "page": 16, "group": 16, "residual": 0, "visual_only": True}),
     "fp8": Stage("fp8", None, {"page": 16}),
+    "think": Stage("think", None, {"page": 16, "group": 16, "residual": 0, "align": 4}),
     "vidkv": Stage("vidkv", None, {"page": 32}),
     "calibquant": Stage("calibquant", None, {"page": 16}),
 }
 #: every kind of schedule, and every codec
+# checked by test_every_codec_is_beside_a_schedule
 PACKED = {
     "h2o": "kivi",
     "h2o-text": "fp8",
@@ -39,7 +44,12 @@ PACKED = {
     "tova": "calibquant",
     "cap": "kivi",
     "elastic": "vidkv",
+    "lagkv-each": "think",
 }
+
+
+def test_every_codec_is_beside_a_schedule() -> None:
+    assert {CODECS[codec].method for codec in PACKED.values()} == set(synthetic.offered(Codec))
 
 
 def beside(recipe: Recipe, codec: str) -> Recipe:

@@ -33,6 +33,7 @@ def recipe(*stages: tuple[str, float | None, dict[str, Any]], text_retain: float
 
 SNAPKV = ("snapkv", 0.5, {"window": 8})
 #: every way in which it is settled what a layer keeps, or packs
+# by choice: one for every way; the waits of every recipe of the book are in tests/laws/test_devices.py
 RECIPES = {
     "uniform": recipe(SNAPKV),
     "pyramid": recipe(("windowkv", 0.3, {"window": 8})),

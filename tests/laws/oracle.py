@@ -228,6 +228,11 @@ def families_in_turn(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(having[turn % len(having)], name) for turn, (name, having) in enumerate(fitting) if having]
 
 
+def shortens(name: str) -> bool:
+    """Whether a recipe has tokens reach fewer layers, and not only their keys leave the cache."""
+    return any(has_site(name, site) for site in ("encoder", "projector", "layers"))
+
+
 @functools.cache
 def fits(name: str, family: str) -> bool:
     """Whether a family has what the methods of a recipe ask for."""

@@ -37,6 +37,7 @@ METHODS = synthetic.offered()
 RECIPES = tuple(name for name, made in recipes().items() if all(stage.method in METHODS for stage in made.stages))
 
 #: of recipes that evict while they decode, the waits of the host a layer and step, to be lowered; never more than one above
+# checked by test_what_a_layer_may_cost
 SCHEDULED = {"d2o": 1, "elastic-cache-decode": 1, "h2o-decode": 1, "streaming-llm-decode": 1}
 #: a method inside the language model is asked once at the layer it works at, and waited for so often at most
 WAITS_A_CUT = 4

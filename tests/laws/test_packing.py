@@ -21,6 +21,7 @@ from mmaccel.kv.codecs.think import ThinK
 #: so small that tiny prompts fill pages
 FINE: dict[str, Any] = {"bits": 8, "page": 16, "group": 16, "residual": 0}
 COARSE: dict[str, Any] = {"bits": 2, "page": 32, "group": 32, "residual": 0}
+# checked by test_every_codec_has_a_recipe
 CODECS: dict[str, Recipe] = {
     "fp8": recipe_of("fp8", page=16),
     "kivi": recipe_of("kivi", **COARSE),

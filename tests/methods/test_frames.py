@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
+import synthetic
 import zoo
 
 import mmaccel
@@ -20,7 +22,12 @@ from mmaccel.suite import Dice
 from mmaccel.suite.scene import Ground, Scene, Thing, render, repaint, sample_ground
 
 CLIP = Path(mmaccel.__file__).parent / "models" / "mini-clip"
-OWN = (UniformFrames(), SceneFrames(), DistinctFrames())
+#: those that look at the frames alone
+OWN = [
+    kind()
+    for kind in synthetic.offered(FrameChoice).values()
+    if "clip_model" not in {option.name for option in fields(kind)}
+]
 needs_clip = pytest.mark.skipif(not CLIP.is_dir(), reason="mini-clip does not come with this mmaccel")
 
 

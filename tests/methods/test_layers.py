@@ -8,9 +8,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import synthetic
 import torch
 import zoo
 from batches import UNITS, batch_of, check_rows_alone, dense
+from laws import oracle
 from torch import Tensor
 
 import mmaccel
@@ -24,15 +26,11 @@ from mmaccel.layers.promptdistill import PromptDistill
 from mmaccel.method import LayerAttention, LayerMethod, Tap, TokenBatch, blocks
 from mmaccel.method.blocks import upto
 
+#: every one as it comes, and some with other options
 METHODS = [
-    AimPageRank(),
-    FrameFusion(),
+    *(kind() for kind in synthetic.offered(LayerMethod).values()),
     FrameFusion(similarity=2.0),
-    HoliTomInner(),
-    MustDropFilter(),
     MustDropFilter(adaptive=True, global_threshold=0.02, individual_threshold=0.3),
-    PromptDistill(),
-    FastKVTokens(),
     FastKVTokens(window=3, kernel=1),
 ]
 named = pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -374,7 +372,7 @@ def last_logits(model, feed) -> Tensor:
     return model(**feed).logits[:, -1]
 
 
-ALONE = ["aim-pagerank", "fastkv-tokens", "framefusion", "holitom-inner", "mustdrop-filter", "promptdistill"]
+ALONE = list(synthetic.offered(LayerMethod))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -463,7 +461,13 @@ def layers_at(name: str, depth: int, deepstack: int = 0) -> list[int]:
     return [m.fit(family).layer for m in built]  # type: ignore[arg-type, attr-defined]
 
 
-@pytest.mark.parametrize("name", ["aim", "holitom", "mustdrop"])
+#: recipes of several stages of which at least one works inside the language model
+PAPERS = [
+    name for name in oracle.named_recipes() if len(mmaccel.recipe(name).stages) > 1 and oracle.has_site(name, "layers")
+]
+
+
+@pytest.mark.parametrize("name", PAPERS)
 def test_papers_as_recipes(name: str) -> None:
     for depth in (2, 4, 24, 28, 32, 40, 80):
         found = layers_at(name, depth)
@@ -528,7 +532,12 @@ def test_an_anchor_is_a_stage_with_a_budget() -> None:
     assert Recipe.from_json(made.to_json()) == made and made.primary == 0
 
 
-@pytest.mark.parametrize("name", ["fastv", "framefusion", "promptdistill"])
+#: methods whose layer by default is a number, not a share of the depth, and not the one that a model of four layers with three
+#: of DeepStack has for them
+ELSEWHERE = [name for name, kind in synthetic.offered(LayerMethod).items() if kind().layer not in (None, 3)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
 def test_a_default_layer_fits_any_model_and_a_given_one_is_refused(name: str) -> None:
     model, feed = tiny("qwen3_vl"), dict(zoo.inputs("qwen3_vl", "image"))
     with accelerated(model, name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import synthetic
 import torch
 import zoo
 from batches import batch_of, check_rows_alone, dense, row_of
@@ -23,8 +24,9 @@ from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.moviechat import MovieChat
 from mmaccel.merging.mustdrop import MustDropMerge
 from mmaccel.merging.prunevid import PruneVidMerge
-from mmaccel.method import TokenBatch, TokenMethod
+from mmaccel.method import ProjectorMethod, TokenBatch, TokenMethod
 
+# checked by test_they_are_known_by_name
 METHODS: list[TokenMethod] = [
     AimMerge(),
     CenterClip(),
@@ -200,4 +202,7 @@ def test_impossible_options_are_refused(make) -> None:
 
 
 def test_they_are_known_by_name() -> None:
-    assert {*NAMES, "pitome"} <= set(mmaccel.methods())
+    """All that merge over the pictures and clips of a prompt; those that merge over its segments are in test_methods."""
+    own = {name for name, kind in synthetic.offered(ProjectorMethod).items() if "mmaccel.merging." in kind.__module__}
+    assert set(NAMES) == {name for name in own if mmaccel.method(name).unit != "segment"}
+    assert "pitome" in mmaccel.methods()

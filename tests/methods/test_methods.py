@@ -31,6 +31,7 @@ from mmaccel.pruning.random import Random
 from mmaccel.pruning.uniform import Uniform
 from mmaccel.pruning.vtc_cls import VtcCls
 
+# by choice: short ones of every kind; those of the other rooms have files of their own, and all meet test_every_method.py
 TOKEN_METHODS = [Random(), Random(seed=3), Uniform(), DivPrune(), VtcCls(), AttentionReceived(), FastV(), Pool()]
 named = pytest.mark.parametrize("method", TOKEN_METHODS, ids=repr)
 
@@ -107,6 +108,7 @@ def test_merging_conserves_mass(method: TokenMethod) -> None:
 def test_every_built_in_method_describes_itself() -> None:
     # other tests register methods of their own
     known = {name: cls for name, cls in mmaccel.methods().items() if cls.__module__.startswith("mmaccel.")}
+    # by choice: one of every other site
     assert {m.name for m in TOKEN_METHODS} | {"tome", "snapkv", "streaming-llm", "resize"} <= set(known)
     for name, cls in known.items():
         method = cls()

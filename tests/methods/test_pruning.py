@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
+import synthetic
 import torch
 import zoo
 from batches import dense
@@ -15,32 +16,31 @@ from tiled import COUNTS, batch_of, row_of
 import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, accelerated
 from mmaccel.core.budget import resolve
-from mmaccel.method import TokenMethod
+from mmaccel.method import ProjectorMethod, TokenMethod
 from mmaccel.pruning import prumerge
-from mmaccel.pruning.cdpruner import CDPruner
 from mmaccel.pruning.fopru import FoPru
 from mmaccel.pruning.hired import HiRED
 from mmaccel.pruning.prumerge import PruMerge, PruMergePlus
 from mmaccel.pruning.visionzip import VisionZip
 from mmaccel.pruning.vispruner import VisPruner
 
+#: the choices of papers between encoder and language model, by name
+PRUNING = {
+    name: kind
+    for name, kind in synthetic.offered(ProjectorMethod).items()
+    if kind.paper and kind.__module__.startswith("mmaccel.pruning.")
+}
+#: every one as it comes, and some with other options
 METHODS = [
-    CDPruner(),
-    FoPru(),
+    *(kind() for kind in PRUNING.values()),
     FoPru(strategy="row"),
-    HiRED(),
     HiRED(layout="official_bands", alpha=0.3),
-    PruMerge(),
     PruMerge(adaptive=False, query="all", neighbours=3),
-    PruMergePlus(),
     PruMergePlus(adaptive=False),
-    VisionZip(),
     VisionZip(contextual=3, query="all", weights="mean"),
-    VisPruner(),
     VisPruner(important=0.0, step=3, query="all"),
 ]
 named = pytest.mark.parametrize("method", METHODS, ids=repr)
-NAMES = ("cdpruner", "fopru", "hired", "prumerge", "prumerge-plus", "visionzip", "vispruner")
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_equal_tokens_and_no_sources(method: TokenMethod) -> None:
 
 
 def test_they_are_registered_with_the_papers_defaults() -> None:
-    for name in NAMES:
+    for name in PRUNING:
         cls = mmaccel.method(name)
         assert cls.name == name and cls.paper and mmaccel.recipe(name).build()
     assert mmaccel.recipe("hired").retain == 0.2 and mmaccel.recipe("prumerge").retain == 1.0
@@ -151,19 +151,25 @@ def test_impossible_options_are_refused(make) -> None:
 
 
 # --- on models --------------------------------------------------------------------------------------------------------
-#: methods that ask the CLS token, and what they are given where there is none (HiRED has no other way)
-ASKS_CLS = {"hired": None, **dict.fromkeys(("prumerge", "prumerge-plus", "visionzip", "vispruner"), "all")}
+def asked_of_cls(kind: type[ProjectorMethod]) -> dict[str, str] | None:
+    """The options with which a method asks the CLS token, none if it has no other way; None if it never does."""
+    options = {"query": "cls"} if "query" in {option.name for option in fields(kind)} else {}
+    try:
+        kind(**options).check(SimpleNamespace(name="no CLS", has_cls=False))  # type: ignore[arg-type]
+    except UnsupportedError:
+        return options
+    return None
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PRUNING)
 def test_on_models(family: str, name: str) -> None:
     tiny = model(family)
-    if family == "qwen2_5_vl" and name in ASKS_CLS:
-        options = {} if ASKS_CLS[name] is None else {"query": "cls"}
+    options = asked_of_cls(PRUNING[name])
+    if family == "qwen2_5_vl" and options is not None:
         with pytest.raises(UnsupportedError, match="CLS token, which the vision tower of qwen2_5_vl lacks"):
             mmaccel.accelerate_vlm(tiny, name, **options)
-        if ASKS_CLS[name] is None:
+        if not options:
             return
     feed = zoo.inputs(family, "uneven", batch=2)
     with accelerated(tiny, name, retain=0.3), torch.no_grad():
@@ -176,7 +182,7 @@ def test_on_models(family: str, name: str) -> None:
         mine = [s for s in layout.segments if s.picture == picture]
         size, stays = sum(len(s.places) for s in mine), sum(int(kept[s.row, s.places].sum()) for s in mine)
         budget = resolve(0.3, size)
-        assert 1 <= stays <= budget and (name.startswith("prumerge") or stays == budget)
+        assert 1 <= stays <= budget and (PRUNING[name].budget == "adaptive" or stays == budget)
         total += stays
     assert stats["stages"][0]["tokens_kept"] == total
 
@@ -198,7 +204,7 @@ def test_merged_values_reach_the_language_model() -> None:
 
 def test_cls_is_not_asked_where_there_is_none() -> None:
     siglip = SimpleNamespace(name="llava_onevision", has_cls=False)
-    for kind in (VisionZip, VisPruner, PruMerge, PruMergePlus, FoPru):
+    for kind in (kind for kind in PRUNING.values() if asked_of_cls(kind)):
         method = kind(query="cls")
         with pytest.raises(UnsupportedError, match="query='all'"):
             method.check(siglip)  # type: ignore[arg-type]

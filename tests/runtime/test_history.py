@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from laws import oracle
+from tail import few
 
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.method import TokenBatch
@@ -36,7 +38,12 @@ def run(
         return model.mmaccel.history, large, axes
 
 
-@pytest.mark.parametrize("recipe", ["vtc-cls", "visionzip", "prumerge", "tome", "pool", "fastv", "mustdrop"])
+#: recipes that reduce what the tower or a layer gives
+REDUCING = [name for name in oracle.named_recipes() if oracle.fits(name, "llava") and oracle.shortens(name)]
+QUICK = ("vtc-cls", "visionzip", "prumerge", "tome", "pool", "fastv", "mustdrop")
+
+
+@pytest.mark.parametrize("recipe", few(REDUCING, QUICK))
 def test_nothing_large_outlives_the_call(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     history, large, axes = run(recipe, monkeypatch)
     assert history and all(found() is None for found in large)

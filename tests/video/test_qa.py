@@ -47,6 +47,7 @@ def test_one_prefill_serves_every_family(family: str, films: Path) -> None:
     assert one.figures.prefills == 2
 
 
+# by choice: one for every reason
 LATE = {
     "fastv": ("fastv", "fastv works while"),
     "snapkv": ("snapkv", "snapkv works while"),
