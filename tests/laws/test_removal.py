@@ -14,6 +14,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel import Stage, accelerate_vlm, accelerated, is_accelerated
+from mmaccel.accelerate import vlm
 from mmaccel.core.reduction import Reduction
 from mmaccel.method import ProjectorMethod, Tap, TokenBatch
 
@@ -187,19 +188,16 @@ def _counts(state: dict[str, Any]) -> Any:
     return {name: entry[:3] for name, entry in state["modules"].items()}, state["configs"]
 
 
-@pytest.mark.parametrize("broken", ["door", "taps", "_plug", "_wrap"])
+@pytest.mark.parametrize("broken", ["TextHooks", "Taps", "EncoderMerging", "_plug", "_wrap"])
 def test_a_failure_half_way_is_undone(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever step of attaching fails."""
     tiny = used("llava")
     before = snapshot(tiny)
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("half way")
 
-    if broken in ("door", "taps"):
-        monkeypatch.setattr(f"mmaccel.accelerate.{broken.capitalize()}", fail)
-    else:
-        monkeypatch.setattr(mmaccel.Accelerator, broken, fail)
+    monkeypatch.setattr(mmaccel.Accelerator if broken.startswith("_") else vlm, broken, fail)
     with pytest.raises(RuntimeError, match="half way"):
         accelerate_vlm(tiny, EVERYTHING)
     assert snapshot(tiny) == before
