@@ -222,10 +222,14 @@ def in_turn(square: Sequence[tuple[str, str]], values: Callable[[str], Sequence[
     return [(family, name, values(family)[turn % len(values(family))]) for family, name, turn in turns]
 
 
-def families_in_turn(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Every name with one family ``(family, name)`` that has what it asks for; families take turns."""
-    fitting = [(name, [family for family in zoo.FAMILIES if fits(name, family)]) for name in names]
-    return [(having[turn % len(having)], name) for turn, (name, having) in enumerate(fitting) if having]
+def families_in_turn(names: Sequence[str], each: int = 1, of: Sequence[str] = zoo.FAMILIES) -> list[tuple[str, str]]:
+    """Every name with ``each`` of the families ``of``, ``(family, name)``, that have what it asks for; families take turns."""
+    fitting = [(name, [family for family in of if fits(name, family)]) for name in names]
+    return [
+        (having[(turn * each + i) % len(having)], name)
+        for turn, (name, having) in enumerate(fitting)
+        for i in range(min(each, len(having)))
+    ]
 
 
 def shortens(name: str) -> bool:

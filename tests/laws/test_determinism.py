@@ -32,7 +32,8 @@ def run(tiny: Any, feed: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "kind"), oracle.in_turn(square(*oracle.named_recipes()), lambda _: ("image", "uneven"))
+    oracle.in_turn(oracle.families_in_turn(oracle.named_recipes(), 3), lambda _: ("image", "uneven")),
+    oracle.in_turn(oracle.families_in_turn(oracle.named_recipes(), 3), lambda _: ("image", "uneven")),
 )
 def test_twice_is_the_same(family: str, method: str, kind: str) -> None:
     """On one handle, and on one that was made anew."""

@@ -132,7 +132,7 @@ def test_without_a_processor(family, kind):
     holds(family, zoo.inputs(family, kind), oracle.recipe("random", family), processor=False)
 
 
-@pytest.mark.parametrize(("family", "name"), square(names=DROPPING))
+@pytest.mark.parametrize(("family", "name"), oracle.families_in_turn(DROPPING, 3))
 def test_a_loop_of_the_callers_own(family, name):
     """Forwards on a kept cache, one token and several at a time, without mask or positions."""
     feed, model = zoo.inputs(family, "image"), oracle.subject(family)
@@ -152,7 +152,7 @@ def test_a_loop_of_the_callers_own(family, name):
     oracle.close(torch.cat(got, dim=1), wanted)
 
 
-@pytest.mark.parametrize(("family", "name"), square(names=DROPPING))
+@pytest.mark.parametrize(("family", "name"), oracle.families_in_turn(DROPPING, 3))
 def test_a_picture_behind_a_turn_of_text(family, name):
     """The cache of the first turn is an ordinary one; from the cut on its layers go their own ways."""
     first, second = zoo.inputs(family, "text"), zoo.inputs(family, "image")
@@ -180,7 +180,7 @@ def everything_below(model, feed, seen, name):
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "kind"), oracle.in_turn(square(names=TOKENS), lambda _: ("image", "uneven"))
+    ("family", "name", "kind"), oracle.in_turn(oracle.families_in_turn(TOKENS, 3), lambda _: ("image", "uneven"))
 )
 def test_without_a_cache(family, name, kind):
     feed, model = zoo.inputs(family, kind), oracle.subject(family)
@@ -193,7 +193,7 @@ def test_without_a_cache(family, name, kind):
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "kind"), oracle.in_turn(square(names=DROPPING), lambda _: ("image", "uneven"))
+    ("family", "name", "kind"), oracle.in_turn(oracle.families_in_turn(DROPPING, 3), lambda _: ("image", "uneven"))
 )
 def test_beams(family, name, kind):
     """Rows that `generate` repeats after encoding share a selection; the cache reorders what it stores."""
@@ -242,7 +242,7 @@ def test_generating_without_a_cache(family):
     oracle.close(logits, oracle.replay(family, feed, forced, got.seen)[1])
 
 
-@pytest.mark.parametrize(("family", "name"), square(names=DROPPING))
+@pytest.mark.parametrize(("family", "name"), oracle.families_in_turn(DROPPING, 3))
 def test_labels_behind_dropped_rows_are_ignored(family, name):
     feed, model = zoo.inputs(family, "image"), oracle.subject(family)
     labels = feed["input_ids"].clone()
