@@ -89,7 +89,8 @@ def test_dropping_is_hiding(family, name, kind):
 def test_sliding_windows_count_original_places(family, overrides, kind, name):
     # the window must reach into the picture, or there is nothing to hide
     feed = zoo.inputs(family, kind, question="a?")
-    holds(family, feed, oracle.recipe(name, family, 0.5), **overrides)
+    # and what a policy drops within reach; many keep the newest keys
+    holds(family, feed, oracle.recipe(name, family, 0.05 if name in KEYS else 0.5), **overrides)
 
 
 @pytest.mark.parametrize(("family", "name", "kind"), square(("image", "uneven"), families=("llava", "qwen2_5_vl")))

@@ -313,7 +313,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
         if (tmp_path / "log.jsonl").stat().st_size
         else {}
     )
-    again = Run("mini-llava", tmp_path, 1e-3, 2 / 3600)
+    again = Run("mini-llava", tmp_path, 1e-3, 6 / 3600)
     assert again.state["step"] >= max(1, done.get("step", 1)) and again.state["seen"] == 2 * again.state["step"]
     steps = again.state["step"]
     again.train()
