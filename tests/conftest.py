@@ -17,6 +17,8 @@ gc.disable()
 
 # sums do not depend on the machine, and several pytest workers do not fight over the cores
 torch.set_num_threads(1)
+# nor do the programs that tests start
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # without a GPU, kernels run in Triton's interpreter, which must be chosen before anything imports Triton
 if not torch.cuda.is_available():

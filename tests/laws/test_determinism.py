@@ -32,7 +32,7 @@ def run(tiny: Any, feed: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    oracle.in_turn(oracle.families_in_turn(oracle.named_recipes(), 3), lambda _: ("image", "uneven")),
+    ("family", "method", "kind"),
     oracle.in_turn(oracle.families_in_turn(oracle.named_recipes(), 3), lambda _: ("image", "uneven")),
 )
 def test_twice_is_the_same(family: str, method: str, kind: str) -> None:
