@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..recipe import recipe as find_recipe
 from ..runtime.encoded import Encoded
 from ..runtime.encoder import EncoderMerging
 from ..runtime.merged import Merged
-from ..runtime.plan import plan_encoder
+from ..runtime.plan import EncoderPlan, plan_encoder
 from ..runtime.scope import Scope, current, pop, push
 from ..runtime.taps import Taps
 from .handle import Handle, exchange
@@ -28,39 +27,19 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class EncoderAccelerator(Handle):
-    """The handle ``model.mmaccel`` of an encoder: what was put on it, its statistics, and the way back.
-
-    plan : what is done with the tower in every call.
-    """
+    """The handle ``model.mmaccel`` of an encoder: what was put on it, its statistics, and the way back."""
 
     what = "encoder"
+    plan: EncoderPlan
 
     def __init__(self, model: nn.Module, recipe: Recipe, kernels: str = "auto") -> None:
-        super().__init__()
+        super().__init__(model)
         self.encoder = encoder_of(model)
         self.plan = plan_encoder(recipe, self.encoder, kernels)
-        self._model = model
         self._last: Stats | None = None
         self._merged: Merged | None = None
         self.taps = Taps(self.encoder, [])
-        stage, tower = self.plan.encoder, self.encoder.tower
-        try:
-            self.merging = EncoderMerging(self.plan, stage, self._hook, language=False)
-            if self.encoder.attention_by_name:
-                self._plug(tower, "vision")
-            self._restore += self.encoder.attach(stage.method.needs_cls, self._running)
-            self._hook(tower.register_forward_pre_hook(self._open, prepend=True))
-            self._hook(tower.register_forward_hook(self._close, always_call=True))
-        except BaseException:
-            self.remove()
-            raise
-        model.__dict__["mmaccel"] = self
-        self._restore.append(functools.partial(model.__dict__.pop, "mmaccel", None))
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe that is in force."""
-        return self.plan.recipe
+        self._install()
 
     def stats(self) -> dict[str, Any]:
         """Figures of the last call: patches in, resolved by the budget and kept, summed over pictures, and seconds; empty
@@ -79,8 +58,14 @@ class EncoderAccelerator(Handle):
         """The same put on once more, after :meth:`remove`."""
         return EncoderAccelerator(self._model, self.recipe, self.plan.kernels)
 
-    def __repr__(self) -> str:
-        return f"<mmaccel {self.recipe.name!r} on {self.encoder.name}>"
+    def _attach(self) -> None:
+        stage, tower = self.plan.encoder, self.encoder.tower
+        self.merging = EncoderMerging(self.plan, stage, self._hook, language=False)
+        if self.encoder.attention_by_name:
+            self._plug(tower, "vision")
+        self._restore += self.encoder.attach(stage.method.needs_cls, self._running)
+        self._hook(tower.register_forward_pre_hook(self._open, prepend=True))
+        self._hook(tower.register_forward_hook(self._close, always_call=True))
 
     def _running(self) -> Merged | None:
         scope = current(self.plan)

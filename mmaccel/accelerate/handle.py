@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
 from torch import nn
 
 from ..errors import UnsupportedError
+from ..recipe import Recipe
 from ..runtime.attention import Plug
+from ..runtime.plan import Plan
 
 
 class Handle:
@@ -16,14 +19,26 @@ class Handle:
 
     Everything hangs on one instance: hooks on its modules, wrapped methods in its ``__dict__``, and the config that its
     attention modules see. Nothing is patched on a class, and the model's own config stays as it was.
+
+    plan : what is done with the model in every call, with the recipe, and the stages as fitted to the model.
     """
 
     #: what the user accelerated, in messages
     what: ClassVar[str]
+    plan: Plan
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._restore: list[Callable[[], None]] = []
         self._plugs: list[Plug] = []
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that is in force."""
+        return self.plan.recipe
+
+    def __repr__(self) -> str:
+        return f"<mmaccel {self.recipe.name!r} on {self.plan.towers.name}>"
 
     def again(self) -> Self:
         """The same put on once more, after :meth:`remove`."""
@@ -51,6 +66,20 @@ class Handle:
         raise UnsupportedError(
             f"An accelerated {self.what} cannot be copied or pickled; call model.mmaccel.remove() first."
         )
+
+    def _install(self) -> None:
+        """Put everything on the model, or nothing."""
+        try:
+            self._attach()
+            self._model.__dict__["mmaccel"] = self
+            self._restore.append(functools.partial(self._model.__dict__.pop, "mmaccel", None))
+        except BaseException:
+            self.remove()
+            raise
+
+    def _attach(self) -> None:
+        """Hook, wrap and plug in what the plan needs."""
+        raise NotImplementedError
 
     def _hook(self, *handles: Any) -> None:
         self._restore.extend(handle.remove for handle in handles)

@@ -32,32 +32,20 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Accelerator(Handle):
-    """The handle ``model.mmaccel``: what was put on one model, its statistics, and the way back.
-
-    plan : what is done with the model in every call, with the recipe, the family, and the stages as fitted to the model.
-    """
+    """The handle ``model.mmaccel``: what was put on one model, its statistics, and the way back."""
 
     what = "model"
+    plan: ModelPlan
 
     def __init__(self, model: Any, recipe: Recipe, processor: Any = None, kernels: str = "auto") -> None:
-        super().__init__()
+        super().__init__(model)
         self.processor = processor
         self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
         self.plan.check_generation(model.generation_config)
-        self._model = model
         self._last: Scope | None = None
-        try:
-            self._attach(model)
-        except BaseException:
-            self.remove()
-            raise
+        self._install()
 
     # --- for the user -----------------------------------------------------------------------------------------
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe that is in force."""
-        return self.plan.recipe
-
     @property
     def family(self) -> Family:
         """The adapter of the model's family."""
@@ -114,12 +102,9 @@ class Accelerator(Handle):
             )
         return handle
 
-    def __repr__(self) -> str:
-        return f"<mmaccel {self.recipe.name!r} on {self.family.name}>"
-
     # --- putting it on ----------------------------------------------------------------------------------------
-    def _attach(self, model: Any) -> None:
-        plan, family, inner = self.plan, self.family, self.family.inner
+    def _attach(self) -> None:
+        model, plan, family, inner = self._model, self.plan, self.family, self.family.inner
         self.taps = Taps(family, [tap for stage in plan.stages for tap in stage.method.taps()])
         hook_features(plan, self.taps, self._hook)
         if plan.encoder is not None:
@@ -143,8 +128,6 @@ class Accelerator(Handle):
             if self.taps.need_attention or plan.encoder is not None:
                 for tower in family.towers():
                     self._plug(tower, "vision")
-        model.mmaccel = self
-        self._restore.append(functools.partial(model.__dict__.pop, "mmaccel", None))
 
     def _wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> None:
         self._set(target, name, make(getattr(target, name)))

@@ -241,6 +241,11 @@ class Policy(CacheOptions, Method):
         return type(self).recall is not Policy.recall
 
     @property
+    def decodes(self) -> bool:
+        """Whether it has work at every decode step, so that it looks at stored keys: it evicts by a schedule, or recalls."""
+        return self.scheduled or self.recalls
+
+    @property
     def observes(self) -> bool:
         """Whether :meth:`observe` is to be called."""
         return type(self).observe is not Policy.observe

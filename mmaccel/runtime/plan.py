@@ -64,20 +64,24 @@ class EncoderPlan(Plan):
 class ModelPlan(Plan):
     """A recipe on a model with a language model.
 
-    family : of the model; the same as ``towers``.
+    towers : the model's family.
     projector : the stages between the towers and the language model.
     stage_at_layer : the stage that works at the input of a decoder layer.
-    policy : the stage that evicts keys. codecs : the groups of tokens that codecs pack alike.
-    choosers : names of methods that only choose frames.
+    policy : the stage that evicts keys. token_groups : the groups of tokens that codecs pack alike.
     text_towers : by name, for methods that read the question with CLIP.
     """
 
-    family: Family = field(kw_only=True)
+    towers: Family
     projector: tuple[PlannedStage[ProjectorMethod], ...] = ()
     stage_at_layer: Mapping[int, PlannedStage[LayerMethod]] = field(default_factory=dict)
     policy: PlannedStage[Policy] | None = None
     token_groups: tuple[TokenGroup, ...] = ()
     text_towers: Mapping[str, TextTower] = field(default_factory=dict)
+
+    @property
+    def family(self) -> Family:
+        """The adapter of the model's family."""
+        return self.towers
 
     @property
     def active(self) -> bool:
@@ -198,7 +202,6 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: str) -> 
         next(iter(_of(EncoderMethod, stages)), None),
         tuple(notes),
         checked_kernels(kernels),
-        family=family,
         projector=_of(ProjectorMethod, stages),
         stage_at_layer=at_layer,
         policy=policies[0] if policies else None,

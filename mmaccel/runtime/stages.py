@@ -22,12 +22,13 @@ class Stages:
     """
 
     def __init__(self, forward: Forward) -> None:
-        plan, state = forward.plan, forward.state
+        plan, state, policy = forward.plan, forward.state, forward.plan.policy
         self.forward = forward
         self.attended = 0
-        self.eviction = Eviction(forward, plan.policy, state) if plan.policy is not None and state is not None else None
-        packs = bool(plan.token_groups) and state is not None
-        self.packing = Packing(forward, state, self.eviction) if packs and state is not None else None
+        self.eviction: Eviction | None = None
+        if policy is not None and state is not None and (isinstance(forward, Prompt) or policy.method.decodes):
+            self.eviction = Eviction(forward, policy, state)
+        self.packing = Packing(forward, state, self.eviction) if plan.token_groups and state is not None else None
 
     def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
         """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``."""
