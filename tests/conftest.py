@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--golden", type=Path, default=SHIPPED, help="folder of golden vectors (default: the few shipped ones)"
     )
+    parser.addoption(
+        "--part", type=part, default=(1, 1), metavar="K/N", help="of parametrised tests the Kth of N parts: 1/2, or 2/2"
+    )
+
+
+def part(given: str) -> tuple[int, int]:
+    """``"K/N"``, K from 1 to N."""
+    k, _, n = given.partition("/")
+    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
+        raise argparse.ArgumentTypeError(f"{given!r} is no part such as 1/2")
+    return int(k), int(n)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -41,12 +54,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if few or config.option.markexpr in ("browser", "ray") else min(4, os.cpu_count() or 1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test belongs to one run."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every test belongs to one run; of the parametrised ones a part may be asked for."""
     for item in items:
         marks = [name for name in APART if item.get_closest_marker(name)]
         if len(marks) > 1:
             raise pytest.UsageError(f"{item.nodeid} belongs to one run, not to {' and '.join(marks)}")
+    k, n = config.option.part
+    here = [n == 1 or not hasattr(item, "callspec") or zlib.crc32(item.nodeid.encode()) % n == k - 1 for item in items]
+    config.hook.pytest_deselected(items=[item for item, stays in zip(items, here, strict=True) if not stays])
+    items[:] = [item for item, stays in zip(items, here, strict=True) if stays]
 
 
 def pytest_collection_finish() -> None:
