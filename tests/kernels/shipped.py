@@ -133,6 +133,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     for kind, d, groups, q, flat, masked in _DENSE:
         name = f"decode {kind}, {d} channels, {q} x {groups} queries{_beside(flat, masked)}"
         made[name] = lambda t=DTYPES[kind], a=(d, groups, q, flat, masked): _decode(t, *a)
+    made["decode bf16, 128 channels, 1 x 7 queries, ragged, with room"] = lambda: _decode(
+        torch.bfloat16, 128, 7, 1, True, False, room=True
+    )
     for label, (method, options, kind, whole) in _CODECS.items():
         name = f"{label} {kind}{_beside(whole, whole)}"
         made[name] = lambda t=DTYPES[kind], m=method, o=options, w=whole: _packed(t, m, o, w)
@@ -199,7 +202,9 @@ def _greedy_dpp(slots: int, width: int) -> None:
     greedy_dpp(x, torch.ones(1, slots), valid, count, most=1)
 
 
-def _decode(dtype: torch.dtype, d: int, groups: int, q: int, flat: bool, masked: bool, pages: Any = None) -> None:
+def _decode(
+    dtype: torch.dtype, d: int, groups: int, q: int, flat: bool, masked: bool, pages: Any = None, room: bool = False
+) -> None:
     heads, tail = 2, 16 + q
     columns = tail + (32 if flat else 0)
     if pages is not None:
@@ -210,6 +215,7 @@ def _decode(dtype: torch.dtype, d: int, groups: int, q: int, flat: bool, masked:
         flat=Flat(*_zeros(2, 64, d, dtype=dtype), torch.tensor([0, 32, 64]), 32) if flat else None,
         pages=pages,
         visible=torch.ones(1, heads, q, columns, dtype=torch.bool) if masked else None,
+        tail=torch.ones(1, dtype=torch.int32) if room else None,
     )
 
 

@@ -36,8 +36,7 @@ _CHANGING = [
     "heads",
     "rows",
     "queries",
-    "tail",
-    "tail_tiles",
+    "capacity",
     "mask_b",
     "mask_h",
     "mask_q",
@@ -54,10 +53,11 @@ def decode_attention_kernel(
     flat: Flat | None = None,
     pages: Pages | None = None,
     visible: Tensor | None = None,
+    tail: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`.decode_attention` in two launches; on the CPU in Triton's interpreter, if that was chosen."""
     b, hq, q, d = query.shape
-    hkv, tail, dv = *keys.shape[1:3], values.shape[3]
+    hkv, capacity, dv = *keys.shape[1:3], values.shape[3]
     if q > MAX_QUERIES:
         raise ValueError(
             f"query has {q} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
@@ -68,7 +68,7 @@ def decode_attention_kernel(
         )
     heads, rows = b * hkv, hq // hkv * q
     query, keys, values = query.contiguous(), _rows(keys), _rows(values)
-    ragged = Flat(keys, values, keys) if flat is None else Flat(_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
+    ragged = (keys, values, keys) if flat is None else (_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
     mask, strides, columns = _mask_arguments(visible, keys)
     plan = launch(hq // hkv, q, d, dv, query.element_size(), pages is not None, _capability(query.device))
     programs = PROGRAMS_EACH * _multiprocessors(query.device)
@@ -76,16 +76,16 @@ def decode_attention_kernel(
     part = query.new_empty(programs + heads, rows, dv, dtype=torch.float32)
     part_lse = query.new_empty(programs + heads, rows, dtype=torch.float32)
     out, lse = query.new_empty(b, hq, q, dv), query.new_empty(b, hq, q, dtype=torch.float32)
-    tail_tiles = triton.cdiv(tail, plan.constants["BLOCK_N"])
     packed, planes = _packed_arguments(pages, query, visible is not None)
     turned = query if pages is None else pages.turned(query).contiguous()
-    cu_pages = keys if pages is None else pages.cu_pages
-    layout = {"RAGGED": flat is not None, "PACKED": pages is not None, "BLOCK_N": plan.constants["BLOCK_N"]}
+    cu_pages, filled = keys if pages is None else pages.cu_pages, keys if tail is None else tail
+    layout = {"RAGGED": flat is not None, "PACKED": pages is not None, "ROOMY": tail is not None}
+    layout["BLOCK_N"] = plan.constants["BLOCK_N"]
     enqueue(
         _decode, (programs, triton.cdiv(rows, plan.block_m)),
-        query, turned, *ragged[:3], keys, values, mask, part, part_lse, cu_pages, *packed,
-        scaling * LOG2E, heads, hkv, rows, q, tail, tail_tiles, *keys.stride()[:3], *values.stride()[:3], *strides,
-        columns - tail - (0 if flat is None else flat.width), columns - tail,
+        query, turned, *ragged, keys, values, filled, mask, part, part_lse, cu_pages, *packed,
+        scaling * LOG2E, heads, hkv, rows, q, capacity, *keys.stride()[:3], *values.stride()[:3], *strides,
+        columns - capacity - (0 if flat is None else flat.width), columns - capacity,
         MASKED=visible is not None, SINGLE=q == 1, BLOCK_M=plan.block_m,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         **layout, **planes, **{name: value for name, value in plan.constants.items() if name not in layout},
@@ -93,7 +93,7 @@ def decode_attention_kernel(
     )  # fmt: skip
     enqueue(
         _merge, (heads, rows),
-        part, part_lse, ragged.cu_lengths, cu_pages, out, lse, heads, rows, tail_tiles,
+        part, part_lse, ragged[2], cu_pages, filled, out, lse, heads, rows, capacity,
         PROGRAMS=programs, DV=dv, BLOCK_DV=plan.constants["BLOCK_DV"], PARTS=32, **layout, num_warps=4,
     )  # fmt: skip
     return out, lse
@@ -196,6 +196,14 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @jit
+def _filled(filled, capacity, ROOMY: tl.constexpr):
+    """Keys in everybody's tail: all there is room for, or as many as the device says."""
+    if ROOMY:
+        capacity = tl.minimum(tl.load(filled).to(tl.int32), capacity)
+    return capacity
+
+
+@jit
 def _before(lengths, h, RAGGED: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pages and tiles before head ``h``: at most one more a head than are needed, and no sum over heads to find it.
 
@@ -237,11 +245,11 @@ def _leave(state, part, part_lse, program, head, row, rows, DV: tl.constexpr, BL
 
 @jit(do_not_specialize=_CHANGING)
 def _decode(
-    query, turned, flat_keys, flat_values, cu_lengths, keys, values, mask, part, part_lse, cu_pages,
+    query, turned, flat_keys, flat_values, cu_lengths, keys, values, filled, mask, part, part_lse, cu_pages,
     key_codes, key_scale, key_zero, other_codes, other_scale, other_zero, value_codes, value_scale, value_zero,
-    channels, other_channels, count, meta, table, columns, scale, heads, kv_heads, rows, queries, tail, tail_tiles,
+    channels, other_channels, count, meta, table, columns, scale, heads, kv_heads, rows, queries, capacity,
     key_b, key_h, key_n, value_b, value_h, value_n, mask_b, mask_h, mask_q, flat_column, tail_column,
-    RAGGED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr,
+    RAGGED: tl.constexpr, PACKED: tl.constexpr, ROOMY: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr,
@@ -250,6 +258,8 @@ def _decode(
     program = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
+    tail = _filled(filled, capacity, ROOMY)
+    tail_tiles = tl.cdiv(tail, BLOCK_N)
     lengths = (cu_lengths, cu_pages, tail_tiles)
     all_tiles = _before(lengths, heads, RAGGED, PACKED, BLOCK_N)
     share = tl.cdiv(all_tiles, tl.num_programs(0))
@@ -302,16 +312,16 @@ def _decode(
         head += 1
 
 
-@jit(do_not_specialize=["heads", "rows", "tail_tiles"])
+@jit(do_not_specialize=["heads", "rows", "capacity"])
 def _merge(
-    part, part_lse, cu_lengths, cu_pages, out, lse, heads, rows, tail_tiles,
-    PROGRAMS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
+    part, part_lse, cu_lengths, cu_pages, filled, out, lse, heads, rows, capacity,
+    PROGRAMS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, ROOMY: tl.constexpr,
     BLOCK_N: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One row of one head: what the programs that share its keys have found, weighed by their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
     dv = tl.arange(0, BLOCK_DV)
-    lengths = (cu_lengths, cu_pages, tail_tiles)
+    lengths = (cu_lengths, cu_pages, tl.cdiv(_filled(filled, capacity, ROOMY), BLOCK_N))
     share = tl.cdiv(_before(lengths, heads, RAGGED, PACKED, BLOCK_N), PROGRAMS)
     begin = _before(lengths, head, RAGGED, PACKED, BLOCK_N)
     end = _before(lengths, head + 1, RAGGED, PACKED, BLOCK_N)
