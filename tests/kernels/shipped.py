@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from mmaccel_kernels import launch
+from mmaccel_kernels.append import append
 from mmaccel_kernels.compact import compact
 from mmaccel_kernels.decode import Flat, decode_attention
 from mmaccel_kernels.decode import triton as decode_kernel
@@ -120,6 +121,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         made[f"best_match {kind}"] = lambda t=dtype: best_match(
             *_zeros(2, 1, 4, 64, dtype=t), torch.ones(1, 4, dtype=torch.bool), others=True
         )
+    made["append bf16"] = lambda: _append(torch.bfloat16)
     made["compact"] = lambda: _compact(False)
     made["compact, merged"] = lambda: _compact(True)
     for kind, width, masked in (("bf16", 128, False), ("bf16", 128, True), ("bf16", 256, True), ("fp32", 128, True)):
@@ -176,6 +178,12 @@ def _beside(flat: bool, masked: bool) -> str:
 
 def _zeros(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
     return (torch.zeros(*shape, dtype=dtype) for _ in range(count))
+
+
+def _append(dtype: torch.dtype) -> None:
+    new, at = torch.zeros(1, 1, 2, 128, dtype=dtype).transpose(1, 2), torch.zeros(1, dtype=torch.int32)
+    index, places = torch.zeros(1, 64, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    append(*_zeros(2, 1, 2, 64, 128, dtype=dtype), new, new, at, index=index, places=places)
 
 
 def _compact(merged: bool) -> None:

@@ -55,22 +55,23 @@ def decode_attention_definition(
         bounds = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
         made = _padded(*pages.decoded(), bounds, hkv, int(lengths.max()))
         parts.insert(0, (*made, made[2], 0))
-    seen = []
-    for k, _, there, without, column in parts:
+    ks, vs, seen = [], [], []
+    for k, v, there, without, column in parts:
         mask = without
         if visible is not None:
             begin = column % visible.shape[3] if k.shape[2] else 0
             mask = visible[..., begin : begin + k.shape[2]] & there
+        ks.append(k[:, :, None])
+        vs.append(v[:, :, None])
         seen.append(mask.expand(b, hkv, q, -1)[:, :, None])
-    whole = [torch.cat([part[i] for part in parts], 2) if len(parts) > 1 else parts[0][i] for i in (0, 1)]
     rows = query.reshape(b, hkv, hq // hkv, q, d)
-    out, lse = _softmax_attention(rows, whole[0][:, :, None], whole[1][:, :, None], scaling, torch.cat(seen, -1))
+    out, lse = _softmax_attention(rows, torch.cat(ks, 3), torch.cat(vs, 3), scaling, torch.cat(seen, 4))
     return out.view(b, hq, q, -1), lse.view(b, hq, q)
 
 
 def _padded(keys: Tensor, values: Tensor, bounds: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat keys and values as ``[B, heads, width, D]``, short heads followed by zeros, and ``[B, heads, 1, width]``, where there
-    are any."""
+    """Flat keys and values as ``[B, heads, width, D]``, short heads followed by zeros, and where there are any, ``[B, heads, 1,
+    width]`` bool."""
     at = bounds[:-1, None] + torch.arange(width, device=keys.device)
     there = at < bounds[1:, None]
     # one row more than there is stands for what is padded

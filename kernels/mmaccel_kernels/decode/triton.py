@@ -79,8 +79,8 @@ def decode_attention_kernel(
     packed, planes = _packed_arguments(pages, query, visible is not None)
     turned = query if pages is None else pages.turned(query).contiguous()
     cu_pages, filled = keys if pages is None else pages.cu_pages, keys if tail is None else tail
-    layout = {"RAGGED": flat is not None, "PACKED": pages is not None, "ROOMY": tail is not None}
-    layout["BLOCK_N"] = plan.constants["BLOCK_N"]
+    parts = {"RAGGED": flat is not None, "PACKED": pages is not None, "ROOMY": tail is not None}
+    layout = {**parts, "BLOCK_N": plan.constants["BLOCK_N"]}
     enqueue(
         _decode, (programs, triton.cdiv(rows, plan.block_m)),
         query, turned, *ragged, keys, values, filled, mask, part, part_lse, cu_pages, *packed,
