@@ -441,7 +441,10 @@ def meter(monkeypatch, device):
     return Meter(monkeypatch)
 
 
-def test_every_key_is_read_once_for_all_heads_of_its_group(meter):
+def test_every_key_is_read_once_for_all_heads_of_its_group(meter, monkeypatch):
+    # one program for all, so that no tile is shared
+    monkeypatch.setattr(kernel, "PROGRAMS_EACH", 1)
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: 1)
     inputs = make([300, 0, 64, 70], 2, 2, 7, 1, 32, 5, dtype=torch.float16, masked=True, width=300)
     decode_attention_kernel(scaling=1.0, **inputs)
     flat, stored = inputs["flat"], 0
@@ -457,6 +460,57 @@ def test_every_key_is_read_once_for_all_heads_of_its_group(meter):
     assert operations == 2 * 7 * (434 + 20) * 64
     # what is multiplied is padded to 16 rows and tiles of 64 keys: 5, 0, 1, 2 and the tails
     assert meter.multiplied == 2 * 16 * (5 + 0 + 1 + 2 + 4) * 64 * 64
+
+
+def shares(monkeypatch, multiprocessors, tensors, **inputs):
+    """Keys that every program reads, from the bytes it loads of ``tensors``, one token of one head of each 64 channels."""
+    builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: multiprocessors)
+    found, load = [0] * (kernel.PROGRAMS_EACH * multiprocessors), builder.create_masked_load
+
+    def counted(pointers, mask, *rest):
+        at = pointers.data[mask.data]
+        for x, each in tensors:
+            found[builder.grid_idx[0]] += int(((at >= x.data_ptr()) & (at < x.data_ptr() + x.nbytes)).sum()) // each
+        return load(pointers, mask, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, "create_masked_load", counted)
+        compare(inputs, more=3)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "stored"),
+    [("dense", 4, 1000), ("dense", 2, 1000), ("dense", 8, 1030), ("room", 4, 530), ("ragged", 1, 2100)],
+)
+def test_at_a_thousand_keys_the_multiprocessors_have_work(kind, heads, stored, monkeypatch, device):
+    if device != "cpu":
+        pytest.skip("shares are counted in the interpreter")
+    if kind == "ragged":
+        inputs = make([stored - 5] * heads, 1, heads, 2, 1, 16, 5)
+        tensors = [(inputs["flat"].keys, 16), (inputs["keys"], 16)]
+    else:
+        inputs = make(None, 1, heads, 2, 1, 16, 4 * stored if kind == "room" else stored)
+        inputs |= {"tail": torch.tensor([stored])} if kind == "room" else {}
+        tensors = [(inputs["keys"], 16)]
+    found = shares(monkeypatch, 132, tensors, **inputs)
+    assert sum(found) == heads * stored
+    assert sum(n > 0 for n in found) >= 0.9 * 132 and max(found) <= 64
+
+
+def test_a_long_page_weighs_what_it_costs(monkeypatch, device):
+    if device != "cpu":
+        pytest.skip("shares are counted in the interpreter")
+    form = Format("int4", "channel", 160)
+    inputs = make([0, 1600, 0, 320], 1, 4, 2, 1, 16, 0)
+    inputs["pages"] = packed([1600, 0, 1440, 320], 4, 16, form, form, 320, 16)
+    # codes of two tokens are a byte
+    tensors = [(inputs["flat"].keys, 16), (inputs["pages"].keys[0].codes, 8)]
+    found = shares(monkeypatch, 3, tensors, **inputs)
+    # five pages, five of which one is half empty, and one
+    assert sum(found) == 1600 + 1440 + 320 + 1920
+    assert max(found) <= sum(found) / 6 + 320 and min(found) >= sum(found) / 6 - 320
 
 
 @pytest.mark.parametrize(("keys", "values"), [("int2", "int2"), ("int2", "ternary"), ("fp8", "int4"), ("sign", "int1")])
