@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .append import append
 from .compact import compact
 from .decode import decode_attention
 from .dpp import greedy_dpp
@@ -77,6 +78,11 @@ def _decode_attention(device: torch.device) -> None:
     decode_attention(_heads(device)[:, :, :1], _heads(device), _heads(device))
 
 
+def _append(device: torch.device) -> None:
+    new = _heads(device)[:, :, :1]
+    append(_heads(device), _heads(device), new, new, _vectors(device)[2])
+
+
 _USES: dict[Callable[..., object], Callable[[torch.device], None]] = {
     best_match: _best_match,
     max_min: _max_min,
@@ -85,6 +91,7 @@ _USES: dict[Callable[..., object], Callable[[torch.device], None]] = {
     compact: _compact,
     quantise: _quantise,
     decode_attention: _decode_attention,
+    append: _append,
 }
 
 __all__ = ["trials"]

@@ -46,7 +46,7 @@ _SITES: dict[str, tuple[str, ...]] = {
     "layers": (),
     "cache": ("importance", "compact"),
     "codec": ("quantise",),
-    "decoding": ("decode_attention",),
+    "decoding": ("decode_attention", "append"),
 }
 
 

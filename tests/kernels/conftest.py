@@ -11,6 +11,7 @@ import torch
 
 #: one test of every kernel, for the default run; the others that launch kernels are marked ``kernel``
 QUICK = {
+    "test_append.py::test_the_kernel[one token of a group-torch.float16-torch.int32]",
     "test_compact.py::test_the_kernel[torch.float16-(2, 2, 20, 256, 64)]",
     "test_copies.py::test_picks_are_the_first_of_each_kind[8-4096]",
     "test_decode.py::test_the_kernel_agrees_with_the_definition[ragged-masked]",

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from mmaccel_kernels import launch
+from mmaccel_kernels.append import append
 from mmaccel_kernels.compact import compact
 from mmaccel_kernels.decode import Flat, decode_attention
 from mmaccel_kernels.decode import triton as decode_kernel
@@ -120,6 +121,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         made[f"best_match {kind}"] = lambda t=dtype: best_match(
             *_zeros(2, 1, 4, 64, dtype=t), torch.ones(1, 4, dtype=torch.bool), others=True
         )
+    made["append bf16"] = lambda: _append(torch.bfloat16)
     made["compact"] = lambda: _compact(False)
     made["compact, merged"] = lambda: _compact(True)
     for kind, width, masked in (("bf16", 128, False), ("bf16", 128, True), ("bf16", 256, True), ("fp32", 128, True)):
@@ -133,6 +135,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     for kind, d, groups, q, flat, masked in _DENSE:
         name = f"decode {kind}, {d} channels, {q} x {groups} queries{_beside(flat, masked)}"
         made[name] = lambda t=DTYPES[kind], a=(d, groups, q, flat, masked): _decode(t, *a)
+    made["decode bf16, 128 channels, 1 x 7 queries, ragged, with room"] = lambda: _decode(
+        torch.bfloat16, 128, 7, 1, True, False, room=True
+    )
     for label, (method, options, kind, whole) in _CODECS.items():
         name = f"{label} {kind}{_beside(whole, whole)}"
         made[name] = lambda t=DTYPES[kind], m=method, o=options, w=whole: _packed(t, m, o, w)
@@ -175,6 +180,12 @@ def _zeros(count: int, *shape: int, dtype: torch.dtype = torch.float32) -> Itera
     return (torch.zeros(*shape, dtype=dtype) for _ in range(count))
 
 
+def _append(dtype: torch.dtype) -> None:
+    new, at = torch.zeros(1, 1, 2, 128, dtype=dtype).transpose(1, 2), torch.zeros(1, dtype=torch.int32)
+    index, places = torch.zeros(1, 64, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    append(*_zeros(2, 1, 2, 64, 128, dtype=dtype), new, new, at, index=index, places=places)
+
+
 def _compact(merged: bool) -> None:
     kept = torch.ones(1, 2, 4, dtype=torch.bool)
     owner, weight = torch.arange(4).expand(1, 2, 4).contiguous(), torch.ones(1, 2, 4)
@@ -199,7 +210,9 @@ def _greedy_dpp(slots: int, width: int) -> None:
     greedy_dpp(x, torch.ones(1, slots), valid, count, most=1)
 
 
-def _decode(dtype: torch.dtype, d: int, groups: int, q: int, flat: bool, masked: bool, pages: Any = None) -> None:
+def _decode(
+    dtype: torch.dtype, d: int, groups: int, q: int, flat: bool, masked: bool, pages: Any = None, room: bool = False
+) -> None:
     heads, tail = 2, 16 + q
     columns = tail + (32 if flat else 0)
     if pages is not None:
@@ -210,6 +223,7 @@ def _decode(dtype: torch.dtype, d: int, groups: int, q: int, flat: bool, masked:
         flat=Flat(*_zeros(2, 64, d, dtype=dtype), torch.tensor([0, 32, 64]), 32) if flat else None,
         pages=pages,
         visible=torch.ones(1, heads, q, columns, dtype=torch.bool) if masked else None,
+        tail=torch.ones(1, dtype=torch.int32) if room else None,
     )
 
 

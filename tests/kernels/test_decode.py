@@ -164,6 +164,81 @@ def test_the_same_to_the_bit_each_time(device):
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
+# --- room to spare ----------------------------------------------------------------------------------------------------
+def roomy(filled, capacity, *, kind=torch.int32, **options):
+    """The same inputs without and with room behind the tail, which holds what must not be looked at."""
+    options = {"lengths": [5, 90, 0, 77], "b": 2, "hkv": 2, "groups": 3, "q": 2, "d": 16} | options
+    exact = make(tail=filled, **options)
+    spare = {}
+    for name in ("keys", "values"):
+        spare[name] = F.pad(exact[name], (0, 0, 0, capacity - filled), value=math.nan)
+    if exact["visible"] is not None:
+        spare["visible"] = F.pad(exact["visible"], (0, capacity - filled), value=True)
+    return exact, exact | spare | {"tail": torch.tensor([filled], dtype=kind, device=exact["query"].device)}
+
+
+ROOM = {
+    "one key of many": (1, 200, {"q": 1}),
+    "nothing": (0, 70, {"q": 1}),
+    "full": (64, 64, {}),
+    "across tiles": (100, 300, {"q": 3}),
+    "a tail alone": (70, 129, {"lengths": None, "kind": torch.int64}),
+    "fewer keys than queries": (1, 9, {"q": 4}),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("room", ROOM)
+def test_room_behind_the_tail_is_not_there(room, masked):
+    filled, capacity, options = ROOM[room]
+    exact, spare = roomy(filled, capacity, masked=masked, **options)
+    want, want_lse = decode_attention_definition(scaling=0.3, **exact)
+    out, lse = decode_attention_definition(scaling=0.3, **spare)
+    torch.testing.assert_close(out, want, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, want_lse, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("room", ROOM)
+def test_the_kernel_reads_how_much_of_the_tail_there_is(room, masked, device):
+    filled, capacity, options = ROOM[room]
+    compare(roomy(filled, capacity, masked=masked, device=device, **options)[1])
+
+
+def test_pages_before_a_tail_with_room(device):
+    exact, spare = roomy(20, 50, device=device, d=32)
+    form = Format("int4", "channel", 32)
+    pages = packed([40, 0, 64, 3], 2, 32, form, form, 32, 16, device=device)
+    out, _ = compare(spare | {"pages": pages}, more=3)
+    torch.testing.assert_close(out, decode_attention(**exact, pages=pages, scaling=0.125)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_of_a_tail_with_room_only_what_is_filled_is_read(meter):
+    _, spare = roomy(20, 300, lengths=None)
+    decode_attention_kernel(scaling=1.0, **spare)
+    for name in ("keys", "values"):
+        assert meter.bytes_of(spare[name]) == (2 * 2 * 20 * 16 * 4,) * 2
+
+
+def test_a_tail_that_grows_is_one_graph():
+    _, spare = roomy(20, 64, q=1)
+    seen = []
+
+    def step(query, keys, values, tail):
+        return decode_attention_definition(query, keys, values, 0.3, spare["flat"], None, None, tail)[0]
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    given = [spare[name] for name in ("query", "keys", "values")]
+    for filled in (1, 20):
+        tail = torch.tensor([filled], dtype=torch.int32)
+        assert torch.equal(compiled(*given, tail), step(*given, tail))
+    assert len(seen) == 1
+
+
 # --- packed pages -----------------------------------------------------------------------------------------------------
 def packed(lengths, hkv, d, keys, values, page, tile, *, dtype=torch.float32, device="cpu", seed=1, **options):
     """Pages of random keys and values; ``keys`` may be two (format, channels) planes."""
@@ -366,7 +441,10 @@ def meter(monkeypatch, device):
     return Meter(monkeypatch)
 
 
-def test_every_key_is_read_once_for_all_heads_of_its_group(meter):
+def test_every_key_is_read_once_for_all_heads_of_its_group(meter, monkeypatch):
+    # one program for all, so that no tile is shared
+    monkeypatch.setattr(kernel, "PROGRAMS_EACH", 1)
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: 1)
     inputs = make([300, 0, 64, 70], 2, 2, 7, 1, 32, 5, dtype=torch.float16, masked=True, width=300)
     decode_attention_kernel(scaling=1.0, **inputs)
     flat, stored = inputs["flat"], 0
@@ -382,6 +460,57 @@ def test_every_key_is_read_once_for_all_heads_of_its_group(meter):
     assert operations == 2 * 7 * (434 + 20) * 64
     # what is multiplied is padded to 16 rows and tiles of 64 keys: 5, 0, 1, 2 and the tails
     assert meter.multiplied == 2 * 16 * (5 + 0 + 1 + 2 + 4) * 64 * 64
+
+
+def shares(monkeypatch, multiprocessors, tensors, **inputs):
+    """Keys that every program reads, from the bytes it loads of ``tensors``, one token of one head of each 64 channels."""
+    builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: multiprocessors)
+    found, load = [0] * (kernel.PROGRAMS_EACH * multiprocessors), builder.create_masked_load
+
+    def counted(pointers, mask, *rest):
+        at = pointers.data[mask.data]
+        for x, each in tensors:
+            found[builder.grid_idx[0]] += int(((at >= x.data_ptr()) & (at < x.data_ptr() + x.nbytes)).sum()) // each
+        return load(pointers, mask, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builder, "create_masked_load", counted)
+        compare(inputs, more=3)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "stored"),
+    [("dense", 4, 1000), ("dense", 2, 1000), ("dense", 8, 1030), ("room", 4, 530), ("ragged", 1, 2100)],
+)
+def test_at_a_thousand_keys_the_multiprocessors_have_work(kind, heads, stored, monkeypatch, device):
+    if device != "cpu":
+        pytest.skip("shares are counted in the interpreter")
+    if kind == "ragged":
+        inputs = make([stored - 5] * heads, 1, heads, 2, 1, 16, 5)
+        tensors = [(inputs["flat"].keys, 16), (inputs["keys"], 16)]
+    else:
+        inputs = make(None, 1, heads, 2, 1, 16, 4 * stored if kind == "room" else stored)
+        inputs |= {"tail": torch.tensor([stored])} if kind == "room" else {}
+        tensors = [(inputs["keys"], 16)]
+    found = shares(monkeypatch, 132, tensors, **inputs)
+    assert sum(found) == heads * stored
+    assert sum(n > 0 for n in found) >= 0.9 * 132 and max(found) <= 64
+
+
+def test_a_long_page_weighs_what_it_costs(monkeypatch, device):
+    if device != "cpu":
+        pytest.skip("shares are counted in the interpreter")
+    form = Format("int4", "channel", 160)
+    inputs = make([0, 1600, 0, 320], 1, 4, 2, 1, 16, 0)
+    inputs["pages"] = packed([1600, 0, 1440, 320], 4, 16, form, form, 320, 16)
+    # codes of two tokens are a byte
+    tensors = [(inputs["flat"].keys, 16), (inputs["pages"].keys[0].codes, 8)]
+    found = shares(monkeypatch, 3, tensors, **inputs)
+    # five pages, five of which one is half empty, and one
+    assert sum(found) == 1600 + 1440 + 320 + 1920
+    assert max(found) <= sum(found) / 6 + 320 and min(found) >= sum(found) / 6 - 320
 
 
 @pytest.mark.parametrize(("keys", "values"), [("int2", "int2"), ("int2", "ternary"), ("fp8", "int4"), ("sign", "int1")])
@@ -404,7 +533,7 @@ def test_every_code_is_read_once(keys, values, meter):
 
 def test_lengths_are_not_compiled_for():
     """Whatever grows while decoding is passed at run time, and not even looked at by the compiler."""
-    changing = {"tail", "tail_tiles", "flat_column", "tail_column", "mask_b", "mask_h", "mask_q", "heads", "rows"}
+    changing = {"capacity", "flat_column", "tail_column", "mask_b", "mask_h", "mask_q", "heads", "rows"}
     assert changing <= set(kernel._CHANGING)
 
 
@@ -426,6 +555,9 @@ def test_wrong_shapes_are_refused_by_name():
     refused("flat.keys .* must be \\[total, 16\\]", flat=flat._replace(keys=flat.keys[:3]))
     refused("flat.cu_lengths must be \\[3\\]", flat=flat._replace(cu_lengths=flat.cu_lengths[:2]))
     refused("visible must be bool \\[1, 1 or 2, 1, keys\\]", visible=torch.ones(1, 3, 1, 12, dtype=torch.bool))
+    refused("tail must be \\[1\\] int32 or int64, not \\[2\\]", tail=torch.tensor([1, 2]))
+    refused("tail must be .* not \\[1\\] torch.float32", tail=torch.ones(1))
+    refused("tail is on meta", tail=torch.ones(1, dtype=torch.int32, device="meta"))
     refused("visible has 11 columns", visible=torch.ones(1, 2, 1, 11, dtype=torch.bool))
     form = Format("int2", "channel", 16)
     refused("pages hold 2 rows of 1 heads", pages=packed([16, 16], 1, 16, form, form, 16, 16))

@@ -25,6 +25,7 @@ import pytest
 import torch
 import zoo
 from mmaccel_kernels import launch, trial
+from mmaccel_kernels.append import append
 from mmaccel_kernels.compact import compact
 from mmaccel_kernels.decode import decode_attention
 from mmaccel_kernels.decode import triton as decode_kernel
@@ -120,6 +121,12 @@ def five_of_twelve() -> Any:
     return normalize(numbers(1, 12, 16), dim=-1), torch.ones(1, 12, dtype=torch.bool), torch.tensor([5])
 
 
+def appended() -> torch.Tensor:
+    keys, values = torch.zeros(2, 1, 2, 6, 16)
+    append(keys, values, *numbers(2, 1, 2, 1, 16), torch.tensor([3]))
+    return keys + values
+
+
 #: every operation, its kernels, and a use of it
 OPERATIONS = {
     "best_match": (["_best_match"], lambda: best_match(numbers(1, 5, 16), numbers(1, 7, 16))[0]),
@@ -132,6 +139,7 @@ OPERATIONS = {
         ["_decode", "_merge"],
         lambda: decode_attention(numbers(1, 4, 1, 16), *numbers(2, 1, 2, 3, 16), pages=packed())[0],
     ),
+    "append": (["_append"], appended),
 }
 operations = pytest.mark.parametrize("operation", OPERATIONS)
 
@@ -464,5 +472,5 @@ def test_doctor_tells_which_kernel_does_not_compile(two_gpus: Machine, capsys: A
     why = "AssertionError(what it says)"
     assert any(line.startswith(f"  encoder       definition (best_match: {why}") for line in lines)
     assert any(line.startswith(f"  projector     kernel and definition (best_match: {why}") for line in lines)
-    assert any(line.startswith(f"  decoding      definition (decode_attention: {why}") for line in lines)
+    assert any(line.startswith(f"  decoding      kernel and definition (decode_attention: {why}") for line in lines)
     assert "  codec         kernel (quantise)" in lines

@@ -22,19 +22,24 @@ def decode_attention(
     flat: Flat | None = None,
     pages: Pages | None = None,
     visible: Tensor | None = None,
+    tail: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest queries over everything that is stored; by the kernel on a GPU, else by the definition.
 
     Parameters
     ----------
     query : ``[B, Hq, q, D]`` float16, bfloat16 or float32; on a GPU ``q`` is at most 16.
-    keys, values : ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]``, those of the queries last; ``Hq`` is a multiple of ``Hkv``.
+    keys, values : ``[B, Hkv, T, D]`` and ``[B, Hkv, T, Dv]``, the tail; ``Hq`` is a multiple of ``Hkv``. Its last ``q`` are
+        those of the queries.
     scaling : of the logits; by default ``D ** -0.5``.
     flat : keys and values before these.
     pages : packed keys and values before those.
     visible : ``[B, 1 or Hkv, q, C]`` bool, which query may see which key; by default all keys up to its own. The last ``T``
         columns are the tail, the ``flat.width`` before them the flat keys of each head, and what each head has packed
         begins at column 0.
+    tail : ``[1]`` int32 or int64 on the device of the query, how many keys of the tail there are; all by default. What lies
+        behind them is room to spare and never looked at, and the keys of the queries are the last ``q`` before it. The number
+        is read on the device only: from step to step nothing that the host passes changes.
 
     Returns
     -------
@@ -46,25 +51,31 @@ def decode_attention(
     ValueError
         If shapes, types or devices do not fit.
     """
-    check(query, keys, values, flat, pages, visible)
+    check(query, keys, values, flat, pages, visible, tail)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not readable(pages):
-        return decode_attention_definition(query, keys, values, scaling, flat, pages, visible)
+        return decode_attention_definition(query, keys, values, scaling, flat, pages, visible, tail)
     kernel, definition = decode_attention_kernel, decode_attention_definition
-    return run(kernel, definition, query, keys, values, scaling, flat, pages, visible)
+    return run(kernel, definition, query, keys, values, scaling, flat, pages, visible, tail)
 
 
 def check(
-    query: Tensor, keys: Tensor, values: Tensor, flat: Flat | None, pages: Pages | None, visible: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    flat: Flat | None,
+    pages: Pages | None,
+    visible: Tensor | None,
+    tail: Tensor | None,
 ) -> None:
     """Refuse by name what :func:`decode_attention` cannot take."""
     if query.dim() != 4 or keys.dim() != 4 or values.dim() != 4:
         raise ValueError("query, keys and values must have the shape [batch, heads, tokens, channels].")
     b, hq, q, d = query.shape
-    hkv, tail = keys.shape[1:3]
+    hkv, capacity = keys.shape[1:3]
     if query.dtype not in _DTYPES:
         raise ValueError(f"query must be float16, bfloat16 or float32, not {query.dtype}.")
-    if keys.shape != (b, hkv, tail, d) or values.shape[:3] != keys.shape[:3]:
+    if keys.shape != (b, hkv, capacity, d) or values.shape[:3] != keys.shape[:3]:
         raise ValueError(
             f"keys {tuple(keys.shape)} and values {tuple(values.shape)} do not belong to a query {tuple(query.shape)}."
         )
@@ -102,9 +113,13 @@ def check(
         shape = tuple(visible.shape)
         if visible.dtype != torch.bool or len(shape) != 4 or shape[0] != b or shape[1] not in (1, hkv) or shape[2] != q:
             raise ValueError(f"visible must be bool [{b}, 1 or {hkv}, {q}, keys], not {visible.dtype} {shape}.")
-        columns = tail + (flat.width if flat is not None else 0)
+        columns = capacity + (flat.width if flat is not None else 0)
         if shape[3] < columns or (pages is None and shape[3] != columns):
             raise ValueError(f"visible has {shape[3]} columns where keys and flat.width make {columns}.")
+    if tail is not None and (tail.shape != (1,) or tail.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(f"tail must be [1] int32 or int64, not {list(tail.shape)} {tail.dtype}.")
+    if tail is not None and tail.device != query.device:
+        raise ValueError(f"tail is on {tail.device} and query on {query.device}.")
 
 
 def decode_attention_cost(
@@ -117,7 +132,8 @@ def decode_attention_cost(
 ) -> tuple[int, int]:
     """Bytes that :func:`decode_attention` has to move at least, and its floating-point operations.
 
-    Everything stored is read once, every page as often as a head lists it and as if it were full.
+    Everything stored is read once, every page as often as a head lists it and as if it were full. Of a tail with room to spare
+    count what is filled: give ``keys[:, :, :n]``.
     """
     rows, dv = query.shape[:3].numel(), values.shape[3]
     moved = [query, keys, values] + ([] if visible is None else [visible])

@@ -20,19 +20,19 @@ def visible(mask, mask_step, column, stored, row, queries, MASKED: tl.constexpr,
 
 @jit
 def attend(
-    state, q, keys, values, key_step, value_step, mask, mask_step, row, queries, tile, tiles, length, newest, scale,
+    state, q, keys, values, key_step, value_step, mask, mask_step, row, queries, begin, end, newest, scale,
     MASKED: tl.constexpr, SINGLE: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax over tiles ``tile`` to ``tiles`` of ``length`` keys, of which query 0 sees ``newest``.
+    """The running softmax over keys ``begin`` to ``end``, a tile at a time; query 0 sees ``newest`` of them all.
 
     ``state`` is largest logit, sum of weights and sum of weighed values so far.
     """
     highest, total, acc = state
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    for start in range(tile * BLOCK_N, tl.minimum(tiles * BLOCK_N, length), BLOCK_N):
+    for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        stored = n < length
+        stored = n < end
         k = tl.load(keys + n[:, None] * key_step + d[None, :], mask=stored[:, None] & (d < D)[None, :], other=0.0)
         v = tl.load(
             values + n[:, None] * value_step + dv[None, :], mask=stored[:, None] & (dv < DV)[None, :], other=0.0

@@ -22,7 +22,7 @@ class Flat(NamedTuple):
     keys: Tensor
     values: Tensor
     cu_lengths: Tensor
-    width: int = 0
+    width: int
 
 
 def decode_attention_definition(
@@ -33,37 +33,51 @@ def decode_attention_definition(
     flat: Flat | None = None,
     pages: Pages | None = None,
     visible: Tensor | None = None,
+    tail: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What :func:`.decode_attention` means, in plain torch; for any number of queries and any pages."""
     b, hq, q, d = query.shape
-    hkv, tail = keys.shape[1:3]
-    rows = query.reshape(b, hkv, hq // hkv, q, d)
-    causal = torch.ones(q, tail, dtype=torch.bool, device=query.device).tril(tail - q)
-    if flat is None and pages is None:
-        seen = causal if visible is None else visible[:, :, None]
-        out, lse = _softmax_attention(rows, keys[:, :, None], values[:, :, None], scaling, seen)
-        return out.view(b, hq, q, -1), lse.view(b, hq, q)
-    parts = []
-    if pages is not None:
-        parts.append((*pages.decoded(), [0, *pages.lengths().flatten().cumsum(0).tolist()], 0))
+    hkv, capacity = keys.shape[1:3]
+    slot = torch.arange(capacity, device=query.device)
+    filled = torch.full_like(slot[:1], capacity) if tail is None else tail.long()
+    stored = slot < filled
+    if tail is not None:
+        # whatever is there, times a weight of zero is nothing
+        values = values.masked_fill(~stored[:, None], 0)
+    own = slot <= filled - q + torch.arange(q, device=query.device)[:, None]
+    # of every part its keys, values, which of them there are, which of those queries see without a mask, and its first column
+    parts = [(keys, values, stored[None], own, -capacity)]
     if flat is not None:
-        parts.append((flat.keys, flat.values, flat.cu_lengths.tolist(), -tail - flat.width))
-    outs, lses = [], []
-    for i in range(b * hkv):
-        at = divmod(i, hkv)
-        own = [(k[cu[i] : cu[i + 1]], v[cu[i] : cu[i + 1]], column) for k, v, cu, column in parts]
-        k = torch.cat([*(part[0].float() for part in own), keys[at].float()])
-        v = torch.cat([*(part[1].float() for part in own), values[at].float()])
-        if visible is None:
-            seen = torch.cat([causal.new_ones(q, len(k) - tail), causal], dim=1)
-        else:
-            mask = visible[at[0], at[1] % visible.shape[1]]
-            begin = [(column % mask.shape[1], len(part)) for part, _, column in own] + [(mask.shape[1] - tail, tail)]
-            seen = torch.cat([mask[:, column : column + n] for column, n in begin], dim=1)
-        out, lse = _softmax_attention(rows[at], k, v, scaling, seen)
-        outs.append(out)
-        lses.append(lse)
-    return torch.stack(outs).view(b, hq, q, -1), torch.stack(lses).view(b, hq, q)
+        made = _padded(flat.keys, flat.values, flat.cu_lengths, hkv, flat.width)
+        parts.insert(0, (*made, made[2], -capacity - flat.width))
+    if pages is not None:
+        lengths = pages.lengths()
+        bounds = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+        made = _padded(*pages.decoded(), bounds, hkv, int(lengths.max()))
+        parts.insert(0, (*made, made[2], 0))
+    ks, vs, seen = [], [], []
+    for k, v, there, without, column in parts:
+        mask = without
+        if visible is not None:
+            begin = column % visible.shape[3] if k.shape[2] else 0
+            mask = visible[..., begin : begin + k.shape[2]] & there
+        ks.append(k[:, :, None])
+        vs.append(v[:, :, None])
+        seen.append(mask.expand(b, hkv, q, -1)[:, :, None])
+    rows = query.reshape(b, hkv, hq // hkv, q, d)
+    out, lse = _softmax_attention(rows, torch.cat(ks, 3), torch.cat(vs, 3), scaling, torch.cat(seen, 4))
+    return out.view(b, hq, q, -1), lse.view(b, hq, q)
+
+
+def _padded(keys: Tensor, values: Tensor, bounds: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat keys and values as ``[B, heads, width, D]``, short heads followed by zeros, and where there are any, ``[B, heads, 1,
+    width]`` bool."""
+    at = bounds[:-1, None] + torch.arange(width, device=keys.device)
+    there = at < bounds[1:, None]
+    # one row more than there is stands for what is padded
+    at = at.masked_fill(~there, len(keys)).view(-1, heads, width)
+    keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 1))[at] for x in (keys, values))
+    return keys, values, there.view(-1, heads, 1, width)
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, seen: Tensor) -> tuple[Tensor, Tensor]:

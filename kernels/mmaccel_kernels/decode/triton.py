@@ -1,9 +1,10 @@
 """Attention of a few new queries over a cache as it is stored: packed pages, ragged heads and a dense tail, in one pass.
 
 The keys are split over a fixed number of programs, in equal shares however unequal the heads are (as in Stream-K, and in
-Lean Attention, Sanovar et al. 2024, arXiv:2405.10480); each keeps a running softmax (Flash-Decoding, Dao et al. 2023), and
-a second launch merges what belongs to the same head. The query heads of a group share one read of their keys. No figure
-is fetched from the device, no sum depends on the order of arrival, and nothing is compiled again for another length.
+Lean Attention, Sanovar et al. 2024, arXiv:2405.10480), to a few keys and to whole pages; each keeps a running softmax
+(Flash-Decoding, Dao et al. 2023), and a second launch merges what belongs to the same head. The query heads of a group share
+one read of their keys. No figure is fetched from the device, no sum depends on the order of arrival, and nothing is compiled
+again for another length.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ MAX_QUERIES = 16
 #: programs of a multiprocessor
 PROGRAMS_EACH = 2
 
+#: keys that shares are counted in: few enough that every multiprocessor has work where a head stores a thousand
+UNIT = 16
+
 LOG2E = math.log2(math.e)
 
 #: arguments that change with the lengths: nothing is compiled for their values
@@ -36,8 +40,7 @@ _CHANGING = [
     "heads",
     "rows",
     "queries",
-    "tail",
-    "tail_tiles",
+    "capacity",
     "mask_b",
     "mask_h",
     "mask_q",
@@ -54,10 +57,11 @@ def decode_attention_kernel(
     flat: Flat | None = None,
     pages: Pages | None = None,
     visible: Tensor | None = None,
+    tail: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`.decode_attention` in two launches; on the CPU in Triton's interpreter, if that was chosen."""
     b, hq, q, d = query.shape
-    hkv, tail, dv = *keys.shape[1:3], values.shape[3]
+    hkv, capacity, dv = *keys.shape[1:3], values.shape[3]
     if q > MAX_QUERIES:
         raise ValueError(
             f"query has {q} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
@@ -68,7 +72,7 @@ def decode_attention_kernel(
         )
     heads, rows = b * hkv, hq // hkv * q
     query, keys, values = query.contiguous(), _rows(keys), _rows(values)
-    ragged = Flat(keys, values, keys) if flat is None else Flat(_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
+    ragged = (keys, values, keys) if flat is None else (_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
     mask, strides, columns = _mask_arguments(visible, keys)
     plan = launch(hq // hkv, q, d, dv, query.element_size(), pages is not None, _capability(query.device))
     programs = PROGRAMS_EACH * _multiprocessors(query.device)
@@ -76,24 +80,23 @@ def decode_attention_kernel(
     part = query.new_empty(programs + heads, rows, dv, dtype=torch.float32)
     part_lse = query.new_empty(programs + heads, rows, dtype=torch.float32)
     out, lse = query.new_empty(b, hq, q, dv), query.new_empty(b, hq, q, dtype=torch.float32)
-    tail_tiles = triton.cdiv(tail, plan.constants["BLOCK_N"])
     packed, planes = _packed_arguments(pages, query, visible is not None)
     turned = query if pages is None else pages.turned(query).contiguous()
-    cu_pages = keys if pages is None else pages.cu_pages
-    layout = {"RAGGED": flat is not None, "PACKED": pages is not None, "BLOCK_N": plan.constants["BLOCK_N"]}
+    cu_pages, filled = keys if pages is None else pages.cu_pages, keys if tail is None else tail
+    parts = {"RAGGED": flat is not None, "ROOMY": tail is not None, "PAGE": planes["PAGE"]}
+    layout = {**parts, "EACH": PROGRAMS_EACH, "UNIT": UNIT, "BLOCK_N": plan.constants["BLOCK_N"]}
     enqueue(
         _decode, (programs, triton.cdiv(rows, plan.block_m)),
-        query, turned, *ragged[:3], keys, values, mask, part, part_lse, cu_pages, *packed,
-        scaling * LOG2E, heads, hkv, rows, q, tail, tail_tiles, *keys.stride()[:3], *values.stride()[:3], *strides,
-        columns - tail - (0 if flat is None else flat.width), columns - tail,
+        query, turned, *ragged, keys, values, filled, mask, part, part_lse, cu_pages, *packed,
+        scaling * LOG2E, heads, hkv, rows, q, capacity, *keys.stride()[:3], *values.stride()[:3], *strides,
+        columns - capacity - (0 if flat is None else flat.width), columns - capacity,
         MASKED=visible is not None, SINGLE=q == 1, BLOCK_M=plan.block_m,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        **layout, **planes, **{name: value for name, value in plan.constants.items() if name not in layout},
-        **plan.options,
+        **{**plan.constants, **planes, **layout, **plan.options},
     )  # fmt: skip
     enqueue(
         _merge, (heads, rows),
-        part, part_lse, ragged.cu_lengths, cu_pages, out, lse, heads, rows, tail_tiles,
+        part, part_lse, ragged[2], cu_pages, filled, out, lse, heads, rows, capacity,
         PROGRAMS=programs, DV=dv, BLOCK_DV=plan.constants["BLOCK_DV"], PARTS=32, **layout, num_warps=4,
     )  # fmt: skip
     return out, lse
@@ -196,27 +199,44 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @jit
-def _before(lengths, h, RAGGED: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages and tiles before head ``h``: at most one more a head than are needed, and no sum over heads to find it.
-
-    ``lengths`` are where heads begin in flat storage, and in the table of pages, and the tiles of everybody's tail.
-    """
-    cu_lengths, cu_pages, tail_tiles = lengths
-    tiles = h * tail_tiles
-    if PACKED:
-        tiles += tl.load(cu_pages + h)
-    if RAGGED:
-        tiles += (tl.load(cu_lengths + h) // BLOCK_N).to(tl.int32) + h
-    return tiles
+def _filled(filled, capacity, ROOMY: tl.constexpr):
+    """Keys in everybody's tail: all there is room for, or as many as the device says."""
+    if ROOMY:
+        capacity = tl.minimum(tl.load(filled).to(tl.int32), capacity)
+    return capacity
 
 
 @jit
-def _owner(lengths, heads, tile, RAGGED: tl.constexpr, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The head that owns a tile of all."""
+def _before(lengths, h, RAGGED: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr):
+    """Units before head ``h``: at most one more a head than are needed, and no sum over heads to find it.
+
+    A page counts as full. ``lengths`` are where heads begin in flat storage, and in the table of pages, and the units of
+    everybody's tail.
+    """
+    cu_lengths, cu_pages, tail_units = lengths
+    units = h * tail_units
+    if PAGE:
+        units += tl.load(cu_pages + h) * (PAGE // UNIT)
+    if RAGGED:
+        units += (tl.load(cu_lengths + h) // UNIT).to(tl.int32) + h
+    return units
+
+
+@jit
+def _share(units, programs, EACH: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr):
+    """How many of all units a program has: the same for each, up to a whole tile rather for one program of a multiprocessor
+    than a part of one for each."""
+    few = tl.minimum(units // (programs // EACH), BLOCK_N // UNIT)
+    return tl.maximum(tl.maximum(tl.cdiv(units, programs), few), 1)
+
+
+@jit
+def _owner(lengths, heads, unit, RAGGED: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr):
+    """The head that owns a unit of all."""
     head, above = tl.full([], 0, tl.int32), heads
     while above - head > 1:
         middle = (head + above) // 2
-        if _before(lengths, middle, RAGGED, PACKED, BLOCK_N) <= tile:
+        if _before(lengths, middle, RAGGED, PAGE, UNIT) <= unit:
             head = middle
         else:
             above = middle
@@ -237,29 +257,30 @@ def _leave(state, part, part_lse, program, head, row, rows, DV: tl.constexpr, BL
 
 @jit(do_not_specialize=_CHANGING)
 def _decode(
-    query, turned, flat_keys, flat_values, cu_lengths, keys, values, mask, part, part_lse, cu_pages,
+    query, turned, flat_keys, flat_values, cu_lengths, keys, values, filled, mask, part, part_lse, cu_pages,
     key_codes, key_scale, key_zero, other_codes, other_scale, other_zero, value_codes, value_scale, value_zero,
-    channels, other_channels, count, meta, table, columns, scale, heads, kv_heads, rows, queries, tail, tail_tiles,
+    channels, other_channels, count, meta, table, columns, scale, heads, kv_heads, rows, queries, capacity,
     key_b, key_h, key_n, value_b, value_h, value_n, mask_b, mask_h, mask_q, flat_column, tail_column,
-    RAGGED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, ROOMY: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr,
+    EACH: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, KEY: tl.constexpr, OTHER: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """One share of all tiles: for every head in it, attention over its part of the share, and its log-sum-exp."""
+    """One share of all keys: for every head in it, attention over its part of the share, and its log-sum-exp."""
     program = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    lengths = (cu_lengths, cu_pages, tail_tiles)
-    all_tiles = _before(lengths, heads, RAGGED, PACKED, BLOCK_N)
-    share = tl.cdiv(all_tiles, tl.num_programs(0))
+    tail = _filled(filled, capacity, ROOMY)
+    lengths = (cu_lengths, cu_pages, tl.cdiv(tail, UNIT))
+    all_units = _before(lengths, heads, RAGGED, PAGE, UNIT)
+    share = _share(all_units, tl.num_programs(0), EACH, BLOCK_N, UNIT)
     first = program * share
-    last = tl.minimum(first + share, all_tiles)
-    head = _owner(lengths, heads, first, RAGGED, PACKED, BLOCK_N)
+    last = tl.minimum(first + share, all_units)
+    head = _owner(lengths, heads, first, RAGGED, PAGE, UNIT)
     while first < last:
-        begin = _before(lengths, head, RAGGED, PACKED, BLOCK_N)
-        end = _before(lengths, head + 1, RAGGED, PACKED, BLOCK_N)
-        tile, tiles = first - begin, tl.minimum(last, end) - begin
+        begin = _before(lengths, head, RAGGED, PAGE, UNIT)
+        end = _before(lengths, head + 1, RAGGED, PAGE, UNIT)
+        unit, units = first - begin, tl.minimum(last, end) - begin
         b, h = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
         state = (
             tl.full([BLOCK_M], float("-inf"), tl.float32),
@@ -267,55 +288,58 @@ def _decode(
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
         )
         visible = mask + b * mask_b + h * mask_h
-        if PACKED:
+        if PAGE:
             packed = tl.load(cu_pages + head)
             own_pages = tl.load(cu_pages + head + 1) - packed
             state = attend_pages(
                 state, turned + (head.to(tl.int64) * rows + row)[:, None] * D, head, row < rows,
                 (key_codes, key_scale, key_zero), (other_codes, other_scale, other_zero),
                 (value_codes, value_scale, value_zero), (channels, other_channels),
-                (count, meta, table, columns), packed, own_pages, visible, mask_q, row, queries, tile, tiles, scale,
+                (count, meta, table, columns), packed, own_pages, visible, mask_q, row, queries,
+                # a page is read by the program that has its first unit
+                tl.cdiv(unit, PAGE // UNIT), tl.cdiv(units, PAGE // UNIT), scale,
                 MASKED, SINGLE, PRECISION, D, PAGE, TILE, KEY, OTHER, VALUE,
             )  # fmt: skip
-            tile, tiles = tl.maximum(tile - own_pages, 0), tiles - own_pages
-            begin += own_pages
+            own_units = own_pages * (PAGE // UNIT)
+            unit, units = tl.maximum(unit - own_units, 0), units - own_units
+            begin += own_units
         # not before the pages, which need its registers
         at = query + (head.to(tl.int64) * rows + row)[:, None] * D + d[None, :]
         q = tl.load(at, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)
-        flat_tiles = end - begin - tail_tiles
+        flat_units = end - begin - tl.cdiv(tail, UNIT)
         if RAGGED:
             start = tl.load(cu_lengths + head).to(tl.int64)
             length = (tl.load(cu_lengths + head + 1) - start).to(tl.int32)
             state = attend(
                 state, q, flat_keys + start * D, flat_values + start * DV, D, DV, visible + flat_column, mask_q, row,
-                queries, tile, tl.minimum(tiles, flat_tiles), length, length, scale,
+                queries, unit * UNIT, tl.minimum(units * UNIT, length), length, scale,
                 MASKED, SINGLE, PRECISION, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
             )  # fmt: skip
         state = attend(
             state, q, keys + b * key_b + h * key_h, values + b * value_b + h * value_h, key_n, value_n,
-            visible + tail_column, mask_q, row, queries,
-            tl.maximum(tile - flat_tiles, 0), tiles - flat_tiles, tail, tail - queries + 1, scale,
+            visible + tail_column, mask_q, row, queries, tl.maximum(unit - flat_units, 0) * UNIT,
+            tl.minimum((units - flat_units) * UNIT, tail), tail - queries + 1, scale,
             MASKED, SINGLE, PRECISION, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         _leave(state, part, part_lse, program, head, row, rows, DV, BLOCK_DV)
-        first = begin + tiles
+        first = begin + units
         head += 1
 
 
-@jit(do_not_specialize=["heads", "rows", "tail_tiles"])
+@jit(do_not_specialize=["heads", "rows", "capacity"])
 def _merge(
-    part, part_lse, cu_lengths, cu_pages, out, lse, heads, rows, tail_tiles,
-    PROGRAMS: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
+    part, part_lse, cu_lengths, cu_pages, filled, out, lse, heads, rows, capacity,
+    PROGRAMS: tl.constexpr, RAGGED: tl.constexpr, ROOMY: tl.constexpr, PAGE: tl.constexpr, EACH: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK_N: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One row of one head: what the programs that share its keys have found, weighed by their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
     dv = tl.arange(0, BLOCK_DV)
-    lengths = (cu_lengths, cu_pages, tail_tiles)
-    share = tl.cdiv(_before(lengths, heads, RAGGED, PACKED, BLOCK_N), PROGRAMS)
-    begin = _before(lengths, head, RAGGED, PACKED, BLOCK_N)
-    end = _before(lengths, head + 1, RAGGED, PACKED, BLOCK_N)
-    # no program may have come by a head without a tile
+    lengths = (cu_lengths, cu_pages, tl.cdiv(_filled(filled, capacity, ROOMY), UNIT))
+    share = _share(_before(lengths, heads, RAGGED, PAGE, UNIT), PROGRAMS, EACH, BLOCK_N, UNIT)
+    begin = _before(lengths, head, RAGGED, PAGE, UNIT)
+    end = _before(lengths, head + 1, RAGGED, PAGE, UNIT)
+    # no program may have come by a head without a unit
     first = begin // share
     last = tl.where(end > begin, (end - 1) // share, first - 1)
     highest, total, acc = float("-inf"), 0.0, tl.zeros([BLOCK_DV], tl.float32)
