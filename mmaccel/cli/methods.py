@@ -131,7 +131,7 @@ def _describe(cls: Any) -> dict[str, Any]:
 
 
 def _needs(cls: Any) -> list[str]:
-    from ..method import EncoderMethod, FramesMethod, LayerMethod, Policy
+    from ..method import EncoderMethod, FramesMethod, LayerMethod, Policy, ReadingPolicy
 
     try:
         needs = [_TAPS[tap.kind] for tap in cls().taps()]
@@ -153,6 +153,8 @@ def _needs(cls: Any) -> list[str]:
         needs.append("prompt attention")
     if issubclass(cls, Policy) and cls.recall is not Policy.recall:
         needs.append("attention of each step")
+    if issubclass(cls, ReadingPolicy):
+        needs.append("query of each step")
     if getattr(cls, "needs_question", False):
         needs.append("question")
     return list(dict.fromkeys(needs))

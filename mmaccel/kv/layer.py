@@ -226,6 +226,7 @@ class CompressedLayer(DynamicLayer):
         if tokens_to_remove == 0 or self.empty:
             return
         self.seen += tokens_to_remove
+        self.shared.crop(self.seen)
         if self.ragged is not None:
             index = self.index.by_head
             self.evict((index >= 0) & (index < self.seen))

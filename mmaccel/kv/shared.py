@@ -100,8 +100,18 @@ class Shared:
 
     def copy(self) -> Shared:
         """The same with indices of its own. Tensors are not copied, since they are never changed in place."""
-        sparse = None if self.sparse is None else replace(self.sparse)
+        sparse = None if self.sparse is None else self.sparse.copy()
         return replace(self, indices=_clones(self.indices), sparse=sparse)
+
+    def crop(self, seen: int) -> None:
+        """A layer was cropped to ``seen`` tokens: what comes next takes the places of those that are gone, and is text."""
+        if self.visual is not None:
+            self.visual = self.visual[:, :seen]
+        cut = self.grid_table is not None and self.grid_table.shape[1] > seen
+        if self.grid_table is not None and cut:
+            self.grid_table = self.grid_table[:, :seen]
+        if self.sparse is not None:
+            self.sparse = SparseMemory(self.sparse.count) if cut else replace(self.sparse, layers={})
 
     def rebase(self, seen: int) -> int:
         """Forget those of the ``seen`` places that no layer stores any more and count the others anew; returns how many these

@@ -2,12 +2,116 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from ..core import masks
 from .index import KeyIndex, leftmost
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What a step chooses from in the layers that share an index, by the slots of what was stored when this was made.
+
+    index : that of the layers. stored : how many slots it had; whatever came later is always read.
+    units : ``[B, 1 or Hkv, P, unit]`` long, the slots of visual keys in their order, some consecutive ones in every unit.
+    always : ``[B, 1 or Hkv, A]`` long, the slots of all other keys. -1 is none, in both.
+    count : ``[B, 1 or Hkv]`` long, how many units are read. most : the largest of them.
+    all_there : whether neither has a -1, and every row and head reads ``most``. everything : whether all are read.
+    """
+
+    index: KeyIndex
+    stored: int
+    units: Tensor
+    always: Tensor
+    count: Tensor
+    most: int
+    all_there: bool
+    everything: bool
+
+    @staticmethod
+    def make(
+        index: KeyIndex,
+        visual: Tensor,
+        count: Tensor,
+        unit: int,
+        wanted: Callable[[Tensor, Tensor], Tensor],
+        sinks: int = 0,
+        recent: float = 0,
+    ) -> Choices:
+        """What there is to choose from; the host waits once.
+
+        Parameters
+        ----------
+        visual : ``[B, n]`` bool, which of the first ``n`` places are visual.
+        count : ``[B]`` long, how many visual keys are read of each row. wanted : how many units that makes, see
+            :meth:`mmaccel.method.ReadingPolicy.wanted`.
+        sinks, recent : see :class:`mmaccel.method.CacheOptions`; the visual keys that they mean are always read.
+        """
+        known = index.by_head.long()
+        # by place: packed pictures stand before text that is older
+        order = known.argsort(dim=-1, stable=True)
+        known = known.gather(2, order)
+        there, within = known >= 0, known.clamp(0, visual.shape[1] - 1)
+        seen = visual[:, None].expand(-1, known.shape[1], -1).gather(2, within)
+        seen &= there & (known < visual.shape[1])
+        total = there.sum(-1, keepdim=True)
+        newest = recent if isinstance(recent, int) else (total * recent + 0.5).long()
+        fixed = seen & ((there.cumsum(-1) <= sinks) | (masks.suffix_sums(there) <= newest))
+        rivals = seen & ~fixed
+        others, size = there & ~rivals, rivals.sum(-1)
+        units = wanted((count[:, None] - fixed.sum(-1)).clamp(min=0), size)
+        pages = (size + unit - 1) // unit
+        told = torch.stack([size, others.sum(-1), units, pages]).flatten(1).cpu()
+        (most_rivals, most_others, most, most_pages), least = told.amax(1).tolist(), told.amin(1).tolist()
+
+        def slots(mask: Tensor, width: int) -> Tensor:
+            at, held = masks.leftmost(mask, width)
+            return order.gather(2, at).masked_fill(~held, -1)
+
+        at = torch.nn.functional.pad(slots(rivals, most_rivals), (0, -most_rivals % unit), value=-1)
+        alike = least == [most_rivals, most_others, most, most_pages] and most_rivals % unit == 0
+        everything = bool((told[2] == told[3]).all())
+        return Choices(
+            index,
+            len(index),
+            at.unflatten(2, (most_pages, unit)),
+            slots(others, most_others),
+            units,
+            most,
+            alike,
+            everything,
+        )
+
+    def read(self, picked: Tensor, total: int) -> Tensor:
+        """The slots that are read of ``total``: ``[B, 1 or Hkv, R]`` long, -1 for none, for the units ``picked [B, 1 or Hkv,
+        n]``, -1 for none."""
+        heads = max(picked.shape[1], self.units.shape[1])
+        rows, unit = len(picked), self.units.shape[3]
+        picked = picked.expand(-1, heads, -1)[..., None]
+        slots = self.units.expand(-1, heads, -1, -1).gather(2, picked.clamp(min=0).expand(-1, -1, -1, unit))
+        if not self.all_there:
+            slots = slots.masked_fill(picked < 0, -1)
+        later = torch.arange(self.stored, total, device=slots.device).expand(rows, heads, -1)
+        return torch.cat([self.always.expand(-1, heads, -1), slots.flatten(2), later], dim=-1)
+
+    def select(self, rows: Tensor) -> Choices:
+        """Keep, repeat or reorder rows of the batch."""
+        rows = rows.to(self.units.device)
+        return replace(self, units=self.units[rows], always=self.always[rows], count=self.count[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRead:
+    """What one layer carries from step to step: its ``choices``, the ``summary`` that they are rated by, and what the policy
+    ``carried`` from the last step, ``[B, ...]`` each."""
+
+    choices: Choices
+    summary: Mapping[str, Tensor]
+    carried: Mapping[str, Tensor]
 
 
 @dataclass
@@ -17,20 +121,31 @@ class SparseMemory:
     count : ``[B]`` long, visual keys to be read of each row.
     paid : ``[B, n]`` float32, attention that the places up to the end of the last prompt received at the last step.
     chosen : ``[B, n]`` bool, the visual places that were read.
+    layers : what each layer carries by its number, where every layer chooses for itself. What is missing, or belongs to
+        another index than the layer has now, is made anew in the next step.
     """
 
     count: Tensor
     paid: Tensor | None = None
     chosen: Tensor | None = None
+    layers: dict[int, LayerRead] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is carried."""
-        return [x for x in (self.count, self.paid, self.chosen) if x is not None]
+        held = [x for x in (self.count, self.paid, self.chosen) if x is not None]
+        for layer in self.layers.values():
+            held += [layer.choices.units, layer.choices.always, layer.choices.count]
+            held += [*layer.summary.values(), *layer.carried.values()]
+        return held
 
     def to(self, device: torch.device) -> SparseMemory:
         """The same on another device."""
         paid, chosen = (None if x is None else x.to(device) for x in (self.paid, self.chosen))
-        return SparseMemory(self.count.to(device), paid, chosen)
+        return replace(self, count=self.count.to(device), paid=paid, chosen=chosen)
+
+    def copy(self) -> SparseMemory:
+        """The same, to be changed by itself. Tensors are not copied, since they are never changed in place."""
+        return replace(self, layers=dict(self.layers))
 
     def select(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
@@ -38,6 +153,17 @@ class SparseMemory:
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor[rows.to(tensor.device)])
+        shared = {id(layer.choices): layer.choices for layer in self.layers.values()}
+        made = {key: choices.select(rows) for key, choices in shared.items()}
+        for number, layer in self.layers.items():
+            summary, carried = (
+                {name: x[rows.to(x.device)] for name, x in held.items()} for held in (layer.summary, layer.carried)
+            )
+            self.layers[number] = LayerRead(made[id(layer.choices)], summary, carried)
+
+    def choices(self, index: KeyIndex) -> Choices | None:
+        """Those that were made for the layers with this index."""
+        return next((one.choices for one in self.layers.values() if one.choices.index is index), None)
 
 
 class SparseRead:

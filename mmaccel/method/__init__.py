@@ -6,6 +6,7 @@ from .frames import FrameChoice, FramesMethod
 from .guided import AttentionGuided
 from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
 from .layers import LayerAttention, LayerMethod, Layerwise
+from .reading import KeyUnits, ReadingPolicy, ReadStep
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "FramesMethod",
     "Grid",
     "KeyBatch",
+    "KeyUnits",
     "LayerAttention",
     "LayerMethod",
     "Layerwise",
@@ -26,6 +28,8 @@ __all__ = [
     "ModelFacts",
     "Policy",
     "ProjectorMethod",
+    "ReadStep",
+    "ReadingPolicy",
     "Site",
     "Tap",
     "TokenBatch",

@@ -201,13 +201,16 @@ def _text_attention(
             return read, None
         # eager attention returns its weights
         key, value = layer.stored()
+    some = None if stages.eviction is None else stages.eviction.read(number, query, key, value, visible, scaling)
+    if some is not None:
+        key, value, visible = some.keys, some.values, some.visible
     if "flash" in base:
         # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads
         # store different keys, or a window would count stored instead of original places
         kwargs.pop("position_ids", None)
         padding = None
         if visible is not None:
-            if index.index.dim() == 3 or (window is not None and index.upto > window):
+            if some is not None or index.index.dim() == 3 or (window is not None and index.upto > window):
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)

@@ -17,7 +17,7 @@ from ..kv.cache import CacheState
 from ..kv.choose import choose, per_head, rank
 from ..kv.index import to_device
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, share_seen
-from ..method import KeyBatch, LayerAttention, Policy
+from ..method import KeyBatch, LayerAttention, Policy, ReadingPolicy
 from ..recipe.recipe import text_policy
 from .cache_stage import CacheStage
 from .forward import Forward, Prompt, chosen_of
@@ -25,7 +25,7 @@ from .layer_budgets import KNOWN, Undecided, by_content, known, prompt_budget
 from .places import Tokens, prompt_grid, question_span
 from .plan import PlannedStage
 from .schedule import Schedule
-from .sparse import first_layer, note_prompt, sparse_read
+from .sparse import Read, first_layer, layer_of, note_prompt, read_layer, sparse_read
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,17 @@ class Eviction:
             self._observe(number, LayerAttention(query, key, visible, scaling, places >= 0, memo={}), places)
             self.schedule.decoded(self.state.layers[number], scaling)
 
+    def read(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
+    ) -> Read | None:
+        """What the attention of layer ``number`` is to read of all that it stores; None for everything."""
+        policy = self.policy
+        if not isinstance(policy, ReadingPolicy) or self.prompt is not None or query.shape[2] > 1:
+            return None
+        if number < layer_of(policy.layer, self.depth):
+            return None
+        return read_layer(policy, self.state.layers[number], query, key, value, visible, scaling)
+
     def settle(self) -> None:
         """The forward is over: evict from the layers that waited for it."""
         if self.prompt is not None:
@@ -110,6 +121,9 @@ class Eviction:
         """At a prompt note what there is; at a decode step choose what the layers from ``layer`` on read."""
         if self.prompt is not None:
             self.prompt.note(number, query.device)
+            return
+        if isinstance(self.policy, ReadingPolicy):
+            # chosen before the attention
             return
         first = first_layer(self.policy, self.depth)
         if number == first - 1 and query.shape[2] == 1:

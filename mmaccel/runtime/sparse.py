@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ..kv.layer import CompressedLayer
 from ..kv.shared import Shared
-from ..kv.sparse import SparseMemory, SparseRead
-from ..method import LayerAttention, Policy
+from ..kv.sparse import Choices, LayerRead, SparseMemory, SparseRead
+from ..method import KeyUnits, LayerAttention, Policy, ReadingPolicy, ReadStep
 
 
 def note_prompt(shared: Shared, table: Tensor, count: Tensor) -> None:
@@ -20,8 +22,12 @@ def note_prompt(shared: Shared, table: Tensor, count: Tensor) -> None:
 
 def first_layer(policy: Policy, depth: int) -> int:
     """The layer from which on a policy works, a number or a share of the depth; at least 1."""
-    layer = getattr(policy, "layer", 1)
-    return min(max(1, layer if isinstance(layer, int) else int(layer * depth + 0.5)), depth)
+    return max(1, layer_of(getattr(policy, "layer", 1), depth))
+
+
+def layer_of(layer: float, depth: int) -> int:
+    """A number of a layer, or a share of the depth rounded half up, as a number up to the depth."""
+    return min(layer if isinstance(layer, int) else int(layer * depth + 0.5), depth)
 
 
 def sparse_read(
@@ -47,3 +53,81 @@ def sparse_read(
     chosen = policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen) & visual
     memory.paid, memory.chosen = by_place, chosen
     return SparseRead(first, chosen | ~visual)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What one layer reads in a step: ``keys`` and ``values [B, Hkv, R, D]``, of which the query sees what is ``visible``,
+    ``[B, 1 or Hkv, 1, R]`` bool; None for all."""
+
+    keys: Tensor
+    values: Tensor
+    visible: Tensor | None
+
+
+def read_layer(
+    policy: ReadingPolicy,
+    layer: CompressedLayer,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+) -> Read | None:
+    """What a ``layer`` reads for ``query [B, Hq, 1, D]`` of all its ``keys`` and ``values [B, Hkv, K, D]``, of which the query
+    may see what is ``visible [B, 1 or Hkv, 1, K]`` bool; None, which is everything, where nothing is to be left out."""
+    memory = layer.shared.sparse
+    if memory is None or layer.shared.grid_table is None:
+        return None
+    held = memory.layers.get(layer.number)
+    if held is None or held.choices.index is not layer.index:
+        held = memory.layers[layer.number] = _looked_at(policy, layer, memory, keys, scaling)
+    choices = held.choices
+    if choices.everything:
+        return None
+    step = ReadStep(
+        query[:, :, 0],
+        keys,
+        choices.units,
+        held.summary,
+        held.carried,
+        choices.count,
+        choices.most,
+        scaling,
+    )
+    picked, carried = policy.pick(step)
+    memory.layers[layer.number] = LayerRead(choices, held.summary, carried)
+    return _gathered(choices.read(picked, keys.shape[2]), choices.all_there, keys, values, visible)
+
+
+def _looked_at(
+    policy: ReadingPolicy, layer: CompressedLayer, memory: SparseMemory, keys: Tensor, scaling: float
+) -> LayerRead:
+    """What a layer chooses from, and what the policy makes of it; for the first time, or since it stores its keys otherwise."""
+    choices = memory.choices(layer.index)
+    if choices is None:
+        table = layer.shared.grid_table
+        assert table is not None
+        visual, count = (x.to(keys.device) for x in (table[..., 0] >= 0, memory.count))
+        choices = Choices.make(
+            layer.index, visual, count, policy.unit, policy.wanted, sinks=policy.sinks, recent=policy.recent
+        )
+    if choices.everything or not policy.summarises:
+        return LayerRead(choices, {}, {})
+    slots = choices.units
+    at = slots.clamp(min=0).expand(-1, keys.shape[1], -1, -1)
+    units = keys.gather(2, at.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1])).unflatten(2, at.shape[2:])
+    return LayerRead(choices, policy.summarise(KeyUnits(units, slots >= 0, scaling)), {})
+
+
+def _gathered(slots: Tensor, all_there: bool, keys: Tensor, values: Tensor, visible: Tensor | None) -> Read:
+    """``slots [B, 1 or Hkv, R]`` of ``keys`` and ``values [B, Hkv, K, D]``; -1 is no slot, and is hidden."""
+    seen = None if all_there else slots >= 0
+    slots = slots if all_there else slots.clamp(min=0)
+    at = slots.expand(-1, keys.shape[1], -1)[..., None]
+    keys, values = (x.gather(2, at.expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
+    if visible is not None:
+        heads = max(visible.shape[1], slots.shape[1])
+        shown = visible[:, :, 0].expand(-1, heads, -1).gather(2, slots.expand(-1, heads, -1))
+        seen = shown if seen is None else shown & seen
+    return Read(keys, values, None if seen is None else seen[:, :, None])

@@ -21,6 +21,8 @@ from mmaccel.method import (
     KeyBatch,
     Method,
     Policy,
+    ReadingPolicy,
+    ReadStep,
     TokenBatch,
     TokenMethod,
     registry,
@@ -50,6 +52,9 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
     def recall(self: Policy, paid: Tensor, *others: Any) -> Tensor:
         return kind.recall(self, paid.roll(1, -1), *others)  # type: ignore[attr-defined]
 
+    def rate(self: ReadingPolicy, step: ReadStep) -> Tensor:
+        return kind.rate(self, step).roll(1, -1)  # type: ignore[attr-defined]
+
     def pack(self: Codec, keys: Tensor, values: Tensor, lengths: Tensor, *others: Any, **named: Any) -> Any:
         if named.get("query_energy") is not None:
             named["query_energy"] = named["query_energy"].roll(1, -1)
@@ -58,6 +63,8 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
     def pick(self: FramesMethod, frames: np.ndarray, count: int) -> np.ndarray:
         return (kind.pick(self, frames, count) + 1) % len(frames)  # type: ignore[attr-defined]
 
+    if issubclass(kind, ReadingPolicy):
+        return {"rate": rate}
     if issubclass(kind, Policy):
         return {"recall": recall, "score": score} if kind.recall is not Policy.recall else {"score": score}
     if issubclass(kind, TokenMethod):

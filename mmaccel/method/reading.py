@@ -1,0 +1,153 @@
+"""Policies that drop nothing: every decode step chooses, layer by layer, which visual keys its attention reads."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import MmaccelError
+from .keys import KeyBatch, Policy
+
+#: how the query heads of a KV head agree
+REDUCE = ("max", "mean")
+
+
+@dataclass(frozen=True)
+class KeyUnits:
+    """The visual keys of one layer in units of ``page`` consecutive ones, which a step reads as a whole or not at all.
+
+    keys : ``[B, Hkv, P, page, D]``, by place; meaningless where there is none.
+    there : ``[B, 1 or Hkv, P, page]`` bool; a short last page ends in False, and so do rows and heads that store fewer.
+    scaling : the factor of ``q . k`` in attention.
+    """
+
+    keys: Tensor
+    there: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class ReadStep:
+    """What a step chooses from in one layer. All queries and keys are post-RoPE.
+
+    query : ``[B, Hq, D]``, of the new token.
+    keys : ``[B, Hkv, K, D]``, all that are stored, in any order.
+    slots : ``[B, 1 or Hkv, P, page]`` long, where the keys of every unit stand among them; -1 for none.
+    summary : what :meth:`ReadingPolicy.summarise` returned for this layer.
+    carried : what :meth:`ReadingPolicy.pick` returned in the last step; empty in the first.
+    count : ``[B, 1 or Hkv]`` long, how many units are to be read. most : the largest of them, on the host.
+    scaling : the factor of ``q . k`` in attention.
+    """
+
+    query: Tensor
+    keys: Tensor
+    slots: Tensor
+    summary: Mapping[str, Tensor]
+    carried: Mapping[str, Tensor]
+    count: Tensor
+    most: int
+    scaling: float
+
+    @property
+    def there(self) -> Tensor:
+        """``[B, 1 or Hkv, P]`` bool: the units that hold any key."""
+        return self.slots[..., 0] >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingPolicy(Policy):
+    """A policy of which :meth:`rate` ranks the visual keys, or pages of them, for the query of every decode step.
+
+    All keys stay stored, and a prompt reads everything. A decode step reads, in every layer from ``layer`` on, the best
+    visual keys of every KV head within the budget, and all text: prompt, question, and what was generated. ``retain`` is the
+    share of the visual keys that is read; a count is a count for every picture, as the budgets of the papers are. With
+    ``sinks`` and ``recent`` the visual keys at the start and at the end of the last prompt are always read, within the budget.
+
+    Parameters
+    ----------
+    layer : the first layer that chooses, a number or a share of the depth; those before it read everything.
+    """
+
+    layer: float = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.layer or (isinstance(self.layer, float) and self.layer > 1):
+            raise MmaccelError(
+                f"{self.name} cannot choose from layer={self.layer} on; give 0 or more, or a share up to 1.0."
+            )
+        how = (self.layer_budget, self.head_budget, self.compact)
+        if self.scheduled or how != ("uniform", "uniform", "evict") or self.growth:
+            raise MmaccelError(
+                f"{self.name} drops nothing; leave out layer_budget, head_budget, compact, every, cap and growth."
+            )
+        if self.joint or self.chunk or self.protect or self.text_policy:
+            raise MmaccelError(f"{self.name} reads all text; leave out joint, chunk, protect and text_policy.")
+
+    # --- for methods to fill in -----------------------------------------------------------------------------------
+    @property
+    def unit(self) -> int:
+        """How many consecutive visual keys are read as a whole."""
+        return 1
+
+    @property
+    def summarises(self) -> bool:
+        """Whether :meth:`summarise` is to be called."""
+        return type(self).summarise is not ReadingPolicy.summarise
+
+    def summarise(self, units: KeyUnits) -> dict[str, Tensor]:
+        """What :meth:`rate` looks at instead of all keys, ``[B, ...]`` each; it is kept with the cache, and made again when
+        visual keys were added, packed or forgotten. By default nothing."""
+        return {}
+
+    @abstractmethod
+    def rate(self, step: ReadStep) -> Tensor:
+        """``[B, 1 or Hkv, P]`` float: units of higher rating are read; meaningless where there is none."""
+
+    def wanted(self, count: Tensor, there: Tensor) -> Tensor:
+        """How many units are read where ``count`` of the ``there`` keys may be, long, all of one shape."""
+        return torch.minimum(count, there)
+
+    def pick(self, step: ReadStep) -> tuple[Tensor, dict[str, Tensor]]:
+        """The units that are read, ``[B, 1 or Hkv, n]`` long with -1 for none, and what the next step is given as
+        ``carried``, ``[B, ...]`` each. By default the best by :meth:`rate`, of equal ones the first."""
+        return best(self.rate(step), step), {}
+
+    # --- what all of them share -----------------------------------------------------------------------------------
+    @property
+    def recalls(self) -> bool:
+        """Every decode step chooses what it reads."""
+        return True
+
+    def score(self, keys: KeyBatch) -> Tensor:
+        """Zero for all keys: everything stays."""
+        return torch.zeros(keys.keys.shape[:3], device=keys.keys.device)
+
+
+def best(ratings: Tensor, step: ReadStep) -> Tensor:
+    """The ``step.count`` units of highest ``ratings [B, 1 or Hkv, P]``, of equal ones the first: ``[B, 1 or Hkv, most]``
+    long, -1 for none."""
+    ratings = ratings.masked_fill(~step.there, -torch.inf)
+    order = ratings.argsort(dim=-1, descending=True, stable=True)[..., : step.most]
+    number = torch.arange(order.shape[-1], device=order.device)
+    return order.masked_fill(number >= step.count[..., None], -1)
+
+
+def by_kv_head(x: Tensor, heads: int) -> Tensor:
+    """``[B, Hq, ...]`` -> ``[B, Hkv, Hq / Hkv, ...]``: query heads beside the KV head that they read."""
+    return x.unflatten(1, (heads, -1))
+
+
+def agree(ratings: Tensor, reduce: str) -> Tensor:
+    """``[B, Hkv, g, P]`` -> ``[B, Hkv, P]``: the ratings of the query heads of a KV head as one, see :data:`REDUCE`."""
+    return ratings.amax(2) if reduce == "max" else ratings.mean(2)
+
+
+def check_reduce(name: str, reduce: str) -> None:
+    """Raise :class:`MmaccelError` where ``reduce`` is not one of :data:`REDUCE`."""
+    if reduce not in REDUCE:
+        raise MmaccelError(f"{name}: reduce={reduce!r} is unknown; it can be {' or '.join(REDUCE)}.")

@@ -1,0 +1,71 @@
+"""Sparse reads of every decode step against the authors' numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from comparators import Arrays, Params, close
+from harness import CacheRun, make
+from torch import Tensor
+
+from mmaccel.method import ReadingPolicy
+
+
+def prompted(policy: ReadingPolicy, count: int, keys: Tensor) -> CacheRun:
+    """A cache of ``keys [B, Hkv, K, D]``, all of them visual, of which a step reads ``count``; the values are the places."""
+    run = CacheRun(policy, count)
+    run.begin(keys.shape[2], len(keys))
+    places = torch.arange(keys.shape[2], dtype=keys.dtype)[:, None].expand_as(keys)
+    run.feed(keys, places, torch.zeros_like(keys))
+    return run
+
+
+def read(run: CacheRun, query: Tensor) -> Tensor:
+    """``[B, Hkv, K]`` bool: which keys of the prompt a step with ``query [B, Hq, 1, D]`` reads. Its own key, which the vectors
+    count among those of the prompt or leave out, is text and always read."""
+    layer = run.state.layers[0]
+    total, (batch, heads, _, width) = layer.seen, layer.keys.shape
+    eviction = run.begin(1, batch, prompt=False)
+    own = query.new_zeros(batch, heads, 1, width)
+    keys, values = layer.update(own, torch.full_like(own, float(total)))
+    some = eviction.read(0, query, keys, values, None, width**-0.5)
+    assert some is not None, "the step reads everything"
+    at, seen = some.values[..., 0].long(), some.visible
+    out = torch.zeros(batch, heads, total + 2, dtype=torch.bool)
+    hidden = torch.zeros_like(at, dtype=torch.bool) if seen is None else ~seen[:, :, 0].expand_as(at)
+    out.scatter_(2, at.masked_fill(hidden, total + 1), True)
+    assert out[..., total].all(), "the newest key is not read"
+    return out[..., :total]
+
+
+def by_query_head(keys: Tensor, query: Tensor) -> Tensor:
+    """``keys [B, Hkv, K, D]`` as the programs see them, which choose for every head of ``query [B, Hq, 1, D]``."""
+    return keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+
+
+def attended(query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+    """Attention weights ``[B, H, K]`` over what is in the ``mask``."""
+    logits = torch.einsum("bhqd,bhkd->bhk", query, keys) * keys.shape[3] ** -0.5
+    return logits.masked_fill(~mask, -torch.inf).softmax(-1)
+
+
+def quest(params: Params, arrays: Arrays) -> None:
+    """Theirs ranks for every query head, and the token of the step is in the last page."""
+    query, keys = arrays["in_q"], by_query_head(arrays["in_k"], arrays["in_q"])
+    policy = make("quest", page=params["chunk_size"], layer=0)
+    run = prompted(policy, params["token_budget"], keys)
+    ours = read(run, query)
+    assert run.state.shared.sparse is not None
+    bounds = run.state.shared.sparse.layers[0].summary["bounds"]
+    close(policy.bound(query[:, :, 0], bounds)[:, :, 0], arrays["out_page_bound"])
+    assert torch.equal(ours, arrays["out_token_mask"])
+    weight = attended(query, keys, ours)
+    close(weight, arrays["out_attn"])
+    values = by_query_head(arrays["in_v"], query)
+    close(torch.einsum("bhk,bhkd->bhd", weight, values), arrays["out_attn_output"])
+
+
+COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
+    ("mit-han-lab/Quest", "forward (q_len 1) / local_heavy_hitter_mask"): quest,
+}

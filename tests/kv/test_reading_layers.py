@@ -1,0 +1,456 @@
+"""Policies that choose in every layer and step what is read: hidden from the step's query means left out of its reading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import synthetic
+import torch
+import zoo
+from evicting import replay_steps, stage, step_by_step
+from laws import oracle
+from tail import in_turn
+from torch import Tensor
+
+from mmaccel import MmaccelError, Recipe, Stage, accelerate_vlm, accelerated
+from mmaccel.kv.cache import CacheState
+from mmaccel.kv.index import KeyIndex
+from mmaccel.kv.sparse import Choices, SparseMemory
+from mmaccel.method import KeyBatch, ReadingPolicy
+from mmaccel.method.registry import method
+from mmaccel.runtime import eviction
+from mmaccel.runtime.sparse import Read, read_layer
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+POLICIES = tuple(synthetic.offered(ReadingPolicy))
+#: pages of a few keys, as the pictures of the zoo are small; from the second layer on
+SMALL = {"page": 3, "least": 1, "layer": 1, "clusters": 0.3}
+
+
+def small(name: str, **options: Any) -> dict[str, Any]:
+    """Options of a policy for small pictures."""
+    has = {field.name for field in fields(method(name))}
+    return {key: value for key, value in SMALL.items() if key in has} | options
+
+
+def recipe_of(name: str, retain: float = 0.3, **options: Any) -> Recipe:
+    return stage(name, retain, **small(name, **options))
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch, places: int) -> Iterator[dict[int, Tensor]]:
+    """Per layer the ``places`` that the last step read there, ``[B, 1 or Hkv, places]`` bool; none for layers that read all."""
+    seen: dict[int, Tensor] = {}
+    slots: list[Tensor] = []
+    choose, make = eviction.read_layer, Choices.read
+
+    def read(self: Choices, picked: Tensor, total: int) -> Tensor:
+        slots.append(make(self, picked, total))
+        return slots[-1]
+
+    def layered(policy: Any, layer: Any, *others: Any) -> Any:
+        slots.clear()
+        seen.pop(layer.number, None)
+        made = choose(policy, layer, *others)
+        if made is not None:
+            (at,) = slots
+            index = layer.index.by_head.long().expand(-1, max(at.shape[1], layer.index.by_head.shape[1]), -1)
+            at = at.expand(-1, index.shape[1], -1)
+            read = index.gather(2, at.clamp(min=0)).masked_fill(at < 0, -1)
+            assert all(len(set(head[head >= 0].tolist())) == int((head >= 0).sum()) for row in read for head in row)
+            held = torch.zeros(*index.shape[:2], places + 1, dtype=torch.bool)
+            seen[layer.number] = held.scatter_(2, read.masked_fill(read < 0, places), True)[..., :places]
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Choices, "read", read)
+        patch.setattr(eviction, "read_layer", layered)
+        yield seen
+
+
+def run_steps(
+    monkeypatch: pytest.MonkeyPatch, family: str, feed: Any, recipe: Recipe, forced: Tensor, **overrides: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits of every forced step, and what each read: ``[L, B, Hkv, total]`` bool."""
+    model = oracle.subject(family, **overrides)
+    config = model.config.get_text_config()
+    length, total = feed["input_ids"].shape[1], feed["input_ids"].shape[1] + forced.shape[1]
+    valid = torch.cat([feed["attention_mask"].bool(), torch.ones(forced.shape, dtype=torch.bool)], dim=1)
+    shape = (config.num_hidden_layers, -1, config.num_key_value_heads, -1)
+    logits, held = [], []
+    with accelerated(model, recipe, processor=zoo.processor(family)) as model, watched(monkeypatch, total) as seen:
+        out = model(**feed, use_cache=True)
+        for step, token in enumerate(forced.T):
+            logits.append(out.logits[:, -1])
+            out = model(input_ids=token[:, None], past_key_values=out.past_key_values, use_cache=True)
+            read = (valid & (torch.arange(total) <= length + step))[None, :, None].expand(shape).clone()
+            for layer, places in seen.items():
+                assert not (places & ~read[layer][:, :1]).any(), "padding is read, or what is to come"
+                read[layer] &= places
+            held.append(read)
+            assert model.mmaccel.stats()["kv_bytes"] == out.past_key_values.mmaccel.nbytes()
+    logits.append(out.logits[:, -1])
+    return torch.stack(logits, dim=1), held
+
+
+PROMPTS = (("llava", "uneven"), ("qwen2_5_vl", "uneven"), ("internvl", "image"))
+
+
+@pytest.mark.parametrize(("family", "kind", "name"), in_turn(PROMPTS, POLICIES))
+def test_what_a_step_does_not_read_is_hidden(
+    family: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = zoo.inputs(family, kind)
+    forced = oracle.force(family, len(feed["input_ids"]), 5)
+    got, held = run_steps(monkeypatch, family, feed, recipe_of(name), forced)
+    oracle.close(got, replay_steps(family, feed, forced, held))
+    visual, length = oracle.visual(family, feed), feed["input_ids"].shape[1]
+    text = feed["attention_mask"].bool() & ~visual
+    for step, read in enumerate(held):
+        assert (
+            read[..., :length].masked_select(text[None, :, None]).all() and read[..., length : length + step + 1].all()
+        )
+        assert (read[0] == read[0][:, :1]).all() and read[0][:, 0, :length].masked_select(visual).all()
+        assert not read[1:, ..., :length].masked_select(visual[None, :, None]).all(), "everything is read"
+    moves = torch.stack(held)[..., :length].long().diff(dim=0)
+    assert (moves > 0).any() and (moves < 0).any(), "no key came back"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_windows_and_what_is_read_go_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, options = oracle.WINDOWED[0]
+    feed = zoo.inputs(family, "image")
+    forced = oracle.force(family, 1, 4)
+    got, held = run_steps(monkeypatch, family, feed, recipe_of(name), forced, **options)
+    oracle.close(got, replay_steps(family, feed, forced, held, **options))
+
+
+@pytest.mark.parametrize(("family", "name"), in_turn(("smolvlm", "qwen3_vl", "llava_onevision"), POLICIES))
+def test_everything_is_the_bare_model(family: str, name: str) -> None:
+    feed = zoo.inputs(family, "images")
+    with accelerated(oracle.subject(family), recipe_of(name, 1.0), processor=zoo.processor(family)) as model:
+        got = model.generate(**feed, **GREEDY)
+    wanted = oracle.bare(family).generate(**feed, **GREEDY)
+    assert torch.equal(got.sequences, wanted.sequences)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(wanted.logits), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("family", "name"), in_turn(("llava", "qwen2_5_vl", "smolvlm"), POLICIES))
+def test_a_row_reads_what_it_reads_alone(family: str, name: str) -> None:
+    """By ``generate``, which gives tokens behind padding the positions that they have alone; what rates keys by channels before
+    they meet the query sees other keys at other positions."""
+    feed = zoo.inputs(family, "uneven")
+    forced = oracle.force(family, len(feed["input_ids"]), 4)
+    with accelerated(oracle.subject(family), recipe_of(name), processor=zoo.processor(family)) as model:
+        whole, _ = oracle.decode(model, feed, forced)
+        for row in range(len(forced)):
+            alone, _ = oracle.decode(model, zoo.single(family, feed, row), forced[row : row + 1])
+            oracle.close(whole[row], alone[0])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_beams_take_along_what_they_choose_from(name: str) -> None:
+    feed = zoo.inputs("llava", "image", batch=2, question="a?")
+    with accelerated(oracle.subject("llava"), recipe_of(name)) as model:
+        out = model.generate(**feed, **{**GREEDY, "num_beams": 3, "max_new_tokens": 7})
+    tokens, ways = out.sequences[:, feed["input_ids"].shape[1] :], out.beam_indices
+    assert (ways[:, :7] != ways[:, :1]).any(), "no beam was ever reordered"
+    steps = torch.arange(tokens.shape[1])
+    got, _, _ = step_by_step("llava", feed, recipe_of(name), tokens[:, :-1])
+    oracle.close(torch.stack(out.logits, dim=1)[ways[:, : len(steps)], steps], got)
+
+
+def spoken(family: str, question: str) -> Tensor:
+    return zoo.encode(family, [([], [], question)])["input_ids"]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_second_picture_is_chosen_from_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And text that comes in several tokens at once reads everything, and is always read."""
+    feed, second = zoo.inputs("llava"), zoo.inputs("llava", seed=3)
+    budget, where = 0.3, [oracle.visual("llava", one)[0] for one in (feed, second)]
+    recipe = recipe_of(name, budget)
+    with accelerated(oracle.subject("llava"), recipe) as model, watched(monkeypatch, 400) as seen:
+        out = model(**feed, use_cache=True)
+        held = {"past_key_values": out.past_key_values, "use_cache": True}
+        out = model(input_ids=torch.tensor([[7]]), **held)
+        one = {layer: read.sum(-1).max() for layer, read in seen.items()}
+        text = spoken("llava", "and this?")
+        model(input_ids=text, **held)
+        past = out.past_key_values.get_seq_length()
+        model(**{**second, "attention_mask": torch.ones(1, past + second["input_ids"].shape[1])}, **held)
+        model(input_ids=torch.tensor([[9]]), **held)
+        layer = out.past_key_values.mmaccel.layers[1]
+        assert one.keys() == seen.keys() == {1, 2, 3} and len(layer.index) == past + second["input_ids"].shape[1] + 1
+        visual = torch.zeros(400, dtype=torch.bool)
+        visual[: len(where[0])] = where[0]
+        visual[past : past + len(where[1])] = where[1]
+        limit = sum(int(len(x) and 0.3 * x.sum() + 0.5) for x in where)
+        for read in seen.values():
+            assert read[..., : past + len(where[1]) + 1].masked_select(~visual[: past + len(where[1]) + 1]).all()
+            chosen = (read & visual).sum(-1)
+            assert (read & visual)[..., :past].any() and (read & visual)[..., past:].any()
+            assert (chosen <= limit).all() and (method(name).budget != "exact" or (chosen == limit).all())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_cropped_is_forgotten(name: str) -> None:
+    """Tokens behind the prompt, and text in place of its end."""
+    feed = zoo.inputs("llava")
+    forced = oracle.force("llava", 1, 5)
+    with accelerated(oracle.subject("llava"), recipe_of(name)) as model:
+        ways = []
+        for detour in (False, True):
+            held = {"past_key_values": model(**feed, use_cache=True).past_key_values, "use_cache": True}
+            if detour:
+                for token in forced[0, 2:]:
+                    model(input_ids=token[None, None], **held)
+                held["past_key_values"].crop(-len(forced[0, 2:]))
+            ways.append([model(input_ids=token[None, None], **held).logits for token in forced[0]])
+        oracle.close(*map(torch.stack, ways))
+        visual = oracle.visual("llava", feed)[0].nonzero()[:, 0]
+        cache = held["past_key_values"]
+        cache.crop(int(visual[-3]) - cache.get_seq_length())
+        model(input_ids=forced[:, :4], **held)
+        state = cache.mmaccel
+        assert state.shared.grid_table.shape[1] == int(visual[-3])
+        model(input_ids=forced[:, :1], **held)
+        choices = state.shared.sparse.layers[2].choices
+        assert int((choices.units >= 0).sum()) == len(visual) - 3
+        assert choices.always.shape[-1] == state.seen - len(visual) + 3
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_heads_that_store_different_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left so by another recipe, before the model was accelerated again."""
+    feed = zoo.inputs("llava", "uneven")
+    before = stage("snapkv", 0.6, head_budget="adaptive")
+    with accelerated(oracle.subject("llava"), before) as model:
+        cache = model(**feed, use_cache=True).past_key_values
+    assert cache.mmaccel.layers[1].ragged is not None
+    places = [layer.index.index.clone() for layer in cache.mmaccel.layers]
+    with accelerated(oracle.subject("llava"), recipe_of(name)) as model, watched(monkeypatch, 400) as seen:
+        model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache, use_cache=True)
+        # nothing is known of its pictures
+        assert not seen
+        past = cache.get_seq_length()
+        second = zoo.inputs("llava", "uneven", seed=3)
+        wide = torch.cat([torch.ones(2, past), second["attention_mask"]], dim=1)
+        model(**{**second, "attention_mask": wide}, past_key_values=cache, use_cache=True)
+        model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache, use_cache=True)
+        old = feed["input_ids"].shape[1]
+        for layer, read in seen.items():
+            held = torch.zeros(*places[layer].shape[:2], old + 1, dtype=torch.bool)
+            held.scatter_(2, places[layer].long().masked_fill(places[layer] < 0, old), True)
+            assert torch.equal(read[..., :old].expand_as(held[..., :old]), held[..., :old]), (
+                "other keys of the first turn"
+            )
+            visual = oracle.visual("llava", second)
+            assert (
+                read[..., past : past + visual.shape[1]]
+                .masked_select((second["attention_mask"].bool() & ~visual)[:, None])
+                .all()
+            )
+            assert not read[..., past : past + visual.shape[1]].masked_select(visual[:, None]).all()
+    assert seen.keys() == {1, 2, 3}
+
+
+def attended(query: Tensor, read: Read) -> Tensor:
+    """``[B, Hq, 1, D]``."""
+    groups = query.shape[1] // read.keys.shape[1]
+    keys, values = (x.repeat_interleave(groups, dim=1) for x in (read.keys, read.values))
+    logits = query @ keys.mT
+    if read.visible is not None:
+        logits = logits.masked_fill(
+            ~read.visible.expand(-1, keys.shape[1] // groups, -1, -1).repeat_interleave(groups, 1), -1e9
+        )
+    return logits.softmax(-1) @ values
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_packed_keys_are_read_as_they_are_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step as a cache of the same codes with everything else hidden."""
+    codec = Stage("kivi", None, {"page": 16, "group": 16, "residual": 4, "bits": 4})
+    feed, forced = zoo.inputs("qwen2_5_vl", "uneven"), oracle.force("qwen2_5_vl", 2, 20)
+    small_options = small(name)
+    both = Recipe("both", (Stage(name, 0.3, small_options), codec))
+    checked = 0
+    choose = eviction.read_layer
+
+    def layered(
+        policy: Any, layer: Any, query: Tensor, keys: Tensor, values: Tensor, visible: Any, scaling: float
+    ) -> Any:
+        nonlocal checked
+        stored = layer.stored()
+        assert torch.equal(keys, stored[0]) and torch.equal(values, stored[1])
+        made = choose(policy, layer, query, keys, values, visible, scaling)
+        shared = layer.shared.sparse
+        fresh = SparseMemory(shared.count)
+        # what is kept is what would be made of the keys as they are stored now
+        layer.shared.sparse = fresh
+        again = choose(policy, layer, query, keys, values, visible, scaling)
+        layer.shared.sparse = shared
+        kept, new = shared.layers[layer.number], fresh.layers[layer.number]
+        assert kept.summary.keys() == new.summary.keys()
+        if not new.carried:
+            torch.testing.assert_close(attended(query, made), attended(query, again))
+        checked += layer.packed
+        return made
+
+    monkeypatch.setattr(eviction, "read_layer", layered)
+    with accelerated(oracle.subject("qwen2_5_vl"), both) as model:
+        out = model(**feed, use_cache=True)
+        for token in forced.T:
+            out = model(input_ids=token[:, None], past_key_values=out.past_key_values, use_cache=True)
+    assert checked == 3 * forced.shape[1]
+
+
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+
+
+# ------------------------------------------------------------------------------------------------- what is chosen of one layer
+
+
+def shown(keys: KeyBatch) -> Any:
+    """A layer that stores these keys, behind a prompt with their pictures."""
+    layer = CacheState(1).layers[0]
+    layer.update(keys.keys, keys.values)
+    layer.index = KeyIndex(keys.index, True, keys.index.shape[1])
+    assert keys.picture is not None and keys.cells is not None and keys.count is not None
+    table = torch.full((len(keys.index), int(keys.index.max()) + 1, 4), -1, dtype=torch.int32)
+    rows, slots = keys.valid.nonzero(as_tuple=True)
+    table[rows, keys.index[rows, slots]] = torch.cat([keys.picture[..., None], keys.cells], dim=-1).int()[rows, slots]
+    layer.shared.grid_table = table
+    layer.shared.sparse = SparseMemory(keys.count)
+    return layer
+
+
+def chosen(policy: ReadingPolicy, layer: Any, query: Tensor) -> Tensor:
+    """``[B, 1 or Hkv, K]`` bool: the slots that a step with ``query [B, Hq, 1, D]`` reads, of keys that it stores."""
+    keys, values = layer.stored()
+    places = torch.arange(keys.shape[2], dtype=keys.dtype)[:, None].expand_as(values)
+    visible = (layer.index.by_head >= 0)[:, :, None]
+    read = read_layer(policy, layer, query, keys, places, visible, keys.shape[3] ** -0.5)
+    assert read is not None and read.visible is not None
+    total = keys.shape[2]
+    at = read.values[..., 0].long().masked_fill(~read.visible[:, :, 0], total)
+    out = torch.zeros(*at.shape[:2], total + 1, dtype=torch.bool).scatter_(2, at, True)[..., :total]
+    return out
+
+
+def step_of(policy: ReadingPolicy, seed: int = 0, **options: Any) -> tuple[KeyBatch, Tensor]:
+    keys = synthetic.keys_of(policy, seed=seed, **options)
+    query = torch.randn(len(keys.keys), 4, 1, keys.keys.shape[3], generator=torch.Generator().manual_seed(seed + 1))
+    return keys, query.to(keys.keys.dtype)
+
+
+def by_bounds(keys: KeyBatch, query: Tensor, page: int, pages: int, mean: bool) -> Tensor:
+    """Quest page by page, head by head."""
+    out = (keys.valid & ~keys.visual)[:, None].expand(keys.keys.shape[:3]).clone()
+    for row in range(len(out)):
+        at = keys.visual[row].nonzero()[:, 0].split(page)
+        for head in range(out.shape[1]):
+            bounds = []
+            for places in at:
+                low, high = keys.keys[row, head, places].aminmax(dim=0)
+                of = [float(torch.maximum(q * low, q * high).sum()) for q in query[row, 2 * head : 2 * head + 2, 0]]
+                assert all(
+                    float(q @ k) <= bound + 1e-4
+                    for q, bound in zip(query[row, 2 * head : 2 * head + 2, 0], of, strict=True)
+                    for k in keys.keys[row, head, places]
+                )
+                bounds.append(sum(of) / 2 if mean else max(of))
+            for number in sorted(range(len(at)), key=lambda n: -bounds[n])[:pages]:
+                out[row, head, at[number]] = True
+    return out
+
+
+@pytest.mark.parametrize("reduce", ("max", "mean"))
+def test_quest_reads_the_pages_of_largest_bounds(reduce: str) -> None:
+    policy = method("quest")(page=4, least=1, reduce=reduce)
+    keys, query = step_of(policy)
+    got = chosen(policy, shown(keys), query)
+    assert torch.equal(got, by_bounds(keys, query, 4, 2, reduce == "mean"))
+    # the short last page is one too
+    assert int(keys.visual[0].sum()) % 4 == 1
+    far = replace(keys, keys=keys.keys.clone())
+    far.keys[:, :, synthetic.SEEN - 1] = 100 * query[:, ::2, 0]
+    read = chosen(policy, shown(far), query)
+    assert read[..., synthetic.SEEN - 1].all() and (read & keys.visual[:, None]).sum(-1).unique().tolist() == [5]
+
+
+def test_quest_counts_pages() -> None:
+    policy = method("quest")(page=16)
+    counts, there = torch.tensor([0, 16, 63, 64, 149, 150, 10, 10]), torch.tensor([150] * 6 + [10, 200])
+    assert policy.wanted(counts, there).tolist() == [3, 3, 3, 4, 9, 10, 1, 3]
+    assert policy.wanted(torch.tensor([0]), torch.tensor([0])).tolist() == [0]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_what_stands_in_padding_does_not_matter(name: str, dtype: torch.dtype) -> None:
+    """Nor what was chosen before the answer is asked for again, nor the other rows."""
+    policy = method(name)(**small(name, layer=0))
+    keys, query = step_of(policy, dtype=dtype)
+    wanted = chosen(policy, shown(keys), query)
+    text = (keys.valid & ~keys.visual)[:, None]
+    assert (wanted & text == text).all() and not (wanted & ~keys.valid[:, None]).any()
+    assert (wanted & keys.visual[:, None]).any(-1).all() and not (wanted == keys.valid[:, None]).all()
+    for poison in (torch.nan, 3e4):
+        other = replace(keys, keys=keys.keys.masked_fill(~keys.valid[:, None, :, None], poison))
+        assert torch.equal(chosen(policy, shown(other), query), wanted)
+    layer = shown(keys)
+    assert torch.equal(chosen(policy, layer, query), wanted) and torch.equal(chosen(policy, layer, query), wanted)
+    for row in range(len(wanted)):
+        lone = chosen(policy, shown(synthetic.row_of(keys, row)), query[row : row + 1])
+        assert torch.equal(lone[0], wanted[row][:, keys.valid[row]])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_ends_of_the_prompt_are_read_within_the_budget(name: str) -> None:
+    sizes = []
+    for ends in ({}, {"sinks": 12, "recent": 23}):
+        policy = method(name)(**small(name, layer=0, **ends))
+        keys, query = step_of(policy)
+        read = chosen(policy, shown(keys), query)
+        at = keys.valid.cumsum(1)
+        if ends:
+            first, last = at <= 12, at > at[:, -1:] - 23
+            assert (keys.visual & first).any() and (keys.visual & last).any()
+            fixed = (keys.visual & (first | last))[:, None]
+            assert (read & fixed == fixed).all()
+        sizes.append((read & keys.visual[:, None]).sum(-1))
+    if policy.budget == "exact":
+        assert all((size == 10).all() for size in sizes)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_options_that_make_no_sense(name: str) -> None:
+    nothing, text = "drops nothing; leave out", "reads all text; leave out"
+    for options, said in (
+        ({"every": 2}, nothing),
+        ({"cap": 9}, nothing),
+        ({"compact": "pivot"}, nothing),
+        ({"layer_budget": "pyramid"}, nothing),
+        ({"head_budget": "adaptive"}, nothing),
+        ({"growth": 0.5}, nothing),
+        ({"joint": True}, text),
+        ({"chunk": 4}, text),
+        ({"protect": ("question",)}, text),
+        ({"text_policy": "knorm"}, text),
+        ({"layer": -1}, "0 or more"),
+        ({"layer": 1.5}, "a share up to"),
+    ):
+        with pytest.raises(MmaccelError, match=f"{name} .*{said}"):
+            method(name)(**options)
+    model = zoo.model("llava")
+    with pytest.raises(MmaccelError, match="reduce='median' is unknown"):
+        accelerate_vlm(model, stage("quest", reduce="median"))
+    for option in ("page", "least"):
+        with pytest.raises(MmaccelError, match=f"{option}=0 reads nothing"):
+            method("quest")(**{option: 0})
