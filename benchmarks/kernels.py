@@ -1,8 +1,9 @@
 """How near do the kernels come to what the memory allows?
 
 On a GPU, in one call of a few minutes: first every kernel is compared with its definition, then decode attention over a cache
-as it is stored is timed beside the copy bandwidth measured in the same run, and beside ``scaled_dot_product_attention`` and
-FlexAttention on the same dense cache; then attention importance beside eager attention, and the kernels of selection.
+as it is stored is timed beside the copy bandwidth measured in the same run, and beside ``scaled_dot_product_attention``, its
+flash attention and FlexAttention on the same dense cache; then attention importance beside eager attention, and the kernels of
+selection.
 
     python benchmarks/kernels.py --out benchmarks/results/kernels-h200.json     # and a roofline plot, .png beside it
     python benchmarks/kernels.py --dry-run                                      # tiny shapes, in the interpreter on a CPU
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -21,9 +21,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import interpreter  # noqa: F401
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mmaccel.programs.bench import origin
 
 
 class Bench:
@@ -107,7 +110,7 @@ def checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
     from mmaccel_kernels.pack import quantise_definition, quantise_kernel
     from mmaccel_kernels.pages import Format, split
 
-    long = 3000 if bench.gpu else 200
+    long = 3000 if bench.gpu else 70
     lengths = torch.tensor([long, 1, 0, long // 3], device=bench.device)
     query, keys, values, flat = decode_inputs(bench, 2, 2, 7, 5, 64, lengths)
     for dtype in (torch.float32, torch.float16, torch.bfloat16) if bench.gpu else (torch.float32, torch.float16):
@@ -178,8 +181,22 @@ def packed(bench: Bench, lengths: Tensor, heads: int, d: int, code: str, page: i
     return Pages((plane,), (other,), page, tile, count, number, number.clone(), cu_pages, heads)
 
 
-def decode_dense(bench: Bench) -> float:
-    """Beside what torch has for the same cache; returns our seconds."""
+def dense_peers(bench: Bench, query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Callable[[], Any]]:
+    """What torch has for a dense cache; which of its kernels it takes is its own choice, then told."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+    def flash() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return attend()
+
+    return {"scaled_dot_product_attention": attend, "flash attention": flash}
+
+
+def decode_dense(bench: Bench, compiled: bool = True) -> float:
+    """Beside what torch has for the same cache, FlexAttention only if it may be ``compiled``; returns our seconds."""
     from mmaccel_kernels.decode import decode_attention_cost, decode_attention_kernel
 
     a, what = bench.args, f"{bench.args.batch} x {bench.args.keys} keys"
@@ -191,10 +208,9 @@ def decode_dense(bench: Bench) -> float:
         decode_attention_cost(query, keys, values),
         target=0.85,
     )
-    peers = {
-        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
-        "FlexAttention": flex(bench, query, keys, values),
-    }
+    peers = dense_peers(bench, query, keys, values)
+    if compiled:
+        peers["FlexAttention"] = flex(bench, query, keys, values)
     for name, run in peers.items():
         theirs = bench.try_to_measure(f"{name}, {what}", run)
         if theirs is not None:
@@ -221,11 +237,22 @@ def decode_ragged(bench: Bench) -> None:
     )
 
 
-def decode_packed(bench: Bench, dense: float, code: str, page: int, tile: int, target: float | None) -> None:
-    """The same cache in one code; ``dense`` is the time of the dense one."""
+#: codes, their page and tile, and the share of the copy bandwidth they are to reach
+PACKED: dict[str, tuple[int, int, float | None]] = {
+    "fp8": (128, 32, None),
+    "int8": (128, 32, None),
+    "int4": (128, 32, 0.7),
+    "int2": (128, 32, 0.6),
+    "ternary": (160, 32, None),
+    "int1": (128, 16, None),
+}
+
+
+def decode_packed(bench: Bench, dense: float, code: str) -> None:
+    """The same cache in one code of ``PACKED``; ``dense`` is the time of the dense one."""
     from mmaccel_kernels.decode import decode_attention_cost, decode_attention_kernel
 
-    a = bench.args
+    a, (page, tile, target) = bench.args, PACKED[code]
     lengths = torch.full((a.batch * a.kv_heads,), a.keys, device=bench.device)
     query = bench.normal(a.batch, a.kv_heads * a.groups, 1, a.head_size)
     newest = bench.normal(a.batch, a.kv_heads, 1, a.head_size)
@@ -245,15 +272,8 @@ def decode(bench: Bench) -> None:
     bench.release()
     decode_ragged(bench)
     bench.release()
-    for code, page, tile, target in (
-        ("fp8", 128, 32, None),
-        ("int8", 128, 32, None),
-        ("int4", 128, 32, 0.7),
-        ("int2", 128, 32, 0.6),
-        ("ternary", 160, 32, None),
-        ("int1", 128, 16, None),
-    ):
-        decode_packed(bench, dense, code, page, tile, target)
+    for code in PACKED:
+        decode_packed(bench, dense, code)
         bench.release()
 
 
@@ -382,14 +402,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write JSON here, and the plot beside it")
     args = parser.parse_args()
     if args.dry_run:
-        args.batch, args.keys, args.kv_heads, args.head_size = 2, 128, 2, 32
-    if not torch.cuda.is_available():
-        if not args.dry_run:
-            sys.exit("There is no GPU here; --dry-run goes through everything at tiny shapes.")
-        # before anything imports Triton
-        os.environ["TRITON_INTERPRET"] = "1"
-    from mmaccel.programs.bench import origin
-
+        args.batch, args.keys, args.kv_heads, args.head_size = 1, 64, 2, 32
+    if not torch.cuda.is_available() and not args.dry_run:
+        sys.exit("There is no GPU here; --dry-run goes through everything at tiny shapes.")
     torch.manual_seed(0)
     began = time.perf_counter()
     bench = Bench(args)

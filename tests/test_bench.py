@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import decode
 import numpy as np
 import pytest
 import torch
 import transformers
 from tail import few
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmaccel import accelerated, recipe
@@ -22,12 +24,21 @@ from mmaccel.cli import main
 from mmaccel.cli.shared import bench_report
 from mmaccel.core.stats import Stats
 from mmaccel.errors import MmaccelError, UnsupportedError
+from mmaccel.kv.cache import cache_bytes
 from mmaccel.programs.bench import origin, shapes
-from mmaccel.programs.bench.arithmetic import Operations, count_operations, promised_decode, promised_ttft, weight_bytes
+from mmaccel.programs.bench.arithmetic import (
+    DecodeStep,
+    Operations,
+    count_operations,
+    promised_decode,
+    promised_ttft,
+    stored_bytes,
+    weight_bytes,
+)
 from mmaccel.programs.bench.claims import CLAIMS, Claim, claims_table, measured
 from mmaccel.programs.bench.figures import Spread, changed, ratios, verdict
 from mmaccel.programs.bench.run import OUT_OF_MEMORY, PARTS, Bench, Case, Stamps, Variant
-from mmaccel.programs.bench.shapes import SHAPES, build, count_parameters, skeleton
+from mmaccel.programs.bench.shapes import SHAPES, build, count_parameters, skeleton, thin
 from mmaccel.programs.bench.workloads import WORKLOADS, ModelSubject, ShapeSubject, Workload, workload
 from mmaccel.runtime.scope import Scope, pop, push
 
@@ -111,24 +122,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
 def shrunk(name: str) -> ShapeSubject:
     """A shape with the same plan and pictures but hardly any layers and width."""
     shape = SHAPES[name]
-    config = shape.config()
-    qwen = hasattr(config.vision_config, "depth")
-    text = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 64, "vocab_size": 2048}
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "layer_types": ["full_attention"] * 4}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_hidden_layers": 2}
-    if qwen:
-        vision = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 1, "out_hidden_size": 256}
-        deep = hasattr(config.vision_config, "deepstack_visual_indexes")
-        vision |= {"deepstack_visual_indexes": [0, 1, 2]} if deep else {"fullatt_block_indexes": [3]}
-    for part, values in ((config.text_config, text), (config.vision_config, vision)):
-        for key, value in values.items():
-            if hasattr(part, key):
-                setattr(part, key, value)
-    SHAPES["shrunk"] = dataclasses.replace(shape, config=lambda: config)
-    try:
-        return ShapeSubject(build("shrunk", CPU, torch.float32), shape)
-    finally:
-        del SHAPES["shrunk"]
+    return ShapeSubject(build(name, CPU, torch.float32, thin(shape.config(), 4)), shape)
 
 
 FAMILIES = {
@@ -489,6 +483,156 @@ def test_bad_options(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
+# --- benchmarks/decode.py ---------------------------------------------------------------------------------------------
+def test_from_where_on_a_smaller_cache_pays():
+    step = DecodeStep.of(skeleton("qwen2.5-vl-7b", torch.bfloat16))
+    # 28 layers of 4 heads of 128, keys and values in two bytes
+    assert step.token == 28 * 4 * 128 * 2 * 2 and step.limit(8192) < 1.04
+    equal = step.pays_from(2.0)
+    assert equal * step.token == pytest.approx(step.weights) and step.seconds(equal, 1e12) == 2 * step.seconds(0, 1e12)
+    for share in (0.0, 0.25):
+        assert step.limit(step.pays_from(1.5, share), share) == pytest.approx(1.5)
+    assert step.pays_from(2.0, 0.5) == float("inf") and decode.thousands(step.pays_from(4.0, 0.25)) == "never"
+
+
+PAGE = Path(__file__).parent.parent / "docs" / "decoding.md"
+
+
+@pytest.mark.parametrize("name", few(PUBLISHED, ("qwen2.5-vl-7b",)))
+def test_the_page_says_what_arithmetic_gives(name):
+    text = decode.arithmetic_table([decode.arithmetic(name, decode.H200 * 1e12)], decode.H200 * 1e12, "")
+    assert text.splitlines()[-1] in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+class Read(TorchFunctionMode):
+    """Notes the bytes of keys and values of every attention to one new token."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.scaled_dot_product_attention and args[0].shape[2] == 1:
+            self.bytes.append(args[1].nbytes + args[2].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [None, "snapkv", "dycoke-cache"])
+def test_bytes_of_a_step_are_those_that_attention_is_given(tiny, name):
+    made = [] if name is None else [(name, recipe(name).override(retain=0.25))]
+    bench = Bench(tiny, 1)
+    with Read() as read:
+        row = bench.measure(Case("pictures-2", 4, 1), made)[-1]
+    layers = tiny.model.config.text_config.num_hidden_layers
+    assert row["step_bytes"]["kv"] == sum(read.bytes[-layers:])
+    assert row["step_bytes"]["weights"] == weight_bytes(tiny.model)
+    assert row["kv_bytes"] == row["step_bytes"]["kv"] + row["step_bytes"]["metadata"] or name == "dycoke-cache"
+
+
+def test_spare_room_of_a_cache_is_held_and_not_stored():
+    cache = transformers.DynamicCache()
+    room = torch.zeros(1, 2, 64, 8)
+    cache.update(room[:, :, :5], room[:, :, :5], 0)
+    layer = cache.layers[0]
+    layer.keys, layer.values = room[:, :, :5], room[:, :, 5:10]
+    assert stored_bytes(cache) == (2 * 2 * 5 * 8 * 4, 0) and cache_bytes(cache) == room.nbytes
+
+
+def test_pictures_make_the_prompt_that_is_asked_for(tiny):
+    count, length = decode.pictures_for(tiny, 1000)
+    work = workload(f"pictures-{count}")
+    assert tiny.inputs(work, [tiny.pixels(work)])["input_ids"].shape[1] == length
+    assert 1000 - (length - decode.pictures_for(tiny, 1)[1]) // (count - 2) < length <= 1000
+
+
+def test_a_layer_costs_the_host_the_same_at_any_depth():
+    def launches(layers: int) -> float:
+        return decode.counted("tiny", layers, Variant("bare"), CPU, 2).launches
+
+    two, four, eight = (launches(layers) for layers in (2, 4, 8))
+    assert eight - four == 2 * (four - two) > 0
+
+
+def test_what_is_asked_of_the_host_is_told(monkeypatch, capsys):
+    variants = [Variant("bare"), Variant(decode.COMPILED, options={"cache_implementation": "dynamic"})]
+    variants += [Variant(name, recipe(name)) for name in ("none", "adakv")]
+    rows = decode.host("tiny", variants, CPU, 1, 2)
+    bare, static, none, adakv = rows
+    assert none["step"] == bare["step"] and bare["step"]["waits"] == 1 and bare["layer"]["waits"] == 0
+    assert adakv["layer"]["launches"] >= bare["layer"]["launches"] and adakv["layer"]["waits"] == 0
+    assert "step" not in static and all(row["us_layer"]["samples"] for row in rows)
+    told = decode.host_table(rows, False)
+    assert "a simulated CUDA device; 4 layers" in told and f"| {decode.COMPILED} | " in told
+
+
+def test_what_others_cannot_do_is_a_result_and_what_we_cannot_a_fault(tiny):
+    strange = Variant("strange", options={"cache_implementation": "nonsense"})
+    bare, other = Bench(tiny, 1).measure(Case("pictures-1", 2, 1), [], [strange])
+    assert bare["problem"] is None and "nonsense" in other["problem"] and "\n" not in other["problem"]
+
+
+def test_steps_are_written_as_they_come(tmp_path, capsys):
+    path, page = tmp_path / "a.json", tmp_path / "page.md"
+    page.write_text("<!-- decode-measured -->\n<!-- /decode-measured -->\n")
+    argv = ["--shape", "tiny", "--keys", "200", "--batch", "2", "--answer", "3", "--repeats", "1", "--no-host"]
+    assert decode.main([*argv, "--recipe", "h2o-decode", "--out", str(path), "--update", str(page)]) == 0
+    found = json.loads(path.read_text())
+    assert {"command", "date", "machine", "versions"} <= set(found) and "triton" in found["versions"]
+    bare, h2o = found["steps"]
+    assert bare["shape"] == "tiny" and bare["batch"] == 2 and bare["keys"] <= 200
+    # the last token of the answer is never read
+    assert bare["step_bytes"]["kv"] == 2 * (bare["keys"] + 2) * 512 * 2
+    assert h2o["step_bytes"]["kv"] < bare["step_bytes"]["kv"] and h2o["promised"]["decode"] > 1
+    told = page.read_text()
+    assert f"| 2 x {bare['keys']} | h2o-decode | " in told and found["command"] in told
+    assert "static cache is left out" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_left_out_with_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(decode, "free_memory", lambda device: 2**19)
+    argv = ["--shape", "tiny", "--keys", "300", "--answer", "3", "--repeats", "1", "--recipe", "none", "--no-host"]
+    assert decode.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert "| 1 x 244 | bare | - |" in out and "left out, needs about" in err
+
+
+def test_the_length_from_which_on_a_kernel_is_faster():
+    def row(kind: str, keys: int, ratio: float) -> dict[str, Any]:
+        kind = f"decode attention, {kind}"
+        return {"kind": kind, "keys": keys, "batch": 1, "faster_than_the_fastest_dense_by": ratio}
+
+    rows = [row("int4", 4096, 1.5), row("int4", 1024, 0.7), row("int4", 64, 1.1), row("int2", 1024, 0.5)]
+    rows += [row("ragged", 1024, 1.0), row("ragged", 4096, 1.2), row("dense", 1024, 1.0)]
+    assert decode.break_even(rows) == [
+        "int4, batch 1: faster than dense from 4,096 keys on (the lengths measured); 1.50x at 4,096",
+        "int2, batch 1: not faster than dense up to 1,024 keys; 0.50x at 1,024",
+        "ragged, batch 1: faster than dense from 4,096 keys on (the lengths measured); 1.20x at 4,096",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--shape", "nonsense"], "There is no shape 'nonsense'; known are llava-1.5-7b"),
+        (["--shape", "tiny", "--recipe", "nonsense"], "nonsense"),
+        (["--shape", "tiny", "--keys", "0"], "must be 1 or more"),
+        (["--arithmetic", "--bandwidth", "0"], "--bandwidth above 0"),
+        (["--shape", "tiny", "--out", "/nowhere/x.json"], "does not exist"),
+        (["--kernel"], "--kernel needs a GPU"),
+    ],
+)
+def test_bad_options_of_decode_are_refused_in_a_sentence(argv, said, capsys):
+    assert decode.main(argv) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_decode_teaches_what_it_measures(capsys):
+    with pytest.raises(SystemExit) as done:
+        decode.main(["--help"])
+    said = capsys.readouterr().out
+    assert done.value.code == 0 and "--arithmetic" in said and "python benchmarks/decode.py" in said
+
+
 # --- claims, origin ---------------------------------------------------------------------------------------------------
 def test_claims_name_what_exists():
     for claim in CLAIMS:
@@ -525,4 +669,6 @@ def test_the_gpu_report_runs_dry(tmp_path):
         ["bash", script, "--dry-run", tmp_path], env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}, check=False
     )
     assert done.returncode == 0
-    assert {"kernels.json", "bench-tiny.json", "eval-mini-llava.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"decode.json", "kernels.json", "bench-tiny.json", "eval-mini-llava.json"} <= {
+        path.name for path in tmp_path.iterdir()
+    }

@@ -8,7 +8,7 @@ promise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ...families import family_of
+from ...kv.cache import state_of
+from ...method import Policy
+from ...recipe import Recipe
+from ...runtime.sparse import first_layer
 
 
 @dataclass
@@ -80,6 +84,70 @@ def weight_bytes(model: Any) -> int:
     """Bytes of weights that every decode step reads: the language model's layers and its head, not the embeddings."""
     parts = [family_of(model).text.layers, model.lm_head]
     return sum(p.nbytes for p in {id(p): p for part in parts for p in part.parameters()}.values())
+
+
+def token_bytes(model: Any) -> int:
+    """Bytes of the keys and values of one token in all layers, in full precision."""
+    config = family_of(model).text.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head * model.dtype.itemsize
+
+
+def stored_bytes(cache: Any) -> tuple[int, int]:
+    """Bytes of what a cache has stored, spare room left out: of keys and values as they are stored, and of metadata, which says
+    where they came from and what policies carry."""
+    state = state_of(cache)
+    if state is None:
+        layers = [layer for layer in cache.layers if layer.keys is not None]
+        return _once(x for layer in layers for x in (layer.keys, layer.values)), 0
+    beside = [*state.shared.tensors(), *(x for layer in state.layers for x in layer.schedule.tensors())]
+    every = [*beside, *(x for layer in state.layers for x in layer.tensors())]
+    return _once(every) - _once(beside), _once(beside)
+
+
+def _once(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, each counted once."""
+    return sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
+
+
+def unread_bytes(model: Any, recipe: Recipe | None, stats: Mapping[str, Any]) -> int:
+    """Bytes of stored keys and values that a decode step leaves unread, where a policy chooses what each step reads."""
+    depth, spared = family_of(model).text.config.num_hidden_layers, 0
+    for _, method in recipe.build() if recipe is not None else ():
+        if not isinstance(method, Policy) or not method.recalls:
+            continue
+        (stage,) = (one for one in stats["stages"] if one["site"] == "cache" and one["method"] == method.name)
+        tokens = stage["tokens_in"] - stage["resolved"]
+        spared += tokens * token_bytes(model) * (depth - first_layer(method, depth)) // depth
+    return spared
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """What a decode step reads: ``weights`` once, and ``token`` bytes of keys and values for every token of batch x context."""
+
+    weights: int
+    token: int
+
+    @classmethod
+    def of(cls, model: Any) -> DecodeStep:
+        """Of a model, which may be one without memory."""
+        return cls(weight_bytes(model), token_bytes(model))
+
+    def seconds(self, tokens: float, bandwidth: float) -> float:
+        """The least a step takes over a memory of so many bytes a second."""
+        return (self.weights + tokens * self.token) / bandwidth
+
+    def limit(self, tokens: float, share: float = 0.0) -> float:
+        """How many times faster a step gets if only a ``share`` of the bytes of the cache is read; of none, the most that any
+        compression can give."""
+        return promised_decode(self.weights, tokens * self.token, share * tokens * self.token)
+
+    def pays_from(self, gain: float, share: float = 0.0) -> float:
+        """Tokens of batch x context from which on reading a ``share`` of the cache makes a step ``gain`` times as fast; inf
+        where it never does."""
+        left = 1 - gain * share
+        return self.weights * (gain - 1) / (self.token * left) if left > 0 else float("inf")
 
 
 def promised_ttft(parts: dict[str, float], bare: Operations, fast: Operations) -> float:

@@ -25,7 +25,15 @@ from ...kv.cache import cache_bytes
 from ...media.prepare import prepare
 from ...recipe import Recipe
 from ...runtime.scope import current
-from .arithmetic import Operations, count_operations, promised_decode, promised_ttft, weight_bytes
+from .arithmetic import (
+    Operations,
+    count_operations,
+    promised_decode,
+    promised_ttft,
+    stored_bytes,
+    unread_bytes,
+    weight_bytes,
+)
 from .figures import Spread, ratios, verdict
 from .workloads import ClipFile, Subject, Workload, workload
 
@@ -54,7 +62,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured run. Seconds; ``parts`` add up to ``ttft``."""
+    """One measured run. Seconds; ``parts`` add up to ``ttft``. Of the cache at its end ``kv`` is what it holds, ``stored`` the
+    keys and values in it, and ``metadata`` what stands beside them, all in bytes."""
 
     ttft: float
     parts: dict[str, float]
@@ -63,6 +72,8 @@ class Sample:
     requests: float
     peak: float | None
     kv: int
+    stored: int
+    metadata: int
     stats: dict[str, Any]
 
 
@@ -100,6 +111,9 @@ def parts_of(model: Any, clock: Clock) -> Iterator[None]:
     def leave(*_: Any) -> None:
         if not passes[0]:
             clock.stop("language", begins.pop())
+            # hooks that stay would be in the way of a compiled decode step
+            for handle in handles:
+                handle.remove()
         passes[0] += 1
 
     handles = [family.text.register_forward_pre_hook(enter, prepend=True), family.text.register_forward_hook(leave)]
@@ -174,10 +188,11 @@ class Peak:
 
 @dataclass
 class Variant:
-    """One way to run a case: bare (``recipe`` None) or with a recipe."""
+    """One way to run a case: bare (``recipe`` None), perhaps with ``options`` of ``generate``, or with a recipe."""
 
     title: str
     recipe: Recipe | None = None
+    options: dict[str, Any] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     operations: Operations | None = None
     problem: str | None = None
@@ -238,8 +253,8 @@ class Bench:
             processor = prepare(processor, variant.recipe)
         return accelerated(self.model, variant.recipe, processor=processor), processor
 
-    def service(self, case: Case, processor: Any) -> Sample:
-        """One batch from pixels to the last token."""
+    def service(self, case: Case, processor: Any, **options: Any) -> Sample:
+        """One batch from pixels to the last token, with these ``options`` of ``generate``."""
         self._synchronise()
         begin = time.perf_counter()
         inputs, parts = self.inputs(case, processor)
@@ -252,6 +267,7 @@ class Bench:
                 do_sample=False,
                 streamer=stamps,
                 return_dict_in_generate=True,
+                **options,
             )
         self._synchronise()
         total = time.perf_counter() - begin
@@ -265,6 +281,7 @@ class Bench:
         decode = None
         if case.answer > 1:
             decode = case.batch * (case.answer - 1) / (stamps.at[case.answer] - stamps.at[1])
+        stored, metadata = stored_bytes(out.past_key_values)
         return Sample(
             ttft=ttft,
             parts=parts,
@@ -273,6 +290,8 @@ class Bench:
             requests=case.batch / total,
             peak=self.peak.bytes(),
             kv=cache_bytes(out.past_key_values),
+            stored=stored,
+            metadata=metadata,
             stats=stats,
         )
 
@@ -282,9 +301,9 @@ class Bench:
         self.peak.reset()
         with context:
             if not case.loop:
-                return self.service(case, processor)
+                return self.service(case, processor, **variant.options)
             begin = time.perf_counter()
-            found = [self.service(case, processor) for _ in range(ROUNDS)]
+            found = [self.service(case, processor, **variant.options) for _ in range(ROUNDS)]
             wall = time.perf_counter() - begin
         last = found[-1]
         return Sample(
@@ -295,6 +314,8 @@ class Bench:
             requests=ROUNDS * case.batch / wall,
             peak=None if last.peak is None else max(sample.peak or 0.0 for sample in found),
             kv=last.kv,
+            stored=last.stored,
+            metadata=last.metadata,
             stats=last.stats,
         )
 
@@ -309,13 +330,15 @@ class Bench:
         self.once(case, variant)
 
     # --- a case -----------------------------------------------------------------------------------------------
-    def measure(self, case: Case, recipes: Sequence[tuple[str, Recipe]]) -> list[dict[str, Any]]:
-        """Rows of one case: the bare model's first. What runs out of memory, or cannot be honoured, says so in its row and
-        is not run again."""
-        variants = [Variant("bare"), *(Variant(title, recipe) for title, recipe in recipes)]
+    def measure(
+        self, case: Case, recipes: Sequence[tuple[str, Recipe]], others: Sequence[Variant] = ()
+    ) -> list[dict[str, Any]]:
+        """Rows of one case: the bare model's first, then ``others``. What runs out of memory, or cannot be honoured, says so in
+        its row and is not run again."""
+        variants = [Variant("bare"), *others, *(Variant(title, recipe) for title, recipe in recipes)]
         for variant in variants:
             self._attempt(variant, lambda variant=variant: self.warm_up(case, variant))  # type: ignore[misc]
-            if variant.recipe is None and variant.problem not in (None, OUT_OF_MEMORY):
+            if variant is variants[0] and variant.problem not in (None, OUT_OF_MEMORY):
                 # no recipe makes a model take what it cannot
                 return [self._row(case, variant, variant)]
         for repeat in range(self.repeats):
@@ -333,12 +356,10 @@ class Bench:
     def _attempt(self, variant: Variant, work: Callable[[], Any]) -> None:
         try:
             work()
-        except MmaccelError as error:
-            variant.problem = str(error)
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and not _out_of_memory(error):
+        except Exception as error:
+            variant.problem = why_not(error, foreign=bool(variant.options))
+            if variant.problem is None:
                 raise
-            variant.problem = OUT_OF_MEMORY
         if variant.problem is not None:
             gc.collect()
             if self.model.device.type == "cuda":
@@ -364,22 +385,35 @@ class Bench:
         assert variant.operations is not None
         row["operations"] = vars(variant.operations)
         row["kv_bytes"] = kv
+        row["step_bytes"] = self._read(variant)
         row["tokens"] = {name: stats[name] for name in _TOKENS if name in stats}
         row["notes"] = stats.get("notes", [])
         clip = self.shown(case.workload)[1]
         if clip is not None and clip.path is None:
             row["notes"] = [*row["notes"], "video decoding is not in the first token: PyAV is not installed"]
         if variant is not bare and bare.problem is None:
-            row |= _against(samples, bare.samples, variant.operations, bare.operations, weight_bytes(self.model))
+            read = self._read(bare), row["step_bytes"]
+            row |= _against(samples, bare.samples, variant.operations, bare.operations, read)
         return row
+
+    def _read(self, variant: Variant) -> dict[str, int]:
+        """Bytes that the last decode step had to read."""
+        last = variant.samples[-1]
+        kv = last.stored - unread_bytes(self.model, variant.recipe, last.stats)
+        return {"weights": weight_bytes(self.model), "kv": kv, "metadata": last.metadata}
 
 
 _TOKENS = ("prompt_tokens", "visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer")
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
-    """The CPU's allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def why_not(error: Exception, foreign: bool) -> str | None:
+    """Why something cannot be measured, in one line; None if it is a fault. Faults of what is ``foreign`` are results."""
+    if isinstance(error, MmaccelError):
+        return str(error)
+    # the CPU's allocator raises a plain RuntimeError
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        return OUT_OF_MEMORY
+    return next(iter(str(error).strip().splitlines()), type(error).__name__) if foreign else None
 
 
 def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -399,9 +433,14 @@ def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _against(
-    fast: Sequence[Sample], bare: Sequence[Sample], operations: Operations, full: Operations | None, weights: int
+    fast: Sequence[Sample],
+    bare: Sequence[Sample],
+    operations: Operations,
+    full: Operations | None,
+    read: tuple[dict[str, int], dict[str, int]],
 ) -> dict[str, Any]:
-    """Ratios to the bare model, pair by pair, what arithmetic promises, and the share of it that came."""
+    """Ratios to the bare model, pair by pair, what arithmetic promises, and the share of it that came; ``read`` are bytes
+    of a decode step of the bare model and of this one."""
     assert full is not None
     pairs = list(zip(fast, bare, strict=True))
     speedups = {
@@ -413,7 +452,9 @@ def _against(
     ttft = statistics.median(s.ttft for s in bare)
     promised = {"ttft": promised_ttft(parts, full, operations), "flops": full.total / operations.total}
     answering = statistics.median(s.total - s.ttft for s in bare)
-    steps = promised_decode(weights, bare_kv, fast_kv) if bare[-1].decode is not None else 1.0
+    full_cache, cache = (float(one["kv"] + one["metadata"]) for one in read)
+    weights = read[0]["weights"]
+    steps = promised_decode(weights, full_cache, cache) if bare[-1].decode is not None else 1.0
     promised["requests"] = (ttft + answering) / (ttft / promised["ttft"] + answering / steps)
     if bare[-1].decode is not None:
         promised["decode"] = steps
@@ -431,7 +472,7 @@ def _against(
         "kv_share": fast_kv / bare_kv if bare_kv else 1.0,
     }
     mine = {part: statistics.median(s.parts[part] for s in fast) for part in PARTS}
-    row["reasons"] = _reasons(verdicts, promised, parts, mine, weights, bare_kv)
+    row["reasons"] = _reasons(verdicts, promised, parts, mine, weights, full_cache)
     return row
 
 

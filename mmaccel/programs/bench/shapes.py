@@ -327,10 +327,54 @@ def shape(name: str) -> Shape:
     return SHAPES[name]
 
 
-def skeleton(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of a shape without memory for its weights (on the device ``meta``)."""
+#: the size of the heads of a thin language model
+_THIN_HEAD = 32
+
+
+def thin_tower(config: Any) -> Any:
+    """``config`` with a vision tower of a few layers and hardly any width, changed in place. Pictures make the tokens that they
+    made; what the language model does, and what it costs, is as it was."""
+    vision = config.vision_config
+    if hasattr(vision, "depth"):
+        values: dict[str, Any] = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 1}
+        deep = hasattr(vision, "deepstack_visual_indexes")
+        values |= {"deepstack_visual_indexes": [0, 1, 2]} if deep else {"fullatt_block_indexes": [3]}
+    else:
+        values = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1}
+    return _change(config, vision, values)
+
+
+def thin(config: Any, layers: int) -> Any:
+    """``config`` with hardly any width in the language model either, and with so many layers of it, changed in place: a step
+    costs what the host does, and next to nothing else."""
+    text = config.text_config
+    values: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "hidden_size": 4 * _THIN_HEAD,
+        "intermediate_size": 64,
+        "vocab_size": 2048,
+    }
+    values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": _THIN_HEAD}
+    values |= {"layer_types": ["full_attention"] * layers}
+    if sections := text.rope_parameters.get("mrope_section"):
+        half = sum(sections)
+        text.rope_parameters["mrope_section"] = [part * _THIN_HEAD // 2 // half for part in sections]
+    if hasattr(config.vision_config, "out_hidden_size"):
+        config.vision_config.out_hidden_size = 4 * _THIN_HEAD
+    return thin_tower(_change(config, text, values))
+
+
+def _change(config: Any, part: Any, values: dict[str, Any]) -> Any:
+    for name, value in values.items():
+        if hasattr(part, name):
+            setattr(part, name, value)
+    return config
+
+
+def skeleton(name: str, dtype: torch.dtype = torch.float32, config: Any = None) -> Any:
+    """The model of a shape without memory for its weights (on the device ``meta``); ``config`` may stand in for its own."""
     with torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(shape(name).config(), dtype=dtype).eval()
+        return AutoModelForImageTextToText.from_config(config or shape(name).config(), dtype=dtype).eval()
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -338,8 +382,8 @@ def count_parameters(model: nn.Module) -> int:
     return sum(weight.numel() for weight in {id(p): p for p in model.parameters()}.values())
 
 
-def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model of a shape on a device, with random weights.
+def build(name: str, device: torch.device, dtype: torch.dtype, config: Any = None) -> Any:
+    """The model of a shape on a device, with random weights; ``config`` may stand in for its own, see :func:`thin`.
 
     It is planned without memory, then laid out empty on the device in its final type and initialised there as transformers
     would, so that 7B never pass through the memory of the host.
@@ -349,7 +393,7 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     MmaccelError
         If the weights and what a run needs beside them do not fit.
     """
-    model = skeleton(name, dtype)
+    model = skeleton(name, dtype, config)
     needed = count_parameters(model) * dtype.itemsize * _HEADROOM
     if (free := free_memory(device)) is not None and needed > free:
         raise MmaccelError(

@@ -6,6 +6,7 @@ tiles or patches, and write as many placeholders as they make tokens. :class:`Mo
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -57,13 +58,15 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def workload(name: str) -> Workload:
-    """A workload by name.
+    """A workload by name; ``pictures-N`` may have any number of them.
 
     Raises
     ------
     MmaccelError
         If there is none; the message lists those that are.
     """
+    if name not in WORKLOADS and (many := re.fullmatch(r"pictures-([1-9]\d{0,5})", name)):
+        return Workload(pictures=int(many[1]))
     if name not in WORKLOADS:
         raise MmaccelError(f"There is no workload {name!r}; known are {', '.join(WORKLOADS)}.")
     return WORKLOADS[name]
