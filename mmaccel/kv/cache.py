@@ -79,8 +79,7 @@ class CacheState:
         if left == seen:
             return
         for layer in self.layers:
-            layer.schedule.settled -= seen - left
-            layer.schedule.evicted -= seen - left
+            layer.schedule.rebase(seen - left)
             layer.seen = left
 
     def nbytes(self) -> int:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mmaccel_kernels.compact import compact
+from mmaccel_kernels.compact import Compacted, compact
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import MmaccelError
@@ -18,7 +19,7 @@ from .index import KeyIndex, leftmost
 from .ragged import Ragged
 from .shared import Shared
 
-_TENSORS = ("capacity", "received", "queries", "places", "threshold")
+_BY_ROW = ("capacity", "received", "threshold")
 
 
 @dataclass
@@ -27,43 +28,118 @@ class ScheduleState:
 
     capacity : ``[B, Hkv]`` long on the CPU, keys each head may hold; settled at the end of a prompt, when ``settled`` tokens
         were seen.
-    received : ``[B, Hkv, K]`` float32, figures per stored slot (see :meth:`mmaccel.method.Policy.observe`).
-    queries, places : ``[B, Hq, W, D]`` and ``[B, W]``, the last queries, for policies that look at them.
+    received : ``[B, Hkv, K]`` float32, figures per stored slot (see :meth:`mmaccel.method.Policy.observe`); slots that came
+        later have none yet.
+    queries, places : of every forward that is remembered, the oldest first, ``[B, Hq, q, D]`` and ``[B, q]``, -1 for padding.
+    unseen : how many of the last queries the policy has not observed yet.
+    scaling, window : of the layer's attention, its sliding window in original places; as of the last forward.
     threshold : ``[B, Hkv]``, the bar of merging that is averaged over calls.
     evicted : tokens seen when the layer was last evicted from.
     """
 
     capacity: Tensor | None = None
     received: Tensor | None = None
-    queries: Tensor | None = None
-    places: Tensor | None = None
+    queries: tuple[Tensor, ...] = ()
+    places: tuple[Tensor, ...] = ()
+    unseen: int = 0
+    scaling: float = 1.0
+    window: int | None = None
     threshold: Tensor | None = None
     settled: int = 0
     evicted: int = 0
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that is carried."""
-        yield from (x for name in _TENSORS if (x := getattr(self, name)) is not None)
+        yield from (x for name in _BY_ROW if (x := getattr(self, name)) is not None)
+        yield from self.queries
+        yield from self.places
 
     def select(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
-        for name in _TENSORS:
+        for name in _BY_ROW:
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor[rows.to(tensor.device)])
+        self.queries, self.places = (
+            tuple(x[rows.to(x.device)] for x in blocks) for blocks in (self.queries, self.places)
+        )
 
-    def remember(self, queries: Tensor, places: Tensor, window: int) -> None:
-        """Append ``queries [B, Hq, q, D]`` of ``places [B, q]`` and keep the last ``window``."""
-        if self.queries is not None and self.places is not None:
-            queries, places = torch.cat([self.queries, queries], dim=2), torch.cat([self.places, places], dim=1)
-        self.queries, self.places = queries[:, :, -window:].clone(), places[:, -window:].clone()
+    def remember(self, queries: Tensor, places: Tensor) -> None:
+        """Append ``queries [B, Hq, q, D]`` of ``places [B, q]``; nothing is copied."""
+        self.queries, self.places = (*self.queries, queries), (*self.places, places)
 
-    def figures(self, like: Tensor) -> Tensor:
-        """``received`` for the slots of ``like [B, Hkv, K, D]``, zero for those that came later."""
-        out = like.new_zeros(like.shape[:3], dtype=torch.float32)
-        if self.received is not None:
-            out[..., : self.received.shape[-1]] = self.received
-        return out
+    def keep(self, count: int) -> None:
+        """Forget all but the last ``count`` queries, or a few more."""
+        over = sum(x.shape[1] for x in self.places) - count
+        while self.places and over >= self.places[0].shape[1]:
+            over -= self.places[0].shape[1]
+            self.queries, self.places = self.queries[1:], self.places[1:]
+        if self.places and over > len(self.places):
+            # a long text is not held for the sake of its end
+            queries, places = self.queries[0][:, :, over:].clone(), self.places[0][:, over:].clone()
+            self.queries, self.places = (queries, *self.queries[1:]), (places, *self.places[1:])
+
+    def crop(self, seen: int) -> None:
+        """Queries from place ``seen`` on are as padding from here on."""
+        self.places = tuple(x.masked_fill(x >= seen, -1) for x in self.places)
+
+    def rebase(self, fewer: int) -> None:
+        """Count places anew, of which there are ``fewer`` before the last ones."""
+        self.settled -= fewer
+        self.evicted -= fewer
+        self.places = tuple(torch.where(x < 0, x, (x - fewer).clamp(min=0)) for x in self.places)
+
+    def figures(self, slots: int) -> Tensor | None:
+        """``received`` of as many slots, zero for those that came later."""
+        return None if self.received is None else pad(self.received, (0, slots - self.received.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The keys that are left of ``R`` rows, on their way into layers.
+
+    flat : of all heads, one after the other. index : ``[R, 1 or Hkv, W]``, where they came from, and ``lengths [R, 1 or Hkv]``
+    on the CPU, how many each head has. received : ``[R, Hkv, W]``, see :class:`ScheduleState`.
+    """
+
+    flat: Compacted
+    index: Tensor
+    lengths: Tensor
+    received: Tensor | None
+
+    @staticmethod
+    def of(
+        keys: Tensor,
+        values: Tensor,
+        index: Tensor,
+        kept: Tensor,
+        received: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Survivors:
+        """What is ``kept [R, Hkv or 1, K]`` bool of ``keys`` and ``values [R, Hkv, K, D]`` from ``index [R, 1 or Hkv, K]``.
+        ``lengths [R, Hkv or 1]`` long on the CPU say how many that are, where it is known; else the host waits for it."""
+        rows, heads = keys.shape[:2]
+        shape = (rows, max(index.shape[1], kept.shape[1]), -1)
+        index, kept = index.expand(shape), kept.expand(shape)
+        kept = kept & (index >= 0)
+        order, there, lengths = leftmost(kept, lengths)
+        if received is not None:
+            received = received.gather(2, order.expand(-1, heads, -1)).masked_fill(~there, 0.0)
+        total = int(lengths.expand(-1, heads if shape[1] == 1 else shape[1]).sum())
+        flat = compact(keys, values, kept.expand(-1, heads, -1), total=total)
+        return Survivors(flat, index.gather(2, order).masked_fill(~there, -1), lengths, received)
+
+    def split(self, rows: int) -> Iterator[Survivors]:
+        """So many rows at a time, and of them no more slots than they need; nothing is copied."""
+        heads, begin = self.flat.lengths.shape[1], 0
+        for row in range(0, len(self.index), rows):
+            mine = slice(row, row + rows)
+            lengths = self.lengths[mine]
+            end, width = begin + int(lengths.expand(-1, heads).sum()), int(lengths.max())
+            flat = Compacted(self.flat.keys[begin:end], self.flat.values[begin:end], self.flat.lengths[mine])
+            received = None if self.received is None else self.received[mine, :, :width]
+            yield Survivors(flat, self.index[mine, :, :width], lengths, received)
+            begin = end
 
 
 class CompressedLayer(DynamicLayer):
@@ -163,27 +239,24 @@ class CompressedLayer(DynamicLayer):
         lengths : ``[B, Hkv or 1]`` long on the CPU, how many keys stay, where it is known; else the host waits for it.
         """
         keys, values = self.stored() if merged is None else merged
-        b, heads = keys.shape[:2]
-        index = self.index.by_head
-        shape = (b, max(index.shape[1], kept.shape[1]), -1)
-        index, kept = index.expand(shape), kept.expand(shape)
-        kept = kept & (index >= 0)
-        order, there, lengths = leftmost(kept, lengths)
-        index = index.gather(2, order).masked_fill(~there, -1)
-        padded = bool((lengths < order.shape[-1]).any())
-        self.index = KeyIndex(index if shape[1] == heads else index[:, 0], padded, self.seen, lengths)
-        if self.schedule.received is not None:
-            figures = self.schedule.figures(keys).gather(2, order.expand(-1, heads, -1))
-            self.schedule.received = figures.masked_fill(~there, 0.0)
-        total = int(lengths.expand(b, heads if shape[1] == 1 else shape[1]).sum())
-        flat = compact(keys, values, kept.expand(-1, heads, -1), total=total)
+        received = self.schedule.figures(keys.shape[2])
+        self.take(Survivors.of(keys, values, self.index.by_head, kept, received, lengths))
+
+    def take(self, left: Survivors) -> None:
+        """Store what is left, and nothing else."""
+        (rows, heads), width, lengths = left.flat.lengths.shape, left.index.shape[-1], left.lengths
+        padded = bool((lengths < width).any())
+        index = left.index if left.index.shape[1] == heads else left.index[:, 0]
+        self.index = KeyIndex(index, padded, self.seen, lengths)
+        self.schedule.received = left.received
+        keys, values = left.flat[:2]
         if not padded:
             self.ragged = None
-            self.keys, self.values = (x.view(b, heads, order.shape[-1], x.shape[-1]) for x in flat[:2])
+            self.keys, self.values = (x.view(rows, heads, width, x.shape[-1]) for x in (keys, values))
         else:
-            self.ragged = Ragged(*flat, longest=order.shape[-1])
-            self.keys = keys.new_empty(b, heads, 0, keys.shape[-1])
-            self.values = values.new_empty(b, heads, 0, values.shape[-1])
+            self.ragged = Ragged(*left.flat, longest=width)
+            self.keys = keys.new_empty(rows, heads, 0, keys.shape[-1])
+            self.values = values.new_empty(rows, heads, 0, values.shape[-1])
 
     def get_seq_length(self) -> int:
         """Tokens seen, stored or not. Whoever goes on with a cache asks this first.
@@ -227,14 +300,15 @@ class CompressedLayer(DynamicLayer):
             return
         self.seen += tokens_to_remove
         self.shared.crop(self.seen)
+        self.schedule.crop(self.seen)
         if self.ragged is not None:
             index = self.index.by_head
             self.evict((index >= 0) & (index < self.seen))
             self.index.upto = self.seen
             return
         slots = self.index.crop(self.seen)
-        if self.schedule.received is not None:
-            self.schedule.received = self.schedule.figures(self.keys)[..., slots]
+        received = self.schedule.figures(self.keys.shape[2])
+        self.schedule.received = None if received is None else received[..., slots]
         self.keys, self.values = self.keys[:, :, slots], self.values[:, :, slots]
 
     def _select(self, rows: Tensor) -> None:

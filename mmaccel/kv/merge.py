@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize, pad
 
-from ..core.masks import true_first
+from ..core.masks import leftmost
 
 #: entries of the similarities held at once
 BLOCK = 1 << 24
@@ -35,7 +36,7 @@ def merge(
     decay: float = 0.5,
     threshold: Tensor | None = None,
     by_rank: bool = False,
-    few: bool = False,
+    most: int | None = None,
 ) -> Merge:
     """Merge every key that is ``gone`` into one that is ``kept``, and its value in the same way.
 
@@ -60,15 +61,18 @@ def merge(
     threshold : ``[B, H]``, the bar of the last call of ``ema``.
     by_rank : the bar is tested on the mean over heads of the n-th evicted key of each, as in the authors' programs, where
         it mixes keys of different places; by default every head decides for itself.
-    few : few keys are ``gone``; of long caches only the parts that hold some are compared, for which the host waits.
+    most : how many keys of a head are ``gone`` at most, where the host knows; no others are looked at. By default all may be.
 
     In the papers' programs ``weighted`` and ``ema`` shrink what they merge: ``c x`` counts as one whole term.
     """
-    takes = gone & kept.any(-1, keepdim=True)
+    at, there = leftmost(gone, keys.shape[2] if most is None else min(most, keys.shape[2]))
+    if not at.numel():
+        return Merge(keys, values, threshold)
+    takes = there & kept.any(-1, keepdim=True)
     if how == "nearest":
-        best, pivot = torch.ones_like(kept, dtype=torch.float32), _nearest(kept)
+        best, pivot = torch.ones_like(at, dtype=torch.float32), _nearest(kept).gather(-1, at)
     else:
-        best, pivot = _most_alike(keys, kept, gone, few)
+        best, pivot = _most_alike(keys, kept, at, there)
     if how in ("average", "weighted", "ema"):
         over = (1, 2) if by_rank else (2,)
         bar = best.masked_fill(~takes, 0.0).sum(over, keepdim=True) / takes.sum(over, keepdim=True).clamp(min=1)
@@ -81,29 +85,25 @@ def merge(
     one = torch.ones_like(best)
     weight = (best + 1) / 2 if how == "blend" else best if how in ("weighted", "ema") else one
     mass = weight if how == "blend" else one
-    made = [_add(x, pivot, takes, weight, mass, half=how == "pivot") for x in (keys, values)]
+    made = [_add(x, at, pivot, takes, weight, mass, half=how == "pivot") for x in (keys, values)]
     return Merge(made[0], made[1], threshold)
 
 
-def _most_alike(keys: Tensor, kept: Tensor, gone: Tensor, few: bool) -> tuple[Tensor, Tensor]:
+def _most_alike(keys: Tensor, kept: Tensor, at: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
     """The largest cosine of every evicted key to the kept ones of its head, one to a copy, and whose it is, the lower slot on
-    a tie, ``[B, H, K]`` each."""
-    unit = torch.nn.functional.normalize(keys.float(), dim=-1)
-    rows, heads, total, _ = keys.shape
-    best = keys.new_full((rows, heads, total), -torch.inf, dtype=torch.float32)
-    pivot = torch.zeros((rows, heads, total), dtype=torch.long, device=keys.device)
+    a tie, ``[B, H, n]`` each; the evicted ones are those ``at [B, H, n]`` that are ``there``."""
+    unit = normalize(keys.float(), dim=-1)
+    rows, heads, total, width = keys.shape
+    mine = unit.gather(2, at[..., None].expand(-1, -1, -1, width))
     height = max(1, BLOCK // max(1, rows * heads * total))
-    starts = list(range(0, total, height))
-    if few and len(starts) > 1:
-        some = torch.stack([gone[..., start : start + height].any() for start in starts]).tolist()
-        starts = [start for start, asked in zip(starts, some, strict=True) if asked]
-    for start in starts:
-        stop = min(start + height, total)
-        cosine = (unit[:, :, start:stop] @ unit.transpose(2, 3)).masked_fill(~kept[:, :, None], -torch.inf)
-        best[..., start:stop] = most = cosine.amax(-1)
-        pivot[..., start:stop] = (cosine >= most[..., None] - _NOISE).byte().argmax(-1)
-    copy = (unit - unit.gather(2, pivot[..., None].expand_as(unit))).abs().amax(-1) == 0
-    return best.clamp(max=1.0).masked_fill(copy, 1.0).masked_fill(~gone, 0.0), pivot
+    found = []
+    for part in mine.split(height, dim=2):
+        cosine = (part @ unit.transpose(2, 3)).masked_fill(~kept[:, :, None], -torch.inf)
+        most = cosine.amax(-1)
+        found.append((most, (cosine >= most[..., None] - _NOISE).byte().argmax(-1)))
+    best, pivot = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*found, strict=True))
+    copy = (mine - unit.gather(2, pivot[..., None].expand_as(mine))).abs().amax(-1) == 0
+    return best.clamp(max=1.0).masked_fill(copy, 1.0).masked_fill(~there, 0.0), pivot
 
 
 def _nearest(kept: Tensor) -> Tensor:
@@ -116,28 +116,26 @@ def _nearest(kept: Tensor) -> Tensor:
 
 
 def _by_rank(best: Tensor, takes: Tensor) -> Tensor:
-    """``best [B, H, K]`` of the n-th evicted key of every head replaced by the mean over heads of their n-th."""
-    order = true_first(takes)
-    there = takes.gather(-1, order)
-    column = best.gather(-1, order).masked_fill(~there, 0.0).sum(1) / there.sum(1).clamp(min=1)
-    rank = (takes.long().cumsum(-1) - 1).clamp(min=0)
-    return column[:, None].expand_as(best).gather(-1, rank)
+    """``best [B, H, n]`` of the n-th evicted key of every head replaced by the mean over heads of their n-th; a head takes
+    part with all its keys or with none."""
+    return (best.masked_fill(~takes, 0.0).sum(1) / takes.sum(1).clamp(min=1))[:, None].expand_as(best)
 
 
-def _add(x: Tensor, pivot: Tensor, takes: Tensor, weight: Tensor, mass: Tensor, half: bool) -> Tensor:
-    """``(p + sum(weight * x)) / (1 + sum(mass))`` for every slot ``p`` that something flows into; others as they are."""
+def _add(x: Tensor, at: Tensor, pivot: Tensor, takes: Tensor, weight: Tensor, mass: Tensor, half: bool) -> Tensor:
+    """``(p + sum(weight * x)) / (1 + sum(mass))`` for every slot ``p`` that something of ``at [B, H, n]`` flows into; others as
+    they are."""
     slots = x.shape[:3].numel()
     head = torch.arange(0, slots, x.shape[2], device=x.device).view(*x.shape[:2], 1)
     # what flows nowhere comes last, into a slot that is none; so every size is known without asking the device
-    onto = (pivot + head).masked_fill(~takes, slots).flatten()
-    source = onto.argsort(stable=True)
-    lengths = torch.searchsorted(onto[source], torch.arange(slots + 1, device=x.device)).diff()
-    flat, onto = x.flatten(0, 2), onto[source].clamp(max=slots - 1)
-    part = flat[source].float() * weight.flatten()[source, None]
-    if half:
-        part = (flat[source].float() + flat[onto].float()) / 2
+    flat = pad(x.flatten(0, 2), (0, 0, 0, 1))
+    onto, source = (pivot + head).masked_fill(~takes, slots).flatten().sort(stable=True)
+    run = pad((onto.diff() != 0).cumsum(0), (1, 0))
+    lengths = torch.searchsorted(run, torch.arange(len(run) + 1, device=x.device)).diff()
+    part, pivots = flat[(at + head).flatten()[source]].float(), flat[onto].float()
+    part = (part + pivots) / 2 if half else part * weight.flatten()[source, None]
     # sums in a fixed order, without atomics
     part = torch.cat([part, mass.flatten()[source, None]], dim=1)
-    summed = torch.segment_reduce(part, "sum", lengths=lengths, axis=0, unsafe=True)
-    made = ((flat.float() + summed[:, :-1]) / (1 + summed[:, -1:])).to(x.dtype)
-    return torch.where((lengths > 0)[:, None], made, flat).view_as(x)
+    summed = torch.segment_reduce(part, "sum", lengths=lengths, axis=0, unsafe=True)[run]
+    # all that flows into one slot puts the same number there
+    flat[onto] = ((pivots + summed[:, :-1]) / (1 + summed[:, -1:])).to(x.dtype)
+    return flat[:-1].view_as(x)

@@ -18,7 +18,8 @@ from .layers import LayerAttention, Layerwise
 class KeyBatch(Layerwise):
     """The keys of one layer, at the end of prefill or while decoding. All queries and keys are post-RoPE.
 
-    While decoding, where heads store different keys, every (row, KV head) is a row of its own.
+    While decoding the rows of all layers are rows of one batch, and where heads store different keys every (row, KV head) is a
+    row of its own.
 
     keys, values : ``[B, Hkv, K, D]``.
     queries : ``[B, Hq, W, D]``, the last ``W = min(window, new tokens)`` queries; while decoding the most recent ones.
@@ -36,7 +37,7 @@ class KeyBatch(Layerwise):
         distributed like those of the prompt; None unless the policy sets ``future``.
     outgoing : ``[B, Hkv, K]`` float32, the L1 norm of each value after the layer's output projection, mean over the query
         heads of its key head; None unless the policy ``needs_outgoing``.
-    layer, depth : the number of this layer, and of all layers.
+    layer, depth : the number of this layer, -1 for several at once; how many layers there are.
     decoding : whether this is a decode step rather than the end of a prompt.
     """
 
@@ -200,6 +201,10 @@ class Policy(CacheOptions, Method):
     future: int = 0
     #: whether :attr:`KeyBatch.outgoing` is to be filled
     needs_outgoing: ClassVar[bool] = False
+    #: whether :meth:`observe` is called for what follows a prompt, too, where a schedule evicts
+    observes_steps: ClassVar[bool] = True
+    #: whether scores depend on :attr:`KeyBatch.layer`, so that layers are scored one by one while decoding
+    by_layer: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, keys: KeyBatch) -> Tensor:
@@ -209,7 +214,8 @@ class Policy(CacheOptions, Method):
         """Statistics of the attention of one forward, per key, ``[B, Hkv, K]`` float32.
 
         They reach :meth:`score` as ``keys.received``. With a schedule (``every``, ``cap``) they are stored with the cache:
-        ``before`` holds those of the last forward, zero for new keys. By default a policy observes nothing.
+        ``before`` holds those of the last call, zero for new keys. What follows a prompt is observed as a block of queries
+        when keys are to be chosen, all layers as rows of one batch. By default a policy observes nothing.
         """
         raise NotImplementedError
 

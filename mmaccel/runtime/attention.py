@@ -197,7 +197,7 @@ def _text_attention(
     if layer is not None and reads_as_stored(layer, forward.incoming, query):
         if base != "eager":
             read = attend(layer, query, visible, scaling)
-            stages.after_attention(number, query, key, visible, scaling)
+            stages.after_attention(number, query, key, visible, scaling, window)
             return read, None
         # eager attention returns its weights
         key, value = layer.stored()
@@ -223,7 +223,7 @@ def _text_attention(
         if mask is not None and base == "eager":
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     out = base_function(base, module)(module, query, key, value, mask, scaling=scaling, **kwargs)
-    stages.after_attention(number, query, key, visible, scaling)
+    stages.after_attention(number, query, key, visible, scaling, window)
     return out
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.budget import Retain
 from ..kv.merge import merge
-from ..kv.packed import QuantisedLayer
 from ..kv.scoring.importance import outgoing_norm
+from ..kv.together import Together
 from ..method import Policy
 from .plan import ModelPlan, PlannedStage
 
@@ -45,17 +46,19 @@ class CacheStage:
         weight: Tensor = self.text.layers[number].self_attn.o_proj.weight
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
-    def evict(self, layer: QuantisedLayer, kept: Tensor, old: int = 0, lengths: Tensor | None = None) -> None:
-        """Evict, or merge, what is not ``kept [B, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
+    def evict(self, together: Together, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> None:
+        """Evict, or merge, what is not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
         keys that were packed: they would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`."""
         how, decay = self.policy.choice("compact")
-        layer.schedule.evicted = layer.seen
+        for layer in together.layers:
+            layer.schedule.evicted = layer.seen
         if how == "evict":
-            layer.evict(kept, lengths=lengths)
+            together.evict(kept, lengths=lengths)
             return
-        keys, values = layer.stored()
-        there = ((layer.index.by_head >= 0) & ~layer.once()).expand(keys.shape[:3]).clone()
-        there[..., :old] = False
+        keys, values = together.stored
+        there = together.loose.expand(keys.shape[:3])
+        if old:
+            there = there & (torch.arange(keys.shape[2], device=keys.device) >= old)
         stay = kept.expand(keys.shape[:3]) & there
         made = merge(
             how,
@@ -64,10 +67,11 @@ class CacheStage:
             stay,
             there & ~stay,
             decay=decay or 0.0,
-            threshold=layer.schedule.threshold,
+            threshold=together.threshold,
             by_rank=self.official,
-            few=lengths is None,
+            most=None if lengths is None else int((together.lengths - lengths).max()),
         )
-        if self.policy.scheduled:
-            layer.schedule.threshold = made.threshold
-        layer.evict(kept, (made.keys, made.values), lengths)
+        if self.policy.scheduled and made.threshold is not None:
+            for layer, bar in zip(together.layers, made.threshold.split(together.rows), strict=True):
+                layer.schedule.threshold = bar
+        together.evict(kept, (made.keys, made.values), lengths)

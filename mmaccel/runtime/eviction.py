@@ -17,6 +17,7 @@ from ..kv.cache import CacheState
 from ..kv.choose import choose, per_head, rank
 from ..kv.index import to_device
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, share_seen
+from ..kv.together import Together
 from ..method import KeyBatch, LayerAttention, Policy, ReadingPolicy
 from ..recipe.recipe import text_policy
 from .cache_stage import CacheStage
@@ -37,7 +38,6 @@ class Chosen:
     """
 
     number: int
-    scaling: float
     kept: Tensor
     won: Tensor
     there: int
@@ -55,8 +55,10 @@ class Eviction:
         self.forward, self.stage, self.state = forward, stage, state
         self.policy, self.depth = stage.method, len(state.layers)
         rules = CacheStage.of(forward.plan, stage, self.depth)
-        self.schedule = Schedule(rules, state.shared)
+        self.schedule = Schedule(rules, state)
         self.prompt = PromptEviction(rules, state, forward, self.schedule) if isinstance(forward, Prompt) else None
+        if self.prompt is not None:
+            self.schedule.catch_up()
         self.pre_rope: Tensor | None = None
 
     @property
@@ -72,24 +74,34 @@ class Eviction:
     @property
     def waiting(self) -> bool:
         """Whether any layer waits for the end of the forward."""
-        return self.prompt is not None and self.prompt.waiting
+        if self.prompt is None:
+            return self.policy.scheduled
+        return self.prompt.waiting or self.policy.cap > 0
 
-    def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
-        """``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``, and who sees what ``[B, 1 or Hkv, q, K]``."""
+    def after_attention(
+        self,
+        number: int,
+        query: Tensor,
+        key: Tensor,
+        visible: Tensor | None,
+        scaling: float,
+        window: int | None = None,
+    ) -> None:
+        """``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``, who sees what ``[B, 1 or Hkv, q, K]``, and
+        how far back the layer's sliding ``window`` reaches."""
         if self.policy.recalls:
             self._recall(number, query, key, visible, scaling)
         elif self.prompt is not None:
             tokens = self.prompt.tokens(number, query.device)
             text = (tokens.places >= 0) & ~tokens.visual
             attention = LayerAttention(query, key, visible, scaling, text, memo=tokens.memo)
-            received = self._observe(number, attention, tokens.places)
+            received = self._observe(number, attention, tokens.places, window)
             # these queries are large, and free before anything is chosen
             expected, self.pre_rope = self.prompt.expected(tokens.places, key, self.pre_rope), None
             self.prompt.after_attention(number, attention, tokens, received, expected)
         elif self.policy.scheduled:
-            places = self.forward.phase(number).places.to(query.device).long()
-            self._observe(number, LayerAttention(query, key, visible, scaling, places >= 0, memo={}), places)
-            self.schedule.decoded(self.state.layers[number], scaling)
+            places = self.forward.phase(number).places.to(query.device, non_blocking=True)
+            self.schedule.note(self.state.layers[number], query, places, scaling, window)
 
     def read(
         self, number: int, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
@@ -106,15 +118,24 @@ class Eviction:
         """The forward is over: evict from the layers that waited for it."""
         if self.prompt is not None:
             self.prompt.settle()
+        if self.policy.scheduled:
+            self.schedule.settle(self.prompt is not None)
 
-    def _observe(self, number: int, attention: LayerAttention, places: Tensor) -> Tensor | None:
+    def _observe(self, number: int, attention: LayerAttention, places: Tensor, window: int | None) -> Tensor | None:
         """What the policy makes of the attention of a layer, ``[B, Hkv, K]`` float32; a schedule carries it on."""
-        policy, schedule = self.policy, self.state.layers[number].schedule
-        received = policy.observe(attention, schedule.figures(attention.key)) if policy.observes else None
+        policy, schedule, key = self.policy, self.state.layers[number].schedule, attention.key
+        received = None
+        if policy.observes:
+            before = schedule.figures(key.shape[2])
+            before = key.new_zeros(key.shape[:3], dtype=torch.float32) if before is None else before
+            received = policy.observe(attention, before)
         if policy.scheduled:
-            schedule.received = received
+            schedule.received, schedule.scaling, schedule.window = received, attention.scaling, window
             if policy.window:
-                schedule.remember(attention.query, places, policy.window)
+                # those of a whole prompt are large
+                last = slice(-policy.window, None)
+                schedule.remember(attention.query[:, :, last].clone(), places[:, last].clone())
+                schedule.keep(policy.window)
         return received
 
     def _recall(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
@@ -245,7 +266,7 @@ class PromptEviction:
             for layer, lengths in zip(chosen, torch.stack(found).cpu(), strict=True):
                 kept, won = lengths.split([layer.kept.shape[1], layer.won.shape[1]], dim=1)
                 self._note(layer.there, layer.resolved, won.sum() / won.shape[1])
-                self._cut(layer.number, layer.scaling, layer.kept, kept.clone())
+                self._cut(layer.number, layer.kept, kept.clone())
 
     # --- choosing ---------------------------------------------------------------------------------------------
     @cached_property
@@ -284,14 +305,14 @@ class PromptEviction:
         if policy.shared:
             kept = kept[:, :1]
         if certain:
-            self._cut(keys.layer, keys.scaling, kept, torch.tensor(lengths)[:, None])
+            self._cut(keys.layer, kept, torch.tensor(lengths)[:, None])
         else:
-            self.chosen.append(Chosen(keys.layer, keys.scaling, kept, won, there, resolved))
+            self.chosen.append(Chosen(keys.layer, kept, won, there, resolved))
 
     def _note(self, there: int, resolved: int, kept: Tensor | float) -> None:
         self.figures.append(torch.tensor([there, resolved, float(kept)]))
 
-    def _cut(self, number: int, scaling: float, kept: Tensor, lengths: Tensor) -> None:
+    def _cut(self, number: int, kept: Tensor, lengths: Tensor) -> None:
         """Evict all but what is ``kept [B, 1 or Hkv, q]`` of the new keys of one layer, ``lengths [B, 1 or Hkv]`` on the CPU;
         what earlier turns left there stays."""
         layer = self.state.layers[number]
@@ -299,9 +320,9 @@ class PromptEviction:
         if old:
             kept = torch.cat([kept.new_ones(*kept.shape[:2], old), kept], dim=-1)
             lengths = lengths + layer.index.lengths - self.prompt.phase(number).lengths[:, None]
-        self.stage.evict(layer, kept, old, lengths)
+        self.stage.evict(Together([layer]), kept, lengths, old)
         if self.policy.scheduled:
-            self.schedule.begin(layer, scaling)
+            self.schedule.begin(layer)
 
     def _text(self, keys: KeyBatch, tokens: Tokens, scores: Tensor, text: Tensor, wanted: list[int]) -> Tensor:
         if self.policy.text_policy:

@@ -168,7 +168,7 @@ class TextHooks:
     ) -> Continuation:
         """New tokens without pictures on a reduced cache."""
         embeds, policy = kwargs["inputs_embeds"], self.plan.policy
-        looks = policy is not None and policy.method.decodes
+        looks = policy is not None and policy.method.recalls
         incoming = Incoming(seen, embeds.shape[1], as_stored=not looks)
         forward = Continuation(self.plan, scope.stats, state, incoming, embeds.device)
         # from here on the cache is changed

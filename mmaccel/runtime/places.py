@@ -58,10 +58,10 @@ def prompt_grid(shared: Shared, layout: Layout, seen: int) -> Tensor:
 
 def cells_at(table: Tensor, places: Tensor, heads: int = 1) -> tuple[Tensor, Tensor]:
     """Picture ``[rows, K]`` and cell ``[rows, K, 3]`` long of any ``places [rows, K]``, ``heads`` rows for every row of the
-    batch; -1 for places behind the ``table [B, n, 4]``."""
+    batch, which may come several times; -1 for places behind the ``table [B, n, 4]``."""
     table = to_device(table, places.device)
     known = (places >= 0) & (places < table.shape[1])
-    rows = (torch.arange(len(places), device=places.device) // heads)[:, None]
+    rows = (torch.arange(len(places), device=places.device) // heads % len(table))[:, None]
     found = table[rows, places.clamp(0, table.shape[1] - 1)].long().masked_fill(~known[..., None], -1)
     return found[..., 0], found[..., 1:]
 

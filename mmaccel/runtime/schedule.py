@@ -1,112 +1,204 @@
-"""What happens to the cache while decoding: a layer that holds more than it may loses what ranks lowest, when it is time."""
+"""What happens to the cache while decoding: a layer that holds more than it may loses what ranks lowest, when it is time.
+
+It is done when a forward is over, for all layers together: they are the rows of one batch. Nothing happens in the steps
+between: queries are remembered as they are, and the policy observes them together before keys are chosen. How many keys stay
+is known to the host, so that it does not wait for the device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..kv.cache import CacheState
 from ..kv.choose import per_head, rank
 from ..kv.index import to_device
 from ..kv.packed import QuantisedLayer
-from ..kv.shared import Shared
-from ..method import KeyBatch
+from ..kv.together import Together
+from ..method import KeyBatch, LayerAttention
 from .cache_stage import CacheStage
 from .places import cells_at, question_span
+
+#: queries that are remembered at most before the policy observes them
+LATEST = 64
+#: bytes of keys and values that are copied at once
+BYTES = 1 << 28
 
 
 class Schedule:
     """The options ``every``, ``cap`` and ``growth`` of a policy, see :class:`mmaccel.method.keys.CacheOptions`."""
 
-    def __init__(self, stage: CacheStage, shared: Shared) -> None:
-        self.stage, self.shared = stage, shared
+    def __init__(self, stage: CacheStage, state: CacheState) -> None:
+        self.stage, self.policy, self.state, self.shared = stage, stage.policy, state, state.shared
 
-    def begin(self, layer: QuantisedLayer, scaling: float) -> None:
+    # --- layer by layer ---------------------------------------------------------------------------------------
+    def begin(self, layer: QuantisedLayer) -> None:
         """A prompt is over: from here on a layer may hold what it holds now, or as much as the cap allows."""
         layer.schedule.capacity, layer.schedule.settled = layer.head_lengths, layer.seen
-        if self.stage.policy.cap:
-            self._shrink(layer, layer.schedule.capacity, scaling)
 
-    def decoded(self, layer: QuantisedLayer, scaling: float) -> None:
-        """Evict from a layer that holds more than it may, when it is time."""
-        schedule = layer.schedule
+    def note(self, layer: QuantisedLayer, query: Tensor, places: Tensor, scaling: float, window: int | None) -> None:
+        """Remember ``query [B, Hq, q, D]`` of ``places [B, q]`` that follows a prompt."""
+        schedule, policy = layer.schedule, self.policy
+        schedule.scaling, schedule.window = scaling, window
         if schedule.capacity is None:
-            schedule.capacity, schedule.settled = layer.head_lengths, layer.seen
-        if layer.seen - schedule.evicted >= self.stage.policy.every:
-            self._shrink(layer, schedule.capacity, scaling)
+            self.begin(layer)
+        if policy.observes and policy.observes_steps:
+            schedule.unseen += query.shape[2]
+        if schedule.unseen or policy.window:
+            schedule.remember(query, places)
+            schedule.keep(max(schedule.unseen, policy.window))
 
-    def _shrink(self, layer: QuantisedLayer, capacity: Tensor, scaling: float) -> None:
-        """Of all that a layer stores, from whichever turn, keep the best ``capacity [B, Hkv]``, or what the cap allows."""
-        policy = self.stage.policy
+    # --- all layers -------------------------------------------------------------------------------------------
+    def catch_up(self) -> None:
+        """Let the policy observe what is remembered: a prompt begins."""
+        for together in self._batches([layer for layer in self.state.layers if layer.schedule.unseen]):
+            self._observe(together)
+
+    def settle(self, prompt: bool) -> None:
+        """A forward is over: evict from layers that hold more than they may, if it is time."""
+        full, late = {}, []
+        for layer in self.state.layers:
+            room = self._room(layer) if self._due(layer, prompt) else None
+            if room is not None:
+                full[layer.number] = room
+            elif layer.schedule.unseen >= LATEST:
+                late.append(layer)
+        for together in self._batches(late):
+            self._observe(together)
+        for together in self._batches([layer for layer in self.state.layers if layer.number in full]):
+            self._observe(together)
+            self._shrink(together, torch.cat([full[layer.number] for layer in together.layers]))
+
+    def _due(self, layer: QuantisedLayer, prompt: bool) -> bool:
+        if layer.schedule.capacity is None:
+            return False
+        return self.policy.cap > 0 if prompt else layer.seen - layer.schedule.evicted >= self.policy.every
+
+    def _room(self, layer: QuantisedLayer) -> Tensor | None:
+        """How many keys each head of a layer may hold, ``[B, Hkv]`` long on the CPU; None if none holds more."""
+        policy, capacity = self.policy, layer.schedule.capacity
+        assert capacity is not None
         if policy.cap and len(layer.index) <= policy.cap:
-            return
+            return None
         room = torch.full_like(capacity, policy.cap) if policy.cap else capacity
         room = room + int(policy.growth * (layer.seen - layer.schedule.settled))
-        if bool((layer.head_lengths <= room).all()):
-            return
-        table = self._table(layer)
-        batch, order = self._stored(layer, table, scaling)
-        among = batch.valid if policy.joint or self.stage.text_retain is not None else batch.visual & batch.valid
-        fixed = batch.valid & ~among
-        heads = len(batch.valid) // len(room)
-        wanted = to_device((room if heads > 1 else room[:, :1]).reshape(-1), fixed.device)
-        wanted = (wanted - fixed.sum(1)).clamp(min=0)
-        batch = replace(batch, count=wanted)
-        question = question_span(table, policy.protect, wanted.device)
-        scores = rank(policy, batch, True, None if question is None else question.repeat_interleave(heads, dim=0))
-        kept = per_head(scores, among, wanted) | fixed[:, None]
-        kept = kept[:, 0] if policy.shared or heads > 1 else kept
-        if kept.dim() == 2:
-            slots = torch.zeros_like(kept).scatter_(1, order, kept)
-            kept = slots.unflatten(0, (-1, heads))
-        else:
-            kept = torch.zeros_like(kept).scatter_(2, order[:, None].expand_as(kept), kept)
-        self.stage.evict(layer, kept)
+        return None if bool((layer.head_lengths <= room).all()) else room
 
-    def _table(self, layer: QuantisedLayer) -> Tensor:
+    def _batches(self, layers: list[QuantisedLayer]) -> Iterator[Together]:
+        """Layers that can be rows of one batch, as many at a time as do not take too much memory."""
+        kinds: dict[Hashable, list[QuantisedLayer]] = {}
+        for layer in layers:
+            kinds.setdefault(self._kind(layer), []).append(layer)
+        for alike in kinds.values():
+            keys, longest = alike[0].keys, max(len(layer.index) for layer in alike)
+            vectors = keys.shape[0] * keys.shape[1] * longest
+            size = vectors * (keys.shape[3] + alike[0].values.shape[3]) * keys.element_size()
+            step = max(1, BYTES // max(1, size))
+            yield from (Together(alike[start : start + step]) for start in range(0, len(alike), step))
+
+    def _kind(self, layer: QuantisedLayer) -> Hashable:
+        """What must be the same in layers that are rows of one batch."""
+        keys, schedule = layer.keys, layer.schedule
+        alone = self.policy.by_layer or layer.packed or layer.dequantised is not None
+        return (
+            layer.number if alone else None,
+            (keys.device, keys.dtype, keys.shape[:2], keys.shape[3], layer.values.shape[3]),
+            (layer.index.index.dim(), schedule.received is None, schedule.threshold is None),
+            (schedule.unseen, tuple(x.shape[1] for x in schedule.places), schedule.scaling, schedule.window),
+        )
+
+    def _observe(self, together: Together) -> None:
+        """Let the policy observe the queries that it has not seen."""
+        schedule = together.layers[0].schedule
+        if not schedule.unseen:
+            return
+        query, places = together.queries(schedule.unseen)
+        keys, visible = together.stored[0], together.mask(places, schedule.window)
+        before = keys.new_zeros(keys.shape[:3], dtype=torch.float32) if together.received is None else together.received
+        attention = LayerAttention(query, keys, visible, schedule.scaling, places >= 0)
+        together.observed(self.policy.observe(attention, before))
+        for layer in together.layers:
+            layer.schedule.keep(self.policy.window)
+
+    def _shrink(self, together: Together, room: Tensor) -> None:
+        """Of all that layers store, from whichever turn, keep the best ``room [R, Hkv]`` of every head."""
+        policy, held = self.policy, together.lengths
+        table = self._table(together)
+        batch, order = self._stored(together, table)
+        heads = len(batch.valid) // len(room)
+        wanted = (room if heads > 1 else room[:, :1]).reshape(-1)
+        stay, fixed, among = wanted, None, batch.valid
+        if not policy.joint and self.stage.text_retain is None:
+            among = batch.visual & batch.valid
+            fixed = batch.valid & ~among
+            # only the device knows how much of it is text
+            text = fixed.sum(1).cpu()
+            wanted, stay = (wanted - text).clamp(min=0), torch.maximum(wanted, text)
+        count = to_device(wanted, among.device)
+        question = question_span(table, policy.protect, among.device)
+        if question is not None:
+            question = question.repeat_interleave(heads, dim=0).repeat(len(together.layers), 1)
+        scores = rank(policy, replace(batch, count=count), True, question)
+        kept = per_head(scores, among, count)
+        kept = kept if fixed is None else kept | fixed[:, None]
+        kept = kept[:, 0] if policy.shared or heads > 1 else kept
+        if order is not None:
+            at = order if kept.dim() == 2 else order[:, None].expand_as(kept)
+            kept = torch.zeros_like(kept).scatter_(-1, at, kept)
+        kept = kept.unflatten(0, (-1, heads)) if kept.dim() == 2 else kept
+        self.stage.evict(together, kept, torch.minimum(held, stay.view(-1, heads)))
+
+    def _table(self, together: Together) -> Tensor:
         """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt."""
         if self.shared.grid_table is not None:
             return self.shared.grid_table
-        index = layer.index.index
-        return index.new_full((len(index), 1, 4), -1)
+        return together.index.new_full((together.rows, 1, 4), -1)
 
-    def _stored(self, layer: QuantisedLayer, table: Tensor, scaling: float) -> tuple[KeyBatch, Tensor]:
-        """All that a layer stores, padding in front, and the slot of each key ``[rows, K]``; where heads differ every
-        (row, head) is a row."""
-        keys, values = layer.stored()
-        schedule, index = layer.schedule, layer.index.index.long()
-        queries, places, received = schedule.queries, schedule.places, schedule.received
-        queries = keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3]) if queries is None else queries
-        outgoing, heads = self.stage.outgoing(layer.number, values), 1
-        if index.dim() == 3:
-            heads = index.shape[1]
-            index, keys, values = index.flatten(0, 1), keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
+    def _stored(self, together: Together, table: Tensor) -> tuple[KeyBatch, Tensor | None]:
+        """All that layers store, padding in front, and the slot of each key ``[R, K]``, None if they are in order; where heads
+        differ every (row, head) is a row."""
+        (keys, values), index, schedule = together.stored, together.index.long(), together.layers[0].schedule
+        received, heads, outgoing = together.received, index.shape[1], None
+        queries, places = keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3]), index[:, 0, :0]
+        if self.policy.window and schedule.queries:
+            queries, places = together.queries(self.policy.window)
+        if self.policy.needs_outgoing:
+            each = zip(together.layers, values.split(together.rows), strict=True)
+            norms = [self.stage.outgoing(layer.number, mine) for layer, mine in each]
+            outgoing = torch.cat([x for x in norms if x is not None])
+        index = index.flatten(0, 1)
+        if heads > 1:
+            keys, values = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
             queries = queries.unflatten(1, (heads, -1)).flatten(0, 1)
             received, outgoing = (None if x is None else x.flatten(0, 1)[:, None] for x in (received, outgoing))
         # by place: packed pictures stand before text that is older
-        order = index.argsort(dim=1, stable=True)
-        index = index.gather(1, order)
+        order = None if together.in_order else index.argsort(dim=1, stable=True)
 
         def sorted_(x: Tensor) -> Tensor:
+            if order is None:
+                return x
             at = order[:, None].expand(x.shape[:3])
             return x.gather(2, at if x.dim() == 3 else at[..., None].expand_as(x))
 
+        index = sorted_(index[:, None])[:, 0]
         picture, cells = cells_at(table, index, heads)
         batch = KeyBatch(
             keys=sorted_(keys),
             values=sorted_(values),
             queries=queries,
-            places=index[:, :0] if places is None else places.repeat_interleave(heads, dim=0),
+            places=places.repeat_interleave(heads, dim=0),
             valid=index >= 0,
             visual=picture >= 0,
             index=index,
-            scaling=scaling,
+            scaling=schedule.scaling,
             received=None if received is None else sorted_(received),
             picture=picture,
             cells=cells,
             outgoing=None if outgoing is None else sorted_(outgoing),
-            layer=layer.number,
+            layer=together.layers[0].number if len(together.layers) == 1 else -1,
             depth=self.stage.depth,
             decoding=True,
         )

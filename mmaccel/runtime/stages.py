@@ -30,7 +30,9 @@ class Stages:
             self.eviction = Eviction(forward, policy, state)
         self.packing = Packing(forward, state, self.eviction) if plan.token_groups and state is not None else None
 
-    def after_attention(self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float) -> None:
+    def after_attention(
+        self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float, window: int | None
+    ) -> None:
         """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``."""
         self.attended += 1
         forward, device = self.forward, query.device
@@ -43,7 +45,7 @@ class Stages:
             forward.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
         if self.eviction is not None:
             with forward.measured("selection", device):
-                self.eviction.after_attention(number, query, key, visible, scaling)
+                self.eviction.after_attention(number, query, key, visible, scaling, window)
         if self.packing is not None:
             self.packing.note_queries(number, query, key.shape[1])
             if self.eviction is None or not self.eviction.waiting:

@@ -85,6 +85,31 @@ def test_cropping_takes_the_figures_along(name: str, kind: str) -> None:
         assert ours.get_seq_length() == theirs.get_seq_length()
 
 
+@pytest.mark.parametrize("kind", ("image", "uneven"))
+@pytest.mark.parametrize("name", ("h2o", "snapkv"))
+def test_tokens_that_are_taken_back_are_not_observed(name: str, kind: str) -> None:
+    """What they attended to does not count when keys are chosen later."""
+    family, feed = "llava", zoo.inputs("llava", kind)
+    forced, model = oracle.force(family, len(feed["input_ids"]), 7), oracle.subject(family)
+    recipe = SCHEDULES[name].override(every=5, retain=0.2)
+    with accelerated(model, recipe):
+        cache = model(**feed, use_cache=True).past_key_values
+        model(input_ids=forced[:, :1], past_key_values=cache, use_cache=True)
+        twin = copy.deepcopy(cache)
+        model(input_ids=forced[:, 4:], past_key_values=cache, use_cache=True)
+        for layer in cache.layers:
+            layer.crop(-3)
+        before = places(cache, feed["input_ids"].shape[1] + 5)
+        for token in forced[:, :4].T:
+            for one in (cache, twin):
+                model(input_ids=token[:, None], past_key_values=one, use_cache=True)
+    ours, theirs = (places(one, feed["input_ids"].shape[1] + 5) for one in (cache, twin))
+    assert torch.equal(ours, theirs) and (before & ~ours).any()
+    if name == "h2o":
+        for one, other in zip(cache.layers, twin.layers, strict=True):
+            torch.testing.assert_close(one.schedule.received, other.schedule.received)
+
+
 @pytest.mark.parametrize("name", ("tova", "elastic"))
 def test_keys_that_heads_share_have_one_index(name: str) -> None:
     """Where all heads keep the same keys, their places are stored once, and rows of equal length as dense tensors."""

@@ -14,6 +14,7 @@ from mmaccel.kv.codecs import Codec
 from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.vidkv import VidKV
 from mmaccel.kv.packed import QuantisedLayer
+from mmaccel.kv.together import Together
 from mmaccel.runtime.cache_stage import CacheStage
 
 
@@ -195,11 +196,11 @@ def test_packed_keys_do_not_flow_into_others(how: str) -> None:
     kept = torch.ones(1, HEADS, 30, dtype=torch.bool)
     kept[..., 3:16] = False
     fresh = layer.stored()[0][:, :, 16:]
-    CacheStage.evict(stage, layer, kept)
+    CacheStage.evict(stage, Together([layer]), kept)
     assert torch.equal(layer.stored()[0][:, :, -14:], fresh)
     kept = torch.ones(1, HEADS, len(layer.index), dtype=torch.bool)
     kept[..., -1] = False
-    CacheStage.evict(stage, layer, kept)
+    CacheStage.evict(stage, Together([layer]), kept)
     assert not torch.equal(layer.stored()[0][:, :, -13:], fresh[:, :, :-1])
 
 

@@ -161,14 +161,22 @@ def test_values_are_weighed_behind_the_output_projection(family: str, monkeypatc
         helpers.generate(model, feed, new=3)
     text = model.model.language_model
     heads, batch = text.config.num_key_value_heads, len(feed["input_ids"])
-    assert {len(keys.keys) for keys in seen} == {batch, batch * heads}
-    for keys in seen:
-        weight = text.layers[keys.layer].self_attn.o_proj.weight
-        values = keys.values.reshape(batch, heads, *keys.values.shape[2:])
+    # while decoding all layers are scored together
+    depth, together = len(text.layers), [keys for keys in seen if keys.layer < 0]
+    assert {len(keys.keys) for keys in together} == {depth * batch * heads}
+    assert [keys.layer for keys in seen if keys.layer >= 0] == list(range(depth))
+    parts = [(keys.layer, keys.values, keys.outgoing) for keys in seen if keys.layer >= 0]
+    for keys in together:
+        assert keys.outgoing is not None
+        each = zip(keys.values.chunk(depth), keys.outgoing.chunk(depth), strict=True)
+        parts += [(number, *part) for number, part in enumerate(each)]
+    for number, values, outgoing in parts:
+        weight = text.layers[number].self_attn.o_proj.weight
+        values = values.reshape(batch, heads, *values.shape[2:])
         values = values.repeat_interleave(text.config.num_attention_heads // heads, dim=1)
         sent = values[..., None, :] * weight.unflatten(1, (values.shape[1], -1)).transpose(0, 1)[None, :, None]
         want = sent.sum(-1).abs().sum(-1).unflatten(1, (heads, -1)).mean(2)
-        torch.testing.assert_close(keys.outgoing, want.view_as(keys.outgoing))
+        torch.testing.assert_close(outgoing, want.view_as(outgoing))
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])

@@ -41,6 +41,8 @@ class ElasticCache(Policy):
     paper = "arXiv 2407.18121"
     default_retain = 0.25
     shared = True
+    # the distance rule needs no scores
+    observes_steps = False
 
     compact: str = "nearest"
     distance: int = -25
@@ -55,9 +57,6 @@ class ElasticCache(Policy):
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
         """``[B, Hkv, K]``: sums over queries, mean over all heads."""
-        if self.scheduled and attention.query.shape[2] == 1:
-            # the distance rule needs no scores
-            return before
         return before + column_sums(attention).mean(1, keepdim=True)
 
     def score(self, keys: KeyBatch) -> Tensor:

@@ -1,0 +1,117 @@
+"""Layers of one cache as the rows of one batch, so that what is done with their keys is done once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .index import KeyIndex
+from .layer import Survivors
+from .packed import QuantisedLayer
+
+
+class Together:
+    """Layers on one device whose keys have one type, and that hold as many heads; a layer with packed keys comes alone.
+
+    rows : of each layer. ``R``, rows of all layers, one layer after the other. width : slots of the longest layer; short ones
+        end in padding.
+    """
+
+    def __init__(self, layers: Sequence[QuantisedLayer]) -> None:
+        self.layers = list(layers)
+        self.rows, self.width = len(layers[0].keys), max(len(layer.index) for layer in layers)
+
+    @cached_property
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, ``[R, Hkv, K, D]``; see :meth:`.layer.CompressedLayer.stored`."""
+        keys, values = zip(*(layer.stored() for layer in self.layers), strict=True)
+        return self._joined(keys, 2), self._joined(values, 2)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """``[R, 1 or Hkv, K]`` int32, where every key came from; -1 for none."""
+        heads = max(layer.index.by_head.shape[1] for layer in self.layers)
+        return self._joined([layer.index.by_head.expand(-1, heads, -1) for layer in self.layers], 2, -1)
+
+    @property
+    def lengths(self) -> Tensor:
+        """``[R, 1 or Hkv]`` long on the CPU, how many keys there are."""
+        return torch.cat([layer.index.lengths.expand(-1, self.index.shape[1]) for layer in self.layers])
+
+    @property
+    def in_order(self) -> bool:
+        """Whether all slots hold keys, in the order of their places."""
+        return all(
+            not layer.index.padded and not layer.packed and layer.dequantised is None and len(layer.index) == self.width
+            for layer in self.layers
+        )
+
+    @property
+    def loose(self) -> Tensor:
+        """``[R, 1 or Hkv, K]`` bool, keys that are not packed, and never were."""
+        packed = any(layer.packed or layer.dequantised is not None for layer in self.layers)
+        return (self.index >= 0) & ~self.layers[0].once() if packed else self.index >= 0
+
+    @cached_property
+    def received(self) -> Tensor | None:
+        """``[R, Hkv, K]`` float32, the figures of all slots, zero where there are none yet; None where there are none at
+        all."""
+        figures = [x for layer in self.layers if (x := layer.schedule.received) is not None]
+        return self._joined(figures, 2) if figures else None
+
+    @cached_property
+    def threshold(self) -> Tensor | None:
+        """``[R, Hkv]``, see :class:`.layer.ScheduleState`."""
+        bars = [x for layer in self.layers if (x := layer.schedule.threshold) is not None]
+        return torch.cat(bars) if bars else None
+
+    def queries(self, count: int) -> tuple[Tensor, Tensor]:
+        """The last ``count`` queries that are remembered, ``[R, Hq, n, D]``, and their places ``[R, n]`` long."""
+        queries = _by_forward([layer.schedule.queries for layer in self.layers], 2)
+        places = _by_forward([layer.schedule.places for layer in self.layers], 1)
+        first = max(0, places.shape[1] - count)
+        return queries[:, :, first:], places[:, first:].long()
+
+    def mask(self, places: Tensor, window: int | None) -> Tensor:
+        """``[R, 1 or Hkv, q, K]`` bool: which keys the queries at ``places [R, q]`` see through a sliding ``window``."""
+        index = self.index if self.index.shape[1] > 1 else self.index[:, 0]
+        seen = KeyIndex(index, True, self.layers[0].seen).mask(places, window)
+        assert seen is not None
+        return seen
+
+    def observed(self, received: Tensor) -> None:
+        """Take what was made of all queries up to here, ``[R, Hkv, K]`` float32."""
+        self.received = received
+        for layer, mine in zip(self.layers, received.split(self.rows), strict=True):
+            layer.schedule.received, layer.schedule.unseen = mine, 0
+
+    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None) -> None:
+        """See :meth:`.layer.CompressedLayer.evict`, for all rows."""
+        if len(self.layers) == 1:
+            self.layers[0].evict(kept, merged, lengths)
+            return
+        keys, values = self.stored if merged is None else merged
+        left = Survivors.of(keys, values, self.index, kept, self.received, lengths)
+        for layer, mine in zip(self.layers, left.split(self.rows), strict=True):
+            layer.take(mine)
+
+    def _joined(self, parts: Sequence[Tensor], dim: int, fill: float = 0) -> Tensor:
+        """The rows of all layers, of which each has its slots along ``dim``, filled up to one width."""
+        sizes = {part.shape[dim] for part in parts}
+        behind = (0,) * (2 * (parts[0].dim() - dim) - 1)
+        if len(sizes) > 1:
+            parts = [pad(part, (*behind, self.width - part.shape[dim]), value=fill) for part in parts]
+        whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        missing = self.width - whole.shape[dim]
+        return pad(whole, (*behind, missing), value=fill) if missing else whole
+
+
+def _by_forward(blocks: list[tuple[Tensor, ...]], dim: int) -> Tensor:
+    """The blocks of every layer one behind the other along ``dim``, the rows of all layers along the first axis: the layers
+    of one forward are joined first, since steps are fewer than layers."""
+    joined = [torch.cat(forward) if len(forward) > 1 else forward[0] for forward in zip(*blocks, strict=True)]
+    return torch.cat(joined, dim=dim) if len(joined) > 1 else joined[0]
