@@ -254,7 +254,7 @@ class QuantisedLayer(CompressedLayer):
             super().crop(tokens_to_remove)
             return
         self.seen += int(tokens_to_remove)
-        self.schedule.crop(self.seen)
+        self.schedule.crop(-int(tokens_to_remove))
         groups = [group.cropped(self.seen) for group in self._parted()]
         rest = self.index.by_head
         stays = (rest >= 0) & (rest < self.seen)
