@@ -75,5 +75,6 @@ def choose(policy: Policy, scores: Tensor, among: Tensor, count: Tensor, officia
 def per_head(scores: Tensor, of: Tensor, count: Tensor) -> Tensor:
     """``[B, Hkv, K]`` bool: the best keys among ``of [B, K]`` of every head, ``count [B]`` or ``[B, Hkv]``."""
     heads = scores.shape[1]
-    wanted = count.flatten() if count.dim() == 2 else count.repeat_interleave(heads)
-    return top_mask(scores.flatten(0, 1), of.repeat_interleave(heads, dim=0), wanted).view_as(scores)
+    if heads > 1:
+        of, count = of.repeat_interleave(heads, dim=0), count if count.dim() == 2 else count.repeat_interleave(heads)
+    return top_mask(scores.flatten(0, 1), of, count.flatten()).view_as(scores)

@@ -79,9 +79,14 @@ class ScheduleState:
             queries, places = self.queries[0][:, :, over:].clone(), self.places[0][:, over:].clone()
             self.queries, self.places = (queries, *self.queries[1:]), (places, *self.places[1:])
 
-    def crop(self, seen: int) -> None:
-        """Queries from place ``seen`` on are as padding from here on."""
-        self.places = tuple(x.masked_fill(x >= seen, -1) for x in self.places)
+    def crop(self, count: int) -> None:
+        """Forget the last ``count`` queries."""
+        self.unseen = max(0, self.unseen - count)
+        while self.places and count > 0:
+            queries, places, left = self.queries[-1], self.places[-1], self.places[-1].shape[1] - count
+            self.queries, self.places, count = self.queries[:-1], self.places[:-1], -left
+            if left > 0:
+                self.remember(queries[:, :, :left], places[:, :left])
 
     def rebase(self, fewer: int) -> None:
         """Count places anew, of which there are ``fewer`` before the last ones."""
@@ -300,7 +305,7 @@ class CompressedLayer(DynamicLayer):
             return
         self.seen += tokens_to_remove
         self.shared.crop(self.seen)
-        self.schedule.crop(self.seen)
+        self.schedule.crop(-tokens_to_remove)
         if self.ragged is not None:
             index = self.index.by_head
             self.evict((index >= 0) & (index < self.seen))

@@ -85,8 +85,9 @@ def merge(
     one = torch.ones_like(best)
     weight = (best + 1) / 2 if how == "blend" else best if how in ("weighted", "ema") else one
     mass = weight if how == "blend" else one
-    made = [_add(x, at, pivot, takes, weight, mass, half=how == "pivot") for x in (keys, values)]
-    return Merge(made[0], made[1], threshold)
+    flow = _Flow.of(at, pivot, takes, weight, mass, keys.shape[2])
+    half = how == "pivot"
+    return Merge(flow.into(keys, half), flow.into(values, half), threshold)
 
 
 def _most_alike(keys: Tensor, kept: Tensor, at: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,21 +122,44 @@ def _by_rank(best: Tensor, takes: Tensor) -> Tensor:
     return (best.masked_fill(~takes, 0.0).sum(1) / takes.sum(1).clamp(min=1))[:, None].expand_as(best)
 
 
-def _add(x: Tensor, at: Tensor, pivot: Tensor, takes: Tensor, weight: Tensor, mass: Tensor, half: bool) -> Tensor:
-    """``(p + sum(weight * x)) / (1 + sum(mass))`` for every slot ``p`` that something of ``at [B, H, n]`` flows into; others as
-    they are."""
-    slots = x.shape[:3].numel()
-    head = torch.arange(0, slots, x.shape[2], device=x.device).view(*x.shape[:2], 1)
-    # what flows nowhere comes last, into a slot that is none; so every size is known without asking the device
-    flat = pad(x.flatten(0, 2), (0, 0, 0, 1))
-    onto, source = (pivot + head).masked_fill(~takes, slots).flatten().sort(stable=True)
-    run = pad((onto.diff() != 0).cumsum(0), (1, 0))
-    lengths = torch.searchsorted(run, torch.arange(len(run) + 1, device=x.device)).diff()
-    part, pivots = flat[(at + head).flatten()[source]].float(), flat[onto].float()
-    part = (part + pivots) / 2 if half else part * weight.flatten()[source, None]
-    # sums in a fixed order, without atomics
-    part = torch.cat([part, mass.flatten()[source, None]], dim=1)
-    summed = torch.segment_reduce(part, "sum", lengths=lengths, axis=0, unsafe=True)[run]
-    # all that flows into one slot puts the same number there
-    flat[onto] = ((pivots + summed[:, :-1]) / (1 + summed[:, -1:])).to(x.dtype)
-    return flat[:-1].view_as(x)
+@dataclass(frozen=True)
+class _Flow:
+    """What flows where, for keys and values alike: ``n`` keys in the order of the slots they flow into, the slots of all heads
+    counted on.
+
+    source, onto : ``[n]`` long, the slot of each, and that of its pivot, one behind the last for what flows nowhere.
+    run, lengths : ``[n]`` long, which of the runs of equal pivots each is in, and how long these are; 0 behind the last.
+    weight, mass : ``[n, 1]``, see :meth:`into`.
+    """
+
+    source: Tensor
+    onto: Tensor
+    run: Tensor
+    lengths: Tensor
+    weight: Tensor
+    mass: Tensor
+
+    @staticmethod
+    def of(at: Tensor, pivot: Tensor, takes: Tensor, weight: Tensor, mass: Tensor, total: int) -> _Flow:
+        """Keys ``at [B, H, n]`` of heads with ``total`` slots flow into ``pivot`` where that ``takes`` them."""
+        slots = takes.shape[0] * takes.shape[1] * total
+        head = torch.arange(0, slots, total, device=at.device).view(*at.shape[:2], 1)
+        # what flows nowhere comes last, into a slot that is none; so every size is known without asking the device
+        onto, order = (pivot + head).masked_fill(~takes, slots).flatten().sort(stable=True)
+        run = pad((onto.diff() != 0).cumsum(0), (1, 0))
+        lengths = torch.searchsorted(run, torch.arange(len(run) + 1, device=at.device)).diff()
+        weight, mass = (each.flatten()[order, None] for each in (weight, mass))
+        return _Flow((at + head).flatten()[order], onto, run, lengths, weight, mass)
+
+    def into(self, x: Tensor, half: bool) -> Tensor:
+        """``(p + sum(weight * x)) / (1 + sum(mass))`` for every slot ``p`` of ``x [B, H, K, D]`` that something flows into,
+        others as they are; ``half``: the mean of what flows and ``p`` in place of ``weight * x``."""
+        flat = pad(x.flatten(0, 2), (0, 0, 0, 1))
+        part, pivots = flat[self.source].float(), flat[self.onto].float()
+        part = (part + pivots) / 2 if half else part * self.weight
+        # sums in a fixed order, without atomics
+        part = torch.cat([part, self.mass], dim=1)
+        summed = torch.segment_reduce(part, "sum", lengths=self.lengths, axis=0, unsafe=True)[self.run]
+        # all that flows into one slot puts the same number there
+        flat[self.onto] = ((pivots + summed[:, :-1]) / (1 + summed[:, -1:])).to(x.dtype)
+        return flat[:-1].view_as(x)

@@ -255,7 +255,7 @@ class QuantisedLayer(CompressedLayer):
             return
         self.seen += int(tokens_to_remove)
         self.shared.crop(self.seen)
-        self.schedule.crop(self.seen)
+        self.schedule.crop(-int(tokens_to_remove))
         groups = [group.cropped(self.seen) for group in self._parted()]
         rest = self.index.by_head
         stays = (rest >= 0) & (rest < self.seen)

@@ -70,18 +70,19 @@ class Together:
         return torch.cat(bars) if bars else None
 
     def queries(self, count: int) -> tuple[Tensor, Tensor]:
-        """The last ``count`` queries that are remembered, ``[R, Hq, n, D]``, and their places ``[R, n]`` long."""
+        """The last ``count`` queries that are remembered, ``[R, Hq, n, D]``, and their places ``[R, n]``."""
         queries = _by_forward([layer.schedule.queries for layer in self.layers], 2)
         places = _by_forward([layer.schedule.places for layer in self.layers], 1)
         first = max(0, places.shape[1] - count)
-        return queries[:, :, first:], places[:, first:].long()
+        return queries[:, :, first:], places[:, first:]
 
-    def mask(self, places: Tensor, window: int | None) -> Tensor:
-        """``[R, 1 or Hkv, q, K]`` bool: which keys the queries at ``places [R, q]`` see through a sliding ``window``."""
-        index = self.index if self.index.shape[1] > 1 else self.index[:, 0]
-        seen = KeyIndex(index, True, self.layers[0].seen).mask(places, window)
-        assert seen is not None
-        return seen
+    def mask(self, places: Tensor, window: int | None) -> Tensor | None:
+        """``[R, 1 or Hkv, q, K]`` bool: which keys the last queries, at ``places [R, q]``, see through a sliding ``window``;
+        None where it is all up to their own."""
+        seen = self.layers[0].seen
+        if self.in_order and (window is None or seen <= window):
+            return None
+        return KeyIndex(self.index if self.index.shape[1] > 1 else self.index[:, 0], True, seen).mask(places, window)
 
     def observed(self, received: Tensor) -> None:
         """Take what was made of all queries up to here, ``[R, Hkv, K]`` float32."""

@@ -116,7 +116,8 @@ class CacheOptions:
     compact : what becomes of the other keys. ``evict`` drops them; ``pivot``, ``weighted``, ``average`` (LOOK-M), ``ema:0.5``
         (D2O) and ``blend`` merge them into the kept key of largest cosine; ``nearest`` into the nearest in the sequence
         (Elastic Cache).
-    every : 0 compacts at the end of prefill only; n also after every n decode steps, back to the size that prefill left.
+    every : 0 compacts at the end of prefill only; n also after every n decode steps, back to the size that prefill left. Each
+        time all that is stored is moved, so that a step costs less the larger n is: from 16 on next to nothing.
     cap : keys that each head of a layer may hold, over all turns, instead of what prefill left; 0 for no cap.
     growth : keys by which that limit grows with every decoded token.
     chunk : number of neighbouring keys that stay or go together, as in ChunkKV, arXiv 2502.00299 (10 there): all have the mean

@@ -72,6 +72,11 @@ class Eviction:
         return {} if self.prompt is None else self.prompt.pictured
 
     @property
+    def chooses(self) -> bool:
+        """Whether keys of a prompt are scored layer by layer, which takes time worth measuring."""
+        return not self.policy.recalls
+
+    @property
     def waiting(self) -> bool:
         """Whether any layer waits for the end of the forward."""
         if self.prompt is None:

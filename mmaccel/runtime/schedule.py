@@ -162,7 +162,7 @@ class Schedule:
         differ every (row, head) is a row."""
         (keys, values), index, schedule = together.stored, together.index.long(), together.layers[0].schedule
         received, heads, outgoing = together.received, index.shape[1], None
-        queries, places = keys.new_zeros(len(keys), keys.shape[1], 0, keys.shape[3]), index[:, 0, :0]
+        queries, places = keys.new_empty(len(keys), keys.shape[1], 0, keys.shape[3]), index[:, 0, :0]
         if self.policy.window and schedule.queries:
             queries, places = together.queries(self.policy.window)
         if self.policy.needs_outgoing:
@@ -189,7 +189,7 @@ class Schedule:
             keys=sorted_(keys),
             values=sorted_(values),
             queries=queries,
-            places=places.repeat_interleave(heads, dim=0),
+            places=places.long().repeat_interleave(heads, dim=0),
             valid=index >= 0,
             visual=picture >= 0,
             index=index,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ class Stages:
                 seen = stage.method.look(attention)
             forward.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
         if self.eviction is not None:
-            with forward.measured("selection", device):
+            with forward.measured("selection", device) if self.eviction.chooses else nullcontext():
                 self.eviction.after_attention(number, query, key, visible, scaling, window)
         if self.packing is not None:
             self.packing.note_queries(number, query, key.shape[1])

@@ -86,7 +86,7 @@ def test_cropping_takes_the_figures_along(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ("image", "uneven"))
-@pytest.mark.parametrize("name", ("h2o", "snapkv"))
+@pytest.mark.parametrize("name", ("h2o", "adaptive"))
 def test_tokens_that_are_taken_back_are_not_observed(name: str, kind: str) -> None:
     """What they attended to does not count when keys are chosen later."""
     family, feed = "llava", zoo.inputs("llava", kind)
@@ -105,9 +105,8 @@ def test_tokens_that_are_taken_back_are_not_observed(name: str, kind: str) -> No
                 model(input_ids=token[:, None], past_key_values=one, use_cache=True)
     ours, theirs = (places(one, feed["input_ids"].shape[1] + 5) for one in (cache, twin))
     assert torch.equal(ours, theirs) and (before & ~ours).any()
-    if name == "h2o":
-        for one, other in zip(cache.layers, twin.layers, strict=True):
-            torch.testing.assert_close(one.schedule.received, other.schedule.received)
+    for one, other in zip(cache.layers, twin.layers, strict=True):
+        torch.testing.assert_close(one.schedule.received, other.schedule.received)
 
 
 @pytest.mark.parametrize("name", ("tova", "elastic"))

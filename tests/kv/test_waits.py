@@ -5,15 +5,18 @@ Counts are those of a simulated machine (see `simulated`).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import simulated
 import torch
 import zoo
+from evicting import SCHEDULES
 from laws import helpers
 from tail import few
 
+import mmaccel
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.layer import CompressedLayer
@@ -62,8 +65,8 @@ RECIPES = {
 QUICK = ("text", "merged")
 
 
-def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:
-    """How often the host waits in the prompt, and in every decode step."""
+def forwards(made: Recipe, layers: int, kind: str = "image", steps: int = STEPS) -> list[simulated.Counts]:
+    """What is asked of the machine in the prompt, and in every decode step."""
     counts = []
     with simulated.machine() as gpu:
         model, feed = gpu.put(zoo.model("llava", num_hidden_layers=layers)), gpu.put(zoo.inputs("llava", kind))
@@ -72,10 +75,55 @@ def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:
                 model.register_forward_pre_hook(lambda *_: counts.append(gpu.counts.copy())),
                 model.register_forward_hook(lambda *_: counts.append(gpu.counts.copy())),
             ]
-            model.generate(**feed, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)
+            model.generate(**feed, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
             for handle in handles:
                 handle.remove()
-    return [sum(after.since(before).waits.values()) for before, after in zip(counts[::2], counts[1::2], strict=True)]
+    return [after.since(before) for before, after in zip(counts[::2], counts[1::2], strict=True)]
+
+
+def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:
+    """How often the host waits in the prompt, and in every decode step."""
+    return [sum(counts.waits.values()) for counts in forwards(made, layers, kind)]
+
+
+#: of what evicts while it decodes: for how many steps, and on which prompt; the launches of a step above the bare model's, of
+#: all layers together and of each, and how often it waits, mean over the steps
+STEP = {
+    "h2o-decode": (mmaccel.recipe("h2o-decode"), 1, "image", (88, 1, 0)),
+    "streaming-llm-decode": (mmaccel.recipe("streaming-llm-decode"), 1, "image", (69, 1, 0)),
+    "elastic-cache-decode": (mmaccel.recipe("elastic-cache-decode"), 2, "image", (77.5, 1, 0)),
+    "d2o": (mmaccel.recipe("d2o"), 1, "image", (177, 1, 0)),
+    "d2o-16": (mmaccel.recipe("d2o").override(every=16), 16, "image", (16.2, 1, 0)),
+    "snapkv-8": (SCHEDULES["snapkv"].override(every=8), 8, "image", (20, 1, 0)),
+    "text": (SCHEDULES["h2o-visual"], 1, "image", (85, 1, 1)),
+    "heads": (SCHEDULES["adaptive"].override(every=8), 8, "image", (32, 5.4, 0)),
+    "uneven": (SCHEDULES["h2o"].override(every=8), 8, "uneven", (32, 8.7, 0)),
+}
+#: layers of a model of today
+DEPTH = 28
+
+
+@functools.cache
+def a_step(name: str | None, layers: int) -> tuple[float, float]:
+    """Launches and waits of a decode step, mean over the steps; of the bare model's without a name."""
+    made, steps, kind, _ = (mmaccel.recipe("none"), 1, "image", ()) if name is None else STEP[name]
+    counts = forwards(made, layers, kind, steps + 1)[1:]
+    return tuple(
+        sum(sum(of.values()) for of in each) / steps
+        for each in zip(*((c.launches, c.waits) for c in counts), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", few(STEP, ("h2o-decode", "d2o")))
+def test_what_a_step_costs_that_evicts(name: str) -> None:
+    """A recipe of the book starts at most a fifth more than the bare model, at the depth of today."""
+    few, many, bare, deeper = (a_step(which, layers) for which in (name, None) for layers in (4, 8))
+    own, bare_own = (many[0] - few[0]) / 4, (deeper[0] - bare[0]) / 4
+    together = few[0] - bare[0] - 4 * (own - bare_own)
+    *launches, waits = STEP[name][-1]
+    assert few[1] == many[1] == waits and together <= launches[0] and own - bare_own <= launches[1]
+    if name in mmaccel.recipes():
+        assert few[0] + (DEPTH - 4) * own <= 1.2 * (bare[0] + (DEPTH - 4) * bare_own)
 
 
 @pytest.mark.parametrize("name", few(RECIPES, QUICK))
@@ -84,6 +132,11 @@ def test_more_layers_make_the_host_wait_no_more_often(name: str) -> None:
     assert waits(RECIPES[name], 8) == four
     # what a text codec packs of what was said is asked once a step, for all layers
     assert max(four[1:]) <= (name == "two codecs")
+
+
+def test_what_does_nothing_at_a_prompt_is_not_timed() -> None:
+    few, many = (forwards(mmaccel.recipe("dycoke-cache"), layers, steps=1)[0].events for layers in (4, 8))
+    assert few == many
 
 
 @pytest.mark.full
