@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..core import masks
 from .index import KeyIndex, leftmost
@@ -17,20 +19,27 @@ class Choices:
     """What a step chooses from in the layers that share an index, by the slots of what was stored when this was made.
 
     index : that of the layers. stored : how many slots it had; whatever came later is always read.
-    units : ``[B, 1 or Hkv, P, unit]`` long, the slots of visual keys in their order, some consecutive ones in every unit.
+    units : ``[B, 1 or Hkv, P + 1, unit]`` long, the slots of visual keys in their order, some consecutive ones in every unit;
+        the last one is empty.
     always : ``[B, 1 or Hkv, A]`` long, the slots of all other keys. -1 is none, in both.
+    gone : ``[B, 1 or Hkv, P]`` bool, units that are empty as well.
     count : ``[B, 1 or Hkv]`` long, how many units are read. most : the largest of them.
-    all_there : whether neither has a -1, and every row and head reads ``most``. everything : whether all are read.
+    unread : ``[B, 1 or Hkv, most]`` bool, which of so many are too many.
+    all_there : whether no key is missing in any unit but the last, and every row and head reads ``most``.
+    everything : whether all are read.
     """
 
     index: KeyIndex
     stored: int
     units: Tensor
     always: Tensor
+    gone: Tensor
     count: Tensor
+    unread: Tensor
     most: int
     all_there: bool
     everything: bool
+    _later: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def make(
@@ -56,11 +65,11 @@ class Choices:
         order = known.argsort(dim=-1, stable=True)
         known = known.gather(2, order)
         there, within = known >= 0, known.clamp(0, visual.shape[1] - 1)
-        seen = visual[:, None].expand(-1, known.shape[1], -1).gather(2, within)
-        seen &= there & (known < visual.shape[1])
-        total = there.sum(-1, keepdim=True)
-        newest = recent if isinstance(recent, int) else (total * recent + 0.5).long()
-        fixed = seen & ((there.cumsum(-1) <= sinks) | (masks.suffix_sums(there) <= newest))
+        # what the ends are does not move with what is generated
+        prompt = there & (known < visual.shape[1])
+        seen = visual[:, None].expand(-1, known.shape[1], -1).gather(2, within) & prompt
+        newest = recent if isinstance(recent, int) else (prompt.sum(-1, keepdim=True) * recent + 0.5).long()
+        fixed = seen & ((prompt.cumsum(-1) <= sinks) | (masks.suffix_sums(prompt) <= newest))
         rivals = seen & ~fixed
         others, size = there & ~rivals, rivals.sum(-1)
         units = wanted((count[:, None] - fixed.sum(-1)).clamp(min=0), size)
@@ -72,36 +81,50 @@ class Choices:
             at, held = masks.leftmost(mask, width)
             return order.gather(2, at).masked_fill(~held, -1)
 
-        at = torch.nn.functional.pad(slots(rivals, most_rivals), (0, -most_rivals % unit), value=-1)
+        # to whole units, and an empty one more
+        made = pad(slots(rivals, most_rivals), (0, -most_rivals % unit + unit), value=-1).unflatten(2, (-1, unit))
         alike = least == [most_rivals, most_others, most, most_pages] and most_rivals % unit == 0
-        everything = bool((told[2] == told[3]).all())
         return Choices(
             index,
             len(index),
-            at.unflatten(2, (most_pages, unit)),
+            made,
             slots(others, most_others),
+            made[:, :, :-1, 0] < 0,
             units,
+            torch.arange(most, device=units.device) >= units[..., None],
             most,
             alike,
-            everything,
+            bool((told[2] == told[3]).all()),
         )
 
     def read(self, picked: Tensor, total: int) -> Tensor:
         """The slots that are read of ``total``: ``[B, 1 or Hkv, R]`` long, -1 for none, for the units ``picked [B, 1 or Hkv,
-        n]``, -1 for none."""
+        n]``."""
         heads = max(picked.shape[1], self.units.shape[1])
-        rows, unit = len(picked), self.units.shape[3]
-        picked = picked.expand(-1, heads, -1)[..., None]
-        slots = self.units.expand(-1, heads, -1, -1).gather(2, picked.clamp(min=0).expand(-1, -1, -1, unit))
-        if not self.all_there:
-            slots = slots.masked_fill(picked < 0, -1)
-        later = torch.arange(self.stored, total, device=slots.device).expand(rows, heads, -1)
-        return torch.cat([self.always.expand(-1, heads, -1), slots.flatten(2), later], dim=-1)
+        if self.units.shape[3] == 1:
+            slots = self.units[..., 0].expand(-1, heads, -1).gather(2, picked.expand(-1, heads, -1))
+        else:
+            at = picked.expand(-1, heads, -1)[..., None].expand(-1, -1, -1, self.units.shape[3])
+            slots = self.units.expand(-1, heads, -1, -1).gather(2, at).flatten(2)
+        return torch.cat([self.rest(total).expand(-1, heads, -1), slots], dim=-1)
+
+    def rest(self, total: int) -> Tensor:
+        """The slots of ``total`` that every step reads, ``[B, 1 or Hkv, A + later]`` long; made once for all layers."""
+        if self._later.get("total") != total:
+            later = torch.arange(self.stored, total, device=self.always.device).expand(*self.always.shape[:2], -1)
+            self._later.update(total=total, slots=torch.cat([self.always, later], dim=-1))
+        slots: Tensor = self._later["slots"]
+        return slots
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that is kept from step to step."""
+        return [self.units, self.always, self.gone, self.count, self.unread]
 
     def select(self, rows: Tensor) -> Choices:
         """Keep, repeat or reorder rows of the batch."""
         rows = rows.to(self.units.device)
-        return replace(self, units=self.units[rows], always=self.always[rows], count=self.count[rows])
+        held = {name: getattr(self, name)[rows] for name in ("units", "always", "gone", "count", "unread")}
+        return replace(self, **held, _later={})
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +157,7 @@ class SparseMemory:
         """Every tensor that is carried."""
         held = [x for x in (self.count, self.paid, self.chosen) if x is not None]
         for layer in self.layers.values():
-            held += [layer.choices.units, layer.choices.always, layer.choices.count]
-            held += [*layer.summary.values(), *layer.carried.values()]
+            held += [*layer.choices.tensors(), *layer.summary.values(), *layer.carried.values()]
         return held
 
     def to(self, device: torch.device) -> SparseMemory:

@@ -36,26 +36,26 @@ class ReadStep:
 
     query : ``[B, Hq, D]``, of the new token.
     keys : ``[B, Hkv, K, D]``, all that are stored, in any order.
-    slots : ``[B, 1 or Hkv, P, page]`` long, where the keys of every unit stand among them; -1 for none.
+    slots : ``[B, 1 or Hkv, P, page]`` long, where the keys of every unit stand among them; -1 for none. gone : ``[B, 1 or Hkv,
+        P]`` bool, units without any key.
     summary : what :meth:`ReadingPolicy.summarise` returned for this layer.
     carried : what :meth:`ReadingPolicy.pick` returned in the last step; empty in the first.
-    count : ``[B, 1 or Hkv]`` long, how many units are to be read. most : the largest of them, on the host.
+    most : how many units are to be read at most. unread : ``[B, 1 or Hkv, most]`` bool, which of so many are too many for a
+        row and head.
+    all_there : whether nothing is ``gone`` and nothing ``unread``.
     scaling : the factor of ``q . k`` in attention.
     """
 
     query: Tensor
     keys: Tensor
     slots: Tensor
+    gone: Tensor
     summary: Mapping[str, Tensor]
     carried: Mapping[str, Tensor]
-    count: Tensor
     most: int
+    unread: Tensor
+    all_there: bool
     scaling: float
-
-    @property
-    def there(self) -> Tensor:
-        """``[B, 1 or Hkv, P]`` bool: the units that hold any key."""
-        return self.slots[..., 0] >= 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class ReadingPolicy(Policy):
         return torch.minimum(count, there)
 
     def pick(self, step: ReadStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """The units that are read, ``[B, 1 or Hkv, n]`` long with -1 for none, and what the next step is given as
+        """The units that are read, ``[B, 1 or Hkv, n]`` long with ``P`` for none, and what the next step is given as
         ``carried``, ``[B, ...]`` each. By default the best by :meth:`rate`, of equal ones the first."""
         return best(self.rate(step), step), {}
 
@@ -129,12 +129,13 @@ class ReadingPolicy(Policy):
 
 
 def best(ratings: Tensor, step: ReadStep) -> Tensor:
-    """The ``step.count`` units of highest ``ratings [B, 1 or Hkv, P]``, of equal ones the first: ``[B, 1 or Hkv, most]``
-    long, -1 for none."""
-    ratings = ratings.masked_fill(~step.there, -torch.inf)
+    """The units of highest ``ratings [B, 1 or Hkv, P]``, of equal ones the first, as many as are to be read: ``[B, 1 or Hkv,
+    most]`` long, ``P`` for none."""
+    if step.all_there:
+        return ratings.argsort(dim=-1, descending=True, stable=True)[..., : step.most]
+    ratings = ratings.masked_fill(step.gone, -torch.inf)
     order = ratings.argsort(dim=-1, descending=True, stable=True)[..., : step.most]
-    number = torch.arange(order.shape[-1], device=order.device)
-    return order.masked_fill(number >= step.count[..., None], -1)
+    return order.masked_fill(step.unread, step.gone.shape[-1])
 
 
 def by_kv_head(x: Tensor, heads: int) -> Tensor:

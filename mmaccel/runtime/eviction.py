@@ -26,7 +26,7 @@ from .layer_budgets import KNOWN, Undecided, by_content, known, prompt_budget
 from .places import Tokens, prompt_grid, question_span
 from .plan import PlannedStage
 from .schedule import Schedule
-from .sparse import Read, first_layer, layer_of, note_prompt, read_layer, sparse_read
+from .sparse import Read, first_layer, layer_of, note_prompt, prepare_reads, read_layer, sparse_read
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Eviction:
 
     prompt : what it does at the end of a prompt; None for a continuation.
     pre_rope : ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, the queries of the layer at work before RoPE, if the policy looks at them.
+    scaling : the factor of ``q . k`` in the attention of a prompt, noted for what is done when it is over.
     """
 
     def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
@@ -60,6 +61,7 @@ class Eviction:
         if self.prompt is not None:
             self.schedule.catch_up()
         self.pre_rope: Tensor | None = None
+        self.scaling = 1.0
 
     @property
     def figures(self) -> list[Tensor]:
@@ -123,6 +125,9 @@ class Eviction:
         """The forward is over: evict from the layers that waited for it."""
         if self.prompt is not None:
             self.prompt.settle()
+            if isinstance(self.policy, ReadingPolicy):
+                first = layer_of(self.policy.layer, self.depth)
+                prepare_reads(self.policy, self.state.layers[first:], self.scaling)
         if self.policy.scheduled:
             self.schedule.settle(self.prompt is not None)
 
@@ -147,6 +152,7 @@ class Eviction:
         """At a prompt note what there is; at a decode step choose what the layers from ``layer`` on read."""
         if self.prompt is not None:
             self.prompt.note(number, query.device)
+            self.scaling = scaling
             return
         if isinstance(self.policy, ReadingPolicy):
             # chosen before the attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,11 +89,13 @@ def read_layer(
     step = ReadStep(
         query[:, :, 0],
         keys,
-        choices.units,
+        choices.units[:, :, :-1],
+        choices.gone,
         held.summary,
         held.carried,
-        choices.count,
         choices.most,
+        choices.unread,
+        choices.all_there,
         scaling,
     )
     picked, carried = policy.pick(step)
@@ -100,10 +103,19 @@ def read_layer(
     return _gathered(choices.read(picked, keys.shape[2]), choices.all_there, keys, values, visible)
 
 
+def prepare_reads(policy: ReadingPolicy, layers: Sequence[CompressedLayer], scaling: float) -> None:
+    """A prompt is over: what these layers choose from in the steps that follow."""
+    for layer in layers:
+        memory = layer.shared.sparse
+        assert memory is not None
+        memory.layers[layer.number] = _looked_at(policy, layer, memory, layer.stored()[0], scaling)
+
+
 def _looked_at(
     policy: ReadingPolicy, layer: CompressedLayer, memory: SparseMemory, keys: Tensor, scaling: float
 ) -> LayerRead:
-    """What a layer chooses from, and what the policy makes of it; for the first time, or since it stores its keys otherwise."""
+    """What a layer chooses from, and what the policy makes of it; at the end of a prompt, or when it stores its keys otherwise
+    than before."""
     choices = memory.choices(layer.index)
     if choices is None:
         table = layer.shared.grid_table
@@ -114,7 +126,7 @@ def _looked_at(
         )
     if choices.everything or not policy.summarises:
         return LayerRead(choices, {}, {})
-    slots = choices.units
+    slots = choices.units[:, :, :-1]
     at = slots.clamp(min=0).expand(-1, keys.shape[1], -1, -1)
     units = keys.gather(2, at.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1])).unflatten(2, at.shape[2:])
     return LayerRead(choices, policy.summarise(KeyUnits(units, slots >= 0, scaling)), {})

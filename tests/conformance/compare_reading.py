@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from comparators import Arrays, Params, close
+from comparators import Arrays, Params, close, same_set
 from harness import CacheRun, make
 from torch import Tensor
 
@@ -66,6 +66,45 @@ def quest(params: Params, arrays: Arrays) -> None:
     close(torch.einsum("bhk,bhkd->bhd", weight, values), arrays["out_attn_output"])
 
 
+def tokenselect(params: Params, arrays: Arrays) -> None:
+    """Three steps, all of which choose anew; the query of theirs is the mean of a chunk, and scores are bfloat16."""
+    keys = arrays["in_k"].transpose(0, 1)[None]
+    policy = make(
+        "tokenselect",
+        alike=2.0,
+        pool=params["kernel_size"],
+        sinks=params["n_init"],
+        recent=params["n_local"],
+        interleaved=True,
+    )
+    for number in range(3):
+        query = arrays[f"in_q{number}"].mean(0).view(1, -1, 1, keys.shape[3])
+        run = prompted(policy, params["n_init"] + params["top_k"] + params["n_local"], keys)
+        ours = read(run, query)
+        assert ours.shape[1] == 1 or (ours == ours[:, :1]).all(), "heads read different keys"
+        same_set(ours[0, 0].nonzero()[:, 0], arrays[f"out_indices{number}"])
+
+
+def loki(params: Params, arrays: Arrays) -> None:
+    """In the components that the vector gives; theirs ranks for every query head."""
+    query, keys = arrays["in_q"], by_query_head(arrays["in_k"], arrays["in_q"])
+    components = by_query_head(arrays["in_components"], query)
+    policy = make(
+        "loki", {"basis": lambda self, keys, there: components[..., : self.rank(keys.shape[3])]}, dims=params["d_f"]
+    )
+    run = prompted(policy, params["top_k"], keys)
+    ours = read(run, query)
+    assert torch.equal(ours, arrays["out_selected"])
+    logits = torch.einsum("bhqd,bhkd->bhk", query, keys) * keys.shape[3] ** -0.5
+    close(logits[ours], arrays["out_masked_logits"][ours])
+    assert run.state.shared.sparse is not None
+    summary = run.state.shared.sparse.layers[0].summary
+    low = torch.einsum("bhqd,bhdr,bhkr->bhk", query, summary["basis"], summary["keys"]) * keys.shape[3] ** -0.5
+    close((low.softmax(-1) * ours).sum(-1), arrays["out_alpha"])
+
+
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("mit-han-lab/Quest", "forward (q_len 1) / local_heavy_hitter_mask"): quest,
+    ("pzs19/TokenSelect", "TokenRetriever.retrieval_indices / get_topk_tokens"): tokenselect,
+    ("hpcgroup/loki", "mask_attn_pca_topk"): loki,
 }

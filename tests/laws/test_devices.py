@@ -23,7 +23,7 @@ import zoo
 from torch import Tensor
 
 from mmaccel import Recipe, UnsupportedError, accelerated, prepare, recipe, recipes
-from mmaccel.method import FramesMethod
+from mmaccel.method import FramesMethod, ReadingPolicy
 
 STEPS = 4
 FAMILIES = {
@@ -46,6 +46,7 @@ LAUNCHES = {
     "layers": (60, 1),
     "cache": (200, 8),
     "scheduled": (200, 2),
+    "reading": (40, 17),
     "codec": (120, 10),
 }
 
@@ -141,9 +142,17 @@ def agrees(family: str, kind: str, name: str, device: str) -> Ran:
 
 
 def sites(name: str) -> set[str]:
-    """The sites of a recipe; `scheduled` for a cache that goes on evicting while it decodes."""
+    """The sites of a recipe; `scheduled` for a cache that goes on evicting while it decodes, `reading` for one of which every
+    step reads a part."""
     built = [stage.build() for stage in recipe(name).stages]
-    return {"scheduled" if getattr(made, "scheduled", False) else made.site for made in built}
+    return {
+        "scheduled"
+        if getattr(made, "scheduled", False)
+        else "reading"
+        if isinstance(made, ReadingPolicy)
+        else made.site
+        for made in built
+    }
 
 
 def total(counts: Any) -> int:

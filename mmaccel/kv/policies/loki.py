@@ -1,0 +1,72 @@
+"""Loki: keys are ranked in the few dimensions in which they vary most, and those that rank highest are read in full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import MmaccelError
+from ...method import KeyUnits, ReadingPolicy, ReadStep
+from ...method.reading import agree, by_kv_head, check_reduce
+from ...method.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Loki(ReadingPolicy):
+    """Every decode step reads the visual keys with the largest logits in a low dimension; all keys stay stored.
+
+    *Loki: Low-rank Keys for Efficient Sparse Attention*, NeurIPS 2024, arXiv 2406.02542.
+
+    The principal components of the keys of every KV head are found once; query and keys meet in the first of them, without
+    subtracting the mean. The keys in these dimensions are kept with the cache, ``dims`` of the keys' memory. The authors
+    calibrate on a text corpus, here the components are those of the visual keys of the prompt itself; and they rank for every
+    query head, here those of one KV head agree.
+
+    Parameters
+    ----------
+    dims : components that are looked at, a number or a share of the head size. A quarter, as in the paper.
+    reduce : how the query heads of a KV head agree on its keys: by the ``max`` of their logits, or by the ``mean``.
+    """
+
+    name = "loki"
+    summary = "every decode step reads the visual keys with the largest logits in a low dimension"
+    paper = "arXiv 2406.02542"
+    default_retain = 0.25
+
+    dims: float = 0.25
+    reduce: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_reduce(self.name, self.reduce)
+        if self.dims <= 0 or (isinstance(self.dims, float) and self.dims > 1):
+            raise MmaccelError(f"loki: dims={self.dims} is out of range; give 1 or more, or a share up to 1.0.")
+
+    def summarise(self, units: KeyUnits) -> dict[str, Tensor]:
+        """``basis [B, Hkv, D, r]`` float32 and ``keys [B, Hkv, P, r]``, the visual keys in it."""
+        there = units.there[..., 0, None]
+        keys = units.keys[:, :, :, 0].float().masked_fill(~there, 0.0)
+        basis = self.basis(keys, there)
+        return {"basis": basis, "keys": (keys @ basis).to(units.keys.dtype)}
+
+    def basis(self, keys: Tensor, there: Tensor) -> Tensor:
+        """The first principal components ``[B, Hkv, D, r]`` of those of ``keys [B, Hkv, P, D]`` float32 that are ``there``,
+        ``[B, 1 or Hkv, P, 1]``; the others are zero."""
+        mean = keys.sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp(min=1)
+        centred = (keys - mean).masked_fill(~there, 0.0)
+        # by rising variance
+        components: Tensor = torch.linalg.eigh(centred.mT @ centred).eigenvectors
+        return components.flip(-1)[..., : self.rank(keys.shape[3])].contiguous()
+
+    def rank(self, width: int) -> int:
+        """How many components are looked at where heads are ``width`` wide."""
+        return min(width, self.dims if isinstance(self.dims, int) else max(1, int(self.dims * width + 0.5)))
+
+    def rate(self, step: ReadStep) -> Tensor:
+        """``[B, Hkv, P]`` float32: logits in the low dimension."""
+        basis, keys = step.summary["basis"], step.summary["keys"]
+        query = by_kv_head(step.query.float(), keys.shape[1]) @ basis
+        return agree(query @ keys.float().mT, self.reduce)
