@@ -62,8 +62,8 @@ RECIPES = {
 QUICK = ("text", "merged")
 
 
-def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:
-    """How often the host waits in the prompt, and in every decode step."""
+def counted(made: Recipe, layers: int, kind: str = "image") -> list[simulated.Counts]:
+    """What is asked of the device in the prompt, and in every decode step."""
     counts = []
     with simulated.machine() as gpu:
         model, feed = gpu.put(zoo.model("llava", num_hidden_layers=layers)), gpu.put(zoo.inputs("llava", kind))
@@ -75,7 +75,18 @@ def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:
             model.generate(**feed, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)
             for handle in handles:
                 handle.remove()
-    return [sum(after.since(before).waits.values()) for before, after in zip(counts[::2], counts[1::2], strict=True)]
+    return [after.since(before) for before, after in zip(counts[::2], counts[1::2], strict=True)]
+
+
+def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:
+    """How often the host waits in the prompt, and in every decode step."""
+    return [sum(step.waits.values()) for step in counted(made, layers, kind)]
+
+
+def launches_a_layer(made: Recipe, kind: str) -> list[float]:
+    """Kernels that each further layer starts, in the prompt and in every decode step."""
+    few, many = ([sum(step.launches.values()) for step in counted(made, layers, kind)] for layers in (4, 8))
+    return [(more - less) / 4 for less, more in zip(few, many, strict=True)]
 
 
 @pytest.mark.parametrize("name", few(RECIPES, QUICK))
@@ -84,6 +95,13 @@ def test_more_layers_make_the_host_wait_no_more_often(name: str) -> None:
     assert waits(RECIPES[name], 8) == four
     # what a text codec packs of what was said is asked once a step, for all layers
     assert max(four[1:]) <= (name == "two codecs")
+
+
+@pytest.mark.parametrize("kind", ["image", pytest.param("uneven", marks=pytest.mark.full)])
+def test_a_step_over_ragged_heads_needs_no_mask_and_no_sums(kind: str) -> None:
+    """Two launches above the bare model: the index grows, and partial results are merged."""
+    bare, ragged = launches_a_layer(Recipe("bare", ()), kind), launches_a_layer(RECIPES["heads"], kind)
+    assert [step - plain for step, plain in zip(ragged[2:], bare[2:], strict=True)] == [2.0] * (STEPS - 2)
 
 
 @pytest.mark.full
