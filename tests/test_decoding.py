@@ -51,15 +51,16 @@ def test_the_same_logits_without_padding(family, name, new, monkeypatch):
     model, inputs = zoo.model(family), dict(zoo.inputs(family, batch=2))
     then = torch.randint(10, 60, (2, new), generator=torch.Generator().manual_seed(0))
     want = steps(model, RECIPES[name], inputs, then)
-    read, padded = [], []
+    read, padded, masked = [], [], []
     attend, stored = decoding.attend, QuantisedLayer.stored
 
-    def watched(layer, query, *rest):
+    def watched(layer, query, visible, scaling):
         if not read:
             # what the prompt needed
             padded.clear()
         read.append(query.shape[2])
-        return attend(layer, query, *rest)
+        masked.append(visible is not None)
+        return attend(layer, query, visible, scaling)
 
     monkeypatch.setattr("mmaccel.runtime.attention.attend", watched)
     monkeypatch.setattr(QuantisedLayer, "stored", lambda layer: padded.append(layer.number) or stored(layer))
@@ -68,6 +69,9 @@ def test_the_same_logits_without_padding(family, name, new, monkeypatch):
     got = steps(model, RECIPES[name], inputs, then)
     assert read == [1] * (5 * layers) + [new] * (layers if new <= 16 else 0)
     assert bool(padded) == (new > 16)
+    if name == "ragged":
+        # lengths say it all, until a turn is padded
+        assert masked == [False] * (5 * layers) + [new > 1] * (layers if new <= 16 else 0)
     for mine, its in zip(got, want, strict=True):
         torch.testing.assert_close(mine, its, atol=2e-5, rtol=2e-5)
 

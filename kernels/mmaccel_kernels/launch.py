@@ -8,6 +8,7 @@ one warning that says why and what helps.
 from __future__ import annotations
 
 import subprocess
+import threading
 import warnings
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
@@ -108,8 +109,8 @@ def attempt(kernel: Callable[..., T], definition: Callable[..., T], *args: Any) 
         return definition(*args)
 
 
-def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch ``kernel``, a function under ``triton.jit``, on ``grid`` and the current device.
+def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Launch ``kernel``, a function under ``triton.jit``, on ``grid`` and the current device; returns what was compiled.
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
     if _failed and (known := _failed.get(_configuration(kernel, args, options))):
         raise Unbuildable(str(known))
     try:
-        kernel[grid](*args, **options)
+        return kernel[grid](*args, **options)
     except Exception as error:
         if not _of_the_build(error):
             raise
@@ -133,6 +134,72 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         _failed[_configuration(kernel, args, options)] = found
         raise Unbuildable(f"{name}: {found}") from error
+
+
+class Repeated:
+    """A kernel that is launched at every step: what Triton asks of every argument at every launch is asked once.
+
+    It serves calls that differ in pointers and in numbers that nothing is compiled for; those of one object are of the same
+    device, types and ``options`` (see :func:`enqueue`). What else Triton compiles for is whether pointers and numbers are
+    multiples of 16. The caller says whether all are (``even``); others go the long way.
+    """
+
+    def __init__(self, kernel: Any, options: dict[str, Any]) -> None:
+        self.kernel, self.options = kernel, options
+        self._made: Any = None
+        self._fixed: tuple[Any, ...] = ()
+
+    def launch(self, grid: tuple[int, int, int], even: bool, *args: Any) -> None:
+        """As :func:`enqueue`; ``args`` are all that come before the ``tl.constexpr`` ones."""
+        if even and self._made is not None:
+            self._made[grid](*args, *self._fixed)
+            return
+        made = enqueue(self.kernel, grid, *args, **self.options)
+        # AMD's compiler looks at sizes, too; interpreters and tests compile nothing
+        if even and torch.version.hip is None and hasattr(made, "asm"):
+            self._fixed = tuple(self.options[name] for name in self.kernel.arg_names[len(args) :])
+            self._made = made
+
+
+def is_even(numbers: tuple[int, ...], tensors: list[Tensor]) -> bool:
+    """Whether addresses of tensors are multiples of 16, and ``numbers`` too, none of which takes more than 31 bits."""
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr()
+    for number in numbers:
+        bits |= number
+    return not bits & 15 and max(numbers) < 1 << 31
+
+
+class _Kept(threading.local):
+    """A buffer of this thread by device and stream, and its parts: nobody else writes to them between two launches."""
+
+    def __init__(self) -> None:
+        self.parts: dict[tuple[torch.device, int], tuple[Tensor, tuple[int, ...], list[Tensor]]] = {}
+
+
+_kept = _Kept()
+
+
+def workspace(like: Tensor, *sizes: int) -> list[Tensor]:
+    """Float32 numbers on the device of ``like``, not initialised, for what one launch leaves to the next; so many in each part.
+
+    The same at every step on one stream of one thread. A CUDA graph that is being captured gets its own.
+    """
+    device, stream, capturing = like.device, 0, False
+    if device.type == "cuda":
+        stream, capturing = torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
+    buffer, known, parts = (None, (), []) if capturing else _kept.parts.get((device, stream), (None, (), []))
+    if known == sizes:
+        return parts
+    # parts begin at multiples of 16 bytes
+    even = [-(-size // 4) * 4 for size in sizes]
+    if buffer is None or len(buffer) < sum(even):
+        buffer = torch.empty(sum(even), dtype=torch.float32, device=device)
+    parts = list(buffer[: sum(even)].split(even))
+    if not capturing:
+        _kept.parts[device, stream] = (buffer, sizes, parts)
+    return parts
 
 
 def failure(operation: Callable[..., Any], device: torch.device) -> Obstacle | None:
@@ -181,4 +248,18 @@ def _count(x, N: tl.constexpr):
     tl.store(x + i, i + tl.load(x + i))
 
 
-__all__ = ["Obstacle", "Unbuildable", "allowed", "attempt", "enqueue", "failure", "obstacle", "run", "usable", "works"]
+__all__ = [
+    "Obstacle",
+    "Repeated",
+    "Unbuildable",
+    "allowed",
+    "attempt",
+    "enqueue",
+    "failure",
+    "is_even",
+    "obstacle",
+    "run",
+    "usable",
+    "workspace",
+    "works",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from .incoming import Incoming
 if TYPE_CHECKING:
     from mmaccel_kernels.pages import Pages
 
+    from .index import KeyIndex
     from .ragged import Ragged
 
 
@@ -25,6 +27,25 @@ class Stored(Protocol):
     @property
     def packed(self) -> bool:
         """Whether any keys are packed in pages."""
+
+
+class Places(Protocol):
+    """How many slots the packed tokens of one group take, ``[B, 1 or Hkv]`` long on the CPU, see :class:`.packed.Held`."""
+
+    @property
+    def places(self) -> Tensor:
+        """Of every head."""
+
+
+class Filled(Protocol):
+    """What is asked of a layer to count its slots."""
+
+    ragged: Ragged | None
+    keys: Tensor
+
+    @property
+    def held(self) -> Sequence[Places | None]:
+        """Of every group; None where only the device knows."""
 
 
 class Readable(Protocol):
@@ -55,12 +76,23 @@ def reads_as_stored(layer: Stored, incoming: Incoming, new: Tensor) -> bool:
     return new.shape[2] <= MAX_QUERIES and on_gpu(new)
 
 
+def full(layer: Filled, index: KeyIndex) -> bool:
+    """Whether every slot of a layer holds a key, which its ``index`` and the lengths that the host knows tell: then a step that
+    reads it as stored needs no mask."""
+    packed = [group.places for group in layer.held if group is not None]
+    if len(packed) < len(layer.held) or not index.known:
+        return False
+    heads = layer.keys.shape[:2]
+    slots = layer.keys.shape[:3].numel() + (0 if layer.ragged is None else len(layer.ragged.keys))
+    return int(index.lengths.expand(heads).sum()) == slots + sum(int(places.expand(heads).sum()) for places in packed)
+
+
 def attend(layer: Readable, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
     """Attention of ``query [B, Hq, q, D]`` over everything in ``layer``, the keys of the queries included.
 
     Parameters
     ----------
-    visible : ``[B, 1 or Hkv, q, K]`` bool, over the slots of ``layer.stored()``; None if all are visible.
+    visible : ``[B, 1 or Hkv, q, K]`` bool, over the slots of ``layer.stored()``; None if a query sees all up to its own key.
 
     Returns
     -------
@@ -68,8 +100,7 @@ def attend(layer: Readable, query: Tensor, visible: Tensor | None, scaling: floa
     """
     flat = None
     if (ragged := layer.ragged) is not None:
-        bounds = torch.nn.functional.pad(ragged.lengths.flatten().cumsum(0), (1, 0))
-        flat = Flat(ragged.keys, ragged.values, bounds, ragged.longest)
+        flat = Flat(ragged.keys, ragged.values, ragged.bounds, ragged.longest)
     # one token group is read in the same pass as the rest, each of the others in a pass of its own
     groups = [(pages, width) for pages, width in zip(layer.packs, layer.widths, strict=True) if pages is not None]
     parts, none = [], (layer.keys[:, :, :0], layer.values[:, :, :0])

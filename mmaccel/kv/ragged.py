@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,12 +23,16 @@ class Ragged:
     lengths: Tensor
     longest: int
 
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Where each head begins, and the end of the last, ``[B Hkv + 1]`` long: made once, read at every step."""
+        return pad(self.lengths.flatten().cumsum(0), (1, 0))
+
     def padded(self) -> tuple[Tensor, Tensor]:
         """``[B, Hkv, longest, D]`` each; short heads end in zeros."""
-        flat = self.lengths.flatten()
         place = torch.arange(self.longest, device=self.keys.device)
         there = place < self.lengths[..., None]
-        at = (flat.cumsum(0) - flat).view_as(self.lengths)[..., None] + place
+        at = self.bounds[:-1].view_as(self.lengths)[..., None] + place
         # one row more than there is stands for what is padded
         at = at.masked_fill(~there, len(self.keys))
         keys, values = (pad(x, (0, 0, 0, 1))[at] for x in (self.keys, self.values))
@@ -35,8 +40,7 @@ class Ragged:
 
     def select(self, rows: Tensor) -> Ragged:
         """Keep, repeat or reorder rows of the batch."""
-        flat = self.lengths.flatten()
-        start = (torch.cumsum(flat, 0) - flat).view_as(self.lengths)[rows].flatten()
+        start = self.bounds[:-1].view_as(self.lengths)[rows].flatten()
         lengths = self.lengths[rows]
         reps = lengths.flatten()
         at = torch.arange(int(reps.sum()), device=reps.device)

@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..errors import UnsupportedError
-from ..kv.decoding import attend, reads_as_stored
+from ..kv.decoding import attend, full, reads_as_stored
 from .scope import current
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -188,13 +188,18 @@ def _text_attention(
     forward = stages.forward
     phase, index = forward.phase(number), forward.index(number)
     window = kwargs.get("sliding_window")
-    visible = index.mask(phase.places, window)
+    layer = forward.state.layers[number] if forward.state is not None else None
+    as_stored = layer is not None and reads_as_stored(layer, forward.incoming, query)
+    windowed = window is not None and index.upto > window
+    if layer is not None and as_stored and base != "eager" and not windowed and full(layer, index):
+        visible = None
+    else:
+        visible = index.mask(phase.places, window)
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
     groups = query.shape[1] // key.shape[1]
-    layer = forward.state.layers[number] if forward.state is not None else None
-    if layer is not None and reads_as_stored(layer, forward.incoming, query):
+    if layer is not None and as_stored:
         if base != "eager":
             read = attend(layer, query, visible, scaling)
             stages.after_attention(number, query, key, visible, scaling, window)

@@ -100,7 +100,8 @@ def _task(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Task:
             fixed[about.name] = value
         elif isinstance(value, Tensor):
             types[about.name] = "*" + _TYPES[value.dtype]
-            aligned.append(about.name)
+            if not about.do_not_specialize_on_alignment:
+                aligned.append(about.name)
         elif whole:
             types[about.name] = "i32"
             if value % 16 == 0 and not about.do_not_specialize:

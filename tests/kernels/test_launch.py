@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from threading import Thread
 from typing import Any
 
 import mmaccel_kernels
@@ -94,6 +95,8 @@ def machine(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(executor, "__call__", launching)
     about = types.SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "device", made.device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(launch, "_failed", {})
@@ -336,6 +339,122 @@ def test_everything_imports_and_runs_without_triton() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[[1, 0]]"
+
+
+# --- again and again ------------------------------------------------------------------------------------------------------
+class Compiled:
+    """As what Triton returns of a launch."""
+
+    asm: dict[str, str] = {}
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: self.ran.append((grid, *args))
+
+
+class Dispatched:
+    """As a function under triton.jit, which looks at every argument."""
+
+    arg_names = ("x", "n", "N", "M")
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.made = Compiled()
+
+    def __getitem__(self, grid: Any) -> Any:
+        def dispatch(*args: Any, **options: Any) -> Compiled:
+            self.asked.append((grid, *args, options))
+            return self.made
+
+        return dispatch
+
+
+def test_a_step_that_comes_again_is_not_dispatched_again() -> None:
+    kernel, x = Dispatched(), torch.zeros(16)
+    step = launch.Repeated(kernel, {"M": 3, "N": 2, "num_warps": 4})
+    step.launch((1, 1, 1), False, x, 5)
+    assert len(kernel.asked) == 1 and not kernel.made.ran
+    step.launch((2, 1, 1), True, x, 5)
+    assert kernel.asked[1:] == [((2, 1, 1), x, 5, {"M": 3, "N": 2, "num_warps": 4})] and not kernel.made.ran
+    # the constants come in the order of the kernel, and grid and numbers may change
+    step.launch((3, 1, 1), True, x, 6)
+    assert kernel.made.ran == [((3, 1, 1), x, 6, 2, 3)]
+    step.launch((3, 1, 1), False, x, 6)
+    assert len(kernel.asked) == 3 and len(kernel.made.ran) == 1
+
+
+def test_what_triton_compiles_for_is_even_or_not() -> None:
+    x = torch.zeros(64, dtype=torch.float16)
+    assert x.data_ptr() % 16 == 0
+    assert launch.is_even((32, 16, 0), [x, x[8:]])
+    assert not launch.is_even((32, 16), [x, x[1:]])
+    assert not launch.is_even((32, 1), [x])
+    assert not launch.is_even((32, 1 << 31), [x])
+
+
+def test_a_step_by_the_compiler_is_the_step_of_the_dispatch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled for one step serves those after it: every launch is noted with all it is given."""
+    if device != "cpu":
+        pytest.skip("launches are made up")
+
+    class Noted(Dispatched):
+        def __init__(self, kernel: Any) -> None:
+            super().__init__()
+            self.arg_names = kernel.arg_names
+
+        def __hash__(self) -> int:
+            return id(self)
+
+    kernels = [Noted(getattr(decode_kernel, name)) for name in ("_decode", "_merge")]
+    monkeypatch.setattr(decode_kernel, "_decode", kernels[0])
+    monkeypatch.setattr(decode_kernel, "_merge", kernels[1])
+    query, keys = numbers(1, 4, 1, 16), numbers(1, 2, 32, 16)
+    filled = torch.tensor([3], dtype=torch.int32)
+    for _ in range(3):
+        decode_kernel.decode_attention_kernel(query, keys, keys, 1.0, tail=filled)
+    for kernel in kernels:
+        (first,), launched = kernel.asked, kernel.made.ran
+        assert len(launched) == 2
+        for later in launched:
+            constants = [first[-1][name] for name in kernel.arg_names[len(first) - 2 :]]
+            assert len(later) - 1 == len(kernel.arg_names) and list(later[len(first) - 1 :]) == constants
+            # workspaces and numbers are those of the first step
+            for one, other in zip(first[:-1], later, strict=False):
+                if isinstance(one, torch.Tensor) and one.dtype == torch.float32 and one.dim() == 1:
+                    assert one.data_ptr() == other.data_ptr()
+                elif not isinstance(one, torch.Tensor):
+                    assert one == other
+    # another type is another kernel
+    decode_kernel.decode_attention_kernel(query.half(), keys.half(), keys.half(), 1.0, tail=filled)
+    assert [len(kernel.asked) for kernel in kernels] == [2, 2]
+
+
+# --- what one launch leaves to the next -----------------------------------------------------------------------------------
+def test_a_workspace_is_kept_by_device_stream_and_thread(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, stream = numbers(3), types.SimpleNamespace(cuda_stream=7)
+    first, second = launch.workspace(x, 10, 3)
+    assert (len(first) >= 10, len(second) >= 3) == (True, True) and first.dtype == torch.float32
+    assert second.data_ptr() - first.data_ptr() >= 40 and second.data_ptr() % 16 == 0
+    assert launch.workspace(x, 10, 3)[0] is first
+    # fewer fit, more do not
+    assert launch.workspace(x, 6, 2)[0].data_ptr() == first.data_ptr()
+    assert len(launch.workspace(x, 1000)[0]) >= 1000
+    made = [launch.workspace(x, 10)[0]]
+    other = Thread(target=lambda: made.append(launch.workspace(x, 10)[0]))
+    other.start()
+    other.join()
+    with Elsewhere("cuda:0"):
+        made.append(launch.workspace(x, 10)[0])
+        assert launch.workspace(x, 10)[0] is made[-1]
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        made.append(launch.workspace(x, 10)[0])
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        captured = [launch.workspace(x, 10)[0] for _ in range(2)]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert launch.workspace(x, 10)[0] is made[-1]
+    assert len({part.data_ptr() for part in made + captured}) == 6
 
 
 # --- the switch -------------------------------------------------------------------------------------------------------

@@ -126,6 +126,12 @@ def test_what_a_step_costs_that_evicts(name: str) -> None:
         assert few[0] + (DEPTH - 4) * own <= 1.2 * (bare[0] + (DEPTH - 4) * bare_own)
 
 
+def launches_a_layer(made: Recipe, kind: str) -> list[float]:
+    """Kernels that each further layer starts, in the prompt and in every decode step."""
+    few, many = ([sum(step.launches.values()) for step in forwards(made, layers, kind)] for layers in (4, 8))
+    return [(more - less) / 4 for less, more in zip(few, many, strict=True)]
+
+
 @pytest.mark.parametrize("name", few(RECIPES, QUICK))
 def test_more_layers_make_the_host_wait_no_more_often(name: str) -> None:
     four = waits(RECIPES[name], 4)
@@ -137,6 +143,13 @@ def test_more_layers_make_the_host_wait_no_more_often(name: str) -> None:
 def test_what_does_nothing_at_a_prompt_is_not_timed() -> None:
     few, many = (forwards(mmaccel.recipe("dycoke-cache"), layers, steps=1)[0].events for layers in (4, 8))
     assert few == many
+
+
+@pytest.mark.parametrize("kind", ["image", pytest.param("uneven", marks=pytest.mark.full)])
+def test_a_step_over_ragged_heads_needs_no_mask_and_no_sums(kind: str) -> None:
+    """Two launches above the bare model: the index grows, and partial results are merged."""
+    bare, ragged = launches_a_layer(Recipe("bare", ()), kind), launches_a_layer(RECIPES["heads"], kind)
+    assert [step - plain for step, plain in zip(ragged[2:], bare[2:], strict=True)] == [2.0] * (STEPS - 2)
 
 
 @pytest.mark.full

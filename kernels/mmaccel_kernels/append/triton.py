@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from .._triton import jit, tl, triton
-from ..launch import enqueue
+from ..launch import Repeated, is_even
 
 #: tokens of one program
 BLOCK = 16
@@ -25,15 +29,21 @@ def append_kernel(
     if not new_keys.numel() + new_values.numel():
         return
     new_keys, new_values = (x if x.stride(3) == 1 else x.contiguous() for x in (new_keys, new_values))
-    slots, found = (at, at) if index is None or places is None else (index, places)
-    enqueue(
-        _append, (triton.cdiv(new, BLOCK), b * heads),
-        keys, values, new_keys, new_values, at, slots, found,
-        new, keys.shape[2], heads, *keys.stride()[:3], *values.stride()[:3], *new_keys.stride()[:3],
-        *new_values.stride()[:3], slots.stride(0), found.stride(0), found.stride(-1),
-        PLACES=index is not None, D=d, DV=values.shape[3], BLOCK=BLOCK, BLOCK_D=triton.next_power_of_2(d),
-        BLOCK_DV=triton.next_power_of_2(values.shape[3]), num_warps=4,
+    steps = (*keys.stride()[:3], *values.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3])
+    types = (keys.dtype, at.dtype, None if places is None else places.dtype)
+    _repeated(_append, keys.device, types, d, values.shape[3]).launch(
+        (-(-new // BLOCK), b * heads, 1), is_even(steps, [keys, values, new_keys, new_values]),
+        keys, values, new_keys, new_values, at, index, places, new, keys.shape[2], heads, *steps,
+        0 if index is None else index.stride(0), *((0, 0) if places is None else places.stride()),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _repeated(kernel: Any, device: torch.device, types: tuple[torch.dtype | None, ...], d: int, dv: int) -> Repeated:
+    """What is compiled for a device, types of keys, slot and places (None for none), and channels."""
+    widths = {"BLOCK_D": triton.next_power_of_2(d), "BLOCK_DV": triton.next_power_of_2(dv)}
+    options = {"PLACES": types[2] is not None, "D": d, "DV": dv, "BLOCK": BLOCK, **widths, "num_warps": 4}
+    return Repeated(kernel, options)
 
 
 @jit
@@ -47,7 +57,10 @@ def _written(x, new, slot, stored, token, D: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(to + slot[:, None] * to_step + d, found, mask=inside)
 
 
-@jit(do_not_specialize=["new", "capacity", "heads"])
+@jit(
+    do_not_specialize=["new", "capacity", "heads", "index_b", "place_b", "place_n"],
+    do_not_specialize_on_alignment=["at", "index", "places"],
+)
 def _append(
     keys, values, new_keys, new_values, at, index, places, new, capacity, heads,
     key_b, key_h, key_n, value_b, value_h, value_n, new_key_b, new_key_h, new_key_n, new_value_b, new_value_h, new_value_n,

@@ -10,14 +10,14 @@ again for another length.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._triton import jit, tl, triton
-from ..launch import enqueue
+from ..launch import Repeated, is_even, workspace
 from ..pages import Pages, Plane
 from ..pages.triton import plane
 from .dense import attend
@@ -34,6 +34,8 @@ PROGRAMS_EACH = 2
 UNIT = 16
 
 LOG2E = math.log2(math.e)
+
+_NO_PLANES = tuple({"PAGE": 0, "TILE": 0, "KEY": None, "OTHER": None, "VALUE": None}.items())
 
 #: arguments that change with the lengths: nothing is compiled for their values
 _CHANGING = [
@@ -72,34 +74,74 @@ def decode_attention_kernel(
         )
     heads, rows = b * hkv, hq // hkv * q
     query, keys, values = query.contiguous(), _rows(keys), _rows(values)
-    ragged = (keys, values, keys) if flat is None else (_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
-    mask, strides, columns = _mask_arguments(visible, keys)
-    plan = launch(hq // hkv, q, d, dv, query.element_size(), pages is not None, _capability(query.device))
-    programs = PROGRAMS_EACH * _multiprocessors(query.device)
-    # a program works on one head after the other, so program + head numbers what each of them has done for each
-    part = query.new_empty(programs + heads, rows, dv, dtype=torch.float32)
-    part_lse = query.new_empty(programs + heads, rows, dtype=torch.float32)
-    out, lse = query.new_empty(b, hq, q, dv), query.new_empty(b, hq, q, dtype=torch.float32)
+    ragged = (None, None, None) if flat is None else (_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
+    mask, strides, columns = _mask_arguments(visible, capacity)
     packed, planes = _packed_arguments(pages, query, visible is not None)
-    turned = query if pages is None else pages.turned(query).contiguous()
-    cu_pages, filled = keys if pages is None else pages.cu_pages, keys if tail is None else tail
-    parts = {"RAGGED": flat is not None, "ROOMY": tail is not None, "PAGE": planes["PAGE"]}
-    layout = {**parts, "EACH": PROGRAMS_EACH, "UNIT": UNIT, "BLOCK_N": plan.constants["BLOCK_N"]}
-    enqueue(
-        _decode, (programs, triton.cdiv(rows, plan.block_m)),
-        query, turned, *ragged, keys, values, filled, mask, part, part_lse, cu_pages, *packed,
-        scaling * LOG2E, heads, hkv, rows, q, capacity, *keys.stride()[:3], *values.stride()[:3], *strides,
+    turned, cu_pages = (None, None) if pages is None else (pages.turned(query).contiguous(), pages.cu_pages)
+    given = [x for x in (query, keys, values, *ragged, mask, turned, cu_pages, *packed) if x is not None]
+    programs = PROGRAMS_EACH * _multiprocessors(query.device)
+    types = (*[x.dtype for x in given], None if tail is None else tail.dtype)
+    has = (flat is not None, tail is not None, visible is not None, pages is not None)
+    shape = (hq // hkv, q, d, dv, hkv, programs)
+    step = _step((_decode, _merge), query.device, types, has, shape, _capability(query.device), planes, PROGRAMS_EACH)
+    # a program works on one head after the other, so program + head numbers what each of them has done for each
+    part, part_lse = workspace(query, (programs + heads) * rows * dv, (programs + heads) * rows)
+    out, lse = query.new_empty(b, hq, q, dv), query.new_empty(b, hq, q, dtype=torch.float32)
+    steps = (*keys.stride()[:3], *values.stride()[:3])
+    even = is_even(steps, given)
+    step.decode.launch(
+        (programs, -(-rows // step.block_m), 1), even,
+        query, turned, *ragged, keys, values, tail, mask, part, part_lse, cu_pages, *packed,
+        scaling * LOG2E, heads, hkv, rows, q, capacity, *steps, *strides,
         columns - capacity - (0 if flat is None else flat.width), columns - capacity,
-        MASKED=visible is not None, SINGLE=q == 1, BLOCK_M=plan.block_m,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        **{**plan.constants, **planes, **layout, **plan.options},
     )  # fmt: skip
-    enqueue(
-        _merge, (heads, rows),
-        part, part_lse, ragged[2], cu_pages, filled, out, lse, heads, rows, capacity,
-        PROGRAMS=programs, DV=dv, BLOCK_DV=plan.constants["BLOCK_DV"], PARTS=32, **layout, num_warps=4,
+    step.merge.launch(
+        (heads, rows, 1), even,
+        part, part_lse, ragged[2], cu_pages, tail, out, lse, heads, rows, capacity,
     )  # fmt: skip
     return out, lse
+
+
+class Step(NamedTuple):
+    """The two launches of a decode step, and how many rows of a head a program takes: whatever the lengths."""
+
+    decode: Repeated
+    merge: Repeated
+    block_m: int
+
+
+@lru_cache(maxsize=256)
+def _step(
+    kernels: tuple[Any, Any],
+    device: torch.device,
+    types: tuple[torch.dtype | None, ...],
+    has: tuple[bool, bool, bool, bool],
+    shape: tuple[int, ...],
+    capability: int,
+    planes: tuple[tuple[str, Any], ...],
+    each: int,
+) -> Step:
+    """What is compiled for a device and types of tensors, that of the query first.
+
+    ``has`` says which parts there are: flat keys, room in the tail, a mask, pages. ``shape`` is query heads of a key head,
+    queries, channels of keys and of values, key heads, programs.
+    """
+    (groups, queries, d, dv, _, programs), dtype = shape, types[0]
+    assert dtype is not None
+    plan = launch(groups, queries, d, dv, dtype.itemsize, has[3], capability)
+    layout = {"RAGGED": has[0], "ROOMY": has[1], "PAGE": dict(planes)["PAGE"], "EACH": each, "UNIT": UNIT}
+    layout["BLOCK_N"] = plan.constants["BLOCK_N"]
+    kind = {"MASKED": has[2], "SINGLE": queries == 1, "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
+    options = {**plan.constants, **dict(planes), **layout, **kind, "BLOCK_M": plan.block_m, **plan.options}
+    merged = {
+        **layout,
+        "PROGRAMS": programs,
+        "DV": dv,
+        "BLOCK_DV": plan.constants["BLOCK_DV"],
+        "PARTS": 32,
+        "num_warps": 4,
+    }
+    return Step(Repeated(kernels[0], options), Repeated(kernels[1], merged), plan.block_m)
 
 
 def readable(pages: Pages | None) -> bool:
@@ -138,19 +180,21 @@ def launch(groups: int, queries: int, d: int, dv: int, itemsize: int, packed: bo
     return Launch(block_m, constants, {"num_warps": 4 if small else 8, "num_stages": stages})
 
 
-def _mask_arguments(visible: Tensor | None, keys: Tensor) -> tuple[Tensor, tuple[int, int, int], int]:
-    """The mask as bytes, its strides by sequence, key head and query, and its columns; a stand-in where there is none."""
+def _mask_arguments(visible: Tensor | None, capacity: int) -> tuple[Tensor | None, tuple[int, int, int], int]:
+    """The mask as bytes, its strides by sequence, key head and query, and its columns."""
     if visible is None:
-        return keys, (0, 0, 0), keys.shape[2]
+        return None, (0, 0, 0), capacity
     mask = _rows(visible)
     of_heads = mask.stride(1) if mask.shape[1] > 1 else 0
     return mask.view(torch.uint8), (mask.stride(0), of_heads, mask.stride(2)), mask.shape[3]
 
 
-def _packed_arguments(pages: Pages | None, like: Tensor, masked: bool) -> tuple[list[Tensor], dict[str, Any]]:
-    """Tensors of pages, in the order of the kernel, and what it must know of them; stand-ins where there are none."""
+def _packed_arguments(
+    pages: Pages | None, like: Tensor, masked: bool
+) -> tuple[list[Tensor | None], tuple[tuple[str, Any], ...]]:
+    """Tensors of pages, in the order of the kernel, and what it must know of them."""
     if pages is None:
-        return [like] * 15, {"PAGE": 0, "TILE": 0, "KEY": None, "OTHER": None, "VALUE": None}
+        return [None] * 15, _NO_PLANES
 
     def tensors(of: Plane) -> list[Tensor]:
         return [t.contiguous() for t in (of.codes, of.scale, of.scale if of.zero is None else of.zero)]
@@ -175,7 +219,7 @@ def _packed_arguments(pages: Pages | None, like: Tensor, masked: bool) -> tuple[
         lists.append(before[:-1] - before[pages.cu_pages.long()][head - 1])
     else:
         lists.append(pages.table)
-    return [*tensors(first), *tensors(other), *tensors(value), *channels, *lists], constants
+    return [*tensors(first), *tensors(other), *tensors(value), *channels, *lists], tuple(constants.items())
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -255,7 +299,7 @@ def _leave(state, part, part_lse, program, head, row, rows, DV: tl.constexpr, BL
     tl.store(part_lse + at, tl.where(some, highest + tl.log2(total), float("-inf")), mask=row < rows)
 
 
-@jit(do_not_specialize=_CHANGING)
+@jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=["filled"])
 def _decode(
     query, turned, flat_keys, flat_values, cu_lengths, keys, values, filled, mask, part, part_lse, cu_pages,
     key_codes, key_scale, key_zero, other_codes, other_scale, other_zero, value_codes, value_scale, value_zero,
@@ -287,7 +331,10 @@ def _decode(
             tl.zeros([BLOCK_M], tl.float32),
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
         )
-        visible = mask + b * mask_b + h * mask_h
+        # without a mask any address will do
+        visible = query
+        if MASKED:
+            visible = mask + b * mask_b + h * mask_h
         if PAGE:
             packed = tl.load(cu_pages + head)
             own_pages = tl.load(cu_pages + head + 1) - packed
@@ -326,7 +373,7 @@ def _decode(
         head += 1
 
 
-@jit(do_not_specialize=["heads", "rows", "capacity"])
+@jit(do_not_specialize=["heads", "rows", "capacity"], do_not_specialize_on_alignment=["filled"])
 def _merge(
     part, part_lse, cu_lengths, cu_pages, filled, out, lse, heads, rows, capacity,
     PROGRAMS: tl.constexpr, RAGGED: tl.constexpr, ROOMY: tl.constexpr, PAGE: tl.constexpr, EACH: tl.constexpr,
