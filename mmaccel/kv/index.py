@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core import masks
+from .room import append, trimmed
 
 
 def leftmost(there: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,9 +70,11 @@ class KeyIndex:
             self._lengths = (self.by_head >= 0).sum(-1).cpu()
         return self._lengths
 
-    def extend(self, new: Tensor, padded: bool, upto: int, lengths: Tensor | None = None) -> None:
+    def extend(
+        self, new: Tensor, padded: bool, upto: int, lengths: Tensor | None = None, coming: int | None = None
+    ) -> None:
         """Append ``new [B, q]``, of which ``lengths [B]`` are keys; layers that share this index call it one after the other,
-        the first one counts."""
+        the first one counts. For ``coming`` see :func:`.room.append`."""
         if self.upto >= upto:
             return
         if self.known and (lengths is not None or not padded):
@@ -81,7 +84,7 @@ class KeyIndex:
         new = new.to(self.index)
         if self.index.dim() == 3:
             new = new[:, None].expand(-1, self.index.shape[1], -1)
-        self.index = torch.cat([self.index, new], dim=-1)
+        self.index = append(self.index, new, -1, coming)
         self.padded |= padded
         self.upto, self._slots = upto, None
 
@@ -101,6 +104,10 @@ class KeyIndex:
                 mask &= at - keys < window
             self._mask = (queries, window, mask)
         return self._mask[2]
+
+    def trim(self) -> None:
+        """Give back what room is left."""
+        self.index = trimmed(self.index)
 
     def forget(self) -> None:
         """Let go of the mask of the last forward, which may be many times as large as the index."""
