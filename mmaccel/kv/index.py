@@ -88,13 +88,17 @@ class KeyIndex:
         self.padded |= padded
         self.upto, self._slots = upto, None
 
+    def windowed(self, window: int | None) -> bool:
+        """Whether any key may be out of reach of a sliding window, which counts original places."""
+        return window is not None and self.upto > window
+
     def mask(self, queries: Tensor, window: int | None) -> Tensor | None:
         """Who may attend to what: ``[B, 1 or Hkv, q, K]`` bool, or None where plain causal attention says it all.
 
-        ``queries [B, q]`` are the places of the queries, -1 for padding. ``window`` counts original places.
+        ``queries [B, q]`` are the places of the queries, -1 for padding. For ``window`` see :meth:`windowed`.
         """
         q = queries.shape[1]
-        windowed = window is not None and self.upto > window
+        windowed = self.windowed(window)
         if not self.padded and not windowed and (q == 1 or q == len(self)):
             return None
         if self._mask is None or self._mask[0] is not queries or self._mask[1] != window:

@@ -70,8 +70,7 @@ class ScheduleState:
 class CompressedLayer(DynamicLayer):
     """One layer's keys and values: ``keys``/``values [B, Hkv, K, D]``, after head-wise eviction behind a ragged part.
 
-    They are views of tensors with room behind them, see :func:`.room.append`, unless
-    a policy or codec has just been at work.
+    Both have room for tokens to come behind them once one was added, see :func:`.room.append`.
     Only :meth:`update`, :meth:`stored`, :meth:`evict`, :meth:`crop` and the selection of rows know how they are stored.
     """
 
@@ -117,6 +116,19 @@ class CompressedLayer(DynamicLayer):
     def packed(self) -> bool:
         """Whether any keys are packed in pages."""
         return False
+
+    @property
+    def places(self) -> int | None:
+        """How many keys there is a place for, over all rows and heads; None where only the device knows."""
+        return self.keys.shape[:3].numel() + (0 if self.ragged is None else len(self.ragged.keys))
+
+    @property
+    def gapless(self) -> bool:
+        """Whether the host knows that every place holds a key, so that lengths alone say what there is to attend to."""
+        if not self.index.known:
+            return False
+        lengths = self.index.lengths
+        return int(lengths.sum()) * (self.keys.shape[1] // lengths.shape[1]) == self.places
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns all that are to be read, ``[B, Hkv, K, D]``."""

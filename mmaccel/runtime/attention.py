@@ -188,26 +188,31 @@ def _text_attention(
     forward = stages.forward
     phase, index = forward.phase(number), forward.index(number)
     window = kwargs.get("sliding_window")
-    visible = index.mask(phase.places, window)
+    layer = forward.state.layers[number] if forward.state is not None else None
+    as_stored = layer is not None and reads_as_stored(layer, forward.incoming, query)
+    if layer is not None and as_stored and base == "eager":
+        # eager attention returns its weights
+        key, value = layer.stored()
+        as_stored = False
+    visible = None
+    # of what is read as it is stored the newest token sees everything, wherever heads end
+    if layer is None or not as_stored or query.shape[2] > 1 or index.windowed(window) or not layer.gapless:
+        visible = index.mask(phase.places, window)
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
+    if layer is not None and as_stored:
+        read = attend(layer, query, visible, scaling)
+        stages.after_attention(number, query, key, visible, scaling)
+        return read, None
     groups = query.shape[1] // key.shape[1]
-    layer = forward.state.layers[number] if forward.state is not None else None
-    if layer is not None and reads_as_stored(layer, forward.incoming, query):
-        if base != "eager":
-            read = attend(layer, query, visible, scaling)
-            stages.after_attention(number, query, key, visible, scaling)
-            return read, None
-        # eager attention returns its weights
-        key, value = layer.stored()
     if "flash" in base:
         # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads
         # store different keys, or a window would count stored instead of original places
         kwargs.pop("position_ids", None)
         padding = None
         if visible is not None:
-            if index.index.dim() == 3 or (window is not None and index.upto > window):
+            if index.index.dim() == 3 or index.windowed(window):
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)
