@@ -36,6 +36,7 @@ from mmaccel.core.budget import resolve
 from mmaccel.kv.budgets import pyramid
 from mmaccel.kv.cache import cache_bytes
 from mmaccel.kv.codecs.kivi import KIVI
+from mmaccel.kv.room import LEAST, SHARE
 
 RECIPES = ("none", "fastv", "snapkv", "pyramidkv", "kivi")
 
@@ -77,6 +78,14 @@ class Computed:
     decode_peak: int
 
 
+def slots(tokens: int, steps: int, has: int) -> int:
+    """Tokens that a layer has room for after ``steps``, which holds ``tokens`` and ``has`` room for so many."""
+    for stored in range(tokens + 1, tokens + steps + 1):
+        if stored > has:
+            has = stored + max(LEAST, stored // SHARE)
+    return has
+
+
 def computed(recipe: str, shape: Shape, retain: float, steps: int, kernels: bool) -> Computed:
     """What a recipe should cost.
 
@@ -86,33 +95,37 @@ def computed(recipe: str, shape: Shape, retain: float, steps: int, kernels: bool
     kernels : packed keys are read as they are stored; else a layer is decoded to be read.
     """
     layers, n = range(shape.layers), shape.tokens
-    kept = resolve(retain, shape.visual)
-    seen, stored = [n] * shape.layers, [float(n * shape.key)] * shape.layers
-    packed = 0
+    kept, seen = resolve(retain, shape.visual), [n] * shape.layers
+    # tokens in full precision that every layer stores, tokens that it has room for, and bytes of what is packed
+    stored, packed, codes = seen, 0, 0.0
     if recipe == "fastv":
-        seen = [n if layer < 2 else kept + shape.text for layer in layers]
-        stored = [float(tokens * shape.key) for tokens in seen]
+        stored = seen = [n if layer < 2 else kept + shape.text for layer in layers]
     elif recipe in ("snapkv", "pyramidkv"):
         counts = [kept] * shape.layers
         if recipe == "pyramidkv":
             counts = pyramid(kept, [shape.visual] * shape.layers, 20)
-        stored = [float((count + shape.text) * shape.key) for count in counts]
+        stored = [count + shape.text for count in counts]
     elif recipe == "kivi":
         codec = KIVI()
         packed = int(codec.packable(torch.tensor([n])))
+        stored = [n - packed] * shape.layers
         # every number is a code, and every group of numbers has a scale and a zero
-        number = codec.bits / 8 / shape.size + 2 / codec.group
-        stored = [(n - packed + packed * number) * shape.key] * shape.layers
+        codes = packed * (codec.bits / 8 / shape.size + 2 / codec.group) * shape.key
     elif recipe != "none":
         raise SystemExit(f"no arithmetic for recipe {recipe!r}; there is some for {', '.join(RECIPES)}.")
-    prefill = max(shape.activations(seen[layer]) + sum(stored[: layer + 1]) for layer in layers)
-    # a new key is appended by a copy of the layer's keys, then of its values
-    grown = [bytes_ + steps * shape.key for bytes_ in stored]
-    appended = max(grown) / 2
-    if recipe == "kivi":
-        decoded = (packed + n + steps) * shape.key
-        appended = (n - packed + steps) * shape.key / 2 if kernels else decoded
-    return Computed(int(sum(stored)), int(prefill), int(sum(grown) + appended))
+    # a prompt that nothing is dropped of in the cache has room behind it
+    has = [slots(count - 1, 1, 0) for count in stored] if recipe == "fastv" else stored
+    held = [count * shape.key + codes for count in has]
+    prefill = max(shape.activations(seen[layer]) + sum(held[: layer + 1]) for layer in layers)
+    # where there is no room for a new key the layer's keys are copied, then its values; the bare cache never has any
+    grown = [slots(count, steps, room) for count, room in zip(stored, has, strict=True)]
+    appended = max(has) * shape.key / 2 if grown != has else 0.0
+    if recipe == "none":
+        grown = [count + steps for count in has]
+        appended = max(grown) * shape.key / 2
+    if recipe == "kivi" and not kernels:
+        appended = (packed + n + steps) * shape.key
+    return Computed(int(sum(held)), int(prefill), int(sum(grown) * shape.key + shape.layers * codes + appended))
 
 
 def measured(model: Any, inputs: Mapping[str, Any], recipe: str, retain: float, steps: int) -> dict[str, int]:

@@ -23,7 +23,7 @@ from ..runtime.encoded import Encoded
 from ..runtime.encoder import EncoderMerging, hook_features
 from ..runtime.forward import StageResult
 from ..runtime.hooks import TextHooks, show_dropped
-from ..runtime.plan import ModelPlan, plan_model
+from ..runtime.plan import ModelPlan, plan_model, said
 from ..runtime.scope import Scope, current, pop, push
 from ..runtime.taps import Taps
 from .handle import Handle, exchange
@@ -167,12 +167,16 @@ class Accelerator(Handle):
                 # a shallow copy of the model kept this method when the handle was removed
                 return original(*args, **kwargs)
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-            self.plan.check_generation(_Given(kwargs), config, self._model.generation_config)
+            configs = _Given(kwargs), config, self._model.generation_config
+            self.plan.check_generation(*configs)
             self._drop_stale(None)
             scope = self._scope(kwargs.get("past_key_values"))
+            scope.new_tokens = said("max_new_tokens", *configs)
             push(scope)
             try:
-                return original(*args, **kwargs)
+                made = original(*args, **kwargs)
+                scope.trim()
+                return made
             finally:
                 pop(scope)
                 self._finish(scope)
@@ -261,6 +265,7 @@ class _Given:
     """Generation arguments given to ``generate`` by keyword, read like a generation config."""
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
+        self.max_new_tokens = kwargs.get("max_new_tokens")
         self.cache_implementation = kwargs.get("cache_implementation")
         self.prefill_chunk_size = kwargs.get("prefill_chunk_size")
         self.prompt_lookup_num_tokens = kwargs.get("prompt_lookup_num_tokens")

@@ -56,9 +56,16 @@ class CacheState:
         """The forward is over, as a ``whole`` or broken off."""
         self.shared.settle(whole)
 
+    def trim(self) -> None:
+        """Give back what room is left for tokens that did not come."""
+        for layer in self.layers:
+            layer.trim()
+        for index in self.shared.each():
+            index.trim()
+
     def snapshot(self) -> Callable[[], None]:
-        """Remember what is stored. The function that comes back restores it; nothing is copied, since tensors are never
-        changed in place."""
+        """Remember what is stored. The function that comes back restores it; nothing is copied, since what a tensor shows is
+        never changed in place."""
         shared = self.shared.copy()
         layers = [dict(vars(layer), schedule=replace(layer.schedule)) for layer in self.layers]
 
@@ -83,7 +90,7 @@ class CacheState:
             layer.seen = left
 
     def nbytes(self) -> int:
-        """Bytes held, counted on unique storages."""
+        """Bytes held, counted on unique storages; room for tokens to come is among them."""
         tensors = [*self.shared.tensors(), *(t for layer in self.layers for t in layer.tensors())]
         return sum(
             {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values()
@@ -96,7 +103,7 @@ def state_of(cache: Any) -> CacheState | None:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes that any transformers cache holds, adopted or not, counted on unique storages."""
+    """Bytes that any transformers cache holds, adopted or not, counted on unique storages; see :meth:`CacheState.nbytes`."""
     state = state_of(cache)
     if state is not None:
         return state.nbytes()

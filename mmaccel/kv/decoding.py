@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,7 +14,6 @@ from .incoming import Incoming
 if TYPE_CHECKING:
     from mmaccel_kernels.pages import Pages
 
-    from .index import KeyIndex
     from .ragged import Ragged
 
 
@@ -27,25 +25,6 @@ class Stored(Protocol):
     @property
     def packed(self) -> bool:
         """Whether any keys are packed in pages."""
-
-
-class Places(Protocol):
-    """How many slots the packed tokens of one group take, ``[B, 1 or Hkv]`` long on the CPU, see :class:`.packed.Held`."""
-
-    @property
-    def places(self) -> Tensor:
-        """Of every head."""
-
-
-class Filled(Protocol):
-    """What is asked of a layer to count its slots."""
-
-    ragged: Ragged | None
-    keys: Tensor
-
-    @property
-    def held(self) -> Sequence[Places | None]:
-        """Of every group; None where only the device knows."""
 
 
 class Readable(Protocol):
@@ -74,17 +53,6 @@ def reads_as_stored(layer: Stored, incoming: Incoming, new: Tensor) -> bool:
     if not incoming.as_stored or incoming.sparse is not None or (layer.ragged is None and not layer.packed):
         return False
     return new.shape[2] <= MAX_QUERIES and on_gpu(new)
-
-
-def full(layer: Filled, index: KeyIndex) -> bool:
-    """Whether every slot of a layer holds a key, which its ``index`` and the lengths that the host knows tell: then a step that
-    reads it as stored needs no mask."""
-    packed = [group.places for group in layer.held if group is not None]
-    if len(packed) < len(layer.held) or not index.known:
-        return False
-    heads = layer.keys.shape[:2]
-    slots = layer.keys.shape[:3].numel() + (0 if layer.ragged is None else len(layer.ragged.keys))
-    return int(index.lengths.expand(heads).sum()) == slots + sum(int(places.expand(heads).sum()) for places in packed)
 
 
 def attend(layer: Readable, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:

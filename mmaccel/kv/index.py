@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core import masks
+from .room import append, trimmed
 
 
 def leftmost(there: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,9 +70,11 @@ class KeyIndex:
             self._lengths = (self.by_head >= 0).sum(-1).cpu()
         return self._lengths
 
-    def extend(self, new: Tensor, padded: bool, upto: int, lengths: Tensor | None = None) -> None:
+    def extend(
+        self, new: Tensor, padded: bool, upto: int, lengths: Tensor | None = None, coming: int | None = None
+    ) -> None:
         """Append ``new [B, q]``, of which ``lengths [B]`` are keys; layers that share this index call it one after the other,
-        the first one counts."""
+        the first one counts. For ``coming`` see :func:`.room.append`."""
         if self.upto >= upto:
             return
         if self.known and (lengths is not None or not padded):
@@ -81,17 +84,21 @@ class KeyIndex:
         new = new.to(self.index)
         if self.index.dim() == 3:
             new = new[:, None].expand(-1, self.index.shape[1], -1)
-        self.index = torch.cat([self.index, new], dim=-1)
+        self.index = append(self.index, new, -1, coming)
         self.padded |= padded
         self.upto, self._slots = upto, None
+
+    def windowed(self, window: int | None) -> bool:
+        """Whether any key may be out of reach of a sliding window, which counts original places."""
+        return window is not None and self.upto > window
 
     def mask(self, queries: Tensor, window: int | None) -> Tensor | None:
         """Who may attend to what: ``[B, 1 or Hkv, q, K]`` bool, or None where plain causal attention says it all.
 
-        ``queries [B, q]`` are the places of the queries, -1 for padding. ``window`` counts original places.
+        ``queries [B, q]`` are the places of the queries, -1 for padding. For ``window`` see :meth:`windowed`.
         """
         q = queries.shape[1]
-        windowed = window is not None and self.upto > window
+        windowed = self.windowed(window)
         if not self.padded and not windowed and (q == 1 or q == len(self)):
             return None
         if self._mask is None or self._mask[0] is not queries or self._mask[1] != window:
@@ -101,6 +108,10 @@ class KeyIndex:
                 mask &= at - keys < window
             self._mask = (queries, window, mask)
         return self._mask[2]
+
+    def trim(self) -> None:
+        """Give back what room is left."""
+        self.index = trimmed(self.index)
 
     def forget(self) -> None:
         """Let go of the mask of the last forward, which may be many times as large as the index."""

@@ -17,6 +17,7 @@ from .decoding import reads_as_stored
 from .incoming import Incoming
 from .index import KeyIndex, leftmost
 from .ragged import Ragged
+from .room import append, trimmed
 from .shared import Shared
 
 _BY_ROW = ("capacity", "received", "threshold")
@@ -150,6 +151,7 @@ class Survivors:
 class CompressedLayer(DynamicLayer):
     """One layer's keys and values: ``keys``/``values [B, Hkv, K, D]``, after head-wise eviction behind a ragged part.
 
+    Both have room for tokens to come behind them once one was added, see :func:`.room.append`.
     Only :meth:`update`, :meth:`stored`, :meth:`evict`, :meth:`crop` and the selection of rows know how they are stored.
     """
 
@@ -196,11 +198,29 @@ class CompressedLayer(DynamicLayer):
         """Whether any keys are packed in pages."""
         return False
 
+    @property
+    def places(self) -> int | None:
+        """How many keys there is a place for, over all rows and heads; None where only the device knows."""
+        return self.keys.shape[:3].numel() + (0 if self.ragged is None else len(self.ragged.keys))
+
+    @property
+    def gapless(self) -> bool:
+        """Whether the host knows that every place holds a key, so that lengths alone say what there is to attend to."""
+        if not self.index.known:
+            return False
+        lengths = self.index.lengths
+        return int(lengths.sum()) * (self.keys.shape[1] // lengths.shape[1]) == self.places
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns all that are to be read, ``[B, Hkv, K, D]``."""
         incoming, new = self.shared.incoming, key_states.shape[-2]
+        coming = None if incoming is None else incoming.coming
         self._note(incoming, len(key_states), new, key_states.device)
-        super().update(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.keys = append(self.keys, key_states, -2, coming)
+        self.values = append(self.values, value_states, -2, coming)
         if incoming is None:
             return self.stored()
         if reads_as_stored(self, incoming, key_states):
@@ -218,7 +238,7 @@ class CompressedLayer(DynamicLayer):
             if self.empty:
                 self.index = phase.shared_index(self.seen, device)
             else:
-                self.index.extend(phase.places, phase.padded, self.seen, phase.lengths)
+                self.index.extend(phase.places, phase.padded, self.seen, phase.lengths, incoming.coming)
             return
         places = torch.arange(self.seen, self.seen + new, device=device).expand(rows, -1)
         self.seen += new
@@ -262,6 +282,11 @@ class CompressedLayer(DynamicLayer):
             self.ragged = Ragged(*left.flat, longest=width)
             self.keys = keys.new_empty(rows, heads, 0, keys.shape[-1])
             self.values = values.new_empty(rows, heads, 0, values.shape[-1])
+
+    def trim(self) -> None:
+        """Give back what room is left for tokens that did not come."""
+        if self.is_initialized:
+            self.keys, self.values = trimmed(self.keys), trimmed(self.values)
 
     def get_seq_length(self) -> int:
         """Tokens seen, stored or not. Whoever goes on with a cache asks this first.
@@ -347,6 +372,8 @@ class CompressedLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Back to empty, ready for another prompt."""
+        # 5.17 keeps them, filled with zeros
+        self.keys, self.values, self.is_initialized = None, None, False
         super().reset()
         self.seen, self.ragged, self.schedule = 0, None, ScheduleState()
         self.shared.indices[self.number] = None

@@ -142,6 +142,16 @@ class QuantisedLayer(CompressedLayer):
         """Whether anything is, or was and has left pages."""
         return any(pages is not None for pages in self.packs)
 
+    @property
+    def places(self) -> int | None:
+        """See :class:`.layer.CompressedLayer`; those of packed tokens are among them."""
+        places = super().places
+        for held in self.held:
+            if held is None or places is None:
+                return None
+            places += int(held.places.sum()) * (self.keys.shape[1] // held.places.shape[1])
+        return places
+
     def stored(self) -> tuple[Tensor, Tensor]:
         """All keys and values as ``[B, Hkv, K, D]``, packed ones decoded; short heads are padded (see ``index``)."""
         parts = [super().stored()]

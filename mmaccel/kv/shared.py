@@ -99,7 +99,7 @@ class Shared:
             self.sparse.select(rows)
 
     def copy(self) -> Shared:
-        """The same with indices of its own. Tensors are not copied, since they are never changed in place."""
+        """The same with indices of its own. Tensors are not copied, since what they show is never changed in place."""
         sparse = None if self.sparse is None else self.sparse.copy()
         return replace(self, indices=_clones(self.indices), sparse=sparse)
 

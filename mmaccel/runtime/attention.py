@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..errors import UnsupportedError
-from ..kv.decoding import attend, full, reads_as_stored
+from ..kv.decoding import attend, reads_as_stored
 from .scope import current
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -190,22 +190,22 @@ def _text_attention(
     window = kwargs.get("sliding_window")
     layer = forward.state.layers[number] if forward.state is not None else None
     as_stored = layer is not None and reads_as_stored(layer, forward.incoming, query)
-    windowed = window is not None and index.upto > window
-    if layer is not None and as_stored and base != "eager" and not windowed and full(layer, index):
-        visible = None
-    else:
+    if layer is not None and as_stored and base == "eager":
+        # eager attention returns its weights
+        key, value = layer.stored()
+        as_stored = False
+    visible = None
+    # of what is read as it is stored the newest token sees everything, wherever heads end
+    if layer is None or not as_stored or query.shape[2] > 1 or index.windowed(window) or not layer.gapless:
         visible = index.mask(phase.places, window)
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
-    groups = query.shape[1] // key.shape[1]
     if layer is not None and as_stored:
-        if base != "eager":
-            read = attend(layer, query, visible, scaling)
-            stages.after_attention(number, query, key, visible, scaling, window)
-            return read, None
-        # eager attention returns its weights
-        key, value = layer.stored()
+        read = attend(layer, query, visible, scaling)
+        stages.after_attention(number, query, key, visible, scaling, window)
+        return read, None
+    groups = query.shape[1] // key.shape[1]
     some = None if stages.eviction is None else stages.eviction.read(number, query, key, value, visible, scaling)
     if some is not None:
         key, value, visible = some.keys, some.values, some.visible
@@ -215,7 +215,7 @@ def _text_attention(
         kwargs.pop("position_ids", None)
         padding = None
         if visible is not None:
-            if some is not None or index.index.dim() == 3 or (window is not None and index.upto > window):
+            if some is not None or index.index.dim() == 3 or index.windowed(window):
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)

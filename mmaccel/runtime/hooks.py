@@ -143,7 +143,11 @@ class TextHooks:
         embeds, plan = kwargs["inputs_embeds"], self.plan
         valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid
         layout = plan.family.layout(ids, valid, scope.encoded)
-        incoming = Incoming(seen, embeds.shape[1], as_stored=False)
+        coming = scope.coming(seen + embeds.shape[1])
+        if plan.policy is not None or plan.token_groups:
+            # what is stored of a prompt is stored anew at once
+            coming = 0
+        incoming = Incoming(seen, embeds.shape[1], as_stored=False, coming=coming)
         prompt = Prompt(
             plan,
             scope.stats,
@@ -169,7 +173,8 @@ class TextHooks:
         """New tokens without pictures on a reduced cache."""
         embeds, policy = kwargs["inputs_embeds"], self.plan.policy
         looks = policy is not None and policy.method.recalls
-        incoming = Incoming(seen, embeds.shape[1], as_stored=not looks)
+        length = embeds.shape[1]
+        incoming = Incoming(seen, length, as_stored=not looks, coming=scope.coming(seen + length))
         forward = Continuation(self.plan, scope.stats, state, incoming, embeds.device)
         # from here on the cache is changed
         scope.stages = Stages(forward)

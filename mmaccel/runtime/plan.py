@@ -109,28 +109,30 @@ class ModelPlan(Plan):
         if not self.active:
             return
 
-        def said(name: str) -> Any:
-            values = (getattr(config, name, None) for config in configs)
-            return next((value for value in values if value is not None), None)
-
-        if (cache := said("cache_implementation")) not in (None, "dynamic"):
+        if (cache := said("cache_implementation", *configs)) not in (None, "dynamic"):
             raise UnsupportedError(
                 f"cache_implementation={cache!r} cannot hold a reduced prompt; leave it out (a dynamic cache is used)."
             )
-        if said("prefill_chunk_size"):
+        if said("prefill_chunk_size", *configs):
             raise UnsupportedError("prefill_chunk_size would reduce only the first chunk; leave it out.")
-        if said("is_assistant"):
+        if said("is_assistant", *configs):
             raise UnsupportedError(
                 "An accelerated model cannot draft for another one, which shows it no pictures; call "
                 "assistant.mmaccel.remove() first."
             )
-        self.check_cache(said("use_cache"))
+        self.check_cache(said("use_cache", *configs))
         reads_ends = bool(self.stage_at_layer) or self.policy is not None
-        if reads_ends and (said("prompt_lookup_num_tokens") or said("assistant_model")):
+        if reads_ends and (said("prompt_lookup_num_tokens", *configs) or said("assistant_model", *configs)):
             raise UnsupportedError(
                 f"Assisted decoding puts candidates behind the prompt, and recipe {self.recipe.name!r} would take them for "
                 "its end; leave out the assistant, or use a recipe that works before the language model."
             )
+
+
+def said(name: str, *configs: Any) -> Any:
+    """What the first of some generation configs says that says something."""
+    values = (getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
 
 
 def record(stats: Stats, stage: PlannedStage[Method], there: int, resolved: int | None, kept: int) -> None:

@@ -33,6 +33,7 @@ class Scope:
     encoded, encoding : the pictures and clips that were encoded in this call, and those that are being encoded.
     stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
     dropped : ``[B, S]`` bool, which rows of the logits stand for tokens that were dropped; set when the forward is over.
+    new_tokens : how many ``generate`` makes at most, where it was told. until : the tokens that the cache has seen then.
     layout, reduction, history : what became of the last prompt with pictures, in all and stage by stage.
     """
 
@@ -48,6 +49,8 @@ class Scope:
     dropped: Tensor | None = None
     stages: Stages | None = None
     timer: tuple[Any, str] | None = None
+    new_tokens: int | None = None
+    until: int | None = None
     layout: Layout | None = None
     reduction: Reduction | None = None
     history: list[StageResult] = field(default_factory=list)
@@ -63,6 +66,20 @@ class Scope:
         if state is None or state.seen == 0 or state.offset is None:
             return None
         return Continued(state.seen, state.offset, state.ahead)
+
+    def coming(self, seen: int) -> int | None:
+        """How many tokens may still come when the cache has ``seen`` those of this forward; None where nobody said."""
+        if self.new_tokens is None:
+            return None
+        if self.until is None:
+            # this is the first forward of the call; the last token that is made is not seen
+            self.until = seen + self.new_tokens - 1
+        return max(0, self.until - seen)
+
+    def trim(self) -> None:
+        """No more tokens come in this call: the cache gives back the room that was made for them."""
+        if (state := state_of(self.cache)) is not None:
+            state.trim()
 
     def finish(self) -> None:
         """The call is over: what was needed only while it ran must not keep tensors alive."""

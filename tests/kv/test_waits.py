@@ -198,6 +198,50 @@ def test_the_lengths_of_an_index_are_known_as_it_grows() -> None:
         assert sum(gpu.counts.waits.values()) == 1
 
 
+def two_turns(gpu: simulated.Machine | None, padded: int) -> tuple[torch.Tensor, list[bool], int]:
+    """The tokens of a second turn whose last row begins with padding, whether layers are gapless then, and how many masks its
+    steps made."""
+    tiny, first, second = (
+        zoo.model("llava"),
+        zoo.inputs("llava", "image", batch=2),
+        zoo.inputs("llava", "text", batch=2),
+    )
+    first, second = dict(first), dict(second)
+    second["attention_mask"][1, :padded] = 0
+    if gpu is not None:
+        tiny, first, second = gpu.put(tiny), gpu.put(first), gpu.put(second)
+    with accelerated(tiny, RECIPES["heads"]):
+        options = {
+            "max_new_tokens": STEPS,
+            "min_new_tokens": STEPS,
+            "do_sample": False,
+            "return_dict_in_generate": True,
+        }
+        out = tiny.generate(**first, **options)
+        feed, _ = helpers.follow(first, out, second)
+        masks = []
+        hook = tiny.register_forward_pre_hook(lambda *_: masks.append(gpu.counts.copy() if gpu else None))
+        out = tiny.generate(**feed, past_key_values=out.past_key_values, **options)
+        hook.remove()
+        gapless = [layer.gapless for layer in out.past_key_values.layers]
+        assert any(layer.ragged is not None for layer in out.past_key_values.layers)
+    tokens = out.sequences[:, -STEPS:]
+    if gpu is None:
+        return tokens, gapless, 0
+    steps = gpu.counts.since(masks[1]).launches
+    return gpu.numbers(tokens), gapless, sum(n for (_, place), n in steps.items() if "kv/index.py" in place)
+
+
+@pytest.mark.parametrize("padded", [0, 2])
+def test_what_lengths_say_needs_no_mask(padded: int) -> None:
+    """Heads that end early are read up to their end; only padding between tokens is hidden by a mask."""
+    wanted, *_ = two_turns(None, padded)
+    with simulated.machine() as gpu:
+        tokens, gapless, masks = two_turns(gpu, padded)
+    assert torch.equal(tokens, wanted)
+    assert gapless == [not padded] * 4 and (masks > 0) == bool(padded)
+
+
 def test_what_a_step_reads_is_moved_to_the_device_of_the_layer() -> None:
     with simulated.machine(devices=2) as gpu:
         places = gpu.put({"x": torch.tensor([[True, False, True]])})["x"]

@@ -1,0 +1,53 @@
+"""Tensors that grow by a few tokens at a time: room behind them, so that a step does not copy what is there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: room is made for one token in 32 that are stored, so that a step copies 33 on average, but for so many at least
+SHARE, LEAST = 32, 8
+_ROOM = "mmaccel_room"
+
+
+def append(stored: Tensor, new: Tensor, dim: int, coming: int | None = None) -> Tensor:
+    """``torch.cat([stored, new], dim)``, written behind ``stored`` where there is room; else copied, with room behind it for
+    some more, ``coming`` at most where that is known.
+
+    What comes back is a view of a larger tensor, and the only one that may be appended to in place: nothing that ``stored``,
+    or any other view, shows is ever changed. Whoever appends to ``stored`` once more gets a copy. With gradients nothing is
+    written in place.
+    """
+    dim %= new.dim()
+    if torch.is_grad_enabled() or not _alike(stored, new, dim):
+        return torch.cat([stored, new], dim=dim)
+    length, more = stored.shape[dim], new.shape[dim]
+    # the room goes from one owner to the next
+    room = vars(stored).pop(_ROOM, None)
+    if (
+        room is None
+        or room.shape[dim] < length + more
+        or (room.is_inference() and not torch.is_inference_mode_enabled())
+    ):
+        spare = max(LEAST, (length + more) // SHARE)
+        spare = spare if coming is None else min(spare, coming)
+        room = new.new_empty([n + length + spare if axis == dim else n for axis, n in enumerate(new.shape)])
+        if length:
+            room.narrow(dim, 0, length).copy_(stored)
+    room.narrow(dim, length, more).copy_(new)
+    grown = room.narrow(dim, 0, length + more)
+    vars(grown)[_ROOM] = room
+    return grown
+
+
+def _alike(stored: Tensor, new: Tensor, dim: int) -> bool:
+    """Whether two tensors differ in nothing but their length; of others ``torch.cat`` says what is wrong."""
+    if stored.dim() != new.dim() or stored.dtype != new.dtype or stored.device != new.device:
+        return False
+    return all(a == b for axis, (a, b) in enumerate(zip(stored.shape, new.shape, strict=True)) if axis != dim)
+
+
+def trimmed(x: Tensor) -> Tensor:
+    """``x`` without the room behind it; copied where some is left."""
+    room = vars(x).pop(_ROOM, None)
+    return x if room is None or room.shape == x.shape else x.clone(memory_format=torch.contiguous_format)
