@@ -315,7 +315,7 @@ class CompressedLayer(DynamicLayer):
         if self.is_initialized:
             yield from (self.keys, self.values)
         if self.ragged is not None:
-            yield from (self.ragged.keys, self.ragged.values, self.ragged.lengths)
+            yield from (self.ragged.keys, self.ragged.values, self.ragged.lengths, self.ragged.bounds)
         if not self.empty:
             yield from self.index.tensors()
         yield from self.schedule.tensors()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch.nn.functional import pad
 class Ragged:
     """Keys and values of heads that store different counts, one after the other: ``[total, D]``, ``lengths [B, Hkv]``.
 
+    ``bounds [B Hkv + 1]`` long say where each head begins, and where the last ends; made once, read at every step.
     ``longest`` is the width of :meth:`padded`, at least the longest head; it does not change when rows are selected, as the
     width of the index does not.
     """
@@ -22,11 +22,10 @@ class Ragged:
     values: Tensor
     lengths: Tensor
     longest: int
+    bounds: Tensor = field(init=False)
 
-    @cached_property
-    def bounds(self) -> Tensor:
-        """Where each head begins, and the end of the last, ``[B Hkv + 1]`` long: made once, read at every step."""
-        return pad(self.lengths.flatten().cumsum(0), (1, 0))
+    def __post_init__(self) -> None:
+        self.bounds = pad(self.lengths.flatten().cumsum(0), (1, 0))
 
     def padded(self) -> tuple[Tensor, Tensor]:
         """``[B, Hkv, longest, D]`` each; short heads end in zeros."""

@@ -32,10 +32,10 @@ def append(stored: Tensor, new: Tensor, dim: int, coming: int | None = None) -> 
         spare = max(LEAST, (length + more) // SHARE)
         spare = spare if coming is None else min(spare, coming)
         room = new.new_empty([n + length + spare if axis == dim else n for axis, n in enumerate(new.shape)])
-        if length:
-            room.narrow(dim, 0, length).copy_(stored)
-    room.narrow(dim, length, more).copy_(new)
-    grown = room.narrow(dim, 0, length + more)
+        grown = torch.cat([stored, new], dim=dim, out=room.narrow(dim, 0, length + more))
+    else:
+        room.narrow(dim, length, more).copy_(new)
+        grown = room.narrow(dim, 0, length + more)
     vars(grown)[_ROOM] = room
     return grown
 
