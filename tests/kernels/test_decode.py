@@ -403,6 +403,49 @@ def test_pages_the_kernel_cannot_read_go_through_the_definition(device):
         decode_attention_kernel(scaling=0.125, **inputs)
 
 
+# --- compiled steps ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["dense", "ragged, masked", "pages"])
+def test_a_compiled_step_is_one_graph(kind):
+    _, spare = roomy(
+        20, 64, q=1, d=32, masked=kind == "ragged, masked", lengths=None if kind == "dense" else [5, 9, 0, 7]
+    )
+    if kind == "pages":
+        form = Format("int4", "channel", 32)
+        planes = [(Format("int2", "channel", 32), 16), (Format("int8", "channel", 32, fourier=True), 16)]
+        spare["pages"] = packed([40, 0, 64, 3], 2, 32, planes, form, 32, 16)
+    graphs = []
+
+    def step(given, tail):
+        return decode_attention(**given | {"tail": tail}, scaling=0.3)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for filled in (1, 2, 20):
+        tail = torch.tensor([filled], dtype=torch.int32)
+        for mine, its in zip(compiled(spare, tail), step(spare, tail), strict=True):
+            assert torch.equal(mine, its)
+    assert len(graphs) == 1 and "mmaccel.decode_attention" in str(graphs[0].graph)
+
+
+def test_the_operator_says_what_it_gives():
+    inputs = make([5, 90, 0, 77], 2, 2, 3, 1, 16, 6)
+    flat = list(inputs["flat"][:3])
+    given = (
+        *(inputs[name] for name in ("query", "keys", "values")),
+        0.3,
+        flat,
+        inputs["flat"].width,
+        [],
+        "",
+        None,
+        None,
+    )
+    torch.library.opcheck(torch.ops.mmaccel.decode_attention.default, given)
+
+
 # --- bytes and operations ---------------------------------------------------------------------------------------------
 class Meter:
     """What a kernel loads and multiplies in the interpreter."""

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -429,6 +430,66 @@ def test_a_step_by_the_compiler_is_the_step_of_the_dispatch(device: str, monkeyp
     # another type is another kernel
     decode_kernel.decode_attention_kernel(query.half(), keys.half(), keys.half(), 1.0, tail=filled)
     assert [len(kernel.asked) for kernel in kernels] == [2, 2]
+
+
+#: a device that compiles, and notes what it is told to launch
+NOTING = """
+import types
+import torch
+from mmaccel_kernels import launch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+launched = []
+
+class Launcher:
+    def __init__(self, source, metadata):
+        self.name = source.fn.__name__
+    def __call__(self, *args):
+        launched.append((self.name, *args))
+
+class Driver:
+    launcher_cls = Launcher
+    utils = types.SimpleNamespace(
+        load_binary=lambda *args: (1, 1, 100, 0, 1024), unload_module=lambda module: None,
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
+    )
+    get_current_device = get_current_stream = lambda self, device=None: 0
+    get_current_target = lambda self: GPUTarget("cuda", 80, 32)
+
+driver.set_active(Driver())
+from mmaccel_kernels.append import append_kernel
+from mmaccel_kernels.decode import Flat, decode_attention_kernel, triton as kernel
+kernel._multiprocessors = lambda device: 2
+query, keys = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 32, 16)
+flat = Flat(torch.zeros(16, 16), torch.zeros(16, 16), torch.tensor([0, 8, 16]), 8)
+asked, enqueue = [], launch.enqueue
+launch.enqueue = lambda kernel, *rest, **options: asked.append(kernel.fn.__name__) or enqueue(kernel, *rest, **options)
+for filled in torch.tensor([3, 4, 5], dtype=torch.int32).split(1):
+    append_kernel(keys, keys, keys[:, :, :1], keys[:, :, :1], filled)
+    out = decode_attention_kernel(query, keys, keys, 1.0, flat, tail=filled)
+assert asked == ["_append", "_decode", "_merge"], asked
+names = [name for name, *_ in launched]
+assert names == asked * 3, names
+for first, later in zip(launched[:3] * 2, launched[3:], strict=True):
+    assert len(first) == len(later)
+    for one, other in zip(first, later, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype and one.shape == other.shape
+        elif type(one).__name__ == "LazyDict":
+            # for profilers
+            assert one.data.keys() == other.data.keys()
+        else:
+            assert one == other, (one, other)
+"""
+
+
+@pytest.mark.kernel
+def test_what_was_compiled_is_launched_as_triton_would() -> None:
+    path = os.pathsep.join(sys.path[:1] + [str(Path(mmaccel_kernels.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("TRITON_INTERPRET", None)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", NOTING], env=environment, check=True)
 
 
 # --- what one launch leaves to the next -----------------------------------------------------------------------------------

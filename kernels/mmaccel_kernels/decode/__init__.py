@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..launch import run
 from ..pages import Pages
 from .naive import Flat, decode_attention_definition
-from .triton import MAX_QUERIES, decode_attention_kernel, readable
+from .operator import attend, traced
+from .triton import MAX_QUERIES, decode_attention_kernel
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -25,6 +25,8 @@ def decode_attention(
     tail: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest queries over everything that is stored; by the kernel on a GPU, else by the definition.
+
+    Inside ``torch.compile(fullgraph=True)`` it is the operator ``torch.ops.mmaccel.decode_attention``.
 
     Parameters
     ----------
@@ -53,10 +55,8 @@ def decode_attention(
     """
     check(query, keys, values, flat, pages, visible, tail)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not readable(pages):
-        return decode_attention_definition(query, keys, values, scaling, flat, pages, visible, tail)
-    kernel, definition = decode_attention_kernel, decode_attention_definition
-    return run(kernel, definition, query, keys, values, scaling, flat, pages, visible, tail)
+    chosen = traced if torch.compiler.is_compiling() else attend
+    return chosen(query, keys, values, scaling, flat, pages, visible, tail)
 
 
 def check(

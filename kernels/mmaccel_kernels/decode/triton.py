@@ -75,7 +75,7 @@ def decode_attention_kernel(
     heads, rows = b * hkv, hq // hkv * q
     query, keys, values = query.contiguous(), _rows(keys), _rows(values)
     ragged = (None, None, None) if flat is None else (_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
-    mask, strides, columns = _mask_arguments(visible, capacity)
+    mask, strides, columns = _mask_arguments(visible, keys)
     packed, planes = _packed_arguments(pages, query, visible is not None)
     turned, cu_pages = (None, None) if pages is None else (pages.turned(query).contiguous(), pages.cu_pages)
     given = [x for x in (query, keys, values, *ragged, mask, turned, cu_pages, *packed) if x is not None]
@@ -180,10 +180,10 @@ def launch(groups: int, queries: int, d: int, dv: int, itemsize: int, packed: bo
     return Launch(block_m, constants, {"num_warps": 4 if small else 8, "num_stages": stages})
 
 
-def _mask_arguments(visible: Tensor | None, capacity: int) -> tuple[Tensor | None, tuple[int, int, int], int]:
+def _mask_arguments(visible: Tensor | None, keys: Tensor) -> tuple[Tensor | None, tuple[int, int, int], int]:
     """The mask as bytes, its strides by sequence, key head and query, and its columns."""
     if visible is None:
-        return None, (0, 0, 0), capacity
+        return None, (0, 0, 0), keys.shape[2]
     mask = _rows(visible)
     of_heads = mask.stride(1) if mask.shape[1] > 1 else 0
     return mask.view(torch.uint8), (mask.stride(0), of_heads, mask.stride(2)), mask.shape[3]
