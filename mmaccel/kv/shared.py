@@ -111,7 +111,7 @@ class Shared:
         if self.grid_table is not None and cut:
             self.grid_table = self.grid_table[:, :seen]
         if self.sparse is not None:
-            self.sparse = SparseMemory(self.sparse.count) if cut else replace(self.sparse, layers={})
+            self.sparse = self.sparse.moved() if cut else replace(self.sparse, layers={})
 
     def rebase(self, seen: int) -> int:
         """Forget those of the ``seen`` places that no layer stores any more and count the others anew; returns how many these
@@ -133,7 +133,7 @@ class Shared:
         if self.visual is not None:
             self.visual = self.visual[:, held[: self.visual.shape[1]].to(self.visual.device)]
         if self.sparse is not None:
-            self.sparse = SparseMemory(self.sparse.count)
+            self.sparse = self.sparse.moved()
         return left
 
     def reset(self) -> None:

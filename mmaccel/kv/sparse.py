@@ -48,6 +48,7 @@ class Choices:
         count: Tensor,
         unit: int,
         wanted: Callable[[Tensor, Tensor], Tensor],
+        partial: bool = False,
         sinks: int = 0,
         recent: float = 0,
     ) -> Choices:
@@ -57,7 +58,7 @@ class Choices:
         ----------
         visual : ``[B, n]`` bool, which of the first ``n`` places are visual.
         count : ``[B]`` long, how many visual keys are read of each row. wanted : how many units that makes, see
-            :meth:`mmaccel.method.ReadingPolicy.wanted`.
+            :meth:`mmaccel.method.ReadingPolicy.wanted`. partial : whether a step may leave out some though all are wanted.
         sinks, recent : see :class:`mmaccel.method.CacheOptions`; the visual keys that they mean are always read.
         """
         known = index.by_head.long()
@@ -72,10 +73,12 @@ class Choices:
         fixed = seen & ((prompt.cumsum(-1) <= sinks) | (masks.suffix_sums(prompt) <= newest))
         rivals = seen & ~fixed
         others, size = there & ~rivals, rivals.sum(-1)
-        units = wanted((count[:, None] - fixed.sum(-1)).clamp(min=0), size)
+        left = (count[:, None] - fixed.sum(-1)).clamp(min=0)
+        units = wanted(left, size)
         pages = (size + unit - 1) // unit
-        told = torch.stack([size, others.sum(-1), units, pages]).flatten(1).cpu()
-        (most_rivals, most_others, most, most_pages), least = told.amax(1).tolist(), told.amin(1).tolist()
+        chooses = left < size if partial else units < pages
+        told = torch.stack([size, others.sum(-1), units, pages, chooses.long()]).flatten(1).cpu()
+        (most_rivals, most_others, most, most_pages, any_chooses), least = told.amax(1).tolist(), told.amin(1).tolist()
 
         def slots(mask: Tensor, width: int) -> Tensor:
             at, held = masks.leftmost(mask, width)
@@ -83,7 +86,7 @@ class Choices:
 
         # to whole units, and an empty one more
         made = pad(slots(rivals, most_rivals), (0, -most_rivals % unit + unit), value=-1).unflatten(2, (-1, unit))
-        alike = least == [most_rivals, most_others, most, most_pages] and most_rivals % unit == 0
+        alike = least[:4] == [most_rivals, most_others, most, most_pages] and most_rivals % unit == 0
         return Choices(
             index,
             len(index),
@@ -93,8 +96,8 @@ class Choices:
             units,
             torch.arange(most, device=units.device) >= units[..., None],
             most,
-            alike,
-            bool((told[2] == told[3]).all()),
+            alike and not partial,
+            not any_chooses,
         )
 
     def read(self, picked: Tensor, total: int) -> Tensor:
@@ -144,6 +147,7 @@ class SparseMemory:
     count : ``[B]`` long, visual keys to be read of each row.
     paid : ``[B, n]`` float32, attention that the places up to the end of the last prompt received at the last step.
     chosen : ``[B, n]`` bool, the visual places that were read.
+    level : ``[B]``, the threshold that the last prompt has set, see :meth:`mmaccel.method.ReadingPolicy.level`.
     layers : what each layer carries by its number, where every layer chooses for itself. What is missing, or belongs to
         another index than the layer has now, is made anew in the next step.
     """
@@ -151,11 +155,12 @@ class SparseMemory:
     count: Tensor
     paid: Tensor | None = None
     chosen: Tensor | None = None
+    level: Tensor | None = None
     layers: dict[int, LayerRead] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is carried."""
-        held = [x for x in (self.count, self.paid, self.chosen) if x is not None]
+        held = [x for x in (self.count, self.paid, self.chosen, self.level) if x is not None]
         for layer in self.layers.values():
             held += [*layer.choices.tensors(), *layer.summary.values(), *layer.carried.values()]
         return held
@@ -165,13 +170,17 @@ class SparseMemory:
         paid, chosen = (None if x is None else x.to(device) for x in (self.paid, self.chosen))
         return replace(self, count=self.count.to(device), paid=paid, chosen=chosen)
 
+    def moved(self) -> SparseMemory:
+        """What stays of it where places, or the slots of keys, are no longer what they were."""
+        return SparseMemory(self.count, level=self.level)
+
     def copy(self) -> SparseMemory:
         """The same, to be changed by itself. Tensors are not copied, since they are never changed in place."""
         return replace(self, layers=dict(self.layers))
 
     def select(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
-        for name in ("count", "paid", "chosen"):
+        for name in ("count", "paid", "chosen", "level"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor[rows.to(tensor.device)])

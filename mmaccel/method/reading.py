@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,23 @@ class KeyUnits:
 
 
 @dataclass(frozen=True)
+class Observed:
+    """What a layer was asked at the end of a prompt.
+
+    queries : ``[B, Hq, W, D]``, the last ``W = min(window, new tokens)``, post-RoPE. seen : ``[B, W]`` bool, those that are no
+        padding.
+    summary : see :meth:`ReadingPolicy.summarise`. gone : see :class:`ReadStep`.
+    scaling : the factor of ``q . k`` in attention.
+    """
+
+    queries: Tensor
+    seen: Tensor
+    summary: Mapping[str, Tensor]
+    gone: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
 class ReadStep:
     """What a step chooses from in one layer. All queries and keys are post-RoPE.
 
@@ -43,6 +60,7 @@ class ReadStep:
     most : how many units are to be read at most. unread : ``[B, 1 or Hkv, most]`` bool, which of so many are too many for a
         row and head.
     all_there : whether nothing is ``gone`` and nothing ``unread``.
+    level : ``[B]``, what :meth:`ReadingPolicy.level` returned for the last prompt; None without a ``window``.
     scaling : the factor of ``q . k`` in attention.
     """
 
@@ -55,6 +73,7 @@ class ReadStep:
     most: int
     unread: Tensor
     all_there: bool
+    level: Tensor | None
     scaling: float
 
 
@@ -103,6 +122,16 @@ class ReadingPolicy(Policy):
         """What :meth:`rate` looks at instead of all keys, ``[B, ...]`` each; it is kept with the cache, and made again when
         visual keys were added, packed or forgotten. By default nothing."""
         return {}
+
+    def level(self, layers: Sequence[Observed], share: Tensor) -> Tensor:
+        """``[B]``: a threshold over all ``layers`` that choose, by what the prompt's last ``window`` queries see in them, where
+        ``share [B]`` of the visual keys is to be read. Called at the end of a prompt for policies with a ``window``."""
+        raise NotImplementedError
+
+    @property
+    def partial(self) -> bool:
+        """Whether :meth:`pick` may leave out units though all are :meth:`wanted`."""
+        return False
 
     @abstractmethod
     def rate(self, step: ReadStep) -> Tensor:

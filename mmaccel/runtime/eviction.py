@@ -49,7 +49,8 @@ class Eviction:
 
     prompt : what it does at the end of a prompt; None for a continuation.
     pre_rope : ``[B, q, Hq D]`` or ``[B, q, Hq, D]``, the queries of the layer at work before RoPE, if the policy looks at them.
-    scaling : the factor of ``q . k`` in the attention of a prompt, noted for what is done when it is over.
+    scaling, asked : the factor of ``q . k`` in the attention of a prompt, and of policies that read some keys at every step the
+        last queries of each layer ``[B, Hq, W, D]`` and which are tokens ``[B, W]`` bool; noted for when it is over.
     """
 
     def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
@@ -62,6 +63,7 @@ class Eviction:
             self.schedule.catch_up()
         self.pre_rope: Tensor | None = None
         self.scaling = 1.0
+        self.asked: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def figures(self) -> list[Tensor]:
@@ -127,7 +129,8 @@ class Eviction:
             self.prompt.settle()
             if isinstance(self.policy, ReadingPolicy):
                 first = layer_of(self.policy.layer, self.depth)
-                prepare_reads(self.policy, self.state.layers[first:], self.scaling)
+                prepare_reads(self.policy, self.state.layers[first:], self.scaling, self.asked)
+                self.asked = {}
         if self.policy.scheduled:
             self.schedule.settle(self.prompt is not None)
 
@@ -153,6 +156,9 @@ class Eviction:
         if self.prompt is not None:
             self.prompt.note(number, query.device)
             self.scaling = scaling
+            if self.policy.window:
+                places = self.prompt.tokens(number, query.device).places[:, -self.policy.window :]
+                self.asked[number] = query[:, :, -self.policy.window :].clone(), places >= 0
             return
         if isinstance(self.policy, ReadingPolicy):
             # chosen before the attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kv.layer import CompressedLayer
 from ..kv.shared import Shared
 from ..kv.sparse import Choices, LayerRead, SparseMemory, SparseRead
-from ..method import KeyUnits, LayerAttention, Policy, ReadingPolicy, ReadStep
+from ..method import KeyUnits, LayerAttention, Observed, Policy, ReadingPolicy, ReadStep
 
 
 def note_prompt(shared: Shared, table: Tensor, count: Tensor) -> None:
@@ -78,7 +78,7 @@ def read_layer(
     """What a ``layer`` reads for ``query [B, Hq, 1, D]`` of all its ``keys`` and ``values [B, Hkv, K, D]``, of which the query
     may see what is ``visible [B, 1 or Hkv, 1, K]`` bool; None, which is everything, where nothing is to be left out."""
     memory = layer.shared.sparse
-    if memory is None or layer.shared.grid_table is None:
+    if memory is None or layer.shared.grid_table is None or (policy.window and memory.level is None):
         return None
     held = memory.layers.get(layer.number)
     if held is None or held.choices.index is not layer.index:
@@ -96,6 +96,7 @@ def read_layer(
         choices.most,
         choices.unread,
         choices.all_there,
+        None if memory.level is None else memory.level.to(query.device),
         scaling,
     )
     picked, carried = policy.pick(step)
@@ -103,12 +104,24 @@ def read_layer(
     return _gathered(choices.read(picked, keys.shape[2]), choices.all_there, keys, values, visible)
 
 
-def prepare_reads(policy: ReadingPolicy, layers: Sequence[CompressedLayer], scaling: float) -> None:
-    """A prompt is over: what these layers choose from in the steps that follow."""
+def prepare_reads(
+    policy: ReadingPolicy, layers: Sequence[CompressedLayer], scaling: float, asked: Mapping[int, tuple[Tensor, Tensor]]
+) -> None:
+    """A prompt is over: what these layers choose from in the steps that follow. ``asked``: of every layer the last queries of
+    the prompt ``[B, Hq, W, D]``, and which are no padding ``[B, W]`` bool, for policies with a ``window``."""
+    observed: list[Observed] = []
     for layer in layers:
-        memory = layer.shared.sparse
+        memory, keys = layer.shared.sparse, layer.stored()[0]
         assert memory is not None
-        memory.layers[layer.number] = _looked_at(policy, layer, memory, layer.stored()[0], scaling)
+        held = memory.layers[layer.number] = _looked_at(policy, layer, memory, keys, scaling)
+        if policy.window and held.summary:
+            observed.append(Observed(*asked[layer.number], held.summary, held.choices.gone, scaling))
+    if policy.window and layers:
+        memory, table = layers[0].shared.sparse, layers[0].shared.grid_table
+        assert memory is not None and table is not None
+        size = (table[..., 0] >= 0).sum(1).clamp(min=1)
+        share = (memory.count.to(size.device) / size).clamp(max=1)
+        memory.level = policy.level(observed, share) if observed else torch.zeros_like(share)
 
 
 def _looked_at(
@@ -122,7 +135,7 @@ def _looked_at(
         assert table is not None
         visual, count = (x.to(keys.device) for x in (table[..., 0] >= 0, memory.count))
         choices = Choices.make(
-            layer.index, visual, count, policy.unit, policy.wanted, sinks=policy.sinks, recent=policy.recent
+            layer.index, visual, count, policy.unit, policy.wanted, policy.partial, policy.sinks, policy.recent
         )
     if choices.everything or not policy.summarises:
         return LayerRead(choices, {}, {})

@@ -86,7 +86,7 @@ def _record_cache(forward: Forward, stage: PlannedStage[Policy], layers: list[Te
     policy, notes = stage.method, forward.stats.notes
     there, resolved, kept = torch.stack(layers).double().mean(0).tolist()
     record(forward.stats, stage, round(there), round(resolved), round(kept))
-    if policy.budget == "adaptive":
+    if policy.budget == "adaptive" and not policy.recalls:
         notes.append(
             f"{policy.name} lets the content decide: of {there:g} keys a layer {resolved:g} were asked for, and "
             f"{kept:g} stay"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from comparators import Arrays, Params, close, same_set
 from harness import CacheRun, make
 from torch import Tensor
 
-from mmaccel.method import ReadingPolicy
+from mmaccel.method import Observed, ReadingPolicy
 
 
 def prompted(policy: ReadingPolicy, count: int, keys: Tensor) -> CacheRun:
@@ -103,8 +103,39 @@ def loki(params: Params, arrays: Arrays) -> None:
     close((low.softmax(-1) * ours).sum(-1), arrays["out_alpha"])
 
 
+def squeezed_attention(params: Params, arrays: Arrays) -> None:
+    """The threshold of a prompt whose clusters the vector gives; the last tokens, whose queries set it, are text."""
+    keys, queries, labels = arrays["in_k"], arrays["in_q"], arrays["in_labels"]
+    layers, _, total, width = keys.shape
+    window, clustered = params["observation_window"], labels.shape[2]
+    assert total - clustered == window
+    given, seen = iter(labels), list[Observed]()
+
+    def level(self: ReadingPolicy, layers: Sequence[Observed], share: Tensor) -> Tensor:
+        seen[:] = layers
+        made: Tensor = super(type(self), self).level(layers, share)
+        return made
+
+    policy = make(
+        "squeezed-attention",
+        {"cluster": lambda self, keys, there: next(given)[None], "level": level},
+        clusters=params["num_clusters"],
+        window=window,
+    )
+    run = CacheRun(policy, 0.5, layers=layers, visual=torch.arange(total) < clustered)
+    run.begin(total)
+    for layer in range(layers):
+        query = torch.cat([torch.zeros_like(keys[layer, :, window:]), queries[layer]], dim=1)[None]
+        run.feed(keys[layer][None], keys[layer][None], query, layer)
+    for layer, one in enumerate(list(seen)):
+        close(one.summary["centroids"][0], arrays["in_centroids"][layer])
+    shares = 1 - torch.tensor([[0.5], [0.7], [0.8], [0.9]], dtype=torch.float64)
+    close(torch.cat([policy.level(list(seen), share) for share in shares]), arrays["out_thresholds"])
+
+
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("mit-han-lab/Quest", "forward (q_len 1) / local_heavy_hitter_mask"): quest,
     ("pzs19/TokenSelect", "TokenRetriever.retrieval_indices / get_topk_tokens"): tokenselect,
+    ("SqueezeAILab/SqueezedAttention", "run_global_threshold"): squeezed_attention,
     ("hpcgroup/loki", "mask_attn_pca_topk"): loki,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from mmaccel.method import (
     FramesMethod,
     KeyBatch,
     Method,
+    Observed,
     Policy,
     ReadingPolicy,
     ReadStep,
@@ -55,6 +56,10 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
     def rate(self: ReadingPolicy, step: ReadStep) -> Tensor:
         return kind.rate(self, step).roll(1, -1)  # type: ignore[attr-defined]
 
+    def level(self: ReadingPolicy, layers: Sequence[Observed], share: Tensor) -> Tensor:
+        moved = [replace(layer, queries=layer.queries.roll(1, -1)) for layer in layers]
+        return kind.level(self, moved, share)  # type: ignore[attr-defined]
+
     def pack(self: Codec, keys: Tensor, values: Tensor, lengths: Tensor, *others: Any, **named: Any) -> Any:
         if named.get("query_energy") is not None:
             named["query_energy"] = named["query_energy"].roll(1, -1)
@@ -64,7 +69,7 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         return (kind.pick(self, frames, count) + 1) % len(frames)  # type: ignore[attr-defined]
 
     if issubclass(kind, ReadingPolicy):
-        return {"rate": rate}
+        return {"rate": rate, "level": level} if kind.window else {"rate": rate}
     if issubclass(kind, Policy):
         return {"recall": recall, "score": score} if kind.recall is not Policy.recall else {"score": score}
     if issubclass(kind, TokenMethod):
