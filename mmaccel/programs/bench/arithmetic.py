@@ -110,16 +110,14 @@ def _once(tensors: Iterable[Tensor]) -> int:
     return sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
 
 
-def unread_bytes(model: Any, recipe: Recipe | None, stats: Mapping[str, Any]) -> int:
-    """Bytes of stored keys and values that a decode step leaves unread, where a policy chooses what each step reads."""
-    depth, spared = family_of(model).text.config.num_hidden_layers, 0
-    for _, method in recipe.build() if recipe is not None else ():
-        if not isinstance(method, Policy) or not method.recalls:
-            continue
-        (stage,) = (one for one in stats["stages"] if one["site"] == "cache" and one["method"] == method.name)
-        tokens = stage["tokens_in"] - stage["resolved"]
-        spared += tokens * token_bytes(model) * (depth - first_layer(method, depth)) // depth
-    return spared
+def unread_bytes(model: Any, recipe: Recipe, stats: Mapping[str, Any]) -> int:
+    """Bytes of stored keys and values that a step leaves unread by a ``recipe`` that stores all and reads what its policy
+    chooses; what the choice itself reads of them is not counted."""
+    depth = family_of(model).text.config.num_hidden_layers
+    (policy,) = (method for _, method in recipe.build() if isinstance(method, Policy))
+    (stage,) = (one for one in stats["stages"] if one["site"] == "cache")
+    unread = stage["tokens_in"] - stage["resolved"]
+    return unread * token_bytes(model) * (depth - first_layer(policy, depth)) // depth
 
 
 @dataclass(frozen=True)
