@@ -111,13 +111,15 @@ def _once(tensors: Iterable[Tensor]) -> int:
 
 
 def unread_bytes(model: Any, recipe: Recipe, stats: Mapping[str, Any]) -> int:
-    """Bytes of stored keys and values that a step leaves unread by a ``recipe`` that stores all and reads what its policy
-    chooses; what the choice itself reads of them is not counted."""
-    depth = family_of(model).text.config.num_hidden_layers
-    (policy,) = (method for _, method in recipe.build() if isinstance(method, Policy))
-    (stage,) = (one for one in stats["stages"] if one["site"] == "cache")
-    unread = stage["tokens_in"] - stage["resolved"]
-    return unread * token_bytes(model) * (depth - first_layer(policy, depth)) // depth
+    """Bytes of stored keys and values that a step leaves unread where a policy of the ``recipe`` chooses what it reads; what
+    the choice itself reads of them is not counted."""
+    depth, spared = family_of(model).text.config.num_hidden_layers, 0
+    for _, method in recipe.build():
+        if isinstance(method, Policy) and method.recalls:
+            (stage,) = (one for one in stats["stages"] if one["method"] == method.name)
+            unread = stage["tokens_in"] - stage["resolved"]
+            spared += unread * token_bytes(model) * (depth - first_layer(method, depth)) // depth
+    return spared
 
 
 @dataclass(frozen=True)

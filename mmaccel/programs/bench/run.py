@@ -21,7 +21,7 @@ from ...accelerate import accelerated
 from ...core.stats import Clock
 from ...errors import MmaccelError, UnsupportedError
 from ...families import family_of
-from ...kv.cache import cache_bytes, state_of
+from ...kv.cache import cache_bytes
 from ...media.prepare import prepare
 from ...recipe import Recipe
 from ...runtime.scope import current
@@ -63,7 +63,7 @@ class Case:
 @dataclass(frozen=True)
 class Sample:
     """One measured run. Seconds; ``parts`` add up to ``ttft``. Of the cache at its end ``kv`` is what it holds, ``stored`` the
-    keys and values in it, and ``metadata`` what stands beside them, all in bytes; ``chooses``: a step reads some keys."""
+    keys and values in it, and ``metadata`` what stands beside them, all in bytes."""
 
     ttft: float
     parts: dict[str, float]
@@ -74,7 +74,6 @@ class Sample:
     kv: int
     stored: int
     metadata: int
-    chooses: bool
     stats: dict[str, Any]
 
 
@@ -293,7 +292,6 @@ class Bench:
             kv=cache_bytes(out.past_key_values),
             stored=stored,
             metadata=metadata,
-            chooses=(state := state_of(out.past_key_values)) is not None and state.shared.sparse is not None,
             stats=stats,
         )
 
@@ -318,7 +316,6 @@ class Bench:
             kv=last.kv,
             stored=last.stored,
             metadata=last.metadata,
-            chooses=last.chooses,
             stats=last.stats,
         )
 
@@ -403,7 +400,7 @@ class Bench:
         """Bytes that the last decode step had to read."""
         last = variant.samples[-1]
         kv = last.stored
-        if last.chooses and variant.recipe is not None:
+        if variant.recipe is not None:
             kv -= unread_bytes(self.model, variant.recipe, last.stats)
         return {"weights": weight_bytes(self.model), "kv": kv, "metadata": last.metadata}
 
