@@ -28,6 +28,7 @@ A decode step reads the weights once and the cache of every row. Three questions
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -54,7 +55,8 @@ from mmaccel.programs.bench.shapes import SHAPES, build, free_memory, shape, ske
 from mmaccel.programs.bench.workloads import ShapeSubject, workload
 
 #: those of them that there are
-RECIPES = ("none", "balanced", "snapkv", "adakv", "kivi", "h2o-decode", "streaming-llm-decode", "dycoke-cache", "quest")
+RECIPES = ("none", "balanced", "snapkv", "adakv", "kivi", "h2o-decode", "streaming-llm-decode", "dycoke-cache")
+RECIPES += ("quest", "tokenselect", "loki")
 REAL, TINY = ("qwen2.5-vl-7b", "llava-onevision-7b"), "tiny"
 #: TB/s, of an H200 as its data sheet says; what can be had of it is less, and both sides of a ratio feel that alike
 H200 = 4.8
@@ -199,9 +201,10 @@ def _profiled(subject: ShapeSubject, inputs: Any, variant: Variant, steps: int) 
     """What CUDA was asked for in all, by torch.profiler."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
         generate(subject, inputs, variant, steps)
-    names = [event.name for event in seen.events()]
+    # without the tree that `seen.events()` makes of them
+    names = [event.name() for event in seen.profiler.kineto_results.events()]
     starts = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
     waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
     return Counted(sum(name.startswith(starts) for name in names), sum(name in waits for name in names))
@@ -210,7 +213,7 @@ def _profiled(subject: ShapeSubject, inputs: Any, variant: Variant, steps: int) 
 def host(
     name: str, variants: Sequence[Variant], device: torch.device, repeats: int, steps: int
 ) -> list[dict[str, Any]]:
-    """A row for every variant: what a step asks of the host, in all and with each layer."""
+    """A row for every variant: what a step asks of the host, in all and with each layer; timed in ``repeats`` rounds."""
     deep = shape(name).config().text_config.num_hidden_layers
     depths = (deep // 2, deep)
     rows = []
@@ -229,23 +232,32 @@ def host(
             continue
         row["step"] = vars(many)
         row["layer"] = vars((many - few).over(depths[1] - depths[0]))
+    alive = [variant for variant, row in zip(variants, rows, strict=True) if row["problem"] is None]
+    spreads = timed(name, depths, alive, device, repeats, steps) if repeats else {}
+    for row in rows:
+        if row["recipe"] in spreads:
+            row["us_layer"] = spreads[row["recipe"]].as_dict()
+    return rows
+
+
+def timed(
+    name: str, depths: tuple[int, int], variants: Sequence[Variant], device: torch.device, repeats: int, steps: int
+) -> dict[str, Spread]:
+    """Microseconds that a step spends on a layer, by title; variants take turns."""
     subjects = [thin_subject(name, layers, device) for layers in depths]
     inputs = [shown_to(subject) for subject in subjects]
-    alive = [(variant, row) for variant, row in zip(variants, rows, strict=True) if row["problem"] is None]
-    taken: dict[str, list[float]] = {variant.title: [] for variant, _ in alive}
+    taken: dict[str, list[float]] = {variant.title: [] for variant in variants}
     for repeat in range(repeats + 1):
         # another one begins each time, so that none always follows the same
-        turn = repeat % len(alive)
-        for variant, _ in alive[turn:] + alive[:turn]:
+        turn = repeat % len(variants)
+        for variant in [*variants[turn:], *variants[:turn]]:
             ticks = [Ticks(device) for _ in depths]
             for subject, given, seen in zip(subjects, inputs, ticks, strict=True):
                 generate(subject, given, variant, steps, seen)
             if repeat:
                 taken[variant.title].append(1e6 * (ticks[1].step - ticks[0].step) / (depths[1] - depths[0]))
         tell(f"{name}, host: round {repeat} of {repeats}" if repeat else f"{name}, host: warm")
-    for variant, row in alive:
-        row["us_layer"] = Spread(tuple(taken[variant.title])).as_dict()
-    return rows
+    return {title: Spread(tuple(samples)) for title, samples in taken.items()}
 
 
 def host_table(rows: Sequence[dict[str, Any]], gpu: bool) -> str:
@@ -257,11 +269,13 @@ def host_table(rows: Sequence[dict[str, Any]], gpu: bool) -> str:
         counts = ["-"] * 4
         if "step" in row:
             counts = [f"{row[of][what]:.2f}" for what in ("launches", "waits") for of in ("step", "layer")]
-        told = row["problem"]
-        if told is None:
+        told = row["problem"] or "-"
+        if "us_layer" in row:
             spread = Spread.of(row["us_layer"])
             told = f"{spread.median:.0f} ±{spread.notch:.0f}"
         table.append([row["recipe"], told, *counts])
+    if not any("us_layer" in row or row["problem"] for row in rows):
+        table = [[line[0], *line[2:]] for line in table]
     return f"Launches and waits by {how}; {rows[0]['layers']} layers.\n\n{markdown(table)}"
 
 
@@ -301,6 +315,9 @@ def steps(
     for keys, batch in sorted(((k, b) for k in args.keys for b in args.batch), key=lambda load: load[0] * load[1]):
         count, length = pictures_for(subject, keys)
         load = {"shape": name, "keys": length, "batch": batch}
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         if (problem := room(subject, batch * length)) is not None:
             tell(f"{name}, {batch} x {length} keys: left out, {problem}")
             yield {**load, "recipe": "bare", "problem": problem}
@@ -374,7 +391,7 @@ def kernel_rows(name: str, args: argparse.Namespace) -> tuple[float, list[dict[s
             kernels.decode_packed(bench, ours, code)
         bench.release()
         for row in bench.rows[start:]:
-            row |= {"shape": name, "keys": keys, "batch": batch, "kind": row["name"].rsplit(",", 1)[0]}
+            row |= {"keys": keys, "batch": batch, "kind": row["name"].rsplit(",", 1)[0]}
             if "seconds" in row:
                 row["faster_than_the_fastest_dense_by"] = dense / row["seconds"]
     return bench.copy, bench.rows
@@ -424,7 +441,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--static", action="store_true", help="compile the bare model with a static cache on a CPU as well"
     )
-    parser.add_argument("--no-host", action="store_true", help="leave out launches, waits and microseconds of the host")
+    parser.add_argument(
+        "--only",
+        choices=("counts", "host", "steps"),
+        help="launches and waits alone, or with microseconds, or steps alone",
+    )
     parser.add_argument(
         "--bandwidth",
         type=float,
@@ -438,7 +459,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     if args.dry_run:
         args.shape, args.keys, args.batch, args.answer, args.repeats = [TINY], [64], [1], 3, 1
-        args.recipe = args.recipe or ["none", "snapkv"]
+        args.recipe = args.recipe or ["snapkv"]
     args.shape = args.shape or (
         [name for name in SHAPES if SHAPES[name].source] if args.arithmetic else list(REAL) if gpu else ["small"]
     )
@@ -506,30 +527,39 @@ def run(args: argparse.Namespace) -> None:
         text = arithmetic_table(rows, args.bandwidth * 1e12, report.content["command"])
         report.show(args.update, "decode-arithmetic", text)
     if args.kernel or args.dry_run:
-        measured: list[dict[str, Any]] = []
+        kernels: dict[str, Any] = {}
         for name in args.shape:
-            copy, found = kernel_rows(name, args)
-            measured += found
-            report.put("kernels", {"copy_bytes_per_s": copy, "rows": measured, "break_even": break_even(measured)})
-        told = break_even(measured) if device.type == "cuda" else ["In the interpreter times mean nothing."]
-        print("\n".join(told), flush=True)
-    if args.arithmetic or args.kernel:
-        return
-    variants, tables = variants_of(args, device), []
-    hosts: list[dict[str, Any]] = []
-    rows = []
-    for name in args.shape:
-        if not args.no_host:
-            own = host(name, variants, device, args.repeats, 2 if args.dry_run else STEPS)
-            hosts += own
-            report.put("host", hosts)
+            copy, measured = kernel_rows(name, args)
+            told = break_even(measured)
+            kernels[name] = {"copy_bytes_per_s": copy, "rows": measured, "break_even": told}
+            report.put("kernels", kernels)
+            print("\n".join(told if device.type == "cuda" else ["In the interpreter times mean nothing."]), flush=True)
+    if not args.arithmetic and not args.kernel:
+        measure(args, report, device)
+
+
+def measure(args: argparse.Namespace, report: Report, device: torch.device) -> None:
+    """The host, and steps."""
+    variants = variants_of(args, device)
+    if args.only != "steps":
+        found, tables = [], []
+        for name in args.shape:
+            repeats = 0 if args.only == "counts" else args.repeats
+            own = host(name, variants, device, repeats, 2 if args.dry_run else STEPS)
+            found += own
+            report.put("host", found)
             tables.append(f"`{name}`. {host_table(own, device.type == 'cuda')}")
-        mine = len(rows)
-        for row in steps(name, variants, device, args):
-            rows.append(row)
-            report.put("steps", rows)
-        tables.append(f"`{name}`, answers of {args.answer} tokens.\n\n{steps_table(rows[mine:])}")
-    report.show(args.update, "decode-measured", "\n\n".join([*tables, report.made_by]))
+        report.show(args.update, "decode-host", "\n\n".join([*tables, report.made_by]))
+    if args.only not in ("counts", "host"):
+        found, tables = [], []
+        for name in args.shape:
+            own = []
+            for row in steps(name, variants, device, args):
+                own.append(row)
+                report.put("steps", found + own)
+            found += own
+            tables.append(f"`{name}`, answers of {args.answer} tokens.\n\n{steps_table(own)}")
+        report.show(args.update, "decode-steps", "\n\n".join([*tables, report.made_by]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,8 +5,9 @@
 #   benchmarks/gpu_report.sh [--dry-run] [FOLDER]      PYTHON=python3.12 benchmarks/gpu_report.sh report
 #
 # Needs torch, triton, transformers and Pillow; plots want matplotlib, the accuracy torchvision, and times of video decoding PyAV,
-# and what is missing is left out with a sentence. --dry-run goes through all of it at tiny shapes, on a CPU too. A step that
-# fails does not stop the others; the exit status then is 1. Results are written as they come, so what time cuts short is kept.
+# and what is missing is left out with a sentence. --dry-run goes through all of it at tiny shapes and with one model, on a CPU
+# too. A step that fails does not stop the others; the exit status then is 1. Results are written as they come, so what time cuts
+# short is kept.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 dry="" folder=gpu-report
@@ -59,7 +60,7 @@ has av || echo "Video decoding is not timed: PyAV is not installed."
 if [ -n "$dry" ]; then
   step decode 0 "$python" benchmarks/decode.py --dry-run --out "$out/decode.json"
   step kernels 0 "$python" benchmarks/kernels.py --dry-run --out "$out/kernels.json"
-  bench tiny --workload picture-336 video-32 --recipe divprune fastv --retain 0.25 --answer 4 --repeats 2
+  bench tiny --workload picture-336 video-32 --recipe divprune fastv --retain 0.25 --answer 4 --repeats 1
 else
   decode=("$python" benchmarks/decode.py --shape qwen2.5-vl-7b)
   step "decode attention" 80 "${decode[@]}" --kernel --keys 1024 4096 16384 65536 262144 --batch 1 16 --out "$out/decode-kernels.json"
@@ -78,6 +79,7 @@ if has torchvision; then
     [ -f "$folder/processor_config.json" ] || [ -f "$folder/chat_template.jinja" ] || continue
     name=$(basename "$folder")
     step "eval $name" 60 "$python" -m mmaccel eval --model "$folder" --recipe balanced "${limit[@]}" --json "$out/eval-$name.json"
+    [ -n "$dry" ] && break
   done
 else
   echo "The accuracy of the shipped models is left out: torchvision is not installed."

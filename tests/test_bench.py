@@ -572,8 +572,8 @@ def test_what_others_cannot_do_is_a_result_and_what_we_cannot_a_fault(tiny):
 
 def test_steps_are_written_as_they_come(tmp_path, capsys):
     path, page = tmp_path / "a.json", tmp_path / "page.md"
-    page.write_text("<!-- decode-measured -->\n<!-- /decode-measured -->\n")
-    argv = ["--shape", "tiny", "--keys", "200", "--batch", "2", "--answer", "3", "--repeats", "1", "--no-host"]
+    page.write_text("<!-- decode-steps -->\n<!-- /decode-steps -->\n")
+    argv = ["--shape", "tiny", "--keys", "200", "--batch", "2", "--answer", "3", "--repeats", "1", "--only", "steps"]
     assert decode.main([*argv, "--recipe", "h2o-decode", "--out", str(path), "--update", str(page)]) == 0
     found = json.loads(path.read_text())
     assert {"command", "date", "machine", "versions"} <= set(found) and "triton" in found["versions"]
@@ -589,7 +589,20 @@ def test_steps_are_written_as_they_come(tmp_path, capsys):
 
 def test_what_does_not_fit_is_left_out_with_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr(decode, "free_memory", lambda device: 2**19)
-    argv = ["--shape", "tiny", "--keys", "300", "--answer", "3", "--repeats", "1", "--recipe", "none", "--no-host"]
+    argv = [
+        "--shape",
+        "tiny",
+        "--keys",
+        "300",
+        "--answer",
+        "3",
+        "--repeats",
+        "1",
+        "--recipe",
+        "none",
+        "--only",
+        "steps",
+    ]
     assert decode.main(argv) == 0
     out, err = capsys.readouterr()
     assert "| 1 x 244 | bare | - |" in out and "left out, needs about" in err

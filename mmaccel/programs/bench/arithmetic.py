@@ -110,15 +110,15 @@ def _once(tensors: Iterable[Tensor]) -> int:
     return sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
 
 
-def unread_bytes(model: Any, recipe: Recipe | None, stats: Mapping[str, Any]) -> int:
-    """Bytes of stored keys and values that a decode step leaves unread, where a policy chooses what each step reads."""
+def unread_bytes(model: Any, recipe: Recipe, stats: Mapping[str, Any]) -> int:
+    """Bytes of stored keys and values that a step leaves unread where a policy of the ``recipe`` chooses what it reads; what
+    the choice itself reads of them is not counted."""
     depth, spared = family_of(model).text.config.num_hidden_layers, 0
-    for _, method in recipe.build() if recipe is not None else ():
-        if not isinstance(method, Policy) or not method.recalls:
-            continue
-        (stage,) = (one for one in stats["stages"] if one["site"] == "cache" and one["method"] == method.name)
-        tokens = stage["tokens_in"] - stage["resolved"]
-        spared += tokens * token_bytes(model) * (depth - first_layer(method, depth)) // depth
+    for _, method in recipe.build():
+        if isinstance(method, Policy) and method.recalls:
+            (stage,) = (one for one in stats["stages"] if one["method"] == method.name)
+            unread = stage["tokens_in"] - stage["resolved"]
+            spared += unread * token_bytes(model) * (depth - first_layer(method, depth)) // depth
     return spared
 
 

@@ -399,7 +399,9 @@ class Bench:
     def _read(self, variant: Variant) -> dict[str, int]:
         """Bytes that the last decode step had to read."""
         last = variant.samples[-1]
-        kv = last.stored - unread_bytes(self.model, variant.recipe, last.stats)
+        kv = last.stored
+        if variant.recipe is not None:
+            kv -= unread_bytes(self.model, variant.recipe, last.stats)
         return {"weights": weight_bytes(self.model), "kv": kv, "metadata": last.metadata}
 
 
