@@ -28,12 +28,14 @@ class Built(NamedTuple):
         of AMD spill to lanes of vector registers, which costs none.
     shared : bytes a block.
     assembly : PTX or GCN, to look for an instruction in.
+    binary : the machine code for NVIDIA, to disassemble.
     """
 
     registers: int
     spills: int
     shared: int
     assembly: str
+    binary: bytes = b""
 
 
 def build(task: Task, target: str) -> Built:
@@ -59,7 +61,9 @@ def build(task: Task, target: str) -> Built:
         built = triton.compile(source, target=GPUTarget("cuda", int(target[3:]), 32), options=options)
     said = reports.found[-1]
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
-    return Built(_figure(r"Used (\d+) registers", said), spills, built.metadata.shared, built.asm["ptx"])
+    return Built(
+        _figure(r"Used (\d+) registers", said), spills, built.metadata.shared, built.asm["ptx"], built.asm["cubin"]
+    )
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         torch.bfloat16, 128, 7, 1, True, False, room=True
     )
     for label, (method, options, kind, whole) in _CODECS.items():
-        name = f"{label} {kind}{_beside(whole, whole)}"
+        name = _label(label)
         made[name] = lambda t=DTYPES[kind], m=method, o=options, w=whole: _packed(t, m, o, w)
     return made
 
@@ -171,6 +171,23 @@ _CODECS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "kivi, all at once": ("kivi", {}, "bf16", True),
     "kivi, half precision": ("kivi", {}, "fp16", False),
 }
+
+
+def pages_of() -> dict[str, tuple[int, str]]:
+    """Of every case of packed pages the bytes of a page, codes, scales and zero points, and the kernel that reads them."""
+    found = {}
+    for label, (method, options, kind, _) in _CODECS.items():
+        pages = _pages(DTYPES[kind], method, options)
+        planes = [
+            x[:1].nbytes for of in (*pages.keys, *pages.values) for x in (of.codes, of.scale, of.zero) if x is not None
+        ]
+        found[_label(label)] = sum(planes), "_decode"
+    return found
+
+
+def _label(codec: str) -> str:
+    *_, kind, whole = _CODECS[codec]
+    return f"{codec} {kind}{_beside(whole, whole)}"
 
 
 def _beside(flat: bool, masked: bool) -> str:
@@ -229,12 +246,16 @@ def _decode(
 
 
 def _packed(dtype: torch.dtype, method: str, options: dict[str, Any], whole: bool) -> None:
+    _decode(dtype, 128, 7, 1, whole, whole, _pages(dtype, method, options))
+
+
+def _pages(dtype: torch.dtype, method: str, options: dict[str, Any]) -> Any:
     codec = method_named(method)(**options)
     assert isinstance(codec, Codec)
     lengths = torch.full((1, 2), codec.page)
     # channels that differ, so that a codec that chooses some finds them
     x = torch.arange(1.0, 129).expand(2 * codec.page, 128).to(dtype).contiguous()
-    _decode(dtype, 128, 7, 1, whole, whole, codec.pack(x, x, lengths))
+    return codec.pack(x, x, lengths)
 
 
-__all__ = ["DTYPES", "TARGETS", "Task", "cases", "tasks"]
+__all__ = ["DTYPES", "TARGETS", "Task", "cases", "pages_of", "tasks"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import compilers
+import instructions
 import pytest
 from shipped import TARGETS, cases
 
@@ -105,3 +106,49 @@ def test_what_cannot_be_compiled_is_told_with_its_reason(monkeypatch: pytest.Mon
     monkeypatch.setattr(aot, "build", lambda task, target: built)
     assert compilers._build(None, "sm_90") == (0, "")
     assert "of shared memory, more than the 65536" in compilers._build(None, "gfx942")[1]
+
+
+@pytest.mark.kernel
+def test_page_loops_cost_what_the_table_says(capsys: Any) -> None:
+    assert instructions.main(["--triton", "installed"]) == 0, capsys.readouterr().out
+
+
+LOOPS = """
+.L_x_1:
+        /*0000*/                   HMMA.16816.F32 R4, R8, R2, R4 ;
+        /*0010*/              @!P0 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0020*/                   IADD3 R1, R1, 0x1, RZ ;
+.L_x_3:
+        /*0030*/              @!P0 LDGSTS.E.BYPASS.128 [R16], desc[UR4][R2.64] ;
+        /*0040*/                   LDG.E.U8 R3, desc[UR4][R2.64] ;
+        /*0050*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0070*/                   HMMA.16816.F32 R4, R8, R2, R4 ;
+        /*0080*/                   HMMA.16816.F32 R4, R8, R2, R4 ;
+        /*0090*/              @!P0 BRA `(.L_x_3) ;
+        /*00a0*/              @!P1 BRA `(.L_x_2) ;
+        /*00b0*/                   NOP ;
+"""
+
+
+def test_the_page_loop_is_found_and_counted() -> None:
+    import aot
+
+    built = aot.Built(129, 0, 60 * 1024, "")
+    # 136 registers a thread are given, 4 warps of which fit three times; 61 KiB of shared memory fit twice and thrice
+    assert instructions.figures(LOOPS, "sm_80", 4, 100, built) == (129, 0, 2, 0.28, 0.97, 0.48, 1)
+    assert instructions.figures(LOOPS, "sm_90", 4, 100, built).blocks == 3
+
+
+def test_figures_that_differ_are_told() -> None:
+    now = {"sm_90": {"a": {"registers": 128, "instructions": 0.2}}}
+    assert instructions.differences("3.6", now, {"3.6": now}, True) == []
+    (worse,) = instructions.differences(
+        "3.6", now, {"3.6": {"sm_90": {"a": {"registers": 128, "instructions": 0.1}}}}, True
+    )
+    assert worse == "sm_90, a: instructions is 0.2, where the table has 0.1."
+    (gone,) = instructions.differences("3.6", {"sm_90": {}}, {"3.6": now}, True)
+    assert gone.startswith("sm_90, a is in the table")
+    (none,) = instructions.differences("3.9", now, {"3.6": now}, True)
+    assert none.startswith("instructions.json has no Triton 3.9")

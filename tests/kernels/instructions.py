@@ -1,0 +1,216 @@
+"""What the loop over packed pages costs, counted in machine code for sm_80 and sm_90; no GPU is needed.
+
+A loop is bound by memory where its warp instructions a byte are fewer than a multiprocessor issues while that byte arrives: at
+most about .1 at full rate. Every codec's kernel is compiled as it is launched, disassembled with the nvdisasm that comes with
+Triton, and its page loop (the innermost one with most matrix instructions) counted. What is found must be what the table beside
+this file says; --update writes it down anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import compilers
+from shipped import pages_of, tasks
+
+TABLE = compilers.HERE / "instructions.json"
+#: that of the machine the benchmarks were made for, and the one that is installed
+VERSIONS = ("3.6", "installed")
+TARGETS = ("sm_80", "sm_90")
+#: registers and bytes of shared memory of a multiprocessor: CUDA C Programming Guide, table of compute capabilities
+REGISTERS = 65536
+SHARED = {"sm_80": 164 * 1024, "sm_90": 228 * 1024}
+
+EXAMPLES = """\
+examples:
+  python tests/kernels/instructions.py                          # every codec, Triton 3.6 and the installed one
+  python tests/kernels/instructions.py --triton installed --only "kivi, 4 bit bf16"
+  python tests/kernels/instructions.py --update --folder ~/tritons
+"""
+
+
+class Figures(NamedTuple):
+    """Of one kernel for one target.
+
+    registers, spills, blocks : a thread, bytes, and blocks that fit a multiprocessor.
+    instructions : warp instructions of the page loop for every byte of codes, scales and zero points.
+    wide : share of the bytes read in the loop that come by 16 bytes a thread; ahead : that come by asynchronous copies.
+    barriers : of a block, for every page.
+    """
+
+    registers: int
+    spills: int
+    blocks: int
+    instructions: float
+    wide: float
+    ahead: float
+    barriers: int
+
+
+#: figures by target and case
+Counts = dict[str, dict[str, dict[str, float]]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Count and compare; 1 if anything differs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--triton", nargs="+", default=VERSIONS, metavar="VERSION", help=f"default: {' '.join(VERSIONS)}"
+    )
+    parser.add_argument("--folder", type=Path, help="where Tritons are, or are put (default: a temporary one)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="CASE", choices=pages_of(), help="names of shipped.py (default: all)"
+    )
+    parser.add_argument("--update", action="store_true", help="write what was counted to instructions.json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.worker:
+        print(json.dumps(count_all(options.only)))
+        return 0
+    failed = False
+    with tempfile.TemporaryDirectory() as temporary:
+        for version in options.triton:
+            found = counted(version, options.folder or Path(temporary), options.only)
+            print(f"Triton {found['triton']}")
+            print("\n".join(listed(found["counts"])), flush=True)
+            table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+            if options.update:
+                kept = table.get(found["triton"], {}) if options.only else {}
+                table[found["triton"]] = {t: kept.get(t, {}) | found["counts"][t] for t in TARGETS}
+                order = sorted(table.items(), key=lambda x: tuple(map(int, x[0].split("."))))
+                TABLE.write_text(json.dumps(dict(order), indent=1) + "\n", encoding="utf-8")
+            problems = differences(found["triton"], found["counts"], table, options.only is None)
+            for problem in problems:
+                print(f"  {problem}", flush=True)
+            failed = failed or bool(problems)
+    return int(failed)
+
+
+def counted(version: str, folder: Path, only: list[str] | None = None) -> dict[str, Any]:
+    """What :func:`count_all` says in a process in which ``version`` of Triton comes before the installed one."""
+    path = [str(compilers.HERE), str(compilers.ROOT), str(compilers.ROOT / "kernels")]
+    if version != "installed":
+        path.insert(0, str(compilers.installed(version, folder)))
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_CACHE_DIR": cache}
+        environment.pop("TRITON_INTERPRET", None)
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", *(["--only", *only] if only else [])]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def count_all(only: list[str] | None = None) -> dict[str, Any]:
+    """Figures of the page loop of every case of packed pages, with the Triton of this process."""
+    import triton
+    from aot import build
+
+    counts: Counts = {}
+    for target in TARGETS:
+        counts[target] = {}
+        for name, (page_bytes, kernel) in pages_of().items():
+            if only is None or name in only:
+                task = tasks(target, [name])[f"{name}: {kernel}"]
+                built = build(task, target)
+                warps = dict(task.options)["num_warps"]
+                found = figures(disassembled(built.binary), target, warps, page_bytes, built)
+                counts[target][name] = found._asdict()
+    return {"triton": ".".join(triton.__version__.split(".")[:2]), "counts": counts}
+
+
+def figures(code: str, target: str, warps: int, page_bytes: int, built: Any) -> Figures:
+    """Of disassembled ``code`` whose loop reads ``page_bytes`` every time."""
+    loop = page_loop(code)
+    read: dict[tuple[int, bool], int] = {}
+    for line in loop:
+        if load := re.search(r"\b(LDG|LDGSTS)\.(\S+)", line):
+            size = next((int(bits) // 8 for bits in re.findall(r"\.(64|128)\b", "." + load[2])), 0)
+            size = size or next((int(bits) // 8 for bits in re.findall(r"\.[US](8|16)\b", "." + load[2])), 4)
+            kind = (size, load[1] == "LDGSTS")
+            read[kind] = read.get(kind, 0) + size
+    total = sum(read.values())
+    # a warp gets registers in portions of 256, and every block 1 KiB of shared memory for the system
+    of_warp = -(-built.registers * 32 // 256) * 256
+    blocks = min(REGISTERS // (of_warp * warps), SHARED[target] // (built.shared + 1024), 64 // warps)
+    return Figures(
+        built.registers,
+        built.spills,
+        blocks,
+        round(len(loop) * warps / page_bytes, 3),
+        round(sum(n for (size, _), n in read.items() if size == 16) / max(total, 1), 2),
+        round(sum(n for (_, ahead), n in read.items() if ahead) / max(total, 1), 2),
+        sum("BAR.SYNC" in line or "BAR.RED" in line for line in loop),
+    )
+
+
+def page_loop(code: str) -> list[str]:
+    """The instructions of the innermost loop with most matrix instructions."""
+    lines = [x for x in code.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/|\.L_", x)]
+    at = {line.split(":")[0]: number for number, line in enumerate(lines) if line.startswith(".L_")}
+    loops = []
+    for number, line in enumerate(lines):
+        target = re.search(r"\bBRA\b.*?`\((\.L_\w+)\)", line)
+        if target and at[target[1]] < number:
+            loops.append((at[target[1]], number))
+    inner = [
+        a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] and _products(lines, b) for b in loops)
+    ]
+    begin, end = max(inner, key=lambda loop: _products(lines, loop))
+    return [line for line in lines[begin : end + 1] if not line.startswith(".L_") and not re.search(r"\bNOP\b", line)]
+
+
+def _products(lines: list[str], loop: tuple[int, int]) -> int:
+    return sum(bool(re.search(r"\b(HMMA|HGMMA)\.", line)) for line in lines[loop[0] : loop[1] + 1])
+
+
+def disassembled(binary: bytes) -> str:
+    """Machine code as text."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return subprocess.run([str(tool), "-c", file.name], stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def listed(counts: Counts) -> list[str]:
+    """The figures as a table, a line each."""
+    names = Figures._fields
+    width = max(len(case) for of in counts.values() for case in of)
+    said = [f"  {'':5} {'':{width}} " + " ".join(f"{name:>12}" for name in names)]
+    for target, cases in counts.items():
+        for case, found in cases.items():
+            said.append(f"  {target} {case:{width}} " + " ".join(f"{found[name]:12g}" for name in names))
+    return said
+
+
+def differences(version: str, counts: Counts, table: dict[str, Counts], everything: bool) -> list[str]:
+    """What the table says otherwise of what was counted, a sentence each."""
+    if version not in table:
+        return [f"instructions.json has no Triton {version}; run tests/kernels/instructions.py --update with it."]
+    said = []
+    for target, cases in counts.items():
+        known = table[version].get(target, {})
+        for case, now in cases.items():
+            for name, figure in now.items():
+                then = known.get(case, {}).get(name)
+                if figure != then:
+                    said.append(f"{target}, {case}: {name} is {figure:g}, where the table has {then}.")
+        if everything:
+            said += [f"{target}, {case} is in the table, and nothing is launched so." for case in known.keys() - cases]
+    return said
+
+
+if __name__ == "__main__":
+    sys.exit(main())
