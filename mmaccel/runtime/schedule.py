@@ -107,7 +107,7 @@ class Schedule:
             layer.number if alone else None,
             (keys.device, keys.dtype, keys.shape[:2], keys.shape[3], layer.values.shape[3]),
             (layer.index.index.dim(), schedule.received is None, schedule.threshold is None),
-            (schedule.unseen, tuple(x.shape[1] for x in schedule.places), schedule.scaling, schedule.window),
+            (schedule.unseen, tuple(x.shape for x in schedule.queries), schedule.scaling, schedule.window),
         )
 
     def _observe(self, together: Together) -> None:

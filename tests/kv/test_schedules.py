@@ -18,8 +18,8 @@ from mmaccel.method import KeyBatch, LayerAttention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-#: what all heads keep and what each keeps, joint budgets and those of text, a cap, a distance
-QUICK = ("h2o-text", "h2o-visual", "snapkv", "adaptive", "cap", "elastic")
+#: what all heads keep and what each keeps, joint budgets and those of text, a cap, a distance, layers of several sizes
+QUICK = ("h2o-text", "h2o-visual", "snapkv", "adaptive", "cap", "elastic", "layers")
 
 
 @pytest.mark.parametrize(
