@@ -7,10 +7,11 @@ A decode step reads the weights once and the cache of every row. Three questions
 (default)      What does a step cost, bare and with each recipe?
                host: kernels launched and waits of the host, a step and a layer, and microseconds of the host a layer. Taken
                of the thin shape: as many layers and hardly any width, so that the host is what a step waits for; what comes
-               with each layer is the difference to half the layers. On a GPU torch.profiler counts, without one a simulated
-               CUDA device does (simulated.py), where an operation is one launch. Without a GPU the microseconds are CPU time
-               of Python, of PyTorch's dispatch and of what little arithmetic there is; packed and uneven heads then take
-               plain definitions instead of one kernel. They compare recipes, and are no figures of a GPU.
+               with each layer is the difference to half the layers. Means over the steps of an answer: what a cache packs,
+               128 tokens at a time, falls into them or not. On a GPU torch.profiler counts, without one a simulated CUDA
+               device does (simulated.py), where an operation is one launch. Without a GPU the microseconds are CPU time of
+               Python, of PyTorch's dispatch and of what little arithmetic there is; packed and uneven heads then take plain
+               definitions instead of one kernel. They compare recipes, and are no figures of a GPU.
                steps: bytes read and held, computed from the cache as it is at the end of the answer, and tokens a second.
                Language model of the real size with random weights, a thin vision tower, equal rows. The bare model and all
                recipes take turns; ratios are of runs that followed each other, with the spread of their median.
@@ -61,7 +62,7 @@ REAL, TINY = ("qwen2.5-vl-7b", "llava-onevision-7b"), "tiny"
 #: TB/s, of an H200 as its data sheet says; what can be had of it is less, and both sides of a ratio feel that alike
 H200 = 4.8
 COMPILED = "bare, static cache, compiled"
-#: what the host part shows: pictures enough for every recipe to work, and steps enough for pages to fill
+#: pictures that the host part shows, enough for every recipe to work, and steps of an answer if nothing is asked for
 SHOWN, STEPS = 4, 32
 
 
@@ -218,7 +219,8 @@ def host(
     depths = (deep // 2, deep)
     rows = []
     for variant in variants:
-        row: dict[str, Any] = {"shape": name, "recipe": variant.title, "layers": deep, "problem": None}
+        row: dict[str, Any] = {"shape": name, "recipe": variant.title, "layers": deep, "steps": steps}
+        row["problem"] = None
         rows.append(row)
         if variant.options and device.type == "cpu":
             continue  # a simulated device compiles nothing
@@ -276,7 +278,8 @@ def host_table(rows: Sequence[dict[str, Any]], gpu: bool) -> str:
         table.append([row["recipe"], told, *counts])
     if not any("us_layer" in row or row["problem"] for row in rows):
         table = [[line[0], *line[2:]] for line in table]
-    return f"Launches and waits by {how}; {rows[0]['layers']} layers.\n\n{markdown(table)}"
+    told = f"Launches and waits by {how}, mean of {rows[0]['steps']} steps; {rows[0]['layers']} layers."
+    return f"{told}\n\n{markdown(table)}"
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -545,7 +548,7 @@ def measure(args: argparse.Namespace, report: Report, device: torch.device) -> N
         found, tables = [], []
         for name in args.shape:
             repeats = 0 if args.only == "counts" else args.repeats
-            own = host(name, variants, device, repeats, 2 if args.dry_run else STEPS)
+            own = host(name, variants, device, repeats, args.answer - 1)
             found += own
             report.put("host", found)
             tables.append(f"`{name}`. {host_table(own, device.type == 'cuda')}")

@@ -561,7 +561,7 @@ def test_what_is_asked_of_the_host_is_told(monkeypatch, capsys):
     assert adakv["layer"]["launches"] >= bare["layer"]["launches"] and adakv["layer"]["waits"] == 0
     assert "step" not in static and all(row["us_layer"]["samples"] for row in rows)
     told = decode.host_table(rows, False)
-    assert "a simulated CUDA device; 4 layers" in told and f"| {decode.COMPILED} | " in told
+    assert "a simulated CUDA device, mean of 2 steps; 4 layers" in told and f"| {decode.COMPILED} | " in told
 
 
 def test_what_others_cannot_do_is_a_result_and_what_we_cannot_a_fault(tiny):
