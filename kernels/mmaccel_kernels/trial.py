@@ -17,6 +17,7 @@ from .matching import best_match
 from .maxmin import max_min
 from .pack import quantise
 from .pages import Format
+from .quest import page_bounds
 
 
 def trials(device: torch.device) -> dict[str, Obstacle | None]:
@@ -77,6 +78,10 @@ def _decode_attention(device: torch.device) -> None:
     decode_attention(_heads(device)[:, :, :1], _heads(device), _heads(device))
 
 
+def _page_bounds(device: torch.device) -> None:
+    page_bounds(_heads(device)[:, :, 0], _heads(device).repeat(1, 1, 1, 2))
+
+
 _USES: dict[Callable[..., object], Callable[[torch.device], None]] = {
     best_match: _best_match,
     max_min: _max_min,
@@ -85,6 +90,7 @@ _USES: dict[Callable[..., object], Callable[[torch.device], None]] = {
     compact: _compact,
     quantise: _quantise,
     decode_attention: _decode_attention,
+    page_bounds: _page_bounds,
 }
 
 __all__ = ["trials"]

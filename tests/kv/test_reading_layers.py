@@ -635,7 +635,7 @@ def counted(recipe: Recipe | str, layers: int, steps: int = 3) -> list[simulated
 
 #: launches a layer above the bare model's in a step of one row whose pages are whole
 # checked by test_a_step_never_waits_and_launches_little
-LAUNCHES = {"quest": 10, "tokenselect": 17, "loki": 8, "squeezed-attention": 24}
+LAUNCHES = {"quest": 6, "tokenselect": 17, "loki": 8, "squeezed-attention": 24}
 
 
 @pytest.mark.parametrize("name", few(POLICIES, ["quest"]))
