@@ -143,7 +143,7 @@ def test_everything_is_the_bare_model(family: str, name: str) -> None:
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(wanted.logits), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("family", "name"), in_turn(("llava", "qwen2_5_vl", "smolvlm"), POLICIES))
+@pytest.mark.parametrize(("family", "name"), in_turn(("llava", "qwen2_5_vl", "qwen3_vl"), POLICIES))
 def test_a_row_reads_what_it_reads_alone(family: str, name: str) -> None:
     """By ``generate``, which gives tokens behind padding the positions that they have alone; what rates keys by channels before
     they meet the query sees other keys at other positions."""
