@@ -18,6 +18,7 @@ from .matching import best_match
 from .maxmin import max_min
 from .pack import quantise
 from .pages import Format
+from .quest import page_bounds
 
 
 def trials(device: torch.device) -> dict[str, Obstacle | None]:
@@ -83,6 +84,10 @@ def _append(device: torch.device) -> None:
     append(_heads(device), _heads(device), new, new, _vectors(device)[2])
 
 
+def _page_bounds(device: torch.device) -> None:
+    page_bounds(_heads(device)[:, :, 0], _heads(device).repeat(1, 1, 1, 2))
+
+
 _USES: dict[Callable[..., object], Callable[[torch.device], None]] = {
     best_match: _best_match,
     max_min: _max_min,
@@ -92,6 +97,7 @@ _USES: dict[Callable[..., object], Callable[[torch.device], None]] = {
     quantise: _quantise,
     decode_attention: _decode_attention,
     append: _append,
+    page_bounds: _page_bounds,
 }
 
 __all__ = ["trials"]

@@ -44,7 +44,7 @@ _SITES: dict[str, tuple[str, ...]] = {
     "encoder": ("best_match",),
     "projector": ("best_match", "max_min", "greedy_dpp"),
     "layers": (),
-    "cache": ("importance", "compact"),
+    "cache": ("importance", "compact", "page_bounds"),
     "codec": ("quantise",),
     "decoding": ("decode_attention", "append"),
 }

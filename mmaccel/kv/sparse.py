@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from .index import KeyIndex, leftmost
 class Choices:
     """What a step chooses from in the layers that share an index, by the slots of what was stored when this was made.
 
-    index : that of the layers. stored : how many slots it had; whatever came later is always read.
+    index : that of the layers, which is not held. stored : how many slots it had; whatever came later is always read.
     units : ``[B, 1 or Hkv, P + 1, unit]`` long, the slots of visual keys in their order, some consecutive ones in every unit;
         the last one is empty.
     always : ``[B, 1 or Hkv, A]`` long, the slots of all other keys. -1 is none, in both.
@@ -29,7 +30,7 @@ class Choices:
     everything : whether all are read.
     """
 
-    index: KeyIndex
+    index: weakref.ref[KeyIndex]
     stored: int
     units: Tensor
     always: Tensor
@@ -88,7 +89,7 @@ class Choices:
         made = pad(slots(rivals, most_rivals), (0, -most_rivals % unit + unit), value=-1).unflatten(2, (-1, unit))
         alike = least[:4] == [most_rivals, most_others, most, most_pages] and most_rivals % unit == 0
         return Choices(
-            index,
+            weakref.ref(index),
             len(index),
             made,
             slots(others, most_others),
@@ -121,7 +122,8 @@ class Choices:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is kept from step to step."""
-        return [self.units, self.always, self.gone, self.count, self.unread]
+        later = [self._later["slots"]] if self._later else []
+        return [self.units, self.always, self.gone, self.count, self.unread, *later]
 
     def select(self, rows: Tensor) -> Choices:
         """Keep, repeat or reorder rows of the batch."""
@@ -194,7 +196,7 @@ class SparseMemory:
 
     def choices(self, index: KeyIndex) -> Choices | None:
         """Those that were made for the layers with this index."""
-        return next((one.choices for one in self.layers.values() if one.choices.index is index), None)
+        return next((one.choices for one in self.layers.values() if one.choices.index() is index), None)
 
 
 class SparseRead:

@@ -81,7 +81,7 @@ def read_layer(
     if memory is None or layer.shared.grid_table is None or (policy.window and memory.level is None):
         return None
     held = memory.layers.get(layer.number)
-    if held is None or held.choices.index is not layer.index:
+    if held is None or held.choices.index() is not layer.index:
         held = memory.layers[layer.number] = _looked_at(policy, layer, memory, keys, scaling)
     choices = held.choices
     if choices.everything:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from comparators import Arrays, Params, close, same_set
 from harness import CacheRun, make
+from mmaccel_kernels.quest import page_bounds
 from torch import Tensor
 
 from mmaccel.method import Observed, ReadingPolicy
@@ -58,7 +59,7 @@ def quest(params: Params, arrays: Arrays) -> None:
     ours = read(run, query)
     assert run.state.shared.sparse is not None
     bounds = run.state.shared.sparse.layers[0].summary["bounds"]
-    close(policy.bound(query[:, :, 0], bounds)[:, :, 0], arrays["out_page_bound"])
+    close(page_bounds(query[:, :, 0], bounds), arrays["out_page_bound"])
     assert torch.equal(ours, arrays["out_token_mask"])
     weight = attended(query, keys, ours)
     close(weight, arrays["out_attn"])

@@ -22,6 +22,7 @@ from mmaccel_kernels.importance import importance
 from mmaccel_kernels.matching import best_match
 from mmaccel_kernels.maxmin import max_min
 from mmaccel_kernels.maxmin.triton import ONE_PROGRAM
+from mmaccel_kernels.quest import page_bounds
 from torch import Tensor
 
 from mmaccel.kv.codecs import Codec
@@ -133,6 +134,11 @@ def cases() -> dict[str, Callable[[], Any]]:
         made[f"max_min of {slots}"] = lambda n=slots, w=width: max_min(*_units(n, w), most=1)
     for slots, width in ((1024, 1024), (16384, 16)):
         made[f"greedy_dpp of {slots}"] = lambda n=slots, w=width: _greedy_dpp(n, w)
+    for kind, width, join in (("bf16", 128, "max"), ("fp16", 80, "max"), ("fp32", 256, "mean")):
+        name = f"page_bounds {kind}, {width} channels, {join}"
+        made[name] = lambda t=DTYPES[kind], w=width, j=join: page_bounds(
+            torch.zeros(1, 14, w, dtype=t), torch.zeros(1, 2, 40, 2 * w, dtype=t), j
+        )
     for kind, d, groups, q, flat, masked in _DENSE:
         name = f"decode {kind}, {d} channels, {q} x {groups} queries{_beside(flat, masked)}"
         made[name] = lambda t=DTYPES[kind], a=(d, groups, q, flat, masked): _decode(t, *a)

@@ -37,6 +37,7 @@ from mmaccel_kernels.matching import best_match
 from mmaccel_kernels.maxmin import max_min
 from mmaccel_kernels.pack import quantise
 from mmaccel_kernels.pages import Format, Pages, split
+from mmaccel_kernels.quest import page_bounds
 from torch.nn.functional import normalize
 from torch.overrides import TorchFunctionMode
 
@@ -144,6 +145,7 @@ OPERATIONS = {
         lambda: decode_attention(numbers(1, 4, 1, 16), *numbers(2, 1, 2, 3, 16), pages=packed())[0],
     ),
     "append": (["_append"], appended),
+    "page_bounds": (["_page_bounds"], lambda: page_bounds(numbers(1, 4, 16), numbers(1, 2, 5, 32))),
 }
 operations = pytest.mark.parametrize("operation", OPERATIONS)
 

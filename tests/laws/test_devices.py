@@ -46,7 +46,7 @@ LAUNCHES = {
     "layers": (60, 1),
     "cache": (200, 8),
     "scheduled": (200, 2),
-    "reading": (200, 24),
+    "reading": (300, 24),
     "codec": (120, 10),
 }
 

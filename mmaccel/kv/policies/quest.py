@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mmaccel_kernels.quest import page_bounds
 from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import KeyUnits, ReadingPolicy, ReadStep
-from ...method.reading import agree, by_kv_head, check_reduce
+from ...method.reading import check_reduce
 from ...method.registry import register
 
 
@@ -66,13 +67,7 @@ class Quest(ReadingPolicy):
 
     def rate(self, step: ReadStep) -> Tensor:
         """The bound of every page."""
-        return agree(self.bound(step.query, step.summary["bounds"]), self.reduce)
-
-    def bound(self, query: Tensor, bounds: Tensor) -> Tensor:
-        """Of ``q . k``, unscaled, ``[B, Hkv, g, P]`` float32, for ``query [B, Hq, D]`` and ``bounds [B, Hkv, P, 2 D]``."""
-        # what is positive of the query meets the largest, what is negative the smallest
-        query = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
-        return torch.einsum("bkgd,bkpd->bkgp", by_kv_head(query.float(), bounds.shape[1]), bounds.float())
+        return page_bounds(step.query, step.summary["bounds"], "max" if self.reduce == "max" else "mean")
 
     def wanted(self, count: Tensor, there: Tensor) -> Tensor:
         """As many pages as fit into ``count`` keys, at least ``least``; all, the short last one too, where all keys do."""
