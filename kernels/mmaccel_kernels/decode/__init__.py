@@ -48,7 +48,7 @@ def decode_attention(
     """
     check(query, keys, values, flat, pages, visible)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not readable(pages):
+    if not readable(pages, query, values.shape[3]):
         return decode_attention_definition(query, keys, values, scaling, flat, pages, visible)
     kernel, definition = decode_attention_kernel, decode_attention_definition
     return run(kernel, definition, query, keys, values, scaling, flat, pages, visible)
