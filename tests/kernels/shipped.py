@@ -17,6 +17,7 @@ from mmaccel_kernels.append import append
 from mmaccel_kernels.compact import compact
 from mmaccel_kernels.decode import Flat, decode_attention
 from mmaccel_kernels.decode import triton as decode_kernel
+from mmaccel_kernels.decode.paged import fits
 from mmaccel_kernels.dpp import greedy_dpp
 from mmaccel_kernels.importance import importance
 from mmaccel_kernels.matching import best_match
@@ -83,6 +84,7 @@ def _recording(target: str) -> Iterator[list[Task]]:
         patch.object(launch, "usable", lambda device: True),
         patch.object(torch.cuda, "device", nullcontext),
         patch.object(decode_kernel, "_capability", lambda device: capability),
+        patch.object(torch.version, "hip", None if capability else "6.4"),
         # nothing is computed, and what comes behind reads the results
         patch.object(torch, "empty", torch.zeros),
         patch.object(torch, "empty_like", torch.zeros_like),
@@ -187,7 +189,8 @@ def pages_of() -> dict[str, tuple[int, str]]:
         planes = [
             x[:1].nbytes for of in (*pages.keys, *pages.values) for x in (of.codes, of.scale, of.zero) if x is not None
         ]
-        found[_label(label)] = sum(planes), "_decode"
+        fast = fits(pages, torch.zeros(0, dtype=DTYPES[kind]), 128)
+        found[_label(label)] = sum(planes), "_attend" if fast else "_decode"
     return found
 
 

@@ -14,6 +14,7 @@ from mmaccel_kernels.decode import (
     decode_attention_cost,
     decode_attention_definition,
     decode_attention_kernel,
+    paged,
 )
 from mmaccel_kernels.decode import triton as kernel
 from mmaccel_kernels.pack import quantise
@@ -444,6 +445,106 @@ def test_the_operator_says_what_it_gives():
         None,
     )
     torch.library.opcheck(torch.ops.mmaccel.decode_attention.default, given)
+
+
+# --- the loop over pages of its own -----------------------------------------------------------------------------------
+PAGED = {
+    "kivi 4": (("int4", "channel", 32), ("int4", "token", 32), 128, 16),
+    "kivi 2": (("int2", "channel", 32), ("int2", "token", 32), 128, 8),
+    "kivi 8": (("int8", "channel", 32), ("int8", "token", 64), 128, 32),
+    "4 bits in longer pages": (("int4", "channel", 64), ("int4", "token", 32), 256, 16),
+    "4 bits and 2": (("int4", "channel", 128), ("int2", "token", 32), 256, 16),
+    "fp8": (("fp8", "token", 256), ("fp8", "token", 256), 64, 16),
+    "fp8 by channel": (("fp8", "channel", 64), ("fp8", "channel", 64), 64, 16),
+    "one range, 4 bits": (("int4", "channel", 128), ("int4", "channel", 128), 128, 16),
+    "one range, 2 bits": (("int2", "channel", 256), ("int2", "channel", 256), 256, 16),
+    "one range, 1 bit": (("int1", "channel", 256), ("int1", "channel", 256), 256, 8),
+    "signs": (("sign", "channel", 64), ("sign", "channel", 64), 256, 8),
+    "by token": (("int4", "token", 256), ("sign", "token", 64), 256, 8),
+}
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def paged_inputs(name, dtype, device, *, lengths=(300, 0, 5, 128), d=128, groups=7, queries=1, tail=5, masked=False):
+    """What the loop over pages takes: two rows of two heads; parts of pages are filled."""
+    keys, values, page, tile = PAGED[name]
+    forms = [Format(code, axis, min(group, d) if axis == "token" else group) for code, axis, group in (keys, values)]
+    inputs = make(None, 2, 2, groups, queries, d, tail, dtype=dtype, device=device)
+    inputs["pages"] = packed(list(lengths), 2, d, *forms, page, tile, dtype=dtype, device=device)
+    if masked:
+        columns = int(inputs["pages"].lengths().max()) + tail
+        seen = torch.rand(2, 2, queries, columns, generator=torch.Generator().manual_seed(3)) < 0.6
+        seen[0, 0, 0] = False
+        inputs["visible"] = seen.to(device)
+    assert paged.fits(inputs["pages"], inputs["query"], d)
+    return inputs
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("name", PAGED)
+def test_pages_alone_are_read_as_the_definition_says(name, dtype, device):
+    compare(paged_inputs(name, dtype, device), more=3)
+
+
+@pytest.mark.parametrize("d", [32, 64, 256])
+@pytest.mark.parametrize("name", ["kivi 4", "kivi 2", "one range, 4 bits", "fp8"])
+def test_pages_of_heads_of_other_sizes(name, d, device):
+    compare(paged_inputs(name, HALVES[d == 64], device, d=d, groups=3), more=3)
+
+
+@pytest.mark.parametrize(("groups", "queries", "masked"), [(1, 1, True), (4, 3, True), (4, 3, False), (20, 1, False)])
+@pytest.mark.parametrize("name", ["kivi 4", "kivi 2", "one range, 1 bit"])
+def test_pages_for_several_queries_and_under_a_mask(name, groups, queries, masked, device):
+    compare(paged_inputs(name, torch.float16, device, groups=groups, queries=queries, masked=masked), more=3)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 50])
+def test_pages_alone_over_any_number_of_programs(programs, monkeypatch, device):
+    monkeypatch.setattr(kernel, "PROGRAMS_EACH", 1)
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: programs)
+    new_empty = torch.Tensor.new_empty
+
+    def unwritten(x, *shape, **options):
+        made = new_empty(x, *shape, **options)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", unwritten)
+    inputs = paged_inputs("kivi 2", torch.float16, device, lengths=(0, 700, 0, 130), tail=0)
+    out, lse = compare(inputs, more=3)
+    assert (lse[0, :7] == -torch.inf).all() and (out[1, :7] == 0).all()
+
+
+@pytest.mark.parametrize("width", [48, 80, 112])
+def test_pages_of_keys_without_some_channels(width, device):
+    inputs = make([5, 80], 2, 1, 7, 1, 128, 5, dtype=torch.float16, device=device)
+    planes = [(Format("int4", "channel", 32), width)]
+    pages = packed([200, 130], 1, 128, planes, Format("int4", "token", 32), 128, 16, dtype=torch.float16, device=device)
+    pages = dataclasses.replace(pages, key_width=128)
+    assert paged.fits(pages, inputs["query"], 128)
+    compare(inputs | {"pages": pages}, more=3)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_no_query_is_too_large_or_too_small_for_the_loop_over_pages(dtype, device):
+    inputs = paged_inputs("kivi 4", dtype, device)
+    rows = torch.tensor([1e-6, 1.0, 3e4, 0.0, 1e3, 7.0, 0.1]).to(device)
+    scaled = inputs["query"].float().view(2, 2, 7, 1, 128) * rows[:, None, None]
+    inputs["query"] = scaled.view(2, 14, 1, 128).to(dtype).clamp(-6e4, 6e4)
+    out, _ = compare(inputs, scaling=1e-5, more=3)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["kivi 4", "kivi 2", "one range, 1 bit"])
+def test_pages_alone_read_every_code_once(name, meter):
+    inputs = paged_inputs(name, torch.bfloat16, "cpu", lengths=(512, 256, 256, 256))
+    decode_attention_kernel(scaling=1.0, **inputs)
+    for plane in (inputs["pages"].keys[0], inputs["pages"].values[0]):
+        for x in plane.tensors():
+            # by words, but for the scales of tokens
+            as_read = x if x.dtype == torch.float16 and plane.format.axis == "token" else x.view(torch.int32)
+            assert meter.bytes_of(as_read)[1] == x.nbytes
+    codes = [of.codes for of in (inputs["pages"].keys[0], inputs["pages"].values[0])]
+    assert all(meter.bytes_of(x.view(torch.int32))[0] == x.nbytes for x in codes)
 
 
 # --- bytes and operations ---------------------------------------------------------------------------------------------

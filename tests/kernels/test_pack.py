@@ -125,12 +125,43 @@ def test_codes_are_chosen_for_the_scales_that_are_stored():
     """With scales of few digits the error stays below half a step, but for what the zero point lost at the ends."""
     x = (torch.randn(64, 32) + 40).to(torch.bfloat16)
     one = (torch.tensor([0]), torch.tensor([64], dtype=torch.int32))
-    plane = quantise(x, *one, Format("int4", "channel", 64), page=64, tile=16)
+    plane = quantise(x, *one, Format("int4", "channel", 64), page=64, tile=16, meta_dtype=torch.bfloat16)
     assert plane.scale.dtype == plane.zero.dtype == torch.bfloat16
     back = plane.decoded(64, 16, torch.arange(1), torch.zeros(1, dtype=torch.long))[0]
     inside = (x >= plane.zero[0]) & (x.float() <= plane.zero[0].float() + 15 * plane.scale[0].float())
     assert inside.float().mean() > 0.8
     assert ((back - x.float()).abs() <= plane.scale[0].float() * 0.501)[inside].all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [*zip(DTYPES, (torch.float16, torch.float16, torch.float32), strict=False)]
+)
+def test_scales_of_numbers_of_16_bits_are_float16(dtype, stored):
+    x = torch.randn(64, 32).to(dtype)
+    one = (torch.tensor([0]), torch.tensor([64], dtype=torch.int32))
+    plane = quantise(x, *one, Format("int4", "channel", 64), page=64, tile=16)
+    assert plane.scale.dtype == plane.zero.dtype == stored
+
+
+def test_scales_that_float16_cannot_hold_are_its_largest(device):
+    x = torch.randn(64, 32).to(torch.bfloat16).to(device)
+    x[3, 5], x[4, 5] = -3e5, 3e6
+    one = (torch.tensor([0], device=device), torch.tensor([64], dtype=torch.int32, device=device))
+    format = Format("int4", "channel", 64)
+    want = quantise_definition(x, *one, format, 64, 16, torch.float16)
+    assert want.zero[0, 0, 5] == -65504 and want.scale[0, 0, 5] == 65504
+    made = quantise_kernel(x, *one, format, 64, 16, torch.float16)
+    assert all(map(torch.equal, made.tensors(), want.tensors()))
+
+
+def test_channels_that_share_scales_by_token_are_interleaved():
+    format = Format("int4", "token", 32)
+    codes = torch.zeros(1, 16, 128, dtype=torch.int32)
+    codes[0, 3, 70] = 9
+    byte = pack(codes, format, 16)[0, 3]
+    # channel 70 is 6 in its group, the third: in the eighth of 4 that has 4 to 7, place 2
+    assert byte.nonzero().tolist() == [[1 * 16 + 2 * 4 + 2]]
+    assert torch.equal(unpack(byte.expand(1, 16, 128), format, 16, 16)[0, 3], codes[0, 3])
 
 
 def test_padding_of_a_page_changes_nothing():

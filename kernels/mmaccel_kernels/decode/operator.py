@@ -29,7 +29,7 @@ def attend(
     tail: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`.decode_attention` of what fits, by the kernel or the definition."""
-    if not readable(pages):
+    if not readable(pages, query, values.shape[3]):
         return decode_attention_definition(query, keys, values, scaling, flat, pages, visible, tail)
     kernel, definition = decode_attention_kernel, decode_attention_definition
     return run(kernel, definition, query, keys, values, scaling, flat, pages, visible, tail)

@@ -20,6 +20,7 @@ from .._triton import jit, tl, triton
 from ..launch import Repeated, is_even, workspace
 from ..pages import Pages, Plane
 from ..pages.triton import plane
+from . import paged
 from .dense import attend
 from .naive import Flat
 from .packed import attend_pages
@@ -61,14 +62,22 @@ def decode_attention_kernel(
     visible: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`.decode_attention` in two launches; on the CPU in Triton's interpreter, if that was chosen."""
+    """:func:`.decode_attention` in two launches, and two more for pages that have a kernel of their own (:mod:`.paged`); on the
+    CPU in Triton's interpreter, if that was chosen."""
     b, hq, q, d = query.shape
     hkv, capacity, dv = *keys.shape[1:3], values.shape[3]
     if q > MAX_QUERIES:
         raise ValueError(
             f"query has {q} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
         )
-    if not readable(pages):
+    if pages is not None and paged.fits(pages, query, dv):
+        rest = (query, keys, values, scaling, flat, None, visible, tail)
+        beside = decode_attention_kernel(*rest) if capacity or flat is not None else None
+        mask, strides, _ = _mask_arguments(visible, keys)
+        seen = None if mask is None else (mask, strides, _columns(pages))
+        programs = PROGRAMS_EACH * _multiprocessors(query.device)
+        return paged.attend_pages(query, pages, scaling * LOG2E, seen, programs, beside, dv)
+    if not readable(pages, query, dv):
         raise ValueError(
             "The decode kernel reads pages of one or two planes of keys and one of values, in tiles of 16 to 128."
         )
@@ -144,9 +153,9 @@ def _step(
     return Step(Repeated(kernels[0], options), Repeated(kernels[1], merged), plan.block_m)
 
 
-def readable(pages: Pages | None) -> bool:
-    """Whether the kernel reads these pages: at most two planes of keys, one of values, tiles that a product can take."""
-    if pages is None:
+def readable(pages: Pages | None, query: Tensor, dv: int) -> bool:
+    """Whether a kernel reads these pages: at most two planes of keys, one of values, tiles that a product can take."""
+    if pages is None or paged.fits(pages, query, dv):
         return True
     whole = len(pages.values) == 1 and pages.values[0].channels is None
     return whole and len(pages.keys) <= 2 and pages.tile in (16, 32, 64, 128)
@@ -209,17 +218,17 @@ def _packed_arguments(
         "VALUE": plane(value, like.dtype),
     }
     lists = [pages.count, pages.meta, pages.table]
-    if masked:
-        counts = pages.count[pages.table]
-        before = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-        # the first token of every listed page among those of its head
-        head = torch.searchsorted(
-            pages.cu_pages, torch.arange(len(counts), device=counts.device, dtype=torch.int32), right=True
-        )
-        lists.append(before[:-1] - before[pages.cu_pages.long()][head - 1])
-    else:
-        lists.append(pages.table)
+    lists.append(_columns(pages) if masked else pages.table)
     return [*tensors(first), *tensors(other), *tensors(value), *channels, *lists], tuple(constants.items())
+
+
+def _columns(pages: Pages) -> Tensor:
+    """The first token of every listed page among those of its head."""
+    counts = pages.count[pages.table]
+    before = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    page = torch.arange(len(counts), device=counts.device, dtype=torch.int32)
+    head = torch.searchsorted(pages.cu_pages, page, right=True)
+    return before[:-1] - before[pages.cu_pages.long()][head - 1]
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..launch import run
 from ..pages import Format, Plane, waves
-from .naive import Shared, encode, measure, quantise_definition, to_e4m3
+from .naive import Shared, encode, kept, measure, meta_type, quantise_definition, to_e4m3
 from .triton import quantise_kernel
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,7 +36,7 @@ def quantise(
     x : ``[total, D]`` float16, bfloat16 or float32; the stride along D is 1.
     start, count : ``[N]`` long and int32: page ``n`` holds rows ``start[n]`` to ``start[n] + count[n] - 1``, from 1 to
         ``page`` of them.
-    meta_dtype : of the scales; by default that of ``x``.
+    meta_dtype : of the scales; by default float32 for float32, and float16 for numbers of 16 bits.
     shared : scales to use instead of measuring; they are the scales of the result.
 
     Raises
@@ -45,7 +45,7 @@ def quantise(
         If shapes, types or devices do not fit, or the format does not fit the page.
     """
     _check(x, start, count, format, page, tile, shared)
-    meta_dtype = meta_dtype or x.dtype
+    meta_dtype = meta_dtype or meta_type(x.dtype)
     x = waves(x) if format.fourier else x
     return run(quantise_kernel, quantise_definition, x, start, count, format, page, tile, meta_dtype, shared)
 
@@ -82,4 +82,14 @@ def _check(
             )
 
 
-__all__ = ["Shared", "encode", "measure", "quantise", "quantise_definition", "quantise_kernel", "to_e4m3"]
+__all__ = [
+    "Shared",
+    "encode",
+    "kept",
+    "measure",
+    "meta_type",
+    "quantise",
+    "quantise_definition",
+    "quantise_kernel",
+    "to_e4m3",
+]

@@ -33,14 +33,26 @@ def quantise_definition(
     there = token < count[:, None]
     rows = x[torch.where(there, start[:, None] + token, 0)].float()
     if shared is None:
-        scale, zero = measure(rows, there, format)
-        scale, zero = scale.to(meta_dtype), None if zero is None else zero.to(meta_dtype)
+        scale, zero = (None if x is None else kept(x, meta_dtype) for x in measure(rows, there, format))
+        assert scale is not None
         own_scale, own_zero = scale, zero
     else:
         scale, zero, meta = shared.scale, shared.zero, shared.meta.long()
         own_scale, own_zero = scale[meta], None if zero is None else zero[meta]
     codes = encode(rows, format, own_scale, own_zero)
     return Plane(format, pack(codes.masked_fill(~there[..., None], 0), format, tile), scale, zero)
+
+
+def meta_type(dtype: torch.dtype) -> torch.dtype:
+    """In what scales of numbers of a type are stored: float16 for those of 16 bits, which has more digits than bfloat16 and is
+    what kernels multiply in."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
+
+
+def kept(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales or zero points as they are stored: those that the type cannot hold are its largest numbers."""
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
 
 
 def measure(x: Tensor, there: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:

@@ -62,6 +62,7 @@ def constants(format: Format, page: int, tile: int, width: int, shared: bool) ->
         "TILE": tile,
         "CHANNELS": channels,
         "BLOCK": triton.next_power_of_2(channels),
+        "INTERLEAVED": format.interleaved(width),
         "SHARED": shared,
     }
 
@@ -107,7 +108,9 @@ def _scales(low, high, size, members, CODE: tl.constexpr, LEVELS: tl.constexpr):
 
 @jit
 def _kept(pointer, value, mask):
-    """Store in the type of the pointer, and go on with what was stored."""
+    """Store in the type of the pointer as :func:`.naive.kept` says, and go on with what was stored."""
+    if pointer.dtype.element_ty == tl.float16:
+        value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
     value = value.to(pointer.dtype.element_ty)
     tl.store(pointer, value, mask=mask)
     return value.to(tl.float32)
@@ -166,7 +169,7 @@ def _quantise(
     x, row_stride, start, count, codes, scale, zero, meta, width,
     CODE: tl.constexpr, DIGITS: tl.constexpr, LEVELS: tl.constexpr, AFFINE: tl.constexpr, PER_CHANNEL: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-    SHARED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """A block of channels of one page."""
     BLOCKS: tl.constexpr = (PAGE // TILE + DIGITS - 1) // DIGITS
@@ -177,7 +180,10 @@ def _quantise(
     members = tl.load(count + page)
     row = tl.load(meta + page).to(tl.int64) if SHARED else page
     source = x + (tl.load(start + page) + token[:, None]) * row_stride + channel[None, :]
-    target = codes + (page * BLOCKS * TILE + token[:, None]) * width + channel[None, :]
+    position = channel
+    if INTERLEAVED:
+        position = channel // (GROUP // 8) % 8 * (width // 8) + channel // GROUP * (GROUP // 8) + channel % (GROUP // 8)
+    target = codes + (page * BLOCKS * TILE + token[:, None]) * width + position[None, :]
     step = tl.zeros([BLOCK if PER_CHANNEL else TILE], tl.float32)
     offset = tl.zeros_like(step)
 

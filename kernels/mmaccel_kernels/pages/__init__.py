@@ -8,7 +8,9 @@ permuted: tile ``s`` of the keys and tile ``s`` of the values are the same token
 many tiles: tiles ``b digits`` to ``(b + 1) digits - 1`` share the rows ``b tile`` to ``(b + 1) tile - 1``. So the code of
 token ``t`` and channel ``d`` is digit ``(t // tile) % digits`` of byte ``[t // tile // digits * tile + t % tile, d]``: taking
 digit ``i`` of a ``[tile, D]`` block of bytes gives a whole tile, a dense operand without shuffling anything. ``page`` should be
-a multiple of ``tile digits`` for keys and values alike; what is missing to the next multiple is wasted.
+a multiple of ``tile digits`` for keys and values alike; what is missing to the next multiple is wasted. Where groups of 32
+channels or a multiple of it have scales of their own (``axis="token"``), the channels of a row stand as
+``[8, groups, group / 8]``: an eighth of every group, then the next eighth.
 
 ========= ====== ====== ===================================== ================================
 code      levels digits digit i of byte w                     stands for
@@ -47,7 +49,7 @@ Tokens that are not packed, a full-precision residual, are no part of this: they
 
 from __future__ import annotations
 
-from .format import FP8_MAX, Code, Format
+from .format import FP8_MAX, Code, Format, paged, tile_for
 from .naive import channels_of, dequantise, from_e4m3, grouped, pack, unpack, waves
 from .ragged import concatenated, cumulative, ranges, split, sums
 from .storage import Pages, Plane
@@ -65,9 +67,11 @@ __all__ = [
     "from_e4m3",
     "grouped",
     "pack",
+    "paged",
     "ranges",
     "split",
     "sums",
+    "tile_for",
     "unpack",
     "waves",
 ]

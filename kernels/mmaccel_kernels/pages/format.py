@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from .._triton import triton
+
 Code = Literal["sign", "ternary", "int1", "int2", "int4", "int8", "fp8"]
 
 #: code -> (levels, codes a byte, what a code without zero point is centred on)
@@ -68,6 +72,10 @@ class Format:
         """Whether a zero point is stored."""
         return self.code.startswith("int")
 
+    def interleaved(self, width: int) -> bool:
+        """Whether the codes of a token's ``width`` channels stand as ``[8, groups, group / 8]`` instead of in order."""
+        return self.axis == "token" and self.group < width and self.group % 32 == 0
+
     def rows(self, page: int, tile: int) -> int:
         """Rows of bytes of a page."""
         return tile * -(-page // (tile * self.digits))
@@ -93,3 +101,30 @@ class Format:
             )
         if self.axis == "token" and width % self.group:
             raise ValueError(f"{width} channels are no whole number of groups of {self.group}.")
+
+
+def paged() -> bool:
+    """Whether there is a fast kernel for pages here: on NVIDIA, and by a Triton with products of eight columns, from 3.6 on."""
+    if triton is None or torch.version.hip is not None:
+        return False
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+
+
+def tile_for(formats: tuple[Format, ...], page: int, width: int, otherwise: int) -> int:
+    """The largest tile with which a quarter of a page has bytes and groups of its own, for heads of ``width`` channels, so that
+    the fast kernel can read it; ``otherwise`` if there is none."""
+    share = page // 4
+    whole = all(form.axis == "token" or form.group % share == 0 for form in formats)
+    plain = len(formats) <= 2 and all(form.code != "ternary" for form in formats)
+    if (
+        torch.version.hip is None
+        and plain
+        and whole
+        and page % 64 == 0
+        and share & (share - 1) == 0
+        and width in (32, 64, 128, 256)
+    ):
+        for tile in (32, 16, 8):
+            if share % (tile * max(form.digits for form in formats)) == 0:
+                return tile
+    return otherwise

@@ -11,6 +11,8 @@ from .format import Format
 def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
     """``codes [N, page, D]``, whole numbers below ``levels`` (e4m3 bytes for fp8) -> bytes ``[N, rows, D]`` uint8."""
     digits, rows, (n, page, width) = format.digits, format.rows(codes.shape[1], tile), codes.shape
+    if format.interleaved(width):
+        codes = codes.unflatten(2, (-1, 8, format.group // 8)).transpose(2, 3).reshape(n, page, width)
     padded = codes.new_zeros(n, rows * digits, width, dtype=torch.int32)
     padded[:, :page] = codes
     padded = padded.view(n, rows // tile, digits, tile, width)
@@ -27,6 +29,8 @@ def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
 def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
     """The inverse of :func:`pack`: bytes ``[N, rows, D]`` -> codes ``[N, page, D]`` int32."""
     n, rows, width = packed.shape
+    if format.interleaved(width):
+        packed = packed.unflatten(2, (8, -1, format.group // 8)).transpose(2, 3).reshape(n, rows, width)
     # no size is left to be inferred: there may be no page
     blocks = packed.int().view(n, rows // tile, 1, tile, width)
     if format.digits == 1:

@@ -12,15 +12,27 @@ from .._triton import jit, tl, triton
 from .storage import Plane
 
 
-def plane(of: Plane, dtype: torch.dtype) -> tuple[str, int, bool, int, float, bool, int, int, int]:
-    """What the kernel must know of a plane: code, digits, whether channels share scales, group, centre, whether there are
-    zero points, width, padded width, and what a code becomes more by when it becomes a number of ``dtype``."""
+def plane(of: Plane, dtype: torch.dtype) -> tuple[str, int, bool, int, float, bool, int, int, int, bool]:
+    """What the kernel must know of a plane: code, digits, whether channels share scales, group, centre, whether there are zero
+    points, width, padded width, what a code becomes more by when it becomes a number of ``dtype``, and whether channels
+    are interleaved."""
     form, width = of.format, of.codes.shape[2]
     offset = {torch.bfloat16: 128 if form.levels <= 128 else 0, torch.float16: 1024, torch.float32: 0}[dtype]
     if form.code == "fp8" or form.axis == "token":
         offset = 0
     block = max(16, triton.next_power_of_2(width))
-    return form.code, form.digits, form.axis == "channel", form.group, form.centre, form.affine, width, block, offset
+    return (
+        form.code,
+        form.digits,
+        form.axis == "channel",
+        form.group,
+        form.centre,
+        form.affine,
+        width,
+        block,
+        offset,
+        form.interleaved(width),
+    )
 
 
 @jit
@@ -59,7 +71,10 @@ def words(codes, index, block, PLANE: tl.constexpr, PAGE: tl.constexpr, TILE: tl
     WIDTH: tl.constexpr = PLANE[6]
     t, d = tl.arange(0, TILE), tl.arange(0, PLANE[7])
     rows: tl.constexpr = (PAGE + TILE * DIGITS - 1) // (TILE * DIGITS) * TILE
-    at = codes + index * (rows * WIDTH) + (block * TILE + t)[:, None] * WIDTH + d[None, :]
+    place = d
+    if PLANE[9]:
+        place = d // (PLANE[3] // 8) % 8 * (WIDTH // 8) + d // PLANE[3] * (PLANE[3] // 8) + d % (PLANE[3] // 8)
+    at = codes + index * (rows * WIDTH) + (block * TILE + t)[:, None] * WIDTH + place[None, :]
     # a byte's first digit is its earliest token
     there = ((block * DIGITS * TILE + t) < stored)[:, None] & (d < WIDTH)[None, :]
     return tl.load(at, mask=there, other=0)

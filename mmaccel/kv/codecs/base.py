@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import torch
 from mmaccel_kernels.pack import quantise
-from mmaccel_kernels.pages import Format, Pages, Plane, split
+from mmaccel_kernels.pages import Format, Pages, Plane, split, tile_for
 from torch import Tensor
 
 from ...errors import MmaccelError
@@ -24,6 +24,7 @@ class Cut:
     start, count : ``[N]`` long and int32, first row and tokens of every page, head after head.
     head : ``[N]`` long, the head of every page, of ``B Hkv``.
     lengths : ``[B, Hkv]`` long.
+    tile : tokens of a tile of the pages.
     query_energy : ``[B, Hkv, D]`` float32, the mean square of the last queries, for codecs with a ``window``.
     """
 
@@ -31,6 +32,7 @@ class Cut:
     count: Tensor
     head: Tensor
     lengths: Tensor
+    tile: int
     query_energy: Tensor | None = None
 
 
@@ -91,11 +93,16 @@ class Codec(Method):
 
     @property
     def tile(self) -> int:
-        """Tokens of a tile: 32 where that wastes no byte and crosses no group, else 16."""
+        """Tokens of a tile, where the fast kernel does not ask for another: 32 where that wastes no byte and crosses no group,
+        else 16."""
         formats = self.formats(16)
         groups = [format.group for format in formats if format.axis == "channel"]
         fits = all(self.page % (32 * format.digits) == 0 for format in formats)
         return 32 if fits and all(group % 32 == 0 for group in groups) else 16
+
+    def tile_of(self, width: int) -> int:
+        """Tokens of a tile for heads of ``width`` channels: as the fast kernel needs it, where that can read these pages."""
+        return tile_for(self.formats(width), self.page, width, self.tile)
 
     def packable(self, lengths: Tensor) -> Tensor:
         """How many of the oldest of ``lengths`` tokens can be packed now: whole pages, beyond the residual."""
@@ -123,14 +130,15 @@ class Codec(Method):
         total = None if known is None else int((-(-known // self.page)).sum())
         start, count, cu_pages = split(lengths.flatten(), self.page, total)
         head = torch.repeat_interleave(cu_pages.diff().long(), output_size=len(count))
-        cut = Cut(start, count, head, lengths, query_energy)
+        tile = self.tile_of(values.shape[1])
+        cut = Cut(start, count, head, lengths, tile, query_energy)
         planes = self.key_planes(keys.contiguous(), cut, before)
         narrow = sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
         return Pages(
             keys=planes,
             values=self.value_planes(values.contiguous(), cut),
             page=self.page,
-            tile=self.tile,
+            tile=tile,
             count=count,
             meta=self.meta(cut).int(),
             table=torch.arange(len(count), dtype=torch.int32, device=count.device),
@@ -154,7 +162,7 @@ class Codec(Method):
 
     def plane(self, x: Tensor, cut: Cut, format: Format) -> Plane:
         """``x [total, D]`` in one format, scales per page."""
-        return quantise(x, cut.start, cut.count, format, page=self.page, tile=self.tile)
+        return quantise(x, cut.start, cut.count, format, page=self.page, tile=cut.tile)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
-from mmaccel_kernels.pack import Shared, quantise
+from mmaccel_kernels.pack import Shared, kept, meta_type, quantise
 from mmaccel_kernels.pages import Code, Format, Pages, Plane
 from torch import Tensor
 
@@ -30,7 +30,8 @@ class CalibQuant(Codec):
     ----------
     bits : 1, 2, 4 or 8. 1 as in the paper's title.
     shrink_keys, shrink_values : ``k``. None is what the program uses: 0.5 and 0.3 at one bit, 1.0 for more bits.
-    page : tokens per page. All pages of a prompt share the scales of their head, so the size does not affect the error.
+    page : tokens per page. All pages of a prompt share the scales of their head, so the size does not affect the error; at one
+        bit the fast kernel reads pages of 256.
 
     Paper and program: both also map the visual logits of each query linearly so that their maximum is 3 lower; that is part
     of attention and not done here. The zero point is stored as ``lo``, not as ``-lo / s``.
@@ -40,6 +41,7 @@ class CalibQuant(Codec):
     summary = "visual keys and values in 1 bit per channel, text untouched"
     paper = "arXiv 2502.14882"
 
+    page: int = 256
     visual_only: bool = True
     bits: Literal[1, 2, 4, 8] = 1
     shrink_keys: float | None = None
@@ -96,5 +98,6 @@ class CalibQuant(Codec):
         )
         low, high = low * shrink, high * shrink
         scale = (high - low) / (format.levels - 1)
-        shared = Shared(scale[:, None].to(x.dtype), low[:, None].to(x.dtype), cut.head.int())
-        return quantise(x, cut.start, cut.count, format, page=self.page, tile=self.tile, shared=shared)
+        scale, low = (kept(of[:, None], meta_type(x.dtype)) for of in (scale, low))
+        shared = Shared(scale, low, cut.head.int())
+        return quantise(x, cut.start, cut.count, format, page=self.page, tile=cut.tile, shared=shared)

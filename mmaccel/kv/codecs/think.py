@@ -59,6 +59,10 @@ class ThinK(KIVI):
         """How many of the channels of a key stay."""
         return min(width, -(-(width - int(width * self.prune)) // self.align) * self.align)
 
+    def tile_of(self, width: int) -> int:
+        """As for all channels, if those that stay are whole words."""
+        return super().tile_of(width) if self.left(width) % 16 == 0 else self.tile
+
     def channels(self, keys: Tensor, cut: Cut) -> Tensor:
         """The channels that stay, ``[B Hkv, D']`` int32, ascending; ``keys [total, D]``, flat."""
         lengths, width = cut.lengths.flatten(), keys.shape[1]

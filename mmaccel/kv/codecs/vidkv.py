@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from mmaccel_kernels.pack import quantise
 from mmaccel_kernels.pages import Format, Pages, Plane
 from torch import Tensor
 
@@ -90,6 +91,10 @@ class VidKV(Codec):
         score = torch.einsum("bsd,bd->bs", embeds.float(), mean)
         count = (visual.sum(1).double() * self.protect).long() // 32 * 32
         return top_mask(score, visual, count.clamp(min=32))
+
+    def plane(self, x: Tensor, cut: Cut, format: Format) -> Plane:
+        """Scales of the type of ``x``: these pages are read by the general kernel, which converts those fastest."""
+        return quantise(x, cut.start, cut.count, format, page=self.page, tile=cut.tile, meta_dtype=x.dtype)
 
     def hard_channels(self, keys: Tensor, lengths: Tensor) -> Tensor:
         """The channels of keys with the widest range over all heads and tokens of each row.
