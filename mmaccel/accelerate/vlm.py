@@ -17,8 +17,10 @@ from ..core.stats import Stats
 from ..errors import UnsupportedError
 from ..families import Family, family_of
 from ..families.base import Wrapper
+from ..kv.cache import pinned_of
 from ..recipe import Recipe
 from ..recipe import recipe as find_recipe
+from ..runtime import captured
 from ..runtime.encoded import Encoded
 from ..runtime.encoder import EncoderMerging, hook_features
 from ..runtime.forward import StageResult
@@ -116,6 +118,9 @@ class Accelerator(Handle):
             self._hook(module.register_forward_hook(self._close, with_kwargs=True, always_call=True))
         self._wrap(model, "generate", self._generate)
         self._wrap(model, "set_attn_implementation", self._set_attention)
+        if plan.active:
+            self._wrap(model, "_valid_auto_compile_criteria", functools.partial(captured.may_compile, plan))
+            self._wrap(model, "get_compiled_call", functools.partial(captured.captured_forward, plan))
         for modality in family.modalities:
             if hasattr(inner, f"get_{modality}_features"):
                 self._wrap(inner, f"get_{modality}_features", functools.partial(self._encode, modality))
@@ -185,6 +190,8 @@ class Accelerator(Handle):
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A direct forward opens a scope of its own; inside ``generate`` there is one already."""
+        if pinned_of(kwargs) is not None:
+            return None
         self._drop_stale(module)
         if current(self.plan) is not None:
             return None
@@ -204,6 +211,8 @@ class Accelerator(Handle):
             pop(scope)
 
     def _close(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if pinned_of(kwargs) is not None:
+            return None
         scope = current(self.plan)
         if scope is None or scope.opened_by is not module:
             return None
@@ -225,6 +234,8 @@ class Accelerator(Handle):
         self._last = scope
 
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if pinned_of(kwargs) is not None:
+            return
         scope = current(self.plan)
         if scope is None:
             return

@@ -91,6 +91,8 @@ class Stats:
     labels_ignored: int = 0
     notes: list[str] = field(default_factory=list)
     decode_steps: int = 0
+    captured_steps: int = 0
+    uncaptured: str = "generate compiles no steps without compile_config, nor those of beams"
     clock: Clock = field(default_factory=Clock)
 
     def as_dict(self) -> dict[str, Any]:
@@ -98,7 +100,8 @@ class Stats:
 
         ``visual_tokens`` of the prompt; ``visual_tokens_kept``, those that reach the last layer; ``visual_tokens_per_layer``,
         the mean over the decoder layers (the fair x-axis when recipes work at different sites); ``kv_bytes``, the size of the
-        cache at the end of the call; ``seconds`` per stage; ``notes``, in words, what numbers do not show.
+        cache at the end of the call; ``captured_steps`` of the ``decode_steps``, and in ``uncaptured`` why others were not;
+        ``seconds`` per stage; ``notes``, in words, what numbers do not show.
         """
         layers = self.layer_tokens
         return {
@@ -112,5 +115,7 @@ class Stats:
             "labels_ignored": self.labels_ignored,
             "notes": list(dict.fromkeys(self.notes)),
             "decode_steps": self.decode_steps,
+            "captured_steps": self.captured_steps,
+            "uncaptured": self.uncaptured,
             "seconds": self.clock.seconds(),
         }

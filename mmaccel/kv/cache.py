@@ -8,7 +8,7 @@ lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from ..errors import UnsupportedError
 from .index import KeyIndex
 from .packed import QuantisedLayer
+from .pinned import Pinned
 from .shared import Shared
 
 
@@ -56,6 +57,18 @@ class CacheState:
         """The forward is over, as a ``whole`` or broken off."""
         self.shared.settle(whole)
 
+    def pin(self, steps: int) -> Pinned:
+        """Let nothing move for ``steps`` tokens to come, until :meth:`unpin`."""
+        self.unpin()
+        if self.offset is None:
+            raise RuntimeError("a cache that holds no reduced prompt cannot be pinned")
+        self.shared.pinned = pinned = Pinned(self.layers, self.offset, steps)
+        return pinned
+
+    def unpin(self) -> None:
+        """Let layers and indices have what was added since :meth:`pin`."""
+        self.shared.unpin()
+
     def trim(self) -> None:
         """Give back what room is left for tokens that did not come."""
         for layer in self.layers:
@@ -66,6 +79,7 @@ class CacheState:
     def snapshot(self) -> Callable[[], None]:
         """Remember what is stored. The function that comes back restores it; nothing is copied, since what a tensor shows is
         never changed in place."""
+        self.unpin()
         shared = self.shared.copy()
         layers = [dict(vars(layer), schedule=replace(layer.schedule)) for layer in self.layers]
 
@@ -100,6 +114,12 @@ class CacheState:
 def state_of(cache: Any) -> CacheState | None:
     """The state of an adopted cache, or None."""
     return getattr(cache, "mmaccel", None)
+
+
+def pinned_of(kwargs: Mapping[str, Any]) -> Pinned | None:
+    """What the cache among the arguments of a forward was pinned to, if it is."""
+    state = state_of(kwargs.get("past_key_values"))
+    return None if state is None else state.shared.pinned
 
 
 def cache_bytes(cache: Any) -> int:

@@ -213,6 +213,8 @@ class CompressedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns all that are to be read, ``[B, Hkv, K, D]``."""
+        if self.shared.pinned is not None:
+            return self.shared.pinned.write(self.number, key_states, value_states)
         incoming, new = self.shared.incoming, key_states.shape[-2]
         coming = None if incoming is None else incoming.coming
         self._note(incoming, len(key_states), new, key_states.device)
@@ -324,6 +326,7 @@ class CompressedLayer(DynamicLayer):
         """Forget the last ``-tokens_to_remove`` tokens seen (transformers counts them as a negative number)."""
         # 5.17 counts them in a tensor
         tokens_to_remove = int(tokens_to_remove)
+        self.shared.unpin()
         if tokens_to_remove > 0:
             raise ValueError("crop takes a negative number of tokens to remove")
         if tokens_to_remove == 0 or self.empty:
@@ -342,6 +345,7 @@ class CompressedLayer(DynamicLayer):
         self.keys, self.values = self.keys[:, :, slots], self.values[:, :, slots]
 
     def _select(self, rows: Tensor) -> None:
+        self.shared.unpin()
         if self.number == 0:
             self.shared.select(rows)
         if self.is_initialized and self.keys.numel() + self.values.numel() > 0:
@@ -372,6 +376,7 @@ class CompressedLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Back to empty, ready for another prompt."""
+        self.shared.unpin()
         # 5.17 keeps them, filled with zeros
         self.keys, self.values, self.is_initialized = None, None, False
         super().reset()

@@ -51,3 +51,18 @@ def trimmed(x: Tensor) -> Tensor:
     """``x`` without the room behind it; copied where some is left."""
     room = vars(x).pop(_ROOM, None)
     return x if room is None or room.shape == x.shape else x.clone(memory_format=torch.contiguous_format)
+
+
+def put(stored: Tensor, dim: int, width: int) -> Tensor:
+    """A tensor of ``width`` along ``dim`` that begins with ``stored``; what is behind it is finite."""
+    dim %= stored.dim()
+    room = stored.new_zeros([width if axis == dim else n for axis, n in enumerate(stored.shape)])
+    room.narrow(dim, 0, stored.shape[dim]).copy_(stored)
+    return room
+
+
+def shown(room: Tensor, dim: int, length: int) -> Tensor:
+    """The first ``length`` along ``dim``; the rest is room behind them."""
+    view = room.narrow(dim, 0, length)
+    vars(view)[_ROOM] = room
+    return view

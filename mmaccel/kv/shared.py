@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from ..errors import UnsupportedError
 from .incoming import Incoming
 from .index import KeyIndex
+from .pinned import Pinned
 from .sparse import SparseMemory
 
 _BY_ROW = ("offset", "ahead", "grid_table", "visual")
@@ -34,6 +35,7 @@ class Shared:
     visual : ``[B, n]`` bool, which of the first ``n`` places are visual; only where text has a codec of its own.
     sparse : what a recipe carries that reads other keys at every step.
     stream : all pictures are stretches of one clip, whose frames are counted on.
+    pinned : where the layers write and read while captured steps run.
     broken : a forward was broken off; layers may hold different tokens.
     windowed : some layers of the model have sliding windows.
     """
@@ -45,6 +47,7 @@ class Shared:
     grid_table: Tensor | None = None
     visual: Tensor | None = None
     sparse: SparseMemory | None = None
+    pinned: Pinned | None = None
     stream: bool = False
     broken: bool = False
     windowed: bool = False
@@ -69,6 +72,12 @@ class Shared:
                 "This cache holds what mmaccel left of its prompt, which this model would misread now; accelerate the model "
                 "again to go on, or begin with a new cache."
             )
+
+    def unpin(self) -> None:
+        """Let the layers have what captured steps added, before anybody else looks at them."""
+        pinned, self.pinned = self.pinned, None
+        if pinned is not None:
+            pinned.release()
 
     def settle(self, whole: bool) -> None:
         """The forward is over, as a ``whole`` or broken off: let go of it, and of the masks that were made for it."""

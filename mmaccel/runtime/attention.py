@@ -182,6 +182,9 @@ def _text_attention(
     scope = current()
     stages = scope.stages if scope is not None else None
     number = getattr(module, "layer_idx", None)
+    if scope is not None and scope.pinned is not None and number is not None:
+        # a captured step
+        attention_mask = _for_heads(scope.pinned.mask(number), query.shape[1] // key.shape[1])
     if stages is None or number is None:
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..core.reduction import Reduction
 from ..errors import UnsupportedError
-from ..kv.cache import CacheState, adopt, check_plain, state_of
+from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ..kv.incoming import Incoming
 from . import continuation, prefill, tokens
 from .forward import Continuation, Forward, Prompt, rows_at, sent
@@ -49,6 +49,14 @@ class TextHooks:
     # --- into the text model ----------------------------------------------------------------------------------
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Reduce, or continue a cache that was reduced; anything else passes through untouched."""
+        if (pinned := pinned_of(kwargs)) is not None:
+            pinned.begin()
+            # a mask of four axes is passed on as it is
+            return args, {
+                **kwargs,
+                "position_ids": pinned.positions_like(kwargs.get("position_ids")),
+                "attention_mask": pinned.masks[0],
+            }
         scope = current(self.plan)
         if scope is None:
             return None
@@ -239,6 +247,9 @@ class TextHooks:
     # --- out of the text model --------------------------------------------------------------------------------
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Give the caller the length that was asked for, and settle the statistics."""
+        if (pinned := pinned_of(kwargs)) is not None:
+            pinned.end()
+            return None
         scope = current(self.plan)
         if scope is None:
             return None

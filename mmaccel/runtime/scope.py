@@ -18,6 +18,7 @@ from ..core.reduction import Reduction
 from ..core.stats import Stats
 from ..families.base import Continued
 from ..kv.cache import cache_bytes, state_of
+from ..kv.pinned import Pinned
 from .encoded import Encoded
 from .forward import StageResult
 from .plan import Plan
@@ -67,6 +68,12 @@ class Scope:
             return None
         return Continued(state.seen, state.offset, state.ahead)
 
+    @property
+    def pinned(self) -> Pinned | None:
+        """What the cache of this call is pinned to, while its steps are captured."""
+        state = state_of(self.cache)
+        return None if state is None else state.shared.pinned
+
     def coming(self, seen: int) -> int | None:
         """How many tokens may still come when the cache has ``seen`` those of this forward; None where nobody said."""
         if self.new_tokens is None:
@@ -79,10 +86,13 @@ class Scope:
     def trim(self) -> None:
         """No more tokens come in this call: the cache gives back the room that was made for them."""
         if (state := state_of(self.cache)) is not None:
+            state.unpin()
             state.trim()
 
     def finish(self) -> None:
         """The call is over: what was needed only while it ran must not keep tensors alive."""
+        if (state := state_of(self.cache)) is not None:
+            state.unpin()
         self.stats.kv_bytes = cache_bytes(self.cache) if self.cache is not None else 0
         self.encoded.clear()
         self.cache = self.labels = self.stages = self.input_ids = self.encoding = self.dropped = None

@@ -133,6 +133,7 @@ def addresses(recipe: str, steps: int) -> list[dict[str, int]]:
     return found[1:]
 
 
+# by choice: layers alike, layers of two lengths, heads alike, and heads of several lengths
 @pytest.mark.parametrize("recipe", ["divprune", "fastv", "snapkv", "adakv"])
 def test_steps_move_nothing_until_the_room_is_full(recipe: str) -> None:
     """Keys, values and index of uniform and of ragged layers stay where they are."""

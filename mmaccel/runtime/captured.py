@@ -1,0 +1,124 @@
+"""Decode steps of ``generate`` that are compiled: between two of them nothing moves and nothing grows, so that one graph does.
+
+They are where the caller gives ``compile_config`` to ``generate``, by ``torch.compile`` with that config, on whatever device.
+What a graph cannot do is done by an ordinary step, and :meth:`mmaccel.core.stats.Stats.as_dict` says why. With transformers'
+default config, ``mode="reduce-overhead"``, PyTorch records CUDA graphs on a GPU; that was not run on one yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kv.cache import CacheState, state_of
+from ..kv.pinned import Pinned
+from .plan import ModelPlan
+from .scope import Scope, current
+
+Forward = Callable[..., Any]
+#: tokens that a cache is pinned for at once; more of them make fewer graphs, and attention reads them all
+CHUNK = 512
+
+
+def may_compile(plan: ModelPlan, original: Callable[..., bool]) -> Callable[..., bool]:
+    """``_valid_auto_compile_criteria`` of a model with ``plan``: whether steps of this call of ``generate`` may be captured."""
+
+    @functools.wraps(original)
+    def criteria(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        scope = current(plan)
+        if scope is None or generation_config.compile_config is None:
+            return original(model_kwargs, generation_config)
+        scope.stats.uncaptured = _obstacle_in_call(plan, generation_config)
+        return not scope.stats.uncaptured
+
+    return criteria
+
+
+def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Callable[..., Forward]:
+    """``get_compiled_call`` of a model with ``plan``: what comes back runs the compiled forward where it can, else the ordinary
+    one."""
+
+    @functools.wraps(original)
+    def get_compiled_call(compile_config: Any) -> Forward:
+        compiled, model = original(compile_config), plan.family.model
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            scope, ids, state = current(plan), kwargs.get("input_ids"), state_of(kwargs.get("past_key_values"))
+            if state is not None and scope is not None and not args and ids is not None and ids.shape[1] == 1:
+                scope.stats.uncaptured = _obstacle_in_cache(state)
+                if not scope.stats.uncaptured:
+                    return _step(compiled, scope, state, kwargs)
+            if state is not None:
+                state.unpin()
+            return model(*args, **kwargs)
+
+        return forward
+
+    return get_compiled_call
+
+
+def _step(compiled: Forward, scope: Scope, state: CacheState, kwargs: dict[str, Any]) -> Any:
+    """A captured step. Of what ``generate`` passes only the token differs from step to step."""
+    ids, given, pinned = kwargs["input_ids"], kwargs.get("position_ids"), state.shared.pinned
+    if pinned is None or pinned.full:
+        pinned = _pinned(scope, state)
+    axes = given.shape[:1] if given is not None and given.dim() == 3 else ()
+    # the text model takes positions from what is pinned; these say how many axes there are
+    positions = ids.new_zeros(1).expand(*axes, *ids.shape)
+    constant = {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)}
+    with scope.stats.clock.measure("decode", ids.device):
+        output = compiled(**constant, input_ids=ids, position_ids=positions)
+    pinned.counted()
+    scope.stats.decode_steps += 1
+    scope.stats.captured_steps += 1
+    return output
+
+
+def _pinned(scope: Scope, state: CacheState) -> Pinned:
+    """Pin the cache for what may still come in this call. CUDA graphs may write to what stays where it is."""
+    coming = scope.coming(state.seen)
+    pinned = state.pin(CHUNK if coming is None else max(1, min(CHUNK, coming)))
+    for x in pinned.tensors():
+        # another cache, at other addresses, is no reason to compile anew
+        torch._dynamo.mark_static_address(x, guard=False)
+    return pinned
+
+
+def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
+    """Why no step of a call can be captured; empty if some may."""
+    policy, family = plan.policy, plan.family
+    quantizer = getattr(family.model, "hf_quantizer", None)
+    if config.disable_compile:
+        return "disable_compile was given"
+    if config.output_attentions or config.output_hidden_states:
+        return "attention weights or hidden states are asked for"
+    if policy is not None and (policy.method.decodes or policy.method.recalls):
+        return f"{policy.method.name} looks at the cache at every step"
+    if plan.token_groups:
+        return "packed keys cannot be read by a captured step"
+    if family.text.config._attn_implementation != "mmaccel_text_sdpa":
+        return "only sdpa attention can be captured"
+    if len({parameter.device for parameter in family.model.parameters()}) > 1:
+        return "the model is spread over several devices"
+    if quantizer is not None and not quantizer.is_compileable:
+        return "the model's quantisation cannot be compiled"
+    return ""
+
+
+def _obstacle_in_cache(state: CacheState) -> str:
+    """Why a step on this cache cannot be captured; empty if it can."""
+    if state.shared.pinned is not None:
+        return ""
+    if state.offset is None or any(layer.empty for layer in state.layers):
+        return "the cache holds no prompt that was reduced"
+    if state.shared.windowed:
+        return "the model has sliding windows"
+    if state.ahead is not None:
+        return "frames of a slow clip stand later than the text behind them"
+    if any(layer.ragged is not None or layer.packed for layer in state.layers):
+        return "heads or rows store different counts, or packed keys"
+    return ""

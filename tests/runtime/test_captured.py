@@ -1,0 +1,163 @@
+"""Captured decode steps: one graph for all of them, the tokens of ordinary steps, and a cache that is as it always was behind
+them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from laws.helpers import cache, close, follow, generate, inputs, logits, model, recipe_of
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
+
+from mmaccel import accelerated
+from mmaccel.kv import pinned
+from mmaccel.runtime import captured
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def config(backend: str = "eager") -> CompileConfig:
+    """A break in the graph is an error."""
+    return CompileConfig(fullgraph=True, backend=backend, mode=None)
+
+
+class Watch(StoppingCriteria):
+    """Notes after every captured step where is what it read; breaks the call off after ``last`` of them."""
+
+    def __init__(self, mine: Any, last: int | None = None) -> None:
+        self.mine, self.last, self.seen = mine, last, []
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Never done."""
+        if (held := self.mine.mmaccel.shared.pinned) is not None:
+            self.seen.append([(x.data_ptr(), x.shape, x.stride()) for x in held.tensors()])
+        if len(self.seen) == self.last:
+            raise KeyboardInterrupt
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def both(
+    family: str, recipe: str, kind: str, steps: int, backend: str = "eager"
+) -> tuple[Any, Any, dict[str, Any], Watch]:
+    """What ordinary and what captured steps make, the statistics of the latter, which ran in two calls, and what they read."""
+    tiny, feed, options = model(family), inputs(family, kind), {"new": steps + 1, "min_new_tokens": steps + 1}
+    with accelerated(tiny, recipe_of(recipe, family), processor=zoo.processor(family)):
+        wanted = generate(tiny, feed, **options)
+        options |= {"compile_config": config(backend)}
+        generate(tiny, feed, **options)
+        watch = Watch(cache())
+        criteria = StoppingCriteriaList([watch])
+        got = generate(tiny, feed, past_key_values=watch.mine, stopping_criteria=criteria, **options)
+        return wanted, got, tiny.mmaccel.stats(), watch
+
+
+def agree(wanted: Any, got: Any) -> None:
+    assert torch.equal(got.sequences, wanted.sequences)
+    close(logits(got), logits(wanted))
+    for mine, other in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+        assert mine.seen == other.seen and torch.equal(mine.index.index, other.index.index)
+        assert torch.equal(mine.index.lengths, other.index.lengths)
+        for a, b in zip(mine.stored(), other.stored(), strict=True):
+            close(a, b)
+            assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes()
+
+
+CASES = [
+    ("llava", "divprune", "uneven"),
+    ("llava", "fastv", "uneven"),
+    ("llava", "snapkv", "image"),
+    ("qwen2_5_vl", "divprune", "uneven"),
+    ("qwen3_vl", "snapkv", "video"),
+    ("llava_next", "tome", "uneven"),
+    ("internvl", "pyramidkv", "image"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "kind", "steps"),
+    [
+        (*CASES[0], 12),
+        *(pytest.param(*case, 512, marks=pytest.mark.full) for case in CASES),
+    ],
+)
+def test_one_graph_makes_the_tokens_of_ordinary_steps(family: str, recipe: str, kind: str, steps: int) -> None:
+    """In two calls with a cache each; nothing that the steps of a call read moves or grows."""
+    wanted, got, stats, watch = both(family, recipe, kind, steps)
+    agree(wanted, got)
+    assert stats["captured_steps"] == stats["decode_steps"] == steps and stats["uncaptured"] == ""
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert len(watch.seen) == steps and all(seen == watch.seen[0] for seen in watch.seen)
+    assert watch.mine.mmaccel.shared.pinned is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "recipe", "kind"), CASES[:4])
+def test_inductor_makes_the_same_tokens(family: str, recipe: str, kind: str) -> None:
+    wanted, got, stats, _ = both(family, recipe, kind, 64, "inductor")
+    agree(wanted, got)
+    assert stats["captured_steps"] == 64 and counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.full
+def test_a_cache_is_pinned_anew_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "CHUNK", 3)
+    monkeypatch.setattr(pinned, "ROUND", 2)
+    wanted, got, stats, _ = both("llava", "divprune", "uneven", 12)
+    agree(wanted, got)
+    assert stats["captured_steps"] == 12 and counters["stats"]["unique_graphs"] <= 2
+
+
+def test_a_conversation_goes_on_behind_captured_steps() -> None:
+    """A second turn, what was cropped, and a call that was broken off in the middle."""
+    tiny, first, words = model("llava"), inputs("llava", "uneven"), inputs("llava", "text", batch=2)
+    found = []
+    with accelerated(tiny, recipe_of("divprune")):
+        for options in ({}, {"compile_config": config()}):
+            options = {**options, "new": 6, "min_new_tokens": 6}
+            out = generate(tiny, first, **options)
+            out.past_key_values.crop(-2)
+            out.sequences = out.sequences[:, :-2]
+            feed, _ = follow(first, out, words)
+            found.append(generate(tiny, feed, past_key_values=out.past_key_values, **options))
+        agree(*found)
+        mine = cache()
+        watch = StoppingCriteriaList([Watch(mine, last=3)])
+        with pytest.raises(KeyboardInterrupt):
+            generate(tiny, first, past_key_values=mine, stopping_criteria=watch, **options)
+        assert mine.mmaccel.shared.pinned is None and not mine.mmaccel.shared.broken
+        wanted = generate(tiny, first, new=4, min_new_tokens=4)
+    for layer, other in zip(mine.layers, wanted.past_key_values.layers, strict=True):
+        assert torch.equal(layer.index.index, other.index.index)
+        close(layer.stored()[0], other.stored()[0])
+
+
+# by choice: one for every reason
+REFUSED = {
+    "adakv": ({}, "different counts"),
+    "h2o-decode": ({}, "h2o looks at the cache"),
+    "kivi": ({}, "packed keys"),
+    "divprune": ({"num_beams": 2}, "nor those of beams"),
+    "snapkv": ({"output_hidden_states": True}, "hidden states"),
+    "fastv": ({"disable_compile": True}, "disable_compile"),
+}
+
+
+@pytest.mark.parametrize("recipe", REFUSED)
+def test_what_is_not_captured_says_why(recipe: str) -> None:
+    tiny, feed, (options, why) = model("llava"), inputs("llava"), REFUSED[recipe]
+    with accelerated(tiny, recipe_of(recipe)):
+        wanted = generate(tiny, feed, **options)
+        assert "compile_config" in tiny.mmaccel.stats()["uncaptured"]
+        got = generate(tiny, feed, **options, compile_config=config())
+        stats = tiny.mmaccel.stats()
+    assert torch.equal(wanted.sequences, got.sequences)
+    assert stats["captured_steps"] == 0 and why in stats["uncaptured"]
