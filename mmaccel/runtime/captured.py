@@ -96,7 +96,7 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return "disable_compile was given"
     if config.output_attentions or config.output_hidden_states:
         return "attention weights or hidden states are asked for"
-    if policy is not None and (policy.method.decodes or policy.method.recalls):
+    if policy is not None and policy.method.decodes:
         return f"{policy.method.name} looks at the cache at every step"
     if plan.token_groups:
         return "packed keys cannot be read by a captured step"

@@ -157,7 +157,17 @@ def test_room_for_uploads(tmp_path, monkeypatch):
 
 def test_options_that_name_files_or_models():
     """A new option of text must be looked at, and refused if it names something of this machine."""
-    known = {"clip", "clip_model", "query", "text_policy", "compact", "head_budget", "layer_budget", "protect"}
+    known = {
+        "clip",
+        "clip_model",
+        "query",
+        "text_policy",
+        "compact",
+        "head_budget",
+        "layer_budget",
+        "protect",
+        "reduce",
+    }
     found = {
         field.name
         for one in methods().values()

@@ -86,6 +86,7 @@ def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:
     return [sum(counts.waits.values()) for counts in forwards(made, layers, kind)]
 
 
+# by choice: the recipes of the book that evict at every step, and schedules of other kinds
 #: of what evicts while it decodes: for how many steps, and on which prompt; the launches of a step above the bare model's, of
 #: all layers together and of each, and how often it waits, mean over the steps
 STEP = {

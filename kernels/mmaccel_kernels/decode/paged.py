@@ -13,11 +13,13 @@ so that no scale carries it beyond float16. In float32 codes are numbers, and th
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from .._triton import jit, tl, triton
-from ..launch import enqueue
+from ..launch import Unbuildable, enqueue
 from ..pages import Pages, Plane, paged
 from ..pages.triton import plane
 
@@ -46,7 +48,30 @@ def fits(pages: Pages | None, query: Tensor, width: int) -> bool:
         and value.channels is None
         and width in (32, 64, 128, 256)
         and (value.format.axis == "channel" or value.format.group == width or value.format.interleaved(width))
+        and exact(query.device)
     )
+
+
+@cache
+def exact(device: torch.device) -> bool:
+    """Whether products on ``device`` take subnormal numbers for what they are; a device is asked once."""
+    if device.type != "cuda":
+        return True
+    sums = torch.empty(16, 8, device=device)
+    try:
+        enqueue(_sums_of_codes, (1,), sums, num_warps=WARPS)
+    except Unbuildable:
+        return False
+    return bool((sums == 120).all())
+
+
+@jit
+def _sums_of_codes(sums):
+    """The sum of the codes 0 to 15, ``[16, 8]`` times."""
+    i = tl.arange(0, 16)
+    codes = (i[None, :] + i[:, None] * 0).to(tl.int16).to(tl.float16, bitcast=True)
+    products = tl.dot(codes, tl.full([16, 8], 1.0, tl.float16))
+    tl.store(sums + i[:, None] * 8 + tl.arange(0, 8)[None, :], products * 16777216.0)
 
 
 def _whole(of: Plane, share: int, tile: int) -> bool:
@@ -257,6 +282,12 @@ def _unit(PLANE: tl.constexpr, HALF: tl.constexpr):
 
 
 @jit
+def _lift(HALF: tl.constexpr):
+    """What weights times scales of tokens are lifted by, so that small ones are no subnormal numbers with few digits."""
+    return 64.0 if HALF else 1.0
+
+
+@jit
 def _place(PLANE: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr):
     """``[SHARE]``: the inverse of the factor that a code has by its place in the byte."""
     digit = tl.arange(0, SHARE) // TILE % PLANE[1]
@@ -369,7 +400,10 @@ def _with_values(
         zeros = tl.broadcast_to(zeros, [4, 8 // GROUPS, GROUPS, SHARE]).reshape([4, 8, SHARE])
         rows = tl.permute(tl.join(ones, zeros), [0, 3, 1, 2]).reshape([4, 16, SHARE])
         sums = tl.dot(rows, p, sums, input_precision=PRECISION)
-        operand = (p * by_place)[None] * tl.permute(scales, [2, 0, 1])[:, :, :, None]
+        if HALF:
+            # times what weights are lifted by it stays within float16
+            scales = tl.minimum(scales, 65504.0 / _lift(HALF)).to(p.dtype)
+        operand = (p * (by_place * _lift(HALF)).to(p.dtype))[None] * tl.permute(scales, [2, 0, 1])[:, :, :, None]
         number = tl.permute(number.reshape([4, GROUPS, PLANE[3], SHARE]), [1, 0, 2, 3])
         acc = tl.permute(acc.reshape([4, GROUPS, PLANE[3], N]), [1, 0, 2, 3]).reshape([GROUPS * 4, PLANE[3], N])
         number = number.reshape([GROUPS * 4, PLANE[3], SHARE])
@@ -448,7 +482,7 @@ def _leave(
         RUN: tl.constexpr = VALUE[3] // 8
         lower = (tl.arange(0, 16 // GROUPS) == 8 // GROUPS)[:, None, None]
         zeros = tl.sum(tl.where(lower, sums.reshape([16 // GROUPS, GROUPS, N]), 0.0), 0)
-        acc = acc.reshape([GROUPS, VALUE[3], N]) * _unit(VALUE, HALF) + zeros[:, None, :]
+        acc = acc.reshape([GROUPS, VALUE[3], N]) * (_unit(VALUE, HALF) / _lift(HALF)) + zeros[:, None, :]
         acc = acc.reshape([DV, N])
         channel = place // VALUE[3] * VALUE[3] + place % 8 * RUN + place % VALUE[3] // 8
     some = total > 0
