@@ -8,7 +8,7 @@ import torch
 from comparators import Arrays, Params, close
 from compare_kv import last_queries
 from harness import NotOffered, make
-from mmaccel_kernels.pages import Plane, unpack
+from mmaccel_kernels.pages import Pages, Plane, unpack
 from torch import Tensor
 
 from mmaccel.kv.codecs.base import Codec
@@ -21,9 +21,9 @@ def fields(words: Tensor, bits: int) -> Tensor:
     return (words[..., None] >> shift & (1 << bits) - 1).flatten(-2)
 
 
-def codes(codec: Codec, plane: Plane, like: Tensor) -> Tensor:
+def codes(pages: Pages, plane: Plane, like: Tensor) -> Tensor:
     """The codes of full pages in the shape of ``like [1, heads, tokens, D]``."""
-    return unpack(plane.codes, plane.format, codec.page, codec.tile).reshape(*like.shape[:3], -1)
+    return unpack(plane.codes, plane.format, pages.page, pages.tile).reshape(*like.shape[:3], -1)
 
 
 def packed(codec: Codec, keys: Tensor, values: Tensor):
@@ -38,7 +38,7 @@ def kivi(params: Params, arrays: Arrays) -> None:
     codec = make("kivi", bits=bits, group=group, page=max(group, 64), residual=0)
     pages = packed(codec, arrays["in_k"], arrays["in_v"])
     (keys,), (values,) = pages.keys, pages.values
-    k, v = codes(codec, keys, arrays["in_k"]), codes(codec, values, arrays["in_v"])
+    k, v = codes(pages, keys, arrays["in_k"]), codes(pages, values, arrays["in_v"])
     assert torch.equal(k, fields(arrays["out_k_code"].mT, bits).mT)
     assert torch.equal(k.mT, fields(arrays["out_kt_code"], bits))
     for name in ("v", "vt"):
@@ -68,7 +68,7 @@ def calibquant(params: Params, arrays: Arrays) -> None:
         (pages.values, pages.decoded()[1], "v", v),
     ):
         (plane,) = planes
-        assert torch.equal(codes(codec, plane, like).transpose(1, 2), arrays[f"out_{name}_code"].int())
+        assert torch.equal(codes(pages, plane, like).transpose(1, 2), arrays[f"out_{name}_code"].int())
         close(plane.scale[:, 0][None, None], arrays[f"out_{name}_scale"])
         assert plane.zero is not None
         close(plane.zero, -plane.scale * arrays[f"out_{name}_zero"][0, 0][:, None])
@@ -87,7 +87,7 @@ def vidkv(params: Params, arrays: Arrays) -> None:
     for plane, name in zip(pages.keys, ("hard", "easy"), strict=True):
         assert plane.channels is not None
         assert torch.equal(plane.channels[0].long(), arrays[f"out_{name}_idx"])
-    assert torch.equal(codes(codec, hard, k).mT, fields(arrays["out_hard_code"], 2))
+    assert torch.equal(codes(pages, hard, k).mT, fields(arrays["out_hard_code"], 2))
     groups = k.shape[2] // 32
     for ours, name in ((hard.scale, "scale"), (hard.zero, "min")):
         assert ours is not None
@@ -101,7 +101,7 @@ def vidkv(params: Params, arrays: Arrays) -> None:
     width = len(arrays["out_easy_idx"])
     both = torch.cat([2 * torch.arange(width // 2 + 1), 2 * torch.arange(1, (width + 1) // 2) + 1])
     theirs = fields(arrays["out_easy_code"], 1)
-    theirs[:, :, both] = same_signs(codes(codec, easy, k).mT, theirs[:, :, both], k[..., arrays["out_easy_idx"]])
+    theirs[:, :, both] = same_signs(codes(pages, easy, k).mT, theirs[:, :, both], k[..., arrays["out_easy_idx"]])
     alone = (both == 0) | (both == width)
     weight = torch.where(alone, 1.0, 2**0.5) / width**0.5
     # 1-bit codes are a scale apart here, and two of theirs; frequencies that stand for two weigh more
@@ -114,10 +114,10 @@ def vidkv(params: Params, arrays: Arrays) -> None:
 
     value = pages.values[0]
     if value_bits == 2:
-        assert torch.equal(codes(codec, value, v).mT, fields(arrays["out_v_code"], 2))
+        assert torch.equal(codes(pages, value, v).mT, fields(arrays["out_v_code"], 2))
         close(value.scale.reshape(1, v.shape[1], groups, -1).mT, arrays["out_v_scale"])
         return
-    ternary = codes(codec, value, v)
+    ternary = codes(pages, value, v)
     assert torch.equal(ternary.mT, fields(arrays["out_v_code"], 2))
     close(value.scale.reshape(1, v.shape[1], groups, -1).mT, arrays["out_v_scale"])
     # as shipped, values come back without their scale: the codes are theirs all the same
@@ -183,8 +183,9 @@ def vidkv_pack(params: Params, arrays: Arrays) -> None:
         assert plane.channels is not None and (plane.channels == torch.arange(width)).all()
     else:
         codec = make("vidkv", page=64, value_bits=bit)
-        (plane,) = packed(codec, x, x).values
-    assert torch.equal(codes(codec, plane, x).mT, fields(arrays["out_code"], 1 if sign else 2))
+        pages = packed(codec, x, x)
+        (plane,) = pages.values
+    assert torch.equal(codes(pages, plane, x).mT, fields(arrays["out_code"], 1 if sign else 2))
 
     def grouped(scale: Tensor) -> Tensor:
         return scale.reshape(1, heads, tokens // 32, width).mT
