@@ -18,6 +18,7 @@ from mmaccel_kernels.decode import (
 )
 from mmaccel_kernels.decode import triton as kernel
 from mmaccel_kernels.pack import quantise
+from mmaccel_kernels.pack.naive import SCALE_MAX
 from mmaccel_kernels.pages import Format, Pages, Plane, split
 
 #: largest difference from the definition, of results of about 1
@@ -532,6 +533,26 @@ def test_no_query_is_too_large_or_too_small_for_the_loop_over_pages(dtype, devic
     inputs["query"] = scaled.view(2, 14, 1, 128).to(dtype).clamp(-6e4, 6e4)
     out, _ = compare(inputs, scaling=1e-5, more=3)
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("factor", [1.0, 2e-4, 1e6])
+def test_no_value_is_too_large_or_too_small_for_the_loop_over_pages(factor, dtype, device):
+    """One key has most of the weight, a thousand others the rest; scales of values are as large as they are kept."""
+    inputs = paged_inputs("kivi 2", dtype, "cpu", lengths=(1024, 0, 0, 0), tail=0)
+    plane = inputs["pages"].values[0]
+    for x in (plane.scale, plane.zero):
+        x.copy_((x.float() * factor).clamp(-SCALE_MAX, SCALE_MAX))
+    keys = inputs["pages"].decoded()[0].float()
+    one = keys[3] - keys.mean(0)
+    reach = keys @ one
+    inputs["query"] = one.to(dtype).expand_as(inputs["query"])
+    inputs = {name: on(x, device) if x is not None else None for name, x in inputs.items()}
+    scaling = float(9 / (reach[3] - reach.mean()))
+    out, _ = decode_attention_kernel(scaling=scaling, **inputs)
+    want, _ = decode_attention_definition(scaling=scaling, **inputs)
+    # of the whole vector, not of each number
+    assert (out - want).float().norm() < TOLERANCE[dtype] * want.float().norm()
 
 
 @pytest.mark.parametrize("name", ["kivi 4", "kivi 2", "one range, 1 bit"])

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from mmaccel_kernels.pack import Shared, encode, measure, quantise, quantise_definition, quantise_kernel, to_e4m3
+from mmaccel_kernels.pack.naive import SCALE_MAX
 from mmaccel_kernels.pages import Format, Pages, cumulative, dequantise, from_e4m3, pack, split, unpack
 
 CODES = ("sign", "ternary", "int1", "int2", "int4", "int8", "fp8")
@@ -143,13 +144,15 @@ def test_scales_of_numbers_of_16_bits_are_float16(dtype, stored):
     assert plane.scale.dtype == plane.zero.dtype == stored
 
 
-def test_scales_that_float16_cannot_hold_are_its_largest(device):
+@pytest.mark.parametrize(("axis", "most"), [("channel", 65504), ("token", SCALE_MAX)])
+def test_scales_that_float16_cannot_hold_are_its_largest(axis, most, device):
     x = torch.randn(64, 32).to(torch.bfloat16).to(device)
-    x[3, 5], x[4, 5] = -3e5, 3e6
+    # of token 3 and of channel 5
+    x[3, 5], x[4, 5], x[3, 6] = -3e5, 3e6, 3e6
     one = (torch.tensor([0], device=device), torch.tensor([64], dtype=torch.int32, device=device))
-    format = Format("int4", "channel", 64)
+    format = Format("int4", axis, 64 if axis == "channel" else 32)
     want = quantise_definition(x, *one, format, 64, 16, torch.float16)
-    assert want.zero[0, 0, 5] == -65504 and want.scale[0, 0, 5] == 65504
+    assert want.zero.min() == -65504 and want.scale.max() == most
     made = quantise_kernel(x, *one, format, 64, 16, torch.float16)
     assert all(map(torch.equal, made.tensors(), want.tensors()))
 

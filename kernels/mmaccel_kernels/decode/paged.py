@@ -400,10 +400,7 @@ def _with_values(
         zeros = tl.broadcast_to(zeros, [4, 8 // GROUPS, GROUPS, SHARE]).reshape([4, 8, SHARE])
         rows = tl.permute(tl.join(ones, zeros), [0, 3, 1, 2]).reshape([4, 16, SHARE])
         sums = tl.dot(rows, p, sums, input_precision=PRECISION)
-        if HALF:
-            # times what weights are lifted by it stays within float16
-            scales = tl.minimum(scales, 65504.0 / _lift(HALF)).to(p.dtype)
-        operand = (p * (by_place * _lift(HALF)).to(p.dtype))[None] * tl.permute(scales, [2, 0, 1])[:, :, :, None]
+        operand = (p * by_place)[None] * tl.permute(scales, [2, 0, 1])[:, :, :, None]
         number = tl.permute(number.reshape([4, GROUPS, PLANE[3], SHARE]), [1, 0, 2, 3])
         acc = tl.permute(acc.reshape([4, GROUPS, PLANE[3], N]), [1, 0, 2, 3]).reshape([GROUPS * 4, PLANE[3], N])
         number = number.reshape([GROUPS * 4, PLANE[3], SHARE])
@@ -517,7 +514,8 @@ def _attend(
     inside = (tl.arange(0, 4) * SHARE)[:, None] + tl.arange(0, SHARE)[None, :]
     inside_values = _turned(inside[:, :, None], VALUE, TILE).reshape([4, SHARE])
     key_place = _place(KEY, TILE, SHARE) * _unit(KEY, HALF)
-    value_place = _turned((_place(VALUE, TILE, SHARE)[None, :] + inside * 0.0)[:, :, None], VALUE, TILE).to(DTYPE)
+    value_place = _place(VALUE, TILE, SHARE) if VALUE[2] else _place(VALUE, TILE, SHARE) * _lift(HALF)
+    value_place = _turned((value_place[None, :] + inside * 0.0)[:, :, None], VALUE, TILE).to(DTYPE)
     while first < last:
         end = tl.minimum(tl.load(cu_pages + head + 1), last)
         operand, by_row, summed = _operand(query, channels, head, rows, row, scale, KEY, PART, D, HALF)

@@ -18,6 +18,10 @@ class Shared(NamedTuple):
     meta: Tensor
 
 
+#: the largest scale of a token in float16: what weighs it is lifted by 64 in the loop over pages, and stays a number
+SCALE_MAX = 1023.5
+
+
 def quantise_definition(
     x: Tensor,
     start: Tensor,
@@ -33,8 +37,9 @@ def quantise_definition(
     there = token < count[:, None]
     rows = x[torch.where(there, start[:, None] + token, 0)].float()
     if shared is None:
-        scale, zero = (None if x is None else kept(x, meta_dtype) for x in measure(rows, there, format))
-        assert scale is not None
+        scale, zero = measure(rows, there, format)
+        scale = kept(scale, meta_dtype, SCALE_MAX if format.axis == "token" else torch.inf)
+        zero = None if zero is None else kept(zero, meta_dtype)
         own_scale, own_zero = scale, zero
     else:
         scale, zero, meta = shared.scale, shared.zero, shared.meta.long()
@@ -49,9 +54,10 @@ def meta_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
-def kept(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales or zero points as they are stored: those that the type cannot hold are its largest numbers."""
-    largest = torch.finfo(dtype).max
+def kept(x: Tensor, dtype: torch.dtype, most: float = torch.inf) -> Tensor:
+    """Scales or zero points as they are stored: those that the type cannot hold are its largest numbers, or ``most`` where
+    that is float16."""
+    largest = min(torch.finfo(dtype).max, most if dtype == torch.float16 else torch.inf)
     return x.clamp(-largest, largest).to(dtype)
 
 

@@ -107,10 +107,10 @@ def _scales(low, high, size, members, CODE: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @jit
-def _kept(pointer, value, mask):
+def _kept(pointer, value, mask, MOST: tl.constexpr):
     """Store in the type of the pointer as :func:`.naive.kept` says, and go on with what was stored."""
     if pointer.dtype.element_ty == tl.float16:
-        value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
+        value = tl.minimum(tl.maximum(value, -MOST), MOST)
     value = value.to(pointer.dtype.element_ty)
     tl.store(pointer, value, mask=mask)
     return value.to(tl.float32)
@@ -159,9 +159,9 @@ def _given(scale, zero, place, mask, AFFINE: tl.constexpr):
 
 
 @jit
-def _measured(scale, zero, place, step, offset, mask, AFFINE: tl.constexpr):
+def _measured(scale, zero, place, step, offset, mask, AFFINE: tl.constexpr, MOST: tl.constexpr):
     """Store scales and zero points, and go on with them as they are stored: codes are the best for those."""
-    return _kept(scale + place, step, mask), _kept(zero + place, offset, mask & AFFINE)
+    return _kept(scale + place, step, mask, MOST), _kept(zero + place, offset, mask & AFFINE, 65504.0)
 
 
 @jit
@@ -202,7 +202,7 @@ def _quantise(
                         step, offset = _of_group(
                             value, known, source, row_stride, first, members, inside, CODE, LEVELS, GROUP, TILE
                         )
-                        step, offset = _measured(scale, zero, place, step, offset, inside, AFFINE)
+                        step, offset = _measured(scale, zero, place, step, offset, inside, AFFINE, 65504.0)
                 code = _code(value, step[None, :], offset[None, :], CODE, LEVELS)
             else:
                 place = (row * PAGE + first + token) * (width // CHANNELS) + tl.program_id(1)
@@ -212,7 +212,7 @@ def _quantise(
                 else:
                     low, high, size = _figures(value, known, 1, CODE)
                     step, offset = _scales(low, high, size, CHANNELS, CODE, LEVELS)
-                    step, offset = _measured(scale, zero, place, step, offset, whole, AFFINE)
+                    step, offset = _measured(scale, zero, place, step, offset, whole, AFFINE, 1023.5)
                 code = _code(value, step[:, None], offset[:, None], CODE, LEVELS)
             code = tl.where(known, code, 0)
             byte = byte * 3 + code if CODE == "ternary" else byte + (code << (digit * (8 // DIGITS)))
