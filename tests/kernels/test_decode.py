@@ -484,7 +484,8 @@ def paged_inputs(name, dtype, device, *, lengths=(300, 0, 5, 128), d=128, groups
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("name", PAGED)
 def test_pages_alone_are_read_as_the_definition_says(name, dtype, device):
-    compare(paged_inputs(name, dtype, device), more=3)
+    # in float32 the definition itself is 1.1e-5 from float64 at one bit, and the kernel 5e-6
+    compare(paged_inputs(name, dtype, device), more=6 if dtype == torch.float32 else 3)
 
 
 @pytest.mark.parametrize("d", [32, 64, 256])
