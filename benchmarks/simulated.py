@@ -439,7 +439,12 @@ def _kernels(machine: Machine, stack: ExitStack) -> None:
     for info in walk_packages(mmaccel_kernels.__path__, "mmaccel_kernels."):
         module = import_module(info.name)
         # nothing can be built for a GPU that is not there, so it is not tried
-        for name, said in {"usable": lambda device: device.type == "cuda", "obstacle": lambda device: None}.items():
+        told = {
+            "usable": lambda device: device.type == "cuda",
+            "obstacle": lambda device: None,
+            "exact": lambda device: True,
+        }
+        for name, said in told.items():
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, said))
         for name, thing in list(vars(module).items()):
