@@ -17,4 +17,32 @@ def weighed(logits, highest, total):
     return weight, shrink, higher, total * shrink + tl.sum(weight, 1)
 
 
-__all__ = ["weighed"]
+@jit
+def merge_parts(
+    part, part_lse, out, lse, head, row, rows, first, last, state, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Store one ``row`` of one ``head``: what the programs ``first`` to ``last`` have found of it, weighed by their sums of
+    exponentials to base 2, and the ``state`` before: largest logit, sum of weights, sum of weighed values."""
+    highest, total, acc = state
+    dv = tl.arange(0, BLOCK_DV)
+    for start in range(first, last + 1, PARTS):
+        program = start + tl.arange(0, PARTS)
+        slot = (program + head).to(tl.int64) * rows + row
+        found = tl.load(part_lse + slot, mask=program <= last, other=float("-inf"))
+        there = (program <= last)[:, None] & (dv < DV)[None, :]
+        x = tl.load(part + slot[:, None] * DV + dv[None, :], mask=there, other=0.0)
+        higher = tl.maximum(highest, tl.max(found, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(found - base)
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink + tl.sum(weight[:, None] * x, 0)
+        highest = higher
+    some = total > 0
+    whole = tl.where(some, total, 1.0)
+    at = head.to(tl.int64) * rows + row
+    tl.store(out + at * DV + dv, (acc / whole).to(out.dtype.element_ty), mask=dv < DV)
+    tl.store(lse + at, tl.where(some, (highest + tl.log2(whole)) / 1.4426950408889634, float("-inf")))
+
+
+__all__ = ["merge_parts", "weighed"]

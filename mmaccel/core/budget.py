@@ -111,3 +111,8 @@ def counts(
         for i, k in zip(units, apportion(total, sizes), strict=True):
             out[i] = k
     return out
+
+
+def layer_at(layer: float, depth: int) -> int:
+    """A layer given by its number, or as a share of the ``depth``, rounded half up."""
+    return layer if isinstance(layer, int) else int(layer * depth + 0.5)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.budget import layer_at
 from ..errors import MmaccelError
 from .base import Method, ModelFacts
 from .tokens import TokenMethod
@@ -115,7 +116,7 @@ class LayerMethod(TokenMethod):
         """Replace a share of the depth by a layer."""
         if isinstance(self.layer, int):
             return self
-        return self._at(int(self.layer * family.depth + 0.5), family)
+        return self._at(layer_at(self.layer, family.depth), family)
 
     def within(self, family: ModelFacts) -> LayerMethod:
         """This method at the layer nearest to ``layer`` at which tokens can be dropped."""

@@ -26,7 +26,7 @@ from .layer_budgets import KNOWN, Undecided, by_content, known, prompt_budget
 from .places import Tokens, prompt_grid, question_span
 from .plan import PlannedStage
 from .schedule import Schedule
-from .sparse import Read, first_layer, layer_of, note_prompt, prepare_reads, read_layer, sparse_read
+from .sparse import Read, first_layer, note_prompt, prepare_reads, read_layer, sparse_read
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Eviction:
         policy = self.policy
         if not isinstance(policy, ReadingPolicy) or self.prompt is not None or query.shape[2] > 1:
             return None
-        if number < layer_of(policy.layer, self.depth):
+        if number < first_layer(policy, self.depth):
             return None
         return read_layer(policy, self.state.layers[number], query, key, value, visible, scaling)
 
@@ -128,7 +128,7 @@ class Eviction:
         if self.prompt is not None:
             self.prompt.settle()
             if isinstance(self.policy, ReadingPolicy):
-                first = layer_of(self.policy.layer, self.depth)
+                first = first_layer(self.policy, self.depth)
                 prepare_reads(self.policy, self.state.layers[first:], self.scaling, self.asked)
                 self.asked = {}
         if self.policy.scheduled:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.budget import layer_at
 from ..kv.layer import CompressedLayer
 from ..kv.shared import Shared
 from ..kv.sparse import Choices, LayerRead, SparseMemory, SparseRead
@@ -22,13 +23,9 @@ def note_prompt(shared: Shared, table: Tensor, count: Tensor) -> None:
 
 
 def first_layer(policy: Policy, depth: int) -> int:
-    """The layer from which on a policy works, a number or a share of the depth; at least 1."""
-    return max(1, layer_of(getattr(policy, "layer", 1), depth))
-
-
-def layer_of(layer: float, depth: int) -> int:
-    """A number of a layer, or a share of the depth rounded half up, as a number up to the depth."""
-    return min(layer if isinstance(layer, int) else int(layer * depth + 0.5), depth)
+    """The first layer that reads some keys only; at least 1 where the attention of the layer below chooses them."""
+    least = 0 if isinstance(policy, ReadingPolicy) else 1
+    return min(max(least, layer_at(getattr(policy, "layer", 1), depth)), depth)
 
 
 def sparse_read(

@@ -18,8 +18,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .._softmax import merge_parts
 from .._triton import jit, tl, triton
-from ..launch import Unbuildable, enqueue
+from ..launch import Unbuildable, enqueue, workspace
 from ..pages import Pages, Plane, paged
 from ..pages.triton import plane
 
@@ -103,8 +104,7 @@ def attend_pages(
     b, hq, q, d = query.shape
     heads, rows = b * pages.heads, hq // pages.heads * q
     turned = pages.turned(query).contiguous()
-    part = query.new_empty(programs + heads, rows, dv, dtype=torch.float32)
-    part_lse = query.new_empty(programs + heads, rows, dtype=torch.float32)
+    part, part_lse = workspace(query, (programs + heads) * rows * dv, (programs + heads) * rows)
     if beside is None:
         out, lse = query.new_empty(b, hq, q, dv), query.new_empty(b, hq, q, dtype=torch.float32)
     else:
@@ -578,23 +578,4 @@ def _merge_pages(
         highest = tl.load(lse + at) * 1.4426950408889634
         total = tl.where(highest == float("-inf"), 0.0, 1.0)
         acc += tl.load(out + at * DV + d).to(tl.float32)
-    for start in range(first, last + 1, PARTS):
-        program = start + tl.arange(0, PARTS)
-        slot = (program + head).to(tl.int64) * rows + row
-        found = tl.load(part_lse + slot, mask=program <= last, other=float("-inf"))
-        x = tl.load(
-            part + slot[:, None] * DV + d[None, :], mask=(program <= last)[:, None] & (d >= 0)[None, :], other=0.0
-        )
-        higher = tl.maximum(highest, tl.max(found, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(found - base)
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(weight[:, None] * x, 0)
-        highest = higher
-    some = total > 0
-    acc = acc / tl.where(some, total, 1.0)
-    tl.store(out + at * DV + d, acc.to(out.dtype.element_ty))
-    tl.store(
-        lse + at, tl.where(some, (highest + tl.log2(tl.where(some, total, 1.0))) / 1.4426950408889634, float("-inf"))
-    )
+    merge_parts(part, part_lse, out, lse, head, row, rows, first, last, (highest, total, acc), DV, DV, PARTS)

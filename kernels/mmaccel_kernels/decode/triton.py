@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._softmax import merge_parts
 from .._triton import jit, tl, triton
 from ..launch import Repeated, is_even, workspace
 from ..pages import Pages, Plane
@@ -390,7 +391,6 @@ def _merge(
 ):  # fmt: skip
     """One row of one head: what the programs that share its keys have found, weighed by their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
-    dv = tl.arange(0, BLOCK_DV)
     lengths = (cu_lengths, cu_pages, tl.cdiv(_filled(filled, capacity, ROOMY), UNIT))
     share = _share(_before(lengths, heads, RAGGED, PAGE, UNIT), PROGRAMS, EACH, BLOCK_N, UNIT)
     begin = _before(lengths, head, RAGGED, PAGE, UNIT)
@@ -398,22 +398,5 @@ def _merge(
     # no program may have come by a head without a unit
     first = begin // share
     last = tl.where(end > begin, (end - 1) // share, first - 1)
-    highest, total, acc = float("-inf"), 0.0, tl.zeros([BLOCK_DV], tl.float32)
-    for start in range(first, last + 1, PARTS):
-        program = start + tl.arange(0, PARTS)
-        slot = (program + head).to(tl.int64) * rows + row
-        found = tl.load(part_lse + slot, mask=program <= last, other=float("-inf"))
-        there = (program <= last)[:, None] & (dv < DV)[None, :]
-        x = tl.load(part + slot[:, None] * DV + dv[None, :], mask=there, other=0.0)
-        higher = tl.maximum(highest, tl.max(found, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(found - base)
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(weight[:, None] * x, 0)
-        highest = higher
-    some = total > 0
-    at = head.to(tl.int64) * rows + row
-    acc = acc / tl.where(some, total, 1.0)
-    tl.store(out + at * DV + dv, acc.to(out.dtype.element_ty), mask=dv < DV)
-    tl.store(lse + at, tl.where(some, (highest + tl.log2(total)) / 1.4426950408889634, float("-inf")))
+    state = float("-inf"), 0.0, tl.zeros([BLOCK_DV], tl.float32)
+    merge_parts(part, part_lse, out, lse, head, row, rows, first, last, state, DV, BLOCK_DV, PARTS)

@@ -22,6 +22,8 @@ _CODES: dict[str, tuple[int, int, float]] = {
     "fp8": (253, 1, 0.0),
 }
 
+_EIGHT_COLUMNS = triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+
 #: the largest number of e4m3
 FP8_MAX = 448.0
 
@@ -105,9 +107,7 @@ class Format:
 
 def paged() -> bool:
     """Whether there is a fast kernel for pages here: on NVIDIA, and by a Triton with products of eight columns, from 3.6 on."""
-    if triton is None or torch.version.hip is not None:
-        return False
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+    return _EIGHT_COLUMNS and torch.version.hip is None
 
 
 def tile_for(formats: tuple[Format, ...], page: int, width: int, otherwise: int) -> int:

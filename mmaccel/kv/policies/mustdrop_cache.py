@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...core.budget import layer_at
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
 from ...method.registry import register
@@ -46,7 +47,7 @@ class MustDropCache(Policy):
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``survivors [B, K]`` -> ``[B, Hkv, K]``: 0 for keys that stay, ``-inf`` for the others."""
-        first = self.layer if isinstance(self.layer, int) else int(self.layer * keys.depth + 0.5)
+        first = layer_at(self.layer, keys.depth)
         score = torch.zeros_like(keys.index, dtype=torch.float32)
         if keys.layer >= first and keys.survivors is not None:
             score = score.masked_fill(~keys.survivors, -torch.inf)
