@@ -119,7 +119,7 @@ class Accelerator(Handle):
         self._wrap(model, "generate", self._generate)
         self._wrap(model, "set_attn_implementation", self._set_attention)
         if plan.active:
-            self._wrap(model, "_valid_auto_compile_criteria", functools.partial(captured.may_compile, plan))
+            self._wrap(model, "_valid_auto_compile_criteria", functools.partial(captured.may_capture, plan))
             self._wrap(model, "get_compiled_call", functools.partial(captured.captured_forward, plan))
         for modality in family.modalities:
             if hasattr(inner, f"get_{modality}_features"):

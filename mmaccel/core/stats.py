@@ -92,7 +92,7 @@ class Stats:
     notes: list[str] = field(default_factory=list)
     decode_steps: int = 0
     captured_steps: int = 0
-    uncaptured: str = "generate compiles no steps without compile_config, nor those of beams"
+    uncaptured: str = "steps are captured on CUDA, elsewhere with compile_config, and never those of beams"
     clock: Clock = field(default_factory=Clock)
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -122,3 +122,24 @@ class Pinned:
         for slot in self.slots:
             slot.add_(1)
         self.positions.add_(1)
+
+    def counters(self) -> list[Tensor]:
+        """What every token moves on."""
+        return [*self.slots, self.positions]
+
+    def remember(self) -> Callable[[], None]:
+        """What comes back takes out the tokens that have come since, of which there may be two: counters are what they are now,
+        and so is what is stored in the next slot and in the one before it."""
+        counters = [x.clone() for x in self.counters()]
+        places = [torch.cat([slot - 1, slot]) for slot in self.slots]
+        at = [places[group] for group in self.group]
+        stored = [[x.index_select(2, i) for x, i in zip(held, at, strict=True)] for held in (self.keys, self.values)]
+
+        def restore() -> None:
+            for counter, x in zip(self.counters(), counters, strict=True):
+                counter.copy_(x)
+            for held, before in zip((self.keys, self.values), stored, strict=True):
+                for x, i, old in zip(held, at, before, strict=True):
+                    x.index_copy_(2, i, old)
+
+        return restore

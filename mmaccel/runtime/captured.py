@@ -1,8 +1,9 @@
-"""Decode steps of ``generate`` that are compiled: between two of them nothing moves and nothing grows, so that one graph does.
+"""Decode steps of ``generate`` that are captured: between two of them nothing moves and nothing grows, so that one graph does.
 
-They are where the caller gives ``compile_config`` to ``generate``, by ``torch.compile`` with that config, on whatever device.
-What a graph cannot do is done by an ordinary step, and :meth:`mmaccel.core.stats.Stats.as_dict` says why. With transformers'
-default config, ``mode="reduce-overhead"``, PyTorch records CUDA graphs on a GPU; that was not run on one yet.
+On a GPU they are recorded and replayed without being asked for (:mod:`.replay`); where the caller gives ``compile_config`` to
+``generate``, on whatever device, they are compiled by ``torch.compile`` with that config. What a graph cannot do is done by an
+ordinary step, and :meth:`mmaccel.core.stats.Stats.as_dict` says why. CUDA graphs were not run on a GPU yet, and a recorded step
+is used only after it has repeated what the step itself had made.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kv.cache import CacheState, state_of
 from ..kv.pinned import Pinned
+from . import replay
 from .plan import ModelPlan
 from .scope import Scope, current
 
@@ -24,34 +26,39 @@ Forward = Callable[..., Any]
 CHUNK = 512
 
 
-def may_compile(plan: ModelPlan, original: Callable[..., bool]) -> Callable[..., bool]:
+def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[..., bool]:
     """``_valid_auto_compile_criteria`` of a model with ``plan``: whether steps of this call of ``generate`` may be captured."""
 
     @functools.wraps(original)
     def criteria(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        scope = current(plan)
-        if scope is None or generation_config.compile_config is None:
+        scope, compiled = current(plan), generation_config.compile_config is not None
+        if scope is None or not (compiled or replay.recordable(plan.family.model)):
             return original(model_kwargs, generation_config)
         scope.stats.uncaptured = _obstacle_in_call(plan, generation_config)
+        if not compiled and not scope.stats.uncaptured:
+            scope.stats.uncaptured = _obstacle_to_replay(plan, scope)
         return not scope.stats.uncaptured
 
     return criteria
 
 
 def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Callable[..., Forward]:
-    """``get_compiled_call`` of a model with ``plan``: what comes back runs the compiled forward where it can, else the ordinary
+    """``get_compiled_call`` of a model with ``plan``: what comes back captures the forward where it can, else runs the ordinary
     one."""
 
     @functools.wraps(original)
     def get_compiled_call(compile_config: Any) -> Forward:
-        compiled, model = original(compile_config), plan.family.model
+        model = plan.family.model
+        compiled = None if compile_config is None else original(compile_config)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             scope, ids, state = current(plan), kwargs.get("input_ids"), state_of(kwargs.get("past_key_values"))
             if state is not None and scope is not None and not args and ids is not None and ids.shape[1] == 1:
-                scope.stats.uncaptured = _obstacle_in_cache(state)
+                scope.stats.uncaptured = _obstacle_in_cache(state) or (
+                    "" if scope.step is None else scope.step.obstacle
+                )
                 if not scope.stats.uncaptured:
-                    return _step(compiled, scope, state, kwargs)
+                    return _step(model, compiled, scope, state, kwargs)
             if state is not None:
                 state.unpin()
             return model(*args, **kwargs)
@@ -61,21 +68,33 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
     return get_compiled_call
 
 
-def _step(compiled: Forward, scope: Scope, state: CacheState, kwargs: dict[str, Any]) -> Any:
+def _step(model: nn.Module, compiled: Forward | None, scope: Scope, state: CacheState, kwargs: dict[str, Any]) -> Any:
     """A captured step. Of what ``generate`` passes only the token differs from step to step."""
-    ids, given, pinned = kwargs["input_ids"], kwargs.get("position_ids"), state.shared.pinned
+    ids, pinned = kwargs["input_ids"], state.shared.pinned
     if pinned is None or pinned.full:
-        pinned = _pinned(scope, state)
+        pinned, scope.step = _pinned(scope, state), None
+    with scope.stats.clock.measure("decode", ids.device):
+        if compiled is not None:
+            scope.stats.captured_steps += 1
+            output = compiled(**_constant(kwargs), input_ids=ids)
+        else:
+            if scope.step is None:
+                constant = _constant(kwargs)
+                scope.step = replay.ReplayedStep(pinned, ids, lambda token: model(**constant, input_ids=token))
+            scope.stats.captured_steps += scope.step.replays
+            output = scope.step(ids)
+    pinned.counted()
+    scope.stats.decode_steps += 1
+    return output
+
+
+def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What is the same in every step of what ``generate`` passes."""
+    ids, given = kwargs["input_ids"], kwargs.get("position_ids")
     axes = given.shape[:1] if given is not None and given.dim() == 3 else ()
     # the text model takes positions from what is pinned; these say how many axes there are
     positions = ids.new_zeros(1).expand(*axes, *ids.shape)
-    constant = {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)}
-    with scope.stats.clock.measure("decode", ids.device):
-        output = compiled(**constant, input_ids=ids, position_ids=positions)
-    pinned.counted()
-    scope.stats.decode_steps += 1
-    scope.stats.captured_steps += 1
-    return output
+    return {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)} | {"position_ids": positions}
 
 
 def _pinned(scope: Scope, state: CacheState) -> Pinned:
@@ -86,6 +105,23 @@ def _pinned(scope: Scope, state: CacheState) -> Pinned:
         # another cache, at other addresses, is no reason to compile anew
         torch._dynamo.mark_static_address(x, guard=False)
     return pinned
+
+
+def _known(hook: Any) -> bool:
+    """Whether a hook has nothing to do in a captured step: ours, and those by which transformers collects hidden states."""
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).partition(".")[0] in ("mmaccel", "transformers")
+
+
+def _obstacle_to_replay(plan: ModelPlan, scope: Scope) -> str:
+    """Why steps of a call cannot be recorded and replayed; empty if they can."""
+    if scope.new_tokens is not None and scope.new_tokens < replay.LEAST:
+        return f"fewer than {replay.LEAST} tokens may come, and recording a step costs a few of them"
+    for name, module in plan.family.model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(map(_known, hooks)):
+            return f"a replayed step would not call the hooks on {name or 'the model'}"
+    return ""
 
 
 def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:

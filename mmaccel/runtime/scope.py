@@ -22,6 +22,7 @@ from ..kv.pinned import Pinned
 from .encoded import Encoded
 from .forward import StageResult
 from .plan import Plan
+from .replay import ReplayedStep
 from .stages import Stages
 from .taps import Taps
 
@@ -35,6 +36,7 @@ class Scope:
     stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
     dropped : ``[B, S]`` bool, which rows of the logits stand for tokens that were dropped; set when the forward is over.
     new_tokens : how many ``generate`` makes at most, where it was told. until : the tokens that the cache has seen then.
+    step : what replays decode steps on the cache as it is pinned.
     layout, reduction, history : what became of the last prompt with pictures, in all and stage by stage.
     """
 
@@ -52,6 +54,7 @@ class Scope:
     timer: tuple[Any, str] | None = None
     new_tokens: int | None = None
     until: int | None = None
+    step: ReplayedStep | None = None
     layout: Layout | None = None
     reduction: Reduction | None = None
     history: list[StageResult] = field(default_factory=list)
@@ -96,6 +99,7 @@ class Scope:
         self.stats.kv_bytes = cache_bytes(self.cache) if self.cache is not None else 0
         self.encoded.clear()
         self.cache = self.labels = self.stages = self.input_ids = self.encoding = self.dropped = None
+        self.step = None
 
 
 _scopes: ContextVar[tuple[Scope, ...]] = ContextVar("mmaccel_scopes", default=())

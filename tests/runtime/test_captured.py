@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import recorded
 import torch
 import zoo
 from laws.helpers import cache, close, follow, generate, inputs, logits, model, recipe_of
@@ -14,7 +15,7 @@ from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 
 from mmaccel import accelerated
 from mmaccel.kv import pinned
-from mmaccel.runtime import captured
+from mmaccel.runtime import captured, replay
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +52,8 @@ def both(
     """What ordinary and what captured steps make, the statistics of the latter, which ran in two calls, and what they read."""
     tiny, feed, options = model(family), inputs(family, kind), {"new": steps + 1, "min_new_tokens": steps + 1}
     with accelerated(tiny, recipe_of(recipe, family), processor=zoo.processor(family)):
-        wanted = generate(tiny, feed, **options)
-        options |= {"compile_config": config(backend)}
+        wanted = generate(tiny, feed, disable_compile=True, **options)
+        options |= {} if backend == "replay" else {"compile_config": config(backend)}
         generate(tiny, feed, **options)
         watch = Watch(cache())
         criteria = StoppingCriteriaList([watch])
@@ -69,6 +70,13 @@ def agree(wanted: Any, got: Any) -> None:
         for a, b in zip(mine.stored(), other.stored(), strict=True):
             close(a, b)
             assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are recorded and replayed here as they are on a GPU."""
+    monkeypatch.setattr(replay, "recordable", lambda device: True)
+    monkeypatch.setattr(replay, "record", recorded.record)
 
 
 CASES = [
@@ -97,6 +105,22 @@ def test_one_graph_makes_the_tokens_of_ordinary_steps(family: str, recipe: str, 
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert len(watch.seen) == steps and all(seen == watch.seen[0] for seen in watch.seen)
     assert watch.mine.mmaccel.shared.pinned is None
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "kind", "steps"),
+    [
+        (*CASES[0], 20),
+        (*CASES[2], 20),
+        *(pytest.param(*case, 200, marks=pytest.mark.full) for case in CASES),
+    ],
+)
+def test_a_recorded_step_is_replayed(graphs: None, family: str, recipe: str, kind: str, steps: int) -> None:
+    """All but the first two, which are recorded and compared; nobody asked for it."""
+    wanted, got, stats, watch = both(family, recipe, kind, steps, "replay")
+    agree(wanted, got)
+    assert stats["captured_steps"] == steps - 2 and stats["decode_steps"] == steps and stats["uncaptured"] == ""
+    assert all(seen == watch.seen[0] for seen in watch.seen)
 
 
 @pytest.mark.full
@@ -140,12 +164,76 @@ def test_a_conversation_goes_on_behind_captured_steps() -> None:
         close(layer.stored()[0], other.stored()[0])
 
 
+def test_steps_are_recorded_anew_when_the_cache_is_pinned_anew(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "CHUNK", 8)
+    monkeypatch.setattr(pinned, "ROUND", 2)
+    wanted, got, stats, _ = both("llava", "divprune", "uneven", 24, "replay")
+    agree(wanted, got)
+    assert 12 <= stats["captured_steps"] <= 18
+
+
+def _counted(self: pinned.Pinned) -> None:
+    """The next slot by what the host has counted."""
+    self.positions.add_(1)
+    for slot in self.slots:
+        slot.fill_(self.longest + self.added + 1)
+
+
+def _written(self: pinned.Pinned, number: int, key: torch.Tensor, value: torch.Tensor) -> Any:
+    """A key where the host thinks that it belongs."""
+    self.keys[number][:, :, self.longest + self.added] = key[:, :, 0]
+    self.values[number][:, :, self.longest + self.added] = value[:, :, 0]
+    return self.keys[number], self.values[number]
+
+
+@pytest.mark.parametrize(("method", "wrong"), [("end", _counted), ("write", _written)])
+def test_what_does_not_repeat_is_not_replayed(
+    graphs: None, monkeypatch: pytest.MonkeyPatch, method: str, wrong: Any
+) -> None:
+    """Steps are right as they are, and recorded with a number of the host they are not."""
+    make = pinned.Pinned.__init__
+
+    def noted(self: pinned.Pinned, layers: Any, *rest: Any) -> None:
+        self.longest = len(layers[0].index)
+        make(self, layers, *rest)
+
+    monkeypatch.setattr(pinned.Pinned, "__init__", noted)
+    monkeypatch.setattr(pinned.Pinned, method, wrong)
+    wanted, got, stats, _ = both("llava", "divprune", "image", 20, "replay")
+    agree(wanted, got)
+    assert stats["captured_steps"] == 0 and "did not repeat" in stats["uncaptured"]
+
+
+def test_what_cannot_be_recorded_is_run_as_it_is(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that waits for the device."""
+    begin = pinned.Pinned.begin
+    monkeypatch.setattr(pinned.Pinned, "begin", lambda self: begin(self) if self.positions.sum().item() else None)
+    wanted, got, stats, _ = both("llava", "divprune", "image", 20, "replay")
+    agree(wanted, got)
+    assert stats["captured_steps"] == 0 and "cannot be recorded (operation not permitted" in stats["uncaptured"]
+
+
+def test_hooks_and_short_answers_are_reasons_to_record_nothing(graphs: None) -> None:
+    tiny, feed, seen = model("llava"), inputs("llava"), []
+    with accelerated(tiny, recipe_of("divprune")):
+        generate(tiny, feed, new=8)
+        assert "fewer than 16" in tiny.mmaccel.stats()["uncaptured"]
+        handle = tiny.lm_head.register_forward_hook(lambda *_: seen.append(1))
+        try:
+            out = generate(tiny, feed, new=20, min_new_tokens=20)
+        finally:
+            handle.remove()
+        stats = tiny.mmaccel.stats()
+    assert stats["captured_steps"] == 0 and "hooks on lm_head" in stats["uncaptured"]
+    assert len(seen) == out.sequences.shape[1] - feed["input_ids"].shape[1]
+
+
 # by choice: one for every reason
 REFUSED = {
     "adakv": ({}, "different counts"),
     "h2o-decode": ({}, "h2o looks at the cache"),
     "kivi": ({}, "packed keys"),
-    "divprune": ({"num_beams": 2}, "nor those of beams"),
+    "divprune": ({"num_beams": 2}, "never those of beams"),
     "snapkv": ({"output_hidden_states": True}, "hidden states"),
     "fastv": ({"disable_compile": True}, "disable_compile"),
 }
