@@ -73,12 +73,16 @@ def agree(wanted: Any, got: Any) -> None:
 
 CASES = [
     ("llava", "divprune", "uneven"),
+    ("llava", "adakv", "uneven"),
     ("llava", "fastv", "uneven"),
     ("llava", "snapkv", "image"),
     ("qwen2_5_vl", "divprune", "uneven"),
     ("qwen3_vl", "snapkv", "video"),
     ("llava_next", "tome", "uneven"),
     ("internvl", "pyramidkv", "image"),
+    ("qwen2_5_vl", "adakv", "mixed"),
+    ("llava_next", "adakv", "images"),
+    ("qwen3_vl", "vl-cache", "uneven"),
 ]
 
 
@@ -86,6 +90,7 @@ CASES = [
     ("family", "recipe", "kind", "steps"),
     [
         (*CASES[0], 12),
+        (*CASES[1], 12),
         *(pytest.param(*case, 512, marks=pytest.mark.full) for case in CASES),
     ],
 )
@@ -108,19 +113,21 @@ def test_inductor_makes_the_same_tokens(family: str, recipe: str, kind: str) -> 
 
 
 @pytest.mark.full
-def test_a_cache_is_pinned_anew_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["divprune", "adakv"])
+def test_a_cache_is_pinned_anew_when_it_is_full(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "CHUNK", 3)
     monkeypatch.setattr(pinned, "ROUND", 2)
-    wanted, got, stats, _ = both("llava", "divprune", "uneven", 12)
+    wanted, got, stats, _ = both("llava", recipe, "uneven", 12)
     agree(wanted, got)
     assert stats["captured_steps"] == 12 and counters["stats"]["unique_graphs"] <= 2
 
 
-def test_a_conversation_goes_on_behind_captured_steps() -> None:
+@pytest.mark.parametrize("recipe", ["divprune", pytest.param("adakv", marks=pytest.mark.full)])
+def test_a_conversation_goes_on_behind_captured_steps(recipe: str) -> None:
     """A second turn, what was cropped, and a call that was broken off in the middle."""
     tiny, first, words = model("llava"), inputs("llava", "uneven"), inputs("llava", "text", batch=2)
     found = []
-    with accelerated(tiny, recipe_of("divprune")):
+    with accelerated(tiny, recipe_of(recipe)):
         for options in ({}, {"compile_config": config()}):
             options = {**options, "new": 6, "min_new_tokens": 6}
             out = generate(tiny, first, **options)
@@ -142,7 +149,6 @@ def test_a_conversation_goes_on_behind_captured_steps() -> None:
 
 # by choice: one for every reason
 REFUSED = {
-    "adakv": ({}, "different counts"),
     "h2o-decode": ({}, "h2o looks at the cache"),
     "kivi": ({}, "packed keys"),
     "divprune": ({"num_beams": 2}, "nor those of beams"),
