@@ -155,6 +155,4 @@ def _obstacle_in_cache(state: CacheState) -> str:
         return "the model has sliding windows"
     if state.ahead is not None:
         return "frames of a slow clip stand later than the text behind them"
-    if any(layer.ragged is not None or layer.packed for layer in state.layers):
-        return "heads or rows store different counts, or packed keys"
     return ""

@@ -81,12 +81,16 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CASES = [
     ("llava", "divprune", "uneven"),
+    ("llava", "adakv", "uneven"),
     ("llava", "fastv", "uneven"),
     ("llava", "snapkv", "image"),
     ("qwen2_5_vl", "divprune", "uneven"),
     ("qwen3_vl", "snapkv", "video"),
     ("llava_next", "tome", "uneven"),
     ("internvl", "pyramidkv", "image"),
+    ("qwen2_5_vl", "adakv", "mixed"),
+    ("llava_next", "adakv", "images"),
+    ("qwen3_vl", "vl-cache", "uneven"),
 ]
 
 
@@ -94,6 +98,7 @@ CASES = [
     ("family", "recipe", "kind", "steps"),
     [
         (*CASES[0], 12),
+        (*CASES[1], 12),
         *(pytest.param(*case, 512, marks=pytest.mark.full) for case in CASES),
     ],
 )
@@ -111,7 +116,7 @@ def test_one_graph_makes_the_tokens_of_ordinary_steps(family: str, recipe: str, 
     ("family", "recipe", "kind", "steps"),
     [
         (*CASES[0], 20),
-        (*CASES[2], 20),
+        (*CASES[1], 20),
         *(pytest.param(*case, 200, marks=pytest.mark.full) for case in CASES),
     ],
 )
@@ -132,19 +137,21 @@ def test_inductor_makes_the_same_tokens(family: str, recipe: str, kind: str) -> 
 
 
 @pytest.mark.full
-def test_a_cache_is_pinned_anew_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["divprune", "adakv"])
+def test_a_cache_is_pinned_anew_when_it_is_full(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "CHUNK", 3)
     monkeypatch.setattr(pinned, "ROUND", 2)
-    wanted, got, stats, _ = both("llava", "divprune", "uneven", 12)
+    wanted, got, stats, _ = both("llava", recipe, "uneven", 12)
     agree(wanted, got)
     assert stats["captured_steps"] == 12 and counters["stats"]["unique_graphs"] <= 2
 
 
-def test_a_conversation_goes_on_behind_captured_steps() -> None:
+@pytest.mark.parametrize("recipe", ["divprune", pytest.param("adakv", marks=pytest.mark.full)])
+def test_a_conversation_goes_on_behind_captured_steps(recipe: str) -> None:
     """A second turn, what was cropped, and a call that was broken off in the middle."""
     tiny, first, words = model("llava"), inputs("llava", "uneven"), inputs("llava", "text", batch=2)
     found = []
-    with accelerated(tiny, recipe_of("divprune")):
+    with accelerated(tiny, recipe_of(recipe)):
         for options in ({}, {"compile_config": config()}):
             options = {**options, "new": 6, "min_new_tokens": 6}
             out = generate(tiny, first, **options)
@@ -172,33 +179,34 @@ def test_steps_are_recorded_anew_when_the_cache_is_pinned_anew(graphs: None, mon
     assert 12 <= stats["captured_steps"] <= 18
 
 
-def _counted(self: pinned.Pinned) -> None:
-    """The next slot by what the host has counted."""
-    self.positions.add_(1)
-    for slot in self.slots:
-        slot.fill_(self.longest + self.added + 1)
-
-
-def _written(self: pinned.Pinned, number: int, key: torch.Tensor, value: torch.Tensor) -> Any:
-    """A key where the host thinks that it belongs."""
-    self.keys[number][:, :, self.longest + self.added] = key[:, :, 0]
-    self.values[number][:, :, self.longest + self.added] = value[:, :, 0]
-    return self.keys[number], self.values[number]
-
-
-@pytest.mark.parametrize(("method", "wrong"), [("end", _counted), ("write", _written)])
-def test_what_does_not_repeat_is_not_replayed(
-    graphs: None, monkeypatch: pytest.MonkeyPatch, method: str, wrong: Any
-) -> None:
-    """Steps are right as they are, and recorded with a number of the host they are not."""
+@pytest.mark.parametrize("wrong", ["end", "write"])
+def test_what_does_not_repeat_is_not_replayed(graphs: None, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Steps that are right as they are, and recorded have a number of the host in them: where the next token goes, or where
+    this one is written."""
+    made: list[pinned.Pinned] = []
     make = pinned.Pinned.__init__
 
     def noted(self: pinned.Pinned, layers: Any, *rest: Any) -> None:
         self.longest = len(layers[0].index)
         make(self, layers, *rest)
+        made.append(self)
+
+    def end(self: pinned.Pinned) -> None:
+        self.positions.add_(1)
+        for one in self.ends:
+            one.slot.fill_(self.longest + self.added + 1)
+            one.filled.fill_(self.longest + self.added + 2)
+
+    def write(self: pinned.PinnedLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        at = made[-1].longest + made[-1].added
+        self.keys[:, :, at], self.values[:, :, at] = key[:, :, 0], value[:, :, 0]
+        return self.keys, self.values
 
     monkeypatch.setattr(pinned.Pinned, "__init__", noted)
-    monkeypatch.setattr(pinned.Pinned, method, wrong)
+    if wrong == "end":
+        monkeypatch.setattr(pinned.Pinned, "end", end)
+    else:
+        monkeypatch.setattr(pinned.PinnedLayer, "write", write)
     wanted, got, stats, _ = both("llava", "divprune", "image", 20, "replay")
     agree(wanted, got)
     assert stats["captured_steps"] == 0 and "did not repeat" in stats["uncaptured"]
@@ -230,7 +238,6 @@ def test_hooks_and_short_answers_are_reasons_to_record_nothing(graphs: None) -> 
 
 # by choice: one for every reason
 REFUSED = {
-    "adakv": ({}, "different counts"),
     "h2o-decode": ({}, "h2o looks at the cache"),
     "kivi": ({}, "packed keys"),
     "divprune": ({"num_beams": 2}, "never those of beams"),
