@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kv.cache import CacheState, state_of
+from ..kv.decoding import on_gpu
 from ..kv.pinned import Pinned
 from . import replay
 from .plan import ModelPlan
@@ -136,8 +137,9 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return f"{policy.method.name} looks at the cache at every step"
     if plan.token_groups:
         return "packed keys cannot be read by a captured step"
-    if family.text.config._attn_implementation != "mmaccel_text_sdpa":
-        return "only sdpa attention can be captured"
+    # on a GPU a pinned cache is read by a kernel of ours
+    if family.text.config._attn_implementation != "mmaccel_text_sdpa" and not on_gpu(next(family.text.parameters())):
+        return "only sdpa attention can be captured here"
     if len({parameter.device for parameter in family.model.parameters()}) > 1:
         return "the model is spread over several devices"
     if quantizer is not None and not quantizer.is_compileable:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import recorded
+import simulated
 import torch
 import zoo
 from laws.helpers import cache, close, follow, generate, inputs, logits, model, recipe_of
@@ -234,6 +235,26 @@ def test_hooks_and_short_answers_are_reasons_to_record_nothing(graphs: None) -> 
         stats = tiny.mmaccel.stats()
     assert stats["captured_steps"] == 0 and "hooks on lm_head" in stats["uncaptured"]
     assert len(seen) == out.sequences.shape[1] - feed["input_ids"].shape[1]
+
+
+def test_a_gpu_captures_whatever_the_implementation_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of ours reads the cache there. Here only sdpa is captured."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    made = []
+    for options in ({}, {"compile_config": CompileConfig()}):
+        with simulated.machine() as gpu:
+            tiny = zoo.model("llava")
+            tiny.set_attn_implementation("eager")
+            feed = gpu.put(inputs("llava"))
+            with accelerated(gpu.put(tiny), recipe_of("divprune")):
+                made.append(generate(tiny, feed, new=4, min_new_tokens=4, **options))
+                stats = tiny.mmaccel.stats()
+    assert torch.equal(*(out.sequences for out in made)) and stats["captured_steps"] == 3
+    here = zoo.model("llava")
+    here.set_attn_implementation("eager")
+    with accelerated(here, recipe_of("divprune")):
+        generate(here, inputs("llava"), compile_config=config())
+        assert "only sdpa" in here.mmaccel.stats()["uncaptured"]
 
 
 # by choice: one for every reason
