@@ -247,9 +247,9 @@ def test_a_gpu_captures_whatever_the_implementation_of_attention(monkeypatch: py
             tiny.set_attn_implementation("eager")
             feed = gpu.put(inputs("llava"))
             with accelerated(gpu.put(tiny), recipe_of("divprune")):
-                made.append(generate(tiny, feed, new=4, min_new_tokens=4, **options))
+                made.append(generate(tiny, feed, new=4, min_new_tokens=4, **options).sequences.tolist())
                 stats = tiny.mmaccel.stats()
-    assert torch.equal(*(out.sequences for out in made)) and stats["captured_steps"] == 3
+    assert made[0] == made[1] and stats["captured_steps"] == 3
     here = zoo.model("llava")
     here.set_attn_implementation("eager")
     with accelerated(here, recipe_of("divprune")):
