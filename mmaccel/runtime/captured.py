@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kv.cache import CacheState, state_of
 from ..kv.pinned import Pinned
+from .packing import coming_unpacked
 from .plan import ModelPlan
 from .scope import Scope, current
 
@@ -50,8 +51,9 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
             scope, ids, state = current(plan), kwargs.get("input_ids"), state_of(kwargs.get("past_key_values"))
             if state is not None and scope is not None and not args and ids is not None and ids.shape[1] == 1:
                 scope.stats.uncaptured = _obstacle_in_cache(state)
-                if not scope.stats.uncaptured:
-                    return _step(compiled, scope, state, kwargs)
+                pinned = None if scope.stats.uncaptured else _pinned(plan, scope, state)
+                if pinned is not None:
+                    return _step(compiled, scope, pinned, kwargs)
             if state is not None:
                 state.unpin()
             return model(*args, **kwargs)
@@ -61,11 +63,9 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
     return get_compiled_call
 
 
-def _step(compiled: Forward, scope: Scope, state: CacheState, kwargs: dict[str, Any]) -> Any:
+def _step(compiled: Forward, scope: Scope, pinned: Pinned, kwargs: dict[str, Any]) -> Any:
     """A captured step. Of what ``generate`` passes only the token differs from step to step."""
-    ids, given, pinned = kwargs["input_ids"], kwargs.get("position_ids"), state.shared.pinned
-    if pinned is None or pinned.full:
-        pinned = _pinned(scope, state)
+    ids, given = kwargs["input_ids"], kwargs.get("position_ids")
     axes = given.shape[:1] if given is not None and given.dim() == 3 else ()
     # the text model takes positions from what is pinned; these say how many axes there are
     positions = ids.new_zeros(1).expand(*axes, *ids.shape)
@@ -78,10 +78,17 @@ def _step(compiled: Forward, scope: Scope, state: CacheState, kwargs: dict[str, 
     return output
 
 
-def _pinned(scope: Scope, state: CacheState) -> Pinned:
-    """Pin the cache for what may still come in this call. CUDA graphs may write to what stays where it is."""
-    coming = scope.coming(state.seen)
-    pinned = state.pin(CHUNK if coming is None else max(1, min(CHUNK, coming)))
+def _pinned(plan: ModelPlan, scope: Scope, state: CacheState) -> Pinned | None:
+    """The cache, pinned for what may still come in this call; None where an ordinary step is due. CUDA graphs may write to
+    what stays where it is."""
+    if (pinned := state.shared.pinned) is not None and not pinned.full:
+        return pinned
+    seen = state.seen
+    coming, unpacked = scope.coming(seen), coming_unpacked(plan.token_groups, state.shared, seen)
+    # with this token something may be packed, or it says whether text goes on behind a slow clip or its question
+    if unpacked == 0 or (state.ahead is not None and not scope.stats.decode_steps):
+        return None
+    pinned = state.pin(min(CHUNK, max(1, CHUNK if coming is None else coming), CHUNK if unpacked is None else unpacked))
     for x in pinned.tensors():
         # another cache, at other addresses, is no reason to compile anew
         torch._dynamo.mark_static_address(x, guard=False)
@@ -98,8 +105,6 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return "attention weights or hidden states are asked for"
     if policy is not None and policy.method.decodes:
         return f"{policy.method.name} looks at the cache at every step"
-    if plan.token_groups:
-        return "packed keys cannot be read by a captured step"
     if family.text.config._attn_implementation != "mmaccel_text_sdpa":
         return "only sdpa attention can be captured"
     if len({parameter.device for parameter in family.model.parameters()}) > 1:
@@ -117,6 +122,4 @@ def _obstacle_in_cache(state: CacheState) -> str:
         return "the cache holds no prompt that was reduced"
     if state.shared.windowed:
         return "the model has sliding windows"
-    if state.ahead is not None:
-        return "frames of a slow clip stand later than the text behind them"
     return ""
