@@ -222,7 +222,7 @@ def _text_attention(
         kwargs.pop("position_ids", None)
         padding = None
         if visible is not None:
-            if some is not None or index.index.dim() == 3 or index.windowed(window):
+            if some is not None or index.of_heads or index.windowed(window):
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)

@@ -137,10 +137,11 @@ def test_what_a_step_costs_that_evicts(name: str) -> None:
 
 
 def launches_a_layer(made: Recipe, kind: str, captured: bool = False) -> list[float]:
-    """Kernels that each further layer starts, in the prompt and in every decode step."""
-    few, many = (
-        [sum(step.launches.values()) for step in forwards(made, layers, kind, captured=captured)] for layers in (4, 8)
-    )
+    """Kernels that each further layer starts, in the prompt and in every decode step. Captured steps do not wait: they can be
+    recorded."""
+    depths = [forwards(made, layers, kind, captured=captured) for layers in (4, 8)]
+    assert not captured or not any(step.waits for counts in depths for step in counts[1:])
+    few, many = ([sum(step.launches.values()) for step in counts] for counts in depths)
     return [(more - less) / 4 for less, more in zip(few, many, strict=True)]
 
 
@@ -159,9 +160,9 @@ def test_what_does_nothing_at_a_prompt_is_not_timed() -> None:
 
 @pytest.mark.parametrize("kind", ["image", pytest.param("uneven", marks=pytest.mark.full)])
 def test_a_step_over_ragged_heads_needs_no_mask_and_no_sums(kind: str) -> None:
-    """Two launches above the bare model: the index grows, and partial results are merged."""
+    """A launch above the bare model: partial results are merged. The index grows when somebody looks at it."""
     bare, ragged = launches_a_layer(Recipe("bare", ()), kind), launches_a_layer(RECIPES["heads"], kind)
-    assert [step - plain for step, plain in zip(ragged[2:], bare[2:], strict=True)] == [2.0] * (STEPS - 2)
+    assert [step - plain for step, plain in zip(ragged[2:], bare[2:], strict=True)] == [1.0] * (STEPS - 2)
 
 
 # by choice: one for every form in which a layer is stored
@@ -169,15 +170,13 @@ def test_a_step_over_ragged_heads_needs_no_mask_and_no_sums(kind: str) -> None:
 CAPTURED = {"uniform": 0, "heads": 0}
 
 
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("name", few(CAPTURED, ("heads",)))
 @pytest.mark.parametrize("kind", ["image", pytest.param("uneven", marks=pytest.mark.full)])
 def test_a_captured_step_appends_in_one_launch_and_reads_in_two(name: str, kind: str) -> None:
-    """Where the bare model appends in two and reads in one. It waits for nothing, so that it can be recorded."""
+    """Where the bare model appends in two and reads in one."""
     bare = launches_a_layer(Recipe("bare", ()), kind)
     made = launches_a_layer(RECIPES[name], kind, captured=True)
     assert [step - plain for step, plain in zip(made[2:], bare[2:], strict=True)] == [CAPTURED[name]] * (STEPS - 2)
-    _, *steps = (sum(step.waits.values()) for step in forwards(RECIPES[name], 4, kind, captured=True))
-    assert not any(steps)
 
 
 @pytest.mark.full
@@ -257,7 +256,9 @@ def two_turns(gpu: simulated.Machine | None, padded: int) -> tuple[torch.Tensor,
     if gpu is None:
         return tokens, gapless, 0
     steps = gpu.counts.since(masks[1]).launches
-    return gpu.numbers(tokens), gapless, sum(n for (_, place), n in steps.items() if "kv/index.py" in place)
+    # what grows is no mask
+    made = [n for (what, place), n in steps.items() if "kv/index.py" in place and what != "cat"]
+    return gpu.numbers(tokens), gapless, sum(made)
 
 
 @pytest.mark.parametrize("padded", [0, 2])
