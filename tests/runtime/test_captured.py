@@ -200,7 +200,8 @@ def test_steps_between_two_packings_are_replayed(graphs: None, monkeypatch: pyte
     family, kind, stages, ordinary = PACKED[form]
     wanted, got, stats, _ = both(family, Recipe(form, tuple(Stage(*stage) for stage in stages)), kind, 100, "replay")
     agree(wanted, got)
-    assert stats["captured_steps"] >= 100 - 3 * (ordinary + 1) and stats["uncaptured"] == ""
+    # the first two of every stretch, and stretches of three or fewer
+    assert stats["captured_steps"] >= 100 - ordinary - 3 * (ordinary + 1) and stats["uncaptured"] == ""
 
 
 @pytest.mark.full
