@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from mmaccel_kernels.chosen import ChosenKeys
 from torch import Tensor
 
 from ..core.budget import resolve
@@ -26,7 +27,7 @@ from .layer_budgets import KNOWN, Undecided, by_content, known, prompt_budget
 from .places import Tokens, prompt_grid, question_span
 from .plan import PlannedStage
 from .schedule import Schedule
-from .sparse import Read, first_layer, note_prompt, prepare_reads, read_layer, sparse_read
+from .sparse import first_layer, note_prompt, prepare_reads, read_layer, sparse_read
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,14 @@ class Eviction:
             places = self.forward.phase(number).places.to(query.device, non_blocking=True)
             self.schedule.note(self.state.layers[number], query, places, scaling, window)
 
-    def read(
-        self, number: int, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
-    ) -> Read | None:
+    def read(self, number: int, query: Tensor, key: Tensor, scaling: float) -> ChosenKeys | None:
         """What the attention of layer ``number`` is to read of all that it stores; None for everything."""
         policy = self.policy
         if not isinstance(policy, ReadingPolicy) or self.prompt is not None or query.shape[2] > 1:
             return None
         if number < first_layer(policy, self.depth):
             return None
-        return read_layer(policy, self.state.layers[number], query, key, value, visible, scaling)
+        return read_layer(policy, self.state.layers[number], query, key, scaling)
 
     def settle(self) -> None:
         """The forward is over: evict from the layers that waited for it."""
