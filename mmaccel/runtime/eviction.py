@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
+from mmaccel_kernels.chosen import ChosenKeys
 from torch import Tensor
 
 from ..kv.cache import CacheState
@@ -18,7 +19,7 @@ from .forward import Forward, Prompt
 from .plan import PlannedStage
 from .prompt_eviction import PromptEviction
 from .schedule import Schedule
-from .sparse import Read, first_layer, prepare_reads, read_layer, sparse_read
+from .sparse import first_layer, prepare_reads, read_layer, sparse_read
 
 
 class Eviction:
@@ -93,16 +94,14 @@ class Eviction:
             places = self.forward.phase(number).places.to(query.device, non_blocking=True)
             self.schedule.note(self.state.layers[number], query, places, scaling, window)
 
-    def read(
-        self, number: int, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float
-    ) -> Read | None:
+    def read(self, number: int, query: Tensor, key: Tensor, scaling: float) -> ChosenKeys | None:
         """What the attention of layer ``number`` is to read of all that it stores; None for everything."""
         policy = self.policy
         if not isinstance(policy, ReadingPolicy) or self.prompt is not None or query.shape[2] > 1:
             return None
         if number < first_layer(policy, self.depth):
             return None
-        return read_layer(policy, self.state.layers[number], query, key, value, visible, scaling)
+        return read_layer(policy, self.state.layers[number], query, key, scaling)
 
     def settle(self) -> None:
         """The forward is over: evict from the layers that waited for it."""
