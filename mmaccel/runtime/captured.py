@@ -32,7 +32,7 @@ def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[...,
     @functools.wraps(original)
     def criteria(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         scope, compiled = current(plan), generation_config.compile_config is not None
-        if scope is None or not (compiled or replay.recordable(plan.family.model)):
+        if scope is None or not scope.plan.active or not (compiled or replay.recordable(plan.family.model)):
             return original(model_kwargs, generation_config)
         scope.stats.uncaptured = _obstacle_in_call(plan, generation_config)
         if not compiled and not scope.stats.uncaptured:
@@ -48,7 +48,9 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
 
     @functools.wraps(original)
     def get_compiled_call(compile_config: Any) -> Forward:
-        model = plan.family.model
+        scope, model = current(plan), plan.family.model
+        if scope is not None and not scope.plan.active:
+            return original(compile_config)
         compiled = None if compile_config is None else original(compile_config)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +70,9 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
     return get_compiled_call
 
 
-def _step(model: nn.Module, compiled: Forward | None, scope: Scope, state: CacheState, kwargs: dict[str, Any]) -> Any:
+def _step(
+    model: nn.Module, compiled: Forward | None, scope: Scope[ModelPlan], state: CacheState, kwargs: dict[str, Any]
+) -> Any:
     """A captured step. Of what ``generate`` passes only the token differs from step to step."""
     ids, pinned = kwargs["input_ids"], state.shared.pinned
     if pinned is None or pinned.full:
@@ -97,7 +101,7 @@ def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)} | {"position_ids": positions}
 
 
-def _pinned(scope: Scope, state: CacheState) -> Pinned:
+def _pinned(scope: Scope[ModelPlan], state: CacheState) -> Pinned:
     """Pin the cache for what may still come in this call. CUDA graphs may write to what stays where it is."""
     coming = scope.coming(state.seen)
     pinned = state.pin(CHUNK if coming is None else max(1, min(CHUNK, coming)))
@@ -113,7 +117,7 @@ def _known(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] in ("mmaccel", "transformers")
 
 
-def _obstacle_to_replay(plan: ModelPlan, scope: Scope) -> str:
+def _obstacle_to_replay(plan: ModelPlan, scope: Scope[ModelPlan]) -> str:
     """Why steps of a call cannot be recorded and replayed; empty if they can."""
     if scope.new_tokens is not None and scope.new_tokens < replay.LEAST:
         return f"fewer than {replay.LEAST} tokens may come, and recording a step costs a few of them"
