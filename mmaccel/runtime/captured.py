@@ -34,7 +34,7 @@ def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[...,
     @functools.wraps(original)
     def criteria(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         scope, compiled = current(plan), generation_config.compile_config is not None
-        if scope is None or not (compiled or replay.recordable(plan.family.model)):
+        if scope is None or not scope.plan.active or not (compiled or replay.recordable(plan.family.model)):
             return original(model_kwargs, generation_config)
         scope.stats.uncaptured = _obstacle_in_call(plan, generation_config)
         if not compiled and not scope.stats.uncaptured:
@@ -50,7 +50,9 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
 
     @functools.wraps(original)
     def get_compiled_call(compile_config: Any) -> Forward:
-        model = plan.family.model
+        scope, model = current(plan), plan.family.model
+        if scope is not None and not scope.plan.active:
+            return original(compile_config)
         compiled = None if compile_config is None else original(compile_config)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +72,9 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
     return get_compiled_call
 
 
-def _step(model: nn.Module, compiled: Forward | None, scope: Scope, pinned: Pinned, kwargs: dict[str, Any]) -> Any:
+def _step(
+    model: nn.Module, compiled: Forward | None, scope: Scope[ModelPlan], pinned: Pinned, kwargs: dict[str, Any]
+) -> Any:
     """A captured step. Of what ``generate`` passes only the token differs from step to step."""
     ids = kwargs["input_ids"]
     with scope.stats.clock.measure("decode", ids.device):
@@ -97,7 +101,7 @@ def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)} | {"position_ids": positions}
 
 
-def _pinned(plan: ModelPlan, scope: Scope, state: CacheState) -> Pinned | None:
+def _pinned(plan: ModelPlan, scope: Scope[ModelPlan], state: CacheState) -> Pinned | None:
     """The cache, pinned for what may still come in this call; None where an ordinary step is due. CUDA graphs may write to
     what stays where it is."""
     if (pinned := state.shared.pinned) is not None and not pinned.full:
@@ -120,7 +124,7 @@ def _known(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] in ("mmaccel", "transformers")
 
 
-def _obstacle_to_replay(plan: ModelPlan, scope: Scope) -> str:
+def _obstacle_to_replay(plan: ModelPlan, scope: Scope[ModelPlan]) -> str:
     """Why steps of a call cannot be recorded and replayed; empty if they can."""
     if scope.new_tokens is not None and scope.new_tokens < replay.LEAST:
         return f"fewer than {replay.LEAST} tokens may come, and recording a step costs a few of them"
