@@ -118,7 +118,6 @@ def test_stages_that_do_not_go_together(stages: list[Stage], match: str) -> None
         (float("inf"), "outside"),
         (True, "no budget"),
         ("0.5", "no budget"),
-        (None, "no budget"),
     ],
 )
 # by choice: one of every site of a budget, and several stages
