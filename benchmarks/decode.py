@@ -367,6 +367,14 @@ def variants_of(args: argparse.Namespace, device: torch.device) -> list[Variant]
     return made + [Variant(name, recipe(name)) for name in names]
 
 
+def uncaptured(variants: Sequence[Variant], device: torch.device) -> list[Variant]:
+    """On a GPU, where steps of recipes are replayed, the recipes once more with every step run as it is."""
+    if device.type == "cpu":
+        return []
+    options = {"disable_compile": True}
+    return [Variant(f"{one.title}, not replayed", one.recipe, options) for one in variants if one.recipe is not None]
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 def kernel_rows(name: str, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
     """Decode attention of every batch and length, with the heads of a shape; beside it the copy bandwidth of this run."""
@@ -546,9 +554,10 @@ def measure(args: argparse.Namespace, report: Report, device: torch.device) -> N
     variants = variants_of(args, device)
     if args.only != "steps":
         found, tables = [], []
+        shown = [*variants, *uncaptured(variants, device)]
         for name in args.shape:
             repeats = 0 if args.only == "counts" else args.repeats
-            own = host(name, variants, device, repeats, args.answer - 1)
+            own = host(name, shown, device, repeats, args.answer - 1)
             found += own
             report.put("host", found)
             tables.append(f"`{name}`. {host_table(own, device.type == 'cuda')}")

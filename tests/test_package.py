@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import zoo
 
 import mmaccel
+from mmaccel.lazy import in_stub
 from mmaccel.method import registry
 
 ROOT = Path(__file__).parent.parent
@@ -42,6 +45,45 @@ def test_public_names_are_there():
     assert sorted(mmaccel.__all__) == mmaccel.__all__
     with pytest.raises(AttributeError, match="no attribute 'accelerate_llm'"):
         mmaccel.accelerate_llm  # noqa: B018
+
+
+def test_every_method_is_a_name_of_the_package():
+    """A new method gets its line in the stub, in the order of its module, and one that is gone loses it."""
+    modules, public = in_stub(mmaccel.__file__)
+    shipped = [kind for kind in mmaccel.methods().values() if kind.__module__.startswith("mmaccel.")]
+    listed = {name: f"mmaccel.{module}" for name, module in modules.items() if name not in public}
+    assert listed == {kind.__name__: kind.__module__ for kind in shipped}
+    assert [getattr(mmaccel, kind.__name__) for kind in shipped] == shipped
+
+
+def test_completion_shows_all_names():
+    modules, public = in_stub(mmaccel.__file__)
+    assert {*modules, *mmaccel.__all__, "FastV", "SnapKV"} <= set(dir(mmaccel)) and public == mmaccel.__all__
+    # the package, which the function hides
+    bases = import_module("mmaccel.method")
+    modules, public = in_stub(bases.__file__)
+    assert sorted(modules) == sorted(public) == sorted(bases.__all__) and set(public) <= set(dir(bases))
+
+
+QUICK = """
+import sys, time, mmaccel
+assert "accelerate_vlm" in dir(mmaccel) and callable(mmaccel.methods) and repr(mmaccel.MmaccelError)
+print(time.process_time(), *{"torch", "transformers", "numpy", "PIL"}.intersection(sys.modules))
+"""
+
+
+def test_importing_costs_nothing_until_something_is_used():
+    """CPU seconds of the whole process, user and system; the second run finds everything compiled."""
+    for _ in range(2):
+        seconds, *heavy = subprocess.check_output([sys.executable, "-c", QUICK], text=True).split()
+    assert not heavy and float(seconds) < 0.3
+
+
+@pytest.mark.parametrize("first", ["mmaccel.method.base", "mmaccel.recipe.lookup"])
+def test_functions_are_not_hidden_by_packages_of_their_names(first):
+    """`recipe` and `method` are packages too: whatever is imported first, the name means the function."""
+    code = f"import {first}, mmaccel, mmaccel.recipe, mmaccel.method; print(mmaccel.recipe.__name__, mmaccel.method.__name__)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["recipe", "method"]
 
 
 def test_the_project_file_is_consistent():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ..errors import MmaccelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: a float is a ratio, an int a count (to a type checker every int is a float)
 Retain = float
@@ -98,6 +99,9 @@ def counts(
     grids : (t, h, w) of each unit.
     follows : whether a count was derived from that of another stage; it may then exceed a picture's size and is cut to it.
     """
+    # recipes check their budgets where nothing else needs torch
+    import torch
+
     out = torch.zeros(len(present), dtype=torch.long)
     for p in dict.fromkeys(picture):
         units = [i for i, q in enumerate(picture) if q == p]

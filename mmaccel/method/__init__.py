@@ -1,39 +1,19 @@
 """The base classes of methods, one file per site, and the registry of methods by name."""
 
-from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
-from .encoder import EncoderMethod, EncoderTokens
-from .frames import FrameChoice, FramesMethod
-from .guided import AttentionGuided
-from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
-from .layers import LayerAttention, LayerMethod, Layerwise
-from .reading import KeyUnits, Observed, ReadingPolicy, ReadStep
-from .tokens import ProjectorMethod, TokenBatch, TokenMethod
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "CHOICES",
-    "LIMITS",
-    "AttentionGuided",
-    "CacheOptions",
-    "EncoderMethod",
-    "EncoderTokens",
-    "FrameChoice",
-    "FramesMethod",
-    "Grid",
-    "KeyBatch",
-    "KeyUnits",
-    "LayerAttention",
-    "LayerMethod",
-    "Layerwise",
-    "Method",
-    "ModelFacts",
-    "Observed",
-    "Policy",
-    "ProjectorMethod",
-    "ReadStep",
-    "ReadingPolicy",
-    "Site",
-    "Tap",
-    "TokenBatch",
-    "TokenMethod",
-    "TowerFacts",
-]
+from ..lazy import in_stub
+
+# most of the files import torch, which the registry and the base of all can do without
+_LAZY, __all__ = in_stub(__file__)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

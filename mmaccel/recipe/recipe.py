@@ -9,12 +9,15 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError, no_json, short_int
-from ..method import LayerMethod, Method, Policy
+from ..method.base import Method
 from ..method.registry import method
+
+if TYPE_CHECKING:
+    from ..method.keys import Policy
 
 _SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
 
@@ -192,6 +195,9 @@ class Recipe:
         MmaccelError
             If a stage needs a budget and has none, ``layers`` stages do not rise, or ``positions`` cannot be honoured.
         """
+        # methods are loaded when they are built, and torch with them
+        from ..method import LayerMethod, Policy
+
         built = [(stage, stage.build()) for stage in self.stages]
         at = [m.layer for _, m in built if isinstance(m, LayerMethod)]
         if len({type(layer) for layer in at}) == 1 and at != sorted(set(at)):
@@ -288,6 +294,8 @@ def text_policy(name: str) -> Policy:
     MmaccelError
         If it is unknown, no cache policy, or needs more than keys.
     """
+    from ..method import Policy
+
     made = method(name)()
     if not isinstance(made, Policy) or made.window or made.observes or made.deferred:
         raise MmaccelError(

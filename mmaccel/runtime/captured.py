@@ -1,8 +1,9 @@
-"""Decode steps of ``generate`` that are compiled: between two of them nothing moves and nothing grows, so that one graph does.
+"""Decode steps of ``generate`` that are captured: between two of them nothing moves and nothing grows, so that one graph does.
 
-They are where the caller gives ``compile_config`` to ``generate``, by ``torch.compile`` with that config, on whatever device.
-What a graph cannot do is done by an ordinary step, and :meth:`mmaccel.core.stats.Stats.as_dict` says why. With transformers'
-default config, ``mode="reduce-overhead"``, PyTorch records CUDA graphs on a GPU; that was not run on one yet.
+On a GPU they are recorded and replayed without being asked for (:mod:`.replay`); where the caller gives ``compile_config`` to
+``generate``, on whatever device, they are compiled by ``torch.compile`` with that config. What a graph cannot do is done by an
+ordinary step, and :meth:`mmaccel.core.stats.Stats.as_dict` says why. CUDA graphs were not run on a GPU yet, and a recorded step
+is used only after it has repeated what the step itself had made.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kv.cache import CacheState, state_of
+from ..kv.decoding import on_gpu
 from ..kv.pinned import Pinned
+from . import replay
+from .packing import coming_unpacked
 from .plan import ModelPlan
 from .scope import Scope, current
 
@@ -24,34 +28,41 @@ Forward = Callable[..., Any]
 CHUNK = 512
 
 
-def may_compile(plan: ModelPlan, original: Callable[..., bool]) -> Callable[..., bool]:
+def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[..., bool]:
     """``_valid_auto_compile_criteria`` of a model with ``plan``: whether steps of this call of ``generate`` may be captured."""
 
     @functools.wraps(original)
     def criteria(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        scope = current(plan)
-        if scope is None or generation_config.compile_config is None:
+        scope, compiled = current(plan), generation_config.compile_config is not None
+        if scope is None or not scope.plan.active or not (compiled or replay.recordable(plan.family.model)):
             return original(model_kwargs, generation_config)
         scope.stats.uncaptured = _obstacle_in_call(plan, generation_config)
+        if not compiled and not scope.stats.uncaptured:
+            scope.stats.uncaptured = _obstacle_to_replay(plan, scope)
         return not scope.stats.uncaptured
 
     return criteria
 
 
 def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Callable[..., Forward]:
-    """``get_compiled_call`` of a model with ``plan``: what comes back runs the compiled forward where it can, else the ordinary
+    """``get_compiled_call`` of a model with ``plan``: what comes back captures the forward where it can, else runs the ordinary
     one."""
 
     @functools.wraps(original)
     def get_compiled_call(compile_config: Any) -> Forward:
-        compiled, model = original(compile_config), plan.family.model
+        scope, model = current(plan), plan.family.model
+        if scope is not None and not scope.plan.active:
+            return original(compile_config)
+        compiled = None if compile_config is None else original(compile_config)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             scope, ids, state = current(plan), kwargs.get("input_ids"), state_of(kwargs.get("past_key_values"))
             if state is not None and scope is not None and not args and ids is not None and ids.shape[1] == 1:
-                scope.stats.uncaptured = _obstacle_in_cache(state)
-                if not scope.stats.uncaptured:
-                    return _step(compiled, scope, state, kwargs)
+                known = "" if scope.step is None else scope.step.obstacle
+                scope.stats.uncaptured = _obstacle_in_cache(state) or known
+                pinned = None if scope.stats.uncaptured else _pinned(plan, scope, state)
+                if pinned is not None:
+                    return _step(model, compiled, scope, pinned, kwargs)
             if state is not None:
                 state.unpin()
             return model(*args, **kwargs)
@@ -61,31 +72,67 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
     return get_compiled_call
 
 
-def _step(compiled: Forward, scope: Scope, state: CacheState, kwargs: dict[str, Any]) -> Any:
+def _step(
+    model: nn.Module, compiled: Forward | None, scope: Scope[ModelPlan], pinned: Pinned, kwargs: dict[str, Any]
+) -> Any:
     """A captured step. Of what ``generate`` passes only the token differs from step to step."""
-    ids, given, pinned = kwargs["input_ids"], kwargs.get("position_ids"), state.shared.pinned
-    if pinned is None or pinned.full:
-        pinned = _pinned(scope, state)
-    axes = given.shape[:1] if given is not None and given.dim() == 3 else ()
-    # the text model takes positions from what is pinned; these say how many axes there are
-    positions = ids.new_zeros(1).expand(*axes, *ids.shape)
-    constant = {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)}
+    ids = kwargs["input_ids"]
     with scope.stats.clock.measure("decode", ids.device):
-        output = compiled(**constant, input_ids=ids, position_ids=positions)
+        if compiled is not None:
+            scope.stats.captured_steps += 1
+            output = compiled(**_constant(kwargs), input_ids=ids)
+        else:
+            if scope.step is None or scope.step.pinned is not pinned:
+                constant = _constant(kwargs)
+                scope.step = replay.ReplayedStep(pinned, ids, lambda token: model(**constant, input_ids=token))
+            scope.stats.captured_steps += scope.step.replays
+            output = scope.step(ids)
     pinned.counted()
     scope.stats.decode_steps += 1
-    scope.stats.captured_steps += 1
     return output
 
 
-def _pinned(scope: Scope, state: CacheState) -> Pinned:
-    """Pin the cache for what may still come in this call. CUDA graphs may write to what stays where it is."""
-    coming = scope.coming(state.seen)
-    pinned = state.pin(CHUNK if coming is None else max(1, min(CHUNK, coming)))
+def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What is the same in every step of what ``generate`` passes."""
+    ids, given = kwargs["input_ids"], kwargs.get("position_ids")
+    axes = given.shape[:1] if given is not None and given.dim() == 3 else ()
+    # the text model takes positions from what is pinned; these say how many axes there are
+    positions = ids.new_zeros(1).expand(*axes, *ids.shape)
+    return {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)} | {"position_ids": positions}
+
+
+def _pinned(plan: ModelPlan, scope: Scope[ModelPlan], state: CacheState) -> Pinned | None:
+    """The cache, pinned for what may still come in this call; None where an ordinary step is due. CUDA graphs may write to
+    what stays where it is."""
+    if (pinned := state.shared.pinned) is not None and not pinned.full:
+        return pinned
+    seen = state.seen
+    coming, unpacked = scope.coming(seen), coming_unpacked(plan.token_groups, state.shared, seen)
+    # with this token something may be packed, or it says whether text goes on behind a slow clip or its question
+    if unpacked == 0 or (state.ahead is not None and not scope.stats.decode_steps):
+        return None
+    pinned = state.pin(min(CHUNK, max(1, CHUNK if coming is None else coming), CHUNK if unpacked is None else unpacked))
     for x in pinned.tensors():
         # another cache, at other addresses, is no reason to compile anew
         torch._dynamo.mark_static_address(x, guard=False)
     return pinned
+
+
+def _known(hook: Any) -> bool:
+    """Whether a hook has nothing to do in a captured step: ours, and those by which transformers collects hidden states."""
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).partition(".")[0] in ("mmaccel", "transformers")
+
+
+def _obstacle_to_replay(plan: ModelPlan, scope: Scope[ModelPlan]) -> str:
+    """Why steps of a call cannot be recorded and replayed; empty if they can."""
+    if scope.new_tokens is not None and scope.new_tokens < replay.LEAST:
+        return f"fewer than {replay.LEAST} tokens may come, and recording a step costs a few of them"
+    for name, module in plan.family.model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(map(_known, hooks)):
+            return f"a replayed step would not call the hooks on {name or 'the model'}"
+    return ""
 
 
 def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
@@ -98,10 +145,9 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return "attention weights or hidden states are asked for"
     if policy is not None and policy.method.decodes:
         return f"{policy.method.name} looks at the cache at every step"
-    if plan.token_groups:
-        return "packed keys cannot be read by a captured step"
-    if family.text.config._attn_implementation != "mmaccel_text_sdpa":
-        return "only sdpa attention can be captured"
+    # on a GPU a pinned cache is read by a kernel of ours
+    if family.text.config._attn_implementation != "mmaccel_text_sdpa" and not on_gpu(next(family.text.parameters())):
+        return "only sdpa attention can be captured here"
     if len({parameter.device for parameter in family.model.parameters()}) > 1:
         return "the model is spread over several devices"
     if quantizer is not None and not quantizer.is_compileable:
@@ -117,8 +163,4 @@ def _obstacle_in_cache(state: CacheState) -> str:
         return "the cache holds no prompt that was reduced"
     if state.shared.windowed:
         return "the model has sliding windows"
-    if state.ahead is not None:
-        return "frames of a slow clip stand later than the text behind them"
-    if any(layer.ragged is not None or layer.packed for layer in state.layers):
-        return "heads or rows store different counts, or packed keys"
     return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 from mmaccel_kernels.launch import allowed
 from torch import Tensor, nn
@@ -22,12 +22,15 @@ from ..kv.pinned import Pinned
 from .encoded import Encoded
 from .forward import StageResult
 from .plan import Plan
+from .replay import ReplayedStep
 from .stages import Stages
 from .taps import Taps
 
+P = TypeVar("P", bound=Plan)
+
 
 @dataclass
-class Scope:
+class Scope(Generic[P]):
     """The state of one call of the model, or encoder, that ``plan`` was made for.
 
     opened_by : the module whose direct forward this is; None for a call of ``generate``.
@@ -35,10 +38,11 @@ class Scope:
     stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
     dropped : ``[B, S]`` bool, which rows of the logits stand for tokens that were dropped; set when the forward is over.
     new_tokens : how many ``generate`` makes at most, where it was told. until : the tokens that the cache has seen then.
+    step : what replays decode steps on the cache as it is pinned.
     layout, reduction, history : what became of the last prompt with pictures, in all and stage by stage.
     """
 
-    plan: Plan
+    plan: P
     taps: Taps
     stats: Stats
     opened_by: nn.Module | None = None
@@ -52,6 +56,7 @@ class Scope:
     timer: tuple[Any, str] | None = None
     new_tokens: int | None = None
     until: int | None = None
+    step: ReplayedStep | None = None
     layout: Layout | None = None
     reduction: Reduction | None = None
     history: list[StageResult] = field(default_factory=list)
@@ -96,32 +101,37 @@ class Scope:
         self.stats.kv_bytes = cache_bytes(self.cache) if self.cache is not None else 0
         self.encoded.clear()
         self.cache = self.labels = self.stages = self.input_ids = self.encoding = self.dropped = None
+        self.step = None
 
 
-_scopes: ContextVar[tuple[Scope, ...]] = ContextVar("mmaccel_scopes", default=())
+_scopes: ContextVar[tuple[Scope[Any], ...]] = ContextVar("mmaccel_scopes", default=())
 
 
-def current(plan: Plan | None = None) -> Scope | None:
-    """The innermost open scope (of ``plan``, if given), or None."""
+@overload
+def current() -> Scope[Any] | None: ...
+@overload
+def current(plan: P) -> Scope[P] | None: ...
+def current(plan: Plan | None = None) -> Scope[Any] | None:
+    """The innermost open scope (of ``plan`` or a plan made of it for one call, if given), or None."""
     for scope in reversed(_scopes.get()):
-        if plan is None or scope.plan is plan:
+        if plan is None or scope.plan is plan or scope.plan.origin is plan:
             return scope
     return None
 
 
-def push(scope: Scope) -> None:
+def push(scope: Scope[Any]) -> None:
     """Make ``scope`` the innermost one."""
     _hold((*_scopes.get(), scope))
 
 
-def pop(scope: Scope) -> None:
+def pop(scope: Scope[Any]) -> None:
     """Close ``scope``, wherever it stands; a forward that it is in the middle of has been broken off."""
     if scope.stages is not None and scope.stages.forward.state is not None:
         scope.stages.forward.state.settle(whole=False)
     _hold(tuple(s for s in _scopes.get() if s is not scope))
 
 
-def _hold(scopes: tuple[Scope, ...]) -> None:
+def _hold(scopes: tuple[Scope[Any], ...]) -> None:
     """These are open; whether kernels may run is for the innermost to say."""
     _scopes.set(scopes)
     allowed.set(not scopes or scopes[-1].plan.kernels == "auto")

@@ -42,6 +42,7 @@ class InfiniPotV(Policy):
     summary = "patches unlike those of the newest frames, and large values; needs no attention"
     paper = "arXiv 2506.15745"
     default_retain = 0.25
+    by_layer = True
 
     tar: float = 0.5
     recent_frames: float = 0.25

@@ -1,0 +1,115 @@
+"""What the package ``mmaccel`` offers: the one list of its names, which type checkers and editors read, and it does itself.
+
+The second part are the classes of all methods, to be given as recipes: ``accelerate_vlm(model, FastV(layer=3), retain=0.25)``.
+"""
+
+from .accelerate import (
+    Accelerator,
+    EncoderAccelerator,
+    accelerate_encoder,
+    accelerate_vlm,
+    accelerated,
+    accelerated_encoder,
+    is_accelerated,
+)
+from .core.reduction import Reduction
+from .errors import MmaccelError, UnsupportedError
+from .media.prepare import prepare
+from .method.base import Method
+from .method.registry import method, methods, register
+from .programs.streaming import VideoSession
+from .programs.video_qa.qa import answer_videos
+from .recipe import Recipe, Stage, recipe, recipes
+from .version import __version__
+
+# isort: split
+from .encoders.evit import EViT as EViT
+from .encoders.pitome import PiToMe as PiToMe
+from .encoders.tome import ToMe as ToMe
+from .frames.distinct import DistinctFrames as DistinctFrames
+from .frames.query import QueryFrames as QueryFrames
+from .frames.resize import Resize as Resize
+from .frames.scenes import SceneFrames as SceneFrames
+from .frames.scenetilling import SceneTilling as SceneTilling
+from .frames.uniform import UniformFrames as UniformFrames
+from .kv.codecs.calibquant import CalibQuant as CalibQuant
+from .kv.codecs.fp8 import FP8 as FP8
+from .kv.codecs.kivi import KIVI as KIVI
+from .kv.codecs.think import ThinK as ThinK
+from .kv.codecs.vidkv import VidKV as VidKV
+from .kv.policies.a2sf import A2SF as A2SF
+from .kv.policies.criticalkv import CriticalKV as CriticalKV
+from .kv.policies.dycoke_cache import DyCokeCache as DyCokeCache
+from .kv.policies.elastic_cache import ElasticCache as ElasticCache
+from .kv.policies.expected_attention import ExpectedAttention as ExpectedAttention
+from .kv.policies.h2o import H2O as H2O
+from .kv.policies.infinipot_v import InfiniPotV as InfiniPotV
+from .kv.policies.keydiff import KeyDiff as KeyDiff
+from .kv.policies.knorm import KNorm as KNorm
+from .kv.policies.lagkv import LagKV as LagKV
+from .kv.policies.loki import Loki as Loki
+from .kv.policies.mustdrop_cache import MustDropCache as MustDropCache
+from .kv.policies.observed_attention import ObservedAttention as ObservedAttention
+from .kv.policies.quest import Quest as Quest
+from .kv.policies.snapkv import SnapKV as SnapKV
+from .kv.policies.squeezed_attention import SqueezedAttention as SqueezedAttention
+from .kv.policies.streaming_llm import StreamingLLM as StreamingLLM
+from .kv.policies.tokenselect import TokenSelect as TokenSelect
+from .kv.policies.tova import Tova as Tova
+from .kv.policies.vatp import VATP as VATP
+from .kv.policies.vl_cache import VLCache as VLCache
+from .kv.policies.windowkv import WindowKV as WindowKV
+from .layers.aim import AimPageRank as AimPageRank
+from .layers.fastkv import FastKVTokens as FastKVTokens
+from .layers.fastv import FastV as FastV
+from .layers.framefusion import FrameFusion as FrameFusion
+from .layers.holitom import HoliTomInner as HoliTomInner
+from .layers.mustdrop import MustDropFilter as MustDropFilter
+from .layers.promptdistill import PromptDistill as PromptDistill
+from .merging.aim import AimMerge as AimMerge
+from .merging.centerclip import CenterClip as CenterClip
+from .merging.dycoke import DyCoke as DyCoke
+from .merging.evs import Evs as Evs
+from .merging.fastvid import FastVID as FastVID
+from .merging.holitom import HoliTomMerge as HoliTomMerge
+from .merging.moviechat import MovieChat as MovieChat
+from .merging.mustdrop import MustDropMerge as MustDropMerge
+from .merging.pool import Pool as Pool
+from .merging.prunevid import PruneVidMerge as PruneVidMerge
+from .pruning.attention_received import AttentionReceived as AttentionReceived
+from .pruning.cdpruner import CDPruner as CDPruner
+from .pruning.divprune import DivPrune as DivPrune
+from .pruning.fopru import FoPru as FoPru
+from .pruning.hired import HiRED as HiRED
+from .pruning.prumerge import PruMerge as PruMerge
+from .pruning.prumerge import PruMergePlus as PruMergePlus
+from .pruning.random import Random as Random
+from .pruning.uniform import Uniform as Uniform
+from .pruning.visionzip import VisionZip as VisionZip
+from .pruning.vispruner import VisPruner as VisPruner
+from .pruning.vtc_cls import VtcCls as VtcCls
+
+__all__ = [
+    "Accelerator",
+    "EncoderAccelerator",
+    "Method",
+    "MmaccelError",
+    "Recipe",
+    "Reduction",
+    "Stage",
+    "UnsupportedError",
+    "VideoSession",
+    "__version__",
+    "accelerate_encoder",
+    "accelerate_vlm",
+    "accelerated",
+    "accelerated_encoder",
+    "answer_videos",
+    "is_accelerated",
+    "method",
+    "methods",
+    "prepare",
+    "recipe",
+    "recipes",
+    "register",
+]

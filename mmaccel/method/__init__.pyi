@@ -1,0 +1,40 @@
+"""The base classes of methods, one file per site: the one list of their names."""
+
+from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
+from .encoder import EncoderMethod, EncoderTokens
+from .frames import FrameChoice, FramesMethod
+from .guided import AttentionGuided
+from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
+from .layers import LayerAttention, LayerMethod, Layerwise
+from .reading import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
+from .tokens import ProjectorMethod, TokenBatch, TokenMethod
+
+__all__ = [
+    "CHOICES",
+    "LIMITS",
+    "AttentionGuided",
+    "CacheOptions",
+    "EncoderMethod",
+    "EncoderTokens",
+    "FrameChoice",
+    "FramesMethod",
+    "Grid",
+    "KeyBatch",
+    "KeyUnits",
+    "LayerAttention",
+    "LayerMethod",
+    "Layerwise",
+    "Method",
+    "ModelFacts",
+    "Observed",
+    "Picked",
+    "Policy",
+    "ProjectorMethod",
+    "ReadStep",
+    "ReadingPolicy",
+    "Site",
+    "Tap",
+    "TokenBatch",
+    "TokenMethod",
+    "TowerFacts",
+]
