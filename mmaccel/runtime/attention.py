@@ -184,7 +184,11 @@ def _text_attention(
     number = getattr(module, "layer_idx", None)
     if scope is not None and scope.pinned is not None and number is not None:
         # a captured step
-        attention_mask = _for_heads(scope.pinned.mask(number), query.shape[1] // key.shape[1])
+        pinned = scope.pinned.layers[number]
+        if not pinned.end.masked:
+            return pinned.attend(query, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+        attention_mask = pinned.end.visible
+        attention_mask = None if attention_mask is None else _for_heads(attention_mask, query.shape[1] // key.shape[1])
     if stages is None or number is None:
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -218,7 +222,7 @@ def _text_attention(
         kwargs.pop("position_ids", None)
         padding = None
         if visible is not None:
-            if some is not None or index.index.dim() == 3 or index.windowed(window):
+            if some is not None or index.of_heads or index.windowed(window):
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)

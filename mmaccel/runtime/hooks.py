@@ -55,7 +55,7 @@ class TextHooks:
             return args, {
                 **kwargs,
                 "position_ids": pinned.positions_like(kwargs.get("position_ids")),
-                "attention_mask": pinned.masks[0],
+                "attention_mask": pinned.mask,
             }
         scope = current(self.plan)
         if scope is None:
