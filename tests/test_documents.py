@@ -7,6 +7,7 @@ the hub are replaced by shipped folders. A ``text`` block right behind a Python 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -20,6 +21,9 @@ from types import ModuleType
 from typing import Any
 
 import cells
+import docstrings
+import kept_pictures
+import method_pages
 import numpy as np
 import pytest
 from films import film
@@ -233,6 +237,62 @@ def test_data_is_well_formed(page: str) -> None:
     for language, text in blocks(page):
         if language in readers:
             readers[language](text)
+
+
+# ------------------------------------------------------------------------------------------------------ made from code
+
+
+@pytest.mark.parametrize("name", list(method_pages.own()))
+def test_every_method_has_a_page(name: str) -> None:
+    """With its options, all of them with a meaning, its paper and its families."""
+    page = method_pages.page(name, {"image": ("kept.webp", "1 of 2 tokens")})
+    listed = method_pages.methods().get(name)
+    for field in dataclasses.fields(listed) if listed else ():
+        meaning = re.search(rf"^\| `{field.name}` \| .* \| (.*) \|$", page, re.M)
+        assert meaning and len(meaning[1]) > 4, f"the docstring of {name} does not say what {field.name} is"
+    assert page.startswith(f"# {name}\n") and "(kept.webp)" in page
+    assert "runs" in page.split("## Families")[1]
+    assert ("arxiv.org" in page) == ("arXiv" in (listed.paper if listed else method_pages.own()[name].paper))
+
+
+def test_figures_reach_the_pages() -> None:
+    """Each file of results that pages read."""
+    page = method_pages.page("divprune", {})
+    assert all(f"[{source}]" in page for source in method_pages.COMPARED)
+    (row,) = [row for row in method_pages.record("prefill-cpu")["prefill"] if row["recipe"] == "divprune"]
+    assert f"is {row['speedup']:.1f} times as fast" in page and " ms of 576" in page and "bare" in page
+    assert "## Cost\n\n- Choosing" in page and "A decode step launches" in method_pages.page("snapkv", {})
+
+
+def test_docstrings_become_markdown() -> None:
+    text = """One :class:`~a.B` of ``x``.
+
+    Parameters
+    ----------
+    one, *two : what it is,
+        at length.
+
+    Raises
+    ------
+    MmaccelError
+        If not.
+    """
+    assert docstrings.markdown(text) == (
+        "One `B` of `x`.\n\n**Parameters**\n\n- `one`, `*two`: what it is,\n  at length.\n\n"
+        "**Raises**\n\n- `MmaccelError`: \n  If not."
+    )
+
+
+@pytest.mark.parametrize(("kind", "name"), [("image", "divprune"), ("video", "pool"), ("image", "promptdistill")])
+def test_pictures_of_what_is_kept(kind: str, name: str) -> None:
+    model = {"image": "mini-llava", "video": "mini-qwen-vl"}[kind]
+    drawn = kept_pictures.Shown(model, kind).drawn(name)
+    assert drawn is not None
+    content, words = drawn
+    with Image.open(io.BytesIO(content)) as sheet:
+        assert sheet.format == "WEBP" and sheet.width > sheet.height and len(content) < 1e5
+    kept, whole = map(int, re.findall(r"\d+", words))
+    assert 0 < kept <= 0.25 * whole and ("last layer" in words) == (name == "promptdistill")
 
 
 # -------------------------------------------------------------------------------------------------------------- links
