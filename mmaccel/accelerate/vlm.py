@@ -17,7 +17,7 @@ from ..core.stats import Stats
 from ..errors import UnsupportedError
 from ..families import Family, family_of
 from ..families.base import Wrapper
-from ..kv.cache import pinned_of
+from ..kv.cache import pinned_of, state_of
 from ..recipe import Recipe
 from ..recipe import recipe as find_recipe
 from ..runtime import captured
@@ -44,7 +44,7 @@ class Accelerator(Handle):
         self.processor = processor
         self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
         self.plan.check_generation(model.generation_config)
-        self._last: Scope | None = None
+        self._last: Scope[ModelPlan] | None = None
         self._install()
 
     # --- for the user -----------------------------------------------------------------------------------------
@@ -161,21 +161,29 @@ class Accelerator(Handle):
         return set_attn_implementation
 
     # --- while it runs ----------------------------------------------------------------------------------------
-    def _scope(self, cache: Any, opened_by: nn.Module | None = None) -> Scope:
-        stats = Stats(self.recipe.name, notes=list(self.plan.notes))
-        return Scope(self.plan, self.taps, stats, opened_by=opened_by, cache=cache)
+    def _scope(self, asked: Any, cache: Any, opened_by: nn.Module | None = None) -> Scope[ModelPlan]:
+        """The scope of a call that is given ``mmaccel=asked``."""
+        plan = self.plan.for_call(asked)
+        state = state_of(cache)
+        if asked is False and state is not None and state.seen:
+            raise UnsupportedError(
+                "This cache holds what mmaccel left of its prompt, which the bare model would misread; leave out "
+                "mmaccel=False, or begin with a new cache."
+            )
+        stats = Stats(plan.recipe.name, notes=list(plan.notes))
+        return Scope(plan, self.taps, stats, opened_by=opened_by, cache=cache)
 
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def generate(*args: Any, **kwargs: Any) -> Any:
+        def generate(*args: Any, mmaccel: bool | Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
             if not self.attached:
                 # a shallow copy of the model kept this method when the handle was removed
                 return original(*args, **kwargs)
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
             configs = _Given(kwargs), config, self._model.generation_config
-            self.plan.check_generation(*configs)
             self._drop_stale(None)
-            scope = self._scope(kwargs.get("past_key_values"))
+            scope = self._scope(mmaccel, kwargs.get("past_key_values"))
+            scope.plan.check_generation(*configs)
             scope.new_tokens = said("max_new_tokens", *configs)
             push(scope)
             try:
@@ -193,15 +201,15 @@ class Accelerator(Handle):
         if pinned_of(kwargs) is not None:
             return None
         self._drop_stale(module)
-        if current(self.plan) is not None:
+        if current(self.plan) is not None and "mmaccel" not in kwargs:
             return None
-        scope = self._scope(kwargs.get("past_key_values"), opened_by=module)
-        push(scope)
+        kwargs = dict(kwargs)
+        scope = self._scope(kwargs.pop("mmaccel", None), kwargs.get("past_key_values"), opened_by=module)
         labels = kwargs.get("labels")
-        if self.plan.active and isinstance(labels, Tensor):
-            scope.labels = labels.clone()
-            return args, {**kwargs, "labels": scope.labels}
-        return None
+        if scope.plan.active and isinstance(labels, Tensor):
+            kwargs["labels"] = scope.labels = labels.clone()
+        push(scope)
+        return args, kwargs
 
     def _drop_stale(self, module: nn.Module | None) -> None:
         """A forward that was interrupted from the keyboard runs no hook at its end and leaves its scope open; it is stale
@@ -229,7 +237,7 @@ class Accelerator(Handle):
         output.logits = show_dropped(output.logits, dropped, kept)
         return output
 
-    def _finish(self, scope: Scope) -> None:
+    def _finish(self, scope: Scope[ModelPlan]) -> None:
         scope.finish()
         self._last = scope
 
@@ -244,7 +252,7 @@ class Accelerator(Handle):
         scope.input_ids = ids
         scope.cache = cache if cache is not None else scope.cache
         embeds = kwargs.get("inputs_embeds")
-        if ids is None and embeds is not None and self.plan.active and (cache is None or cache.get_seq_length() == 0):
+        if ids is None and embeds is not None and scope.plan.active and (cache is None or cache.get_seq_length() == 0):
             raise UnsupportedError(
                 "With inputs_embeds mmaccel cannot tell visual tokens from text; pass input_ids and pixel values instead."
             )
@@ -257,9 +265,14 @@ class Accelerator(Handle):
             scope = current(self.plan)
             if scope is None or scope.encoding is not None:
                 return original(*args, **kwargs)
+            device = next(self.family.inner.parameters()).device
+            if not scope.plan.stages:
+                # no tap and no method looks at the tower
+                with scope.stats.clock.measure("encoder", device):
+                    return original(*args, **kwargs)
             scope.encoding = encoded = Encoded(dict(signature.bind(*args, **kwargs).arguments))
             try:
-                with scope.stats.clock.measure("encoder", next(self.family.inner.parameters()).device):
+                with scope.stats.clock.measure("encoder", device):
                     output = original(*args, **kwargs)
             finally:
                 scope.encoding = None
@@ -300,7 +313,11 @@ def _no_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_call(wrapper: Wrapper, plan: ModelPlan, original: Callable[..., Any]) -> Callable[..., Any]:
-    return wrapper(original, functools.partial(current, plan))
+    def call() -> Scope[ModelPlan] | None:
+        scope = current(plan)
+        return scope if scope is not None and scope.plan.active else None
+
+    return wrapper(original, call)
 
 
 def _base(model: Any) -> Any:

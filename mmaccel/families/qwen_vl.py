@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layout import Modality, Picture, Tile
+from ..errors import UnsupportedError
 from .base import Call, Continued, Facts, Family, Wrapper
 from .tower import EncoderCall
 
@@ -181,6 +182,11 @@ def _continue_generate(
             return original(inputs_tensor, model_kwargs)
         state = _kept(call, cache)
         if _grids(model_kwargs) and types is not None and bool(types[:, seen:].any()):
+            if state is None and bool(family.visual(ids[:, :seen]).any()):
+                raise UnsupportedError(
+                    "This cache holds pictures that the bare model read, and transformers cannot place others behind them; "
+                    "begin the conversation accelerated, or give all of it to one call."
+                )
             # transformers 5.17 would go on with `rope_deltas` here
             text = GenerationMixin._prepare_position_ids_for_generation(family.model, inputs_tensor, model_kwargs)
             rest = {key: value for key, value in model_kwargs.items() if key != "input_ids"}

@@ -30,11 +30,25 @@ class Stored(Protocol):
 class Readable(Protocol):
     """What is read of a layer, see :class:`.packed.QuantisedLayer`."""
 
-    ragged: Ragged | None
-    keys: Tensor
-    values: Tensor
-    packs: tuple[Pages | None, ...]
-    widths: tuple[int, ...]
+    @property
+    def ragged(self) -> Ragged | None:
+        """Heads that store different counts."""
+
+    @property
+    def keys(self) -> Tensor:
+        """``[B, Hkv, T, D]``, behind all others."""
+
+    @property
+    def values(self) -> Tensor:
+        """Like the keys."""
+
+    @property
+    def packs(self) -> tuple[Pages | None, ...]:
+        """Pages of every token group."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The slots these take."""
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -55,12 +69,15 @@ def reads_as_stored(layer: Stored, incoming: Incoming, new: Tensor) -> bool:
     return new.shape[2] <= MAX_QUERIES and on_gpu(new)
 
 
-def attend(layer: Readable, query: Tensor, visible: Tensor | None, scaling: float) -> Tensor:
+def attend(
+    layer: Readable, query: Tensor, visible: Tensor | None, scaling: float, tail: Tensor | None = None
+) -> Tensor:
     """Attention of ``query [B, Hq, q, D]`` over everything in ``layer``, the keys of the queries included.
 
     Parameters
     ----------
     visible : ``[B, 1 or Hkv, q, K]`` bool, over the slots of ``layer.stored()``; None if a query sees all up to its own key.
+    tail : ``[1]`` long, how many of ``layer.keys`` there are; all by default.
 
     Returns
     -------
@@ -79,7 +96,8 @@ def attend(layer: Readable, query: Tensor, visible: Tensor | None, scaling: floa
         if len(pages.table):
             parts.append(decode_attention(query, *none, scaling=scaling, pages=pages, visible=mine))
     last = groups[-1][0] if groups else None
-    read = decode_attention(query, layer.keys, layer.values, scaling=scaling, flat=flat, pages=last, visible=visible)
+    held = layer.keys, layer.values
+    read = decode_attention(query, *held, scaling=scaling, flat=flat, pages=last, visible=visible, tail=tail)
     return combine_partials([*parts, read]).transpose(1, 2)
 
 

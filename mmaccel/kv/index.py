@@ -25,8 +25,15 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, non_blocking=device.type != "cpu")
 
 
+#: places of so many forwards are put behind an index together, where nobody asks for them before
+TOGETHER = 64
+
+
 class KeyIndex:
     """The place in the unreduced, padded sequence of every stored key; shared by layers that store the same keys.
+
+    While every slot holds a key, attention asks how many there are and not where they came from, so what :meth:`extend` is
+    given is put into the tensor when somebody looks at it.
 
     Parameters
     ----------
@@ -37,7 +44,8 @@ class KeyIndex:
     """
 
     def __init__(self, index: Tensor, padded: bool, upto: int, lengths: Tensor | None = None) -> None:
-        self.index = index.to(torch.int32)
+        self._index = index.to(torch.int32)
+        self._behind: list[Tensor] = []
         self.padded = padded
         self.upto = upto
         self._lengths = lengths
@@ -49,12 +57,35 @@ class KeyIndex:
         return KeyIndex(self.index, self.padded, self.upto, self._lengths)
 
     def __len__(self) -> int:
-        return self.index.shape[-1]
+        return self._index.shape[-1] + sum(new.shape[1] for new in self._behind)
+
+    @property
+    def index(self) -> Tensor:
+        """``[B, K]``, or ``[B, Hkv, K]`` where heads differ, int32; -1 marks a slot without a key."""
+        if self._behind:
+            self._join(None)
+        return self._index
+
+    @index.setter
+    def index(self, index: Tensor) -> None:
+        self._index, self._behind = index, []
+
+    @property
+    def of_heads(self) -> bool:
+        """Whether heads have places of their own."""
+        return self._index.dim() == 3
+
+    def _join(self, coming: int | None) -> None:
+        """Put what is behind the tensor into it."""
+        new = torch.cat(self._behind, dim=1) if len(self._behind) > 1 else self._behind[0]
+        if self.of_heads:
+            new = new[:, None].expand(-1, self._index.shape[1], -1)
+        self.index = append(self._index, new, -1, coming)
 
     @property
     def by_head(self) -> Tensor:
         """The index with an axis for heads: ``[B, 1, K]`` where all store the same keys, else ``[B, Hkv, K]``."""
-        return self.index if self.index.dim() == 3 else self.index[:, None]
+        return self.index if self.of_heads else self.index[:, None]
 
     @property
     def known(self) -> bool:
@@ -65,7 +96,7 @@ class KeyIndex:
     def lengths(self) -> Tensor:
         """How many keys every row stores, and every head where heads differ: ``[B, 1 or Hkv]`` long on the CPU."""
         if not self.padded:
-            return torch.full((len(self.index), self.index.shape[1] if self.index.dim() == 3 else 1), len(self))
+            return torch.full((len(self._index), self._index.shape[1] if self.of_heads else 1), len(self))
         if self._lengths is None:
             self._lengths = (self.by_head >= 0).sum(-1).cpu()
         return self._lengths
@@ -81,10 +112,9 @@ class KeyIndex:
             self._lengths = self.lengths + (new.shape[1] if lengths is None else lengths[:, None])
         else:
             self._lengths = None
-        new = new.to(self.index)
-        if self.index.dim() == 3:
-            new = new[:, None].expand(-1, self.index.shape[1], -1)
-        self.index = append(self.index, new, -1, coming)
+        self._behind.append(new.to(self._index))
+        if len(self._behind) == TOGETHER:
+            self._join(coming)
         self.padded |= padded
         self.upto, self._slots = upto, None
 

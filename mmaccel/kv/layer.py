@@ -214,7 +214,7 @@ class CompressedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns all that are to be read, ``[B, Hkv, K, D]``."""
         if self.shared.pinned is not None:
-            return self.shared.pinned.write(self.number, key_states, value_states)
+            return self.shared.pinned.layers[self.number].write(key_states, value_states)
         incoming, new = self.shared.incoming, key_states.shape[-2]
         coming = None if incoming is None else incoming.coming
         self._note(incoming, len(key_states), new, key_states.device)
@@ -289,6 +289,8 @@ class CompressedLayer(DynamicLayer):
         """Give back what room is left for tokens that did not come."""
         if self.is_initialized:
             self.keys, self.values = trimmed(self.keys), trimmed(self.values)
+        if self.ragged is not None:
+            self.ragged.keys, self.ragged.values = trimmed(self.ragged.keys), trimmed(self.ragged.values)
 
     def get_seq_length(self) -> int:
         """Tokens seen, stored or not. Whoever goes on with a cache asks this first.

@@ -2,116 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from mmaccel_kernels.append import append
+from mmaccel_kernels.pages import Pages
 from torch import Tensor
+from torch.nn.functional import pad
 
+from .decoding import attend, on_gpu
 from .index import KeyIndex, to_device
+from .ragged import Ragged
 from .room import put, shown
 
-#: widths are multiples of it, so that prompts of different lengths are read by one captured step
+#: sizes are multiples of it, so that prompts of different lengths are read by one captured step
 ROUND = 64
 
 
 class Layer(Protocol):
-    """What is asked of a layer; see :class:`.layer.CompressedLayer`."""
+    """What is asked of a layer; see :class:`.packed.QuantisedLayer`."""
 
     keys: Any
     values: Any
+    ragged: Ragged | None
+    packs: tuple[Pages | None, ...]
+    widths: tuple[int, ...]
     seen: int
 
     @property
     def index(self) -> KeyIndex:
         """Where the stored keys came from."""
 
+    @property
+    def packed(self) -> bool:
+        """Whether any keys are packed in pages."""
+
+    @property
+    def gapless(self) -> bool:
+        """Whether the host knows that every place holds a key."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Where layers end that grow alike.
+
+    slot : ``[1]`` long, where the next token is written. filled : ``[1]`` long, how many keys there are then.
+    visible : bool, the slots that hold a key; None where lengths alone say so.
+    masked : whether torch's attention reads all there is room for under ``visible [B or 1, 1 or Hkv, 1, T]``, which the tokens
+        to come are added to. Else :func:`.decoding.attend` reads what is ``filled``, and sees the tokens to come anyhow.
+    """
+
+    slot: Tensor
+    filled: Tensor
+    visible: Tensor | None
+    masked: bool
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held."""
+        yield from (x for x in (self.slot, self.filled, self.visible) if x is not None)
+
+
+@dataclass(frozen=True)
+class PinnedLayer:
+    """A layer while it is pinned: what ragged heads and pages hold is as it was, and tokens are added to ``keys`` and ``values
+    [B, Hkv, T, D]``, up to ``end``."""
+
+    keys: Tensor
+    values: Tensor
+    ragged: Ragged | None
+    packs: tuple[Pages | None, ...]
+    widths: tuple[int, ...]
+    end: End
+
+    def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put ``key`` and ``value [B, Hkv, 1, D]`` behind the others; returns all that were added, and the room behind them."""
+        append(self.keys, self.values, key, value, self.end.slot)
+        return self.keys, self.values
+
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        """Attention of ``query [B, Hq, 1, D]`` over everything, ``[B, 1, Hq, D]``; see :func:`.decoding.attend`."""
+        return attend(self, query, self.end.visible, scaling, self.end.filled)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held, beside where it ends."""
+        yield from (self.keys, self.values)
+        if self.ragged is not None:
+            yield from (self.ragged.keys, self.ragged.values, self.ragged.bounds)
+        for pages in self.packs:
+            if pages is not None:
+                yield from pages.tensors()
+
 
 class Pinned:
-    """The layers of a cache of which every head stores equally many keys, pinned for ``steps`` tokens to come at least.
+    """The layers of a cache, pinned for ``steps`` tokens to come.
 
     Where the next token is written and who sees it is known on the device; the host counts the tokens in ``added``.
 
-    keys, values : of every layer, ``[B, Hkv, T, D]``.
-    layers, offset : of the cache, see :class:`.shared.Shared`.
-    group : of every layer, which of ``slots`` and ``masks`` are its own; layers that store equally many share them.
-    slots : ``[1]`` long, where the next token is written. masks : ``[B or 1, 1 or Hkv, 1, T]`` bool, the slots that hold a key.
-    positions : ``[B, 1]`` long, of the next token.
+    owners, offset : layers of the cache, and what it knows of positions; see :class:`.shared.Shared`.
+    layers : the same as they are read. ends : where they end; layers that store equally many share one.
+    positions : ``[B, 1]`` long, of the next token. mask : ``[1, 1, 1, 1]`` bool, stands for one where nobody looks.
     """
 
-    def __init__(self, layers: Sequence[Layer], offset: Tensor, steps: int) -> None:
-        self.layers, self.added = layers, 0
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.group: list[int] = []
-        self.slots: list[Tensor] = []
-        self.masks: list[Tensor] = []
-        found: dict[int | str, int] = {}
-        longest = max(len(layer.index) for layer in layers)
-        width = -(-(longest + steps) // ROUND) * ROUND
-        self.steps = width - longest
-        for layer in layers:
-            index, device = layer.index, layer.keys.device
-            name = id(index) if index.padded else f"{len(index)}"
+    def __init__(self, owners: Sequence[Layer], offset: Tensor, steps: int) -> None:
+        self.owners, self.steps, self.added = owners, steps, 0
+        self.ends: list[End] = []
+        self.layers: list[PinnedLayer] = []
+        found: dict[Any, End] = {}
+        # layers that store all in one place, and the others
+        longest = [max((o.keys.shape[2] for o in owners if _whole(o) == whole), default=0) for whole in (False, True)]
+        for owner in owners:
+            width = _rounded(longest[_whole(owner)] + steps, ROUND)
+            masked = _whole(owner) and not on_gpu(owner.keys)
+            hidden = not owner.gapless
+            name = owner.keys.shape[2], masked, id(owner.index) if hidden else None
             if name not in found:
-                found[name] = len(self.masks)
-                mask = torch.zeros(1, 1, 1, width, dtype=torch.bool, device=device)
-                if index.padded:
-                    mask = mask.repeat(*index.by_head.shape[:2], 1, 1)
-                    mask[..., : len(index)] = index.by_head[:, :, None] >= 0
-                else:
-                    mask[..., : len(index)] = True
-                self.masks.append(mask)
-                self.slots.append(to_device(torch.tensor([len(index)]), device))
-            self.group.append(found[name])
-            self.keys.append(put(layer.keys, -2, width))
-            self.values.append(put(layer.values, -2, width))
-            # what was stored before is free at once
-            layer.keys, layer.values = (shown(x[-1], -2, len(index)) for x in (self.keys, self.values))
-        self.positions = (layers[0].seen - offset)[:, None].contiguous()
+                found[name] = _end(owner, width, masked, hidden)
+                self.ends.append(found[name])
+            self.layers.append(_pinned(owner, width, found[name]))
+        self.positions = (owners[0].seen - offset)[:, None].contiguous()
+        self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=offset.device)
 
     @property
     def full(self) -> bool:
-        """Whether there is room for no more."""
+        """Whether all the tokens have come."""
         return self.added == self.steps
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step reads or writes, beside the model's and its own token."""
-        return [*self.keys, *self.values, *self.slots, *self.masks, self.positions]
+        held = [x for layer in self.layers for x in layer.tensors()]
+        return [*held, *(x for end in self.ends for x in end.tensors()), self.positions, self.mask]
 
     def counted(self) -> None:
         """A step is over: the host counts its token."""
         self.added += 1
-        for layer in self.layers:
-            layer.seen += 1
+        for owner in self.owners:
+            owner.seen += 1
 
     def release(self) -> None:
         """Give layers and indices what was added, as if they had been there at every step. What a step that was broken off has
         written is behind that, where nobody looks."""
-        seen = self.layers[0].seen
-        for number, layer in enumerate(self.layers):
+        seen = self.owners[0].seen
+        for owner, layer in zip(self.owners, self.layers, strict=True):
             # layers that share an index extend it once
-            places = torch.arange(seen - self.added, seen, device=layer.index.index.device)
-            layer.index.extend(places.expand(len(layer.index.index), -1), False, seen)
-            length = len(layer.index)
-            layer.keys, layer.values = (shown(x[number], -2, length) for x in (self.keys, self.values))
+            places = torch.arange(seen - self.added, seen, device=owner.index.index.device)
+            owner.index.extend(places.expand(len(owner.index.index), -1), False, seen)
+            length = owner.keys.shape[2] + self.added
+            owner.keys, owner.values = (shown(x, -2, length) for x in (layer.keys, layer.values))
 
     def begin(self) -> None:
         """A token comes: everybody sees it."""
-        for slot, mask in zip(self.slots, self.masks, strict=True):
-            mask.index_fill_(3, slot, True)
-
-    def write(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put ``key [B, Hkv, 1, D]`` and ``value`` into layer ``number``; returns all it has, to be read under :meth:`mask`."""
-        slot = self.slots[self.group[number]]
-        keys, values = self.keys[number], self.values[number]
-        keys.index_copy_(2, slot, key)
-        values.index_copy_(2, slot, value)
-        return keys, values
-
-    def mask(self, number: int) -> Tensor:
-        """The slots of layer ``number`` that hold a key."""
-        return self.masks[self.group[number]]
+        for end in self.ends:
+            if end.masked and end.visible is not None:
+                end.visible.index_fill_(3, end.slot, True)
 
     def positions_like(self, given: Tensor | None) -> Tensor:
         """The positions of the token, for every axis that is ``given [axes, B, 1]``."""
@@ -119,27 +163,66 @@ class Pinned:
 
     def end(self) -> None:
         """The token has gone through all layers."""
-        for slot in self.slots:
-            slot.add_(1)
+        for end in self.ends:
+            end.slot.add_(1)
+            end.filled.add_(1)
         self.positions.add_(1)
 
     def counters(self) -> list[Tensor]:
         """What every token moves on."""
-        return [*self.slots, self.positions]
+        return [*(x for end in self.ends for x in (end.slot, end.filled)), self.positions]
 
     def remember(self) -> Callable[[], None]:
         """What comes back takes out the tokens that have come since, of which there may be two: counters are what they are now,
         and so is what is stored in the next slot and in the one before it."""
         counters = [x.clone() for x in self.counters()]
-        places = [torch.cat([slot - 1, slot]) for slot in self.slots]
-        at = [places[group] for group in self.group]
-        stored = [[x.index_select(2, i) for x, i in zip(held, at, strict=True)] for held in (self.keys, self.values)]
+        places = {id(end): torch.cat([(end.slot - 1).clamp(min=0), end.slot]) for end in self.ends}
+        held = [(x, places[id(layer.end)]) for layer in self.layers for x in (layer.keys, layer.values)]
+        stored = [x.index_select(2, at) for x, at in held]
 
         def restore() -> None:
             for counter, x in zip(self.counters(), counters, strict=True):
                 counter.copy_(x)
-            for held, before in zip((self.keys, self.values), stored, strict=True):
-                for x, i, old in zip(held, at, before, strict=True):
-                    x.index_copy_(2, i, old)
+            for (x, at), old in zip(held, stored, strict=True):
+                x.index_copy_(2, at, old)
 
         return restore
+
+
+def _whole(owner: Layer) -> bool:
+    """Whether a layer stores all it has in one place."""
+    return owner.ragged is None and not owner.packed
+
+
+def _rounded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def _end(owner: Layer, width: int, masked: bool, hidden: bool) -> End:
+    """Where a layer ends for which there is room up to ``width``; ``hidden`` if some of its slots hold no key."""
+    device, length, visible = owner.keys.device, owner.keys.shape[2], None
+    if hidden:
+        there = owner.index.by_head[:, :, None] >= 0
+        before, more = there.shape[-1] - length, 0
+        if owner.ragged is not None:
+            more = _rounded(owner.ragged.longest, ROUND) - owner.ragged.longest
+        parts = pad(there[..., :before], (0, more)), pad(there[..., before:], (0, width - length), value=not masked)
+        visible = torch.cat(parts, dim=-1)
+    elif masked:
+        visible = torch.zeros(1, 1, 1, width, dtype=torch.bool, device=device)
+        visible[..., :length] = True
+    slot = to_device(torch.tensor([length]), device)
+    return End(slot, slot + 1, visible, masked)
+
+
+def _pinned(owner: Layer, width: int, end: End) -> PinnedLayer:
+    """A layer with room up to ``width``. What it stored before is free at once."""
+    keys, values = (put(x, -2, width) for x in (owner.keys, owner.values))
+    owner.keys, owner.values = (shown(x, -2, owner.keys.shape[2]) for x in (keys, values))
+    ragged = owner.ragged
+    if ragged is not None:
+        total, heads = len(ragged.keys), ragged.lengths.numel()
+        flat, others = (put(x, 0, _rounded(total, ROUND * heads)) for x in (ragged.keys, ragged.values))
+        ragged.keys, ragged.values = (shown(x, 0, total) for x in (flat, others))
+        ragged = Ragged(flat, others, ragged.lengths, _rounded(ragged.longest, ROUND))
+    return PinnedLayer(keys, values, ragged, owner.packs, owner.widths, end)

@@ -54,10 +54,15 @@ def trimmed(x: Tensor) -> Tensor:
 
 
 def put(stored: Tensor, dim: int, width: int) -> Tensor:
-    """A tensor of ``width`` along ``dim`` that begins with ``stored``; what is behind it is finite."""
+    """A tensor of ``width`` along ``dim`` that begins with ``stored``, the one it is in already where that is as wide; what is
+    behind it is finite."""
     dim %= stored.dim()
-    room = stored.new_zeros([width if axis == dim else n for axis, n in enumerate(stored.shape)])
-    room.narrow(dim, 0, stored.shape[dim]).copy_(stored)
+    length, room = stored.shape[dim], vars(stored).pop(_ROOM, None)
+    if room is None or room.shape[dim] != width or (room.is_inference() and not torch.is_inference_mode_enabled()):
+        room = stored.new_zeros([width if axis == dim else n for axis, n in enumerate(stored.shape)])
+        room.narrow(dim, 0, length).copy_(stored)
+    else:
+        room.narrow(dim, length, width - length).zero_()
     return room
 
 

@@ -35,6 +35,7 @@ class Shared:
     visual : ``[B, n]`` bool, which of the first ``n`` places are visual; only where text has a codec of its own.
     sparse : what a recipe carries that reads other keys at every step.
     stream : all pictures are stretches of one clip, whose frames are counted on.
+    pack_at : how many tokens will have been seen when codecs are to look at the cache again; 0 where that is not known.
     pinned : where the layers write and read while captured steps run.
     broken : a forward was broken off; layers may hold different tokens.
     windowed : some layers of the model have sliding windows.
@@ -47,6 +48,7 @@ class Shared:
     grid_table: Tensor | None = None
     visual: Tensor | None = None
     sparse: SparseMemory | None = None
+    pack_at: int = 0
     pinned: Pinned | None = None
     stream: bool = False
     broken: bool = False
@@ -114,6 +116,7 @@ class Shared:
 
     def crop(self, seen: int) -> None:
         """A layer was cropped to ``seen`` tokens: what comes next takes the places of those that are gone, and is text."""
+        self.pack_at = 0
         if self.visual is not None:
             self.visual = self.visual[:, :seen]
         cut = self.grid_table is not None and self.grid_table.shape[1] > seen
@@ -131,7 +134,7 @@ class Shared:
             held[torch.where(index.index < 0, seen, index.index).flatten().long().to(held.device)] = True
         if held is None or bool(held[:seen].all()):
             return seen
-        left = int(held[:seen].sum())
+        left, self.pack_at = int(held[:seen].sum()), 0
         new = held[:seen].cumsum(0) - 1
         for index in indices:
             index.rename(new.to(index.index), left)
@@ -148,7 +151,7 @@ class Shared:
     def reset(self) -> None:
         """Forget the prompt; indices are let go of by the layers."""
         self.offset = self.ahead = self.grid_table = self.visual = self.sparse = None
-        self.incoming, self.broken = None, False
+        self.incoming, self.broken, self.pack_at = None, False, 0
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that is held between two forwards."""

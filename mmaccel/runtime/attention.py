@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from mmaccel_kernels.chosen import chosen_attention
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -184,7 +185,11 @@ def _text_attention(
     number = getattr(module, "layer_idx", None)
     if scope is not None and scope.pinned is not None and number is not None:
         # a captured step
-        attention_mask = _for_heads(scope.pinned.mask(number), query.shape[1] // key.shape[1])
+        pinned = scope.pinned.layers[number]
+        if not pinned.end.masked:
+            return pinned.attend(query, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+        attention_mask = pinned.end.visible
+        attention_mask = None if attention_mask is None else _for_heads(attention_mask, query.shape[1] // key.shape[1])
     if stages is None or number is None:
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -209,16 +214,21 @@ def _text_attention(
         stages.after_attention(number, query, key, visible, scaling, window)
         return read, None
     groups = query.shape[1] // key.shape[1]
-    some = None if stages.eviction is None else stages.eviction.read(number, query, key, value, visible, scaling)
-    if some is not None:
-        key, value, visible = some.keys, some.values, some.visible
+    chosen = None if stages.eviction is None else stages.eviction.read(number, query, key, scaling)
+    if chosen is not None and base != "eager":
+        read, _ = chosen_attention(query, key, value, chosen, scaling=scaling, visible=visible)
+        stages.after_attention(number, query, key, visible, scaling, window)
+        return read.transpose(1, 2), None
+    if chosen is not None:
+        # eager attention returns its weights, of everything that is stored
+        visible = chosen.mask(key.shape[2]) if visible is None else chosen.mask(key.shape[2]) & visible
     if "flash" in base:
         # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads
         # store different keys, or a window would count stored instead of original places
         kwargs.pop("position_ids", None)
         padding = None
         if visible is not None:
-            if some is not None or index.index.dim() == 3 or index.windowed(window):
+            if index.of_heads or index.windowed(window):
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..kv.cache import CacheState, state_of
+from ..kv.decoding import on_gpu
 from ..kv.pinned import Pinned
 from . import replay
+from .packing import coming_unpacked
 from .plan import ModelPlan
 from .scope import Scope, current
 
@@ -32,7 +34,7 @@ def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[...,
     @functools.wraps(original)
     def criteria(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         scope, compiled = current(plan), generation_config.compile_config is not None
-        if scope is None or not (compiled or replay.recordable(plan.family.model)):
+        if scope is None or not scope.plan.active or not (compiled or replay.recordable(plan.family.model)):
             return original(model_kwargs, generation_config)
         scope.stats.uncaptured = _obstacle_in_call(plan, generation_config)
         if not compiled and not scope.stats.uncaptured:
@@ -48,17 +50,19 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
 
     @functools.wraps(original)
     def get_compiled_call(compile_config: Any) -> Forward:
-        model = plan.family.model
+        scope, model = current(plan), plan.family.model
+        if scope is not None and not scope.plan.active:
+            return original(compile_config)
         compiled = None if compile_config is None else original(compile_config)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             scope, ids, state = current(plan), kwargs.get("input_ids"), state_of(kwargs.get("past_key_values"))
             if state is not None and scope is not None and not args and ids is not None and ids.shape[1] == 1:
-                scope.stats.uncaptured = _obstacle_in_cache(state) or (
-                    "" if scope.step is None else scope.step.obstacle
-                )
-                if not scope.stats.uncaptured:
-                    return _step(model, compiled, scope, state, kwargs)
+                known = "" if scope.step is None else scope.step.obstacle
+                scope.stats.uncaptured = _obstacle_in_cache(state) or known
+                pinned = None if scope.stats.uncaptured else _pinned(plan, scope, state)
+                if pinned is not None:
+                    return _step(model, compiled, scope, pinned, kwargs)
             if state is not None:
                 state.unpin()
             return model(*args, **kwargs)
@@ -68,17 +72,17 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
     return get_compiled_call
 
 
-def _step(model: nn.Module, compiled: Forward | None, scope: Scope, state: CacheState, kwargs: dict[str, Any]) -> Any:
+def _step(
+    model: nn.Module, compiled: Forward | None, scope: Scope[ModelPlan], pinned: Pinned, kwargs: dict[str, Any]
+) -> Any:
     """A captured step. Of what ``generate`` passes only the token differs from step to step."""
-    ids, pinned = kwargs["input_ids"], state.shared.pinned
-    if pinned is None or pinned.full:
-        pinned, scope.step = _pinned(scope, state), None
+    ids = kwargs["input_ids"]
     with scope.stats.clock.measure("decode", ids.device):
         if compiled is not None:
             scope.stats.captured_steps += 1
             output = compiled(**_constant(kwargs), input_ids=ids)
         else:
-            if scope.step is None:
+            if scope.step is None or scope.step.pinned is not pinned:
                 constant = _constant(kwargs)
                 scope.step = replay.ReplayedStep(pinned, ids, lambda token: model(**constant, input_ids=token))
             scope.stats.captured_steps += scope.step.replays
@@ -97,10 +101,17 @@ def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)} | {"position_ids": positions}
 
 
-def _pinned(scope: Scope, state: CacheState) -> Pinned:
-    """Pin the cache for what may still come in this call. CUDA graphs may write to what stays where it is."""
-    coming = scope.coming(state.seen)
-    pinned = state.pin(CHUNK if coming is None else max(1, min(CHUNK, coming)))
+def _pinned(plan: ModelPlan, scope: Scope[ModelPlan], state: CacheState) -> Pinned | None:
+    """The cache, pinned for what may still come in this call; None where an ordinary step is due. CUDA graphs may write to
+    what stays where it is."""
+    if (pinned := state.shared.pinned) is not None and not pinned.full:
+        return pinned
+    seen = state.seen
+    coming, unpacked = scope.coming(seen), coming_unpacked(plan.token_groups, state.shared, seen)
+    # with this token something may be packed, or it says whether text goes on behind a slow clip or its question
+    if unpacked == 0 or (state.ahead is not None and not scope.stats.decode_steps):
+        return None
+    pinned = state.pin(min(CHUNK, max(1, CHUNK if coming is None else coming), CHUNK if unpacked is None else unpacked))
     for x in pinned.tensors():
         # another cache, at other addresses, is no reason to compile anew
         torch._dynamo.mark_static_address(x, guard=False)
@@ -113,7 +124,7 @@ def _known(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] in ("mmaccel", "transformers")
 
 
-def _obstacle_to_replay(plan: ModelPlan, scope: Scope) -> str:
+def _obstacle_to_replay(plan: ModelPlan, scope: Scope[ModelPlan]) -> str:
     """Why steps of a call cannot be recorded and replayed; empty if they can."""
     if scope.new_tokens is not None and scope.new_tokens < replay.LEAST:
         return f"fewer than {replay.LEAST} tokens may come, and recording a step costs a few of them"
@@ -134,10 +145,9 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return "attention weights or hidden states are asked for"
     if policy is not None and policy.method.decodes:
         return f"{policy.method.name} looks at the cache at every step"
-    if plan.token_groups:
-        return "packed keys cannot be read by a captured step"
-    if family.text.config._attn_implementation != "mmaccel_text_sdpa":
-        return "only sdpa attention can be captured"
+    # on a GPU a pinned cache is read by a kernel of ours
+    if family.text.config._attn_implementation != "mmaccel_text_sdpa" and not on_gpu(next(family.text.parameters())):
+        return "only sdpa attention can be captured here"
     if len({parameter.device for parameter in family.model.parameters()}) > 1:
         return "the model is spread over several devices"
     if quantizer is not None and not quantizer.is_compileable:
@@ -153,8 +163,4 @@ def _obstacle_in_cache(state: CacheState) -> str:
         return "the cache holds no prompt that was reduced"
     if state.shared.windowed:
         return "the model has sliding windows"
-    if state.ahead is not None:
-        return "frames of a slow clip stand later than the text behind them"
-    if any(layer.ragged is not None or layer.packed for layer in state.layers):
-        return "heads or rows store different counts, or packed keys"
     return ""

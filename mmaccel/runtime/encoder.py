@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.budget import apportion, resolve
+from ..core.budget import Retain, apportion, resolve
 from ..method import EncoderMethod
 from .encoded import Encoded
 from .merged import Merged, Run
@@ -47,8 +47,8 @@ class EncoderMerging:
 
     Parameters
     ----------
-    stage : its method and budget: in front of a language model of the tokens of each picture or clip, else of the patches of
-        each tile.
+    stage : its method, and its budget where a call has no other: in front of a language model of the tokens of each picture or
+        clip, else of the patches of each tile.
     hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
     language : whether a language model reads what comes out.
     """
@@ -56,7 +56,7 @@ class EncoderMerging:
     def __init__(
         self, plan: Plan, stage: PlannedStage[EncoderMethod], hook: Callable[..., None], language: bool
     ) -> None:
-        self.plan, self.stage, self.method, self.language = plan, stage, stage.method, language
+        self.plan, self.method, self.language = plan, stage.method, language
         self.towers = towers = plan.towers
         self.layers = towers.merging_layers()
         self.last = towers.feature_layer
@@ -95,8 +95,10 @@ class EncoderMerging:
 
         return hook
 
-    def _start(self, scope: Scope, encoded: Encoded, hidden: Tensor) -> Merged | None:
+    def _start(self, scope: Scope[Plan], encoded: Encoded, hidden: Tensor) -> Merged | None:
         """The state of a new run of the tower; None if everything stays."""
+        if (stage := scope.plan.encoder) is None:
+            return None
         cls = int(self.towers.has_cls)
         pictures = self.towers.frames(encoded)
         tiles = 1 if pictures is not None else len(hidden)
@@ -105,12 +107,12 @@ class EncoderMerging:
         start = 0
         for frames in pictures:
             sizes = [len(self.towers.units(encoded, patches)) for patches in frames]
-            budget = self._budget(sizes)
+            budget = self._budget(sizes, stage.budget)
             for patches, kept in zip(frames, budget, strict=True):
                 starts.setdefault((patches, kept), []).append(start)
                 start += cls + patches
             if not self.language:
-                record(scope.stats, self.stage, sum(sizes), sum(budget), sum(budget))
+                record(scope.stats, stage, sum(sizes), sum(budget), sum(budget))
         merged = Merged(self.method, cls, tiles, start, hidden.device)
         for (patches, kept), at in starts.items():
             units = self.towers.units(encoded, patches)
@@ -120,13 +122,13 @@ class EncoderMerging:
             merged.runs.append(Run(slots, plan))
         return merged if any(sum(run.plan) for run in merged.runs) else None
 
-    def _budget(self, sizes: list[int]) -> list[int]:
+    def _budget(self, sizes: list[int], retain: Retain) -> list[int]:
         """How many patches (or blocks that merge as one) of each frame or tile stay in the tower, of ``sizes``."""
         total = sum(sizes)
         if not self.language:
-            return apportion(resolve(self.stage.budget, total), sizes)
+            return apportion(resolve(retain, total), sizes)
         # a count is one of the whole picture, of which this may be a part
-        asked = min(self.stage.budget, total) if isinstance(self.stage.budget, int) else self.stage.budget
+        asked = min(retain, total) if isinstance(retain, int) else retain
         budget = zip(apportion(resolve(asked, total), sizes), sizes, strict=True)
         return [max(kept, self.method.fewest(size, len(self.layers))) for kept, size in budget]
 

@@ -55,7 +55,7 @@ class TextHooks:
             return args, {
                 **kwargs,
                 "position_ids": pinned.positions_like(kwargs.get("position_ids")),
-                "attention_mask": pinned.masks[0],
+                "attention_mask": pinned.mask,
             }
         scope = current(self.plan)
         if scope is None:
@@ -68,7 +68,7 @@ class TextHooks:
         scope.cache = cache if cache is not None else scope.cache
         ids = self._prompt_ids(scope, embeds, state)
         scope.timer = scope.stats.clock.start(embeds.device), "prefill" if embeds.shape[1] > 1 else "decode"
-        if not self.plan.active or (ids is None and state is None):
+        if not scope.plan.active or (ids is None and state is None):
             return None
         if self.plan.family.model.training:
             raise UnsupportedError("mmaccel accelerates inference; call model.eval() first.")
@@ -92,7 +92,7 @@ class TextHooks:
             state.shared.incoming = forward.incoming
         return args, kwargs
 
-    def _prompt_ids(self, scope: Scope, embeds: Tensor, state: CacheState | None) -> Tensor | None:
+    def _prompt_ids(self, scope: Scope[ModelPlan], embeds: Tensor, state: CacheState | None) -> Tensor | None:
         """The ids ``[B, S]`` on the CPU of a prompt that has pictures; None of anything else. Counts what comes in."""
         ids, scope.input_ids = scope.input_ids, None
         batch, length = embeds.shape[:2]
@@ -105,26 +105,26 @@ class TextHooks:
         if not prefill or guessed or ids is None or ids.shape != embeds.shape[:2]:
             return None
         ids = ids.cpu()
-        visual = int(self.plan.family.visual(ids).sum())
+        visual = int(scope.plan.family.visual(ids).sum())
         scope.stats.visual_tokens += visual
         if not visual:
             return None
         self._note_pictures(scope, ids)
         return ids
 
-    def _note_pictures(self, scope: Scope, ids: Tensor) -> None:
+    def _note_pictures(self, scope: Scope[ModelPlan], ids: Tensor) -> None:
         """Say which methods of the recipe had nothing to choose from, where the prompt ``ids [B, S]`` has pictures."""
-        if not self.plan.choosers:
+        if not scope.plan.choosers:
             return
         try:
-            segments = self.plan.family.layout(ids, torch.ones_like(ids, dtype=torch.bool), scope.encoded).segments
+            segments = scope.plan.family.layout(ids, torch.ones_like(ids, dtype=torch.bool), scope.encoded).segments
         except UnsupportedError:
             # what cannot be laid out cannot be reduced either, and is refused where that matters
             return
         clips = {s.picture for s in segments if s.modality == "video" or bool((s.tile.cells[:, 0] > 0).any())}
         if any(s.picture not in clips for s in segments):
             left = "chooses frames of clips, and left pictures as they are"
-            scope.stats.notes += [f"{name} {left}" for name in self.plan.choosers]
+            scope.stats.notes += [f"{name} {left}" for name in scope.plan.choosers]
 
     def _adopt(self, kwargs: dict[str, Any], seen: int) -> CacheState | None:
         """The state of the call's cache, which is made here if the call has none; None if it is to have none."""
@@ -140,7 +140,7 @@ class TextHooks:
 
     def _prefill(
         self,
-        scope: Scope,
+        scope: Scope[ModelPlan],
         kwargs: dict[str, Any],
         ids: Tensor,
         valid: Tensor | None,
@@ -148,7 +148,7 @@ class TextHooks:
         seen: int,
     ) -> Prompt:
         """A prompt with pictures: read, reduce, write."""
-        embeds, plan = kwargs["inputs_embeds"], self.plan
+        embeds, plan = kwargs["inputs_embeds"], scope.plan
         valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid
         layout = plan.family.layout(ids, valid, scope.encoded)
         coming = scope.coming(seen + embeds.shape[1])
@@ -176,14 +176,14 @@ class TextHooks:
         return prompt
 
     def _continue(
-        self, scope: Scope, kwargs: dict[str, Any], valid: Tensor | None, state: CacheState, seen: int
+        self, scope: Scope[ModelPlan], kwargs: dict[str, Any], valid: Tensor | None, state: CacheState, seen: int
     ) -> Continuation:
         """New tokens without pictures on a reduced cache."""
-        embeds, policy = kwargs["inputs_embeds"], self.plan.policy
+        embeds, policy = kwargs["inputs_embeds"], scope.plan.policy
         looks = policy is not None and policy.method.recalls
         length = embeds.shape[1]
         incoming = Incoming(seen, length, as_stored=not looks, coming=scope.coming(seen + length))
-        forward = Continuation(self.plan, scope.stats, state, incoming, embeds.device)
+        forward = Continuation(scope.plan, scope.stats, state, incoming, embeds.device)
         # from here on the cache is changed
         scope.stages = Stages(forward)
         continuation.write(forward, state, valid, kwargs)
@@ -215,7 +215,7 @@ class TextHooks:
     def _reduce(self, prompt: Prompt, number: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Run the method at layer ``number``: the tokens it drops are gone from here on."""
         slots = prompt.slots(prompt.chosen)
-        made = tokens.reduce(prompt, self.plan.stage_at_layer[number], self.taps, hidden, slots)
+        made = tokens.reduce(prompt, prompt.plan.stage_at_layer[number], self.taps, hidden, slots)
         chosen, padded = prompt.compacted(made.kept)
         slots, places = sent(hidden.device, slots, chosen.clamp(min=0))
         at = slots.gather(1, places)
@@ -283,7 +283,7 @@ class TextHooks:
             output.last_hidden_state = self._widen(scope, prompt, output.last_hidden_state)
         return output
 
-    def _widen(self, scope: Scope, prompt: Prompt, hidden: Tensor) -> Tensor:
+    def _widen(self, scope: Scope[ModelPlan], prompt: Prompt, hidden: Tensor) -> Tensor:
         """Back to the caller's length: zero where there was no token, NaN where one was dropped.
 
         Where a head follows, its logits are given their NaN by :func:`show_dropped`: here it would reach the gradient of the

@@ -2,10 +2,15 @@
 
 A layer is packed as soon as nothing is evicted from it any more, if the host knows how many tokens are due. Layers of which
 only the device knows wait for the end of the forward, and what is due of them is copied to the host together.
+
+While tokens are decoded, packing interrupts steps that are otherwise alike. So it is known beforehand which step is the next
+to pack (:attr:`mmaccel.kv.shared.Shared.pack_at`), and heads that fill their pages at different steps do not have a step
+each: they are packed together, once in so many tokens as a page has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -13,7 +18,7 @@ from torch import Tensor
 
 from ..core.layout import Layout
 from ..kv.cache import CacheState
-from ..kv.codecs import Eligible, TokenGroup
+from ..kv.codecs import Codec, Eligible, TokenGroup
 from ..kv.index import KeyIndex
 from ..kv.packed import QuantisedLayer
 from ..kv.scoring.importance import energy
@@ -33,6 +38,11 @@ class Packing:
     def __init__(self, forward: Forward, state: CacheState, eviction: Eviction | None) -> None:
         self.forward, self.state, self.eviction = forward, state, eviction
         self.groups = forward.plan.token_groups
+        self.now = forward.seen + forward.length
+        self.looks = isinstance(forward, Prompt) or self.now >= state.shared.pack_at
+        self.packed = False
+        if self.looks:
+            state.shared.pack_at = self.now + max(group.codec.residual + group.codec.page for group in self.groups)
         self.window = max(group.codec.window for group in self.groups)
         self.salient: Tensor | None = None
         self.query_energy: dict[int, Tensor] = {}
@@ -62,6 +72,8 @@ class Packing:
     def due(self) -> list[tuple[TokenGroup, Eligible]]:
         """What may be packed in this forward, of every layer alike."""
         forward, shared = self.forward, self.state.shared
+        if not self.looks:
+            return []
         layout = forward.layout if isinstance(forward, Prompt) else None
         each = ((group, eligible_of(group, shared, layout, forward.seen, self.salient)) for group in self.groups)
         return [(group, eligible) for group, eligible in each if eligible is not None]
@@ -84,12 +96,24 @@ class Packing:
         found = [self._asked(layer, eligible).to(home) for layer in waiting for _, eligible in due]
         known = torch.stack(found).cpu().unflatten(0, (len(waiting), len(due)))
         for layer, counts in zip(waiting, known, strict=True):
-            heads = 1 if not layer.empty and layer.index.index.dim() == 2 else counts.shape[-1]
+            heads = 1 if not layer.empty and not layer.index.of_heads else counts.shape[-1]
             self._pack(layer, [count[:, :heads] for count in counts])
 
     def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
         for (group, eligible), count in zip(self.due, counts, strict=True):
             layer.pack(group, eligible, self._made, self.query_energy.get(layer.number), count)
+            if eligible.others and not layer.empty:
+                self._look_again(group.codec, torch.tensor(len(layer.index) - layer.width) if count is None else count)
+
+    def _look_again(self, codec: Codec, count: Tensor) -> None:
+        """Settle when to look at the cache again, of which a layer had ``count`` tokens to pack."""
+        due, shared = codec.packable(count), self.state.shared
+        if bool(due.any()) and not isinstance(self.forward, Prompt):
+            self.packed = True
+            shared.pack_at = self.now + min(group.codec.page for group in self.groups)
+        elif not self.packed:
+            # as soon as one head has a page
+            shared.pack_at = min(shared.pack_at, self.now + codec.residual + codec.page - int((count - due).max()))
 
     def _asked(self, layer: QuantisedLayer, eligible: Eligible) -> Tensor:
         """``[B, Hkv]`` long, the tokens of each head that may be packed."""
@@ -121,6 +145,12 @@ class Packing:
             count = ((mask.gather(1, at.clamp(min=0)) == wanted) & (at >= 0)).sum(1, keepdim=True)
             self._counted[id(phase), group.number] = count
         return self._counted[id(phase), group.number]
+
+
+def coming_unpacked(groups: Sequence[TokenGroup], shared: Shared, seen: int) -> int | None:
+    """How many tokens may follow those ``seen`` until one comes with which something may be packed; None if none ever does."""
+    goes_on = any(group.of in ("all", "text") for group in groups)
+    return max(0, shared.pack_at - seen - 1) if goes_on else None
 
 
 def eligible_of(

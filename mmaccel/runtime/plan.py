@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from ..core.budget import Retain
@@ -18,6 +18,9 @@ from ..method import EncoderMethod, FramesMethod, LayerMethod, Method, Policy, P
 from ..recipe import Recipe, Stage
 
 M = TypeVar("M", bound=Method, covariant=True)
+
+#: what one call may have otherwise: everything else decides which modules are hooked and what is asked of the tower
+PER_CALL = ("retain", "positions", "rounding", "text_retain")
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,15 @@ class PlannedStage(Generic[M]):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A recipe on the vision towers of one model. Two plans are never equal: a call belongs to one of them.
+    """A recipe on the vision towers of one model. Two plans are never equal: a call belongs to one of them, or to one that was
+    made of it for this call alone.
 
     towers : the model's family, or the adapter of an encoder that stands alone.
     stages : those of the recipe, in its order.
     encoder : the one inside the towers, if there is one.
     notes : what is said in the statistics of every call.
     kernels : ``"auto"`` or ``"off"``.
+    origin : of a plan for one call, the plan that it was made of.
     """
 
     recipe: Recipe
@@ -51,6 +56,12 @@ class Plan:
     encoder: PlannedStage[EncoderMethod] | None
     notes: tuple[str, ...] = ()
     kernels: str = "auto"
+    origin: Plan | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether anything happens between pixels and the cache."""
+        return any(stage.method.site != "frames" for stage in self.stages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,15 +95,60 @@ class ModelPlan(Plan):
         return self.towers
 
     @property
-    def active(self) -> bool:
-        """Whether anything happens between pixels and the cache."""
-        return any(stage.method.site != "frames" for stage in self.stages)
-
-    @property
     def choosers(self) -> list[str]:
         """Names of methods that do nothing but choose frames."""
         methods = (stage.method for stage in self.stages)
         return [method.name for method in methods if isinstance(method, FramesMethod) and method.only_chooses]
+
+    def for_call(self, asked: bool | Mapping[str, Any] | None) -> ModelPlan:
+        """The plan of one call: this one (None, True), one in which nothing happens (False), or one with other values of
+        :data:`PER_CALL`.
+
+        Raises
+        ------
+        MmaccelError
+            If a value cannot change for one call, or is of no use.
+        """
+        if asked is None or asked is True:
+            return self
+        if asked is False:
+            notes = ("mmaccel=False: the bare model ran",)
+            return ModelPlan(Recipe("none"), self.towers, (), None, notes, self.kernels, origin=self)
+        if not isinstance(asked, Mapping):
+            raise MmaccelError(
+                f"mmaccel={asked!r} says nothing about a call; give {{'retain': 0.1}} or the like, or False for the bare model."
+            )
+        for name in asked:
+            if name not in PER_CALL:
+                raise MmaccelError(
+                    f"{name!r} cannot change for one call, which takes {', '.join(PER_CALL)}; call accelerate_vlm(model, ...) "
+                    "again with what you want."
+                )
+        recipe = self.recipe.override(**{name: value for name, value in asked.items() if value is not None})
+        recipe.build()
+        primary = None if recipe.primary is None else self.stages[recipe.primary].method
+        if isinstance(primary, FramesMethod) and recipe.retain != self.recipe.retain:
+            raise UnsupportedError(
+                f"retain of recipe {recipe.name!r} is what {primary.name} keeps of the pixels, which the processor has reduced "
+                f"before this call; prepare(processor, {recipe.name!r}, retain=...) makes one that keeps something else."
+            )
+        return self._with_budgets_of(recipe)
+
+    def _with_budgets_of(self, recipe: Recipe) -> ModelPlan:
+        """The same stages with the budgets that they have in ``recipe``."""
+        retain = [stage.retain for stage in recipe.stages]
+        stages = tuple(replace(stage, retain=retain[stage.number]) for stage in self.stages)
+        encoder, policy = self.encoder, self.policy
+        return replace(
+            self,
+            recipe=recipe,
+            stages=stages,
+            encoder=None if encoder is None else replace(encoder, retain=retain[encoder.number]),
+            origin=self,
+            projector=tuple(replace(stage, retain=retain[stage.number]) for stage in self.projector),
+            stage_at_layer={at: replace(s, retain=retain[s.number]) for at, s in self.stage_at_layer.items()},
+            policy=None if policy is None else replace(policy, retain=retain[policy.number]),
+        )
 
     def check_cache(self, use_cache: bool | None) -> None:
         """Raise when the recipe compresses a KV cache and there is to be none."""

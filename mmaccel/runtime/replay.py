@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..kv.pinned import Pinned
 
-#: a call that makes fewer tokens than this is over before recording has paid
+#: fewer steps than this are over before recording them has paid
 LEAST = 16
 #: the logits of a replayed step may differ by so much of the largest, as bfloat16 does from kernel to kernel
 TOLERANCE = 0.02
@@ -83,6 +83,8 @@ class ReplayedStep:
         if self._checked:
             self._replay()
             return self._output
+        if self.pinned.steps < LEAST:
+            return self._run()
         if self._output is None:
             output = self._run()
             self._record()

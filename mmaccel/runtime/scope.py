@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 from mmaccel_kernels.launch import allowed
 from torch import Tensor, nn
@@ -26,9 +26,11 @@ from .replay import ReplayedStep
 from .stages import Stages
 from .taps import Taps
 
+P = TypeVar("P", bound=Plan)
+
 
 @dataclass
-class Scope:
+class Scope(Generic[P]):
     """The state of one call of the model, or encoder, that ``plan`` was made for.
 
     opened_by : the module whose direct forward this is; None for a call of ``generate``.
@@ -40,7 +42,7 @@ class Scope:
     layout, reduction, history : what became of the last prompt with pictures, in all and stage by stage.
     """
 
-    plan: Plan
+    plan: P
     taps: Taps
     stats: Stats
     opened_by: nn.Module | None = None
@@ -102,30 +104,34 @@ class Scope:
         self.step = None
 
 
-_scopes: ContextVar[tuple[Scope, ...]] = ContextVar("mmaccel_scopes", default=())
+_scopes: ContextVar[tuple[Scope[Any], ...]] = ContextVar("mmaccel_scopes", default=())
 
 
-def current(plan: Plan | None = None) -> Scope | None:
-    """The innermost open scope (of ``plan``, if given), or None."""
+@overload
+def current() -> Scope[Any] | None: ...
+@overload
+def current(plan: P) -> Scope[P] | None: ...
+def current(plan: Plan | None = None) -> Scope[Any] | None:
+    """The innermost open scope (of ``plan`` or a plan made of it for one call, if given), or None."""
     for scope in reversed(_scopes.get()):
-        if plan is None or scope.plan is plan:
+        if plan is None or scope.plan is plan or scope.plan.origin is plan:
             return scope
     return None
 
 
-def push(scope: Scope) -> None:
+def push(scope: Scope[Any]) -> None:
     """Make ``scope`` the innermost one."""
     _hold((*_scopes.get(), scope))
 
 
-def pop(scope: Scope) -> None:
+def pop(scope: Scope[Any]) -> None:
     """Close ``scope``, wherever it stands; a forward that it is in the middle of has been broken off."""
     if scope.stages is not None and scope.stages.forward.state is not None:
         scope.stages.forward.state.settle(whole=False)
     _hold(tuple(s for s in _scopes.get() if s is not scope))
 
 
-def _hold(scopes: tuple[Scope, ...]) -> None:
+def _hold(scopes: tuple[Scope[Any], ...]) -> None:
     """These are open; whether kernels may run is for the innermost to say."""
     _scopes.set(scopes)
     allowed.set(not scopes or scopes[-1].plan.kernels == "auto")

@@ -24,7 +24,7 @@ def append(
     definition.
 
     Nothing is allocated and nothing that the host passes changes from step to step, so a CUDA graph may hold it; inside
-    ``torch.compile(fullgraph=True)`` it is the operator ``torch.ops.mmaccel.append``.
+    ``torch.compile(fullgraph=True)`` it is the operator ``torch.ops.mmaccel.append``, or on a CPU the definition.
 
     Parameters
     ----------
@@ -40,7 +40,10 @@ def append(
         If shapes, types or devices do not fit.
     """
     _check(keys, values, new_keys, new_values, at, index, places)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and keys.device.type == "cpu":
+        # nothing to keep whole: what is around it may be fused with it
+        append_definition(keys, values, new_keys, new_values, at, index, places)
+    elif torch.compiler.is_compiling():
         torch.ops.mmaccel.append(keys, values, new_keys, new_values, at, index, places)
     else:
         run(append_kernel, append_definition, keys, values, new_keys, new_values, at, index, places)
