@@ -2,7 +2,7 @@
 
 ``python benchmarks/video_qa.py --out benchmarks/results/video-qa-cpu.json`` makes clips of the suite (mp4, all of its video
 tasks), asks ``mmaccel video-qa`` about them once in full and once with every recipe given, each in a process of its own, the
-full one first and last, and writes the summaries; ``python -m training.results`` puts them into the README. Nothing is
+full one first and last, and writes the summaries; ``python -m training.results`` puts them into the documentation. Nothing is
 downloaded.
 
 By default ``divprune`` shortens the prompt, and policies shrink the cache after it was read: ``look-m`` ranks keys by all

@@ -1,6 +1,6 @@
-"""Every recipe on every family's tiny model, as the table that stands in the README.
+"""Every recipe on every family's tiny model, as the table that stands in the documentation.
 
-``python tests/matrix.py --update README.md`` runs each recipe on a picture and on a clip and writes the table between
+``python tests/matrix.py --update docs/families.md`` runs each recipe on a picture and on a clip and writes the table between
 the markers; a test checks that it is current.
 """
 
@@ -101,7 +101,7 @@ def matrix() -> tuple[list[list[str]], list[str]]:
     return rows, reasons
 
 
-def readme_matrix() -> str:
+def block() -> str:
     """The block between the markers."""
     rows, reasons = matrix()
     notes = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
@@ -114,6 +114,6 @@ if __name__ == "__main__":
     parser.add_argument("--update", type=Path, metavar="FILE", help="write the table into this file")
     options = parser.parse_args()
     if options.update:
-        put_between(options.update, "matrix", readme_matrix())
+        put_between(options.update, "matrix", block())
     else:
-        print(readme_matrix())
+        print(block())

@@ -1,4 +1,4 @@
-"""Figures with their origin, and the tables in the READMEs that are made from them.
+"""Figures with their origin, and the tables of the documentation that are made from them.
 
 ``python -m training.results`` writes every table between markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` anew from
 ``benchmarks/results``. ``NAME`` is that of a results file without its suffix, or ``shipped`` for an overview of the models.
@@ -21,7 +21,7 @@ from mmaccel.programs.bench.claims import claims_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "training" / "README.md", ROOT / "benchmarks" / "README.md")
+PAGES = (ROOT / "docs" / "results" / "index.md", ROOT / "training" / "README.md", ROOT / "benchmarks" / "README.md")
 MODELS = ("mini-llava", "mini-qwen-vl", "mini-clip")
 _BLOCK = re.compile(r"(<!-- ((?:mini|prefill|bench|video-qa)-[\w-]+|shipped) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 

@@ -361,9 +361,9 @@ def client(site):
     return Client(site.address, verbose=False)
 
 
-def test_the_client_of_the_readme(client, site, files, tmp_path, monkeypatch, capsys):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    code = next(part for part in re.findall(r"```python\n(.*?)```", readme, re.S) if "gradio_client" in part)
+def test_the_client_of_the_guide(client, site, files, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "demo.md").read_text(encoding="utf-8")
+    code = next(part for part in re.findall(r"```python\n(.*?)```", page, re.S) if "gradio_client" in part)
     monkeypatch.chdir(tmp_path)
     Path("photo.png").write_bytes(files.png.read_bytes())
     exec(code.replace("http://127.0.0.1:7860", site.address), {})
