@@ -588,17 +588,19 @@ DEVICE void merge(const float *found, float *carried, bool first, bool last, con
 }
 
 // --- a share of all pages --------------------------------------------------------------------------------------------
-// The first page behind ``page`` that has other scales, or the last one.
-DEVICE int run_of(const Args &a, int page, int last) {
+// The first page behind ``page`` that has other scales, or the last one; ``memory`` is for the threads to tell each other.
+DEVICE int run_of(const Args &a, u8 *memory, int page, int last) {
     const int at = a.meta[a.table[page]];
     for (int next = page + 1; next < last; next += 128) {
-        const int mine = next + thread();
-        // those of a run come before all others
-        const int same = count_of_block(mine < last && a.meta[a.table[mine < last ? mine : page]] == at);
-        // a later run may have the same scales
-        int end = next;
-        while (end < at_most(next + same, last) && a.meta[a.table[end]] == at) end++;
-        if (end < next + 128) return end;
+        const int mine = next + thread(), there = at_most(last - next, 128);
+        const bool same = thread() < there && a.meta[a.table[mine]] == at;
+        memory[thread()] = same;
+        const int count = count_of_block(same);
+        int first = count;
+        if (count < there)
+            for (first = 0; memory[first]; first++) {}
+        wait_for_block();
+        if (count < there) return next + first;
     }
     return last;
 }
@@ -731,6 +733,8 @@ DEVICE void attend_units(State &state, u8 *ring, const Args &a, int head, int fi
         return true;
     };
     while (now < last) {
+        // what stands here keeps this loop and the one inside apart
+        wait_for_warp();
         bool grown = false;
         u8 *stage = ring;
         int left = UNIT;
@@ -762,7 +766,7 @@ KERNEL attend(const Args a) {
     for (int head = owner(a, first / UNITS); first < last; head++) {
         const int end = at_most(a.cu_pages[head + 1] * UNITS, last);
         for (int begin = first; begin < end;) {
-            const int stop = POOLED ? at_most(run_of(a, begin / UNITS, (end + UNITS - 1) / UNITS) * UNITS, end) : end;
+            const int stop = POOLED ? at_most(run_of(a, memory, begin / UNITS, (end + UNITS - 1) / UNITS) * UNITS, end) : end;
             State state;
             state.highest[0] = state.highest[1] = NONE;
 #pragma unroll

@@ -19,14 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._softmax import merge_parts
 from .._triton import jit, tl, triton
-from ..launch import Unbuildable, enqueue, workspace
+from ..launch import Repeated, Unbuildable, enqueue, is_even, workspace
 from ..pages import Pages, Plane, paged
 from ..pages.triton import plane
 from . import cuda
@@ -143,15 +144,23 @@ def _attended(
     if found is None:
         _enqueue_loop(turned, pages, scale, mask, programs, part, part_lse, dv)
     else:
-        given, _held = cuda.arguments(turned, pages, scale, mask, part, part_lse, rows)
-        found.start((programs, -(-rows // cuda.COLUMNS)), given)
-    enqueue(
-        _merge_pages, (heads, rows),
-        part, part_lse, pages.cu_pages, out, lse, heads, rows,
-        PROGRAMS=programs, UNITS=1 if found is None else found.units, BESIDE=beside is not None, DV=dv, PARTS=32,
-        num_warps=4,
-    )  # fmt: skip
+        arguments, _held = cuda.arguments(turned, pages, scale, mask, part, part_lse, rows)
+        found.start((programs, -(-rows // cuda.COLUMNS)), arguments)
+    units = 1 if found is None else found.units
+    types = (part.dtype, pages.cu_pages.dtype, out.dtype)
+    merging = _merging(_merge_pages, query.device, types, programs, units, beside is not None, dv)
+    given = [part, part_lse, pages.cu_pages, out, lse]
+    merging.launch((heads, rows, 1), is_even((0,), given), *given, heads, rows)
     return out, lse
+
+
+@lru_cache(maxsize=256)
+def _merging(
+    kernel: Any, device: torch.device, types: tuple[torch.dtype, ...], programs: int, units: int, beside: bool, dv: int
+) -> Repeated:
+    """The second launch, the same at every step."""
+    fixed = {"PROGRAMS": programs, "UNITS": units, "BESIDE": beside, "DV": dv, "PARTS": 32}
+    return Repeated(kernel, {**fixed, "num_warps": 4})
 
 
 def _enqueue_loop(
