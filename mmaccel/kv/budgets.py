@@ -89,13 +89,13 @@ def prefix(scores: list[Tensor], count: int) -> list[int]:
 
     Parameters
     ----------
-    scores : per layer ``[n]`` float, not negative.
+    scores : per layer ``[n]`` float, not negative; or of several layers ``[layers, n]``.
 
     The keys of all layers are sorted by the share of the sum in front of them; the first ``count * L`` stay. That is the
     program's binary search for ``p`` carried to its end.
     """
-    before = [_mass_before(layer) for layer in scores]
-    total = min(count * len(scores), sum(map(len, before)))
+    before = [share for some in scores for share in _mass_before(some if some.dim() > 1 else some[None])]
+    total = min(count * len(before), sum(map(len, before)))
     everything = torch.cat(before)
     kept = everything.argsort(stable=True)[:total]
     owner = torch.repeat_interleave(torch.arange(len(before)), torch.tensor([len(b) for b in before]))
@@ -103,10 +103,11 @@ def prefix(scores: list[Tensor], count: int) -> list[int]:
 
 
 def _mass_before(scores: Tensor) -> Tensor:
-    """The share of the sum that the larger scores hold, for each in falling order; the first has -1: one always stays."""
+    """The share of the sum that the larger of ``scores [layers, n]`` hold, for each in falling order; the first has -1: one
+    always stays."""
     ordered = scores.double().sort(descending=True, stable=True).values
-    share = ordered.cumsum(0) / ordered.sum().clamp(min=torch.finfo(torch.float64).tiny)
-    return torch.cat([share.new_full((min(1, len(share)),), -1.0), share[:-1]])
+    share = ordered.cumsum(1) / ordered.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return torch.cat([share.new_full((len(share), min(1, share.shape[1])), -1.0), share[:, :-1]], dim=1)
 
 
 def prefix_official(scores: Tensor, target: int, protect: int) -> list[int]:

@@ -87,7 +87,7 @@ class Eviction:
             with timed:
                 received = self._observe(number, attention, tokens.places, window)
                 # these queries are large, and free before anything is chosen
-                expected, self.pre_rope = prompt.expected(tokens.places, key, self.pre_rope), None
+                expected, self.pre_rope = prompt.expected(tokens, key, self.pre_rope), None
                 prompt.after_attention(number, attention, tokens, received, expected)
             prompt.relieve()
         elif self.policy.scheduled:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -92,23 +94,31 @@ def by_content(
         if how in ("sparsity", "entropy"):
             rows.append(budgets.by_shares(count, sizes, shares[row], uniform))
             continue
-        mine = [_proportions(s[row][:, one.tokens.at[row]]) for s, one in zip(scores, waiting, strict=True)]
+        mine = [_proportions(x[..., at]) for x, at in _alike(scores, waiting, row)]
         if how == "prefix":
-            rows.append(budgets.prefix([s.mean(0).to(home) for s in mine], count))
+            rows.append(budgets.prefix([x.mean(1).to(home) for x in mine], count))
             continue
-        spread = [s.var(1, unbiased=False) if s.shape[1] else s.new_zeros(len(s)) for s in mine]
-        ratios = budgets.variance_ratios(torch.stack([s.to(home) for s in spread]).double())
+        spread = [x.var(2, unbiased=False) if x.shape[2] else x.new_zeros(x.shape[:2]) for x in mine]
+        ratios = budgets.variance_ratios(torch.cat([x.to(home) for x in spread]).double())
         rows.append(budgets.by_shares(count, sizes, ratios.tolist()))
     return [list(column) for column in zip(*rows, strict=True)]
 
 
+def _alike(scores: list[Tensor], waiting: list[Waiting], row: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of a row the scores ``[n, Hkv, K]`` of layers that follow each other and have the same tokens, and the slots of those
+    that compete."""
+    for _, same in groupby(zip(scores, waiting, strict=True), lambda one: id(one[1].tokens)):
+        mine = list(same)
+        yield torch.stack([x[row] for x, _ in mine]), mine[0][1].tokens.at[row]
+
+
 def _proportions(scores: Tensor) -> Tensor:
-    """Scores ``[H, n]`` as shares that are not negative; what must stay counts as the best of the rest."""
-    if not scores.shape[1]:
+    """Scores ``[..., n]`` as shares that are not negative; what must stay counts as the best of the rest."""
+    if not scores.shape[-1]:
         # a row without pictures
         return scores
     finite = scores.isfinite()
-    most = scores.masked_fill(~finite, -torch.inf).amax(1, keepdim=True).nan_to_num(1.0, 1.0, 1.0)
+    most = scores.masked_fill(~finite, -torch.inf).amax(-1, keepdim=True).nan_to_num(1.0, 1.0, 1.0)
     scores = torch.where(scores == torch.inf, most, scores)
-    least = scores.masked_fill(~scores.isfinite(), torch.inf).amin(1, keepdim=True).clamp(max=0.0)
+    least = scores.masked_fill(~scores.isfinite(), torch.inf).amin(-1, keepdim=True).clamp(max=0.0)
     return (scores - least).nan_to_num(0.0, 0.0, 0.0)

@@ -22,7 +22,7 @@ from ..kv.cache import CacheState
 from ..kv.choose import choose, per_head, rank
 from ..kv.index import to_device
 from ..kv.packed import QuantisedLayer
-from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, share_seen
+from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, mean_rotation, share_seen
 from ..kv.together import Together, batches, size
 from ..method import KeyBatch, LayerAttention, Policy
 from ..recipe.recipe import text_policy
@@ -105,7 +105,12 @@ class PromptEviction:
         received : ``[B, Hkv, K]`` float32, see :meth:`mmaccel.method.Policy.observe`. expected : see
             :class:`~mmaccel.method.KeyBatch`.
         """
-        new, seen = tokens.places.shape[1], None
+        # those of a whole prompt are large
+        window, seen = min(self.policy.window, tokens.places.shape[1]), None
+        rows, heads, _, channels = attention.query.shape
+        last = attention.query.new_empty(rows, heads, window, channels)
+        if window:
+            last.copy_(attention.query[:, :, -window:])
         if self.split == "sparsity":
             seen = share_seen(attention, attention.once(behind_pictures), 0.01)
         elif self.split == "entropy":
@@ -113,10 +118,9 @@ class PromptEviction:
         self.waiting[number] = Waiting(
             layer=self.state.layers[number],
             tokens=tokens,
-            # those of a whole prompt are large
-            queries=attention.query[:, :, new - min(self.policy.window, new) :].clone(),
+            queries=last,
             scaling=attention.scaling,
-            received=None if received is None else received[..., -new:],
+            received=None if received is None else received[..., -tokens.places.shape[1] :],
             expected=expected,
             seen=seen,
         )
@@ -353,20 +357,28 @@ class PromptEviction:
             self.state.shared.grid_table = to_device(table, self.prompt.phase(0).places.device)
         return table
 
-    def expected(self, places: Tensor, keys: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """What the queries behind those at ``places [B, q]`` may be, if the policy looks into the future."""
-        policy, text, offset = self.policy, self.stage.text, self.state.shared.offset
-        if not policy.future or queries is None or offset is None:
+    def expected(self, tokens: Tokens, keys: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """What the queries behind those of ``tokens`` may be, if the policy looks into the future."""
+        if not self.policy.future or queries is None or self.state.shared.offset is None:
             return None
-        there, position = places >= 0, torch.arange(policy.future, device=keys.device)
-        position = (self.prompt.seen + self.prompt.length - offset.to(keys.device))[:, None] + position
+        if "future" not in tokens.memo:
+            # the same in all layers
+            there = tokens.places >= 0
+            counted = there & (there.cumsum(1) > self.policy.sinks)
+            tokens.memo["future"] = counted, mean_rotation(*self._future(keys, self.state.shared.offset))
+        queries = queries.flatten(2).unflatten(2, (-1, keys.shape[3]))
+        return expected_queries(queries, *tokens.memo["future"])
+
+    def _future(self, keys: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[B, n, D]`` of RoPE at the positions behind the prompt."""
+        text, device = self.stage.text, keys.device
+        position = torch.arange(self.policy.future, device=device)
+        position = (self.prompt.seen + self.prompt.length - offset.to(device))[:, None] + position
         if "mrope_section" in (text.config.rope_parameters or {}):
             position = position.expand(3, -1, -1)
         # in full precision, as half precision does not tell late positions apart
         cos, sin = (x[0] if x.dim() == 4 else x for x in text.rotary_emb(keys[..., :0].float(), position))
-        queries = queries.flatten(2).unflatten(2, (-1, keys.shape[3]))
-        counted = there & (there.cumsum(1) > policy.sinks)
-        return expected_queries(queries, counted, cos.to(keys.device), sin.to(keys.device))
+        return cos.to(device), sin.to(device)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -76,9 +76,17 @@ def test_lists_of_slots_say_the_same_as_a_mask(device):
 
 
 def test_strided_keys_and_nothing_kept(device):
-    keys, values, kept, owner, _ = storage(2, 3, 37, 20, 24, device=device)
+    keys, values, kept, owner, weight = storage(2, 3, 37, 20, 24, device=device)
     turned = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    room = torch.full((2, 3, 50, 24), torch.nan, device=device)
+    room[:, :, :37] = values
     assert torch.equal(compact_kernel(turned, values, kept, None, None, None).keys, keys[kept])
+    for given in ((None, None), (owner, weight)):
+        want = compact_kernel(keys, values, kept, *given, None)
+        # the last has channels apart
+        for ours in (turned, keys.mT.contiguous().mT):
+            got = compact_kernel(ours, room[:, :, :37], kept, *given, None)
+            assert torch.equal(got.keys, want.keys) and torch.equal(got.values, want.values)
     none = torch.zeros_like(kept)
     for run in (compact_definition, compact_kernel):
         for owners in (None, owner.fill_(-1)):

@@ -143,3 +143,25 @@ def test_wrong_shapes_are_refused_by_name(wrong, says):
 def test_an_unknown_join_is_refused():
     with pytest.raises(ValueError, match="'none', 'mean', 'sum' or 'max', not 'min'"):
         importance(torch.ones(2, 4, 5, 8), torch.ones(2, 2, 9, 8), join="min")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_heads_and_tokens_may_lie_anywhere(dtype, device):
+    """Queries as a projection makes them, keys with room behind those of each head; neither is copied."""
+    query, key, weight, valid, _ = attention(2, 4, 2, 33, 70, 32, dtype, device)
+    want = importance_kernel(query, key, 0.2, weight, valid, None)
+    turned = query.transpose(1, 2).contiguous().transpose(1, 2)
+    room = torch.full((2, 2, 90, 32), torch.nan, dtype=dtype, device=device)
+    room[:, :, :70] = key
+    assert torch.equal(importance_kernel(turned, room[:, :, :70], 0.2, weight, valid, None), want)
+    with counted() as traffic:
+        importance_kernel(turned, room[:, :, :70], 0.2, weight, valid, None)
+    assert traffic.launches == 2
+
+
+def test_more_queries_than_keys_where_it_is_said_what_they_see(device):
+    query, key, weight, valid, visible = attention(2, 4, 2, 9, 9, 32, device=device)
+    given = weight, valid[:, :5], visible[..., :5]
+    got = importance_kernel(query, key[:, :, :5], 0.2, *given)
+    torch.testing.assert_close(got, eager(query, key[:, :, :5], 0.2, *given), atol=2e-5, rtol=2e-5)
+    assert importance(query, key[:, :, :5], visible=visible[..., :5]).shape == (2, 4, 5)

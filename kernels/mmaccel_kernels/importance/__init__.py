@@ -31,8 +31,8 @@ def importance(
 
     Parameters
     ----------
-    query : ``[B, Hq, q, D]`` float16, bfloat16 or float32, those of the last ``q`` keys: a window, or all.
-    key : ``[B, Hkv, K, D]``, ``K >= q``; ``Hq`` is a multiple of ``Hkv``. The kernel reads it in the type of the queries.
+    query : ``[B, Hq, q, D]`` float16, bfloat16 or float32, those of the last ``q`` keys unless ``visible`` is given.
+    key : ``[B, Hkv, K, D]``, then ``K >= q``; ``Hq`` is a multiple of ``Hkv``. The kernel reads it in the type of the queries.
     scaling : of the logits; by default ``D ** -0.5``.
     weight : ``[B, q]`` float32, how much each query counts (0 for padding); by default 1.
     valid : ``[B, K]`` bool, the keys that are no padding; by default all.
@@ -72,7 +72,8 @@ def _check(
     query: Tensor, key: Tensor, weight: Tensor | None, valid: Tensor | None, visible: Tensor | None, join: str
 ) -> None:
     fits = query.dim() == key.dim() == 4 and len(query) == len(key) and query.shape[3] == key.shape[3]
-    if not fits or query.shape[1] % max(1, key.shape[1]) or query.shape[2] > key.shape[2]:
+    behind = visible is None and query.shape[2] > key.shape[2]
+    if not fits or query.shape[1] % max(1, key.shape[1]) or behind:
         raise ValueError(
             "importance takes query [B, Hq, q, D] and key [B, Hkv, K, D] with Hq a multiple of Hkv and q <= K, not "
             f"{tuple(query.shape)} and {tuple(key.shape)}."

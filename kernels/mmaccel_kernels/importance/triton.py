@@ -24,7 +24,9 @@ def importance_kernel(
 ) -> Tensor:
     """:func:`.importance` per query head in two launches."""
     (batch, heads, queries, width), (keys, kv) = query.shape, (key.shape[2], key.shape[1])
-    query, key = query.contiguous(), key.to(query.dtype).contiguous()
+    # heads and tokens may lie anywhere; only their channels lie together
+    query, key = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key.to(query.dtype)))
+    steps = *query.stride()[:3], *key.stride()[:3]
     rows, tile = heads // kv * queries, tiles(queries, width, query.element_size())
     block_k = tile["BLOCK_K"]
     splits = min(triton.cdiv(keys, block_k), max(1, PROGRAMS // (batch * kv * triton.cdiv(rows, tile["BLOCK_Q"]))))
@@ -38,13 +40,13 @@ def importance_kernel(
     partial = torch.empty(splits, batch * kv, rows, device=query.device)
     blocks = triton.cdiv(rows, tile["BLOCK_Q"])
     grid: tuple[int, ...] = (blocks, batch * kv, splits)
-    enqueue(_row_sums, grid, query, key, there, seen, partial, *sizes, share, **given, **tile)
-    total = torch.logsumexp(partial * math.log(2.0), 0) / math.log(2.0)
+    enqueue(_row_sums, grid, query, key, there, seen, partial, *sizes, share, *steps, **given, **tile)
+    total = partial[0] if splits == 1 else torch.logsumexp(partial * math.log(2.0), 0) / math.log(2.0)
     # a query that sees no key pays nothing: every difference to it is minus infinity
     total = total.masked_fill_(total < -1e29, torch.inf)
     sums = torch.empty(batch, heads, keys, device=query.device)
     grid = (triton.cdiv(keys, block_k), batch * kv)
-    enqueue(_column_sums, grid, query, key, there, seen, total, weight, sums, *sizes, **given, **tile)
+    enqueue(_column_sums, grid, query, key, there, seen, total, weight, sums, *sizes, *steps, **given, **tile)
     return sums
 
 
@@ -122,25 +124,31 @@ def _masks(valid, visible, queries, keys, kv, seen_heads):
 def _row_sums(
     query, key, valid, visible, partial,
     queries, keys, kv, groups, seen_heads, width, scale, share,
+    query_row, query_head, query_token, key_row, key_head, key_token,
     VALID: tl.constexpr, VISIBLE: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Of every query head and query, the logarithm of the sum of exponentials over a share of the keys."""
     row = tl.program_id(1).to(tl.int64)
+    query += row // kv * query_row
+    key += row // kv * key_row + row % kv * key_head
     valid, visible = _masks(valid, visible, queries, keys, kv, seen_heads)
     split, rows = tl.program_id(2), groups * queries
     r = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     of, i = r < rows, r % queries
-    q = _vectors(query + (row * rows + r) * width, of, width, WHOLE, BLOCK_D)
+    at = (row % kv * groups + r // queries) * query_head + i.to(tl.int64) * query_token
+    q = _vectors(query + at, of, width, WHOLE, BLOCK_D)
     first = split * share
     last = tl.minimum(first + share, keys)
     if not VISIBLE:
         last = tl.minimum(last, tl.max(tl.where(of, i, 0), 0) + keys - queries + 1)
     most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
+    theirs = key + first.to(tl.int64) * key_token + tl.arange(0, BLOCK_K) * key_token
     for left in range(first, last, BLOCK_K):
         j = left + tl.arange(0, BLOCK_K)
-        k = _vectors(key + (row * keys + j) * width, j < keys, width, WHOLE, BLOCK_D)
+        k = _vectors(theirs, j < keys, width, WHOLE, BLOCK_D)
+        theirs += BLOCK_K * key_token
         logits = _logits(
             q, k, of, valid, visible, i, j, queries, keys, width, scale,
             VALID, VISIBLE, WHOLE, BLOCK_Q, BLOCK_K, BLOCK_D,
@@ -154,15 +162,19 @@ def _row_sums(
 def _column_sums(
     query, key, valid, visible, total, weight, sums,
     queries, keys, kv, groups, seen_heads, width, scale,
+    query_row, query_head, query_token, key_row, key_head, key_token,
     VALID: tl.constexpr, VISIBLE: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Of every query head and key, the sum over queries of weight times probability."""
     row = tl.program_id(1).to(tl.int64)
+    query += row // kv * query_row
+    key += row // kv * key_row + row % kv * key_head
     valid, visible = _masks(valid, visible, queries, keys, kv, seen_heads)
     weight += (tl.program_id(1) // kv).to(tl.int64) * queries
     j = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    k = _vectors(key + (row * keys + j) * width, j < keys, width, WHOLE, BLOCK_D)
+    key += tl.program_id(0).to(tl.int64) * BLOCK_K * key_token
+    k = _vectors(key + tl.arange(0, BLOCK_K) * key_token, j < keys, width, WHOLE, BLOCK_D)
     first = 0
     if not VISIBLE:
         # queries before the first key of the block see none of it
@@ -170,10 +182,14 @@ def _column_sums(
     for group in range(0, groups):
         head = row * groups + group
         paid = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+        # all but the steps within a tile in 64 bits
+        mine = query + (row % kv * groups + group) * query_head + (row * 0 + first) * query_token
+        mine += tl.arange(0, BLOCK_Q) * query_token
         for top in range(first, queries, BLOCK_Q):
             i = top + tl.arange(0, BLOCK_Q)
             of = i < queries
-            q = _vectors(query + (head * queries + i) * width, of, width, WHOLE, BLOCK_D)
+            q = _vectors(mine, of, width, WHOLE, BLOCK_D)
+            mine += BLOCK_Q * query_token
             logits = _logits(
                 q, k, of, valid, visible, i, j, queries, keys, width, scale,
                 VALID, VISIBLE, WHOLE, BLOCK_Q, BLOCK_K, BLOCK_D,

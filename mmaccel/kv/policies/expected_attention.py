@@ -76,5 +76,5 @@ class ExpectedAttention(Policy):
             score += logits.masked_fill((first | ~keys.valid)[:, None], -torch.inf).softmax(-1)
         score = of_first_keys(score / mean.shape[2], keys.keys, keys.valid & ~first)
         if self.weigh_values:
-            score = score * keys.values.float().norm(dim=-1)
+            score = score * torch.linalg.vector_norm(keys.values, dim=-1, dtype=torch.float32)
         return score.masked_fill((first & keys.valid)[:, None], torch.inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...method import KeyBatch, Policy
@@ -26,4 +27,4 @@ class KNorm(Policy):
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
-        return -keys.keys.float().norm(dim=-1)
+        return -torch.linalg.vector_norm(keys.keys, dim=-1, dtype=torch.float32)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from mmaccel_kernels.importance import importance
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
@@ -73,16 +74,11 @@ class SnapKV(Policy):
 def window_attention(keys: KeyBatch) -> tuple[Tensor, Tensor]:
     """The attention paid by the last queries, mean over them and zero for their own keys, ``[B, Hq, K]`` float32; and which
     keys are their own, ``[B, K]`` bool."""
-    heads = keys.keys.shape[1]
-    queries = keys.queries.float().unflatten(1, (heads, -1))
-    logits = torch.einsum("bhgwd,bhkd->bhgwk", queries, keys.keys.float()) * keys.scaling
     # queries of padding do not count
-    place, votes, own = keys.places, keys.places >= 0, keys.once(_own)
-    seen = keys.valid[:, None, :] & (keys.index[:, None, :] <= place[:, :, None]) & votes[:, :, None]
-    attention = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    attention = attention.masked_fill(~seen[:, None, None], 0.0)
-    paid = attention.sum(3) / votes.sum(1).clamp(min=1)[:, None, None, None]
-    paid = paid.masked_fill(own[:, None, None], 0.0).flatten(1, 2)
+    votes, own = keys.places >= 0, keys.once(_own)
+    seen = keys.valid[:, None, :] & (keys.index[:, None, :] <= keys.places[:, :, None]) & votes[:, :, None]
+    sums = importance(keys.queries, keys.keys, scaling=keys.scaling, visible=seen[:, None])
+    paid = (sums / votes.sum(1).clamp(min=1)[:, None, None]).masked_fill(own[:, None], 0.0)
     return of_first_keys(paid, keys.keys, keys.valid & ~own), own
 
 

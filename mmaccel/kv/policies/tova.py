@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mmaccel_kernels.importance import importance
 from torch import Tensor
 
 from ...method import KeyBatch, Policy
@@ -31,9 +32,7 @@ class Tova(Policy):
     def score(self, keys: KeyBatch) -> Tensor:
         """``queries [B, Hq, 1, D]``, ``keys [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         heads = keys.keys.shape[1]
-        query = keys.queries[:, :, -1].float().unflatten(1, (heads, -1))
-        logits = torch.einsum("bhgd,bhkd->bhgk", query, keys.keys.float()) * keys.scaling
-        paid = logits.masked_fill(~keys.valid[:, None, None], -torch.inf).softmax(-1)
-        paid = of_first_keys(paid.flatten(1, 2), keys.keys, keys.valid).mean(1)
+        paid = importance(keys.queries[:, :, -1:], keys.keys, scaling=keys.scaling, valid=keys.valid)
+        paid = of_first_keys(paid, keys.keys, keys.valid).mean(1)
         paid[:, -1] = torch.inf
         return paid.masked_fill(~keys.valid, -torch.inf)[:, None].expand(-1, heads, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...method import KeyBatch
@@ -38,4 +39,4 @@ class VATP(H2O):
     def score(self, keys: KeyBatch) -> Tensor:
         """``received [B, Hkv, K]``, ``values [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
         assert keys.received is not None
-        return keys.received * keys.values.float().abs().sum(-1)
+        return keys.received * torch.linalg.vector_norm(keys.values, 1, dim=-1, dtype=torch.float32)

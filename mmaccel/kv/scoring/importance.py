@@ -93,26 +93,31 @@ def by_group(figures: Tensor, heads: int, join: Join = "mean") -> Tensor:
     return grouped.amax(2) if join == "max" else grouped.sum(2) if join == "sum" else grouped.mean(2)
 
 
-def expected_queries(queries: Tensor, there: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def expected_queries(queries: Tensor, there: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     """Mean ``[B, Hq, D]`` and covariance ``[B, Hq, D, D]``, float32, of queries at future positions.
 
     Parameters
     ----------
     queries : ``[B, S, Hq, D]``, before RoPE. there : ``[B, S]`` bool, the queries that count.
-    cos, sin : ``[B, n, D]``, of RoPE in the layout of two halves, at the future positions.
+    rotation : see :func:`mean_rotation`.
     """
     weight = there[:, :, None, None].float()
     count = weight.sum(1).clamp(min=1)
     mean = (queries.float() * weight).sum(1) / count
     off = (queries.float() - mean[:, None]) * weight
     covariance = torch.einsum("bshd,bshe->bhde", off, off) / count[..., None]
+    return (rotation @ mean[..., None])[..., 0], rotation @ covariance @ rotation.mT
+
+
+def mean_rotation(cos: Tensor, sin: Tensor) -> Tensor:
+    """``[B, 1, D, D]`` float32: the mean over positions of the rotations by ``cos``, ``sin [B, n, D]`` of RoPE in the layout of
+    two halves."""
     half = cos.shape[-1] // 2
     swap = torch.eye(half, device=cos.device)
     turn = torch.zeros(2 * half, 2 * half, device=cos.device)
     turn[:half, half:], turn[half:, :half] = -swap, swap
     rotation = torch.diag_embed(cos.float().mean(1)) + sin.float().mean(1)[:, :, None] * turn
-    rotation = rotation[:, None]
-    return (rotation @ mean[..., None])[..., 0], rotation @ covariance @ rotation.mT
+    return rotation[:, None]
 
 
 def energy(queries: Tensor, there: Tensor, heads: int) -> Tensor:
