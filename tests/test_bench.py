@@ -19,7 +19,7 @@ from tail import few
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmaccel import accelerated, recipe
+from mmaccel import Recipe, Stage, accelerated, recipe
 from mmaccel.cli import main
 from mmaccel.cli.shared import bench_report
 from mmaccel.core.stats import Stats
@@ -33,6 +33,7 @@ from mmaccel.programs.bench.arithmetic import (
     promised_decode,
     promised_ttft,
     stored_bytes,
+    unread_bytes,
     weight_bytes,
 )
 from mmaccel.programs.bench.claims import CLAIMS, Claim, claims_table, measured
@@ -513,6 +514,21 @@ class Read(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].shape[2] == 1:
             self.bytes.append(args[1].nbytes + args[2].nbytes)
         return func(*args, **(kwargs or {}))
+
+
+def test_what_is_left_unread_counts_as_it_is_stored(tiny):
+    """A fifth of a picture is read from the third layer on; packed tokens that are left out spare what they take packed."""
+    depth = tiny.model.config.text_config.num_hidden_layers
+    stats = {"stages": [{"method": "quest", "tokens_in": 100, "resolved": 20}, {"method": "kivi", "tokens_in": 100}]}
+    for token in (1000.0, 300.0):
+        assert unread_bytes(tiny.model, recipe("quest"), stats, token) == round(80 * token * (depth - 2) / depth)
+    codec = Stage("kivi", None, {"page": 16, "group": 16, "residual": 4, "bits": 4})
+    made = Recipe("both", (*recipe("quest").override(retain=0.25).stages, codec))
+    alone, both = (
+        Bench(tiny, 1).measure(Case("pictures-2", 4, 1), [("made", one)])[-1]
+        for one in (recipe("quest").override(retain=0.25), made)
+    )
+    assert 0 < both["step_bytes"]["kv"] < alone["step_bytes"]["kv"] < alone["kv_bytes"]
 
 
 @pytest.mark.parametrize("name", [None, "snapkv", "dycoke-cache"])

@@ -70,7 +70,12 @@ def reads_as_stored(layer: Stored, incoming: Incoming, new: Tensor) -> bool:
 
 
 def attend(
-    layer: Readable, query: Tensor, visible: Tensor | None, scaling: float, tail: Tensor | None = None
+    layer: Readable,
+    query: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    tail: Tensor | None = None,
+    pages: Pages | None = None,
 ) -> Tensor:
     """Attention of ``query [B, Hq, q, D]`` over everything in ``layer``, the keys of the queries included.
 
@@ -78,6 +83,7 @@ def attend(
     ----------
     visible : ``[B, 1 or Hkv, q, K]`` bool, over the slots of ``layer.stored()``; None if a query sees all up to its own key.
     tail : ``[1]`` long, how many of ``layer.keys`` there are; all by default.
+    pages : what is to be read of those of a layer that has one token group; all by default.
 
     Returns
     -------
@@ -87,15 +93,15 @@ def attend(
     if (ragged := layer.ragged) is not None:
         flat = Flat(ragged.keys, ragged.values, ragged.bounds, ragged.longest)
     # one token group is read in the same pass as the rest, each of the others in a pass of its own
-    groups = [(pages, width) for pages, width in zip(layer.packs, layer.widths, strict=True) if pages is not None]
+    groups = [(held, width) for held, width in zip(layer.packs, layer.widths, strict=True) if held is not None]
     parts, none = [], (layer.keys[:, :, :0], layer.values[:, :, :0])
-    for pages, width in groups[:-1]:
+    for other, width in groups[:-1]:
         mine = None
         if visible is not None:
             mine, visible = visible[..., :width], visible[..., width:]
-        if len(pages.table):
-            parts.append(decode_attention(query, *none, scaling=scaling, pages=pages, visible=mine))
-    last = groups[-1][0] if groups else None
+        if len(other.table):
+            parts.append(decode_attention(query, *none, scaling=scaling, pages=other, visible=mine))
+    last = pages if pages is not None else groups[-1][0] if groups else None
     held = layer.keys, layer.values
     read = decode_attention(query, *held, scaling=scaling, flat=flat, pages=last, visible=visible, tail=tail)
     return combine_partials([*parts, read]).transpose(1, 2)

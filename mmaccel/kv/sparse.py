@@ -8,59 +8,40 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from mmaccel_kernels.chosen import ChosenKeys
+from mmaccel_kernels.pages import Pages
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core import masks
 from ..method.reading import Picked
 from .index import KeyIndex, leftmost
+from .listing import Listing, PageSlots
+
+#: see :meth:`mmaccel.method.ReadingPolicy.wanted`
+Wanted = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class Choices:
-    """What a step chooses from in the layers that share an index, by the slots of what was stored when this was made.
+@dataclass(frozen=True)
+class Rivalry:
+    """Which of the keys of an index compete, in the order of their places: packed pictures stand before text that is older.
 
-    index : that of the layers, which is not held. stored : how many slots it had; whatever came later is always read.
-    units : ``[B, 1 or Hkv, P, unit]`` int32, the slots of visual keys in their order, some consecutive ones in every unit.
-    always : ``[B, 1 or Hkv, A]`` int32, the slots of all other keys. -1 is none, in both.
-    gone : ``[B, 1 or Hkv, P]`` bool, units that are empty.
-    count : ``[B, 1 or Hkv]`` int32, how many units are read. most : the largest of them.
-    all_there : whether no key is missing in any unit.
-    everything : whether all are read.
+    order : ``[B, 1 or Hkv, K]`` long, the slots by place. there : the same shape, bool, as the others: which of these are keys.
+    seen : the visual ones. fixed : those of them that are always read. rivals : the others.
+    count : ``[B]`` long, how many visual keys are read of each row.
     """
 
-    index: weakref.ref[KeyIndex]
-    stored: int
-    units: Tensor
-    always: Tensor
-    gone: Tensor
+    order: Tensor
+    there: Tensor
+    seen: Tensor
+    fixed: Tensor
+    rivals: Tensor
     count: Tensor
-    most: int
-    all_there: bool
-    everything: bool
 
     @staticmethod
-    def make(
-        index: KeyIndex,
-        visual: Tensor,
-        count: Tensor,
-        unit: int,
-        wanted: Callable[[Tensor, Tensor], Tensor],
-        partial: bool = False,
-        sinks: int = 0,
-        recent: float = 0,
-    ) -> Choices:
-        """What there is to choose from; the host waits once.
-
-        Parameters
-        ----------
-        visual : ``[B, n]`` bool, which of the first ``n`` places are visual.
-        count : ``[B]`` long, how many visual keys are read of each row. wanted : how many units that makes, see
-            :meth:`mmaccel.method.ReadingPolicy.wanted`. partial : whether a step may leave out some though all are wanted.
-        sinks, recent : see :class:`mmaccel.method.CacheOptions`; the visual keys that they mean are always read.
-        """
+    def make(index: KeyIndex, visual: Tensor, count: Tensor, sinks: int = 0, recent: float = 0) -> Rivalry:
+        """Of the first ``n`` places those are visual that ``visual [B, n]`` bool says; for ``sinks`` and ``recent``, which name
+        those that are always read, see :class:`mmaccel.method.CacheOptions`."""
         known = index.by_head.long()
-        # by place: packed pictures stand before text that is older
         order = known.argsort(dim=-1, stable=True)
         known = known.gather(2, order)
         there, within = known >= 0, known.clamp(0, visual.shape[1] - 1)
@@ -69,55 +50,128 @@ class Choices:
         seen = visual[:, None].expand(-1, known.shape[1], -1).gather(2, within) & prompt
         newest = recent if isinstance(recent, int) else (prompt.sum(-1, keepdim=True) * recent + 0.5).long()
         fixed = seen & ((prompt.cumsum(-1) <= sinks) | (masks.suffix_sums(prompt) <= newest))
-        rivals = seen & ~fixed
-        others, size = there & ~rivals, rivals.sum(-1)
-        left = (count[:, None] - fixed.sum(-1)).clamp(min=0)
+        return Rivalry(order, there, seen, fixed, seen & ~fixed, count)
+
+    def slots(self, mask: Tensor, width: int) -> Tensor:
+        """The slots of what is true, ``[B, 1 or Hkv, width]`` int32, -1 for none."""
+        at, held = masks.leftmost(mask, width)
+        return self.order.gather(2, at).masked_fill(~held, -1).int()
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What a step chooses from in the layers that share an index, by the slots of what was stored when this was made.
+
+    index : that of the layers, which is not held. stored : how many slots it had; whatever came later is always read.
+    rated : ``[B, 1 or Hkv, P each, unit]`` int32, the slots of visual keys in their order, some consecutive ones in every unit,
+        of which ``each`` consecutive ones are read together.
+    always : ``[B, 1 or Hkv, A]`` int32, the slots of all other keys. -1 is none, in both.
+    gone : ``[B, 1 or Hkv, P each]`` bool, units that are empty.
+    count : ``[B, 1 or Hkv]`` int32, how many are read. most : the largest of them.
+    all_there : whether no key is missing in any unit.
+    everything : whether all are read.
+    pages : ``[B, 1 or Hkv, P]`` long, the packed pages that are read as a whole, by their numbers within heads, -1 for none;
+        None where keys are not chosen by packed pages.
+    """
+
+    index: weakref.ref[KeyIndex]
+    stored: int
+    rated: Tensor
+    always: Tensor
+    gone: Tensor
+    count: Tensor
+    most: int
+    all_there: bool
+    everything: bool
+    each: int = 1
+    pages: Tensor | None = None
+
+    @staticmethod
+    def make(index: KeyIndex, rivalry: Rivalry, unit: int, wanted: Wanted, partial: bool = False) -> Choices:
+        """What there is to choose from; the host waits once.
+
+        Parameters
+        ----------
+        unit : keys that are read together. wanted : how many units a number of keys makes, see
+            :meth:`mmaccel.method.ReadingPolicy.wanted`. partial : whether a step may leave out some though all are wanted.
+        """
+        rivals, others, size = rivalry.rivals, rivalry.there & ~rivalry.rivals, rivalry.rivals.sum(-1)
+        left = (rivalry.count[:, None] - rivalry.fixed.sum(-1)).clamp(min=0)
         units = wanted(left, size)
-        pages = (size + unit - 1) // unit
-        chooses = left < size if partial else units < pages
+        chooses = left < size if partial else units < (size + unit - 1) // unit
         told = torch.stack([size, others.sum(-1), units, chooses.long()]).flatten(1).cpu()
         (most_rivals, most_others, most, any_chooses), least = told.amax(1).tolist(), told.amin(1).tolist()
-
-        def slots(mask: Tensor, width: int) -> Tensor:
-            at, held = masks.leftmost(mask, width)
-            return order.gather(2, at).masked_fill(~held, -1).int()
-
         # to whole units
-        made = pad(slots(rivals, most_rivals), (0, -most_rivals % unit), value=-1).unflatten(2, (-1, unit))
+        rated = pad(rivalry.slots(rivals, most_rivals), (0, -most_rivals % unit), value=-1).unflatten(2, (-1, unit))
         return Choices(
             weakref.ref(index),
             len(index),
-            made,
-            slots(others, most_others),
-            made[..., 0] < 0,
+            rated,
+            rivalry.slots(others, most_others),
+            rated[..., 0] < 0,
             units.int(),
             most,
             least[0] == most_rivals and most_rivals % unit == 0,
             not any_chooses,
         )
 
+    @staticmethod
+    def of_pages(index: KeyIndex, rivalry: Rivalry, unit: int, pages: Pages, width: int) -> Choices:
+        """The same of keys that are packed in ``pages``, the first ``width`` slots, each of which is read as a whole or not at
+        all: as many as fit, at least one. Pages that hold text, and keys in full precision, are always read."""
+        known, page = index.by_head, pages.page
+        there = known >= 0
+        rivals = torch.zeros_like(there).scatter_(2, rivalry.order, rivalry.rivals)
+        packed = PageSlots.make(pages, width, known.shape[1])
+        whole = packed.whole(rivals[..., :width], there[..., :width])
+        chosen = pad(whole.gather(2, packed.of.clamp(min=0)), (0, known.shape[2] - width), value=False) & there
+        others = (there & ~chosen).gather(2, rivalry.order)
+        left = rivalry.count[:, None] - (rivalry.seen & others).sum(-1)
+        size = whole.sum(-1)
+        units = torch.where(left >= chosen.sum(-1), size, torch.minimum((left // page).clamp(min=1), size))
+        told = torch.stack([size, others.sum(-1), units, (units < size).long()]).flatten(1).amax(1).tolist()
+        most_pages, most_others, most, any_chooses = told
+        number, held = masks.leftmost(whole, most_pages)
+        number = number.masked_fill(~held, -1)
+        # the slots of a page end where the next one begins
+        slots = packed.first.gather(2, number.clamp(min=0))[..., None] + torch.arange(page, device=known.device)
+        inside = held[..., None] & (slots < width)
+        slots = slots.clamp(max=max(0, width - 1))
+        flat = slots.flatten(2)
+        inside &= (packed.of.gather(2, flat).view_as(slots) == number[..., None]) & there.gather(2, flat).view_as(slots)
+        rated = pad(slots.masked_fill(~inside, -1).int(), (0, -page % unit), value=-1).unflatten(3, (-1, unit))
+        each = rated.shape[3]
+        rated = rated.flatten(2, 3)
+        always = rivalry.slots(others, most_others)
+        gone = (rated < 0).all(-1)
+        return Choices(
+            weakref.ref(index), len(index), rated, always, gone, units.int(), most, False, not any_chooses, each, number
+        )
+
     def chosen(self, picked: Picked) -> ChosenKeys:
         """What a step reads of what is stored."""
-        return ChosenKeys(self.always, self.units, *picked, self.stored)
+        return ChosenKeys(self.always, self.rated.unflatten(2, (-1, self.each)).flatten(3), *picked, self.stored)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is kept from step to step."""
-        return [self.units, self.always, self.gone, self.count]
+        return [x for x in (self.rated, self.always, self.gone, self.count, self.pages) if x is not None]
 
     def select(self, rows: Tensor) -> Choices:
         """Keep, repeat or reorder rows of the batch."""
-        rows = rows.to(self.units.device)
-        return replace(self, **{name: getattr(self, name)[rows] for name in ("units", "always", "gone", "count")})
+        rows = rows.to(self.rated.device)
+        held = {name: getattr(self, name)[rows] for name in ("rated", "always", "gone", "count")}
+        return replace(self, **held, pages=None if self.pages is None else self.pages[rows])
 
 
 @dataclass(frozen=True, eq=False)
 class LayerRead:
     """What one layer carries from step to step: its ``choices``, the ``summary`` that they are rated by, and what the policy
-    ``carried`` from the last step, ``[B, ...]`` each."""
+    ``carried`` from the last step, ``[B, ...]`` each; and how its packed pages are ``listed``, once a step has asked."""
 
     choices: Choices
     summary: Mapping[str, Tensor]
     carried: Mapping[str, Tensor]
+    listed: Listing | None = None
 
 
 @dataclass
@@ -143,6 +197,7 @@ class SparseMemory:
         held = [x for x in (self.count, self.paid, self.chosen, self.level) if x is not None]
         for layer in self.layers.values():
             held += [*layer.choices.tensors(), *layer.summary.values(), *layer.carried.values()]
+            held += [] if layer.listed is None else layer.listed.tensors()
         return held
 
     def to(self, device: torch.device) -> SparseMemory:

@@ -59,7 +59,8 @@ class ReadStep:
         Hkv, P]`` bool, units without any key.
     summary : what :meth:`ReadingPolicy.summarise` returned for this layer.
     carried : what :meth:`ReadingPolicy.pick` returned in the last step; empty in the first.
-    count : ``[B, 1 or Hkv]`` int32, how many units are to be read. most : the largest of them.
+    each : consecutive units that are read together, as one is packed with the others; mostly 1.
+    count : ``[B, 1 or Hkv]`` int32, how many units, or runs of ``each``, are to be read. most : the largest of them.
     all_there : whether every unit of every row and head has all its keys.
     level : ``[B]``, what :meth:`ReadingPolicy.level` returned for the last prompt; None without a ``window``.
     scaling : the factor of ``q . k`` in attention.
@@ -71,6 +72,7 @@ class ReadStep:
     gone: Tensor
     summary: Mapping[str, Tensor]
     carried: Mapping[str, Tensor]
+    each: int
     count: Tensor
     most: int
     all_there: bool
@@ -91,7 +93,8 @@ class ReadingPolicy(Policy):
 
     All keys stay stored, and a prompt reads everything. A decode step reads, in every layer from ``layer`` on, the best
     visual keys of every KV head within the budget, and all text: prompt, question, and what was generated. ``retain`` is the
-    share of the visual keys that is read; a count is a count for every picture, as the budgets of the papers are. With
+    share of the visual keys that is read; a count is a count for every picture, as the budgets of the papers are. What a codec
+    has packed is chosen by packed pages where :attr:`by_summary` says so, at least one, and read with any text in them. With
     ``sinks`` and ``recent`` the visual keys at the start and at the end of the last prompt are always read, within the budget.
 
     Parameters
@@ -120,6 +123,12 @@ class ReadingPolicy(Policy):
     def unit(self) -> int:
         """How many consecutive visual keys are read as a whole."""
         return 1
+
+    @property
+    def by_summary(self) -> bool:
+        """Whether a step looks at no key before it has chosen, and reads as many as are :meth:`wanted`: what is packed can be
+        chosen by packed pages then, each as good as its best unit, and only these are read."""
+        return self.summarises and not self.partial
 
     @property
     def summarises(self) -> bool:
@@ -169,6 +178,12 @@ def best(ratings: Tensor, step: ReadStep, least: Tensor | None = None) -> Picked
     """The units of highest ``ratings [B, 1 or Hkv, P]``, of equal ones the first, as many as are to be read; none that is rated
     lower than ``least [B]``."""
     gone = None if step.all_there else step.gone
+    if step.each > 1:
+        # as good as the best of them
+        ratings, there = (
+            x.unflatten(-1, (-1, step.each)) for x in (ratings.masked_fill(step.gone, -torch.inf), ~step.gone)
+        )
+        ratings, gone = ratings.amax(-1), ~there.any(-1)
     return Picked(*best_units(ratings, step.count, step.most, gone=gone, least=least))
 
 

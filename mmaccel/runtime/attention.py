@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from ..errors import UnsupportedError
 from ..kv.decoding import attend, reads_as_stored
 from .scope import current
+from .sparse import packed_read
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 #: what a model may have been loaded with
@@ -209,12 +210,17 @@ def _text_attention(
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
+    chosen = None
+    if stages.eviction is not None:
+        chosen = stages.eviction.read(number, query, None if as_stored else key, scaling)
     if layer is not None and as_stored:
-        read = attend(layer, query, visible, scaling)
-        stages.after_attention(number, query, key, visible, scaling, window)
-        return read, None
+        pages = packed_read(layer, chosen) if chosen is not None and visible is None else None
+        if chosen is None or pages is not None:
+            read = attend(layer, query, visible, scaling, pages=pages)
+            stages.after_attention(number, query, key, visible, scaling, window)
+            return read, None
+        key, value = layer.stored()
     groups = query.shape[1] // key.shape[1]
-    chosen = None if stages.eviction is None else stages.eviction.read(number, query, key, scaling)
     if chosen is not None and base != "eager":
         read, _ = chosen_attention(query, key, value, chosen, scaling=scaling, visible=visible)
         stages.after_attention(number, query, key, visible, scaling, window)

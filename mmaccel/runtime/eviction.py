@@ -94,8 +94,9 @@ class Eviction:
             places = self.forward.phase(number).places.to(query.device, non_blocking=True)
             self.schedule.note(self.state.layers[number], query, places, scaling, window)
 
-    def read(self, number: int, query: Tensor, key: Tensor, scaling: float) -> ChosenKeys | None:
-        """What the attention of layer ``number`` is to read of all that it stores; None for everything."""
+    def read(self, number: int, query: Tensor, key: Tensor | None, scaling: float) -> ChosenKeys | None:
+        """What the attention of layer ``number`` is to read of all that it stores; None for everything. ``key`` is None where
+        packed keys are not to be decoded unless they are needed."""
         policy = self.policy
         if not isinstance(policy, ReadingPolicy) or self.prompt is not None or query.shape[2] > 1:
             return None

@@ -16,6 +16,7 @@ from ..core.reduction import Reduction
 from ..errors import UnsupportedError
 from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ..kv.incoming import Incoming
+from ..method import ReadingPolicy
 from . import continuation, prefill, tokens
 from .forward import Continuation, Forward, Prompt, rows_at, sent
 from .plan import ModelPlan
@@ -180,7 +181,8 @@ class TextHooks:
     ) -> Continuation:
         """New tokens without pictures on a reduced cache."""
         embeds, policy = kwargs["inputs_embeds"], scope.plan.policy
-        looks = policy is not None and policy.method.recalls
+        method = None if policy is None else policy.method
+        looks = method is not None and method.recalls and not (isinstance(method, ReadingPolicy) and method.by_summary)
         length = embeds.shape[1]
         incoming = Incoming(seen, length, as_stored=not looks, coming=scope.coming(seen + length))
         forward = Continuation(scope.plan, scope.stats, state, incoming, embeds.device)

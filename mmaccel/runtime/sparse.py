@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from mmaccel_kernels.chosen import ChosenKeys
+from mmaccel_kernels.pages import Pages
 from torch import Tensor
 
 from ..core.budget import layer_at
 from ..kv.layer import CompressedLayer
+from ..kv.listing import Listing
+from ..kv.packed import QuantisedLayer
 from ..kv.shared import Shared
-from ..kv.sparse import Choices, LayerRead, SparseMemory, SparseRead
+from ..kv.sparse import Choices, LayerRead, Rivalry, SparseMemory, SparseRead
 from ..method import KeyUnits, LayerAttention, Observed, Policy, ReadingPolicy, ReadStep
 
 
@@ -54,26 +58,28 @@ def sparse_read(
 
 
 def read_layer(
-    policy: ReadingPolicy, layer: CompressedLayer, query: Tensor, keys: Tensor, scaling: float
+    policy: ReadingPolicy, layer: QuantisedLayer, query: Tensor, keys: Tensor | None, scaling: float
 ) -> ChosenKeys | None:
     """What a ``layer`` reads for ``query [B, Hq, 1, D]`` of all its ``keys [B, Hkv, K, D]``; None, which is everything, where
-    nothing is to be left out."""
+    nothing is to be left out. Where ``keys`` are None packed ones are decoded only if they are needed."""
     memory = layer.shared.sparse
     if memory is None or layer.shared.grid_table is None or (policy.window and memory.level is None):
         return None
     held = memory.layers.get(layer.number)
     if held is None or held.choices.index() is not layer.index:
+        keys = layer.stored()[0] if keys is None else keys
         held = memory.layers[layer.number] = _looked_at(policy, layer, memory, keys, scaling)
     choices = held.choices
     if choices.everything:
         return None
     step = ReadStep(
         query[:, :, 0],
-        keys,
-        choices.units,
+        layer.keys if keys is None else keys,
+        choices.rated,
         choices.gone,
         held.summary,
         held.carried,
+        choices.each,
         choices.count,
         choices.most,
         choices.all_there,
@@ -81,12 +87,28 @@ def read_layer(
         scaling,
     )
     picked, carried = policy.pick(step)
-    memory.layers[layer.number] = LayerRead(choices, held.summary, carried)
+    memory.layers[layer.number] = replace(held, carried=carried)
     return choices.chosen(picked)
 
 
+def packed_read(layer: QuantisedLayer, chosen: ChosenKeys) -> Pages | None:
+    """Of the packed pages of a ``layer`` those that a step reads of which this was ``chosen``; None where keys are not chosen
+    by packed pages."""
+    memory, pages = layer.shared.sparse, layer.pages
+    assert memory is not None
+    held = memory.layers[layer.number]
+    if held.choices.pages is None or pages is None:
+        return None
+    if held.listed is None:
+        choices = held.choices
+        listed = Listing.make(pages, held.choices.pages, choices.count, choices.most)
+        held = memory.layers[layer.number] = replace(held, listed=listed)
+    assert held.listed is not None
+    return held.listed.read(pages, chosen.picked)
+
+
 def prepare_reads(
-    policy: ReadingPolicy, layers: Sequence[CompressedLayer], scaling: float, asked: Mapping[int, tuple[Tensor, Tensor]]
+    policy: ReadingPolicy, layers: Sequence[QuantisedLayer], scaling: float, asked: Mapping[int, tuple[Tensor, Tensor]]
 ) -> None:
     """A prompt is over: what these layers choose from in the steps that follow. ``asked``: of every layer the last queries of
     the prompt ``[B, Hq, W, D]``, and which are no padding ``[B, W]`` bool, for policies with a ``window``."""
@@ -106,7 +128,7 @@ def prepare_reads(
 
 
 def _looked_at(
-    policy: ReadingPolicy, layer: CompressedLayer, memory: SparseMemory, keys: Tensor, scaling: float
+    policy: ReadingPolicy, layer: QuantisedLayer, memory: SparseMemory, keys: Tensor, scaling: float
 ) -> LayerRead:
     """What a layer chooses from, and what the policy makes of it; at the end of a prompt, or when it stores its keys otherwise
     than before."""
@@ -115,12 +137,14 @@ def _looked_at(
         table = layer.shared.grid_table
         assert table is not None
         visual, count = (x.to(keys.device) for x in (table[..., 0] >= 0, memory.count))
-        choices = Choices.make(
-            layer.index, visual, count, policy.unit, policy.wanted, policy.partial, policy.sinks, policy.recent
-        )
+        rivalry = Rivalry.make(layer.index, visual, count, policy.sinks, policy.recent)
+        if policy.by_summary and layer.pages is not None and len(layer.packs) == 1:
+            choices = Choices.of_pages(layer.index, rivalry, policy.unit, layer.pages, layer.width)
+        else:
+            choices = Choices.make(layer.index, rivalry, policy.unit, policy.wanted, policy.partial)
     if choices.everything or not policy.summarises:
         return LayerRead(choices, {}, {})
-    slots = choices.units
+    slots = choices.rated
     at = slots.clamp(min=0).long().expand(-1, keys.shape[1], -1, -1)
     units = keys.gather(2, at.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1])).unflatten(2, at.shape[2:])
     return LayerRead(choices, policy.summarise(KeyUnits(units, slots >= 0, scaling)), {})

@@ -244,7 +244,7 @@ def test_what_is_cropped_is_forgotten(name: str) -> None:
         assert state.shared.grid_table.shape[1] == int(visual[-3])
         model(input_ids=forced[:, :1], **held)
         choices = state.shared.sparse.layers[2].choices
-        assert int((choices.units >= 0).sum()) == len(visual) - 3
+        assert int((choices.rated >= 0).sum()) == len(visual) - 3
         assert choices.always.shape[-1] == state.seen - len(visual) + 3
 
 

@@ -109,7 +109,8 @@ class Pages:
         return self._decoded(self.keys, dtype, self.key_width), self._decoded(self.values, dtype)
 
     def _decoded(self, planes: tuple[Plane, ...], dtype: torch.dtype, width: int = 0) -> Tensor:
-        table = self.table.long()
+        # a table may have room behind its last head
+        table = (self.table[: int(self.cu_pages[-1])] if self.tokens is None else self.table).long()
         there = torch.arange(self.page, device=table.device) < self.count[table][:, None]
         parts = [plane.decoded(self.page, self.tile, table, self.meta[table].long()) for plane in planes]
         tokens = int(there.sum()) if self.tokens is None else self.tokens

@@ -110,16 +110,27 @@ def _once(tensors: Iterable[Tensor]) -> int:
     return sum({(x.data_ptr(), x.nbytes): x.nbytes for x in tensors}.values())
 
 
-def unread_bytes(model: Any, recipe: Recipe, stats: Mapping[str, Any]) -> int:
+def stored_tokens(cache: Any) -> float:
+    """Tokens that a layer of a cache stores, over all rows; the mean of layers and heads where they differ."""
+    state = state_of(cache)
+    if state is None:
+        counts = [float(len(layer.keys) * layer.keys.shape[2]) for layer in cache.layers if layer.keys is not None]
+    else:
+        counts = [float(layer.index.lengths.double().mean(1).sum()) for layer in state.layers if not layer.empty]
+    return sum(counts) / max(1, len(counts))
+
+
+def unread_bytes(model: Any, recipe: Recipe, stats: Mapping[str, Any], token: float) -> int:
     """Bytes of stored keys and values that a step leaves unread where a policy of the ``recipe`` chooses what it reads; what
-    the choice itself reads of them is not counted."""
-    depth, spared = family_of(model).text.config.num_hidden_layers, 0
+    the choice itself reads of them is not counted. A stored ``token`` takes so many bytes in all
+    layers, few where it is packed."""
+    depth, spared = family_of(model).text.config.num_hidden_layers, 0.0
     for _, method in recipe.build():
         if isinstance(method, Policy) and method.recalls:
             (stage,) = (one for one in stats["stages"] if one["method"] == method.name)
             unread = stage["tokens_in"] - stage["resolved"]
-            spared += unread * token_bytes(model) * (depth - first_layer(method, depth)) // depth
-    return spared
+            spared += unread * token * (depth - first_layer(method, depth)) / depth
+    return round(spared)
 
 
 @dataclass(frozen=True)

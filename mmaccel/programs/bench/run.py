@@ -31,6 +31,7 @@ from .arithmetic import (
     promised_decode,
     promised_ttft,
     stored_bytes,
+    stored_tokens,
     unread_bytes,
     weight_bytes,
 )
@@ -63,7 +64,7 @@ class Case:
 @dataclass(frozen=True)
 class Sample:
     """One measured run. Seconds; ``parts`` add up to ``ttft``. Of the cache at its end ``kv`` is what it holds, ``stored`` the
-    keys and values in it, and ``metadata`` what stands beside them, all in bytes."""
+    keys and values in it, and ``metadata`` what stands beside them, all in bytes; ``tokens`` those in a layer."""
 
     ttft: float
     parts: dict[str, float]
@@ -74,6 +75,7 @@ class Sample:
     kv: int
     stored: int
     metadata: int
+    tokens: float
     stats: dict[str, Any]
 
 
@@ -292,6 +294,7 @@ class Bench:
             kv=cache_bytes(out.past_key_values),
             stored=stored,
             metadata=metadata,
+            tokens=stored_tokens(out.past_key_values),
             stats=stats,
         )
 
@@ -316,6 +319,7 @@ class Bench:
             kv=last.kv,
             stored=last.stored,
             metadata=last.metadata,
+            tokens=last.tokens,
             stats=last.stats,
         )
 
@@ -401,7 +405,7 @@ class Bench:
         last = variant.samples[-1]
         kv = last.stored
         if variant.recipe is not None:
-            kv -= unread_bytes(self.model, variant.recipe, last.stats)
+            kv -= unread_bytes(self.model, variant.recipe, last.stats, kv / max(1.0, last.tokens))
         return {"weights": weight_bytes(self.model), "kv": kv, "metadata": last.metadata}
 
 
