@@ -168,7 +168,7 @@ def is_even(numbers: tuple[int, ...], tensors: list[Tensor]) -> bool:
         bits |= x.data_ptr()
     for number in numbers:
         bits |= number
-    return not bits & 15 and max(numbers) < 1 << 31
+    return not bits & 15 and max(numbers, default=0) < 1 << 31
 
 
 class _Kept(threading.local):

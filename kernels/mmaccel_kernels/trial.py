@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from .append import append
+from .best import best_units
+from .chosen import ChosenKeys, chosen_attention
 from .compact import compact
 from .decode import decode_attention
 from .dpp import greedy_dpp
 from .importance import importance
 from .launch import Obstacle, failure, obstacle
+from .loki import low_rank_logits
 from .matching import best_match
 from .maxmin import max_min
 from .pack import quantise
@@ -88,6 +91,22 @@ def _page_bounds(device: torch.device) -> None:
     page_bounds(_heads(device)[:, :, 0], _heads(device).repeat(1, 1, 1, 2))
 
 
+def _low_rank_logits(device: torch.device) -> None:
+    low_rank_logits(_heads(device)[:, :, 0], _heads(device)[..., :16, :].mT, _heads(device)[..., :16])
+
+
+def _best_units(device: torch.device) -> None:
+    best_units(_heads(device)[..., 0], torch.ones(1, 1, dtype=torch.int32, device=device), 1)
+
+
+def _chosen_attention(device: torch.device) -> None:
+    always, units, picked, counts = (
+        torch.zeros(1, 1, *shape, dtype=torch.int32, device=device) for shape in ((1,), (1, 4), (1,), ())
+    )
+    chosen = ChosenKeys(always, units, picked, counts, 16)
+    chosen_attention(_heads(device)[:, :, :1], _heads(device), _heads(device), chosen)
+
+
 _USES: dict[Callable[..., object], Callable[[torch.device], None]] = {
     best_match: _best_match,
     max_min: _max_min,
@@ -98,6 +117,9 @@ _USES: dict[Callable[..., object], Callable[[torch.device], None]] = {
     decode_attention: _decode_attention,
     append: _append,
     page_bounds: _page_bounds,
+    low_rank_logits: _low_rank_logits,
+    best_units: _best_units,
+    chosen_attention: _chosen_attention,
 }
 
 __all__ = ["trials"]

@@ -35,16 +35,16 @@ class Clock:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event, float]] = deque()
 
     @contextmanager
-    def measure(self, name: str, device: torch.device | None = None) -> Iterator[None]:
-        """Add the time of the block to ``name``."""
+    def measure(self, name: str, device: torch.device | None = None, times: float = 1.0) -> Iterator[None]:
+        """Add the time of the block to ``name``, so many times: for work that is done again and again and timed once."""
         begin = self.start(device)
         try:
             yield
         finally:
-            self.stop(name, begin)
+            self.stop(name, begin, times)
 
     @staticmethod
     def start(device: torch.device | None) -> torch.cuda.Event | float:
@@ -55,14 +55,14 @@ class Clock:
             return event
         return time.perf_counter()
 
-    def stop(self, name: str, begin: torch.cuda.Event | float) -> None:
-        """Add the time since ``begin`` to ``name``."""
+    def stop(self, name: str, begin: torch.cuda.Event | float, times: float = 1.0) -> None:
+        """Add the time since ``begin`` to ``name``, so many times."""
         if isinstance(begin, float):
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+            self._seconds[name] = self._seconds.get(name, 0.0) + (time.perf_counter() - begin) * times
         else:
             end = torch.cuda.Event(enable_timing=True)
             end.record(torch.cuda.current_stream(begin.device))
-            self._events.append((name, begin, end))
+            self._events.append((name, begin, end, times))
             # events that have completed are added up now, so that a long run does not hold them all
             while self._events and self._events[0][2].query():
                 self._add()
@@ -75,8 +75,8 @@ class Clock:
         return dict(self._seconds)
 
     def _add(self) -> None:
-        name, begin, end = self._events.popleft()
-        self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
+        name, begin, end, times = self._events.popleft()
+        self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000 * times
 
 
 @dataclass

@@ -14,7 +14,7 @@ from .scoring.chunks import by_chunks
 
 
 def rank(
-    policy: Policy, keys: KeyBatch, start: bool = True, question: Tensor | None = None, by: Policy | None = None
+    policy: Policy, keys: KeyBatch, start: bool = True, question: Tensor | None = None, scores: Tensor | None = None
 ) -> Tensor:
     """The policy's scores ``[B, Hkv, K]`` with those of protected keys infinite and those of padding lowest.
 
@@ -22,9 +22,9 @@ def rank(
     ----------
     start : whether the first of these keys are the first of the sequence, so that ``sinks`` means them.
     question : ``[B, 2]`` long, the places between which ``protect=("question",)`` protects text.
-    by : another policy that scores; what is protected is that of ``policy``.
+    scores : those of another policy, or those of this one that are there already; what is protected is that of ``policy``.
     """
-    scores = (by or policy).score(keys)
+    scores = policy.score(keys) if scores is None else scores
     if scores.shape != keys.keys.shape[:3]:
         raise MmaccelError(
             f"Method {policy.name!r} returned scores of shape {tuple(scores.shape)} where rows, key heads and keys are "

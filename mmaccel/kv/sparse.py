@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
+from mmaccel_kernels.chosen import ChosenKeys
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core import masks
+from ..method.reading import Picked
 from .index import KeyIndex, leftmost
 
 
@@ -20,13 +21,11 @@ class Choices:
     """What a step chooses from in the layers that share an index, by the slots of what was stored when this was made.
 
     index : that of the layers, which is not held. stored : how many slots it had; whatever came later is always read.
-    units : ``[B, 1 or Hkv, P + 1, unit]`` long, the slots of visual keys in their order, some consecutive ones in every unit;
-        the last one is empty.
-    always : ``[B, 1 or Hkv, A]`` long, the slots of all other keys. -1 is none, in both.
-    gone : ``[B, 1 or Hkv, P]`` bool, units that are empty as well.
-    count : ``[B, 1 or Hkv]`` long, how many units are read. most : the largest of them.
-    unread : ``[B, 1 or Hkv, most]`` bool, which of so many are too many.
-    all_there : whether no key is missing in any unit but the last, and every row and head reads ``most``.
+    units : ``[B, 1 or Hkv, P, unit]`` int32, the slots of visual keys in their order, some consecutive ones in every unit.
+    always : ``[B, 1 or Hkv, A]`` int32, the slots of all other keys. -1 is none, in both.
+    gone : ``[B, 1 or Hkv, P]`` bool, units that are empty.
+    count : ``[B, 1 or Hkv]`` int32, how many units are read. most : the largest of them.
+    all_there : whether no key is missing in any unit.
     everything : whether all are read.
     """
 
@@ -36,11 +35,9 @@ class Choices:
     always: Tensor
     gone: Tensor
     count: Tensor
-    unread: Tensor
     most: int
     all_there: bool
     everything: bool
-    _later: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def make(
@@ -78,58 +75,39 @@ class Choices:
         units = wanted(left, size)
         pages = (size + unit - 1) // unit
         chooses = left < size if partial else units < pages
-        told = torch.stack([size, others.sum(-1), units, pages, chooses.long()]).flatten(1).cpu()
-        (most_rivals, most_others, most, most_pages, any_chooses), least = told.amax(1).tolist(), told.amin(1).tolist()
+        told = torch.stack([size, others.sum(-1), units, chooses.long()]).flatten(1).cpu()
+        (most_rivals, most_others, most, any_chooses), least = told.amax(1).tolist(), told.amin(1).tolist()
 
         def slots(mask: Tensor, width: int) -> Tensor:
             at, held = masks.leftmost(mask, width)
-            return order.gather(2, at).masked_fill(~held, -1)
+            return order.gather(2, at).masked_fill(~held, -1).int()
 
-        # to whole units, and an empty one more
-        made = pad(slots(rivals, most_rivals), (0, -most_rivals % unit + unit), value=-1).unflatten(2, (-1, unit))
-        alike = least[:4] == [most_rivals, most_others, most, most_pages] and most_rivals % unit == 0
+        # to whole units
+        made = pad(slots(rivals, most_rivals), (0, -most_rivals % unit), value=-1).unflatten(2, (-1, unit))
         return Choices(
             weakref.ref(index),
             len(index),
             made,
             slots(others, most_others),
-            made[:, :, :-1, 0] < 0,
-            units,
-            torch.arange(most, device=units.device) >= units[..., None],
+            made[..., 0] < 0,
+            units.int(),
             most,
-            alike and not partial,
+            least[0] == most_rivals and most_rivals % unit == 0,
             not any_chooses,
         )
 
-    def read(self, picked: Tensor, total: int) -> Tensor:
-        """The slots that are read of ``total``: ``[B, 1 or Hkv, R]`` long, -1 for none, for the units ``picked [B, 1 or Hkv,
-        n]``."""
-        heads = max(picked.shape[1], self.units.shape[1])
-        if self.units.shape[3] == 1:
-            slots = self.units[..., 0].expand(-1, heads, -1).gather(2, picked.expand(-1, heads, -1))
-        else:
-            at = picked.expand(-1, heads, -1)[..., None].expand(-1, -1, -1, self.units.shape[3])
-            slots = self.units.expand(-1, heads, -1, -1).gather(2, at).flatten(2)
-        return torch.cat([self.rest(total).expand(-1, heads, -1), slots], dim=-1)
-
-    def rest(self, total: int) -> Tensor:
-        """The slots of ``total`` that every step reads, ``[B, 1 or Hkv, A + later]`` long; made once for all layers."""
-        if self._later.get("total") != total:
-            later = torch.arange(self.stored, total, device=self.always.device).expand(*self.always.shape[:2], -1)
-            self._later.update(total=total, slots=torch.cat([self.always, later], dim=-1))
-        slots: Tensor = self._later["slots"]
-        return slots
+    def chosen(self, picked: Picked) -> ChosenKeys:
+        """What a step reads of what is stored."""
+        return ChosenKeys(self.always, self.units, *picked, self.stored)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is kept from step to step."""
-        later = [self._later["slots"]] if self._later else []
-        return [self.units, self.always, self.gone, self.count, self.unread, *later]
+        return [self.units, self.always, self.gone, self.count]
 
     def select(self, rows: Tensor) -> Choices:
         """Keep, repeat or reorder rows of the batch."""
         rows = rows.to(self.units.device)
-        held = {name: getattr(self, name)[rows] for name in ("units", "always", "gone", "count", "unread")}
-        return replace(self, **held, _later={})
+        return replace(self, **{name: getattr(self, name)[rows] for name in ("units", "always", "gone", "count")})
 
 
 @dataclass(frozen=True, eq=False)

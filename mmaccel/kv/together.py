@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -12,6 +12,32 @@ from torch.nn.functional import pad
 from .index import KeyIndex
 from .layer import Survivors
 from .packed import QuantisedLayer
+
+
+def batches(
+    layers: Sequence[QuantisedLayer], kind: Callable[[QuantisedLayer], Hashable], most: int
+) -> Iterator[Together]:
+    """Layers that can be rows of one batch, as many at a time as have at most so many bytes of keys and values, or one.
+
+    kind : what else must be the same in the layers of a batch.
+    """
+    kinds: dict[Hashable, list[QuantisedLayer]] = {}
+    for layer in layers:
+        keys, alone = layer.keys, layer.packed or layer.dequantised is not None
+        shape = keys.device, keys.dtype, keys.shape[:2], keys.shape[3], layer.values.shape[3], layer.index.index.dim()
+        carried = layer.schedule.received is None, layer.schedule.threshold is None
+        kinds.setdefault((layer.number if alone else None, shape, carried, kind(layer)), []).append(layer)
+    for alike in kinds.values():
+        step = max(1, most // max(1, max(map(size, alike))))
+        yield from (Together(alike[start : start + step]) for start in range(0, len(alike), step))
+
+
+def size(layer: QuantisedLayer) -> int:
+    """Bytes of the keys and values of a layer as :meth:`.layer.CompressedLayer.stored` has them."""
+    keys = layer.keys
+    return (
+        keys.shape[0] * keys.shape[1] * len(layer.index) * (keys.shape[3] + layer.values.shape[3]) * keys.element_size()
+    )
 
 
 class Together:

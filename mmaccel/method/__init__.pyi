@@ -6,7 +6,7 @@ from .frames import FrameChoice, FramesMethod
 from .guided import AttentionGuided
 from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
 from .layers import LayerAttention, LayerMethod, Layerwise
-from .reading import KeyUnits, Observed, ReadingPolicy, ReadStep
+from .reading import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Method",
     "ModelFacts",
     "Observed",
+    "Picked",
     "Policy",
     "ProjectorMethod",
     "ReadStep",

@@ -16,10 +16,10 @@ from .layers import LayerAttention, Layerwise
 
 @dataclass(frozen=True)
 class KeyBatch(Layerwise):
-    """The keys of one layer, at the end of prefill or while decoding. All queries and keys are post-RoPE.
+    """The keys of one layer or of several, at the end of prefill or while decoding. All queries and keys are post-RoPE.
 
-    While decoding the rows of all layers are rows of one batch, and where heads store different keys every (row, KV head) is a
-    row of its own.
+    The rows of several layers are rows of one batch; while decoding, where heads store different keys, every (row, KV head) is
+    a row of its own.
 
     keys, values : ``[B, Hkv, K, D]``.
     queries : ``[B, Hq, W, D]``, the last ``W = min(window, new tokens)`` queries; while decoding the most recent ones.
@@ -204,7 +204,7 @@ class Policy(CacheOptions, Method):
     needs_outgoing: ClassVar[bool] = False
     #: whether :meth:`observe` is called for what follows a prompt, too, where a schedule evicts
     observes_steps: ClassVar[bool] = True
-    #: whether scores depend on :attr:`KeyBatch.layer`, so that layers are scored one by one while decoding
+    #: whether scores depend on :attr:`KeyBatch.layer`, or rows are scored in turn, so that layers are scored one by one
     by_layer: ClassVar[bool] = False
 
     @abstractmethod

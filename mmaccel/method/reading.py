@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from mmaccel_kernels.best import best_units
 from torch import Tensor
 
 from ..errors import MmaccelError
@@ -53,13 +55,12 @@ class ReadStep:
 
     query : ``[B, Hq, D]``, of the new token.
     keys : ``[B, Hkv, K, D]``, all that are stored, in any order.
-    slots : ``[B, 1 or Hkv, P, page]`` long, where the keys of every unit stand among them; -1 for none. gone : ``[B, 1 or Hkv,
-        P]`` bool, units without any key.
+    slots : ``[B, 1 or Hkv, P, page]`` int32, where the keys of every unit stand among them; -1 for none. gone : ``[B, 1 or
+        Hkv, P]`` bool, units without any key.
     summary : what :meth:`ReadingPolicy.summarise` returned for this layer.
     carried : what :meth:`ReadingPolicy.pick` returned in the last step; empty in the first.
-    most : how many units are to be read at most. unread : ``[B, 1 or Hkv, most]`` bool, which of so many are too many for a
-        row and head.
-    all_there : whether nothing is ``gone`` and nothing ``unread``.
+    count : ``[B, 1 or Hkv]`` int32, how many units are to be read. most : the largest of them.
+    all_there : whether every unit of every row and head has all its keys.
     level : ``[B]``, what :meth:`ReadingPolicy.level` returned for the last prompt; None without a ``window``.
     scaling : the factor of ``q . k`` in attention.
     """
@@ -70,11 +71,18 @@ class ReadStep:
     gone: Tensor
     summary: Mapping[str, Tensor]
     carried: Mapping[str, Tensor]
+    count: Tensor
     most: int
-    unread: Tensor
     all_there: bool
     level: Tensor | None
     scaling: float
+
+
+class Picked(NamedTuple):
+    """The units that a step reads: ``units [B, 1 or Hkv, n]`` int32, of which there are ``counts [B, 1 or Hkv]`` int32."""
+
+    units: Tensor
+    counts: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +149,9 @@ class ReadingPolicy(Policy):
         """How many units are read where ``count`` of the ``there`` keys may be, long, all of one shape."""
         return torch.minimum(count, there)
 
-    def pick(self, step: ReadStep) -> tuple[Tensor, dict[str, Tensor]]:
-        """The units that are read, ``[B, 1 or Hkv, n]`` long with ``P`` for none, and what the next step is given as
-        ``carried``, ``[B, ...]`` each. By default the best by :meth:`rate`, of equal ones the first."""
+    def pick(self, step: ReadStep) -> tuple[Picked, dict[str, Tensor]]:
+        """The units that are read, and what the next step is given as ``carried``, ``[B, ...]`` each. By default the best by
+        :meth:`rate`, of equal ones the first."""
         return best(self.rate(step), step), {}
 
     # --- what all of them share -----------------------------------------------------------------------------------
@@ -157,14 +165,11 @@ class ReadingPolicy(Policy):
         return torch.zeros(keys.keys.shape[:3], device=keys.keys.device)
 
 
-def best(ratings: Tensor, step: ReadStep) -> Tensor:
-    """The units of highest ``ratings [B, 1 or Hkv, P]``, of equal ones the first, as many as are to be read: ``[B, 1 or Hkv,
-    most]`` long, ``P`` for none."""
-    if step.all_there:
-        return ratings.argsort(dim=-1, descending=True, stable=True)[..., : step.most]
-    ratings = ratings.masked_fill(step.gone, -torch.inf)
-    order = ratings.argsort(dim=-1, descending=True, stable=True)[..., : step.most]
-    return order.masked_fill(step.unread, step.gone.shape[-1])
+def best(ratings: Tensor, step: ReadStep, least: Tensor | None = None) -> Picked:
+    """The units of highest ``ratings [B, 1 or Hkv, P]``, of equal ones the first, as many as are to be read; none that is rated
+    lower than ``least [B]``."""
+    gone = None if step.all_there else step.gone
+    return Picked(*best_units(ratings, step.count, step.most, gone=gone, least=least))
 
 
 def by_kv_head(x: Tensor, heads: int) -> Tensor:

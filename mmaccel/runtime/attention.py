@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from mmaccel_kernels.chosen import chosen_attention
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -213,16 +214,21 @@ def _text_attention(
         stages.after_attention(number, query, key, visible, scaling, window)
         return read, None
     groups = query.shape[1] // key.shape[1]
-    some = None if stages.eviction is None else stages.eviction.read(number, query, key, value, visible, scaling)
-    if some is not None:
-        key, value, visible = some.keys, some.values, some.visible
+    chosen = None if stages.eviction is None else stages.eviction.read(number, query, key, scaling)
+    if chosen is not None and base != "eager":
+        read, _ = chosen_attention(query, key, value, chosen, scaling=scaling, visible=visible)
+        stages.after_attention(number, query, key, visible, scaling, window)
+        return read.transpose(1, 2), None
+    if chosen is not None:
+        # eager attention returns its weights, of everything that is stored
+        visible = chosen.mask(key.shape[2]) if visible is None else chosen.mask(key.shape[2]) & visible
     if "flash" in base:
         # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads
         # store different keys, or a window would count stored instead of original places
         kwargs.pop("position_ids", None)
         padding = None
         if visible is not None:
-            if some is not None or index.of_heads or index.windowed(window):
+            if index.of_heads or index.windowed(window):
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)

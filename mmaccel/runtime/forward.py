@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,8 +86,14 @@ class Forward:
         index, sparse = self.state.layers[layer].index, self.incoming.sparse
         return index if sparse is None or layer < sparse.first else sparse.index(index)
 
-    def measured(self, name: str, device: torch.device) -> AbstractContextManager[None]:
-        """The time of a stage at a prompt; while decoding it is part of the step's, which has few launches to spare."""
+    def measured(
+        self, name: str, device: torch.device, layers: Sequence[int] | None = None
+    ) -> AbstractContextManager[None]:
+        """The time of a stage at a prompt; while decoding it is part of the step's, which has few launches to spare.
+
+        layers : those that the work is done for, where all have their turn, some at a time. On a GPU the turn of the layer in
+        the middle is timed, and counted for all, so that events do not grow with layers.
+        """
         return nullcontext()
 
 
@@ -116,9 +122,14 @@ class Prompt(Forward):
     arguments: list[dict[str, Any]] = field(default_factory=list)
     looked: dict[str, Tensor] = field(default_factory=dict)
 
-    def measured(self, name: str, device: torch.device) -> AbstractContextManager[None]:
+    def measured(
+        self, name: str, device: torch.device, layers: Sequence[int] | None = None
+    ) -> AbstractContextManager[None]:
         """The time of a stage."""
-        return self.stats.clock.measure(name, device)
+        if layers is None or device.type != "cuda":
+            return self.stats.clock.measure(name, device)
+        depth = self.plan.family.depth
+        return self.stats.clock.measure(name, device, depth / len(layers)) if depth // 2 in layers else nullcontext()
 
     @property
     def chosen(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.budget import Retain, resolve
 from ..core.layout import Layout
 from ..kv import budgets
-from ..method import KeyBatch
+from ..kv.packed import QuantisedLayer
 from .cache_stage import CacheStage
 from .places import Tokens
 
@@ -18,12 +18,21 @@ from .places import Tokens
 KNOWN = ("uniform", "pyramid")
 
 
-@dataclass
-class Undecided:
-    """A layer whose budget is settled when the forward is over, in proportion to ``seen [B]``, if that is known already."""
+@dataclass(frozen=True)
+class Waiting:
+    """A layer whose attention has run, and of which it is not settled yet what stays.
 
-    keys: KeyBatch
+    queries : ``[B, Hq, W, D]``, the last ones of the prompt. scaling, received, expected : see
+        :class:`~mmaccel.method.KeyBatch`; ``received`` is of the keys of the prompt.
+    seen : ``[B]``, what its budget is in proportion to, where attention settles that.
+    """
+
+    layer: QuantisedLayer
     tokens: Tokens
+    queries: Tensor
+    scaling: float
+    received: Tensor | None
+    expected: tuple[Tensor, Tensor] | None
     seen: Tensor | None
 
 
@@ -66,24 +75,24 @@ def known(stage: CacheStage, layout: Layout, budget: list[int]) -> list[list[int
 
 
 def by_content(
-    how: str, uniform: float, budget: list[int], undecided: list[Undecided], scores: list[Tensor]
+    how: str, uniform: float, budget: list[int], waiting: list[Waiting], scores: list[Tensor]
 ) -> list[list[int]]:
     """Per layer and row: how many of the competing keys stay, for the other values of ``layer_budget``.
 
     Parameters
     ----------
     uniform : the share that is given to all layers alike.
-    scores : of every layer, ``[B, Hkv, K]``.
+    waiting, scores : all layers, and the scores ``[B, Hkv, K]`` of each.
     """
     home, rows = scores[0].device, []
-    seen = [one.seen.to(home) for one in undecided if one.seen is not None]
-    shares = torch.stack(seen, dim=1).tolist() if seen else [[1.0] * len(undecided)] * len(budget)
+    seen = [one.seen.to(home) for one in waiting if one.seen is not None]
+    shares = torch.stack(seen, dim=1).tolist() if seen else [[1.0] * len(waiting)] * len(budget)
     for row, count in enumerate(budget):
-        sizes = [one.tokens.rivals[row] for one in undecided]
+        sizes = [one.tokens.rivals[row] for one in waiting]
         if how in ("sparsity", "entropy"):
             rows.append(budgets.by_shares(count, sizes, shares[row], uniform))
             continue
-        mine = [_proportions(s[row][:, one.tokens.at[row]]) for s, one in zip(scores, undecided, strict=True)]
+        mine = [_proportions(s[row][:, one.tokens.at[row]]) for s, one in zip(scores, waiting, strict=True)]
         if how == "prefix":
             rows.append(budgets.prefix([s.mean(0).to(home) for s in mine], count))
             continue

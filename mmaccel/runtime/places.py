@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..kv.shared import Shared
 class Tokens:
     """The tokens of a prompt that some layers see, for those of them on one device.
 
-    places : ``[B, q]`` long, -1 for padding. visual : ``[B, q]`` bool.
+    places : ``[B, q]`` long, -1 for padding. visual, text : ``[B, q]`` bool.
     grid : ``[B, q, 4]`` int32, picture and cell. count : see :class:`~mmaccel.method.KeyBatch`. question : see
         :func:`~mmaccel.kv.choose.rank`.
     rivals, texts : how many tokens of each row compete for its budget, and how many are text; both known to the host.
@@ -29,6 +29,7 @@ class Tokens:
 
     places: Tensor
     visual: Tensor
+    text: Tensor
     grid: Tensor
     count: Tensor
     question: Tensor | None
@@ -36,6 +37,25 @@ class Tokens:
     texts: list[int]
     at: list[Tensor]
     memo: dict[Any, Any] = field(default_factory=dict)
+    _repeated: dict[int, Tokens] = field(default_factory=dict)
+
+    def of_layers(self, count: int) -> Tokens:
+        """The tokens of so many layers, whose rows are rows of one batch; the same object for the same count."""
+        if count == 1:
+            return self
+        if count not in self._repeated:
+            self._repeated[count] = replace(
+                self,
+                places=self.places.repeat(count, 1),
+                visual=self.visual.repeat(count, 1),
+                text=self.text.repeat(count, 1),
+                grid=self.grid.repeat(count, 1, 1),
+                count=self.count.repeat(count),
+                question=None if self.question is None else self.question.repeat(count, 1),
+                rivals=self.rivals * count,
+                texts=self.texts * count,
+            )
+        return self._repeated[count]
 
 
 def prompt_grid(shared: Shared, layout: Layout, seen: int) -> Tensor:

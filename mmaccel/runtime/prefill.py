@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,8 @@ def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any]) -> tuple[Tensor, 
     embeds, plan = kwargs["inputs_embeds"], prompt.plan
     deepstack = kwargs.get("deepstack_visual_embeds")
     planes = _planes(kwargs["visual_pos_masks"], deepstack) if deepstack is not None else []
-    with prompt.measured("selection", embeds.device):
+    works = plan.encoder is not None or plan.projector
+    with prompt.measured("selection", embeds.device) if works else nullcontext():
         found = encoder_groups.settle(plan, prompt.stats, prompt.layout, prompt.encoded, embeds)
         if plan.encoder is not None and found is not None:
             # the tokens hold their merged values already; DeepStack features were taken while groups were smaller

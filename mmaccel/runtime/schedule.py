@@ -17,7 +17,7 @@ from ..kv.cache import CacheState
 from ..kv.choose import per_head, rank
 from ..kv.index import to_device
 from ..kv.packed import QuantisedLayer
-from ..kv.together import Together
+from ..kv.together import Together, batches
 from ..method import KeyBatch, LayerAttention
 from .cache_stage import CacheStage
 from .places import cells_at, question_span
@@ -89,26 +89,13 @@ class Schedule:
 
     def _batches(self, layers: list[QuantisedLayer]) -> Iterator[Together]:
         """Layers that can be rows of one batch, as many at a time as do not take too much memory."""
-        kinds: dict[Hashable, list[QuantisedLayer]] = {}
-        for layer in layers:
-            kinds.setdefault(self._kind(layer), []).append(layer)
-        for alike in kinds.values():
-            keys, longest = alike[0].keys, max(len(layer.index) for layer in alike)
-            vectors = keys.shape[0] * keys.shape[1] * longest
-            size = vectors * (keys.shape[3] + alike[0].values.shape[3]) * keys.element_size()
-            step = max(1, BYTES // max(1, size))
-            yield from (Together(alike[start : start + step]) for start in range(0, len(alike), step))
+        return batches(layers, self._kind, BYTES)
 
     def _kind(self, layer: QuantisedLayer) -> Hashable:
         """What must be the same in layers that are rows of one batch."""
-        keys, schedule = layer.keys, layer.schedule
-        alone = self.policy.by_layer or layer.packed or layer.dequantised is not None
-        return (
-            layer.number if alone else None,
-            (keys.device, keys.dtype, keys.shape[:2], keys.shape[3], layer.values.shape[3]),
-            (layer.index.index.dim(), schedule.received is None, schedule.threshold is None),
-            (schedule.unseen, tuple(x.shape for x in schedule.queries), schedule.scaling, schedule.window),
-        )
+        schedule = layer.schedule
+        alone = layer.number if self.policy.by_layer else None
+        return alone, schedule.unseen, tuple(x.shape for x in schedule.queries), schedule.scaling, schedule.window
 
     def _observe(self, together: Together) -> None:
         """Let the policy observe the queries that it has not seen."""

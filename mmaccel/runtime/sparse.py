@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
+from mmaccel_kernels.chosen import ChosenKeys
 from torch import Tensor
 
 from ..core.budget import layer_at
@@ -53,27 +53,11 @@ def sparse_read(
     return SparseRead(first, chosen | ~visual)
 
 
-@dataclass(frozen=True)
-class Read:
-    """What one layer reads in a step: ``keys`` and ``values [B, Hkv, R, D]``, of which the query sees what is ``visible``,
-    ``[B, 1 or Hkv, 1, R]`` bool; None for all."""
-
-    keys: Tensor
-    values: Tensor
-    visible: Tensor | None
-
-
 def read_layer(
-    policy: ReadingPolicy,
-    layer: CompressedLayer,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor | None,
-    scaling: float,
-) -> Read | None:
-    """What a ``layer`` reads for ``query [B, Hq, 1, D]`` of all its ``keys`` and ``values [B, Hkv, K, D]``, of which the query
-    may see what is ``visible [B, 1 or Hkv, 1, K]`` bool; None, which is everything, where nothing is to be left out."""
+    policy: ReadingPolicy, layer: CompressedLayer, query: Tensor, keys: Tensor, scaling: float
+) -> ChosenKeys | None:
+    """What a ``layer`` reads for ``query [B, Hq, 1, D]`` of all its ``keys [B, Hkv, K, D]``; None, which is everything, where
+    nothing is to be left out."""
     memory = layer.shared.sparse
     if memory is None or layer.shared.grid_table is None or (policy.window and memory.level is None):
         return None
@@ -86,19 +70,19 @@ def read_layer(
     step = ReadStep(
         query[:, :, 0],
         keys,
-        choices.units[:, :, :-1],
+        choices.units,
         choices.gone,
         held.summary,
         held.carried,
+        choices.count,
         choices.most,
-        choices.unread,
         choices.all_there,
         None if memory.level is None else memory.level.to(query.device),
         scaling,
     )
     picked, carried = policy.pick(step)
     memory.layers[layer.number] = LayerRead(choices, held.summary, carried)
-    return _gathered(choices.read(picked, keys.shape[2]), choices.all_there, keys, values, visible)
+    return choices.chosen(picked)
 
 
 def prepare_reads(
@@ -136,20 +120,7 @@ def _looked_at(
         )
     if choices.everything or not policy.summarises:
         return LayerRead(choices, {}, {})
-    slots = choices.units[:, :, :-1]
-    at = slots.clamp(min=0).expand(-1, keys.shape[1], -1, -1)
+    slots = choices.units
+    at = slots.clamp(min=0).long().expand(-1, keys.shape[1], -1, -1)
     units = keys.gather(2, at.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1])).unflatten(2, at.shape[2:])
     return LayerRead(choices, policy.summarise(KeyUnits(units, slots >= 0, scaling)), {})
-
-
-def _gathered(slots: Tensor, all_there: bool, keys: Tensor, values: Tensor, visible: Tensor | None) -> Read:
-    """``slots [B, 1 or Hkv, R]`` of ``keys`` and ``values [B, Hkv, K, D]``; -1 is no slot, and is hidden."""
-    seen = None if all_there else slots >= 0
-    slots = slots if all_there else slots.clamp(min=0)
-    at = slots.expand(-1, keys.shape[1], -1)[..., None]
-    keys, values = (x.gather(2, at.expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
-    if visible is not None:
-        heads = max(visible.shape[1], slots.shape[1])
-        shown = visible[:, :, 0].expand(-1, heads, -1).gather(2, slots.expand(-1, heads, -1))
-        seen = shown if seen is None else shown & seen
-    return Read(keys, values, None if seen is None else seen[:, :, None])

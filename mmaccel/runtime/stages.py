@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
@@ -31,6 +29,7 @@ class Stages:
         if policy is not None and state is not None and (isinstance(forward, Prompt) or policy.method.decodes):
             self.eviction = Eviction(forward, policy, state)
         self.packing = Packing(forward, state, self.eviction) if plan.token_groups and state is not None else None
+        self._packed: set[int] = set()
 
     def after_attention(
         self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float, window: int | None
@@ -46,29 +45,32 @@ class Stages:
                 seen = stage.method.look(attention)
             forward.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
         if self.eviction is not None:
-            with forward.measured("selection", device) if self.eviction.chooses else nullcontext():
-                self.eviction.after_attention(number, query, key, visible, scaling, window)
+            self.eviction.after_attention(number, query, key, visible, scaling, window)
         if self.packing is not None:
             self.packing.note_queries(number, query, key.shape[1])
-            if self.eviction is None or not self.eviction.waiting:
-                with forward.measured("packing", device):
-                    self.packing.pack(number)
+            self._pack([number] if self.eviction is None else self.eviction.done(number), device)
 
     def finish(self) -> None:
         """The last layer has run: what waited for it."""
         forward, eviction, packing = self.forward, self.eviction, self.packing
         device = forward.phase(0).places.device
         if eviction is not None:
-            waits = eviction.waiting
-            with forward.measured("selection", device):
-                eviction.settle()
-            if waits and packing is not None:
-                for number in range(len(packing.state.layers)):
-                    with forward.measured("packing", device):
-                        packing.pack(number)
+            eviction.settle()
+        if packing is not None:
+            self._pack([number for number in range(len(packing.state.layers)) if number not in self._packed], device)
         if packing is not None and packing.waiting:
             with forward.measured("packing", device):
                 packing.settle()
+
+    def _pack(self, layers: list[int], device: torch.device) -> None:
+        """Pack what is due of layers from which nothing is evicted any more."""
+        packing = self.packing
+        if packing is None or not layers:
+            return
+        with self.forward.measured("packing", device, layers):
+            for number in layers:
+                packing.pack(number)
+        self._packed.update(layers)
 
     def record(self) -> None:
         """Add to the statistics what became of the keys of a prompt."""

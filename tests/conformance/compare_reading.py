@@ -29,15 +29,12 @@ def read(run: CacheRun, query: Tensor) -> Tensor:
     total, (batch, heads, _, width) = layer.seen, layer.keys.shape
     eviction = run.begin(1, batch, prompt=False)
     own = query.new_zeros(batch, heads, 1, width)
-    keys, values = layer.update(own, torch.full_like(own, float(total)))
-    some = eviction.read(0, query, keys, values, None, width**-0.5)
-    assert some is not None, "the step reads everything"
-    at, seen = some.values[..., 0].long(), some.visible
-    out = torch.zeros(batch, heads, total + 2, dtype=torch.bool)
-    hidden = torch.zeros_like(at, dtype=torch.bool) if seen is None else ~seen[:, :, 0].expand_as(at)
-    out.scatter_(2, at.masked_fill(hidden, total + 1), True)
-    assert out[..., total].all(), "the newest key is not read"
-    return out[..., :total]
+    keys, _ = layer.update(own, own)
+    chosen = eviction.read(0, query, keys, width**-0.5)
+    assert chosen is not None, "the step reads everything"
+    read = chosen.mask(total + 1)[:, :, 0].expand(-1, heads, -1)
+    assert read[..., total].all(), "the newest key is not read"
+    return read[..., :total]
 
 
 def by_query_head(keys: Tensor, query: Tensor) -> Tensor:

@@ -12,12 +12,15 @@ import torch
 #: one test of every kernel, for the default run; the others that launch kernels are marked ``kernel``
 QUICK = {
     "test_append.py::test_the_kernel[one token of a group-torch.float16-torch.int32]",
+    "test_best.py::test_the_kernel_of_best_units[(2, 1, 5000, True, True)]",
+    "test_chosen.py::test_the_kernel_reads_what_is_chosen[pages-masked]",
     "test_compact.py::test_the_kernel[torch.float16-(2, 2, 20, 256, 64)]",
     "test_copies.py::test_picks_are_the_first_of_each_kind[8-4096]",
     "test_decode.py::test_the_kernel_agrees_with_the_definition[ragged-masked]",
     "test_decode.py::test_pages_alone_are_read_as_the_definition_says[kivi 2-dtype0]",
     "test_decode.py::test_pages_before_flat_keys_before_the_tail[kivi-1-False]",
     "test_importance.py::test_the_kernel[torch.bfloat16-(2, 4, 2, 5, 70, 20)]",
+    "test_loki.py::test_the_kernel_of_low_rank_logits[max-dtype1-(2, 6, 2, 300, 64, 16)]",
     "test_matching.py::test_the_kernel[(3, 5, 130, 64)-True-torch.float32]",
     "test_maxmin.py::test_the_kernel_of_greedy_dpp[(3, 33, 130)]",
     "test_maxmin.py::test_the_kernel_of_max_min[0-(3, 33, 130)]",

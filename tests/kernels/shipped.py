@@ -14,12 +14,15 @@ from unittest.mock import patch
 import torch
 from mmaccel_kernels import launch
 from mmaccel_kernels.append import append
+from mmaccel_kernels.best import best_units
+from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
 from mmaccel_kernels.compact import compact
 from mmaccel_kernels.decode import Flat, decode_attention
 from mmaccel_kernels.decode import triton as decode_kernel
 from mmaccel_kernels.decode.paged import fits
 from mmaccel_kernels.dpp import greedy_dpp
 from mmaccel_kernels.importance import importance
+from mmaccel_kernels.loki import low_rank_logits
 from mmaccel_kernels.matching import best_match
 from mmaccel_kernels.maxmin import max_min
 from mmaccel_kernels.maxmin.triton import ONE_PROGRAM
@@ -141,6 +144,22 @@ def cases() -> dict[str, Callable[[], Any]]:
         made[name] = lambda t=DTYPES[kind], w=width, j=join: page_bounds(
             torch.zeros(1, 14, w, dtype=t), torch.zeros(1, 2, 40, 2 * w, dtype=t), j
         )
+    for kind, width, rank, join in (("bf16", 128, 32, "max"), ("fp16", 80, 20, "max"), ("fp32", 256, 256, "mean")):
+        name = f"low_rank_logits {kind}, {rank} of {width} channels, {join}"
+        made[name] = lambda t=DTYPES[kind], w=width, r=rank, j=join: low_rank_logits(
+            torch.zeros(1, 14, w, dtype=t), torch.zeros(1, 2, w, r), torch.zeros(1, 2, 40, r, dtype=t), j
+        )
+    made["best_units"] = lambda: best_units(torch.zeros(1, 2, 40), torch.ones(1, 1, dtype=torch.int32), 4)
+    made["best_units, some gone or too low"] = lambda: best_units(
+        torch.zeros(1, 2, 40),
+        torch.ones(1, 2, dtype=torch.int32),
+        4,
+        gone=torch.zeros(1, 1, 40, dtype=torch.bool),
+        least=torch.zeros(1),
+    )
+    for kind, d, groups, unit, masked in _CHOSEN:
+        name = f"chosen {kind}, {d} channels, {groups} queries, units of {unit}{_beside(False, masked)}"
+        made[name] = lambda t=DTYPES[kind], a=(d, groups, unit, masked): _chosen(t, *a)
     for kind, d, groups, q, flat, masked in _DENSE:
         name = f"decode {kind}, {d} channels, {q} x {groups} queries{_beside(flat, masked)}"
         made[name] = lambda t=DTYPES[kind], a=(d, groups, q, flat, masked): _decode(t, *a)
@@ -162,6 +181,16 @@ _DENSE = (
     ("fp16", 128, 7, 1, True, True),
     ("fp32", 128, 7, 1, True, True),
     ("fp32", 256, 4, 16, True, True),
+)
+
+#: type, channels, query heads of a key head, keys of a unit, under a mask
+_CHOSEN = (
+    ("bf16", 128, 7, 16, False),
+    ("bf16", 128, 7, 1, True),
+    ("bf16", 64, 64, 16, False),
+    ("bf16", 256, 7, 1, False),
+    ("fp16", 80, 7, 16, True),
+    ("fp32", 128, 7, 16, True),
 )
 
 #: codecs as they come and with the options that change what is compiled; type; whether beside ragged heads and under a mask
@@ -252,6 +281,13 @@ def _decode(
         visible=torch.ones(1, heads, q, columns, dtype=torch.bool) if masked else None,
         tail=torch.ones(1, dtype=torch.int32) if room else None,
     )
+
+
+def _chosen(dtype: torch.dtype, d: int, groups: int, unit: int, masked: bool) -> None:
+    whole = (torch.zeros(1, 2, *shape, dtype=torch.int32) for shape in ((8,), (4, unit), (2,), ()))
+    visible = torch.ones(1, 2, 1, 80, dtype=torch.bool) if masked else None
+    cache = _zeros(2, 1, 2, 80, d, dtype=dtype)
+    chosen_attention(torch.zeros(1, 2 * groups, 1, d, dtype=dtype), *cache, ChosenKeys(*whole, 72), visible=visible)
 
 
 def _packed(dtype: torch.dtype, method: str, options: dict[str, Any], whole: bool) -> None:

@@ -28,11 +28,14 @@ import torch
 import zoo
 from mmaccel_kernels import launch, trial
 from mmaccel_kernels.append import append
+from mmaccel_kernels.best import best_units
+from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
 from mmaccel_kernels.compact import compact
 from mmaccel_kernels.decode import decode_attention
 from mmaccel_kernels.decode import triton as decode_kernel
 from mmaccel_kernels.dpp import greedy_dpp
 from mmaccel_kernels.importance import importance
+from mmaccel_kernels.loki import low_rank_logits
 from mmaccel_kernels.matching import best_match
 from mmaccel_kernels.maxmin import max_min
 from mmaccel_kernels.pack import quantise
@@ -132,6 +135,12 @@ def appended() -> torch.Tensor:
     return keys + values
 
 
+def chosen() -> torch.Tensor:
+    always, units, picked = (torch.tensor(x, dtype=torch.int32) for x in ([[[0, 5]]], [[[[1, 2], [3, 4]]]], [[[1]]]))
+    keys = ChosenKeys(always, units, picked, torch.ones(1, 1, dtype=torch.int32), 7)
+    return chosen_attention(numbers(1, 4, 1, 16), *numbers(2, 1, 2, 8, 16), keys)[0]
+
+
 #: every operation, its kernels, and a use of it
 OPERATIONS = {
     "best_match": (["_best_match"], lambda: best_match(numbers(1, 5, 16), numbers(1, 7, 16))[0]),
@@ -145,6 +154,12 @@ OPERATIONS = {
         lambda: decode_attention(numbers(1, 4, 1, 16), *numbers(2, 1, 2, 3, 16), pages=packed())[0],
     ),
     "append": (["_append"], appended),
+    "best_units": (["_best_units"], lambda: best_units(numbers(1, 2, 9), torch.tensor([[4]], dtype=torch.int32), 4)[0]),
+    "chosen_attention": (["_attend_chosen", "_merge_chosen"], chosen),
+    "low_rank_logits": (
+        ["_low_rank_logits"],
+        lambda: low_rank_logits(numbers(1, 4, 16), numbers(1, 2, 16, 4), numbers(1, 2, 5, 4)),
+    ),
     "page_bounds": (["_page_bounds"], lambda: page_bounds(numbers(1, 4, 16), numbers(1, 2, 5, 32))),
 }
 operations = pytest.mark.parametrize("operation", OPERATIONS)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from evicting import FAMILIES, RECIPES, stage
+from evicting import FAMILIES, RECIPES, SCHEDULES, stage
 from laws import helpers, oracle
 from tail import few, in_turn
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
 from mmaccel.core.budget import resolve
+from mmaccel.runtime.prompt_eviction import PromptEviction
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -112,6 +113,43 @@ def test_evicting_is_hiding_and_a_row_is_the_row_alone(family: str, name: str) -
         assert torch.equal(kept_question, torch.minimum(question.sum(1)[None, :, None], room).expand_as(kept_question))
 
 
+def stored_after(recipe: Recipe, family: str) -> list[Any]:
+    """Where the keys of every layer came from, and the keys themselves, after a prompt and after another turn with one."""
+    first, second = (dict(zoo.inputs(family, "uneven", seed=seed)) for seed in (0, 1))
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    found: list[Any] = []
+    with accelerated(helpers.model(family), recipe, processor=zoo.processor(family)) as model:
+        out = model.generate(**first, **options)
+        for turn in range(2):
+            for layer in out.past_key_values.layers:
+                found.append((layer.index.by_head.clone(), *(x.clone() for x in layer.stored())))
+            found.append(model.mmaccel.stats()["stages"])
+            if turn == 0:
+                feed, _ = helpers.follow(first, out, second)
+                out = model.generate(**feed, past_key_values=out.past_key_values, **options)
+    return found
+
+
+SURVIVORS = Recipe("both", (Stage("fastv", 0.4, {"layer": 2}), Stage("mustdrop-cache", None, {"layer": 1})))
+TOGETHER = {**RECIPES, **{f"{name} scheduled": made for name, made in SCHEDULES.items()}, "survivors": SURVIVORS}
+
+
+@pytest.mark.parametrize("name", few(TOGETHER, ("pyramid", "infinipot-v", "adaptive scheduled", "survivors")))
+def test_layers_together_keep_what_each_keeps_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU several layers are evicted from as one batch, here as many as there are, then two at a time."""
+    recipe = TOGETHER[name]
+    alone = stored_after(recipe, "llava")
+    for room in (1 << 30, 1 << 17):
+        monkeypatch.setattr(PromptEviction, "room", room)
+        for wanted, got in zip(alone, stored_after(recipe, "llava"), strict=True):
+            if isinstance(wanted, list):
+                assert got == wanted
+                continue
+            assert torch.equal(got[0], wanted[0])
+            for x, y in zip(got[1:], wanted[1:], strict=True):
+                torch.testing.assert_close(x, y)
+
+
 @pytest.mark.parametrize("name", few(RECIPES, QUICK))
 def test_a_whole_budget_changes_nothing(name: str) -> None:
     """Law 1, with everything that merges, too."""
@@ -129,9 +167,8 @@ def test_a_whole_budget_changes_nothing(name: str) -> None:
 def test_survivors_of_the_last_layer_are_all_that_is_stored() -> None:
     """MustDrop's cache: layers before a cut store what the last layer has, those before ``layer`` everything."""
     family, feed = "llava", zoo.inputs("llava", "uneven")
-    stages = (Stage("fastv", 0.4, {"layer": 2}), Stage("mustdrop-cache", None, {"layer": 1}))
+    recipe = SURVIVORS
     forced = oracle.force(family, len(feed["input_ids"]))
-    recipe = Recipe("both", stages)
     got = oracle.record(family, feed, recipe, forced)
     valid = feed["attention_mask"].bool()
     assert torch.equal(got.seen.later[0].any(1), valid)

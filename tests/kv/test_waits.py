@@ -26,6 +26,7 @@ from mmaccel.kv.layer import CompressedLayer
 from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.kv.sparse import SparseRead
 from mmaccel.method import LayerAttention
+from mmaccel.runtime.prompt_eviction import PromptEviction
 
 PAGES = {"page": 16, "group": 16, "residual": 4, "bits": 4}
 STEPS = 4
@@ -153,9 +154,75 @@ def test_more_layers_make_the_host_wait_no_more_often(name: str) -> None:
     assert max(four[1:]) <= (name == "two codecs")
 
 
-def test_what_does_nothing_at_a_prompt_is_not_timed() -> None:
-    few, many = (forwards(mmaccel.recipe("dycoke-cache"), layers, steps=1)[0].events for layers in (4, 8))
-    assert few == many
+#: of a prompt: launches above the bare model's of all layers together and of each, and timing events
+# by choice: one for every way in which budgets, scores and what is carried are settled; h2o looks at all queries of a layer
+PROMPT = {
+    "uniform": (147, 1, 4),
+    "pyramid": (177, 1, 4),
+    "text": (184, 1, 4),
+    "chunks": (179, 1, 4),
+    "merged": (159, 13, 6),
+    "nearest": (164, 13, 6),
+    "sparsity": (109, 37, 6),
+    "entropy": (87, 47, 6),
+    "prefix": (94, 43, 6),
+    "variance": (107, 35, 6),
+    "heads": (183, 3, 6),
+    "stretches": (127, 1, 4),
+    "clips": (96, 9, 4),
+    "deferred": (187, 11.5, 10),
+    "dycoke-cache": (25, 0, 2),
+}
+
+
+@pytest.mark.parametrize("name", few(PROMPT, ("uniform", "heads", "deferred", "dycoke-cache")))
+def test_what_a_prompt_costs_that_is_evicted_from(name: str) -> None:
+    """Layers are evicted from together, so that a further one costs next to nothing; timing events do not grow with layers,
+    and there are none where nothing happens."""
+    made = RECIPES.get(name) or mmaccel.recipe(name)
+    few, many, bare, deeper = (
+        forwards(which, layers, steps=1)[0] for which in (made, Recipe("bare", ())) for layers in (4, 8)
+    )
+    less, more, plain, deep = (sum(counts.launches.values()) for counts in (few, many, bare, deeper))
+    own = ((more - less) - (deep - plain)) / 4
+    together, each, events = PROMPT[name]
+    assert less - plain - 4 * own <= together and own <= each
+    assert few.events == many.events == events
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_layers_wait_for_each_other_while_they_are_small(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits is never more than there is room for, and evicted from before the next layer is stored."""
+    waiting, peaks = 0, []
+    prompt = forwards_on_cpu(RECIPES["uniform"], 8)
+    monkeypatch.setattr(PromptEviction, "room", most * prompt)
+    stored, settled = CompressedLayer.update, CompressedLayer.take
+
+    def update(layer: CompressedLayer, *args: Any, **options: Any) -> Any:
+        nonlocal waiting
+        waiting += 1
+        peaks.append(waiting)
+        return stored(layer, *args, **options)
+
+    def take(layer: CompressedLayer, left: Any) -> None:
+        nonlocal waiting
+        waiting -= 1
+        settled(layer, left)
+
+    monkeypatch.setattr(CompressedLayer, "update", update)
+    monkeypatch.setattr(CompressedLayer, "take", take)
+    forwards_on_cpu(RECIPES["uniform"], 8)
+    assert waiting == 0 and max(peaks) == most and peaks == [n % most + 1 for n in range(8)]
+
+
+def forwards_on_cpu(made: Recipe, layers: int) -> int:
+    """Run a prompt; the bytes of the keys and values of a layer before anything is evicted."""
+    model = zoo.model("llava", num_hidden_layers=layers)
+    feed, config = zoo.inputs("llava"), model.config.text_config
+    with accelerated(model, made):
+        model(**feed, use_cache=True)
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    return int(feed["input_ids"].numel()) * 2 * width * 4
 
 
 @pytest.mark.parametrize("kind", ["image", pytest.param("uneven", marks=pytest.mark.full)])

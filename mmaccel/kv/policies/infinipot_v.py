@@ -27,8 +27,7 @@ class InfiniPotV(Policy):
     The choice does not depend on the question.
 
     Parameters
-    default_retain = 0.25
-    by_layer = True
+    ----------
     tar : share of the budget for TaR. 0.5 as in the program.
     recent_frames : share of the frames of a clip that count as newest. 0.25 as in the program, whose command line calls it
         ``query_ratio``.
@@ -43,6 +42,7 @@ class InfiniPotV(Policy):
     summary = "patches unlike those of the newest frames, and large values; needs no attention"
     paper = "arXiv 2506.15745"
     default_retain = 0.25
+    by_layer = True
 
     tar: float = 0.5
     recent_frames: float = 0.25

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...core.masks import ranks
+from ...core.masks import ranks, true_first
 from ...errors import MmaccelError
 from ...method import KeyBatch, Policy
 from ...method.registry import register
@@ -45,29 +45,33 @@ class LagKV(Policy):
 
     def score(self, keys: KeyBatch) -> Tensor:
         """``keys``, ``values [B, Hkv, K, D]`` -> ``[B, Hkv, K]``."""
-        out = keys.keys.new_full(keys.keys.shape[:3], torch.inf, dtype=torch.float32)
-        for row, at in enumerate(keys.once(self._rivals)):
-            stretches = len(at) // self.lag
-            if stretches < 2:
-                out[row][:, at] = torch.arange(len(at), device=at.device) / self.lag
-                continue
-            at = at[: stretches * self.lag]
+        slots, number, whole = keys.once(self._rivals)
+        shape = keys.keys.shape[:3]
+        out = torch.where(whole < 2, number / self.lag, torch.inf)[:, None].expand(shape)
+        if slots.shape[1] >= 2 * self.lag:
+            at = slots[:, None, :, None]
             score = sum(
-                _stand_out(x[row][:, at].float().unflatten(1, (stretches, self.lag))) for x in (keys.keys, keys.values)
+                _stand_out(x.gather(2, at.expand(-1, shape[1], -1, x.shape[3])).float().unflatten(2, (-1, self.lag)))
+                for x in (keys.keys, keys.values)
             )
             assert isinstance(score, Tensor)
             # ranks within the partition, so that each loses the same share
-            rank = ranks(score.argsort(dim=-1, stable=True)) / self.lag
-            out[row][:, at[: -self.lag]] = rank.flatten(1).float()
-        return out.masked_fill(~keys.valid[:, None], -torch.inf)
+            rank = (ranks(score.argsort(dim=-1, stable=True)) / self.lag).flatten(2)
+            mine = number.clamp(0, rank.shape[2] - 1)[:, None].expand(shape)
+            out = torch.where((number < (whole - 1) * self.lag)[:, None], rank.gather(2, mine), out)
+        return out.masked_fill((number < 0)[:, None], torch.inf).masked_fill(~keys.valid[:, None], -torch.inf)
 
-    def _rivals(self, keys: KeyBatch) -> list[Tensor]:
-        """The slots of every row after its sinks."""
-        return [mask.nonzero()[self.sinks :, 0] for mask in keys.valid]
+    def _rivals(self, keys: KeyBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """The slots of the keys after the sinks, as many as whole partitions may have, ``[B, n]`` long; the number of each key
+        among those after the sinks, ``[B, K]`` long; and how many whole partitions a row has, ``[B, 1]`` long."""
+        number = keys.valid.cumsum(1) - 1 - self.sinks
+        rivals = keys.valid & (number >= 0)
+        most = max(0, rivals.shape[1] - self.sinks) // self.lag * self.lag
+        return true_first(rivals)[:, :most], number, rivals.sum(1, keepdim=True) // self.lag
 
 
 def _stand_out(x: Tensor) -> Tensor:
-    """``x [H, stretches, lag, D]`` -> ``[H, stretches - 1, lag]``, the scores of all partitions but the last."""
-    behind = x[:, 1:]
-    low, high = behind.amin(2, keepdim=True), behind.amax(2, keepdim=True)
-    return ((x[:, :-1] - low) / (high - low)).std(-1).softmax(-1)
+    """``x [B, H, stretches, lag, D]`` -> ``[B, H, stretches - 1, lag]``, the scores of all partitions but the last."""
+    behind = x[:, :, 1:]
+    low, high = behind.amin(3, keepdim=True), behind.amax(3, keepdim=True)
+    return ((x[:, :, :-1] - low) / (high - low)).std(-1).softmax(-1)

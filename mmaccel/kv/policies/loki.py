@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mmaccel_kernels.loki import low_rank_logits
+from mmaccel_kernels.quest import Join
 from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import KeyUnits, ReadingPolicy, ReadStep
-from ...method.reading import agree, by_kv_head, check_reduce
+from ...method.reading import check_reduce
 from ...method.registry import register
 
 
@@ -37,7 +39,7 @@ class Loki(ReadingPolicy):
     default_retain = 0.25
 
     dims: float = 0.25
-    reduce: str = "max"
+    reduce: Join = "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +69,4 @@ class Loki(ReadingPolicy):
 
     def rate(self, step: ReadStep) -> Tensor:
         """``[B, Hkv, P]`` float32: logits in the low dimension."""
-        basis, keys = step.summary["basis"], step.summary["keys"]
-        query = by_kv_head(step.query.float(), keys.shape[1]) @ basis
-        return agree(query @ keys.float().mT, self.reduce)
+        return low_rank_logits(step.query, step.summary["basis"], step.summary["keys"], self.reduce)

@@ -35,6 +35,7 @@ class MustDropCache(Policy):
     default_retain = None
     shared = True
     deferred = True
+    by_layer = True
 
     layer: float = 2 / 32
 

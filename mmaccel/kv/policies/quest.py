@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mmaccel_kernels.quest import page_bounds
+from mmaccel_kernels.quest import Join, page_bounds
 from torch import Tensor
 
 from ...errors import MmaccelError
@@ -43,7 +43,7 @@ class Quest(ReadingPolicy):
     page: int = 16
     least: int = 3
     layer: float = 2
-    reduce: str = "max"
+    reduce: Join = "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +67,7 @@ class Quest(ReadingPolicy):
 
     def rate(self, step: ReadStep) -> Tensor:
         """The bound of every page."""
-        return page_bounds(step.query, step.summary["bounds"], "max" if self.reduce == "max" else "mean")
+        return page_bounds(step.query, step.summary["bounds"], self.reduce)
 
     def wanted(self, count: Tensor, there: Tensor) -> Tensor:
         """As many pages as fit into ``count`` keys, at least ``least``; all, the short last one too, where all keys do."""

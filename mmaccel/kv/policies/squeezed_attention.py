@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import KeyUnits, Observed, ReadingPolicy, ReadStep
-from ...method.reading import agree, best, by_kv_head, check_reduce
+from ...method.reading import Picked, agree, best, by_kv_head, check_reduce
 from ...method.registry import register
 
 #: entries of the similarities of keys and centroids that are made at once
@@ -139,14 +139,10 @@ class SqueezedAttention(ReadingPolicy):
         estimates = self.estimate(step.query[:, :, None], step.summary, step.scaling)[:, :, 0]
         return estimates.gather(2, step.summary["labels"].long())
 
-    def pick(self, step: ReadStep) -> tuple[Tensor, dict[str, Tensor]]:
+    def pick(self, step: ReadStep) -> tuple[Picked, dict[str, Tensor]]:
         """The best that reach the threshold; those of a lone cluster do, however their estimate is rounded."""
         assert step.level is not None
-        ratings = self.rate(step)
-        picked = best(ratings, step)
-        least = step.level[:, None, None] * (1 - TIE)
-        below = ratings.gather(2, picked.clamp(max=ratings.shape[2] - 1)) < least
-        return picked.masked_fill(below, ratings.shape[2]), {}
+        return best(self.rate(step), step, step.level * (1 - TIE)), {}
 
 
 def _nearest(directions: Tensor, centres: Tensor, absent: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import ReadingPolicy, ReadStep
-from ...method.reading import best, by_kv_head
+from ...method.reading import Picked, best, by_kv_head
 from ...method.registry import register
 
 
@@ -55,7 +55,7 @@ class TokenSelect(ReadingPolicy):
             step.query.unflatten(1, (-1, heads)).transpose(1, 2) if self.interleaved else by_kv_head(step.query, heads)
         )
         logits = torch.einsum("bkgd,bkld->bkgl", query.float(), step.keys.float())
-        at = step.slots[..., 0] if step.all_there else step.slots[..., 0].clamp(min=0)
+        at = step.slots[..., 0].long() if step.all_there else step.slots[..., 0].clamp(min=0).long()
         logits = logits.gather(3, at.expand(-1, heads, -1)[:, :, None].expand(-1, -1, query.shape[2], -1))
         if not step.all_there:
             logits = logits.masked_fill(step.gone[:, :, None], -torch.inf)
@@ -66,12 +66,12 @@ class TokenSelect(ReadingPolicy):
             votes = torch.nn.functional.max_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
         return votes
 
-    def pick(self, step: ReadStep) -> tuple[Tensor, dict[str, Tensor]]:
+    def pick(self, step: ReadStep) -> tuple[Picked, dict[str, Tensor]]:
         """What an earlier step chose, in rows whose query is like its query, else the best."""
         picked, query = best(self.rate(step), step), torch.nn.functional.normalize(step.query.flatten(1).float())
         if step.carried:
             before = step.carried["query"]
             same = (query * before).sum(1, keepdim=True) >= self.alike
-            picked = torch.where(same[..., None], step.carried["picked"], picked)
+            picked = picked._replace(units=torch.where(same[..., None], step.carried["picked"], picked.units))
             query = torch.where(same, before, query)
-        return picked, {"query": query, "picked": picked}
+        return picked, {"query": query, "picked": picked.units}
