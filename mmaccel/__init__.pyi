@@ -19,7 +19,8 @@ from .method.base import Method
 from .method.registry import method, methods, register
 from .programs.streaming import VideoSession
 from .programs.video_qa.qa import answer_videos
-from .recipe import Recipe, Stage, recipe, recipes
+from .recipe.lookup import recipe, recipes
+from .recipe.recipe import Recipe, Stage
 from .version import __version__
 
 # isort: split

@@ -6,11 +6,25 @@ import json
 
 
 class MmaccelError(ValueError):
-    """A recipe, budget, input or model that mmaccel cannot honour."""
+    """A recipe, budget, input or model that mmaccel cannot honour.
+
+    Examples
+    --------
+    >>> accelerate_vlm(model, "divprun")
+    Traceback (most recent call last):
+    mmaccel.errors.MmaccelError: There is no recipe 'divprun'; did you mean 'divprune'...
+    """
 
 
 class UnsupportedError(MmaccelError):
-    """The model, the family or the way it is called lacks something that the recipe needs."""
+    """The model, the family or the way it is called lacks something that the recipe needs.
+
+    Examples
+    --------
+    >>> accelerate_vlm(model, FastV(layer=99))
+    Traceback (most recent call last):
+    mmaccel.errors.UnsupportedError: layer=99 is out of reach: in this llava model tokens can be dropped before layers 1 to ...
+    """
 
 
 def no_json(error: Exception) -> str:

@@ -27,7 +27,16 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class EncoderAccelerator(Handle):
-    """The handle ``model.mmaccel`` of an encoder: what was put on it, its statistics, and the way back."""
+    """The handle ``model.mmaccel`` of an encoder: what was put on it, its statistics, and the way back.
+
+    Examples
+    --------
+    >>> handle = accelerate_encoder(clip, "tome", retain=9).mmaccel
+    >>> features = clip(pixel_values).pooler_output
+    >>> int(handle.reduction.kept.sum())
+    9
+    >>> handle.remove()
+    """
 
     what = "encoder"
     plan: EncoderPlan
@@ -125,6 +134,14 @@ def accelerate_encoder(
         If the model is none, or the recipe, a budget, an option or ``kernels`` is of no use.
     UnsupportedError
         If the model is no encoder that is known, or lacks what the method needs.
+
+    Examples
+    --------
+    >>> clip = accelerate_encoder(clip, "tome", retain=0.5)
+    >>> features = clip(pixel_values).pooler_output
+    >>> clip.mmaccel.stats()
+    36 -> 18 patches (50 %), encoder ... ms
+    >>> clip.mmaccel.remove()
     """
     check_model(model)
     chosen = find_recipe(recipe, retain=retain, **options)
@@ -147,7 +164,15 @@ def accelerated_encoder(
     kernels: Kernels = "auto",
     **options: Any,
 ) -> Iterator[M]:
-    """:func:`accelerate_encoder` for the length of a ``with`` block; afterwards the model is what it was before."""
+    """:func:`accelerate_encoder` for the length of a ``with`` block; afterwards the model is what it was before.
+
+    Examples
+    --------
+    >>> with accelerated_encoder(clip, "pitome", retain=0.25):
+    ...     features = clip(pixel_values).pooler_output
+    >>> hasattr(clip, "mmaccel")
+    False
+    """
     previous = _on(model)
     accelerate_encoder(model, recipe, retain=retain, kernels=kernels, **options)
     try:

@@ -34,7 +34,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Accelerator(Handle):
-    """The handle ``model.mmaccel``: what was put on one model, its statistics, and the way back."""
+    """The handle ``model.mmaccel``: what was put on one model, its statistics, and the way back.
+
+    Examples
+    --------
+    >>> handle = accelerate_vlm(model, "divprune", retain=0.25).mmaccel
+    >>> tokens = model.generate(**inputs, max_new_tokens=4)
+    >>> handle.stats().visual_tokens, handle.stats().visual_tokens_kept
+    (196, 49)
+    >>> int((handle.reduction.kept & handle.layout.visual).sum())
+    49
+    >>> handle.remove()
+    """
 
     what = "model"
     plan: ModelPlan
@@ -369,6 +380,27 @@ def accelerate_vlm(
         If the model is none, or the recipe, a budget, an option or ``kernels`` is of no use.
     UnsupportedError
         If the family, the attention implementation or the generation config cannot honour the recipe.
+
+    Examples
+    --------
+    >>> model = accelerate_vlm(model, "divprune", retain=0.25)
+    >>> tokens = model.generate(**inputs, max_new_tokens=4)
+    >>> model.mmaccel.stats()
+    196 -> 49 visual tokens (25 %), KV ... -> ... KiB...
+    >>> tokens = model.generate(**inputs, max_new_tokens=4, mmaccel={"retain": 0.1})  # for this call
+    >>> model.mmaccel.stats().visual_tokens_kept
+    20
+    >>> tokens = model.generate(**inputs, max_new_tokens=4, mmaccel=False)  # the bare model
+    >>> model.mmaccel.stats()["visual_tokens_kept"]
+    196
+
+    Methods with options, one after the other; the model is accelerated anew:
+
+    >>> from mmaccel import FastV, KIVI
+    >>> model = accelerate_vlm(model, ["divprune", FastV(layer=3), KIVI(bits=4)], retain=0.1)
+    >>> model.mmaccel
+    <mmaccel on llava: divprune+fastv+kivi (divprune 9.8 %; fastv 10 %, layer=3; kivi, bits=4)>
+    >>> model.mmaccel.remove()
     """
     chosen = find_recipe(
         recipe, retain=retain, positions=positions, rounding=rounding, text_retain=text_retain, **options
@@ -395,7 +427,15 @@ def accelerated(
     **options: Any,
 ) -> Iterator[M]:
     """:func:`accelerate_vlm` for the length of a ``with`` block; afterwards the model is what it was before, bare or
-    accelerated in another way."""
+    accelerated in another way.
+
+    Examples
+    --------
+    >>> with accelerated(model, "fastv", retain=0.5):
+    ...     tokens = model.generate(**inputs, max_new_tokens=4)
+    >>> is_accelerated(model)
+    False
+    """
     chosen = find_recipe(
         recipe, retain=retain, positions=positions, rounding=rounding, text_retain=text_retain, **options
     )
@@ -412,7 +452,15 @@ def accelerated(
 
 
 def is_accelerated(model: Any) -> bool:
-    """Whether :func:`accelerate_vlm` is in force on ``model``."""
+    """Whether :func:`accelerate_vlm` is in force on ``model``.
+
+    Examples
+    --------
+    >>> is_accelerated(model)
+    False
+    >>> is_accelerated(accelerate_vlm(model))
+    True
+    """
     handle = getattr(model, "mmaccel", None)
     return isinstance(handle, Accelerator) and handle.attached
 

@@ -57,6 +57,12 @@ class Reduction:
     valid : ``[N, n]`` bool, the slots that hold a token.
     links : how outputs are computed from inputs. ``None`` means pure pruning: every kept token stays as it is.
         A kept slot without a link keeps its own value.
+
+    Examples
+    --------
+    >>> scores, valid = torch.tensor([[0.1, 0.9, 0.5]]), torch.ones(1, 3, dtype=torch.bool)
+    >>> Reduction.top(scores, valid, torch.tensor([2])).kept
+    tensor([[False,  True,  True]])
     """
 
     kept: Tensor

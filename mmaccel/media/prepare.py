@@ -45,6 +45,12 @@ def prepare(processor: Any, recipe: RecipeLike = "balanced", *, retain: float | 
     MmaccelError
         If the recipe is of no use or a ``frames`` budget is a count; and from the processor, if a file is missing or
         broken, or pixels are normalised already.
+
+    Examples
+    --------
+    >>> small = prepare(processor, "resize", retain=0.25)
+    >>> model = accelerate_vlm(model, "resize", retain=0.25, processor=small)
+    >>> model.mmaccel.remove()
     """
     base = getattr(processor, "_mmaccel_base", processor)
     chosen = find_recipe(recipe, retain=retain, **overrides)

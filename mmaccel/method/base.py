@@ -61,7 +61,15 @@ class ModelFacts(TowerFacts, Protocol):
 
 
 class Method(ABC):
-    """Base of every method. Class attributes describe the method; instance fields are its options."""
+    """Base of every method. Class attributes describe the method; instance fields are its options.
+
+    Examples
+    --------
+    >>> FastV(layer=3).options()
+    {'layer': 3}
+    >>> FastV.site, FastV.paper
+    ('layers', 'arXiv 2403.06764')
+    """
 
     name: ClassVar[str]
     site: ClassVar[Site]

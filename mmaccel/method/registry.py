@@ -31,6 +31,20 @@ def register(method: T) -> T:
     ------
     MmaccelError
         If the class has no name, or another method has it already.
+
+    Examples
+    --------
+    >>> @register
+    ... @dataclass(frozen=True)
+    ... class FirstTokens(ProjectorMethod):
+    ...     '''Keep the beginning of every picture.'''
+    ...
+    ...     name = "first-tokens"
+    ...
+    ...     def reduce(self, tokens, count):
+    ...         return Reduction.top(-tokens.valid.long().cumsum(1), tokens.valid, count)
+    >>> model = accelerate_vlm(model, "first-tokens", retain=9)
+    >>> model.mmaccel.remove()
     """
     name = getattr(method, "name", None)
     if not isinstance(name, str) or not name:
@@ -43,13 +57,25 @@ def register(method: T) -> T:
 
 
 def methods() -> dict[str, type[Method]]:
-    """All known methods by name, sorted."""
+    """All known methods by name, sorted.
+
+    Examples
+    --------
+    >>> print(methods()["divprune"].summary)
+    tokens that are far from each other (max-min cosine distance)
+    """
     _load()
     return dict(sorted(_methods.items()))
 
 
 def method(name: str) -> type[Method]:
-    """The method class called ``name``; an unknown name gets the nearest known ones."""
+    """The method class called ``name``; an unknown name gets the nearest known ones.
+
+    Examples
+    --------
+    >>> method("fastv")(layer=3)
+    FastV(layer=3)
+    """
     _load()
     if name not in _methods:
         raise MmaccelError(f"There is no method {name!r}{suggest(name, _methods)}")

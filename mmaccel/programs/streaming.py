@@ -56,6 +56,12 @@ class VideoSession:
     UnsupportedError
         If the model is of no supported family, takes no video, or has sliding windows, which count places that a session
         forgets.
+
+    Examples
+    --------
+    >>> session = VideoSession(video_model, processor=video_processor, cap_tokens=256)
+    >>> session.push(frames)
+    >>> answer = session.ask("what is there?", max_new_tokens=2)
     """
 
     def __init__(

@@ -19,7 +19,13 @@ RecipeLike: TypeAlias = "Part | Sequence[Part] | Iterator[Part]"
 
 
 def recipes() -> dict[str, Recipe]:
-    """All recipes by name: the composed ones, and one for every method alone."""
+    """All recipes by name: the composed ones, and one for every method alone.
+
+    Examples
+    --------
+    >>> recipes()["balanced"]
+    Recipe('balanced', (Stage('divprune', 0.25),))
+    """
     # its recipes ask for their methods, which come from the packages of others too
     from .cookbook import COOKBOOK
 
@@ -49,6 +55,13 @@ def recipe(
     ------
     MmaccelError
         If the name is unknown (the nearest are suggested), the content is not valid, or an option is of no use.
+
+    Examples
+    --------
+    >>> recipe("fastv", retain=0.3, layer=3)
+    Recipe('fastv', (Stage('fastv', 0.3, {'layer': 3}),))
+    >>> recipe([DivPrune(), SnapKV(window=16)], retain=0.1)
+    Recipe('divprune+snapkv', (Stage('divprune', 0.1), Stage('snapkv', 0.25, {'window': 16})))
     """
     given = {"retain": retain, "positions": positions, "rounding": rounding, "text_retain": text_retain}
     return _recipe(which).override(**{name: value for name, value in given.items() if value is not None}, **options)

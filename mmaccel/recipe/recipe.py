@@ -26,7 +26,13 @@ _SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
 
 @dataclass(frozen=True, repr=False)
 class Stage:
-    """One method with its options and its budget. ``retain``: a float is a ratio of the original, an int a count."""
+    """One method with its options and its budget. ``retain``: a float is a ratio of the original, an int a count.
+
+    Examples
+    --------
+    >>> Stage("fastv", 0.5, {"layer": 3}).build()
+    FastV(layer=3)
+    """
 
     method: str
     retain: Retain | None = None
@@ -94,6 +100,14 @@ class Recipe:
     text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
     anchor : the number of the stage that ``retain`` sets, if the others before and inside the language model keep their
         proportion to it; by default ``retain`` sets the last of them, and stages before it leave at least as much.
+
+    Examples
+    --------
+    >>> mine = Recipe("mine", (Stage("divprune", 0.5), Stage("snapkv", 0.25)), text_retain=0.5)
+    >>> print(mine.override(retain=0.1))
+    mine (divprune 10 %; snapkv 25 %)
+    >>> Recipe.from_json(mine.to_json()) == mine
+    True
     """
 
     name: str

@@ -654,6 +654,13 @@ def answer_videos(
     ------
     MmaccelError
         If there is no question, an option is of no use, or the model cannot honour the recipe.
+
+    Examples
+    --------
+    >>> questions = [{"video": str(folder), "question": "what is there?"}]
+    >>> for record in answer_videos(questions, video_model, video_processor, retain=0.25, max_new_tokens=2):
+    ...     print(sorted(record))
+    ['answer', ...
     """
     chosen = find_recipe(recipe, retain=retain, **overrides)
     named = isinstance(model, (str, os.PathLike))
