@@ -35,7 +35,7 @@ def summary(questions: Path, folder: Path, recipe: str, frames: int, number: int
     options = ["--recipe", name, *(["--retain", retain] if retain else []), "--frames", str(frames)]
     options += [word for option in more for word in ("--set", option)]
     command = [sys.executable, "-m", "mmaccel", "video-qa", str(questions), "-o", str(told.with_suffix(".jsonl"))]
-    subprocess.run([*command, *options, "--summary", str(told)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, *options, "--json", str(told)], check=True, stdout=subprocess.DEVNULL)
     found: dict[str, Any] = json.loads(told.read_text(encoding="utf-8"))
     left_out = ("command", "date", "versions", "settings")
     return {"recipe": recipe, **{key: value for key, value in found.items() if key not in left_out}}

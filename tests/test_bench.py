@@ -461,9 +461,8 @@ def test_without_matplotlib_figures_are_not_lost(tmp_path, capsys, monkeypatch):
 
 
 def test_help_and_lists(capsys):
-    with pytest.raises(SystemExit) as done:
-        main(["bench", "--help"])
-    assert done.value.code == 0 and "closed loop" in capsys.readouterr().out
+    assert main(["bench", "--help"]) == 0
+    assert "closed loop" in capsys.readouterr().out
     assert main(["bench", "--shape", "list"]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in (*SHAPES, *WORKLOADS))
@@ -473,7 +472,7 @@ def test_help_and_lists(capsys):
     ("argv", "said"),
     [
         (["--shape", "tiny", "--model", "x"], "not both"),
-        (["--shape", "tiny", "--repeats", "0"], "must be 1 or more"),
+        (["--shape", "tiny", "--repeats", "0"], "--repeats"),
         (["--shape", "tiny", "--json", "/nowhere/x.json"], "does not exist"),
         (["--shape", "tiny", "--recipe", "nonsense"], "nonsense"),
     ],

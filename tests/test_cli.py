@@ -151,7 +151,7 @@ def test_ask_about_a_video_file(folder, tmp_path, capsys):
         (["{}/a.png", "what?", "--retain", "0"], "keeps no token"),
         (["{}/a.png", "what?", "--retain", "100"], "has only 36"),
         (["{}/a.png", "what?", "--set", "layer"], "OPTION=VALUE"),
-        (["{}/a.png", "what?", "--frames", "0"], "1 or more"),
+        (["{}/a.png", "what?", "--frames", "0"], "--frames"),
         (["{}/a.png", "what?", "--model", "{}/nowhere"], "There is no folder"),
         (["{}/a.png", "what?", "--model", "{}/empty"], "Cannot load"),
         (["{}/a.png", "what?", "--model", "{}/llava_onevision", "--recipe", "vtc-cls"], "CLS"),
@@ -286,25 +286,22 @@ def test_doctor_names_a_mismatched_torchvision(capsys, monkeypatch):
 
 
 def test_selfcheck_runs_families(capsys):
-    report = json.loads(output(capsys, "selfcheck", "--families", "llava", "qwen3_vl", "--json"))
+    report = json.loads(output(capsys, "selfcheck", "--family", "llava", "qwen3_vl", "--json"))
     assert [f["visual_tokens_kept"] for f in report["families"]] == [9, 6]
     assert all(f["problem"] is None and f["kv_bytes"] < f["kv_bytes_full"] for f in report["families"])
-    out = output(capsys, "selfcheck", "--families", "smolvlm", "--recipe", "uniform", "--retain", 4)
+    out = output(capsys, "selfcheck", "--family", "smolvlm", "--recipe", "uniform", "--retain", 4)
     assert "1 of 1 families pass" in out
     assert "known are llava" in output(capsys, "selfcheck", "--families", "lava", status=2)
 
 
 def test_help_teaches_with_examples(capsys):
     for command in ("quickstart", "ask", "eval", "compare", "methods", "doctor", "selfcheck"):
-        with pytest.raises(SystemExit) as stop:
-            main([command, "--help"])
-        assert stop.value.code == 0
+        assert main([command, "--help"]) == 0
         out = capsys.readouterr().out
         assert "examples:" in out
         assert "--json" in out
     assert main([]) == 2
-    with pytest.raises(SystemExit):
-        main(["ask", "a.png", "what?", "--retain", "much"])
+    assert main(["ask", "a.png", "what?", "--retain", "much"]) == 2
     assert "is no budget" in capsys.readouterr().err
 
 

@@ -103,20 +103,16 @@ class Annex(Llava):
 COMMAND = '''
 """Count the words of a sentence."""
 
-import json
+from mmaccel.cli.shared.options import Json
+from mmaccel.cli.shared.text import tell
 
 HELP = "count words"
 EXAMPLES = "examples:\\n  mmaccel count-words one two"
 
 
-def add_arguments(parser):
-    """The words."""
-    parser.add_argument("words", nargs="*")
-
-
-def run(options):
+def run(words: list[str], output: Json = None) -> int:
     """Count and print."""
-    print(json.dumps({"words": len(options.words)}) if options.json else f"{len(options.words)} words")
+    tell({"words": len(words)}, output, lambda: f"{len(words)} words")
     return 0
 '''
 
@@ -249,11 +245,9 @@ def test_a_command_is_a_file(
     assert capsys.readouterr().out == "2 words\n"
     assert main(["count-words", "one", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"words": 1}
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert re.search(r"\n +count-words\s+count words\n\noptions:", capsys.readouterr().out)
-    with pytest.raises(SystemExit):
-        main(["count-words", "--help"])
+    assert main(["--help"]) == 0
+    assert re.search(r"\n +count-words +count words\n$", capsys.readouterr().out)
+    assert main(["count-words", "--help"]) == 0
     told = capsys.readouterr().out
     assert "Count the words of a sentence." in told and "mmaccel count-words one two" in told and "--debug" in told
 

@@ -232,7 +232,7 @@ def test_the_handle_shows_what_it_did() -> None:
     with accelerated(tiny, "divprune", retain=9):
         generate(tiny, feed)
         handle = tiny.mmaccel
-        assert repr(handle) == "<mmaccel 'divprune' on llava>"
+        assert repr(handle) == "<mmaccel on llava: divprune 9 a picture>"
         kept = handle.reduction.kept & handle.layout.visual
         assert int(kept.sum()) == 9
         (segment,) = handle.layout.segments

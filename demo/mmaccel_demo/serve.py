@@ -20,7 +20,8 @@ from gradio import routes
 from starlette.middleware import Middleware
 
 from mmaccel import MmaccelError
-from mmaccel.cli.shared.serving import add_arguments
+from mmaccel.cli.shared.options import STDOUT
+from mmaccel.cli.shared.text import json_file, write_json
 
 from . import examples, limits
 from .engine import House
@@ -116,11 +117,15 @@ def run(options: argparse.Namespace) -> int:
             ) from None
         threading.Thread(target=house.load, daemon=True).start()
         try:
-            print(json.dumps({"address": address}) if options.json else f"The demo is at {address}", flush=True)
+            told = {"address": address}
+            if (path := json_file(options.json)) is not None:
+                write_json(path, told)
+            # in one line, for a program that waits for it
+            print(json.dumps(told) if options.json == STDOUT else f"The demo is at {address}", flush=True)
             house.wait()
             # without any model there is nothing to show
             house.engine("picture")
-            if not options.json:
+            if options.json != STDOUT:
                 print(house.sentence(), flush=True)
             threading.Event().wait()
         except KeyboardInterrupt:
@@ -131,12 +136,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The demo by itself, without the command ``mmaccel``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    parser.set_defaults(json=False)
-    try:
-        return run(parser.parse_args(argv))
-    except MmaccelError as error:
-        print(error, file=sys.stderr)
-        return 2
+    """The command ``mmaccel demo``, where ``mmaccel`` is not on the path."""
+    from mmaccel.cli import main as mmaccel
+
+    return mmaccel(["demo", *(sys.argv[1:] if argv is None else argv)])

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 
+from ..core.figures import EncoderStats
 from ..core.reduction import Reduction
 from ..core.stats import Stats
 from ..errors import UnsupportedError
 from ..families.alone import encoder_of
-from ..recipe import Recipe
+from ..recipe import Recipe, RecipeLike
 from ..recipe import recipe as find_recipe
 from ..runtime.encoded import Encoded
 from ..runtime.encoder import EncoderMerging
 from ..runtime.merged import Merged
-from ..runtime.plan import EncoderPlan, plan_encoder
+from ..runtime.plan import EncoderPlan, Kernels, plan_encoder
 from ..runtime.scope import Scope, current, pop, push
 from ..runtime.taps import Taps
-from .handle import Handle, exchange
+from .handle import Handle, check_model, exchange
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,7 +32,7 @@ class EncoderAccelerator(Handle):
     what = "encoder"
     plan: EncoderPlan
 
-    def __init__(self, model: nn.Module, recipe: Recipe, kernels: str = "auto") -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, kernels: Kernels = "auto") -> None:
         super().__init__(model)
         self.encoder = encoder_of(model)
         self.plan = plan_encoder(recipe, self.encoder, kernels)
@@ -41,13 +41,13 @@ class EncoderAccelerator(Handle):
         self.taps = Taps(self.encoder, [])
         self._install()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> EncoderStats:
         """Figures of the last call: patches in, resolved by the budget and kept, summed over pictures, and seconds; empty
         before the first."""
         if self._last is None:
-            return {}
+            return EncoderStats()
         figures = vars(self._last.stages[0])
-        return {"recipe": self.recipe.name, **figures, "seconds": self._last.clock.seconds()}
+        return EncoderStats(recipe=self.recipe.name, **figures, seconds=self._last.clock.seconds())
 
     @property
     def reduction(self) -> Reduction | None:
@@ -92,7 +92,12 @@ class EncoderAccelerator(Handle):
 
 
 def accelerate_encoder(
-    model: M, recipe: str | Path | Mapping[str, Any] | Recipe = "pitome", *, kernels: str = "auto", **overrides: Any
+    model: M,
+    recipe: RecipeLike = "pitome",
+    *,
+    retain: float | None = None,
+    kernels: Kernels = "auto",
+    **options: Any,
 ) -> M:
     """Make an image encoder faster by merging tokens between its layers.
 
@@ -101,11 +106,13 @@ def accelerate_encoder(
     model : CLIP or SigLIP of transformers (``CLIPModel``, ``CLIPVisionModel``, ``CLIPVisionModelWithProjection``,
         ``SiglipModel``, ``SiglipVisionModel``), or a CLIP model or ``VisionTransformer`` of open_clip. Text towers stay as
         they are. A model that is accelerated already gets the new recipe instead.
-    recipe : a method inside the encoder: ``"tome"``, ``"pitome"`` or ``"evit"``, or a recipe of one of them.
+    recipe : a method inside the encoder: ``"tome"``, ``"pitome"`` or ``"evit"``, one with its options such as
+        ``PiToMe(margin=0.5)``, or a recipe of one of them.
+    retain : a float is the share of patches left behind the last layer, an int their number per picture; by default as the
+        recipe says.
     kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
         whatever the device.
-    **overrides : ``retain=`` (a float is the share of patches left behind the last layer, an int their number per picture),
-        or an option of the method.
+    **options : options of the method.
 
     Returns
     -------
@@ -115,11 +122,12 @@ def accelerate_encoder(
     Raises
     ------
     MmaccelError
-        If the recipe, a budget, an option or ``kernels`` is of no use.
+        If the model is none, or the recipe, a budget, an option or ``kernels`` is of no use.
     UnsupportedError
         If the model is no encoder that is known, or lacks what the method needs.
     """
-    chosen = find_recipe(recipe).override(**overrides)
+    check_model(model)
+    chosen = find_recipe(recipe, retain=retain, **options)
     exchange(_on(model), lambda: EncoderAccelerator(model, chosen, kernels))
     return model
 
@@ -132,11 +140,16 @@ def _on(model: nn.Module) -> EncoderAccelerator | None:
 
 @contextmanager
 def accelerated_encoder(
-    model: M, recipe: str | Path | Mapping[str, Any] | Recipe = "pitome", *, kernels: str = "auto", **overrides: Any
+    model: M,
+    recipe: RecipeLike = "pitome",
+    *,
+    retain: float | None = None,
+    kernels: Kernels = "auto",
+    **options: Any,
 ) -> Iterator[M]:
     """:func:`accelerate_encoder` for the length of a ``with`` block; afterwards the model is what it was before."""
     previous = _on(model)
-    accelerate_encoder(model, recipe, kernels=kernels, **overrides)
+    accelerate_encoder(model, recipe, retain=retain, kernels=kernels, **options)
     try:
         yield model
     finally:

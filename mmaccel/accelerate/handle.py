@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from torch import nn
 
-from ..errors import UnsupportedError
+from ..errors import MmaccelError, UnsupportedError
 from ..recipe import Recipe
 from ..runtime.attention import Plug
 from ..runtime.plan import Plan
+
+logger = logging.getLogger("mmaccel")
 
 
 class Handle:
@@ -38,7 +42,8 @@ class Handle:
         return self.plan.recipe
 
     def __repr__(self) -> str:
-        return f"<mmaccel {self.recipe.name!r} on {self.plan.towers.name}>"
+        """In one line, which the log shows too: what runs, and on what."""
+        return f"<mmaccel on {self.plan.towers.name}: {self.recipe}>"
 
     def again(self) -> Self:
         """The same put on once more, after :meth:`remove`."""
@@ -76,6 +81,19 @@ class Handle:
         except BaseException:
             self.remove()
             raise
+        self._log()
+
+    def _log(self) -> None:
+        """Say what was resolved: the recipe, its stages as fitted to this model with their sites and budgets, and notes."""
+        plan, recipe = self.plan, self.recipe
+        logger.info("%s", self)
+        for stage in plan.stages:
+            method = stage.method
+            budget = "its own" if stage.retain is None else stage.retain
+            logger.info("stage %d at site %s: %r, budget %s", stage.number, method.site, method, budget)
+        logger.info("positions=%r, rounding=%r, kernels=%r", recipe.positions, recipe.rounding, plan.kernels)
+        for note in plan.notes:
+            logger.info("%s", note)
 
     def _attach(self) -> None:
         """Hook, wrap and plug in what the plan needs."""
@@ -101,6 +119,16 @@ class Handle:
         plug = Plug(root, kind)
         self._plugs.append(plug)
         self._restore.append(plug.off)
+
+
+def check_model(model: Any) -> None:
+    """Raise :class:`MmaccelError` unless this is a model, and not the name or a pipeline of one."""
+    if isinstance(model, nn.Module):
+        return
+    what = repr(model) if isinstance(model, (str, Path)) else f"A {type(model).__name__}"
+    inside = isinstance(getattr(model, "model", None), nn.Module)
+    remedy = "give its .model" if inside else "give what from_pretrained has loaded"
+    raise MmaccelError(f"{what} is no model; {remedy}.")
 
 
 def exchange(previous: Handle | None, make: Callable[[], object]) -> None:

@@ -6,11 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ..core.figures import CallStats
 from ..core.layout import Layout
 from ..core.reduction import Reduction
 from ..core.stats import Stats
@@ -18,17 +18,17 @@ from ..errors import UnsupportedError
 from ..families import Family, family_of
 from ..families.base import Wrapper
 from ..kv.cache import pinned_of, state_of
-from ..recipe import Recipe
+from ..recipe import Positions, Recipe, RecipeLike, Rounding
 from ..recipe import recipe as find_recipe
 from ..runtime import captured
 from ..runtime.encoded import Encoded
 from ..runtime.encoder import EncoderMerging, hook_features
 from ..runtime.forward import StageResult
 from ..runtime.hooks import TextHooks, show_dropped
-from ..runtime.plan import ModelPlan, plan_model, said
+from ..runtime.plan import Kernels, ModelPlan, plan_model, said
 from ..runtime.scope import Scope, current, pop, push
 from ..runtime.taps import Taps
-from .handle import Handle, exchange
+from .handle import Handle, check_model, exchange
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,7 +39,7 @@ class Accelerator(Handle):
     what = "model"
     plan: ModelPlan
 
-    def __init__(self, model: Any, recipe: Recipe, processor: Any = None, kernels: str = "auto") -> None:
+    def __init__(self, model: Any, recipe: Recipe, processor: Any = None, kernels: Kernels = "auto") -> None:
         super().__init__(model)
         self.processor = processor
         self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
@@ -54,13 +54,13 @@ class Accelerator(Handle):
         return self.plan.family
 
     @property
-    def kernels(self) -> str:
+    def kernels(self) -> Kernels:
         """``"auto"`` or ``"off"``, see :func:`accelerate_vlm`."""
         return self.plan.kernels
 
-    def stats(self) -> dict[str, Any]:
-        """Figures of the last call, see :meth:`mmaccel.core.stats.Stats.as_dict`; empty before the first."""
-        return {} if self._last is None else self._last.stats.as_dict()
+    def stats(self) -> CallStats:
+        """Figures of the last call; empty before the first."""
+        return CallStats() if self._last is None else self._last.stats.as_dict()
 
     @property
     def layout(self) -> Layout | None:
@@ -238,7 +238,7 @@ class Accelerator(Handle):
         return output
 
     def _finish(self, scope: Scope[ModelPlan]) -> None:
-        scope.finish()
+        scope.finish(self.family.text.config)
         self._last = scope
 
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -320,18 +320,23 @@ def _in_call(wrapper: Wrapper, plan: ModelPlan, original: Callable[..., Any]) ->
     return wrapper(original, call)
 
 
-def _base(model: Any) -> Any:
+def _model(model: Any) -> Any:
     """The model inside a PEFT model, else the model."""
+    check_model(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def accelerate_vlm(
     model: M,
-    recipe: str | Path | Mapping[str, Any] | Recipe = "balanced",
+    recipe: RecipeLike = "balanced",
     *,
+    retain: float | None = None,
     processor: Any = None,
-    kernels: str = "auto",
-    **overrides: Any,
+    positions: Positions | None = None,
+    rounding: Rounding | None = None,
+    text_retain: float | None = None,
+    kernels: Kernels = "auto",
+    **options: Any,
 ) -> M:
     """Make a vision or video LLM skip visual tokens, in place.
 
@@ -339,45 +344,64 @@ def accelerate_vlm(
     ----------
     model : a ``...ForConditionalGeneration`` model of a supported family (or a PEFT model around one). It keeps its class;
         a model that is accelerated already gets the new recipe instead.
-    recipe : the name of a recipe or method, a path to a JSON file, a mapping, or a :class:`Recipe`.
+    recipe : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``; a :class:`Recipe`, its
+        content as a mapping, or a JSON file; or several of these in a list, in the order of their sites.
+    retain : what is kept of every picture and clip: a float is the share of its visual tokens, an int their number. By default
+        as the recipe says.
     processor : needed by families whose prompt only the tokenizer can read (InternVL, SmolVLM: to know which tiles and
         frames belong together), and by methods that read the question as text.
+    positions : ``"keep"`` (tokens keep their positions) or ``"paper"`` (as the method's authors did); see :class:`Recipe`.
+    rounding : ``"exact"`` or ``"official"`` (the authors' way from a share to a number of tokens).
+    text_retain : share of the text keys that a cache policy keeps; by default all of them.
     kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
         whatever the device.
-    **overrides : ``retain=`` (a float is the share of visual tokens to keep, an int their number per picture),
-        ``positions=``, ``rounding=``, ``text_retain=``, or an option of one of the recipe's methods.
+    **options : options of the recipe's methods, each of which must belong to one method only.
 
     Returns
     -------
-    The same model. ``model.mmaccel`` is its :class:`Accelerator`: ``stats()``, ``recipe``, ``remove()``.
+    The same model. ``model.mmaccel`` is its :class:`Accelerator`: ``stats()``, ``recipe``, ``remove()``. Its ``generate`` and
+    its forward take ``mmaccel=``: a mapping such as ``{"retain": 0.1}`` (retain, positions, rounding, text_retain) holds for
+    this one call, and ``False`` runs the bare model once.
 
     Raises
     ------
     MmaccelError
-        If the recipe, a budget, an option or ``kernels`` is of no use.
+        If the model is none, or the recipe, a budget, an option or ``kernels`` is of no use.
     UnsupportedError
         If the family, the attention implementation or the generation config cannot honour the recipe.
     """
-    chosen = find_recipe(recipe).override(**overrides)
-    target = _base(model)
-    exchange(Accelerator.on(target), lambda: Accelerator(target, chosen, processor, kernels))
+    chosen = find_recipe(
+        recipe, retain=retain, positions=positions, rounding=rounding, text_retain=text_retain, **options
+    )
+    _put_on(_model(model), chosen, processor, kernels)
     return model
+
+
+def _put_on(target: Any, recipe: Recipe, processor: Any, kernels: Kernels) -> None:
+    exchange(Accelerator.on(target), lambda: Accelerator(target, recipe, processor, kernels))
 
 
 @contextmanager
 def accelerated(
     model: M,
-    recipe: str | Path | Mapping[str, Any] | Recipe = "balanced",
+    recipe: RecipeLike = "balanced",
     *,
+    retain: float | None = None,
     processor: Any = None,
-    kernels: str = "auto",
-    **overrides: Any,
+    positions: Positions | None = None,
+    rounding: Rounding | None = None,
+    text_retain: float | None = None,
+    kernels: Kernels = "auto",
+    **options: Any,
 ) -> Iterator[M]:
     """:func:`accelerate_vlm` for the length of a ``with`` block; afterwards the model is what it was before, bare or
     accelerated in another way."""
-    target = _base(model)
+    chosen = find_recipe(
+        recipe, retain=retain, positions=positions, rounding=rounding, text_retain=text_retain, **options
+    )
+    target = _model(model)
     previous = Accelerator.on(target)
-    accelerate_vlm(model, recipe, processor=processor, kernels=kernels, **overrides)
+    _put_on(target, chosen, processor, kernels)
     try:
         yield model
     finally:

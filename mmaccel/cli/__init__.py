@@ -4,35 +4,41 @@
 
 - ``HELP``: a line for the list of subcommands,
 - ``EXAMPLES``: what stands below its help,
-- ``add_arguments(parser)``: declares its own options; ``--json`` and ``--debug`` are there already,
-- ``run(options)``: does the work, prints, and returns the exit status;
+- ``run(...)``: does the work, prints, and returns the exit status. Its parameters are the options, as Typer reads them. One
+  whose type is a dataclass stands for the options that are its fields, see ``shared/options.py``; ``--debug`` is there already;
 
-and may have ``PLACE``, its place in the list (by default the end), and ``JSON_FILE = True``, if ``--json`` may name a file to
-write. Heavy imports happen in the functions that need them. What several share lies in ``shared/``, or in a file whose name
-begins with an underscore.
+and may have ``PLACE``, its place in the list (by default the end), and ``RENAMED``, the new spelling of options by the old one.
+Heavy imports happen in the functions that need them: help needs no torch. What several share lies in ``shared/``, or in a file
+whose name begins with an underscore.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
-from typing import Any
+from pkgutil import iter_modules
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ..errors import MmaccelError
-from ..method.registry import files
 from ..version import __version__
+from .shared.options import STDOUT
 
-#: exit status of an error that the user can mend; argparse uses the same
+#: exit status of an error that the user can mend
 USAGE = 2
 
 _ABOUT = """\
 Make pretrained vision and video LLMs faster by dropping visual tokens.
 
+\b
   mmaccel quickstart                                           see it work, offline
   mmaccel methods                                              what is there to choose from?
   mmaccel ask --model FOLDER photo.jpg "What is on the table?" full against accelerated, side by side
@@ -43,40 +49,134 @@ Make pretrained vision and video LLMs faster by dropping visual tokens.
   mmaccel demo                                                 what is kept and what it costs, in a browser
   mmaccel doctor, mmaccel selfcheck                            does everything fit together here?
 """
+#: columns of help that nobody sees on a screen, and the most that it takes there
+_WIDTH = 120
+#: what Typer raises when a command line cannot be read is this, whatever it is called there
+_Unreadable: Any = typer.BadParameter.__mro__[1]
+#: shells ask for completions by this variable, which Typer names after the program
+_COMPLETE = "_MMACCEL_COMPLETE"
 
 
 def commands() -> dict[str, Any]:
     """The module of every subcommand by its name, in the order of the list."""
-    found = [import_module(name) for name in files(sys.modules[__name__])]
-    found.sort(key=lambda module: getattr(module, "PLACE", 1000))
-    return {module.__name__.rpartition(".")[2].replace("_", "-"): module for module in found}
+    names = sorted(one.name for one in iter_modules(__path__) if not one.ispkg and not one.name.startswith("_"))
+    found = {name.replace("_", "-"): import_module(f"{__name__}.{name}") for name in names}
+    return dict(sorted(found.items(), key=lambda item: getattr(item[1], "PLACE", 1000)))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with all subcommands."""
-    parser = argparse.ArgumentParser(
-        prog="mmaccel", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+# --------------------------------------------------------------------------------------------------------------- typer
+
+
+class _Command(TyperCommand):
+    """A subcommand that takes ``--retain 0.5 0.25`` for ``--retain 0.5 --retain 0.25``, and ``--json`` without a file."""
+
+    #: new spelling by old one
+    renamed: dict[str, str]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Spell out what Typer does not know."""
+        return super().parse_args(ctx, self._spelled(args))
+
+    def _spelled(self, args: list[str]) -> list[str]:
+        # words behind an option may be its values only where they cannot be arguments
+        bare = not any(one.param_type_name == "argument" for one in self.params)
+        several = [name for one in self.params if getattr(one, "multiple", False) for name in one.opts]
+        spelled: list[str] = []
+        option = ""
+        for number, word in enumerate(args):
+            name, sign, value = word.partition("=")
+            if word.startswith("-") and not word[1:2].isdecimal():
+                option = self.renamed.get(name, name)
+                spelled.append(option + sign + value)
+                following = args[number + 1] if number + 1 < len(args) else "-"
+                if word == "--json" and (following.startswith("-") or not (bare or following.endswith(".json"))):
+                    spelled.append(STDOUT)
+            else:
+                if bare and option in several and spelled[-1] != option:
+                    spelled.append(option)
+                spelled.append(word)
+        return spelled
+
+
+class _Group(TyperGroup):
+    """The list of subcommands, in which their lines are not cut."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """A line each."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.short_help) for name, one in self.commands.items()])
+
+
+def _spread(run: Callable[..., int]) -> Callable[..., int]:
+    """``run`` with an option for every field of parameters that are dataclasses, and with ``--debug``."""
+    groups: dict[str, Any] = {}
+    spread = []
+    for one in inspect.signature(run, eval_str=True).parameters.values():
+        if not is_dataclass(one.annotation):
+            spread.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[one.name] = one.annotation
+        hints = get_type_hints(one.annotation, include_extras=True)
+        for field in fields(one.annotation):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            spread.append(_option(field.name, hints[field.name], default))
+    debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+    spread.append(_option("debug", debug, False))
+
+    def call(**given: Any) -> int:
+        del given["debug"]  # main looks for it, since an error may come earlier
+        made = {name: kind(**{one.name: given.pop(one.name) for one in fields(kind)}) for name, kind in groups.items()}
+        return run(**made, **given)
+
+    call.__signature__ = inspect.Signature(spread)  # type: ignore[attr-defined]
+    call.__annotations__ = {one.name: one.annotation for one in spread}
+    return call
+
+
+def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"mmaccel {__version__}")
+        raise typer.Exit()
+
+
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options without a subcommand."""
+
+
+def build_app() -> typer.Typer:
+    """The application with all subcommands."""
+    shown = sys.stdout is not None and sys.stdout.isatty()
+    app = typer.Typer(
+        cls=_Group,
+        rich_markup_mode=None,
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": _WIDTH,
+            "terminal_width": None if shown else _WIDTH,
+        },
     )
-    parser.add_argument("--version", action="version", version=f"mmaccel {__version__}")
-    places = parser.add_subparsers(dest="command", metavar="COMMAND")
+    app.callback(help=_ABOUT)(_about)
     for name, module in commands().items():
-        command = places.add_parser(
+        app.command(
             name,
-            help=module.HELP,
-            description=module.__doc__,
-            epilog=module.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-        if getattr(module, "JSON_FILE", False):
-            command.add_argument(
-                "--json", nargs="?", const="-", metavar="FILE", help="print JSON instead of text, or write it to FILE"
-            )
-        else:
-            command.add_argument("--json", action="store_true", help="print JSON instead of text")
-        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        command.set_defaults(run=module.run)
-    return parser
+            cls=type("_Command", (_Command,), {"renamed": getattr(module, "RENAMED", {})}),
+            help=module.__doc__,
+            short_help=module.HELP,
+            # Typer keeps the lines of a paragraph that begins so
+            epilog="\n\n".join(f"\b\n{part}" for part in module.EXAMPLES.strip().split("\n\n")),
+        )(_spread(module.run))
+    return app
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
 
 
 def _silence() -> None:
@@ -91,49 +191,51 @@ def _silence() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0, 1 (a check failed, or a fault of ours), 2 (an error to mend), 3 (done,
     but for some questions that could not be used)."""
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    options.argv = list(sys.argv[1:] if argv is None else argv)
-    if options.command is None:
-        parser.print_help()
-        return USAGE
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    app = typer.main.get_command(build_app())
+    if _COMPLETE in os.environ:
+        app.main(prog_name="mmaccel")
+    known: Any = app
+    called = " ".join(["mmaccel", *(word for word in arguments[:1] if word in known.commands)])
     if sys.stderr is None:
         # closed; what is meant for it would come out on standard output
         sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
-        print(f"mmaccel {options.command}: standard output is closed; send it to a file or /dev/null.", file=sys.stderr)
+        print(f"{called}: standard output is closed; send it to a file or /dev/null.", file=sys.stderr)
         return USAGE
     try:
-        status: int = options.run(options)
+        with app.make_context("mmaccel", list(arguments or ["--help"]), obj=arguments) as context:
+            status: int = app.invoke(context)
         sys.stdout.flush()
         return status
+    except typer.Exit as done:
+        # the help that nobody asked for stands for a command line without a command
+        return done.exit_code if arguments else USAGE
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # the reader (`| head`) has gone
         _silence()
         return 0
-    except OSError as error:
-        if options.debug:
-            traceback.print_exc()
-        where = "its output" if error.filename is None else repr(os.fspath(error.filename))
-        print(
-            f"mmaccel {options.command}: cannot use {where} ({error.strerror or error}); mend that and start again.",
-            file=sys.stderr,
-        )
-        _silence()
-        return USAGE
-    except MmaccelError as error:
-        if options.debug:
-            traceback.print_exc()
-        print(f"mmaccel {options.command}: {error}", file=sys.stderr)
-        return USAGE
     except Exception as error:
-        if options.debug:
+        if "--debug" in arguments:
             traceback.print_exc()
-        first = (str(error).strip().splitlines() or [""])[0]
-        print(
-            f"mmaccel {options.command}: unexpected {type(error).__name__}: {first} (--debug shows where)",
-            file=sys.stderr,
-        )
-        return 1
+        status, sentence = _told(error, called)
+        print(f"{called}: {sentence}", file=sys.stderr)
+        if isinstance(error, OSError):
+            _silence()
+        return status
+
+
+def _told(error: Exception, called: str) -> tuple[int, str]:
+    """The exit status of an error, and the sentence about it."""
+    if isinstance(error, _Unreadable):
+        sentence = " ".join(error.format_message().split())
+        return USAGE, f"{sentence}{'' if sentence[-1] in '.?' else '.'} See {called} --help."
+    if isinstance(error, MmaccelError):
+        return USAGE, str(error)
+    if isinstance(error, OSError):
+        where = "its output" if error.filename is None else repr(os.fspath(error.filename))
+        return USAGE, f"cannot use {where} ({error.strerror or error}); mend that and start again."
+    first = (str(error).strip().splitlines() or [""])[0]
+    return 1, f"unexpected {type(error).__name__}: {first} (--debug shows where)"

@@ -7,18 +7,18 @@ are timed after a warm-up of a few tokens.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ..errors import MmaccelError, no_json, short_int
-from ..families import load
-from .shared.text import nbytes, seconds, table
+import typer
+
+from ..errors import MmaccelError
+from .shared.options import Frames, Json, Longest, ModelOptions, RecipeOptions
+from .shared.text import json_file, nbytes, seconds, table, tell, working
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -36,31 +36,62 @@ SHIPPED = Path(__file__).parent.parent / "models" / "mini-llava"
 SHIPPED_VIDEO = SHIPPED.with_name("mini-qwen-vl")
 
 
-def retain(text: str) -> float:
-    """A budget from the command line: digits alone are a count, anything else a ratio."""
-    try:
-        return short_int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is no budget; give a ratio such as 0.25 or a count such as 64"
-        ) from None
+#: what the small models were trained on, see training/
+KNOWN = (
+    "The small models know coloured shapes with characters on them, in pictures and clips, and nothing of photographs."
+)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mmaccel ask``."""
-    parser.add_argument("media", nargs="+", metavar="PATH", help="pictures, or one video file or folder of frames")
-    parser.add_argument("question", help="the question, in quotes")
-    add_model_arguments(parser)
-    parser.add_argument("--recipe", default="balanced", help="recipe, method or JSON file (default: balanced)")
-    parser.add_argument(
-        "--retain", type=retain, help="0.25: share of visual tokens to keep; 64: their number a picture"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="OPTION=VALUE", help="another option of the recipe, e.g. layer=3"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: 64)")
-    parser.add_argument("--frames", type=int, default=16, help="frames to show of a video, evenly spaced (default: 16)")
-    parser.add_argument("--fps", type=float, default=1.0, help="frames a second in a folder of frames (default: 1)")
+def run(
+    media: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="Pictures, or one video file or folder of frames.")
+    ],
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="The question, in quotes.")],
+    which: ModelOptions,
+    how: RecipeOptions,
+    max_new_tokens: Longest = 64,
+    frames: Frames = 16,
+    fps: Annotated[float, typer.Option(metavar="N", help="Frames a second in a folder of frames.")] = 1.0,
+    output: Json = None,
+) -> int:
+    """Load, ask twice, print."""
+    if not question.strip():
+        raise MmaccelError('The question is empty; write it last and in quotes, such as "What is this?".')
+    if not fps > 0:
+        raise MmaccelError(f"--fps {fps:g} is no rate; give frames a second above 0.")
+    json_file(output)
+    from ..media.files import Prompt, encode, load_media
+
+    with working("reading what is asked about") as bar:
+        chosen = how.chosen()
+        pictures, clip = load_media([Path(path) for path in media], frames, fps)
+        prompt = [Prompt(question, tuple(pictures), clip)]
+    video = clip is not None
+    model, processor = load_model(which, video)
+
+    from ..accelerate import accelerated
+    from ..media.prepare import prepare
+
+    prepared = prepare(processor, chosen)
+    with accelerated(model, chosen, processor=prepared):
+        pass  # what the model cannot do is said before the long run, not after it
+    with working("answering in full and accelerated", 2) as bar:
+        full = answer(model, processor, encode(processor, prompt), "none", max_new_tokens)
+        bar.advance()
+        small = encode(prepared, prompt)
+        fast = answer(model, prepared, small, chosen, max_new_tokens)
+    report = {
+        "model": which.model or str(shipped(video)),
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "question": question,
+        "recipe": dataclasses.asdict(chosen),
+        "agreement": agreement(full, fast),
+        "full": full.public(),
+        "accelerated": fast.public(),
+    }
+    tell(report, output, lambda: render(report))
+    return 0
 
 
 def shipped(video: bool = False) -> Path:
@@ -81,80 +112,6 @@ def shipped(video: bool = False) -> Path:
     return folder
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that :func:`load_model` reads."""
-    shipped = " (default: the small one that comes with mmaccel)" if SHIPPED.is_dir() else ""
-    parser.add_argument("--model", metavar="MODEL", help=f"folder or hub id of the model{shipped}")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="of the weights (default: as stored, on the CPU float32)",
-    )
-    parser.add_argument("--attn", choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3"), help="attention")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Load, ask twice, print."""
-    if not options.question.strip():
-        raise MmaccelError('The question is empty; write it last and in quotes, such as "What is this?".')
-    if options.max_new_tokens < 1 or options.frames < 1 or options.fps <= 0:
-        raise MmaccelError("--max-new-tokens and --frames must be 1 or more, and --fps above 0.")
-    changes = overrides(options)
-    from ..media.files import Prompt, encode, load_media
-    from ..recipe import recipe
-
-    chosen = recipe(options.recipe).override(**changes)
-    chosen.build()
-    pictures, clip = load_media([Path(path) for path in options.media], options.frames, options.fps)
-    prompt = [Prompt(options.question, tuple(pictures), clip)]
-    model, processor = load_model(options)
-
-    from ..accelerate import accelerated
-    from ..media.prepare import prepare
-
-    prepared = prepare(processor, chosen)
-    with accelerated(model, chosen, processor=prepared):
-        pass  # what the model cannot do is said before the long run, not after it
-    full = answer(model, processor, encode(processor, prompt), "none", options.max_new_tokens)
-    small = encode(prepared, prompt)
-    fast = answer(model, prepared, small, chosen, options.max_new_tokens)
-    report = {
-        "model": str(options.model or SHIPPED),
-        "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "question": options.question,
-        "recipe": dataclasses.asdict(chosen),
-        "agreement": agreement(full, fast),
-        "full": full.public(),
-        "accelerated": fast.public(),
-    }
-    print(json.dumps(report, indent=2, default=str) if options.json else render(report))
-    return 0
-
-
-def overrides(options: argparse.Namespace) -> dict[str, Any]:
-    """What ``--retain`` and ``--set`` say, as changes of a recipe."""
-    found: dict[str, Any] = {} if options.retain is None else {"retain": options.retain}
-    for text in options.set:
-        key, sign, value = text.partition("=")
-        if not sign or not key:
-            raise MmaccelError(f"--set {text!r} is no option; write OPTION=VALUE, such as --set layer=3.")
-        try:
-            found[key] = json.loads(value, parse_int=short_int)
-        except json.JSONDecodeError:
-            found[key] = value
-        except (ValueError, RecursionError) as error:
-            raise MmaccelError(
-                f"--set {key}: the value cannot be read ({no_json(error)}); give a shorter one."
-            ) from error
-        if isinstance(found[key], list):
-            found[key] = tuple(found[key])
-    return found
-
-
 #: tokens that are generated before anything is measured
 _WARM_UP = 4
 #: intervals between tokens from which a rate is told
@@ -164,15 +121,22 @@ _INTERVALS = 3
 # --------------------------------------------------------------------------------------------------------------- model
 
 
-def load_model(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Model and processor, as :func:`mmaccel.families.load.load_model` gives them."""
-    return load.load_model(
-        options.model or str(shipped()),
-        device=options.device,
-        dtype=options.dtype,
-        attn=options.attn,
-        trust_remote_code=options.trust_remote_code,
-    )
+def load_model(which: Any, video: bool = False) -> tuple[Any, Any]:
+    """Model and processor, as :func:`mmaccel.families.load.load_model` gives them; ``which`` has what
+    :class:`~mmaccel.cli.shared.options.ModelOptions` has. Without a model there it is a small one, for videos if asked."""
+    name = which.model or str(shipped(video))
+    # of a model from the hub the bars of the download are shown, which do not mix with ours
+    quiet = working(f"loading {name}") if Path(name).is_dir() else nullcontext()
+    with quiet:
+        from ..families.load import load_model
+
+        return load_model(
+            name,
+            device=which.device,
+            dtype=which.dtype,
+            attn=which.attn,
+            trust_remote_code=which.trust_remote_code,
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -323,6 +287,7 @@ def render(report: dict[str, Any]) -> str:
         rows.append(["tokens per second", *(f"{r:.1f}" for r in rates), f"{rates[1] / rates[0]:.2f}x"])
     add("KV cache", "kv_bytes", nbytes)
     add("peak memory", "peak_memory_bytes", nbytes)
+    shown = Path(report["model"]).parent == SHIPPED.parent
     verdict = "the answers are equal" if agree["same_answer"] else "the answers differ"
     return "\n".join(
         [
@@ -335,5 +300,7 @@ def render(report: dict[str, Any]) -> str:
             "",
             f"agreement: {verdict}; {agree['same_leading_tokens']} leading tokens are the same; KL divergence of the first "
             f"token {agree['kl_first_token']:.4f} nats",
+            *(f"note: {note}" for note in fast["stats"]["notes"]),
+            *([f"{KNOWN} Yours: --model MODEL."] if shown else []),
         ]
     )

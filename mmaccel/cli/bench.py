@@ -20,16 +20,18 @@ Python, libraries and the C library's free pages take. "KV" is the cache at the 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ..errors import MmaccelError
 from . import ask
-from .ask import retain
+from .shared.options import Budgets, Json, ModelOptions, Recipes, rows_of
+from .shared.text import json_file, show, working, write_json
 
 if TYPE_CHECKING:
     from ..programs.bench.run import Case
@@ -37,13 +39,13 @@ if TYPE_CHECKING:
     from ..recipe import Recipe
 
 PLACE = 5
-JSON_FILE = True
+RENAMED = {"--batch": "--batch-size", "--answer": "--max-new-tokens"}
 HELP = "speed and memory, bare against accelerated, on real shapes and named workloads"
 EXAMPLES = """\
 examples:
   mmaccel bench --shape tiny
   mmaccel bench --shape llava-onevision-7b --workload video-32 video-128 --recipe divprune holitom --retain 0.25 0.1
-  mmaccel bench --shape qwen2.5-vl-7b --concurrency 1 4 16 32 --answer 64 --json qwen.json --plots plots
+  mmaccel bench --shape qwen2.5-vl-7b --concurrency 1 4 16 32 --max-new-tokens 64 --json qwen.json --plots plots
   mmaccel bench --model ./my-llava --workload picture-336 --recipe divprune snapkv
   mmaccel bench --compare before.json after.json           exit status 1 if something got slower beyond noise
 """
@@ -54,58 +56,63 @@ REGRESSION = 1
 _QUICK = ("picture-336", "tiles-2880", "pictures-8", "video-32")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mmaccel bench``."""
-    parser.add_argument("--shape", metavar="NAME", help="a known architecture with random weights; 'list' shows them")
-    ask.add_model_arguments(parser)
-    parser.add_argument(
-        "--workload", nargs="+", metavar="NAME", help="what a request shows; 'list' shows them (default: all that fit)"
-    )
-    parser.add_argument("--recipe", nargs="+", default=["balanced"], help="recipes, methods or JSON files")
-    parser.add_argument(
-        "--retain", type=retain, nargs="+", metavar="BUDGET", help="budgets of each recipe (default: its own)"
-    )
-    parser.add_argument("--batch", type=int, nargs="+", help="requests at a time (default: 1; 1 8 32 is usual)")
-    parser.add_argument("--answer", type=int, nargs="+", default=[64], metavar="N", help="tokens (default: 64)")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[], metavar="C", help="clients, see above")
-    parser.add_argument("--repeats", type=int, default=5, help="warm runs of each (default: 5)")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw into this folder")
-    parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two JSON files of earlier runs")
-
-
-def run(options: argparse.Namespace) -> int:
+def run(
+    context: typer.Context,
+    which: ModelOptions,
+    shape: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A known architecture with random weights; 'list' shows them.")
+    ] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME...", help="What a request shows; 'list' shows them.  [default: all that fit]"),
+    ] = None,
+    recipe: Recipes = None,
+    retain: Budgets = None,
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N...", help="Requests at a time; 1 8 32 is usual.  [default: 1]"),
+    ] = None,
+    max_new_tokens: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="N...", help="Tokens of an answer.  [default: 64]")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="C...", help="Clients in a closed loop, see above.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Warm runs of each.")] = 5,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw into this folder.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare two JSON files of earlier runs.")
+    ] = None,
+    output: Json = None,
+) -> int:
     """Measure and print, or compare."""
-    if options.compare:
-        return _compare(options)
-    from ..programs.bench.shapes import SHAPES, shape
-    from ..programs.bench.workloads import WORKLOADS, workload
+    if compare:
+        return _compare(*compare)
+    from ..programs.bench import shapes, workloads
 
-    if options.shape == "list" or options.workload == ["list"]:
-        print("shapes: " + ", ".join(SHAPES) + "\nworkloads: " + ", ".join(WORKLOADS))
+    if shape == "list" or workload == ["list"]:
+        print("shapes: " + ", ".join(shapes.SHAPES) + "\nworkloads: " + ", ".join(workloads.WORKLOADS))
         return 0
-    if options.shape and options.model:
+    if shape and which.model:
         raise MmaccelError("Give --shape or --model, not both.")
-    if options.shape:
-        shape(options.shape)
-    for name in options.workload or ():
-        workload(name)
-    sizes = [*(options.batch or ()), *options.answer, *options.concurrency, options.repeats]
-    if min(sizes) < 1:
-        raise MmaccelError("--batch, --answer, --concurrency and --repeats must be 1 or more.")
-    path = Path(options.json) if options.json not in (None, "-") else None
-    if path is not None and not path.absolute().parent.is_dir():
-        raise MmaccelError(f"The folder {str(path.absolute().parent)!r} does not exist; make it first.")
-    recipes = chosen(options.recipe, options.retain)
-    subject = _subject(options)
-    names = options.workload or (_QUICK if options.shape in (None, "tiny", "small") else tuple(WORKLOADS))
-    report = measure(options, subject, _cases(options, names), recipes, path)
+    if shape:
+        shapes.shape(shape)
+    for name in workload or ():
+        workloads.workload(name)
+    path = json_file(output)
+    recipes = rows_of(recipe or ["balanced"], retain)
+    subject = _subject(shape, which)
+    names = workload or (_QUICK if shape in (None, "tiny", "small") else tuple(workloads.WORKLOADS))
+    cases = _cases(names, max_new_tokens or [64], batch_size or ([] if concurrency else [1]), concurrency or [])
+    report = _about(shape or Path(which.model or ask.shipped().name).name, shape, subject, repeats, context.obj)
+    measure(report, subject, cases, recipes, path)
 
     from .shared import bench_report
 
-    print(json.dumps(report, indent=2) if options.json == "-" else bench_report.render(report))
-    if options.plots is not None:
+    show(report, output, lambda: bench_report.render(report))
+    if plots is not None:
         try:
-            made = bench_report.draw(report, options.plots)
+            made = bench_report.draw(report, plots)
         except MmaccelError as error:
             # figures that took hours are not lost for want of a library
             print(f"No plots: {error}", file=sys.stderr)
@@ -114,64 +121,44 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(names: list[str], budgets: list[float] | None) -> list[tuple[str, Recipe]]:
-    """Every recipe at every budget, once, with a title; one without a budget just once."""
-    from ..recipe import recipe
-
-    found = {}
-    for name in names:
-        base = recipe(name)
-        if not budgets or base.primary is None:
-            found[base.name] = base
-            continue
-        for budget in budgets:
-            found[f"{base.name} {budget:g}"] = base.override(retain=budget)
-    return list(found.items())
-
-
-def _cases(options: argparse.Namespace, names: tuple[str, ...]) -> list[Case]:
+def _cases(names: Sequence[str], answers: list[int], batches: list[int], clients: list[int]) -> list[Case]:
     from ..programs.bench.run import Case
 
-    batches = options.batch or ([] if options.concurrency else [1])
-    loads = [(batch, False) for batch in batches] + [(clients, True) for clients in options.concurrency]
-    return [Case(name, answer, size, loop) for name in names for answer in options.answer for size, loop in loads]
+    loads = [(batch, False) for batch in batches] + [(count, True) for count in clients]
+    return [Case(name, answer, size, loop) for name in names for answer in answers for size, loop in loads]
 
 
-def _subject(options: argparse.Namespace) -> Subject:
-    import torch
-    from transformers.utils import logging
+def _subject(name: str | None, which: ModelOptions) -> Subject:
+    with working("getting ready"):
+        import torch
+        from transformers.utils import logging
 
-    from ..programs.bench.shapes import build, shape
-    from ..programs.bench.workloads import ModelSubject, ShapeSubject
+        from ..families.load import place
+        from ..programs.bench.shapes import build, shape
+        from ..programs.bench.workloads import ModelSubject, ShapeSubject
 
     logging.set_verbosity_error()
-    if not options.shape:
-        return ModelSubject(*ask.load_model(options))
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    kind = "float32" if device.type == "cpu" else "bfloat16"
-    model = build(options.shape, device, getattr(torch, kind if options.dtype == "auto" else options.dtype))
-    if options.attn:
-        model.set_attn_implementation(options.attn)
-    return ShapeSubject(model, shape(options.shape))
+    if name is None:
+        return ModelSubject(*ask.load_model(which))
+    with working(f"making {name} with random weights"):
+        device = place(which.device)
+        kind = "float32" if device.type == "cpu" else "bfloat16"
+        model = build(name, device, getattr(torch, kind if which.dtype == "auto" else which.dtype))
+    if which.attn:
+        model.set_attn_implementation(which.attn)
+    return ShapeSubject(model, shape(name))
 
 
-def measure(
-    options: argparse.Namespace,
-    subject: Subject,
-    cases: list[Case],
-    recipes: list[tuple[str, Recipe]],
-    path: Path | None,
-) -> dict[str, Any]:
-    """The report; it is written to ``path`` after every case."""
+def _about(name: str, shape: str | None, subject: Subject, repeats: int, typed: list[str]) -> dict[str, Any]:
+    """The report, before there are figures in it."""
     import torch
 
     from ..programs.bench import origin
-    from ..programs.bench.run import Bench
     from ..programs.bench.shapes import count_parameters
 
     model = subject.model
-    report: dict[str, Any] = {
-        "command": origin.command("mmaccel", arguments=options.argv),
+    return {
+        "command": origin.command("mmaccel", arguments=typed),
         "date": origin.today(),
         "machine": {
             "processor": origin.processor(str(model.device)),
@@ -180,32 +167,39 @@ def measure(
         },
         "versions": origin.versions(),
         "model": {
-            "name": options.shape or Path(options.model or ask.shipped().name).name,
-            "shape": options.shape,
+            "name": name,
+            "shape": shape,
             "parameters": count_parameters(model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "attention": model.config._attn_implementation,
         },
-        "repeats": options.repeats,
+        "repeats": repeats,
         "rows": [],
     }
-    bench = Bench(subject, options.repeats, tell=lambda text: print(text, file=sys.stderr, flush=True))
-    for case in cases:
-        report["rows"] += bench.measure(case, recipes)
-        if path is not None:
-            draft = path.with_name(path.name + ".part")
-            draft.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            os.replace(draft, path)
-    return report
 
 
-def _compare(options: argparse.Namespace) -> int:
+def measure(
+    report: dict[str, Any], subject: Subject, cases: list[Case], recipes: list[tuple[str, Recipe]], path: Path | None
+) -> None:
+    """Add the rows of all cases to a report, which is written to ``path`` after each."""
+    from ..programs.bench.run import Bench
+
+    with working("measuring", len(cases)) as bar:
+        bench = Bench(subject, report["repeats"], tell=bar.say)
+        for case in cases:
+            report["rows"] += bench.measure(case, recipes)
+            if path is not None:
+                write_json(path, report)
+            bar.advance()
+
+
+def _compare(*paths: Path) -> int:
     from .shared import bench_report
 
     try:
-        text, regressions = bench_report.compare(*map(_read, options.compare))
+        text, regressions = bench_report.compare(*map(_read, paths))
     except (KeyError, TypeError, AttributeError) as error:
-        names = " or ".join(repr(str(path)) for path in options.compare)
+        names = " or ".join(repr(str(path)) for path in paths)
         raise MmaccelError(f"{names} lacks what mmaccel bench writes ({error}); make them with --json FILE.") from error
     print(text)
     return REGRESSION if regressions else 0

@@ -11,26 +11,27 @@ was, and what is finished is not run again; a recipe can be added that way. The 
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from ..errors import MmaccelError, UnsupportedError
-from .ask import retain
 from .shared import measure
+from .shared.options import Json, ModelOptions, budget
+from .shared.text import json_file, show
 
 if TYPE_CHECKING:
     from ..programs.evaluate import Row
 
 PLACE = 4
-JSON_FILE = True
+RENAMED = {"--recipes": "--recipe"}
 HELP = "several recipes as curves of accuracy against what they keep"
 EXAMPLES = """\
 examples:
   mmaccel compare --out curves.png
-  mmaccel compare --recipes none uniform divprune --retain 0.5 0.1 --suite reading --out reading.png --json reading.json
-  mmaccel compare --model ./my-qwen --recipes snapkv streaming-llm --x kv --data questions.jsonl --out kv.svg
+  mmaccel compare --recipe none uniform divprune --retain 0.5 0.1 --suite reading --out reading.png --json reading.json
+  mmaccel compare --model ./my-qwen --recipe snapkv streaming-llm --x kv --data questions.jsonl --out kv.svg
 """
 
 RECIPES = ("none", "random", "uniform", "divprune", "vtc-cls", "fastv", "resize")
@@ -46,57 +47,43 @@ _AXES = {
 _FORMATS = (".png", ".svg", ".pdf")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mmaccel compare``."""
-    parser.add_argument(
-        "--recipes", nargs="+", metavar="RECIPE", help=f"recipes, methods or JSON files (default: {' '.join(RECIPES)})"
-    )
-    parser.add_argument(
-        "--retain",
-        type=retain,
-        nargs="+",
-        metavar="BUDGET",
-        default=RETAIN,
-        help="budgets (default: 0.75 0.5 0.25 0.1)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("curves.png"), help="picture to write (default: curves.png)")
-    parser.add_argument(
-        "--x", choices=tuple(_AXES), default="layers", help="what the curves stand over (default: layers)"
-    )
-    measure.add_arguments(parser)
-
-
-def run(options: argparse.Namespace) -> int:
+def run(
+    context: typer.Context,
+    which: ModelOptions,
+    asked: measure.Asked,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RECIPE...",
+            help=f"Recipes, methods or JSON files.  [default: {' '.join(RECIPES)}, where they work]",
+        ),
+    ] = None,
+    retain: Annotated[
+        list[float] | None,
+        typer.Option(parser=budget, metavar="BUDGET...", help="Budgets of each recipe.  [default: 0.75 0.5 0.25 0.1]"),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Picture to write.")] = Path("curves.png"),
+    x: Annotated[Literal["layers", "kv"], typer.Option(help="What the curves stand over.")] = "layers",
+    output: Json = None,
+) -> int:
     """Run, draw, print."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise MmaccelError("Drawing needs matplotlib; run: pip install 'mmaccel[bench]'.") from None
-    if options.out.suffix not in _FORMATS:
-        raise MmaccelError(f"--out {str(options.out)!r} must end in {', '.join(_FORMATS)}.")
-    if not options.out.absolute().parent.is_dir():
-        raise MmaccelError(f"The folder {str(options.out.absolute().parent)!r} does not exist; make it first.")
-    rows = _rows(options.recipes or RECIPES, options.retain)
-    path = options.out.with_suffix(".json") if options.json in (None, "-") else Path(options.json)
-    task = measure.Run(options, path)
-    if options.recipes is None:
+    if out.suffix not in _FORMATS:
+        raise MmaccelError(f"--out {str(out)!r} must end in {', '.join(_FORMATS)}.")
+    if not out.absolute().parent.is_dir():
+        raise MmaccelError(f"The folder {str(out.absolute().parent)!r} does not exist; make it first.")
+    path = json_file(output) or out.with_suffix(".json")
+    rows = measure.rows(recipe or RECIPES, retain or RETAIN)
+    task = measure.Run(asked, which, context.obj, path)
+    if not recipe:
         rows = _possible(task, rows)
     report = task.evaluate(rows)
-    draw(report, options.out, options.x)
-    print(json.dumps(report, indent=2) if options.json == "-" else measure.render(report, by_task=False))
-    if options.json != "-":
-        print(f"\ndrawn in {options.out}, figures in {path}")
+    draw(report, out, x)
+    show(report, output, lambda: f"{measure.render(report, by_task=False)}\n\ndrawn in {out}, figures in {path}")
     return task.finish()
-
-
-def _rows(recipes: list[str] | tuple[str, ...], budgets: list[float] | tuple[float, ...]) -> list[Row]:
-    """Recipe ``none`` first, as the line to compare with, then every recipe at every budget, each once."""
-    from ..programs.evaluate import Row
-
-    rows = [Row("none")]
-    for name in recipes:
-        rows += [Row(name, budget) for budget in budgets] if Row(name).recipe.primary is not None else [Row(name)]
-    return list({row.title: row for row in rows}.values())
 
 
 def _possible(task: measure.Run, rows: list[Row]) -> list[Row]:

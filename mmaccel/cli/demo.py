@@ -10,10 +10,14 @@ that is removed in the end, and a question may take no longer than --time-limit.
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Annotated
+
+import typer
 
 from ..errors import MmaccelError
-from .shared.serving import add_arguments
+from .shared.options import Json, ModelOptions
 
 PLACE = 7
 HELP = "show what a recipe does in a browser"
@@ -25,14 +29,35 @@ examples:
 """
 
 
-def run(options: argparse.Namespace) -> int:
+@dataclass(frozen=True)
+class Serving(ModelOptions):
+    """What is shown, and to whom."""
+
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address to listen on.  [default: 127.0.0.1, this machine alone]"),
+    ] = None
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Port to listen on.  [default: the first free one from 7860]")
+    ] = None
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name by which browsers may ask for the demo, such as that of a proxy; *.example.com and * are patterns. "
+            "Can be repeated.  [default: localhost, addresses, and --host]",
+        ),
+    ] = None
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="That the model works for one question.")] = 120.0
+    share: Annotated[bool, typer.Option("--share", help="Also make a public address, over Gradio's servers.")] = False
+
+
+def run(serving: Serving, output: Json = None) -> int:
     """Serve until interrupted."""
     if find_spec("gradio") is None:
         raise MmaccelError("The demo needs Gradio; run: pip install 'mmaccel[demo]'.")
     # the one import that points up: the demo is optional, and begins here
     from mmaccel_demo import serve
 
-    return serve.run(options)
-
-
-__all__ = ["EXAMPLES", "HELP", "PLACE", "add_arguments", "run"]
+    options = vars(serving) | {"allow_host": serving.allow_host or [], "json": output}
+    return serve.run(argparse.Namespace(**options))

@@ -7,8 +7,6 @@ their definition in plain torch, and what helps. Every GPU compiles a few kernel
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import sys
 import warnings
@@ -16,7 +14,8 @@ from collections.abc import Mapping
 from importlib import import_module, metadata
 from typing import Any
 
-from .shared.text import nbytes
+from .shared.options import Json
+from .shared.text import nbytes, tell, working
 
 PLACE = 9
 HELP = "check this installation"
@@ -27,7 +26,7 @@ examples:
 """
 
 #: distribution -> what it is for; the first ones are required
-_REQUIRED = ("torch", "torchvision", "transformers", "numpy", "pillow")
+_REQUIRED = ("torch", "torchvision", "transformers", "numpy", "pillow", "typer", "rich")
 _OPTIONAL = {
     "triton": "GPU kernels",
     "decord": "video files",
@@ -50,16 +49,12 @@ _SITES: dict[str, tuple[str, ...]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``mmaccel doctor`` takes none of its own."""
-
-
-def run(options: argparse.Namespace) -> int:
+def run(output: Json = None) -> int:
     """Examine and print."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), working("looking at what is installed"):
         warnings.simplefilter("ignore")
         report = examine()
-    print(json.dumps(report, indent=2) if options.json else render(report))
+    tell(report, output, lambda: render(report))
     return 1 if report["problems"] else 0
 
 

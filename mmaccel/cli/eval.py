@@ -13,15 +13,13 @@ exit status is then 3.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+import typer
 
-from .ask import retain
 from .shared import measure
+from .shared.options import Budgets, Json, ModelOptions, Recipes
+from .shared.text import json_file, show
 
 PLACE = 3
-JSON_FILE = True
 HELP = "accuracy and agreement of a recipe, on a task suite or a JSONL of your own"
 EXAMPLES = """\
 examples:
@@ -34,22 +32,18 @@ a line of questions.jsonl:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mmaccel eval``."""
-    parser.add_argument("--recipe", default="balanced", help="recipe, method or JSON file (default: balanced)")
-    parser.add_argument(
-        "--retain", type=retain, nargs="+", metavar="BUDGET", help="budgets, shares or counts (default: the recipe's)"
-    )
-    measure.add_arguments(parser)
-
-
-def run(options: argparse.Namespace) -> int:
+def run(
+    context: typer.Context,
+    which: ModelOptions,
+    asked: measure.Asked,
+    recipe: Recipes = None,
+    retain: Budgets = None,
+    output: Json = None,
+) -> int:
     """Measure and print."""
-    from ..programs.evaluate import Row
-
-    rows = [Row("none"), *(Row(options.recipe, budget) for budget in options.retain or [None])]
-    rows = list({row.title: row for row in rows}.values())
-    task = measure.Run(options, Path(options.json) if options.json not in (None, "-") else None)
+    path = json_file(output)
+    rows = measure.rows(recipe or ["balanced"], retain)
+    task = measure.Run(asked, which, context.obj, path)
     report = task.evaluate(rows, keep_answers=True)
-    print(json.dumps(report, indent=2) if options.json == "-" else measure.render(report))
+    show(report, output, lambda: measure.render(report))
     return task.finish()

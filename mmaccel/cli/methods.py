@@ -4,23 +4,31 @@ A method alone is also a recipe of that name. Sites: frames (pixels, before the 
 (between layers of the vision tower), projector (between tower and language model), layers (between layers of the language
 model), cache (keys and values, after prefill). Budget: exact (keeps what is asked), at_most (never more), adaptive (the
 content decides).
+
+With NAME that method or recipe alone: its options with their defaults and what they mean, its paper, what it needs, and the
+families it works on.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
+import inspect
+import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal
 
-from .shared.text import markdown, put_between, table
+import typer
+
+from .shared.options import Json
+from .shared.text import markdown, put_between, table, tell
 
 PLACE = 8
 HELP = "list methods and recipes"
 EXAMPLES = """\
 examples:
   mmaccel methods
+  mmaccel methods snapkv
   mmaccel methods --site cache
   mmaccel methods --json | python -m json.tool
 """
@@ -33,31 +41,142 @@ _TAPS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mmaccel methods``."""
-    parser.add_argument(
-        "--site", choices=("frames", "encoder", "projector", "layers", "cache", "codec"), help="only this site"
-    )
-    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    parser.add_argument("--update", metavar="FILE", help=argparse.SUPPRESS)  # the tables of our README
-
-
-def run(options: argparse.Namespace) -> int:
+def run(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A method or recipe, to see its options.")
+    ] = None,
+    site: Annotated[
+        Literal["frames", "encoder", "projector", "layers", "cache", "codec"] | None,
+        typer.Option(help="Only this site."),
+    ] = None,
+    in_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
+    page: Annotated[Path | None, typer.Option("--update", hidden=True)] = None,  # the tables of our README
+    output: Json = None,
+) -> int:
     """Print what there is."""
-    found = describe_methods(options.site)
-    composed = [] if options.site else describe_recipes()
-    if options.update:
-        update(Path(options.update))
+    if name is not None:
+        one = describe(name)
+        tell(one, output, lambda: render(one))
         return 0
-    if options.json:
-        print(json.dumps({"methods": found, "recipes": composed}, indent=2))
+    found = describe_methods(site)
+    composed = [] if site else describe_recipes()
+    if page is not None:
+        update(page)
         return 0
-    show = markdown if options.markdown else table
-    print(show(method_rows(found)))
-    if composed:
-        print()
-        print(show(recipe_rows(composed)))
+    form = markdown if in_markdown else table
+    parts = [method_rows(found), *([recipe_rows(composed)] if composed else [])]
+    tell({"methods": found, "recipes": composed}, output, lambda: "\n\n".join(map(form, parts)))
     return 0
+
+
+# --------------------------------------------------------------------------------------------------------- one of them
+
+
+def describe(name: str) -> dict[str, Any]:
+    """A method, or else a recipe, with all that can be said about it.
+
+    Raises
+    ------
+    MmaccelError
+        If there is none of that name; the nearest ones are named.
+    """
+    from ..method.registry import methods
+    from ..recipe import recipe
+
+    if (cls := methods().get(name)) is not None:
+        return _describe(cls) | {"about": _about(cls), "option_docs": _option_docs(cls), "families": _families(cls)}
+    found = recipe(name)
+    return {
+        "name": name,
+        "summary": found.summary,
+        "paper": found.paper,
+        "retain": found.retain,
+        "stages": [dataclasses.asdict(stage) for stage in found.stages],
+    }
+
+
+def _about(cls: Any) -> str:
+    """The docstring of a method as far as its options."""
+    text = inspect.cleandoc(cls.__doc__ or "").partition("\nParameters\n---")[0]
+    return re.sub(
+        r":class:`|``|\*(?=[A-Z])|(?<=\w)\*(?=,)", lambda mark: "" if mark[0] != ":class:`" else "`", text
+    ).strip()
+
+
+def _option_docs(cls: Any) -> dict[str, str]:
+    """What a method's docstring, or that of a class above it, says of every option."""
+    found: dict[str, str] = {}
+    for one in cls.__mro__:
+        _, _, listed = inspect.cleandoc(vars(one).get("__doc__") or "").partition("\nParameters\n----------\n")
+        # an entry goes on in lines that are indented; the list ends at an empty line
+        for entry in re.split(r"\n(?=\S)", listed.partition("\n\n")[0]):
+            names, sign, meaning = entry.partition(" : ")
+            for name in names.split(", ") if sign else ():
+                found.setdefault(name.strip(), " ".join(meaning.split()).replace("``", ""))
+    return found
+
+
+def _families(cls: Any) -> list[str]:
+    """The families whose usual models a method works on: those that it does not refuse itself."""
+    from ..errors import UnsupportedError
+    from ..families import families
+
+    found = []
+    for name, family in families().items():
+        usual: Any = SimpleNamespace(name=name, has_cls=family.facts.cls, depth=0, deepstack=0)
+        try:
+            made = cls()
+            made.fit(usual).check(usual)
+        except UnsupportedError:
+            continue
+        except TypeError:  # an option without a default
+            pass
+        found.append(name)
+    return found
+
+
+def render(one: dict[str, Any]) -> str:
+    """A method or recipe as text."""
+    if "stages" in one:
+        stages = [["stage", "keeps", "options"]]
+        stages += [
+            [
+                stage["method"],
+                _share(stage["retain"]),
+                ", ".join(f"{k}={v!r}" for k, v in stage["options"].items()) or "-",
+            ]
+            for stage in one["stages"]
+        ]
+        lines = [f"{one['name']}: {one['summary']}", "", f"paper    {one['paper'] or '-'}", "", table(stages)]
+        return "\n".join([*lines, "", "The options of a stage: mmaccel methods STAGE"])
+    facts = [
+        ("paper", one["paper"] or "-"),
+        ("site", one["site"]),
+        ("budget", one["budget"]),
+        ("keeps", _share(one["default_retain"])),
+        ("needs", ", ".join(one["needs"]) or "nothing"),
+        ("families", ", ".join(one["families"])),
+    ]
+    options = [["option", "default", "meaning"]]
+    options += [[name, str(value), one["option_docs"].get(name, "-")] for name, value in one["options"].items()]
+    return "\n".join(
+        [
+            f"{one['name']}: {one['summary']}",
+            "",
+            one["about"],
+            "",
+            *(f"{title:<9}{told}" for title, told in facts),
+            "",
+            table(options) if len(options) > 1 else "It has no options of its own.",
+            "",
+            f"mmaccel ask --recipe {one['name']}"
+            + (f" --set {next(iter(one['options']))}={next(iter(one['options'].values()))}" if one["options"] else "")
+            + ' photo.jpg "..."',
+        ]
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- all of them
 
 
 def update(page: Path) -> None:
@@ -115,7 +234,9 @@ def describe_methods(site: str | None = None) -> list[dict[str, Any]]:
 
 
 def _describe(cls: Any) -> dict[str, Any]:
-    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    fields = list(dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else []
+    # its own before those of the classes above it
+    fields.sort(key=lambda field: field.name not in vars(cls).get("__annotations__", {}))
     return {
         "name": cls.name,
         "site": cls.site,

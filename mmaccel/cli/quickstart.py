@@ -1,80 +1,275 @@
-"""See it work, offline: a picture and a clip are made, the models that come with mmaccel are asked about them, in full and
-accelerated, and answers, tokens, time and KV bytes are shown side by side.
+"""See it work, offline, in about a minute: how much faster, what it costs in answers, and what is looked at.
 
-The files, and a picture of which visual tokens were kept, stay in a temporary folder whose name is printed. The models are
-small and trained on such pictures alone; expected answers are shown beside theirs, right or wrong.
+Speed is that of a model with random weights on pictures of about 2,000 visual tokens: the largest known one that fits on the
+GPU, or on a CPU a language model of 38 million weights. Answers are those of the small models that come with mmaccel, which
+know coloured shapes alone, to questions that they were not trained on; every answer that is lost is listed. A picture, a clip,
+and what was kept of them, are written to a temporary folder.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import os
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from . import ask
-from .shared.text import nbytes, seconds, table
+from .shared.options import STDOUT, Json, ModelOptions, RecipeOptions
+from .shared.text import json_file, nbytes, seconds, table, tell, working
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
     from ..media.files import Prompt
+    from ..programs.bench.run import Case
+    from ..programs.bench.workloads import Subject
     from ..recipe import Recipe
     from ..suite import Turn
 
 PLACE = 1
-HELP = "see it work: a picture, a clip, the small models, full against accelerated"
+HELP = "see it work: speed, answers and what is kept, bare against accelerated"
 EXAMPLES = """\
 examples:
   mmaccel quickstart
-  mmaccel quickstart --recipe vtc-cls --retain 0.1
+  mmaccel quickstart --recipe divprune --retain 0.1
   mmaccel quickstart --json
 """
 
 _PIXELS, _FRAMES, _LONGEST = 112, 16, 16
 #: pixels along a panel of the drawing
 _SIDE = 336
+#: the share that is kept of about 2,000 visual tokens where speed is shown, if nobody says otherwise
+_LARGE = 0.1
+#: pairs of runs
+_PAIRS = 3
+#: questions of every task, to the model for pictures and to the one for clips
+_EACH, _EACH_CLIP = 4, 2
+#: what is asked about the picture that is drawn
 _TASKS = ("colour", "shape", "count", "existence", "grounding")
+_NEXT = """\
+4. Next, with a model of your own, a folder or a hub id:
+   mmaccel ask --model Qwen/Qwen2.5-VL-3B-Instruct photo.jpg "What is on the table?"
+   mmaccel eval --model ./my-model --retain 0.5 0.25 0.1 --data questions.jsonl"""
+
+Say = Callable[..., None]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mmaccel quickstart``."""
-    parser.add_argument("--recipe", default="balanced", help="recipe, method or JSON file (default: balanced)")
-    parser.add_argument("--retain", type=ask.retain, help="share or number of visual tokens to keep")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Make the files, ask, print."""
-    from ..recipe import recipe
-
-    chosen = recipe(options.recipe).override(**({} if options.retain is None else {"retain": options.retain}))
-    chosen.build()
+def run(how: RecipeOptions, output: Json = None) -> int:
+    """Show one thing after the other."""
     begin = time.perf_counter()
+    json_file(output)
+
+    def say(*lines: str) -> None:
+        if output != STDOUT:
+            print(*lines, sep="\n", flush=True)
+
+    say("mmaccel quickstart: speed, answers, what is kept, and where to go on; about a minute on two cores.")
+    with working("loading torch and transformers"):
+        chosen = how.chosen()
+        from ..programs import evaluate  # noqa: F401
+    large = chosen if how.retain is not None or chosen.primary is None else chosen.override(retain=_LARGE)
+    report: dict[str, Any] = {"recipe": chosen.name, "retain": chosen.retain, "speed": speed(large, say)}
+    say("", f"2. Answers: what {_titled(chosen)} costs the models that come along.", f"   {ask.KNOWN}")
+    models = [(model, *ask.load_model(ModelOptions(model=str(model)))) for model in _models(say)]
+    report["answers"] = [answers(*one, chosen, say) for one in models]
     folder = Path(tempfile.mkdtemp(prefix="mmaccel-"))
-    shows = [show(ask.shipped(), picture(folder / "picture.png"), chosen)]
-    notes = []
-    if not (ask.SHIPPED_VIDEO / "config.json").is_file():
-        notes.append("no model that takes videos comes with this mmaccel, so there is no clip")
-    elif find_spec("av") is None:
-        notes.append("no clip was made, which needs PyAV: pip install 'mmaccel[video]'")
-    else:
-        shows.append(show(ask.shipped(video=True), clip(folder / "clip.mp4"), chosen))
-    report = {
-        "recipe": chosen.name,
-        "retain": chosen.retain,
-        "shows": shows,
-        "notes": notes,
-        "seconds": time.perf_counter() - begin,
-    }
-    print(json.dumps(report, indent=2) if options.json else render(report))
+    say("", f"3. What {_titled(chosen)} keeps of a picture and of a clip:")
+    report["drawings"] = [drawing(*one, chosen, folder, say) for one in models]
+    report["seconds"] = time.perf_counter() - begin
+    say("", _NEXT)
+    tell(report, output, lambda: f"\n{report['seconds']:.0f} s in all.")
     return 0
 
 
-# --------------------------------------------------------------------------------------------------- what is asked about
+def _titled(chosen: Recipe) -> str:
+    return chosen.name if chosen.retain is None else f"{chosen.name} {chosen.retain:g}"
+
+
+def _models(say: Say) -> list[Path]:
+    """The models that come along and can be shown here: the one for pictures, and the one for clips."""
+    found = [ask.shipped()]
+    if not (ask.SHIPPED_VIDEO / "config.json").is_file():
+        say("   (No model that takes videos comes with this mmaccel, so there is no clip.)")
+    elif find_spec("av") is None:
+        say("   (No clip is shown, which needs PyAV: pip install 'mmaccel[video]'.)")
+    else:
+        found.append(ask.shipped(video=True))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ 1. speed
+
+
+def speed(chosen: Recipe, say: Say) -> dict[str, Any]:
+    """Time to the first token of a model with random weights, bare and accelerated in turn, and the bytes of its cache."""
+    from ..errors import UnsupportedError
+    from ..families.load import place
+    from ..programs.bench.figures import ratios
+    from ..programs.bench.run import Bench, Case, Variant
+    from ..programs.bench.shapes import count_parameters
+
+    with working("making a model with random weights"):
+        subject, case, name = _workload(place())
+    model = subject.model
+    weights = count_parameters(model)
+    say(
+        "",
+        f"1. Speed: {name}, {weights / 1e6:,.0f} million random weights, on {_machine(model.device)};",
+        f"   {_PAIRS} pairs of runs, bare and {_titled(chosen)} in turn ...",
+    )
+    bench = Bench(subject, _PAIRS)
+    bare, fast = Variant("bare"), Variant(_titled(chosen), chosen)
+    with working("runs", 2 * _PAIRS) as bar:
+        try:
+            # libraries and kernels are loaded by a run that does not count; on a CPU a small one does
+            for variant in (fast, bare):
+                bench.once(case if model.device.type == "cuda" else Case("picture-336", 1, 1), variant)
+            for _ in range(_PAIRS):
+                for variant in (bare, fast):
+                    variant.samples.append(bench.once(case, variant))
+                    bar.advance()
+        except UnsupportedError as error:
+            say(f"   Not shown: {error}")
+            return {"workload": name, "problem": str(error)}
+    gain = ratios([one.ttft for one in bare.samples], [one.ttft for one in fast.samples])
+    stats = fast.samples[-1].stats
+    report = {
+        "workload": name,
+        "parameters": weights,
+        "device": str(model.device),
+        "recipe": _titled(chosen),
+        "visual_tokens": stats["visual_tokens"],
+        "visual_tokens_kept": stats["visual_tokens_kept"],
+        "first_token_seconds": {one.title: [sample.ttft for sample in one.samples] for one in (bare, fast)},
+        "kv_bytes": {one.title: one.samples[-1].kv for one in (bare, fast)},
+        "speedup": gain.as_dict(),
+        "notes": stats["notes"],
+    }
+    say("", *_indented(_speeds(report)), *(f"   note: {note}" for note in stats["notes"]))
+    return report
+
+
+def _workload(device: torch.device) -> tuple[Subject, Case, str]:
+    """A model with random weights on a device, about 2,000 visual tokens for it, and both in words."""
+    import torch
+
+    from ..programs.bench.run import Case
+    from ..programs.bench.shapes import build, largest, shape, thin_tower
+    from ..programs.bench.workloads import ShapeSubject
+
+    if device.type == "cuda" and (name := largest(device, torch.bfloat16)) is not None:
+        model = build(name, device, torch.bfloat16)
+        return ShapeSubject(model, shape(name)), Case("tiles-2880", 1, 1), f"{name} on a large picture"
+    plan = shape("small")
+    # hardly any tower: what is shown is the work of the language model
+    model = build("small", device, torch.float32, thin_tower(plan.config()))
+    return ShapeSubject(model, plan), Case("pictures-8", 1, 1), "a mid-size language model on 8 pictures"
+
+
+def _machine(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"the CPU ({threads} thread{'s' * (threads > 1)} of {os.cpu_count()} cores)"
+
+
+def _speeds(report: dict[str, Any]) -> str:
+    from ..programs.bench.figures import Spread
+
+    (bare, full), (name, fast) = ((n, Spread(tuple(s))) for n, s in report["first_token_seconds"].items())
+    gain, kv = Spread.of(report["speedup"]), report["kv_bytes"]
+    tokens, kept = report["visual_tokens"], report["visual_tokens_kept"]
+    rows = [
+        ["", bare, name, ""],
+        ["visual tokens", f"{tokens:,}", f"{kept:,}", f"{kept / tokens:.0%}"],
+        [
+            "first token",
+            f"{seconds(full.median)} ±{full.notch / full.median:.0%}",
+            f"{seconds(fast.median)} ±{fast.notch / fast.median:.0%}",
+            f"{gain.median:.1f} times as fast ±{gain.notch:.1f}",
+        ],
+        ["KV cache", nbytes(kv[bare]), nbytes(kv[name]), f"{kv[bare] / kv[name]:.1f} times smaller"],
+    ]
+    return table(rows, numbers=(1, 2))
+
+
+def _indented(text: str) -> list[str]:
+    return [f"   {line}" for line in text.splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------------- 2. answers
+
+
+def answers(folder: Path, model: Any, processor: Any, chosen: Recipe, say: Say) -> dict[str, Any]:
+    """How many questions of the suite a model answers rightly in full and accelerated, and which are lost or won."""
+    from ..programs.evaluate import Row, ask_suite, evaluate
+    from ..suite import IMAGE_TASKS, VIDEO_TASKS
+
+    # a question of "turns" needs the ones before
+    tasks = VIDEO_TASKS if folder == ask.SHIPPED_VIDEO else tuple(task for task in IMAGE_TASKS if task != "turns")
+    asked = ask_suite(tasks, _EACH_CLIP if tasks == VIDEO_TASKS else _EACH, frames=_FRAMES, pixels=_PIXELS)
+    rows, said = [Row("none"), Row(chosen)], {}
+    with working(f"asking {folder.name}", 2 * len(asked)) as bar:
+        for row, found in evaluate(model, processor, asked, rows, batch_size=_EACH, max_new_tokens=_LONGEST):
+            said.update({(one.name, row is rows[1]): one for one in found})
+            bar.advance(len(found))
+    pairs = [(one.load().question, said[one.name, False], said[one.name, True]) for one in asked]
+    figures = rows[1].figures()
+    report = {
+        "model": folder.name,
+        "questions": len(pairs),
+        "full_right": sum(bool(full.right) for _, full, _ in pairs),
+        "accelerated_right": sum(bool(fast.right) for _, _, fast in pairs),
+        "visual_tokens": figures["visual_tokens"],
+        "visual_tokens_kept": figures["visual_tokens_kept"],
+        "kv_share": figures["kv_share"],
+        # where accelerating made the difference
+        "changed": [
+            {"task": full.task, "question": question, "expected": full.expected, "full": full.answer}
+            | {"accelerated": fast.answer, "lost": bool(full.right)}
+            for question, full, fast in pairs
+            if full.right != fast.right
+        ],
+    }
+    say("", *(f"   {line}" for line in _answered(report)))
+    return report
+
+
+def _answered(report: dict[str, Any]) -> list[str]:
+    count, kept, tokens = report["questions"], report["visual_tokens_kept"], report["visual_tokens"]
+    lines = [
+        f"{report['model']}: {report['full_right']} of {count} right in full, {report['accelerated_right']} of {count} "
+        f"accelerated, with {kept:.0f} of {tokens:.0f} visual tokens and {report['kv_share']:.0%} of the KV cache."
+    ]
+    for one in report["changed"]:
+        what = "lost" if one["lost"] else "won"
+        told = f"{one['expected']!r} is right, in full {one['full']!r}, accelerated {one['accelerated']!r}"
+        lines.append(f"  {what}: {one['question']} ({told})")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------------ 3. what is kept
+
+
+def drawing(folder: Path, model: Any, processor: Any, chosen: Recipe, target: Path, say: Say) -> dict[str, str]:
+    """A picture or a clip, a question about it, and what the recipe keeps of it, as files in the folder ``target``."""
+    from ..media.files import Prompt, load_media
+    from ..media.prepare import prepare
+
+    video = folder == ask.SHIPPED_VIDEO
+    path, turns = clip(target / "clip.mp4") if video else picture(target / "picture.png")
+    pictures, shown = load_media([path], _FRAMES, 1.0)
+    drawn = path.with_name(f"{path.stem}-kept.png")
+    prompt = Prompt(turns[0].question, tuple(pictures), shown)
+    _kept(model, prepare(processor, chosen), prompt, chosen).save(drawn)
+    say(f"   {drawn}", f'      ask about it: mmaccel ask {path} "{turns[0].question}"')
+    return {"model": folder.name, "file": str(path), "kept": str(drawn), "question": turns[0].question}
 
 
 def picture(path: Path) -> tuple[Path, list[Turn]]:
@@ -108,53 +303,6 @@ def clip(path: Path) -> tuple[Path, list[Turn]]:
     return path, made[1]
 
 
-# ------------------------------------------------------------------------------------------------------------ asking
-
-
-def show(folder: Path, about: tuple[Path, list[Turn]], chosen: Recipe) -> dict[str, Any]:
-    """Ask one model every question about one file in full and accelerated, and draw what was kept beside the file."""
-    from ..media.files import Prompt, encode, load_media
-    from ..media.prepare import prepare
-    from ..suite import is_right
-
-    path, turns = about
-    options = argparse.Namespace(model=str(folder), device=None, dtype="auto", attn=None, trust_remote_code=False)
-    model, processor = ask.load_model(options)
-    prepared = prepare(processor, chosen)
-    pictures, shown = load_media([path], _FRAMES, 1.0)
-    asked, runs = [], []
-    for turn in turns:
-        prompt = [Prompt(turn.question, tuple(pictures), shown)]
-        full = ask.answer(model, processor, encode(processor, prompt), "none", _LONGEST)
-        fast = ask.answer(model, prepared, encode(prepared, prompt), chosen, _LONGEST)
-        runs.append((full, fast))
-        asked.append(
-            {
-                "question": turn.question,
-                "expected": turn.answer,
-                "full": full.answer,
-                "accelerated": fast.answer,
-                "full_right": is_right(full.answer, turn.answer),
-                "accelerated_right": is_right(fast.answer, turn.answer),
-            }
-        )
-    drawn = path.with_name(f"{path.stem}-kept.png")
-    _kept(model, prepared, prompt[0], chosen).save(drawn)
-    names = ("visual_tokens", "visual_tokens_kept", "first_token_seconds", "total_seconds", "kv_bytes")
-    return {
-        "model": folder.name,
-        "device": str(model.device),
-        "file": str(path),
-        "kept": str(drawn),
-        "questions": asked,
-        # medians over the questions: the first one pays for what is made once
-        **{
-            which: {name: median(getattr(run[i], name) for run in runs) for name in names}
-            for i, which in enumerate(("full", "accelerated"))
-        },
-    }
-
-
 def _kept(model: Any, processor: Any, prompt: Prompt, chosen: Recipe) -> Image:
     """What the recipe keeps of the prompt's picture, or of every slice of its clip, side by side under the original."""
     import torch
@@ -179,40 +327,3 @@ def _kept(model: Any, processor: Any, prompt: Prompt, chosen: Recipe) -> Image:
             frame = kept(frame, layout.segments[0], reduction, number)
         sheet.paste(frame, (number * (side + 4), side + 4))
     return sheet
-
-
-# ---------------------------------------------------------------------------------------------------------- printing
-
-
-def render(report: dict[str, Any]) -> str:
-    """The report as text."""
-    name = report["recipe"] + ("" if report["retain"] is None else f" {report['retain']:g}")
-    lines: list[str] = []
-    for one in report["shows"]:
-        rows = [["question", "expected", "full", "", name, ""]]
-        for asked in one["questions"]:
-            marks = ["right" if asked[f"{which}_right"] else "wrong" for which in ("full", "accelerated")]
-            rows.append([asked["question"], asked["expected"], asked["full"], marks[0], asked["accelerated"], marks[1]])
-        full, fast = one["full"], one["accelerated"]
-        figures = [["median of the questions", "full", name, ""]]
-        for title, key, form in (
-            ("visual tokens", "visual_tokens_kept", lambda x: f"{x:.0f}"),
-            ("time to first token", "first_token_seconds", seconds),
-            ("total time", "total_seconds", seconds),
-            ("KV cache", "kv_bytes", nbytes),
-        ):
-            figures.append([title, form(full[key]), form(fast[key]), f"{full[key] / fast[key]:.1f}x"])
-        lines += [
-            f"{one['model']} on {one['device']}, asked about {one['file']}",
-            "",
-            table(rows),
-            "",
-            table(figures, numbers=(1, 2, 3)),
-            "",
-            f"what {name} kept is drawn in {one['kept']}",
-            "",
-        ]
-    lines += [f"({note})" for note in report["notes"]]
-    return "\n".join(
-        [*lines, f'{report["seconds"]:.0f} s in all. Next: mmaccel ask --model YOUR_MODEL photo.jpg "..."']
-    )

@@ -1,69 +1,75 @@
 """Run every model family, full and accelerated, on tiny models with random weights. Nothing is downloaded.
 
 The models are built from the families' real configurations. For each one: recipe "none" must answer as the bare model does,
-to the token; the recipe must keep what its budget says and store fewer keys; and remove() must give the bare model back, to
-the bit. This shows that acceleration works with the installed versions and on this device. It says nothing about how good
-answers are: random weights have none to give.
+to the token; every stage of the recipe must keep what its budget came to, and the cache must become smaller if tokens were
+dropped; and remove() must give the bare model back, to the bit. This shows that acceleration works with the installed versions
+and on this device. It says nothing about how good answers are: random weights have none to give.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from ..errors import MmaccelError
-from .shared.text import nbytes, table
+from .shared.options import Json, RecipeOptions
+from .shared.text import nbytes, table, tell, working
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from ..recipe import Recipe
 
 PLACE = 10
 HELP = "run all model families on tiny random models, full and accelerated"
+RENAMED = {"--families": "--family"}
 EXAMPLES = """\
 examples:
   mmaccel selfcheck
   mmaccel selfcheck --recipe pool --retain 0.1
-  mmaccel selfcheck --device cuda --dtype bfloat16 --families llava qwen2_5_vl
+  mmaccel selfcheck --device cuda --dtype bfloat16 --family llava qwen2_5_vl
 """
 
 IMAGE, VIDEO, START, END = 3, 4, 5, 6
 NEW_TOKENS = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mmaccel selfcheck``."""
-    from .ask import retain
-
-    parser.add_argument("--recipe", default="balanced", help="recipe or method (default: balanced)")
-    parser.add_argument(
-        "--retain", type=retain, help="share or number of visual tokens to keep (default: the recipe's)"
-    )
-    parser.add_argument("--families", nargs="+", metavar="FAMILY", help="only these families")
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, ...")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-
-
-def run(options: argparse.Namespace) -> int:
+def run(
+    how: RecipeOptions,
+    family: Annotated[
+        list[str] | None, typer.Option(metavar="FAMILY...", help="Only these families.  [default: all]")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")] = "float32",
+    output: Json = None,
+) -> int:
     """Check and print."""
-    import torch
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    for name in options.families or ():
+    for name in family or ():
         if name not in TINY:
             raise MmaccelError(f"There is no family {name!r}; known are {', '.join(TINY)}.")
-    torch.set_grad_enabled(False)
-    try:
-        results = [check(name, options) for name in options.families or TINY]
-    finally:
-        torch.set_grad_enabled(True)
-    failed = [r["family"] for r in results if r["problem"]]
-    if options.json:
-        print(json.dumps({"recipe": options.recipe, "retain": options.retain, "families": results}, indent=2))
-        return 1 if failed else 0
+    with working("checking families", len(family or TINY)) as bar:
+        import torch
+        from transformers.utils import logging
+
+        from ..families.load import place
+
+        logging.set_verbosity_error()
+        chosen, where, results = how.chosen(), str(place(device)), []
+        for name in family or TINY:
+            with torch.no_grad():
+                results.append(check(name, chosen, where, getattr(torch, dtype)))
+            bar.advance()
+    report = {"recipe": chosen.name, "retain": chosen.retain, "device": where, "dtype": dtype, "families": results}
+    tell(report, output, lambda: render(report))
+    return 1 if any(one["problem"] for one in results) else 0
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text."""
     head = ["family", "visual tokens", "kept", "KV full", "KV kept", "none = bare", "remove() restores", "time"]
     rows = [
         [
@@ -76,19 +82,23 @@ def run(options: argparse.Namespace) -> int:
             "yes" if r["restored"] else "NO",
             f"{r['seconds']:.1f} s",
         ]
-        for r in results
+        for r in report["families"]
     ]
-    budget = "" if options.retain is None else f", retain {options.retain}"
-    print(f"recipe {options.recipe}{budget}, {options.device}, {options.dtype}; random weights\n")
-    print(table([head, *rows], numbers=(1, 2, 3, 4, 7)))
-    for r in results:
-        if r["problem"]:
-            print(f"\nFAILED {r['family']}: {r['problem']}")
-    print(f"\n{len(results) - len(failed)} of {len(results)} families pass.")
-    return 1 if failed else 0
+    budget = "" if report["retain"] is None else f", retain {report['retain']:g}"
+    failed = [f"FAILED {r['family']}: {r['problem']}" for r in report["families"] if r["problem"]]
+    return "\n".join(
+        [
+            f"recipe {report['recipe']}{budget}, {report['device']}, {report['dtype']}; random weights",
+            "",
+            table([head, *rows], numbers=(1, 2, 3, 4, 7)),
+            "",
+            *failed,
+            f"{len(rows) - len(failed)} of {len(rows)} families pass.",
+        ]
+    )
 
 
-def check(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def check(name: str, chosen: Recipe, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """One family; ``problem`` is None if all is well."""
     import torch
 
@@ -97,7 +107,7 @@ def check(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     begin = time.perf_counter()
     torch.manual_seed(0)
-    model, inputs = build(name, options.device, getattr(torch, options.dtype))
+    model, inputs = build(name, device, dtype)
     greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
     bare, full = model(**inputs).logits, model.generate(**inputs, **greedy)
     # transformers leaves hooks of its own at the first call
@@ -105,7 +115,7 @@ def check(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
     accelerate_vlm(model, "none")
     none = model.generate(**inputs, **greedy)
-    accelerate_vlm(model, options.recipe, **({} if options.retain is None else {"retain": options.retain}))
+    accelerate_vlm(model, chosen)
     out = model.generate(**inputs, **greedy)
     stats = model.mmaccel.stats()
     model.mmaccel.remove()
@@ -117,21 +127,13 @@ def check(name: str, options: argparse.Namespace) -> dict[str, Any]:
     )
     kv_full = cache_bytes(full.past_key_values)
     same = bool(torch.equal(none.sequences, full.sequences))
-    prompt = inputs["input_ids"]
-    problem = next(
-        (
-            text
-            for wrong, text in (
-                (not same, "recipe 'none' answers otherwise than the bare model"),
-                (not restored, "remove() left something behind"),
-                (not torch.equal(out.sequences[:, : prompt.shape[1]], prompt), "the prompt did not come back"),
-                (not 0 < stats["visual_tokens_kept"] <= stats["visual_tokens"], "the count of kept tokens is off"),
-                (stats["kv_bytes"] > 2 * kv_full, "the cache grew"),
-            )
-            if wrong
-        ),
-        None,
-    )
+    back = out.sequences[:, : inputs["input_ids"].shape[1]]
+    wrong = {
+        "recipe 'none' answers otherwise than the bare model": not same,
+        "remove() left something behind": not restored,
+        "the prompt did not come back": not torch.equal(back, inputs["input_ids"]),
+        **_wrong(stats, kv_full),
+    }
     return {
         "family": name,
         "visual_tokens": stats["visual_tokens"],
@@ -141,8 +143,23 @@ def check(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "none_equals_bare": same,
         "restored": restored,
         "seconds": time.perf_counter() - begin,
-        "problem": problem,
+        "problem": next((problem for problem, is_so in wrong.items() if is_so), None),
     }
+
+
+def _wrong(stats: Any, kv_full: int) -> dict[str, bool]:
+    """What can be wrong with the figures of a call, and whether it is; ``kv_full`` are the bytes of the bare model's cache."""
+    from ..method.registry import method
+
+    found, fewer = {}, stats["visual_tokens_kept"] < stats["visual_tokens"]
+    for stage in stats["stages"]:
+        kept, wanted, budget = stage["tokens_kept"], stage["resolved"], method(stage["method"]).budget
+        off = wanted is not None and (kept != wanted if budget == "exact" else kept > wanted)
+        if budget in ("exact", "at_most"):
+            found[f"{stage['method']} kept {kept} tokens for a budget of {wanted}"] = off
+        found[f"{stage['method']} kept {kept} of {stage['tokens_in']} tokens"] = not 0 < kept <= stage["tokens_in"]
+    found["tokens were dropped, and the cache did not become smaller"] = fewer and stats["kv_bytes"] >= kv_full
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------- the tiny models

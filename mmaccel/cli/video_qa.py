@@ -21,22 +21,23 @@ under the same paths and have the same mmaccel; the answers and the file are tho
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 import time
 from contextlib import closing, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ..errors import MmaccelError
 from ..programs.bench import origin
 from . import ask
 from .shared.measure import PARTIAL, percent, versions
-from .shared.text import nbytes, seconds, table
+from .shared.options import Frames, Json, Longest, ModelOptions, RecipeOptions
+from .shared.text import json_file, nbytes, seconds, show, table, working
 
 if TYPE_CHECKING:
     from ..programs.video_qa.answers import AnswerFile
@@ -44,12 +45,13 @@ if TYPE_CHECKING:
     from ..programs.video_qa.questions import VideoQuestion
 
 PLACE = 6
+RENAMED = {"--summary": "--json"}
 HELP = "answers to a JSONL of questions about videos, in bulk"
 EXAMPLES = """\
 examples:
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --recipe holitom --retain 0.15
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --frames 32 --frame-method scene-frames
-  mmaccel video-qa questions.jsonl -o full.jsonl --model ./my-qwen --recipe none --summary full.json
+  mmaccel video-qa questions.jsonl -o full.jsonl --model ./my-qwen --recipe none --json full.json
   mmaccel video-qa questions.jsonl -o answers.jsonl --model /shared/my-qwen --ray auto
 
 lines of questions.jsonl:
@@ -61,117 +63,100 @@ lines of questions.jsonl:
 _SHOWN = 5
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``mmaccel video-qa``."""
-    parser.add_argument("questions", type=Path, metavar="QUESTIONS", help="JSONL, a question a line, see below")
-    parser.add_argument(
-        "-o", "--out", type=Path, required=True, metavar="FILE", help="JSONL of answers to write or go on with"
-    )
-    ask.add_model_arguments(parser)
-    parser.add_argument("--recipe", default="balanced", help="recipe, method or JSON file (default: balanced)")
-    parser.add_argument(
-        "--retain", type=ask.retain, help="0.25: share of visual tokens to keep; 64: their number a video"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="OPTION=VALUE",
-        help="another option of the recipe or of the frame method, e.g. layer=3",
-    )
-    parser.add_argument(
-        "--frames", type=int, default=16, help="frames of a video that the model is shown (default: 16)"
-    )
-    parser.add_argument(
-        "--frame-method",
-        default="uniform",
-        metavar="METHOD",
-        help="uniform (default), keyframes, or a method that chooses out of four times as many, such as scene-frames",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: 64)")
-    parser.add_argument(
-        "--batch-size",
-        type=_batch_size,
-        default="auto",
-        metavar="N|auto",
-        help="questions at a time; auto (default) halves it when memory does not suffice",
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=120.0, metavar="SECONDS", help="to decode a video in (default: 120)"
-    )
-    parser.add_argument(
-        "--memory-limit",
-        type=float,
-        default=4.0,
-        metavar="GIB",
-        help="that decoded videos may take together (default: 4)",
-    )
-    parser.add_argument(
-        "--ray",
-        metavar="auto|ADDRESS",
-        help="work on a Ray cluster: auto takes the one that runs here, or else all GPUs of this machine; or HOST:PORT",
-    )
-    parser.add_argument("--strict", action="store_true", help="stop at the first question that cannot be answered")
-    parser.add_argument("--summary", type=Path, metavar="FILE", help="write the summary to FILE as JSON")
+def _batch(text: str) -> int | str:
+    if text != "auto" and not (text.isdecimal() and int(text)):
+        raise typer.BadParameter(f"{text!r} is no size; give a number of 1 or more, or auto")
+    return text if text == "auto" else int(text)
 
 
-def _batch_size(text: str) -> int | str:
-    if text == "auto" or re.fullmatch(r"\d+", text):
-        return text if text == "auto" else int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number or auto")
+@dataclasses.dataclass(frozen=True)
+class Bulk:
+    """How a file of questions is worked through."""
+
+    frames: Frames = 16
+    frame_method: Annotated[
+        str,
+        typer.Option(
+            metavar="METHOD",
+            help="uniform, keyframes, or a method that chooses out of four times as many, such as scene-frames.",
+        ),
+    ] = "uniform"
+    max_new_tokens: Longest = 64
+    batch_size: Annotated[
+        Any,
+        typer.Option(
+            parser=_batch, metavar="N|auto", help="Questions at a time; auto halves it when memory does not suffice."
+        ),
+    ] = "auto"
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="To decode a video in.")] = 120.0
+    memory_limit: Annotated[float, typer.Option(metavar="GIB", help="That decoded videos may take together.")] = 4.0
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|ADDRESS",
+            help="Work on a Ray cluster: auto takes the one that runs here, or else all GPUs of this machine; or HOST:PORT.",
+        ),
+    ] = None
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at the first question that cannot be answered.")] = (
+        False
+    )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(
+    context: typer.Context,
+    questions: Annotated[Path, typer.Argument(metavar="QUESTIONS", help="JSONL, a question a line, see below.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="JSONL of answers to write or go on with.")],
+    which: ModelOptions,
+    how: RecipeOptions,
+    bulk: Bulk,
+    output: Json = None,
+) -> int:
     """Answer what is left, write it, print the summary."""
     from ..programs.video_qa.answers import AnswerFile
     from ..programs.video_qa.questions import read_questions
 
-    if options.summary is not None:
-        _check_summary(options.summary, options.questions, options.out)
-    settings = _settings(options)
-    questions = read_questions(options.questions)
+    if (summary := json_file(output)) is not None:
+        _check_summary(summary, questions, out)
+    settings = _settings(which, how, bulk)
+    asked = read_questions(questions)
     identity = settings.identity()
-    with AnswerFile(options.out, identity) as file:
-        before = len(questions) - len(file.left(questions))
+    with AnswerFile(out, identity) as file:
+        before = len(asked) - len(file.left(asked))
         if before:
-            print(f"{before} of {len(questions)} answers are taken over from {options.out}", file=sys.stderr)
+            print(f"{before} of {len(asked)} answers are taken over from {out}", file=sys.stderr)
         if others := len(file.done) - before:
-            print(f"{others} answers in {options.out} are to other questions; they stay there", file=sys.stderr)
+            print(f"{others} answers in {out} are to other questions; they stay there", file=sys.stderr)
         try:
-            figures, wall, workers = _answer(options, settings, questions, file)
+            figures, wall, workers = _answer(bulk, settings, asked, file)
         except KeyboardInterrupt:
-            there = len(questions) - len(file.left(questions))
+            there = len(asked) - len(file.left(asked))
             print(
-                f"Stopped; {there} of {len(questions)} answers are in {options.out}, and the same command goes on.",
+                f"Stopped; {there} of {len(asked)} answers are in {out}, and the same command goes on.",
                 file=sys.stderr,
             )
             return 130
         report = {
-            "command": origin.command("mmaccel", arguments=options.argv),
+            "command": origin.command("mmaccel", arguments=context.obj),
             "date": origin.today(),
             "settings": identity,
             "versions": versions(),
             "taken_over": before,
-            **_summary([file.done[one.name] for one in questions], figures, wall, workers),
+            **_summary([file.done[one.name] for one in asked], figures, wall, workers),
         }
-    if options.summary is not None:
-        _write(options.summary, json.dumps(report, indent=1).encode() + b"\n")
-    print(json.dumps(report, indent=2) if options.json else _render(report, options.out))
+    if summary is not None:
+        _write(summary, json.dumps(report, indent=1).encode() + b"\n")
+    show(report, output, lambda: _render(report, out))
     for record in (failed := [r for r in file.done.values() if "error" in r])[:_SHOWN]:
         print(f"{record['id']}: {record['error']}", file=sys.stderr)
     if len(failed) > _SHOWN:
-        print(f"... and {len(failed) - _SHOWN} more, see 'error' in {options.out}", file=sys.stderr)
+        print(f"... and {len(failed) - _SHOWN} more, see 'error' in {out}", file=sys.stderr)
     return PARTIAL if failed else 0
 
 
 def _check_summary(path: Path, *others: Path) -> None:
     """It is written at the end of a long run."""
-    if not path.absolute().parent.is_dir():
-        raise MmaccelError(f"The folder {str(path.absolute().parent)!r} does not exist; make it first.")
-    if path.is_dir() or path.resolve() in [other.resolve() for other in others]:
-        raise MmaccelError(
-            f"--summary {str(path)!r} is a folder, or the file of the questions or answers; give another file."
-        )
+    if path.resolve() in [other.resolve() for other in others]:
+        raise MmaccelError(f"--json {str(path)!r} is the file of the questions or answers; give another file.")
     trial = path.with_name(f"{path.name}.trial")
     _write(trial, b"", path)
     trial.unlink()
@@ -184,44 +169,40 @@ def _write(path: Path, content: bytes, named: Path | None = None) -> None:
         write_whole(path, content)
     except OSError as error:
         raise MmaccelError(
-            f"Cannot write --summary {str(named or path)!r} ({error.strerror}); give another file: the same command goes on."
+            f"Cannot write --json {str(named or path)!r} ({error.strerror}); give another file: the same command goes on."
         ) from error
 
 
-def _settings(options: argparse.Namespace) -> QASettings:
+def _settings(which: ModelOptions, how: RecipeOptions, bulk: Bulk) -> QASettings:
     from ..method.registry import methods
     from ..programs.video_qa.qa import QASettings
     from ..recipe import recipe
     from ..video.wanted import GIB
 
-    if not 0 < options.memory_limit < float("inf"):
-        raise MmaccelError(f"--memory-limit {options.memory_limit:g} leaves no room to decode; give GiB above 0.")
-    given = ask.overrides(options)
-    method: Any = methods().get(options.frame_method)
+    if not 0 < bulk.memory_limit < float("inf"):
+        raise MmaccelError(f"--memory-limit {bulk.memory_limit:g} leaves no room to decode; give GiB above 0.")
+    if not 0 < bulk.time_limit < float("inf"):
+        raise MmaccelError(f"--time-limit {bulk.time_limit:g} is no time to decode in; give seconds above 0.")
+    given = how.changes()
+    method: Any = methods().get(bulk.frame_method)
     named = [] if method is None else [option.name for option in dataclasses.fields(method)]
     return QASettings(
-        model=options.model or str(ask.shipped(video=True)),
         frame_options={key: given.pop(key) for key in list(given) if key in named},
-        recipe=recipe(options.recipe).override(**given),
-        frames=options.frames,
-        frame_method=options.frame_method,
-        max_new_tokens=options.max_new_tokens,
-        batch_size=options.batch_size,
-        device=options.device,
-        dtype=options.dtype,
-        attn=options.attn,
-        trust_remote_code=options.trust_remote_code,
-        timeout=options.time_limit,
-        memory=int(options.memory_limit * GIB),
+        recipe=recipe(how.recipe).override(**given),
+        frames=bulk.frames,
+        frame_method=bulk.frame_method,
+        max_new_tokens=bulk.max_new_tokens,
+        batch_size=bulk.batch_size,
+        timeout=bulk.time_limit,
+        memory=int(bulk.memory_limit * GIB),
+        **vars(which) | {"model": which.model or str(ask.shipped(video=True))},
     )
 
 
 def _answer(
-    options: argparse.Namespace, settings: QASettings, questions: list[VideoQuestion], file: AnswerFile
+    bulk: Bulk, settings: QASettings, questions: list[VideoQuestion], file: AnswerFile
 ) -> tuple[Figures, float, int]:
     """Fill the file; what was done, seconds of wall time, and by how many workers. A cluster's time holds that of its start."""
-    from tqdm import tqdm
-
     from ..programs.video_qa.cluster import ClusterAnswerer
     from ..programs.video_qa.qa import Figures, VideoAnswerer
 
@@ -229,28 +210,25 @@ def _answer(
     if not waiting:
         return Figures(), 0.0, 1
 
-    def say(sentence: str) -> None:
-        tqdm.write(sentence, file=sys.stderr)
-
-    answerer: VideoAnswerer | ClusterAnswerer
-    if options.ray is None:
-        answerer = VideoAnswerer(settings, say=say)
-    else:
-        answerer = ClusterAnswerer(settings, options.ray, say)
     begin = time.perf_counter()
     total, there = len(questions), len(questions) - len(waiting)
-    with (
-        # stdout is the summary's; Ray would tell there of workers that were lost
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-        closing(answerer.run(questions, file.done)) as records,
-        tqdm(total=total, initial=there, unit="question", disable=None, leave=False) as bar,
-    ):
-        for record in records:
-            file.write(record)
-            bar.update()
-            if options.strict and "error" in record:
-                raise MmaccelError(f"{record['id']}: {record['error']}")
+    with working("questions", total, there) as bar:
+        answerer: VideoAnswerer | ClusterAnswerer
+        if bulk.ray is None:
+            answerer = VideoAnswerer(settings, say=bar.say)
+        else:
+            answerer = ClusterAnswerer(settings, bulk.ray, bar.say)
+        with (
+            # stdout is the summary's; Ray would tell there of workers that were lost
+            open(os.devnull, "w") as nowhere,
+            redirect_stdout(nowhere),
+            closing(answerer.run(questions, file.done)) as records,
+        ):
+            for record in records:
+                file.write(record)
+                bar.advance()
+                if bulk.strict and "error" in record:
+                    raise MmaccelError(f"{record['id']}: {record['error']}")
     return answerer.figures, time.perf_counter() - begin, answerer.workers
 
 

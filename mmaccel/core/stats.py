@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+
+from .figures import CallStats
 
 
 @dataclass
@@ -88,6 +89,7 @@ class Stats:
     visual_tokens: int = 0
     layer_tokens: list[int] = field(default_factory=list)
     kv_bytes: int = 0
+    kv_bytes_bare: int = 0
     labels_ignored: int = 0
     notes: list[str] = field(default_factory=list)
     decode_steps: int = 0
@@ -95,27 +97,22 @@ class Stats:
     uncaptured: str = "steps are captured on CUDA, elsewhere with compile_config, and never those of beams"
     clock: Clock = field(default_factory=Clock)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers.
-
-        ``visual_tokens`` of the prompt; ``visual_tokens_kept``, those that reach the last layer; ``visual_tokens_per_layer``,
-        the mean over the decoder layers (the fair x-axis when recipes work at different sites); ``kv_bytes``, the size of the
-        cache at the end of the call; ``captured_steps`` of the ``decode_steps``, and in ``uncaptured`` why others were not;
-        ``seconds`` per stage; ``notes``, in words, what numbers do not show.
-        """
+    def as_dict(self) -> CallStats:
+        """The figures as their user reads them."""
         layers = self.layer_tokens
-        return {
-            "recipe": self.recipe,
-            "prompt_tokens": self.prompt_tokens,
-            "visual_tokens": self.visual_tokens,
-            "visual_tokens_kept": layers[-1] if layers else self.visual_tokens,
-            "visual_tokens_per_layer": sum(layers) / len(layers) if layers else float(self.visual_tokens),
-            "stages": [vars(stage).copy() for _, stage in sorted(self.stages.items())],
-            "kv_bytes": self.kv_bytes,
-            "labels_ignored": self.labels_ignored,
-            "notes": list(dict.fromkeys(self.notes)),
-            "decode_steps": self.decode_steps,
-            "captured_steps": self.captured_steps,
-            "uncaptured": self.uncaptured,
-            "seconds": self.clock.seconds(),
-        }
+        return CallStats(
+            recipe=self.recipe,
+            prompt_tokens=self.prompt_tokens,
+            visual_tokens=self.visual_tokens,
+            visual_tokens_kept=layers[-1] if layers else self.visual_tokens,
+            visual_tokens_per_layer=sum(layers) / len(layers) if layers else float(self.visual_tokens),
+            stages=[vars(stage).copy() for _, stage in sorted(self.stages.items())],
+            kv_bytes=self.kv_bytes,
+            kv_bytes_bare=self.kv_bytes_bare,
+            labels_ignored=self.labels_ignored,
+            notes=list(dict.fromkeys(self.notes)),
+            decode_steps=self.decode_steps,
+            captured_steps=self.captured_steps,
+            uncaptured=self.uncaptured,
+            seconds=self.clock.seconds(),
+        )

@@ -2,10 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MmaccelError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def place(device: str | None = None) -> torch.device:
+    """The device of that name; by default cuda if there is one.
+
+    Raises
+    ------
+    MmaccelError
+        If there is no such device.
+    """
+    import torch
+
+    try:
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise MmaccelError(f"There is no device {device!r}; give cpu, cuda, or cuda:1 for the second GPU.") from None
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            raise MmaccelError(
+                "This machine has no GPU that torch can use; run on the CPU (--device cpu, or device='cpu'), and see what "
+                "mmaccel doctor says."
+            )
+        if found.index is not None and found.index >= count:
+            raise MmaccelError(
+                f"There is no {device}; this machine has {', '.join(f'cuda:{i}' for i in range(count))}."
+            )
+    return found
+
+
+@contextmanager
+def _only_downloads() -> Iterator[None]:
+    """transformers shows no bars of its own; those of downloads stay as they are."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    shown, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()  # takes those of downloads with it
+    try:
+        if downloads:
+            enable_progress_bars()
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_model(
@@ -34,7 +84,7 @@ def load_model(
     name = str(name)
     if name.startswith((".", "~", "/")) and not Path(name).is_dir():
         raise MmaccelError(f"There is no folder {name!r}; give the folder of a model, or a hub id.")
-    import torch
+    where = place(device)
     from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
     from transformers.utils import logging
@@ -42,7 +92,6 @@ def load_model(
     from .registry import families
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
     known = [kind for family in families().values() for kind in family.model_types]
     remote = {"trust_remote_code": trust_remote_code}
@@ -53,16 +102,16 @@ def load_model(
                 f"{name!r} is a model of type {config.model_type!r}; mmaccel supports {', '.join(known)}."
             )
         processor = AutoProcessor.from_pretrained(name, **remote)
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        on_cpu = dtype == "auto" and place.type == "cpu"
-        model = AutoModelForImageTextToText.from_pretrained(
-            name,
-            dtype="float32" if on_cpu else dtype,
-            use_safetensors=True,
-            **({"attn_implementation": attn} if attn else {}),
-            **remote,
-        )
-        model = model.to(place).eval()
+        on_cpu = dtype == "auto" and where.type == "cpu"
+        with _only_downloads():
+            model = AutoModelForImageTextToText.from_pretrained(
+                name,
+                dtype="float32" if on_cpu else dtype,
+                use_safetensors=True,
+                **({"attn_implementation": attn} if attn else {}),
+                **remote,
+            )
+        model = model.to(where).eval()
     except MmaccelError:
         raise
     except ImportError as error:
@@ -77,4 +126,4 @@ def load_model(
     return model, processor
 
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "place"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedError
 from .index import KeyIndex
@@ -129,6 +129,23 @@ def cache_bytes(cache: Any) -> int:
         return state.nbytes()
     tensors = [t for layer in getattr(cache, "layers", ()) for t in (layer.keys, layer.values) if t is not None]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def bare_bytes(cache: Any, config: Any) -> int:
+    """Bytes that the cache of a text model with this ``config`` would hold had nothing been dropped or packed: every token that
+    was seen, but for those behind sliding windows."""
+    state = state_of(cache)
+    if state is None:
+        return cache_bytes(cache)
+    total = 0
+    for layer, plain in zip(state.layers, DynamicCache(config=config).layers, strict=False):
+        if layer.is_initialized:
+            window = getattr(plain, "sliding_window", None)
+            tokens = layer.seen if window is None else min(layer.seen, window - 1)
+            rows, heads = layer.keys.shape[:2]
+            channels = layer.keys.shape[-1] + layer.values.shape[-1]
+            total += rows * heads * tokens * channels * layer.keys.element_size()
+    return total
 
 
 def check_plain(cache: Cache) -> None:

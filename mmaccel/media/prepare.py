@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from PIL.Image import Image as PILImage
 
 from ..errors import MmaccelError, UnsupportedError
 from ..method import FramesMethod
-from ..recipe import Recipe
+from ..recipe import Recipe, RecipeLike
 from ..recipe import recipe as find_recipe
 from ..video.decode import decode_sampled
 from .picture import first_line, load_picture
@@ -25,13 +24,13 @@ from .picture import first_line, load_picture
 Stages = tuple[tuple[FramesMethod, float], ...]
 
 
-def prepare(processor: Any, recipe: str | Path | Mapping[str, Any] | Recipe = "balanced", **overrides: Any) -> Any:
+def prepare(processor: Any, recipe: RecipeLike = "balanced", *, retain: float | None = None, **overrides: Any) -> Any:
     """A processor that applies a recipe's ``frames`` methods to pictures and clips before it does its own work.
 
     Parameters
     ----------
     processor : a processor of transformers, or an image or video processor alone. It is left as it is.
-    recipe, **overrides : as for :func:`mmaccel.accelerate_vlm`; give both the same.
+    recipe, retain, **overrides : as for :func:`mmaccel.accelerate_vlm`; give both the same.
 
     Returns
     -------
@@ -48,7 +47,7 @@ def prepare(processor: Any, recipe: str | Path | Mapping[str, Any] | Recipe = "b
         broken, or pixels are normalised already.
     """
     base = getattr(processor, "_mmaccel_base", processor)
-    chosen = find_recipe(recipe).override(**overrides)
+    chosen = find_recipe(recipe, retain=retain, **overrides)
     stages: Stages = tuple(
         (method, _ratio(stage.retain, method)) for stage, method in chosen.build() if isinstance(method, FramesMethod)
     )

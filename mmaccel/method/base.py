@@ -6,6 +6,7 @@ Write a subclass as a frozen dataclass (its fields are the method's options), gi
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -75,6 +76,22 @@ class Method(ABC):
     renumbers_inside: ClassVar[bool] = False
     #: the default ``retain`` of the recipe that consists of this method alone
     default_retain: ClassVar[float | None] = 0.25
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # a dataclass makes one of its own, which names all options, unless the class has one
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Method.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.options().items())})"
+
+    def options(self) -> dict[str, Any]:
+        """The options that are not what they are by default."""
+        if not dataclasses.is_dataclass(self):
+            return {}
+        own = [f for f in dataclasses.fields(self) if f.init]
+        return {f.name: value for f in own if (value := getattr(self, f.name)) != f.default}
 
     def fit(self, family: ModelFacts) -> Method:
         """This method with the options that depend on the model filled in; called once, before :meth:`check`."""

@@ -1,6 +1,6 @@
 """Recipes: named compositions of methods over sites with their budgets."""
 
-from .lookup import recipe, recipes
-from .recipe import Recipe, Stage
+from .lookup import RecipeLike, recipe, recipes
+from .recipe import Positions, Recipe, Rounding, Stage
 
-__all__ = ["Recipe", "Stage", "recipe", "recipes"]
+__all__ = ["Positions", "Recipe", "RecipeLike", "Rounding", "Stage", "recipe", "recipes"]

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import MmaccelError
+from ..method.base import Method
 from ..method.registry import methods, suggest
-from .recipe import Recipe, Stage
+from .recipe import Positions, Recipe, Rounding, Stage
+
+#: what says what runs: a name, a method or its class, a stage, a recipe, the content or the path of a JSON file
+Part: TypeAlias = "str | Path | Method | type[Method] | Stage | Recipe | Mapping[str, Any]"
+#: or several of them, in the order of their sites
+RecipeLike: TypeAlias = "Part | Sequence[Part] | Iterator[Part]"
 
 
 def recipes() -> dict[str, Recipe]:
@@ -17,25 +23,44 @@ def recipes() -> dict[str, Recipe]:
     # its recipes ask for their methods, which come from the packages of others too
     from .cookbook import COOKBOOK
 
-    alone = {
-        name: Recipe(name, (Stage(name, m.default_retain),), summary=m.summary, paper=m.paper)
-        for name, m in methods().items()
-    }
+    alone = {name: _alone(m, Stage(name, m.default_retain)) for name, m in methods().items()}
     return dict(sorted({**alone, **{one.name: one for one in COOKBOOK}}.items()))
 
 
-def recipe(which: str | Path | Mapping[str, Any] | Recipe | Stage | Iterable[Stage]) -> Recipe:
-    """A recipe from a name, a JSON file, a mapping, a stage or several, or a recipe itself.
+def recipe(
+    which: RecipeLike,
+    *,
+    retain: float | None = None,
+    positions: Positions | None = None,
+    rounding: Rounding | None = None,
+    text_retain: float | None = None,
+    **options: Any,
+) -> Recipe:
+    """A recipe, from whatever says what is to run.
+
+    Parameters
+    ----------
+    which : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, or its class; a
+        :class:`Stage`; a :class:`Recipe`; its content as a mapping, or a JSON file; or several of these, in the order of their
+        sites.
+    retain, positions, rounding, text_retain, **options : see :func:`mmaccel.accelerate_vlm`; None is as the recipe says.
 
     Raises
     ------
     MmaccelError
-        If the name is unknown (the nearest are suggested) or the content is not valid.
+        If the name is unknown (the nearest are suggested), the content is not valid, or an option is of no use.
     """
+    given = {"retain": retain, "positions": positions, "rounding": rounding, "text_retain": text_retain}
+    return _recipe(which).override(**{name: value for name, value in given.items() if value is not None}, **options)
+
+
+def _recipe(which: Any) -> Recipe:
     if isinstance(which, Recipe):
         return which
     if isinstance(which, Stage):
         return Recipe(which.method, (which,))
+    if isinstance(which, Method) or (isinstance(which, type) and issubclass(which, Method)):
+        return _of_method(which)
     if isinstance(which, Mapping):
         try:
             text = json.dumps(which)
@@ -52,8 +77,47 @@ def recipe(which: str | Path | Mapping[str, Any] | Recipe | Stage | Iterable[Sta
         if which not in known:
             raise MmaccelError(f"There is no recipe {which!r}{suggest(which, known)}")
         return known[which]
-    if isinstance(which, Iterable):
-        stages = tuple(which)
-        if all(isinstance(stage, Stage) for stage in stages):
-            return Recipe("+".join(stage.method for stage in stages) or "none", stages)
-    raise MmaccelError(f"{which!r} is no recipe; give a name, a path to JSON, a mapping or Stage values.")
+    kind = type(which).__name__
+    if any(hasattr(which, name) for name in ("apply_chat_template", "image_processor", "tokenizer")):
+        raise MmaccelError(f"A processor ({kind}) is no recipe; give it as processor=.")
+    if isinstance(which, (Sequence, Iterator)):
+        return _joined([_recipe(part) for part in which])
+    shown = repr(which)
+    raise MmaccelError(
+        f"{shown if len(shown) < 40 and shown.isprintable() else f'A {kind}'} is no recipe; give a name, a method such as "
+        "FastV(layer=3), several of them, a Recipe, a mapping, or a path to JSON."
+    )
+
+
+def _alone(method: type[Method], stage: Stage) -> Recipe:
+    """The recipe of one method."""
+    return Recipe(method.name, (stage,), summary=method.summary, paper=method.paper)
+
+
+def _of_method(which: Method | type[Method]) -> Recipe:
+    """The recipe of a class, or of an instance with its options."""
+    kind = which if isinstance(which, type) else type(which)
+    name = getattr(kind, "name", None)
+    if methods().get(name or "") is not kind:
+        raise MmaccelError(f"{kind.__qualname__} is no registered method; decorate the class with @mmaccel.register.")
+    return _alone(kind, Stage(kind.name, kind.default_retain, {} if isinstance(which, type) else which.options()))
+
+
+def _joined(parts: list[Recipe]) -> Recipe:
+    """One recipe of the stages of several."""
+    if len(parts) == 1:
+        return parts[0]
+    anchor: int | None = None
+    stages: list[Stage] = []
+    for part in parts:
+        whole = {name: getattr(part, name) for name in ("positions", "rounding", "text_retain")}
+        for name, value in whole.items():
+            if value != getattr(Recipe, name):
+                raise MmaccelError(
+                    f"Recipe {part.name!r} says {name}={value!r}, which holds for a whole recipe; give it as a keyword beside "
+                    "the list."
+                )
+        if part.anchor is not None:
+            anchor = len(stages) + part.anchor
+        stages += part.stages
+    return Recipe("+".join(part.name for part in parts) or "none", tuple(stages), anchor=anchor)

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError, no_json, short_int
@@ -19,10 +19,12 @@ from ..method.registry import method
 if TYPE_CHECKING:
     from ..method.keys import Policy
 
+Positions = Literal["keep", "gap", "paper"]
+Rounding = Literal["exact", "official"]
 _SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stage:
     """One method with its options and its budget. ``retain``: a float is a ratio of the original, an int a count."""
 
@@ -34,6 +36,17 @@ class Stage:
         # JSON knows no tuples
         options = {key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()}
         object.__setattr__(self, "options", options)
+
+    def __repr__(self) -> str:
+        told = [repr(self.method)]
+        told += [repr(self.retain)] if self.retain is not None or self.options else []
+        return f"Stage({', '.join([*told, *([repr(dict(self.options))] if self.options else [])])})"
+
+    def __str__(self) -> str:
+        """In words: ``fastv 50 %, layer=3``."""
+        kept = self.retain
+        budget = "" if kept is None else f" {kept} a picture" if isinstance(kept, int) else f" {100 * kept:.3g} %"
+        return ", ".join([f"{self.method}{budget}", *(f"{name}={value!r}" for name, value in self.options.items())])
 
     def build(self) -> Method:
         """The method, checked.
@@ -64,7 +77,7 @@ class Stage:
             ) from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """A frozen value: stages in the order of their sites, and what holds for all of them.
 
@@ -85,8 +98,8 @@ class Recipe:
 
     name: str
     stages: tuple[Stage, ...] = ()
-    positions: str = "keep"
-    rounding: str = "exact"
+    positions: Positions = "keep"
+    rounding: Rounding = "exact"
     text_retain: Retain | None = None
     summary: str = ""
     paper: str = ""
@@ -118,6 +131,20 @@ class Recipe:
                     f"Recipe {self.name!r}: anchor={self.anchor!r} is no stage with a budget before or inside the language "
                     f"model; give one of {anchors} or leave it out."
                 )
+
+    def __repr__(self) -> str:
+        """What makes it another recipe than a default one; summary and paper are left to :meth:`describe`."""
+        said = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "stages", *_WORDS)
+        }
+        fields = [f"{name}={value!r}" for name, value in said.items() if value != getattr(Recipe, name)]
+        return f"Recipe({', '.join([repr(self.name), *([repr(self.stages)] if self.stages else []), *fields])})"
+
+    def __str__(self) -> str:
+        """In words, as one line: ``balanced (divprune 25 %)``."""
+        if [stage.method for stage in self.stages] == [self.name]:
+            return str(self.stages[0])
+        return f"{self.name} ({'; '.join(map(str, self.stages)) or 'nothing is dropped'})"
 
     @property
     def _token_stages(self) -> list[int]:
@@ -284,6 +311,10 @@ class Recipe:
             lines.append(f"  {m.site}: {m.name}{budget}{options} - {m.summary}")
         lines.append(f"  positions: {self.positions}; rounding: {self.rounding}")
         return "\n".join(lines)
+
+
+#: fields of a recipe that describe it and change nothing
+_WORDS = ("summary", "paper")
 
 
 def text_policy(name: str) -> Policy:

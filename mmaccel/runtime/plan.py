@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from ..core.budget import Retain
 from ..core.stats import Stage as StageStats
@@ -19,6 +19,8 @@ from ..recipe import Recipe, Stage
 
 M = TypeVar("M", bound=Method, covariant=True)
 
+#: whether Triton kernels run where they build, or their plain definitions everywhere
+Kernels = Literal["auto", "off"]
 #: what one call may have otherwise: everything else decides which modules are hooked and what is asked of the tower
 PER_CALL = ("retain", "positions", "rounding", "text_retain")
 
@@ -55,7 +57,7 @@ class Plan:
     stages: tuple[PlannedStage[Method], ...]
     encoder: PlannedStage[EncoderMethod] | None
     notes: tuple[str, ...] = ()
-    kernels: str = "auto"
+    kernels: Kernels = "auto"
     origin: Plan | None = None
 
     @property
@@ -200,14 +202,14 @@ def record(stats: Stats, stage: PlannedStage[Method], there: int, resolved: int 
     figures.tokens_kept += kept
 
 
-def checked_kernels(kernels: str) -> str:
+def checked_kernels(kernels: Kernels) -> Kernels:
     """``kernels`` if it is ``"auto"`` or ``"off"``, else refused by name."""
     if kernels not in ("auto", "off"):
         raise MmaccelError(f"kernels={kernels!r} is unknown; give 'auto', or 'off' for plain torch on every device.")
     return kernels
 
 
-def plan_encoder(recipe: Recipe, towers: Towers, kernels: str) -> EncoderPlan:
+def plan_encoder(recipe: Recipe, towers: Towers, kernels: Kernels) -> EncoderPlan:
     """The plan of an image encoder that stands alone.
 
     Raises
@@ -228,7 +230,7 @@ def plan_encoder(recipe: Recipe, towers: Towers, kernels: str) -> EncoderPlan:
     return EncoderPlan(recipe, towers, (stage,), stage, kernels=checked_kernels(kernels))
 
 
-def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: str) -> ModelPlan:
+def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels) -> ModelPlan:
     """The plan of a model.
 
     Raises

@@ -17,7 +17,7 @@ from ..core.layout import Layout, Modality
 from ..core.reduction import Reduction
 from ..core.stats import Stats
 from ..families.base import Continued
-from ..kv.cache import cache_bytes, state_of
+from ..kv.cache import bare_bytes, cache_bytes, state_of
 from ..kv.pinned import Pinned
 from .encoded import Encoded
 from .forward import StageResult
@@ -94,11 +94,14 @@ class Scope(Generic[P]):
             state.unpin()
             state.trim()
 
-    def finish(self) -> None:
-        """The call is over: what was needed only while it ran must not keep tensors alive."""
+    def finish(self, config: Any) -> None:
+        """The call of a model whose text model has this ``config`` is over: what was needed only while it ran must not keep
+        tensors alive."""
         if (state := state_of(self.cache)) is not None:
             state.unpin()
-        self.stats.kv_bytes = cache_bytes(self.cache) if self.cache is not None else 0
+        if self.cache is not None:
+            self.stats.kv_bytes = cache_bytes(self.cache)
+            self.stats.kv_bytes_bare = bare_bytes(self.cache, config)
         self.encoded.clear()
         self.cache = self.labels = self.stages = self.input_ids = self.encoding = self.dropped = None
         self.step = None

@@ -298,9 +298,9 @@ def test_lines_without_an_answer_are_asked_again(stub: Any, tmp_path: Path, caps
 def test_a_summary_that_cannot_be_written_is_said_at_once(
     stub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(stub(line("one?"), more=("--summary", "/proc/summary.json"))) == 2
+    assert main(stub(line("one?"), more=("--json", "/proc/summary.json"))) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "Cannot write --summary '/proc/summary.json'" in err
+    assert err.count("\n") == 1 and "Cannot write --json '/proc/summary.json'" in err
     assert not (tmp_path / "a.jsonl").exists()
     assert main(stub(line("one?"), more=("--summary", str(tmp_path / "s.json")))) == 0
     assert json.loads((tmp_path / "s.json").read_text())["questions"] == 1
@@ -329,7 +329,7 @@ def test_a_disk_that_fills_up_before_the_summary_is_one_sentence(
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "No space left on device" in err and "the same command goes on" in err
     monkeypatch.undo()
-    assert main([*argv, "--json"]) == 0 and json.loads((tmp_path / "s.json").read_text())["taken_over"] == 1
+    assert main(argv) == 0 and json.loads((tmp_path / "s.json").read_text())["taken_over"] == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is a device of Linux")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ...errors import MmaccelError
 from ...programs.bench import origin
 from .. import ask
-from .text import nbytes, table
+from .options import Frames, Longest, ModelOptions
+from .text import nbytes, table, working, write_json
 
 if TYPE_CHECKING:
     from ...programs.evaluate import Answer, Question, Row
@@ -27,61 +30,79 @@ _SAVE_EVERY = 5.0
 _PER_TASK = 20
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options about model, questions and run."""
-    ask.add_model_arguments(parser)
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
-        "--suite",
-        nargs="+",
-        metavar="TASK",
-        default=["image"],
-        help="image (default), video, or tasks of the generated suite such as: colour count reading motion",
-    )
-    asked.add_argument("--data", type=Path, metavar="FILE", help="JSONL of your own instead, see below")
-    parser.add_argument(
-        "--limit",
-        type=int,
-        metavar="N",
-        help=f"questions a task (default: {_PER_TASK}), or the first lines of --data (default: all)",
-    )
-    parser.add_argument("--batch-size", type=int, default=16, help="questions at a time (default: 16)")
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="longest answer (default: 32)")
-    parser.add_argument("--frames", type=int, default=16, help="frames of a video, evenly spaced (default: 16)")
-    parser.add_argument("--pixels", type=int, default=112, help="side of the suite's pictures (default: 112)")
+@dataclass(frozen=True)
+class Asked:
+    """What is asked, and how."""
+
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK...",
+            help="image, video, or tasks of the generated suite such as: colour count reading motion  [default: image]",
+        ),
+    ] = None
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSONL of your own instead; mmaccel eval --help has a line of it."),
+    ] = None
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help=f"Questions a task, or lines of --data.  [default: {_PER_TASK}, or all lines]"
+        ),
+    ] = None
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Questions at a time.")] = 16
+    max_new_tokens: Longest = 32
+    frames: Frames = 16
+    pixels: Annotated[int, typer.Option(min=1, metavar="N", help="Side of the suite's pictures.")] = 112
+
+
+def rows(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[Row]:
+    """Recipe ``none`` first, as the line to compare with, then every recipe at every budget, each once."""
+    from ...programs.evaluate import Row
+
+    found = [Row("none")]
+    for name in recipes:
+        # none has no budget, and stands beside others that have one
+        there_is_one = Row(name).recipe.primary is not None or len(recipes) == 1
+        found += [Row(name, budget) for budget in (budgets if budgets and there_is_one else [None])]
+    return list({row.title: row for row in found}.values())
 
 
 class Run:
     """One run of ``eval`` or ``compare``: questions, model, settings, rows, complaints."""
 
-    def __init__(self, options: argparse.Namespace, path: Path | None) -> None:
-        """Read the questions and load the model; ``path`` is the results' file, None for none."""
-        if min(options.batch_size, options.max_new_tokens, options.frames, options.pixels, options.limit or 1) < 1:
-            raise MmaccelError("--batch-size, --max-new-tokens, --frames, --pixels and --limit must be 1 or more.")
-        if options.limit == 0:
-            raise MmaccelError("--limit 0 leaves no question to ask; give 1 or more.")
-        if path is not None and not path.absolute().parent.is_dir():
-            raise MmaccelError(f"The folder {str(path.absolute().parent)!r} does not exist; make it first.")
+    def __init__(self, asked: Asked, which: ModelOptions, typed: list[str], path: Path | None) -> None:
+        """Read the questions and load the model.
+
+        Parameters
+        ----------
+        typed : the words of the command line.
+        path : the results' file, None for none.
+        """
+        if asked.suite and asked.data is not None:
+            raise MmaccelError("Give --suite or --data, not both.")
         from ...programs.evaluate import fingerprint
 
-        self.options, self.path = options, path
+        self.asked, self.typed, self.path = asked, typed, path
         self.complaints: list[str] = []
         self.video = False
-        self.questions, asked = self._questions()
+        with working("making or reading the questions"):
+            self.questions, settings = self._questions()
         # the model that comes along has no path of this machine in its name
-        name = options.model or ask.shipped(self.video).name
-        options.model = options.model or str(ask.shipped(self.video))
-        self.model, self.processor = ask.load_model(options)
+        name = which.model or ask.shipped(self.video).name
+        which = replace(which, model=which.model or str(ask.shipped(self.video)))
+        self.model, self.processor = ask.load_model(which)
         self.settings = {
             "model": name,
             "weights": fingerprint(self.model),
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "attention": self.model.config._attn_implementation,
-            **asked,
-            "frames": options.frames,
-            "batch_size": options.batch_size,
-            "max_new_tokens": options.max_new_tokens,
+            **settings,
+            "frames": asked.frames,
+            "batch_size": asked.batch_size,
+            "max_new_tokens": asked.max_new_tokens,
             "versions": versions(),
         }
         self.earlier = self._earlier()
@@ -90,10 +111,12 @@ class Run:
         from ...programs.evaluate import ask_samples, ask_suite
         from ...suite import IMAGE_TASKS, VIDEO_TASKS, read_samples
 
-        options = self.options
+        options = self.asked
         if options.data is None:
             groups = {"image": IMAGE_TASKS, "video": VIDEO_TASKS}
-            tasks = list(dict.fromkeys(task for name in options.suite for task in groups.get(name, (name,))))
+            tasks = list(
+                dict.fromkeys(task for name in options.suite or ["image"] for task in groups.get(name, (name,)))
+            )
             for task in tasks:
                 if task not in (*IMAGE_TASKS, *VIDEO_TASKS):
                     raise MmaccelError(
@@ -125,8 +148,6 @@ class Run:
     # --- running ----------------------------------------------------------------------------------------------
     def evaluate(self, rows: list[Row], keep_answers: bool = False) -> dict[str, Any]:
         """Fill the rows, saving on the way, and return the report."""
-        from tqdm import tqdm
-
         from ...programs.evaluate import evaluate
 
         said: dict[str, list[dict[str, Any]]] = {}
@@ -141,32 +162,31 @@ class Run:
         if any(done):
             print(f"{sum(done)} answers are taken over from {self.path}", file=sys.stderr)
         saved, unreadable = time.monotonic(), set(self.complaints)
-        bar = tqdm(total=len(self.questions) * len(rows), initial=sum(done), unit="answer", disable=None, leave=False)
-
-        def complain(sentence: str) -> None:
-            if sentence not in unreadable:
-                unreadable.add(sentence)
-                self.complaints.append(sentence)
-            bar.total -= len(rows)
-
         try:
-            for row, answers in evaluate(
-                self.model,
-                self.processor,
-                self.questions,
-                rows,
-                batch_size=self.options.batch_size,
-                max_new_tokens=self.options.max_new_tokens,
-                complain=complain,
-            ):
-                bar.update(len(answers))
-                if keep_answers:
-                    said.setdefault(row.title, []).extend(map(spoken, answers))
-                if time.monotonic() - saved > _SAVE_EVERY:
-                    self.save(rows, said)
-                    saved = time.monotonic()
+            with working("answers", len(self.questions) * len(rows), sum(done)) as bar:
+
+                def complain(sentence: str) -> None:
+                    if sentence not in unreadable:
+                        unreadable.add(sentence)
+                        self.complaints.append(sentence)
+                    bar.total = (bar.total or 0) - len(rows)
+
+                for row, answers in evaluate(
+                    self.model,
+                    self.processor,
+                    self.questions,
+                    rows,
+                    batch_size=self.asked.batch_size,
+                    max_new_tokens=self.asked.max_new_tokens,
+                    complain=complain,
+                ):
+                    bar.advance(len(answers))
+                    if keep_answers:
+                        said.setdefault(row.title, []).extend(map(spoken, answers))
+                    if time.monotonic() - saved > _SAVE_EVERY:
+                        self.save(rows, said)
+                        saved = time.monotonic()
         finally:
-            bar.close()
             report = self.save(rows, said)
         return report
 
@@ -174,7 +194,7 @@ class Run:
         """Write the report, whole or not at all, and return it."""
         told = [{**row.as_dict(), **({"answers": said[row.title]} if row.title in said else {})} for row in rows]
         report = {
-            "command": origin.command("mmaccel", arguments=self.options.argv),
+            "command": origin.command("mmaccel", arguments=self.typed),
             "date": origin.today(),
             "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
             "settings": self.settings,
@@ -183,9 +203,7 @@ class Run:
             "rows": [*told, *self.earlier.values()],
         }
         if self.path is not None and any(row.batches for row in rows):
-            draft = self.path.with_name(self.path.name + ".part")
-            draft.write_text(json.dumps(plain(report), indent=1) + "\n", encoding="utf-8")
-            os.replace(draft, self.path)
+            write_json(self.path, plain(report))
         return {**report, "rows": told}
 
     def _earlier(self) -> dict[str, dict[str, Any]]:

@@ -1,25 +1,52 @@
-"""Figures for readers: tables, bytes, seconds."""
+"""What readers see: tables, bytes, seconds, reports as text or JSON, and how far a long run has come."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...errors import MmaccelError
+from .options import STDOUT
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: columns where nobody looks at a screen: more than any table has
+_ENDLESS = 10_000
 
 
 def table(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Columns as wide as they must be, the first row being the head; columns in ``numbers`` are set to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    """Columns for standard output, the first row being the head; columns in ``numbers`` are set to the right.
 
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            cell.rjust(w) if i in numbers else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
+    On a terminal they fold so that they fit; elsewhere every row is one line of plain text.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
 
-    return "\n".join([line(rows[0]), "  ".join("-" * w for w in widths), *map(line, rows[1:])])
+    screen = console()
+    look: Any = {"box": SIMPLE_HEAD} if screen.is_terminal else {"box": None, "padding": (0, 2, 0, 0)}
+    made = Table(pad_edge=False, show_edge=False, header_style="bold", **look)
+    for number, title in enumerate(rows[0]):
+        made.add_column(title, justify="right" if number in numbers else "left", overflow="fold")
+    for row in rows[1:]:
+        made.add_row(*row)
+    with screen.capture() as captured:
+        screen.print(made)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def console(error: bool = False) -> Console:
+    """The terminal behind standard output or standard error as it is now, or a page without end where there is none."""
+    from rich.console import Console
+
+    stream = sys.stderr if error else sys.stdout
+    width = None if stream.isatty() else _ENDLESS
+    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -40,6 +67,81 @@ def nbytes(count: float) -> str:
 def seconds(value: float) -> str:
     """``0.0123`` -> ``12.3 ms``."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+def json_file(wanted: str | None) -> Path | None:
+    """The file that ``--json`` names, if it does; asked before a long run.
+
+    Raises
+    ------
+    MmaccelError
+        If it cannot be one.
+    """
+    if wanted is None or wanted == STDOUT:
+        return None
+    path = Path(wanted)
+    if not path.absolute().parent.is_dir():
+        raise MmaccelError(f"The folder {str(path.absolute().parent)!r} does not exist; make it first.")
+    if path.is_dir():
+        raise MmaccelError(f"--json {wanted!r} is a folder; give the name of a file.")
+    return path
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report, whole or not at all."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def tell(report: Mapping[str, Any], wanted: str | None, render: Callable[[], str]) -> None:
+    """Print a report as ``--json`` wants it: as text, as JSON, or as text, with the JSON in a file."""
+    if (path := json_file(wanted)) is not None:
+        write_json(path, report)
+    show(report, wanted, render)
+
+
+def show(report: Mapping[str, Any], wanted: str | None, render: Callable[[], str]) -> None:
+    """The same, where the file is written already."""
+    print(json.dumps(report, indent=2, default=str) if wanted == STDOUT else render(), flush=True)
+
+
+# --- long runs --------------------------------------------------------------------------------------------------------
+class Bar:
+    """How far a run has come: ``total`` may shrink while it runs."""
+
+    def __init__(self, screen: Console, what: str, total: int | None, done: int) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self.screen = screen
+        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
+        counted = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()] if total is not None else []
+        self.progress = Progress(*columns, *counted, console=screen, transient=True, disable=not screen.is_terminal)
+        self._task, self.total = self.progress.add_task(what, total=total, completed=done), total
+
+    def advance(self, count: int = 1) -> None:
+        """So many more are done."""
+        self.progress.update(self._task, advance=count, total=self.total)
+
+    def say(self, sentence: str) -> None:
+        """A line on standard error, above the bar."""
+        self.screen.print(sentence, soft_wrap=True)
+
+
+@contextmanager
+def working(what: str, total: int | None = None, done: int = 0) -> Iterator[Bar]:
+    """Show on a terminal, on standard error, that something is being done, and how much of ``total`` is."""
+    bar = Bar(console(error=True), what, total, done)
+    with bar.progress:
+        yield bar
 
 
 def put_between(page: Path, name: str, text: str) -> None:

@@ -20,8 +20,8 @@ from ...errors import MmaccelError
 #: ids of the placeholders and of ordinary words in every shape; embeddings are random, so which ids does not matter
 IMAGE, VIDEO, START, END, WORDS = 3, 4, 5, 6, 16
 
-#: memory that a run needs beside the weights, as a share of them
-_HEADROOM = 1.15
+#: memory that a run needs with the weights, as a share of them: at least, and with a long prompt
+_HEADROOM, _ROOM = 1.15, 1.5
 
 
 @dataclass(frozen=True)
@@ -406,6 +406,13 @@ def build(name: str, device: torch.device, dtype: torch.dtype, config: Any = Non
     model.init_weights()
     model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1)
     return model
+
+
+def largest(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The shape of the largest model that fits on a device with room for a long prompt, or None."""
+    free = free_memory(device) or 0
+    room = {name: one.parameters * 1e9 * dtype.itemsize * _ROOM for name, one in SHAPES.items() if one.parameters}
+    return max((name for name, bytes_ in room.items() if bytes_ < free), key=room.__getitem__, default=None)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -35,7 +35,7 @@ from ...media.files import Prompt, encode
 from ...media.prepare import prepare
 from ...method import EncoderMethod, FrameChoice, FramesMethod, ProjectorMethod
 from ...method.registry import methods
-from ...recipe import Recipe, Stage
+from ...recipe import Recipe, RecipeLike, Stage
 from ...recipe import recipe as find_recipe
 from ...version import __version__
 from ...video.ahead import Ahead, begin
@@ -620,7 +620,8 @@ def answer_videos(
     model: Any,
     processor: Any = None,
     *,
-    recipe: str | Path | Mapping[str, Any] | Recipe = "balanced",
+    recipe: RecipeLike = "balanced",
+    retain: float | None = None,
     frames: int = 16,
     frame_method: str = "uniform",
     frame_options: Mapping[str, Any] | None = None,
@@ -641,7 +642,7 @@ def answer_videos(
     questions : a JSONL file (see :func:`.questions.read_questions`), or questions, or objects like its lines.
     model : a model, or a folder or hub id of one.
     processor : the model's processor; loaded with a model that is named.
-    recipe, **overrides : as for :func:`mmaccel.accelerate_vlm`. Methods of site ``frames`` are applied as well.
+    recipe, retain, **overrides : as for :func:`mmaccel.accelerate_vlm`. Methods of site ``frames`` are applied as well.
     frames, frame_method, frame_options, max_new_tokens, batch_size, timeout, memory : see :class:`QASettings`.
 
     Yields
@@ -654,7 +655,7 @@ def answer_videos(
     MmaccelError
         If there is no question, an option is of no use, or the model cannot honour the recipe.
     """
-    chosen = find_recipe(recipe).override(**overrides)
+    chosen = find_recipe(recipe, retain=retain, **overrides)
     named = isinstance(model, (str, os.PathLike))
     settings = QASettings(
         model=os.fspath(model) if named else fingerprint(model),

@@ -1,0 +1,149 @@
+"""Options that several commands have, under the same names and with the same meaning everywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ...errors import MmaccelError, no_json, short_int
+
+if TYPE_CHECKING:
+    from ...recipe import Recipe
+
+
+def budget(text: str) -> float:
+    """A budget from the command line: digits alone are a count, anything else a ratio."""
+    try:
+        return short_int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text[:40]!r} is no budget; give a ratio such as 0.25 or a count such as 64"
+        ) from None
+
+
+#: what ``--json`` alone stands for: standard output
+STDOUT = "-"
+
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="[FILE]", help="Print JSON instead of text, or write it to FILE beside the text."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...  [default: cuda if there is one]")]
+Longest = Annotated[int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer.")]
+Frames = Annotated[int, typer.Option(min=1, metavar="N", help="Frames to show of a video, evenly spaced.")]
+Recipes = Annotated[
+    list[str] | None,
+    typer.Option("--recipe", metavar="RECIPE...", help="Recipes, methods or JSON files.  [default: balanced]"),
+]
+Budgets = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--retain",
+        parser=budget,
+        metavar="BUDGET...",
+        help="Budgets of each recipe: 0.25 is a share of the visual tokens, 64 their number.  [default: its own]",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and how it is loaded."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Folder or hub id of the model.  [default: a small one that comes along]"),
+    ] = None
+    device: Device = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Of the weights; auto is as stored, on the CPU float32."),
+    ] = "auto"
+    attn: Annotated[
+        Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] | None,
+        typer.Option(help="Attention implementation.  [default: that of transformers]"),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """One recipe, with its budget and its options."""
+
+    recipe: Annotated[str, typer.Option(metavar="RECIPE", help="Recipe, method or JSON file.")] = "balanced"
+    retain: Annotated[
+        float | None,
+        typer.Option(
+            parser=budget,
+            metavar="BUDGET",
+            help="0.25: share of the visual tokens to keep; 64: their number a picture or video.  [default: the recipe's]",
+        ),
+    ] = None
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION=VALUE",
+            help="Another option of the recipe, such as layer=3; mmaccel methods NAME lists them.",
+        ),
+    ] = None
+
+    def changes(self) -> dict[str, Any]:
+        """What ``--retain`` and ``--set`` say, as changes of a recipe.
+
+        Raises
+        ------
+        MmaccelError
+            If a text is no option, or its value cannot be read.
+        """
+        found: dict[str, Any] = {} if self.retain is None else {"retain": self.retain}
+        return found | dict(_setting(text) for text in self.set or ())
+
+    def chosen(self) -> Recipe:
+        """The recipe, checked.
+
+        Raises
+        ------
+        MmaccelError
+            If there is none of that name, or it has no such option.
+        """
+        from ...recipe import recipe
+
+        found = recipe(self.recipe).override(**self.changes())
+        found.build()
+        return found
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, sign, told = text.partition("=")
+    if not sign or not key:
+        raise MmaccelError(f"--set {text!r} is no option; write OPTION=VALUE, such as --set layer=3.")
+    try:
+        value = json.loads(told, parse_int=short_int)
+    except json.JSONDecodeError:
+        return key, told
+    except (ValueError, RecursionError) as error:
+        raise MmaccelError(f"--set {key}: the value cannot be read ({no_json(error)}); give a shorter one.") from error
+    return key, tuple(value) if isinstance(value, list) else value
+
+
+def rows_of(
+    recipes: list[str] | tuple[str, ...], budgets: list[float] | tuple[float, ...] | None
+) -> list[tuple[str, Recipe]]:
+    """Every recipe at every budget, once, with a title; one without a budget just once."""
+    from ...recipe import recipe
+
+    found = {}
+    for name in recipes:
+        base = recipe(name)
+        if not budgets or base.primary is None:
+            found[base.name] = base
+            continue
+        for share in budgets:
+            found[f"{base.name} {share:g}"] = base.override(retain=share)
+    return list(found.items())

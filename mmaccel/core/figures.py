@@ -1,0 +1,158 @@
+"""What a call left behind, as its user reads it: a dict whose keys are attributes too, one line, a table in a notebook."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+#: seconds that round to a millisecond
+LEAST = 0.0005
+
+
+class Figures(dict[str, Any]):
+    """Figures of the last call by name; empty before the first."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        why = "" if self else "; the model has not been called yet"
+        raise AttributeError(f"{type(self).__name__} has no {name!r}{why}")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self]
+
+    def __repr__(self) -> str:
+        return ", ".join(self._parts()) if self else "no call yet"
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict of its own, as JSON takes it."""
+        return copy.deepcopy(dict(self))
+
+    def _parts(self) -> Iterator[str]:
+        """What the line says, part by part."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        """A table: the line, then every figure."""
+        told = {name: value for name, value in self.items() if value not in ([], {}, "")}
+        stages = told.pop("stages", [])
+        rows = [(name.replace("_", " "), _cell(value)) for name, value in told.items()]
+        rows += [
+            (
+                f"stage {number}",
+                ", ".join(f"{name} {_cell(value)}" for name, value in stage.items() if value is not None),
+            )
+            for number, stage in enumerate(stages)
+        ]
+        body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+        return f"<table><caption>{escape(repr(self))}</caption>{body}</table>"
+
+
+class CallStats(Figures):
+    """Figures of one call of an accelerated model: what ``model.mmaccel.stats()`` returns.
+
+    Its repr is the line of a log, ``2,025 -> 203 visual tokens (10 %), KV 24.7 -> 6.7 MiB, selection 3 ms``; a notebook shows a
+    table. Every figure is an attribute and a key.
+    """
+
+    recipe: str
+    """Name of the recipe that was in force in this call."""
+    prompt_tokens: int
+    """Tokens of the prompt, padding included, summed over rows."""
+    visual_tokens: int
+    """Those of them that stand for pictures and clips."""
+    visual_tokens_kept: int
+    """Visual tokens that reach the last layer of the language model."""
+    visual_tokens_per_layer: float
+    """Their mean over the layers: the fair x-axis where recipes work at different sites."""
+    stages: list[dict[str, Any]]
+    """Of every stage of the recipe what :class:`mmaccel.core.stats.Stage` names: tokens in, budget, tokens kept."""
+    kv_bytes: int
+    """Bytes of the KV cache at the end of the call."""
+    kv_bytes_bare: int
+    """Bytes that the bare model would hold of the same tokens; computed, not measured."""
+    labels_ignored: int
+    """Labels that stood at dropped tokens and did not count in the loss."""
+    notes: list[str]
+    """In words, what numbers do not show."""
+    decode_steps: int
+    """Steps behind the prompt."""
+    captured_steps: int
+    """Those of them that were one captured graph."""
+    uncaptured: str
+    """Why the others were not."""
+    seconds: dict[str, float]
+    """Seconds by part of the call; asking for them waits for the device."""
+
+    def _parts(self) -> Iterator[str]:
+        there, kept = self.visual_tokens, self.visual_tokens_kept
+        if there:
+            yield _fewer(there, kept, "visual tokens")
+        else:
+            yield f"{self.prompt_tokens:,} tokens, none of them visual"
+        if self.kv_bytes:
+            yield f"KV {_bytes(self.kv_bytes_bare, self.kv_bytes)}"
+        took = {name: self.seconds.get(name, 0.0) for name in ("selection", "packing")}
+        yield from (f"{name} {_time(value)}" for name, value in took.items() if value >= LEAST)
+
+
+class EncoderStats(Figures):
+    """Figures of one call of an accelerated image encoder. Its repr is one line, a notebook shows a table; every figure is an
+    attribute and a key."""
+
+    recipe: str
+    """Name of the recipe that was in force in this call."""
+    site: str
+    """``"encoder"``."""
+    method: str
+    """Name of the method."""
+    tokens_in: int
+    """Patches of all pictures."""
+    resolved: int | None
+    """How many of them the budget asks for."""
+    tokens_kept: int
+    """How many are left behind the last layer."""
+    seconds: dict[str, float]
+    """Seconds by part of the call; asking for them waits for the device."""
+
+    def _parts(self) -> Iterator[str]:
+        yield _fewer(self.tokens_in, self.tokens_kept, "patches")
+        yield from (f"{name} {_time(value)}" for name, value in self.seconds.items())
+
+
+def _fewer(there: int, kept: int, what: str) -> str:
+    """``2,025 -> 203 visual tokens (10 %)``."""
+    if kept == there:
+        return f"{there:,} {what}"
+    share = 100 * kept / there
+    return (
+        f"{there:,} -> {kept:,} {what} ({share:.0f} %)"
+        if share >= 1
+        else f"{there:,} -> {kept:,} {what} ({share:.1g} %)"
+    )
+
+
+def _bytes(before: int, after: int) -> str:
+    """``24.7 -> 6.7 MiB``, in the unit of the larger."""
+    unit, size = next(
+        (u, s) for u, s in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)) if max(before, after) >= s
+    )
+    told = [f"{count / size:,.{0 if unit == 'B' else 1}f}" for count in (before, after)]
+    return f"{' -> '.join(dict.fromkeys(told))} {unit}"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1000 * seconds:.0f} ms" if seconds >= LEAST else "<1 ms"
+
+
+def _cell(value: Any) -> str:
+    """A value as text: numbers with commas, seconds as times, the rest as it is."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_time(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}" if isinstance(value, float) else str(value)
