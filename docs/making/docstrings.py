@@ -53,22 +53,6 @@ def listed(lines: list[str], alone: bool = False) -> Iterator[str]:
             yield line
 
 
-def meanings(kind: type[Any]) -> dict[str, str]:
-    """What the docstrings of a class and of its bases say of each option; the nearest counts."""
-    found: dict[str, str] = {}
-    for base in kind.__mro__:
-        names: list[str] = []
-        for line in inspect.cleandoc(base.__dict__.get("__doc__") or "").splitlines():
-            if entry := ENTRY.match(line):
-                names = [name.strip("*") for name in entry[1].split(", ") if name.strip("*") not in found]
-                found.update(dict.fromkeys(names, entry[2]))
-            elif line.startswith(" ") and names:
-                found.update({name: f"{found[name]} {line.strip()}" for name in names})
-            else:
-                names = []
-    return {name: re.sub(r"``([^`]+)``", r"`\1`", meaning) for name, meaning in found.items()}
-
-
 class Markdown(Extension):  # type: ignore[misc, valid-type]
     """Gives the builder of the API's pages docstrings as Markdown."""
 

@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from docstrings import markdown, meanings
+from docstrings import markdown
 
 from mmaccel import Recipe, recipes
-from mmaccel.cli.methods import describe_methods
+from mmaccel.cli.methods import describe_methods, option_docs
 from mmaccel.cli.shared.text import markdown as table
 from mmaccel.method.registry import methods
 
@@ -130,7 +130,7 @@ def doc(name: str) -> str:
 def options(name: str) -> str:
     """Options with defaults and meanings; those that all methods of a site share come last."""
     cls = methods()[name]
-    said = meanings(cls)
+    said = option_docs(cls)
     rows = [["option", "default", "meaning"]]
     fields = [field for field in dataclasses.fields(cls) if field.init]
     here = {
@@ -141,7 +141,7 @@ def options(name: str) -> str:
     }
     for field in sorted(fields, key=lambda field: field.name not in here):
         default = "needed" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-        rows.append([f"`{field.name}`", default, said[field.name].replace("|", "\\|")])
+        rows.append([f"`{field.name}`", default, markdown(said[field.name]).replace("|", "\\|")])
     return f"## Options\n\n{table(rows)}" if len(rows) > 1 else "## Options\n\nNone."
 
 

@@ -50,7 +50,7 @@ def run(
         typer.Option(help="Only this site."),
     ] = None,
     in_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
-    page: Annotated[Path | None, typer.Option("--update", hidden=True)] = None,  # the tables of our README
+    page: Annotated[Path | None, typer.Option("--update", hidden=True)] = None,  # the tables of our documentation
     output: Json = None,
 ) -> int:
     """Print what there is."""
@@ -84,7 +84,11 @@ def describe(name: str) -> dict[str, Any]:
     from ..recipe import recipe
 
     if (cls := methods().get(name)) is not None:
-        return _describe(cls) | {"about": _about(cls), "option_docs": _option_docs(cls), "families": _families(cls)}
+        return _describe(cls) | {
+            "about": _about(cls),
+            "option_docs": _plain(option_docs(cls)),
+            "families": _families(cls),
+        }
     found = recipe(name)
     return {
         "name": name,
@@ -103,8 +107,8 @@ def _about(cls: Any) -> str:
     return re.sub(r"(?m)^\*(.+?)\*(?=,| \()", r"\1", text.strip(), flags=re.S)
 
 
-def _option_docs(cls: Any) -> dict[str, str]:
-    """What a method's docstring, or that of a class above it, says of every option."""
+def option_docs(cls: Any) -> dict[str, str]:
+    """What a method's docstring, or that of a class above it, says of every option, with its marks of code."""
     found: dict[str, str] = {}
     for one in cls.__mro__:
         _, _, listed = inspect.cleandoc(vars(one).get("__doc__") or "").partition("\nParameters\n----------\n")
@@ -112,8 +116,12 @@ def _option_docs(cls: Any) -> dict[str, str]:
         for entry in re.split(r"\n(?=\S)", listed.partition("\n\n")[0]):
             names, sign, meaning = entry.partition(" : ")
             for name in names.split(", ") if sign else ():
-                found.setdefault(name.strip(), " ".join(meaning.split()).replace("``", ""))
+                found.setdefault(name.strip(), " ".join(meaning.split()))
     return found
+
+
+def _plain(docs: dict[str, str]) -> dict[str, str]:
+    return {name: meaning.replace("``", "") for name, meaning in docs.items()}
 
 
 def _families(cls: Any) -> list[str]:
@@ -194,7 +202,7 @@ def update(page: Path) -> None:
 
 
 def family_table() -> str:
-    """The families that come with mmaccel, as they stand in the README."""
+    """The families that come with mmaccel, as they stand in the documentation."""
     from ..families import families
 
     head = ["family", "pictures", "clips", "CLS token (`vtc-cls`, `evit`)"]
@@ -219,7 +227,7 @@ def _yes(true: bool) -> str:
 
 
 def readme_tables() -> str:
-    """The methods that come with mmaccel, and the recipes, as they stand in the README."""
+    """The methods that come with mmaccel, and the recipes, as they stand in the documentation."""
     own = [m for m in describe_methods() if m["module"].startswith("mmaccel.")]
     return f"{markdown(method_rows(own))}\n\n{markdown(recipe_rows(describe_recipes()))}"
 

@@ -33,7 +33,7 @@ class AimPageRank(LayerMethod):
     ----------
     layer : the input of this layer, counted from 0. The recipe ``aim`` merges to ``retain`` of the tokens (25 %), and has a
         stage at each of layers 15 to 22 of 28, which keep 7, 6, ... 1 eighths of that and finally one token per picture.
-    tau, iterations : temperature of the walk, and its steps; 0.1 and 5 as in the program.
+    tau, iterations : temperature and steps of the walk; 0.1 and 5 as in the program.
     teleport : share of the weight that restarts uniformly in each iteration, ``p <- (1 - teleport) p M + teleport / L``; 0 as
         in the program, which has the term but does not use it.
 

@@ -44,7 +44,7 @@ class MustDropFilter(LayerMethod):
         3, 7, 11 and 15 here; see the recipe ``mustdrop``.
     global_threshold, individual_threshold : 0.001 and 0.001 as for 192 of 576 tokens on TextVQA; 0.0012 and 0.001 for
         128, 0.011 and 0.01 for 64.
-    adaptive : the thresholds decide how many stay, and the budget is only an upper limit.
+    adaptive : the thresholds decide what stays, and not the budget.
     protect : share of key tokens; 0.08 in the recipe ``mustdrop``, as in the program, and 0 in this method alone.
     query : whose attention makes key tokens: ``cls``; ``all``, the mean over all patches, for towers without a CLS token;
         ``auto``, the CLS token's where there is one.
