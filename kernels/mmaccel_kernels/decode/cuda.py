@@ -3,6 +3,9 @@
 The same algebra in Triton takes up to twice the instructions a byte (``tests/kernels/instructions.json``): its layouts have the
 pieces of an operand brought together by moves, and every page costs it barriers. Here blocks get 168 to 255 registers, two or
 three of them a multiprocessor; in 128 the loops still fit but for 8 to 24 bytes that spill, at 2 % to 5 % more instructions.
+
+Pages of vidkv are not read here: bytes of 2-bit and sign channels of keys and of five ternary values are whole together only
+every 640 tokens (in tiles of 16), where a unit is 32 or 64. Nor are float32, and heads of other than 64 and 128 channels.
 """
 
 from __future__ import annotations
