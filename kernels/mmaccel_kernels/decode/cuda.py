@@ -4,6 +4,9 @@ The same algebra in Triton takes up to twice the instructions a byte (``tests/ke
 pieces of an operand brought together by moves, and every page costs it barriers. Here blocks get 168 to 252 registers, two or
 three of them a multiprocessor. Held to 128 registers the loops spill: 8 bytes a thread at 2 bits (.152 instructions a byte in
 place of .137), 20 at 4 bits (.098, .087), 28 for narrowed keys, 140 at 1 bit.
+
+Pages of vidkv are not read here: bytes of 2-bit and sign channels of keys and of five ternary values are whole together only
+every 640 tokens (in tiles of 16), where a unit is 32 or 64. Nor are float32, and heads of other than 64 and 128 channels.
 """
 
 from __future__ import annotations
