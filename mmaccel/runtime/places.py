@@ -54,6 +54,8 @@ class Tokens:
                 question=None if self.question is None else self.question.repeat(count, 1),
                 rivals=self.rivals * count,
                 texts=self.texts * count,
+                # no circle, so that all of it is freed with the forward
+                _repeated={},
             )
         return self._repeated[count]
 

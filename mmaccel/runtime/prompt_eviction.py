@@ -2,10 +2,12 @@
 
 On a GPU some layers wait for each other and are evicted from together, as rows of one batch: what is done with a prompt of some
 hundred tokens costs less than starting it. Layers wait while the keys and values of those that do take up :data:`BYTES` at
-most, so that the peak of a forward grows by less than that, whatever the prompt: beside a model of 7B that is .2 % of the
-weights. Of a prompt of a thousand tokens half of the layers of such a model fit in there if it has 4 KV heads, and three if it
-has 32; of one of 32 thousand not two, and each layer is evicted from before the next one is stored. On a CPU, where nothing is
-started, that is always so. Where budgets depend on the content all layers wait for the end of the forward.
+most: what is held grows by less than that, whatever the prompt, .2 % of the weights of a model of 7B. What is made of their
+keys to score them is there before the MLP of the last one begins, whose activations mostly take more; in a model where they do
+not the peak grew by twice the bytes that may wait (``tests/test_memory.py``). Of a prompt of a thousand tokens half of the
+layers of a model of 7B fit in if it has 4 KV heads, and two if it has 32; of one of 32 thousand none, and each layer is evicted
+from before the next one is stored. On a CPU, where nothing is started, that is always so. Where budgets depend on the content
+all layers wait for the end of the forward.
 """
 
 from __future__ import annotations
