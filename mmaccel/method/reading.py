@@ -178,13 +178,7 @@ def best(ratings: Tensor, step: ReadStep, least: Tensor | None = None) -> Picked
     """The units of highest ``ratings [B, 1 or Hkv, P]``, of equal ones the first, as many as are to be read; none that is rated
     lower than ``least [B]``."""
     gone = None if step.all_there else step.gone
-    if step.each > 1:
-        # as good as the best of them
-        ratings, there = (
-            x.unflatten(-1, (-1, step.each)) for x in (ratings.masked_fill(step.gone, -torch.inf), ~step.gone)
-        )
-        ratings, gone = ratings.amax(-1), ~there.any(-1)
-    return Picked(*best_units(ratings, step.count, step.most, gone=gone, least=least))
+    return Picked(*best_units(ratings, step.count, step.most, each=step.each, gone=gone, least=least))
 
 
 def by_kv_head(x: Tensor, heads: int) -> Tensor:

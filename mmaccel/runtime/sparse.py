@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from mmaccel_kernels.chosen import ChosenKeys
@@ -17,6 +18,9 @@ from ..kv.packed import QuantisedLayer
 from ..kv.shared import Shared
 from ..kv.sparse import Choices, LayerRead, Rivalry, SparseMemory, SparseRead
 from ..method import KeyUnits, LayerAttention, Observed, Policy, ReadingPolicy, ReadStep
+
+#: entries of keys that are looked at together at the end of a prompt: layers of a short one at once, of a long one alone
+TOGETHER = 1 << 24
 
 
 def note_prompt(shared: Shared, table: Tensor, count: Tensor) -> None:
@@ -68,7 +72,8 @@ def read_layer(
     held = memory.layers.get(layer.number)
     if held is None or held.choices.index() is not layer.index:
         keys = layer.stored()[0] if keys is None else keys
-        held = memory.layers[layer.number] = _looked_at(policy, layer, memory, keys, scaling)
+        (held,) = _looked_at(policy, [layer], memory, [keys], scaling)
+        memory.layers[layer.number] = held
     choices = held.choices
     if choices.everything:
         return None
@@ -113,12 +118,14 @@ def prepare_reads(
     """A prompt is over: what these layers choose from in the steps that follow. ``asked``: of every layer the last queries of
     the prompt ``[B, Hq, W, D]``, and which are no padding ``[B, W]`` bool, for policies with a ``window``."""
     observed: list[Observed] = []
-    for layer in layers:
-        memory, keys = layer.shared.sparse, layer.stored()[0]
+    for group in _alike(layers):
+        memory = group[0].shared.sparse
         assert memory is not None
-        held = memory.layers[layer.number] = _looked_at(policy, layer, memory, keys, scaling)
-        if policy.window and held.summary:
-            observed.append(Observed(*asked[layer.number], held.summary, held.choices.gone, scaling))
+        looked = _looked_at(policy, group, memory, (layer.stored()[0] for layer in group), scaling)
+        for layer, held in zip(group, looked, strict=True):
+            memory.layers[layer.number] = held
+            if policy.window and held.summary:
+                observed.append(Observed(*asked[layer.number], held.summary, held.choices.gone, scaling))
     if policy.window and layers:
         memory, table = layers[0].shared.sparse, layers[0].shared.grid_table
         assert memory is not None and table is not None
@@ -127,24 +134,51 @@ def prepare_reads(
         memory.level = policy.level(observed, share) if observed else torch.zeros_like(share)
 
 
+def _alike(layers: Sequence[QuantisedLayer]) -> Iterator[list[QuantisedLayer]]:
+    """Layers in their order, as many together as choose from the same places on one device, up to :data:`TOGETHER` entries of
+    keys."""
+
+    def kind(layer: QuantisedLayer) -> tuple[int, torch.device, torch.Size]:
+        return id(layer.index), layer.keys.device, layer.keys.shape
+
+    for _, same in groupby(layers, kind):
+        group = list(same)
+        rows, heads, _, width = group[0].keys.shape
+        number = max(1, TOGETHER // max(1, rows * heads * width * len(group[0].index)))
+        yield from (group[first : first + number] for first in range(0, len(group), number))
+
+
 def _looked_at(
-    policy: ReadingPolicy, layer: QuantisedLayer, memory: SparseMemory, keys: Tensor, scaling: float
-) -> LayerRead:
-    """What a layer chooses from, and what the policy makes of it; at the end of a prompt, or when it stores its keys otherwise
-    than before."""
+    policy: ReadingPolicy,
+    layers: Sequence[QuantisedLayer],
+    memory: SparseMemory,
+    keys: Iterable[Tensor],
+    scaling: float,
+) -> list[LayerRead]:
+    """What layers that are :func:`_alike` choose from, and what the policy makes of the ``keys`` of each; at the end of a
+    prompt, or when they store their keys otherwise than before."""
+    layer, number = layers[0], len(layers)
     choices = memory.choices(layer.index)
     if choices is None:
         table = layer.shared.grid_table
         assert table is not None
-        visual, count = (x.to(keys.device) for x in (table[..., 0] >= 0, memory.count))
+        visual, count = (x.to(layer.keys.device) for x in (table[..., 0] >= 0, memory.count))
         rivalry = Rivalry.make(layer.index, visual, count, policy.sinks, policy.recent)
         if policy.by_summary and layer.pages is not None and len(layer.packs) == 1:
             choices = Choices.of_pages(layer.index, rivalry, policy.unit, layer.pages, layer.width)
         else:
             choices = Choices.make(layer.index, rivalry, policy.unit, policy.wanted, policy.partial)
     if choices.everything or not policy.summarises:
-        return LayerRead(choices, {}, {})
-    slots = choices.rated
+        return [LayerRead(choices, {}, {}) for _ in layers]
+    units = [_at(choices.rated, stored) for stored in keys]
+    # as if they were rows
+    there = (choices.rated >= 0).repeat(number, 1, 1, 1)
+    made = policy.summarise(KeyUnits(torch.cat(units) if number > 1 else units[0], there, scaling))
+    parts = {name: x.chunk(number) for name, x in made.items()}
+    return [LayerRead(choices, {name: x[n] for name, x in parts.items()}, {}) for n in range(number)]
+
+
+def _at(slots: Tensor, keys: Tensor) -> Tensor:
+    """``keys [B, Hkv, K, D]`` at ``slots [B, 1 or Hkv, P, unit]``: ``[B, Hkv, P, unit, D]``."""
     at = slots.clamp(min=0).long().expand(-1, keys.shape[1], -1, -1)
-    units = keys.gather(2, at.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1])).unflatten(2, at.shape[2:])
-    return LayerRead(choices, policy.summarise(KeyUnits(units, slots >= 0, scaling)), {})
+    return keys.gather(2, at.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1])).unflatten(2, at.shape[2:])

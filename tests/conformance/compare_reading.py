@@ -116,7 +116,7 @@ def squeezed_attention(params: Params, arrays: Arrays) -> None:
 
     policy = make(
         "squeezed-attention",
-        {"cluster": lambda self, keys, there: next(given)[None], "level": level},
+        {"cluster": lambda self, keys, there: torch.stack([next(given) for _ in keys]), "level": level},
         clusters=params["num_clusters"],
         window=window,
     )

@@ -150,10 +150,11 @@ def cases() -> dict[str, Callable[[], Any]]:
             torch.zeros(1, 14, w, dtype=t), torch.zeros(1, 2, w, r), torch.zeros(1, 2, 40, r, dtype=t), j
         )
     made["best_units"] = lambda: best_units(torch.zeros(1, 2, 40), torch.ones(1, 1, dtype=torch.int32), 4)
-    made["best_units, some gone or too low"] = lambda: best_units(
+    made["best_units, of eight parts, some gone or too low"] = lambda: best_units(
         torch.zeros(1, 2, 40),
         torch.ones(1, 2, dtype=torch.int32),
         4,
+        each=8,
         gone=torch.zeros(1, 1, 40, dtype=torch.bool),
         least=torch.zeros(1),
     )

@@ -41,20 +41,35 @@ def test_the_best_are_listed_and_of_equal_ones_the_first(shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_of_best_units(shape, device):
-    given = drawn(*shape, device=device)
+    ratings, count, most, *others = drawn(*shape, device=device)
+    given = (ratings, count, most, 1, *others)
     for got, want in zip(best_units_kernel(*given), best_units_definition(*given), strict=True):
         assert torch.equal(got, want)
 
 
 def test_one_count_and_one_mask_for_all_heads(device):
     ratings, count, _, gone, _ = drawn(2, 3, 70, True, False, device)
-    given = (ratings, count[:, :1], int(count[:, 0].max()), gone.expand(-1, 3, -1), None)
+    given = (ratings, count[:, :1], int(count[:, 0].max()), 1, gone.expand(-1, 3, -1), None)
     for got, want in zip(best_units_kernel(*given), best_units_definition(*given), strict=True):
         assert torch.equal(got, want)
     # ratings far apart, and those that are not finite
     ratings[..., :4] = torch.tensor([torch.inf, -torch.inf, 1e-40, -3e38], device=ratings.device)
     for got, want in zip(best_units_kernel(*given), best_units_definition(*given), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("each", (3, 8))
+def test_a_unit_is_as_good_as_its_best_part(each, device):
+    ratings, _, _, gone, _ = drawn(2, 3, 24 * each, True, False, device)
+    gone[..., : 2 * each] = True
+    ratings[gone.expand_as(ratings)] = torch.inf
+    there = (~gone).unflatten(-1, (-1, each)).any(-1).sum(-1)
+    count = torch.minimum(there, torch.tensor([[5], [24]], device=device)).int()
+    picked, counts = best_units_kernel(ratings, count, 24, each, gone)
+    whole = ratings.masked_fill(gone, -torch.inf).unflatten(-1, (-1, each)).amax(-1)
+    for got in (picked, best_units_definition(ratings, count, 24, each, gone)[0]):
+        assert torch.equal(got, best_units_definition(whole, count, 24, 1, whole == -torch.inf)[0])
+    assert (counts == count).all() and int(picked.min()) >= 2
 
 
 def test_what_does_not_fit():
@@ -71,5 +86,7 @@ def test_what_does_not_fit():
         best_units(ratings, count, most, gone=gone[..., :5])
     with pytest.raises(ValueError, match="least must be"):
         best_units(ratings, count, most, least=least[:1])
+    with pytest.raises(ValueError, match="70 parts, which make no units of 4"):
+        best_units(ratings, count, most, each=4)
     assert best_units(ratings[..., :0], count * 0, 0)[0].shape == (2, 3, 0)
     assert best_units_cost(1, 2, 100, 10, 4) == (2 * (400 + 40 + 8), 0)

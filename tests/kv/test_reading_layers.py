@@ -26,7 +26,7 @@ from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.sparse import SparseMemory
 from mmaccel.method import KeyBatch, ReadingPolicy
 from mmaccel.method.registry import method
-from mmaccel.runtime import eviction
+from mmaccel.runtime import eviction, sparse
 from mmaccel.runtime.sparse import prepare_reads, read_layer
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -608,6 +608,22 @@ def test_clusters_are_of_like_keys() -> None:
     for option in ("iterations", "window", "ceiling"):
         with pytest.raises(MmaccelError, match=f"{option}=0 is too little"):
             method("squeezed-attention")(**{option: 0})
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if method(name)().summarises])
+def test_layers_are_looked_at_together_as_each_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed, made = zoo.inputs("llava", "uneven"), []
+    with accelerated(oracle.subject("llava"), recipe_of(name)) as model:
+        for together in (sparse.TOGETHER, 1):
+            monkeypatch.setattr(sparse, "TOGETHER", together)
+            layers = model(**feed, use_cache=True).past_key_values.mmaccel.shared.sparse.layers
+            made.append([layers[number].summary for number in sorted(layers)])
+    assert len(made[0]) == len(made[1]) == 3
+    for one, other in zip(*made, strict=True):
+        assert one.keys() == other.keys()
+        # components may point either way
+        for x, y in ((one[key], other[key]) for key in one):
+            torch.testing.assert_close(x.abs(), y.abs(), rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------------- the cost

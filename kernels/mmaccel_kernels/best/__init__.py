@@ -11,15 +11,23 @@ from .triton import best_units_kernel
 
 
 def best_units(
-    ratings: Tensor, count: Tensor, most: int, *, gone: Tensor | None = None, least: Tensor | None = None
+    ratings: Tensor,
+    count: Tensor,
+    most: int,
+    *,
+    each: int = 1,
+    gone: Tensor | None = None,
+    least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The numbers of the best units of every head, of equal ones the first, in rising order; one launch, nobody waits.
 
     Parameters
     ----------
-    ratings : ``[B, H, P]`` floating point, none of them NaN; ``-0.0`` is ``0.0``.
+    ratings : ``[B, H, P each]`` floating point, none of them NaN; ``-0.0`` is ``0.0``. A unit is as good as the best of the
+        ``each`` consecutive parts that are rated.
     count : ``[B, 1 or H]`` int32, how many are listed, at most ``most`` and as many as there are.
-    gone : ``[B, 1 or H, P]`` bool, units that are not there, whatever their ratings; None if all are.
+    gone : ``[B, 1 or H, P each]`` bool, parts that are not there, whatever their ratings; a unit without any is not listed.
+        None if all are there.
     least : ``[B]`` float32; what is rated lower is left out. None for no such bar.
 
     Returns
@@ -46,9 +54,11 @@ def best_units(
         )
     if least is not None and (least.shape != (shape[0],) or least.dtype != torch.float32):
         raise ValueError(f"least must be [{shape[0]}] float32, not {tuple(least.shape)} {least.dtype}.")
+    if ratings.shape[2] % each:
+        raise ValueError(f"ratings has {ratings.shape[2]} parts, which make no units of {each}.")
     if not ratings.numel() or not most:
-        return best_units_definition(ratings, count, most, gone, least)
-    return run(best_units_kernel, best_units_definition, ratings, count, most, gone, least)
+        return best_units_definition(ratings, count, most, each, gone, least)
+    return run(best_units_kernel, best_units_definition, ratings, count, most, each, gone, least)
 
 
 def best_units_cost(batch: int, heads: int, units: int, most: int, bytes_each: int) -> tuple[int, int]:

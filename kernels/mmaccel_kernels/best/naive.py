@@ -7,11 +7,12 @@ from torch import Tensor
 
 
 def best_units_definition(
-    ratings: Tensor, count: Tensor, most: int, gone: Tensor | None = None, least: Tensor | None = None
+    ratings: Tensor, count: Tensor, most: int, each: int = 1, gone: Tensor | None = None, least: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """:func:`.best_units` as a stable sort."""
     if gone is not None:
         ratings = ratings.masked_fill(gone, -torch.inf)
+    ratings = ratings.unflatten(-1, (-1, each)).amax(-1)
     order = ratings.argsort(dim=-1, descending=True, stable=True)[..., :most]
     taken = (torch.arange(order.shape[-1], device=ratings.device) < count[..., None]).expand_as(order)
     if least is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._triton import jit, tl
+from .._triton import jit, tl, triton
 from ..launch import Repeated, is_even
 
 #: ratings that a program looks at together
@@ -17,16 +17,16 @@ BLOCK = 2048
 
 
 def best_units_kernel(
-    ratings: Tensor, count: Tensor, most: int, gone: Tensor | None = None, least: Tensor | None = None
+    ratings: Tensor, count: Tensor, most: int, each: int = 1, gone: Tensor | None = None, least: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """:func:`.best_units` in one launch."""
-    batch, heads, units = ratings.shape
+    (batch, heads), units = ratings.shape[:2], ratings.shape[2] // each
     ratings = ratings.contiguous()
     picked = torch.empty(batch, heads, most, dtype=torch.int32, device=ratings.device)
     counts = torch.empty(batch, heads, dtype=torch.int32, device=ratings.device)
     hidden = None if gone is None else (gone if gone.stride(2) == 1 else gone.contiguous()).view(torch.uint8)
     tensors = [x for x in (ratings, count, hidden, least) if x is not None]
-    _repeated(_best_units, ratings.device, ratings.dtype, hidden is not None, least is not None).launch(
+    _repeated(_best_units, ratings.device, ratings.dtype, each, hidden is not None, least is not None).launch(
         (batch * heads, 1, 1), is_even((), tensors),
         ratings, count, hidden, least, picked, counts, units, most, heads,
         count.stride(0), count.stride(1) if count.shape[1] > 1 else 0,
@@ -36,9 +36,11 @@ def best_units_kernel(
 
 
 @lru_cache(maxsize=64)
-def _repeated(kernel: Any, device: torch.device, dtype: torch.dtype, gone: bool, least: bool) -> Repeated:
-    """What is compiled for a device, a type of ratings, and the options that are there."""
-    return Repeated(kernel, {"GONE": gone, "LEAST": least, "BLOCK": BLOCK, "num_warps": 8})
+def _repeated(kernel: Any, device: torch.device, dtype: torch.dtype, each: int, gone: bool, least: bool) -> Repeated:
+    """What is compiled for a device, a type of ratings, parts of a unit, and the options that are there."""
+    parts = triton.next_power_of_2(each)
+    shape = {"EACH": each, "PARTS": parts, "BLOCK": max(1, BLOCK // parts)}
+    return Repeated(kernel, {"GONE": gone, "LEAST": least, **shape, "num_warps": 8})
 
 
 @jit
@@ -50,22 +52,25 @@ def _ordered(x):
 
 
 @jit
-def _rated(ratings, gone, unit, units, GONE: tl.constexpr):
+def _rated(ratings, gone, unit, units, GONE: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr):
     """The ratings of units as whole numbers in their order, and which of them are there."""
-    there = unit < units
+    part = tl.arange(0, PARTS)[None, :]
+    at = unit[:, None] * EACH + part
+    there = (unit < units)[:, None] & (part < EACH)
     if GONE:
-        there = there & (tl.load(gone + unit, mask=there, other=1) == 0)
-    return _ordered(tl.load(ratings + unit, mask=there, other=0.0)), there
+        there = there & (tl.load(gone + at, mask=there, other=1) == 0)
+    rated = _ordered(tl.load(ratings + at, mask=there, other=0.0))
+    return tl.max(tl.where(there, rated, -2147483648), 1), tl.max(there.to(tl.int32), 1) != 0
 
 
 @jit(do_not_specialize=["units", "most", "heads", "count_b", "count_h", "gone_b", "gone_h"])
 def _best_units(
     ratings, count, gone, least, picked, counts, units, most, heads, count_b, count_h, gone_b, gone_h,
-    GONE: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+    GONE: tl.constexpr, LEAST: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     b, h = head // heads, head % heads
-    ratings += head * units
+    ratings += head * units * EACH
     picked += head * most
     if GONE:
         gone += b * gone_b + h * gone_h
@@ -76,7 +81,7 @@ def _best_units(
     for place in tl.static_range(24, -1, -8):
         histogram = tl.zeros([256], tl.int32)
         for start in range(0, units, BLOCK):
-            rated, there = _rated(ratings, gone, start + tl.arange(0, BLOCK), units, GONE)
+            rated, there = _rated(ratings, gone, start + tl.arange(0, BLOCK), units, GONE, EACH, PARTS)
             # the sign turned, the order is that of the digits
             rated = rated ^ -2147483648
             if place < 24:
@@ -90,7 +95,7 @@ def _best_units(
     listed, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, units, BLOCK):
         unit = start + tl.arange(0, BLOCK)
-        rated, there = _rated(ratings, gone, unit, units, GONE)
+        rated, there = _rated(ratings, gone, unit, units, GONE, EACH, PARTS)
         equal = there & (rated == bar)
         rank = equals + tl.cumsum(equal.to(tl.int32), 0)
         taken = (there & (rated > bar)) | (equal & (rank <= left))

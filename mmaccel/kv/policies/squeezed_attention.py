@@ -92,12 +92,13 @@ class SqueezedAttention(ReadingPolicy):
         at = (2 * start + 1) * size[..., None] // (2 * own[..., None].clamp(min=1))
         at = at.clamp(max=keys.shape[2] - 1)[..., None].expand(-1, -1, -1, keys.shape[3])
         directions = torch.nn.functional.normalize(keys.float(), dim=-1)
+        doubled, gone = 2 * directions, ~there
         centres = directions.gather(2, at)
         for _ in range(self.iterations):
-            labels = _nearest(directions, centres, absent).masked_fill(~there, most)
+            labels = _nearest(doubled, centres, absent).masked_fill_(gone, most)
             sums, sizes = _members(directions, labels, most)
-            centres = torch.where((sizes > 0)[..., None], sums / sizes.clamp(min=1)[..., None], centres)
-        return _nearest(directions, centres, absent).masked_fill(~there, most)
+            centres = torch.where(sizes[..., None] > 0, sums / sizes[..., None], centres)
+        return _nearest(doubled, centres, absent).masked_fill_(gone, most)
 
     # --- the threshold --------------------------------------------------------------------------------------------
     def estimate(self, queries: Tensor, summary: Mapping[str, Tensor], scaling: float) -> Tensor:
@@ -145,22 +146,25 @@ class SqueezedAttention(ReadingPolicy):
         return best(self.rate(step), step, step.level * (1 - TIE)), {}
 
 
-def _nearest(directions: Tensor, centres: Tensor, absent: Tensor) -> Tensor:
-    """``[B, Hkv, P]`` long: the centre of ``[B, Hkv, C, D]`` with the smallest distance to each of ``[B, Hkv, P, D]``, of equal
-    ones the first; those that are ``absent [B, Hkv, C]`` are none."""
-    length = centres.square().sum(-1).masked_fill(absent, torch.inf)[:, :, None]
+def _nearest(doubled: Tensor, centres: Tensor, absent: Tensor) -> Tensor:
+    """``[B, Hkv, P]`` long: the centre of ``[B, Hkv, C, D]`` with the smallest distance to each half of ``doubled [B, Hkv, P,
+    D]``, of equal ones the first; those that are ``absent [B, Hkv, C]`` are none."""
+    length = centres.square().sum(-1).masked_fill_(absent, torch.inf)[:, :, None]
     width = max(1, CHUNK // max(1, absent.numel()))
-    return torch.cat([(length - 2 * part @ centres.mT).argmin(-1) for part in directions.split(width, dim=2)], dim=2)
+    found = [(length - part @ centres.mT).argmin(-1) for part in doubled.split(width, dim=2)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
 
 def _members(x: Tensor, labels: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Sums ``[B, Hkv, C, D]`` float32 of ``x [B, Hkv, P, D]`` by their ``labels``, of which ``number`` is none, and the
     sizes of the clusters, ``[B, Hkv, C]`` float32. As products, so that the order of the sums is the same every time."""
-    sums = x.new_zeros(*x.shape[:2], number, x.shape[3], dtype=torch.float32)
-    sizes = sums.new_zeros(sums.shape[:3])
-    width = max(1, CHUNK // max(1, sizes.numel()))
     each = torch.arange(number, device=x.device)[:, None]
+    width = max(1, CHUNK // max(1, x.shape[:2].numel() * number))
+    found = []
     for part, label in zip(x.split(width, dim=2), labels.split(width, dim=2), strict=True):
         mine = (label[:, :, None] == each).float()
-        sums, sizes = sums + mine @ part.float(), sizes + mine.sum(-1)
+        found.append((mine @ part.float(), mine.sum(-1)))
+    sums, sizes = found[0]
+    for more, others in found[1:]:
+        sums, sizes = sums + more, sizes + others
     return sums, sizes
