@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
 import zoo
+from encoders.small import VISION
 from laws.helpers import FAMILIES, cache, gap, generate, inputs, logits, model, recipe_of
 from torch import Tensor
 
@@ -19,9 +21,11 @@ from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vl
 from mmaccel.cli import main
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import families as adapters
+from mmaccel.families.load import load_model
 from mmaccel.method import KeyBatch, Policy, ProjectorMethod, TokenBatch, registry
 
 families = pytest.mark.parametrize("family", FAMILIES)
+SHIPPED = Path(mmaccel.__file__).parent / "models" / "mini-llava"
 NO_CLS = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
@@ -194,6 +198,57 @@ def test_models_that_are_not_supported() -> None:
     )
     refused(lambda: accelerate_vlm(torch.nn.Linear(2, 2)), "'Linear'; it supports llava", UnsupportedError)
     assert set(FAMILIES) == set(adapters())
+
+
+@pytest.mark.parametrize(
+    ("thing", "match"),
+    [
+        (
+            "Qwen/Qwen2.5-VL-7B-Instruct",
+            "^The name 'Qwen/Qwen2.5-VL-7B-Instruct' is no model; give what from_pretrained has loaded",
+        ),
+        (Path("models/qwen"), "^The name 'models/qwen' is no model; give what from_pretrained has loaded"),
+        (zoo.processor("llava"), "^A .*Processor is no model; give what"),
+        (SimpleNamespace(model=torch.nn.Linear(2, 2)), "^A SimpleNamespace is no model; give its .model"),
+        (None, "^A NoneType is no model"),
+    ],
+    ids=range(5),
+)
+def test_what_is_no_model(thing: Any, match: str) -> None:
+    """A name, a path, a processor, a pipeline: nothing of it is printed at length."""
+    for call in (accelerate_vlm, mmaccel.accelerate_encoder):
+        refused(lambda call=call: call(thing), match)
+    refused(lambda: accelerated(thing).__enter__(), match)
+
+
+def test_an_encoder_in_training_mode() -> None:
+    """As open_clip's factory hands it over."""
+    clip = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION))
+    pixels = torch.rand(1, 3, VISION["image_size"], VISION["image_size"])
+    mmaccel.accelerate_encoder(clip.train(), "tome", retain=0.5)
+    said = r"^CLIPVisionModel is in training mode, and mmaccel accelerates inference; call model.eval\(\) first"
+    refused(lambda: clip(pixels), said, UnsupportedError)
+    clip.eval()(pixels)
+    assert clip.mmaccel.stats()["tokens_kept"] == 18
+
+
+@pytest.mark.parametrize(
+    ("device", "match"),
+    [
+        ("cuda", "no GPU that torch can use; run on the CPU"),
+        ("cuda:1", "no GPU that torch can use; run on the CPU"),
+        ("gpu", "There is no device 'gpu'; give cpu, cuda"),
+    ],
+)
+def test_devices_that_are_not_there(device: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(lambda: load_model(SHIPPED, device=device), match)
+
+
+def test_a_model_from_a_path() -> None:
+    loaded, _ = load_model(Path(SHIPPED), device="cpu")
+    assert not loaded.training and str(loaded.device) == "cpu"
+    refused(lambda: load_model(Path("./nothing/here"), device="cpu"), "There is no folder 'nothing/here'")
 
 
 @families

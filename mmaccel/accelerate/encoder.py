@@ -17,6 +17,7 @@ from ..recipe import Recipe, RecipeLike
 from ..recipe import recipe as find_recipe
 from ..runtime.encoded import Encoded
 from ..runtime.encoder import EncoderMerging
+from ..runtime.hooks import in_training
 from ..runtime.merged import Merged
 from ..runtime.plan import EncoderPlan, Kernels, plan_encoder
 from ..runtime.scope import Scope, current, pop, push
@@ -83,7 +84,7 @@ class EncoderAccelerator(Handle):
     def _open(self, module: nn.Module, args: Any) -> None:
         self.check_attached()
         if module.training:
-            raise UnsupportedError("mmaccel accelerates inference; call model.eval() first.")
+            raise UnsupportedError(in_training(self._model))
         if (stale := current(self.plan)) is not None:
             pop(stale)  # of a call that was interrupted from the keyboard
         scope = Scope(self.plan, self.taps, Stats(self.recipe.name), encoding=Encoded({}))

@@ -125,7 +125,7 @@ def check_model(model: Any) -> None:
     """Raise :class:`MmaccelError` unless this is a model, and not the name or a pipeline of one."""
     if isinstance(model, nn.Module):
         return
-    what = repr(model) if isinstance(model, (str, Path)) else f"A {type(model).__name__}"
+    what = f"The name {str(model)!r}" if isinstance(model, (str, Path)) else f"A {type(model).__name__}"
     inside = isinstance(getattr(model, "model", None), nn.Module)
     remedy = "give its .model" if inside else "give what from_pretrained has loaded"
     raise MmaccelError(f"{what} is no model; {remedy}.")

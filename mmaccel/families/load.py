@@ -81,8 +81,8 @@ def load_model(
     MmaccelError
         If there is no such model, its family is not supported, or it does not load.
     """
-    name = str(name)
-    if name.startswith((".", "~", "/")) and not Path(name).is_dir():
+    local, name = isinstance(name, Path), str(name)
+    if (local or name.startswith((".", "~", "/"))) and not Path(name).is_dir():
         raise MmaccelError(f"There is no folder {name!r}; give the folder of a model, or a hub id.")
     where = place(device)
     from huggingface_hub.utils import logging as hub_logging

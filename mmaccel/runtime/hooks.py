@@ -25,6 +25,11 @@ from .stages import Stages
 from .taps import Taps
 
 
+def in_training(model: nn.Module) -> str:
+    """Why a call is refused of a model in training mode, in which some loaders hand it over."""
+    return f"{type(model).__name__} is in training mode, and mmaccel accelerates inference; call model.eval() first."
+
+
 class TextHooks:
     """The hooks on the text model of one accelerated model.
 
@@ -72,7 +77,7 @@ class TextHooks:
         if not scope.plan.active or (ids is None and state is None):
             return None
         if self.plan.family.model.training:
-            raise UnsupportedError("mmaccel accelerates inference; call model.eval() first.")
+            raise UnsupportedError(in_training(self.plan.family.model))
         self.check()
         if cache is not None and state is not None and cache.layers != state.layers:
             raise UnsupportedError(
