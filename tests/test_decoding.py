@@ -83,3 +83,18 @@ def test_eager_attention_still_returns_its_weights(monkeypatch):
     with torch.no_grad(), accelerated(model, RECIPES["ragged"]):
         out = model.generate(**inputs, max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
     assert all(weights is not None for step in out.attentions for weights in step)
+
+
+def test_attention_over_parts_is_attention_over_all() -> None:
+    """Parts count by what a query sees of them; one that sees nothing gets nothing."""
+    rng = torch.Generator().manual_seed(0)
+    logits, values = (torch.randn(1, 2, 3, n, generator=rng) for n in (9, 9))
+    values = values.mT.contiguous()
+    logits[..., 1, :4] = logits[..., 2, :] = -torch.inf
+    parts = []
+    for some in (slice(0, 4), slice(4, 9)):
+        share = logits[..., some].softmax(-1).nan_to_num(0.0)
+        parts.append((share @ values[:, :, some], logits[..., some].logsumexp(-1)))
+    wanted = logits.softmax(-1).nan_to_num(0.0) @ values
+    torch.testing.assert_close(decoding.combine_partials(parts), wanted)
+    assert not wanted[..., 2, :].any()

@@ -492,6 +492,7 @@ def small_show(monkeypatch, tmp_path):
 
     monkeypatch.setattr(quickstart, "_workload", workload)
     monkeypatch.setattr(quickstart, "_EACH", 2)
+    monkeypatch.setattr(quickstart, "_EACH_CLIP", 1)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
@@ -503,7 +504,7 @@ def test_quickstart_shows_speed_answers_and_pictures(folder, capsys, monkeypatch
     assert speed["recipe"] == "uniform 0.1" and speed["visual_tokens_kept"] == round(speed["visual_tokens"] * 0.1)
     assert all(len(taken) == 3 for taken in speed["first_token_seconds"].values())
     assert speed["kv_bytes"]["bare"] > 2 * speed["kv_bytes"]["uniform 0.1"]
-    assert (pictures["model"], pictures["questions"], clips["questions"]) == ("mini-llava", 16, 10)
+    assert (pictures["model"], pictures["questions"], clips["questions"]) == ("mini-llava", 16, 5)
     # a tenth of the tokens costs answers, and every one that is lost is told
     lost = sum(one["lost"] for one in pictures["changed"])
     assert lost > 0 and pictures["accelerated_right"] == pictures["full_right"] - lost + len(pictures["changed"]) - lost

@@ -301,6 +301,6 @@ def render(report: dict[str, Any]) -> str:
             f"agreement: {verdict}; {agree['same_leading_tokens']} leading tokens are the same; KL divergence of the first "
             f"token {agree['kl_first_token']:.4f} nats",
             *(f"note: {note}" for note in fast["stats"]["notes"]),
-            *([f"{KNOWN} Yours: --model MODEL."] if shown else []),
+            *(["", f"{KNOWN} They are too small to gain time; --model MODEL asks yours."] if shown else []),
         ]
     )

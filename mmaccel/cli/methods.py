@@ -102,9 +102,9 @@ def describe(name: str) -> dict[str, Any]:
 def _about(cls: Any) -> str:
     """The docstring of a method as far as its options."""
     text = inspect.cleandoc(cls.__doc__ or "").partition("\nParameters\n---")[0]
-    return re.sub(
-        r":class:`|``|\*(?=[A-Z])|(?<=\w)\*(?=,)", lambda mark: "" if mark[0] != ":class:`" else "`", text
-    ).strip()
+    # marks of Sphinx: ``code``, :role:`name`, and *titles*
+    text = re.sub(r":\w+:`([^`]*)`", r"\1", text.replace("``", "")).replace("`", "")
+    return re.sub(r"(?m)^\*(.+?)\*(?=,| \()", r"\1", text.strip(), flags=re.S)
 
 
 def option_docs(cls: Any) -> dict[str, str]:

@@ -149,11 +149,15 @@ def check(name: str, chosen: Recipe, device: str, dtype: torch.dtype) -> dict[st
 
 def _wrong(stats: Any, kv_full: int) -> dict[str, bool]:
     """What can be wrong with the figures of a call, and whether it is; ``kv_full`` are the bytes of the bare model's cache."""
+    from ..method import Policy, ReadingPolicy
     from ..method.registry import method
 
     found, fewer = {}, stats["visual_tokens_kept"] < stats["visual_tokens"]
     for stage in stats["stages"]:
-        kept, wanted, budget = stage["tokens_kept"], stage["resolved"], method(stage["method"]).budget
+        cls = method(stage["method"])
+        kept, wanted, budget = stage["tokens_kept"], stage["resolved"], cls.budget
+        if issubclass(cls, ReadingPolicy) or (issubclass(cls, Policy) and cls.recall is not Policy.recall):
+            wanted, budget = stage["tokens_in"], "exact"  # all keys are stored, and a part of them is read
         off = wanted is not None and (kept != wanted if budget == "exact" else kept > wanted)
         if budget in ("exact", "at_most"):
             found[f"{stage['method']} kept {kept} tokens for a budget of {wanted}"] = off

@@ -106,7 +106,7 @@ def combine_partials(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     exponentials ``[B, Hq, q]`` float32, of which one at least is finite for every query that sees anything."""
     if len(parts) == 1:
         return parts[0][0]
-    total = torch.stack([lse for _, lse in parts])
-    share = (total - total.amax(0).clamp(min=torch.finfo(total.dtype).min)).exp()
-    share = share / share.sum(0).clamp(min=torch.finfo(total.dtype).tiny)
-    return torch.stack([out.float() for out, _ in parts]).mul(share[..., None]).sum(0).to(parts[0][0].dtype)
+    # a query that sees nothing has shares of nothing
+    shares = torch.stack([lse for _, lse in parts]).softmax(0).nan_to_num(0.0)
+    read = torch.stack([out for out, _ in parts])
+    return (read * shares[..., None]).sum(0).to(read.dtype)

@@ -99,7 +99,7 @@ class Answer:
 
     ``right`` is None without an expected answer; ``same`` compares the text with the unaccelerated answer ``full``; ``kl``
     is KL(unaccelerated || accelerated) in nats, the mean over the tokens of ``full``, its end included. Tokens and bytes
-    are means over the questions of a batch.
+    are means over the questions of a batch, and ``notes`` are what ``model.mmaccel.stats()`` said of that batch in words.
     """
 
     name: str
@@ -116,6 +116,7 @@ class Answer:
     kv_bytes: float
     visual_tokens_full: float
     kv_bytes_full: float
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -173,13 +174,14 @@ class Row:
     recipe: Recipe
     batches: int = 0
     tasks: dict[str, Sums] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def __init__(self, recipe: str | Path | Mapping[str, Any] | Recipe, retain: float | None = None) -> None:
         self.recipe = find_recipe(recipe)
         if retain is not None:
             self.recipe = self.recipe.override(retain=retain)
         self.recipe.build()
-        self.batches, self.tasks = 0, {}
+        self.batches, self.tasks, self.notes = 0, {}, []
 
     @property
     def title(self) -> str:
@@ -191,6 +193,7 @@ class Row:
         self.batches += 1
         for answer in answers:
             self.tasks.setdefault(answer.task, Sums()).add(answer)
+            self.notes = list(dict.fromkeys((*self.notes, *answer.notes)))
 
     def figures(self) -> dict[str, Any]:
         """:meth:`Sums.figures` over the questions of all tasks."""
@@ -208,12 +211,13 @@ class Row:
             "recipe": dataclasses.asdict(self.recipe),
             "batches": self.batches,
             "figures": self.figures(),
+            "notes": self.notes,
             "tasks": {task: {"figures": s.figures(), "sums": vars(s).copy()} for task, s in self.tasks.items()},
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
         """Take over what an earlier run has found about the same recipe."""
-        self.batches = int(data["batches"])
+        self.batches, self.notes = int(data["batches"]), list(data.get("notes", ()))
         self.tasks = {task: Sums(**found["sums"]) for task, found in data["tasks"].items()}
 
 
@@ -360,6 +364,7 @@ class _Runner:
                 text == full,
                 distance,
                 **figures,
+                notes=tuple(stats["notes"]),
             )
             for (question, _), full, text, distance in zip(self.batch, self.full.texts, texts, kl, strict=True)
         ]

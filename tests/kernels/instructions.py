@@ -1,4 +1,4 @@
-"""What the loop over packed pages costs, counted in machine code for sm_80 and sm_90; no GPU is needed.
+"""What the loops over packed pages cost, counted in machine code for sm_80 and sm_90; no GPU is needed.
 
 A loop is bound by memory where its warp instructions a byte are fewer than a multiprocessor issues while that byte arrives: at
 most about .1 at full rate. Every codec's kernel is compiled as it is launched, disassembled with the nvdisasm that comes with
@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import compilers
-from shipped import pages_of, tasks
+from shipped import loops, pages_of, tasks
 
 TABLE = compilers.HERE / "instructions.json"
 #: that of the machine the benchmarks were made for, and the one that is installed
 VERSIONS = ("3.6", "installed")
+#: in the place of a version of Triton: the compiler of CUDA C++ that comes with torch
+NVRTC = "nvrtc"
 TARGETS = ("sm_80", "sm_90")
 #: registers and bytes of shared memory of a multiprocessor: CUDA C Programming Guide, table of compute capabilities
 REGISTERS = 65536
@@ -65,7 +67,11 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--triton", nargs="+", default=VERSIONS, metavar="VERSION", help=f"default: {' '.join(VERSIONS)}"
+        "--triton",
+        nargs="+",
+        default=(*VERSIONS, NVRTC),
+        metavar="VERSION",
+        help=f"of Triton, or {NVRTC} for CUDA C++ (default: {' '.join(VERSIONS)} {NVRTC})",
     )
     parser.add_argument("--folder", type=Path, help="where Tritons are, or are put (default: a temporary one)")
     parser.add_argument(
@@ -75,21 +81,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
-        print(json.dumps(count_all(options.only)))
+        print(json.dumps(count_loops(options.only) if NVRTC in options.triton else count_all(options.only)))
         return 0
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
         for version in options.triton:
             found = counted(version, options.folder or Path(temporary), options.only)
-            print(f"Triton {found['triton']}")
+            print(found["compiler"])
             print("\n".join(listed(found["counts"])), flush=True)
             table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
             if options.update:
-                kept = table.get(found["triton"], {}) if options.only else {}
-                table[found["triton"]] = {t: kept.get(t, {}) | found["counts"][t] for t in TARGETS}
-                order = sorted(table.items(), key=lambda x: tuple(map(int, x[0].split("."))))
-                TABLE.write_text(json.dumps(dict(order), indent=1) + "\n", encoding="utf-8")
-            problems = differences(found["triton"], found["counts"], table, options.only is None)
+                kept = table.get(found["compiler"], {}) if options.only else {}
+                table[found["compiler"]] = {t: kept.get(t, {}) | found["counts"][t] for t in TARGETS}
+                TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8")
+            problems = differences(found["compiler"], found["counts"], table, options.only is None)
             for problem in problems:
                 print(f"  {problem}", flush=True)
             failed = failed or bool(problems)
@@ -99,12 +104,13 @@ def main(argv: list[str] | None = None) -> int:
 def counted(version: str, folder: Path, only: list[str] | None = None) -> dict[str, Any]:
     """What :func:`count_all` says in a process in which ``version`` of Triton comes before the installed one."""
     path = [str(compilers.HERE), str(compilers.ROOT), str(compilers.ROOT / "kernels")]
-    if version != "installed":
+    if version not in ("installed", NVRTC):
         path.insert(0, str(compilers.installed(version, folder)))
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_CACHE_DIR": cache}
         environment.pop("TRITON_INTERPRET", None)
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", *(["--only", *only] if only else [])]
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--triton", version]
+        command += ["--only", *only] if only else []
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -125,11 +131,32 @@ def count_all(only: list[str] | None = None) -> dict[str, Any]:
                 warps = dict(task.options)["num_warps"]
                 found = figures(disassembled(built.binary), target, warps, page_bytes, built)
                 counts[target][name] = found._asdict()
-    return {"triton": ".".join(triton.__version__.split(".")[:2]), "counts": counts}
+    return {"compiler": f"Triton {'.'.join(triton.__version__.split('.')[:2])}", "counts": counts}
 
 
-def figures(code: str, target: str, warps: int, page_bytes: int, built: Any) -> Figures:
-    """Of disassembled ``code`` whose loop reads ``page_bytes`` every time."""
+def count_loops(only: list[str] | None = None) -> dict[str, Any]:
+    """Figures of the loop in CUDA C++ of every case that it reads."""
+    from aot import Built
+    from mmaccel_kernels import nvrtc
+    from mmaccel_kernels.decode import cuda
+
+    counts: Counts = {}
+    for target in TARGETS:
+        counts[target] = {}
+        for name, (page_bytes, macros) in loops().items():
+            if only is None or name in only:
+                binary, said = nvrtc.compiled(cuda.SOURCE, tuple(macros.items()), target)
+                registers = int(re.findall(r"Used (\d+) registers", said)[-1])
+                spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+                built = Built(registers, spills, cuda.shared(macros), "", binary)
+                units = macros["PAGE"] // macros["UNIT"]
+                found = figures(disassembled(binary), target, cuda.THREADS // 32, page_bytes, built, units)
+                counts[target][name] = found._asdict()
+    return {"compiler": f"NVRTC {'.'.join(map(str, nvrtc.version()))}", "counts": counts}
+
+
+def figures(code: str, target: str, warps: int, page_bytes: int, built: Any, turns: int | None = None) -> Figures:
+    """Of disassembled ``code`` whose loop reads ``page_bytes`` in so many ``turns`` of single warps; by default one of each."""
     loop = page_loop(code)
     read: dict[tuple[int, bool], int] = {}
     for line in loop:
@@ -146,7 +173,7 @@ def figures(code: str, target: str, warps: int, page_bytes: int, built: Any) -> 
         built.registers,
         built.spills,
         blocks,
-        round(len(loop) * warps / page_bytes, 3),
+        round(len(loop) * (turns or warps) / page_bytes, 3),
         round(sum(n for (size, _), n in read.items() if size == 16) / max(total, 1), 2),
         round(sum(n for (_, ahead), n in read.items() if ahead) / max(total, 1), 2),
         sum("BAR.SYNC" in line or "BAR.RED" in line for line in loop),
@@ -198,7 +225,7 @@ def listed(counts: Counts) -> list[str]:
 def differences(version: str, counts: Counts, table: dict[str, Counts], everything: bool) -> list[str]:
     """What the table says otherwise of what was counted, a sentence each."""
     if version not in table:
-        return [f"instructions.json has no Triton {version}; run tests/kernels/instructions.py --update with it."]
+        return [f"instructions.json has no {version}; run tests/kernels/instructions.py --update with it."]
     said = []
     for target, cases in counts.items():
         known = table[version].get(target, {})

@@ -17,7 +17,7 @@ from mmaccel_kernels.append import append
 from mmaccel_kernels.best import best_units
 from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
 from mmaccel_kernels.compact import compact
-from mmaccel_kernels.decode import Flat, decode_attention
+from mmaccel_kernels.decode import Flat, cuda, decode_attention
 from mmaccel_kernels.decode import triton as decode_kernel
 from mmaccel_kernels.decode.paged import fits
 from mmaccel_kernels.dpp import greedy_dpp
@@ -223,6 +223,17 @@ def pages_of() -> dict[str, tuple[int, str]]:
     return found
 
 
+def loops() -> dict[str, tuple[int, dict[str, int]]]:
+    """Of every case that the loop in CUDA C++ reads, the bytes of a page, and what that loop is compiled with."""
+    found = {}
+    for label, (method, options, kind, whole) in _CODECS.items():
+        query = torch.zeros(1, 14, 1, 128, dtype=DTYPES[kind])
+        made = cuda.macros(_pages(DTYPES[kind], method, options), query, whole)
+        if made is not None:
+            found[_label(label)] = pages_of()[_label(label)][0], made
+    return found
+
+
 def _label(codec: str) -> str:
     *_, kind, whole = _CODECS[codec]
     return f"{codec} {kind}{_beside(whole, whole)}"
@@ -303,4 +314,4 @@ def _pages(dtype: torch.dtype, method: str, options: dict[str, Any]) -> Any:
     return codec.pack(x, x, lengths)
 
 
-__all__ = ["DTYPES", "TARGETS", "Task", "cases", "pages_of", "tasks"]
+__all__ = ["DTYPES", "TARGETS", "Task", "cases", "loops", "pages_of", "tasks"]

@@ -113,6 +113,24 @@ def test_page_loops_cost_what_the_table_says(capsys: Any) -> None:
     assert instructions.main(["--triton", "installed"]) == 0, capsys.readouterr().out
 
 
+#: instructions a byte at most, by the bits of keys and values
+MOST = {"kivi, 4 bit": 0.1, "think": 0.1, "calibquant, 4 bit": 0.1, "kivi, 8 bit": 0.1, "fp8": 0.1, "kivi, 2 bit": 0.15}
+MOST |= {"kivi, half precision": 0.15, "calibquant": 0.25}
+
+
+@pytest.mark.kernel
+def test_loops_in_cuda_cost_what_the_table_says_and_no_more_than_memory_allows(capsys: Any) -> None:
+    assert instructions.main(["--triton", instructions.NVRTC]) == 0, capsys.readouterr().out
+    version = capsys.readouterr().out.splitlines()[0]
+    table = json.loads(instructions.TABLE.read_text(encoding="utf-8"))[version]
+    for target in instructions.TARGETS:
+        for case, most in MOST.items():
+            kind = "fp16" if case == "kivi, half precision" else "bf16"
+            found = table[target][f"{case} {kind}"]
+            assert found["instructions"] <= most and found["spills"] == 0 and found["blocks"] >= 2, (target, case)
+            assert found["wide"] >= 0.85 and found["barriers"] == 0, (target, case)
+
+
 LOOPS = """
 .L_x_1:
         /*0000*/                   HMMA.16816.F32 R4, R8, R2, R4 ;
@@ -143,12 +161,12 @@ def test_the_page_loop_is_found_and_counted() -> None:
 
 def test_figures_that_differ_are_told() -> None:
     now = {"sm_90": {"a": {"registers": 128, "instructions": 0.2}}}
-    assert instructions.differences("3.6", now, {"3.6": now}, True) == []
+    assert instructions.differences("Triton 3.6", now, {"Triton 3.6": now}, True) == []
     (worse,) = instructions.differences(
-        "3.6", now, {"3.6": {"sm_90": {"a": {"registers": 128, "instructions": 0.1}}}}, True
+        "Triton 3.6", now, {"Triton 3.6": {"sm_90": {"a": {"registers": 128, "instructions": 0.1}}}}, True
     )
     assert worse == "sm_90, a: instructions is 0.2, where the table has 0.1."
-    (gone,) = instructions.differences("3.6", {"sm_90": {}}, {"3.6": now}, True)
+    (gone,) = instructions.differences("Triton 3.6", {"sm_90": {}}, {"Triton 3.6": now}, True)
     assert gone.startswith("sm_90, a is in the table")
-    (none,) = instructions.differences("3.9", now, {"3.6": now}, True)
+    (none,) = instructions.differences("Triton 3.9", now, {"Triton 3.6": now}, True)
     assert none.startswith("instructions.json has no Triton 3.9")

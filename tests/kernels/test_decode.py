@@ -168,12 +168,17 @@ def test_the_same_to_the_bit_each_time(device):
 
 # --- room to spare ----------------------------------------------------------------------------------------------------
 def roomy(filled, capacity, *, kind=torch.int32, **options):
-    """The same inputs without and with room behind the tail, which holds what must not be looked at."""
+    """The same inputs without and with room behind the tail and the flat keys, which holds what must not be looked at."""
     options = {"lengths": [5, 90, 0, 77], "b": 2, "hkv": 2, "groups": 3, "q": 2, "d": 16} | options
     exact = make(tail=filled, **options)
     spare = {}
     for name in ("keys", "values"):
         spare[name] = F.pad(exact[name], (0, 0, 0, capacity - filled), value=math.nan)
+    if (flat := exact["flat"]) is not None:
+        # as much as if all heads were as long
+        more = flat.width * (len(flat.cu_lengths) - 1) - len(flat.keys)
+        keys, values = (F.pad(x, (0, 0, 0, more), value=math.nan) for x in flat[:2])
+        spare["flat"] = flat._replace(keys=keys, values=values)
     if exact["visible"] is not None:
         spare["visible"] = F.pad(exact["visible"], (0, capacity - filled), value=True)
     return exact, exact | spare | {"tail": torch.tensor([filled], dtype=kind, device=exact["query"].device)}

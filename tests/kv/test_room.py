@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 from mmaccel import accelerated
-from mmaccel.kv.room import LEAST, SHARE, append, trimmed
+from mmaccel.kv.room import LEAST, SHARE, append, put, shown, trimmed
 
 SHAPE = (2, 3, 5, 4)
 
@@ -49,6 +49,19 @@ def test_nothing_is_copied_while_there_is_room() -> None:
         grown = append(grown, new(), -2)
         places.add(grown.data_ptr())
     assert len(places) == 2
+
+
+def test_what_is_put_into_a_room_stays_there_while_that_is_wide_enough() -> None:
+    """Nothing but zeros is behind it."""
+    first = torch.randn(SHAPE)
+    room = put(first, -2, 9)
+    room[:, :, 5:] = torch.nan
+    again = put(shown(room, -2, 6), -2, 9)
+    assert again.data_ptr() == room.data_ptr() and torch.equal(again[:, :, :5], first)
+    assert torch.isnan(again[:, :, 5]).all() and not again[:, :, 6:].any()
+    wider = put(shown(again, -2, 5), -2, 12)
+    assert wider.data_ptr() != room.data_ptr() and torch.equal(wider[:, :, :5], first) and not wider[:, :, 5:].any()
+    assert put(again[:, :, :5], -2, 9).data_ptr() != room.data_ptr()
 
 
 def test_room_is_a_small_share_and_no_more_than_what_is_to_come() -> None:

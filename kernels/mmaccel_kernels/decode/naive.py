@@ -13,7 +13,7 @@ from ..pages import Pages
 class Flat(NamedTuple):
     """Heads that store different counts, one after the other.
 
-    keys : ``[total, D]``.
+    keys : ``[total, D]``; rows that no head owns are room to spare and never looked at.
     values : ``[total, Dv]``.
     cu_lengths : ``[B Hkv + 1]`` int32 or int64; head ``h`` of row ``b`` owns rows ``cu[b Hkv + h]`` to ``cu[b Hkv + h + 1]``.
     width : columns of a mask that belong to these keys, at least as many as the longest head has.
@@ -51,22 +51,34 @@ def decode_attention_definition(
         made = _padded(flat.keys, flat.values, flat.cu_lengths, hkv, flat.width)
         parts.insert(0, (*made, made[2], -capacity - flat.width))
     if pages is not None:
-        lengths = pages.lengths()
-        bounds = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
-        made = _padded(*pages.decoded(), bounds, hkv, int(lengths.max()))
+        made = _unpacked(pages)
         parts.insert(0, (*made, made[2], 0))
-    ks, vs, seen = [], [], []
-    for k, v, there, without, column in parts:
+    rows, logits = query.reshape(b, hkv, hq // hkv * q, d).float(), []
+    for k, _, there, without, column in parts:
         mask = without
         if visible is not None:
             begin = column % visible.shape[3] if k.shape[2] else 0
             mask = visible[..., begin : begin + k.shape[2]] & there
-        ks.append(k[:, :, None])
-        vs.append(v[:, :, None])
-        seen.append(mask.expand(b, hkv, q, -1)[:, :, None])
-    rows = query.reshape(b, hkv, hq // hkv, q, d)
-    out, lse = _softmax_attention(rows, torch.cat(ks, 3), torch.cat(vs, 3), scaling, torch.cat(seen, 4))
-    return out.view(b, hq, q, -1), lse.view(b, hq, q)
+        found = (rows @ k.float().mT * scaling).view(b, hkv, hq // hkv, q, -1)
+        logits.append(found.masked_fill(~mask.expand(b, hkv, q, -1)[:, :, None], -torch.inf))
+    every = torch.cat(logits, dim=-1)
+    lse = every.logsumexp(-1)
+    p = (every - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp().flatten(2, 3)
+    shares = p.split([part.shape[-1] for part in logits], dim=-1)
+    out = torch.stack([share @ v.float() for share, (_, v, *_) in zip(shares, parts, strict=True)]).sum(0)
+    return out.to(query.dtype).view(b, hq, q, -1), lse.view(b, hq, q)
+
+
+def _unpacked(pages: Pages) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`_padded`, of what pages hold."""
+    lengths, (keys, values) = pages.lengths(), pages.decoded()
+    width = int(lengths.max())
+    if len(keys) < lengths.numel() * width:
+        bounds = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+        return _padded(keys, values, bounds, pages.heads, width)
+    # all heads are as long
+    keys, values = (x.view(*lengths.shape, width, x.shape[1]) for x in (keys, values))
+    return keys, values, torch.ones(1, 1, 1, width, dtype=torch.bool, device=keys.device)
 
 
 def _padded(keys: Tensor, values: Tensor, bounds: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,11 +90,3 @@ def _padded(keys: Tensor, values: Tensor, bounds: Tensor, heads: int, width: int
     at = at.masked_fill(~there, len(keys)).view(-1, heads, width)
     keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 1))[at] for x in (keys, values))
     return keys, values, there.view(-1, heads, 1, width)
-
-
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """``q [..., M, D]``, ``k [..., N, D]``, ``v [..., N, Dv]``, ``seen [..., M, N]``; in float32."""
-    logits = (q.float() @ k.float().mT * scaling).masked_fill(~seen, -torch.inf)
-    lse = logits.logsumexp(-1)
-    p = (logits - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-    return (p @ v.float()).to(q.dtype), lse

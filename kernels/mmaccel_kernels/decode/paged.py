@@ -9,10 +9,16 @@ exactly (Fasi et al. 2021, *Numerical behavior of NVIDIA tensor cores*). So two 
 a byte they stood is a factor of their tokens. Scales never meet codes: those of keys by channel are multiplied into the query,
 those of values by token into the weights, and zero points are products of their own. The query has a power of two taken off,
 so that no scale carries it beyond float16. In float32 codes are numbers, and the rest is the same.
+
+Where there is a loop in CUDA C++ for the pages (:mod:`.cuda`) and it agrees with the definition on a few of them, asked once a
+device, it is launched instead of Triton's.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -23,12 +29,19 @@ from .._triton import jit, tl, triton
 from ..launch import Unbuildable, enqueue, workspace
 from ..pages import Pages, Plane, paged
 from ..pages.triton import plane
+from . import cuda
+from .naive import decode_attention_definition
 
 #: tokens of a page are shared by this many warps
 WARPS = 4
 
 #: bytes of pages on their way, and of the one that is worked on: two blocks share a multiprocessor
 AHEAD = 76 * 1024
+
+LOG2E = math.log2(math.e)
+
+#: bytes, their strides by sequence, key head and query, and the first column of every page
+Mask = tuple[Tensor, tuple[int, int, int], Tensor]
 
 #: arguments that change with the lengths: nothing is compiled for their values
 _CHANGING = ["heads", "rows", "queries", "mask_b", "mask_h", "mask_q"]
@@ -87,7 +100,7 @@ def attend_pages(
     query: Tensor,
     pages: Pages,
     scale: float,
-    mask: tuple[Tensor, tuple[int, int, int], Tensor] | None,
+    mask: Mask | None,
     programs: int,
     beside: tuple[Tensor, Tensor] | None,
     dv: int,
@@ -101,35 +114,145 @@ def attend_pages(
     mask : bytes, its strides by sequence, key head and query, and the first column of every page.
     beside : attention over the rest of the cache and its log-sum-exp, which are overwritten.
     """
-    b, hq, q, d = query.shape
+    found = _loop(pages, query, mask is not None) if scale > 0 else None
+    return _attended(found, query, pages, scale, mask, programs, beside, dv)
+
+
+def _attended(
+    found: cuda.Loop | None,
+    query: Tensor,
+    pages: Pages,
+    scale: float,
+    mask: Mask | None,
+    programs: int,
+    beside: tuple[Tensor, Tensor] | None,
+    dv: int,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attend_pages` by the loop that was ``found``, or by Triton's."""
+    b, hq, q, _ = query.shape
     heads, rows = b * pages.heads, hq // pages.heads * q
     turned = pages.turned(query).contiguous()
+    if found is not None:
+        # what is given are two programs a multiprocessor
+        programs = programs * found.each // 2
     part, part_lse = workspace(query, (programs + heads) * rows * dv, (programs + heads) * rows)
     if beside is None:
         out, lse = query.new_empty(b, hq, q, dv), query.new_empty(b, hq, q, dtype=torch.float32)
     else:
         out, lse = beside
+    if found is None:
+        _enqueue_loop(turned, pages, scale, mask, programs, part, part_lse, dv)
+    else:
+        given, _held = cuda.arguments(turned, pages, scale, mask, part, part_lse, rows)
+        found.start((programs, -(-rows // cuda.COLUMNS)), given)
+    enqueue(
+        _merge_pages, (heads, rows),
+        part, part_lse, pages.cu_pages, out, lse, heads, rows,
+        PROGRAMS=programs, UNITS=1 if found is None else found.units, BESIDE=beside is not None, DV=dv, PARTS=32,
+        num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+def _enqueue_loop(
+    query: Tensor,
+    pages: Pages,
+    scale: float,
+    mask: Mask | None,
+    programs: int,
+    part: Tensor,
+    part_lse: Tensor,
+    dv: int,
+) -> None:
+    """Launch Triton's loop over pages for a query that is turned and contiguous."""
+    b, hq, q, d = query.shape
+    rows = hq // pages.heads * q
     block = 8 if rows <= 8 else 16
     key, value = pages.keys[0], pages.values[0]
     size = sum(x[:1].nbytes for of in (key, value) for x in (of.codes, of.scale, of.zero) if x is not None)
     # first comes where a page is, then what it holds: a page is two stages
     stages = 1 + 2 * max(1, min(3, AHEAD // max(size, 1)))
-    bytes_, strides, columns = mask or (turned, (0, 0, 0), pages.table)
+    bytes_, strides, columns = mask or (query, (0, 0, 0), pages.table)
     enqueue(
         _attend, (programs, triton.cdiv(rows, block)),
-        turned, bytes_, part, part_lse, pages.cu_pages, *_tensors(key), *_tensors(value),
+        query, bytes_, part, part_lse, pages.cu_pages, *_tensors(key), *_tensors(value),
         pages.table if key.channels is None else key.channels.contiguous(), pages.count, pages.meta, pages.table,
-        columns, scale, heads, pages.heads, rows, q, *strides,
+        columns, scale, b * pages.heads, pages.heads, rows, q, *strides,
         MASKED=mask is not None, SINGLE=q == 1, PART=key.channels is not None, D=d, DV=dv, N=block, PAGE=pages.page,
         TILE=pages.tile, KEY=plane(key, query.dtype), VALUE=plane(value, query.dtype), HALF=query.dtype != torch.float32,
         STAGES=stages, num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
-    enqueue(
-        _merge_pages, (heads, rows),
-        part, part_lse, pages.cu_pages, out, lse, heads, rows,
-        PROGRAMS=programs, BESIDE=beside is not None, DV=dv, PARTS=32, num_warps=4,
-    )  # fmt: skip
-    return out, lse
+
+
+# --- the loop in CUDA C++ ---------------------------------------------------------------------------------------------
+#: kind of pages and queries, device -> the loop in CUDA C++, if there is one and it is right there
+_loops: dict[tuple[Hashable, ...], cuda.Loop | None] = {}
+
+
+def _loop(pages: Pages, query: Tensor, masked: bool) -> cuda.Loop | None:
+    """The loop in CUDA C++ for such pages; None where Triton's is to be launched."""
+    planes = tuple(
+        (of.format, of.codes.shape[2], of.scale.dtype, of.channels is None) for of in (*pages.keys, *pages.values)
+    )
+    shape = (query.dtype, query.shape[1] // pages.heads, *query.shape[2:])
+    kind = (query.device, pages.page, pages.tile, planes, shape, masked)
+    if kind not in _loops:
+        # nothing can be compared while a graph is captured
+        if query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        try:
+            found = cuda.loop(pages, query, masked)
+        except Unbuildable:
+            found = None
+        _loops[kind] = found if found is not None and _agrees(found, pages, query, masked) else None
+    return _loops[kind]
+
+
+def _agrees(found: cuda.Loop, pages: Pages, query: Tensor, masked: bool) -> bool:
+    """Whether a loop says what the definition does of a few pages of this kind."""
+    query, few, visible = _sample(pages, query)
+    none = query.new_empty(1, few.heads, 0, query.shape[3])
+    values = query.new_empty(1, few.heads, 0, few.values[0].codes.shape[2])
+    mask = None
+    if masked:
+        first = torch.tensor([0, few.page, 0], dtype=torch.int32, device=query.device)
+        mask = (visible.view(torch.uint8), (visible.stride(0), visible.stride(1), visible.stride(2)), first)
+    out, lse = _attended(found, query, few, LOG2E / 16, mask, 3, None, values.shape[3])
+    want, want_lse = decode_attention_definition(
+        query, none, values, 1 / 16, pages=few, visible=visible if masked else None
+    )
+    return bool(((out - want).abs().max() <= 0.02 * want.abs().max()) & ((lse - want_lse).abs().max() <= 0.05))
+
+
+def _sample(pages: Pages, query: Tensor) -> tuple[Tensor, Pages, Tensor]:
+    """A query, two pages of a head and one that is not full of another, of such a kind, and what may be seen of them."""
+    rng, device = torch.Generator().manual_seed(0), query.device
+
+    def plane_like(of: Plane) -> Plane:
+        codes = torch.randint(256, (3, *of.codes.shape[1:]), generator=rng, dtype=torch.uint8)
+        scale = ((1 + torch.rand(3, *of.scale.shape[1:], generator=rng)) / of.format.levels).to(of.scale.dtype)
+        zero = torch.randn(scale.shape, generator=rng).to(device, scale.dtype) if of.zero is not None else None
+        channels = numbers(*range(of.codes.shape[2])).expand(2, -1) if of.channels is not None else None
+        return Plane(of.format, codes.to(device), scale.to(device), zero, channels)
+
+    def numbers(*given: int) -> Tensor:
+        return torch.tensor(given, dtype=torch.int32, device=device)
+
+    few = replace(
+        pages,
+        keys=tuple(map(plane_like, pages.keys)),
+        values=tuple(map(plane_like, pages.values)),
+        count=numbers(pages.page, pages.page, pages.page // 2 + 3),
+        meta=numbers(0, 1, 2),
+        table=numbers(0, 1, 2),
+        cu_pages=numbers(0, 2, 3),
+        heads=2,
+        tokens=None,
+    )
+    groups, (q, d) = query.shape[1] // pages.heads, query.shape[2:]
+    asked = torch.randn(1, 2 * groups, q, d, generator=rng).to(device, query.dtype)
+    visible = torch.rand(1, 2, q, 2 * pages.page, generator=rng) < 0.7
+    return asked, few, visible.to(device)
 
 
 def _tensors(of: Plane) -> list[Tensor]:
@@ -561,14 +684,14 @@ def _attend(
 @jit(do_not_specialize=["heads", "rows"])
 def _merge_pages(
     part, part_lse, cu_pages, out, lse, heads, rows,
-    PROGRAMS: tl.constexpr, BESIDE: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
+    PROGRAMS: tl.constexpr, UNITS: tl.constexpr, BESIDE: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One row of one head: what the programs that share its pages have found, and what is there already, weighed by their sums
-    of exponentials."""
+    """One row of one head: what the programs that share its pages, by ``UNITS`` of a page, have found, and what is there
+    already, weighed by their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DV)
-    share = tl.maximum(tl.cdiv(tl.load(cu_pages + heads), PROGRAMS), 1)
-    begin, end = tl.load(cu_pages + head), tl.load(cu_pages + head + 1)
+    share = tl.maximum(tl.cdiv(tl.load(cu_pages + heads) * UNITS, PROGRAMS), 1)
+    begin, end = tl.load(cu_pages + head) * UNITS, tl.load(cu_pages + head + 1) * UNITS
     # no program may have come by a head without a page
     first = begin // share
     last = tl.where(end > begin, (end - 1) // share, first - 1)

@@ -9,7 +9,6 @@ again for another length.
 
 from __future__ import annotations
 
-import math
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from . import paged
 from .dense import attend
 from .naive import Flat
 from .packed import attend_pages
+from .paged import LOG2E
 
 #: new queries of a sequence that the kernel takes at once
 MAX_QUERIES = 16
@@ -34,8 +34,6 @@ PROGRAMS_EACH = 2
 
 #: keys that shares are counted in: few enough that every multiprocessor has work where a head stores a thousand
 UNIT = 16
-
-LOG2E = math.log2(math.e)
 
 _NO_PLANES = tuple({"PAGE": 0, "TILE": 0, "KEY": None, "OTHER": None, "VALUE": None}.items())
 

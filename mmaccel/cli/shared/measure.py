@@ -293,4 +293,6 @@ def render(report: dict[str, Any], by_task: bool = True) -> str:
         titles = [row["title"] for row in report["rows"]]
         title = "accuracy" if judged else "same answer"
         lines += ["", table([[title, *titles], *body], numbers=range(1, len(titles) + 1))]
+    notes = [f"note: {row['title']}: {note}" for row in report["rows"] for note in row.get("notes", ())]
+    lines += ["", *notes] if notes else []
     return "\n".join(lines)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +124,7 @@ class Bar:
         self.screen = screen
         columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
         counted = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()] if total is not None else []
-        self.progress = Progress(*columns, *counted, console=screen, transient=True, disable=not screen.is_terminal)
+        self.progress = Progress(*columns, *counted, console=screen, transient=True)
         self._task, self.total = self.progress.add_task(what, total=total, completed=done), total
 
     def advance(self, count: int = 1) -> None:
@@ -140,7 +140,8 @@ class Bar:
 def working(what: str, total: int | None = None, done: int = 0) -> Iterator[Bar]:
     """Show on a terminal, on standard error, that something is being done, and how much of ``total`` is."""
     bar = Bar(console(error=True), what, total, done)
-    with bar.progress:
+    # elsewhere even a bar that is switched off may end its line
+    with bar.progress if bar.screen.is_terminal else nullcontext():
         yield bar
 
 

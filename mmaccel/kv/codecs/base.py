@@ -43,7 +43,8 @@ class Codec(Method):
     Parameters
     ----------
     page : tokens of a page, a multiple of 16.
-    residual : how many of the newest tokens always stay in full precision; with them stays what does not fill a page.
+    residual : how many of the newest tokens always stay in full precision; with them stays what does not fill a page, and for
+        a while another page where heads store different counts, since all are packed at once.
     visual_only : text is not packed. Visual tokens are packed at the end of the prompt they came with; ``residual`` counts
         those of that prompt.
     text_only : visual tokens are not packed. A recipe may have one codec for visual tokens and one for text.

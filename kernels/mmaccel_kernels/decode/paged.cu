@@ -1,0 +1,784 @@
+// Attention over packed pages with few instructions a byte: what the Triton loop of paged.py computes, by hand.
+//
+// Compiled by NVRTC for one configuration, which stands in macros (cuda.py). Everything that is no plain C++ is in the section
+// "instructions", which tests replace in order to run this file on a CPU.
+//
+// A warp reads units of UNIT tokens. A unit is whole: its rows of bytes lie one behind the other, and no scale of a channel
+// changes within it. Of m16n8k16, keys are the 16 rows of the first product, channels those of the second:
+//   S^T = K Q^T, 16 tokens a tile: lane (g, t) has tokens g and g + 8, columns (query rows) 2t and 2t + 1
+//   O^T = V^T P^T, 16 channels a tile: lane (g, t) has two of its own channels, the same columns
+// and transposing an 8 x 8 block of S^T (movmatrix) gives what the second product takes of P^T. Which channel is which k of the
+// first and which row of the second is free, so each lane takes words of four neighbours.
+//
+// A code is a number already: as bits of float16, c 2^k is c 2^(k - 24). Where in its byte it stood (2^k) is taken back in the
+// exponent of the softmax. The running maximum is raised only when it grew by more than RISE; weights are at most 2^RISE and
+// lifted by 2^LIFT, so that small ones keep their digits and scales of tokens up to 1023.5 do not carry them beyond float16.
+
+#ifndef ON_HOST
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+typedef unsigned long long u64;
+#endif
+
+struct Args {
+    const u16 *query;
+    const u8 *mask;
+    float *part, *part_lse;
+    const int *cu_pages;
+    const u8 *key_codes;
+    const u16 *key_scale, *key_zero;
+    const u8 *value_codes;
+    const u16 *value_scale, *value_zero;
+    const int *channels, *count, *meta, *table, *columns;
+    i64 mask_b, mask_h, mask_q;
+    float scale;
+    int heads, kv_heads, rows, queries;
+};
+
+struct alignas(16) Words { u32 x, y, z, w; };
+struct alignas(8) Pair { u32 x, y; };
+
+// --- instructions ----------------------------------------------------------------------------------------------------
+#ifndef ON_HOST
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ void __launch_bounds__(128, BLOCKS)
+
+DEVICE int thread() { return threadIdx.x; }
+DEVICE int block(int axis) { return axis ? blockIdx.y : blockIdx.x; }
+DEVICE int blocks() { return gridDim.x; }
+DEVICE u8 *shared_memory() {
+    extern __shared__ __align__(16) u8 memory[];
+    return memory;
+}
+DEVICE void wait_for_block() { __syncthreads(); }
+DEVICE void wait_for_warp() { __syncwarp(); }
+DEVICE bool any(bool x) { return __any_sync(~0u, x); }
+DEVICE int count_of_block(bool x) { return __syncthreads_count(x); }
+DEVICE float from_lane(float x, int lane) { return __shfl_sync(~0u, x, lane); }
+DEVICE float from_other(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+template <int BYTES> DEVICE void copy(u8 *to, const void *from) {
+    u32 at = (u32)__cvta_generic_to_shared(to);
+    if (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(BYTES) : "memory");
+}
+DEVICE void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+DEVICE void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// the same of 8 instead of 16
+DEVICE void multiply_half(float (&d)[4], u32 a0, u32 a1, u32 b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b));
+}
+DEVICE u32 transposed(u32 x) {
+    u32 y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+DEVICE float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float log2_of(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// two float16, the first in the lower half
+DEVICE u32 halves(float low, float high) {
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+DEVICE float half(u16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+DEVICE u32 times(u32 x, u32 y) {
+    u32 z;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+}
+DEVICE u32 bytes(u32 x, u32 y, u32 which) { return __byte_perm(x, y, which); }
+// two words that stay a pair of registers, as the right operand of a product has to be
+DEVICE void apart(u32 &x, u32 &y, u64 pair) { asm volatile("mov.b64 {%0, %1}, %2;" : "=r"(x), "=r"(y) : "l"(pair)); }
+// an address that is kept, where the compiler would rather add it up again every time
+DEVICE void keep(const u8 *&x) { asm volatile("" : "+l"(x)); }
+DEVICE float number(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 bits(float x) { return __float_as_uint(x); }
+#endif
+
+// --- the configuration -----------------------------------------------------------------------------------------------
+constexpr int DIGITS = 8 / BITS;
+constexpr int ROWS = UNIT / DIGITS;          // of bytes in a unit
+constexpr int EIGHTS = ROWS / 8;
+constexpr int TILES = UNIT / 16;             // of 16 tokens
+constexpr int UNITS = PAGE / UNIT;           // of a page
+constexpr int WIDE = KEY_WIDTH / 64;         // runs of 64 channels of keys: 16 bytes a lane
+constexpr int NARROW = KEY_WIDTH % 64 / 16;  // runs of 16 beyond them: 4 bytes a lane
+constexpr int WORDS = WIDTH / 32;            // of a row of values that a lane has
+constexpr int GROUPS = VALUE_BY_CHANNEL ? 1 : WIDTH / VALUE_GROUP;
+constexpr int LIFT = VALUE_BY_CHANNEL ? 10 : 4;
+constexpr int RISE = 2;
+// pages of a head that have scales of channels in common are read in one run
+constexpr bool POOLED = VALUE_BY_CHANNEL;
+static_assert(!POOLED || (KEY_BY_CHANNEL && KEY_GROUP == PAGE && VALUE_GROUP == PAGE), "");
+constexpr float SMALLEST = FP8 ? 256.f : 16777216.f;
+constexpr float NONE = -1e30f;
+
+// what is where in a stage of a warp
+constexpr int KEY_CODES = 0;
+constexpr int VALUE_CODES = KEY_CODES + ROWS * KEY_WIDTH;
+constexpr int KEY_SCALES = VALUE_CODES + ROWS * WIDTH;
+DEVICE constexpr int space_of(int bytes) { return POOLED ? 0 : bytes > 256 ? bytes : 256; }
+constexpr int KEY_SPACE = space_of(2 * (KEY_BY_CHANNEL ? KEY_WIDTH : UNIT)), VALUE_SPACE = space_of(2 * UNIT * GROUPS);
+constexpr int VALUE_SCALES = KEY_SCALES + KEY_SPACE * (1 + KEY_AFFINE);
+constexpr int COUNT = VALUE_SCALES + VALUE_SPACE * (1 + VALUE_AFFINE);
+constexpr int STAGE = COUNT + 16;
+
+
+// of eight tokens of a unit: the digit of their bytes, and the eight rows of these
+DEVICE constexpr int digit_of(int eight) { return DIGITS == 1 ? 0 : eight * 8 / TILE % DIGITS; }
+DEVICE constexpr int rows_of(int eight) {
+    return DIGITS == 1 ? eight : (eight * 8 / TILE / DIGITS * TILE + eight * 8 % TILE) / 8;
+}
+
+// two codes as they stand in the lower byte of either half, as float16
+template <bool SHIFTED> DEVICE u32 codes(u32 word, int digit) {
+#if FP8
+    // e4m3 as bits of float16 are a 256th of it
+    if (SHIFTED) return (word & 0x80008000u) | ((word >> 1) & 0x3f803f80u);
+    return ((word << 8) & 0x80008000u) | ((word << 7) & 0x3f803f80u);
+#else
+    constexpr u32 mask = ((1u << BITS) - 1) * 0x00010001u;
+    return (SHIFTED ? word >> 8 : word) & (mask << (digit * BITS));
+#endif
+}
+
+DEVICE Words read(const u8 *at) { return *(const Words *)at; }
+DEVICE u32 word_of(const Words &of, int i) { return i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w; }
+DEVICE Pair read_pair(const u8 *at) { return *(const Pair *)at; }
+DEVICE u32 read_word(const u8 *at) { return *(const u32 *)at; }
+DEVICE float least(float x, float y) { return x < y ? x : y; }
+DEVICE float most(float x, float y) { return x > y ? x : y; }
+DEVICE u32 at_most(u32 x, u32 y) { return x < y ? x : y; }
+
+// --- the query -------------------------------------------------------------------------------------------------------
+// Of lane (g, t) the channels of query row g: pairs of neighbours, four channels after four. Word i of run j of 64 channels is
+// that of channels 64j + 16t + 4i and on, that of a run of 16 those of 4t and on.
+DEVICE constexpr int channel_of(int word, int t) {
+    return word < 4 * WIDE ? word / 4 * 64 + 16 * t + word % 4 * 4 : 64 * WIDE + (word - 4 * WIDE) * 16 + 4 * t;
+}
+constexpr int KEY_WORDS = 4 * WIDE + NARROW;
+
+DEVICE float query_number(u16 bits_) {
+#if BFLOAT16
+    return number((u32)bits_ << 16);
+#else
+    return half(bits_);
+#endif
+}
+
+DEVICE float query_at(const Args &a, int head, int row, int place) {
+    if (row >= a.rows) return 0;
+    int channel = PART ? a.channels[(i64)head * KEY_WIDTH + place] : place;
+    return query_number(a.query[((i64)head * a.rows + row) * CHANNELS + channel]);
+}
+
+// the query as float16 times a power of two, and what logits are to be multiplied by for it
+DEVICE float load_query(u32 (&q)[2 * KEY_WORDS], const Args &a, int head, int row, int t) {
+    float top = 0;
+#pragma unroll
+    for (int i = 0; i < KEY_WORDS; i++)
+        for (int c = 0; c < 4; c++) {
+            float x = query_at(a, head, row, channel_of(i, t) + c);
+            top = most(top, x < 0 ? -x : x);
+        }
+    top = most(top, from_other(top, 1));
+    top = most(top, from_other(top, 2));
+    // a power of two of which all channels are at most a half, so that no scale carries one beyond float16
+    u32 exponent = bits(top) & 0x7f800000u;
+    float unit = number(exponent ? exponent : 0x3f800000u) * 4;
+    float over = 1 / unit;
+#pragma unroll
+    for (int i = 0; i < KEY_WORDS; i++)
+        for (int c = 0; c < 2; c++) {
+            float x = query_at(a, head, row, channel_of(i, t) + 2 * c);
+            float y = query_at(a, head, row, channel_of(i, t) + 2 * c + 1);
+            q[2 * i + c] = halves(x * over, y * over);
+        }
+    return a.scale * unit;
+}
+
+// --- the loop --------------------------------------------------------------------------------------------------------
+// What a warp has found, of lane (g, t) and columns 2t and 2t + 1.
+struct State {
+    float highest[2];
+    float sums[4];              // of weights; of weights times zero points of the group g % GROUPS
+    float out[2 * WORDS][4];    // of channels 4i, 4i + 1 and 4i + 2, 4i + 3 of the lane
+};
+
+// Where a lane finds its part of page 0 and of row 0 of scales; lanes 0 to 15 copy scales, the others zero points.
+struct Sources {
+    const u8 *keys, *narrow, *values, *key_scales, *value_scales;
+    const int *count;
+};
+
+// Bytes from a unit of a page to the next, and from a page to the next.
+constexpr u32 KEY_BYTES = ROWS * KEY_WIDTH, VALUE_BYTES = ROWS * WIDTH;
+constexpr u32 KEY_ROW = 2 * (KEY_BY_CHANNEL ? KEY_WIDTH : UNIT), VALUE_ROW = 2 * UNIT * GROUPS;
+constexpr u32 KEY_META = KEY_ROW * (KEY_BY_CHANNEL ? PAGE / KEY_GROUP : UNITS), VALUE_META = VALUE_ROW * UNITS;
+DEVICE u32 row_of(u32 place) { return KEY_BY_CHANNEL ? place * UNIT / KEY_GROUP : place; }
+
+DEVICE void to_place(Sources &from, u32 place) {
+    from.keys += place * KEY_BYTES, from.narrow += place * KEY_BYTES, from.values += place * VALUE_BYTES;
+    from.key_scales += row_of(place) * KEY_ROW, from.value_scales += place * VALUE_ROW;
+    keep(from.keys), keep(from.values);
+    if (NARROW) keep(from.narrow);
+    if (!POOLED) keep(from.key_scales), keep(from.value_scales);
+}
+
+// Rows of scales are 256 bytes apart at least, so that half of the lanes have one.
+template <int BYTES, bool AFFINE> DEVICE void copy_scales(u8 *to, const u8 *from, int lane) {
+    constexpr int space = BYTES > 256 ? BYTES : 256;
+#pragma unroll
+    for (int i = 0; i < BYTES; i += 256)
+        if ((i + 256 <= BYTES || i + lane % 16 * 16 < BYTES) && (AFFINE || lane < 16))
+            copy<16>(to + lane / 16 * space + lane % 16 * 16 + i, from + i);
+}
+
+// Start to copy a unit of page ``index``, whose scales are in row ``at``.
+DEVICE void issue(u8 *stage, const Sources &from, u32 index, u32 at, int lane) {
+    const u8 *keys = from.keys + (u64)index * (KEY_BYTES * UNITS), *values = from.values + (u64)index * (VALUE_BYTES * UNITS);
+#pragma unroll
+    for (int e = 0; e < EIGHTS; e++) {
+#pragma unroll
+        for (int j = 0; j < WIDE; j++)
+            copy<16>(stage + KEY_CODES + (e * WIDE + j) * 512 + lane * 16, keys + e * 8 * KEY_WIDTH + j * 64);
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            copy<4 * WORDS>(stage + VALUE_CODES + (e * 2 + r) * 128 * WORDS + lane * 4 * WORDS, values + (e * 8 + r) * WIDTH);
+    }
+    if (NARROW) {
+        // 16 bytes of a row a lane, row after row
+        constexpr int each = NARROW ? NARROW : 1, step = 32 / each;
+        const u8 *narrow = from.narrow + (u64)index * (KEY_BYTES * UNITS);
+#pragma unroll
+        for (int row = 0; row < ROWS; row += step)
+            if (row + lane / each < ROWS && lane < step * each)
+                copy<16>(stage + KEY_CODES + WIDE * 64 * ROWS + row * each * 16 + lane * 16, narrow + row * KEY_WIDTH);
+    }
+    if (!POOLED) {
+        copy_scales<KEY_ROW, KEY_AFFINE>(stage + KEY_SCALES, from.key_scales + (u64)at * KEY_META, lane);
+        copy_scales<VALUE_ROW, VALUE_AFFINE>(stage + VALUE_SCALES, from.value_scales + (u64)at * VALUE_META, lane);
+    }
+    if (lane == 0) copy<4>(stage + COUNT, from.count + index);
+}
+
+// the query times the scales of a group of tokens, in the order of codes: of four channels the even ones and the odd ones
+template <int COUNT_> DEVICE void fold(u32 (&out)[COUNT_], const u32 *q, const u32 *scales) {
+#pragma unroll
+    for (int i = 0; i < COUNT_; i += 2) {
+        u32 x = scales ? times(q[i], scales[i]) : q[i], y = scales ? times(q[i + 1], scales[i + 1]) : q[i + 1];
+        out[i] = bytes(x, y, 0x5410);
+        out[i + 1] = bytes(x, y, 0x7632);
+    }
+}
+
+// products of one word of every lane of keys, of all tokens of a unit, with the query
+DEVICE void score(float (&s)[TILES][4], const u32 (&word)[EIGHTS], u32 q0, u32 q1) {
+#pragma unroll
+    for (int k = 0; k < TILES; k++) {
+        const int first = digit_of(2 * k), second = digit_of(2 * k + 1);
+        const u32 x = word[rows_of(2 * k)], y = word[rows_of(2 * k + 1)];
+        multiply(s[k], codes<false>(x, first), codes<false>(y, second), codes<true>(x, first), codes<true>(y, second), q0, q1);
+    }
+}
+
+// S^T of a unit; ``added`` of both columns is what zero points of channels give
+DEVICE void scores(float (&s)[TILES][4], float (&added)[2], const u8 *stage, const u64 (&pairs)[KEY_WORDS], int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    float even[4], odd[4];
+#pragma unroll
+    for (int k = 0; k < TILES; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[k][i] = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) even[i] = odd[i] = 0;
+#pragma unroll
+    for (int j = 0; j < WIDE; j++) {
+        u32 folded[8], q[8];
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            apart(q[i], q[i + 2], pairs[4 * j + i / 2]);
+            apart(q[i + 1], q[i + 3], pairs[4 * j + i / 2 + 1]);
+        }
+        if (KEY_BY_CHANNEL && !POOLED) {
+            const u8 *at = stage + KEY_SCALES + (j * 64 + t * 16) * 2;
+            const Words low = read(at), high = read(at + 16);
+            const u32 scales[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            fold(folded, q, scales);
+            if (KEY_AFFINE) {
+                // four words as they come are an operand: of its products with two words of the query one half is wanted
+                const Words z = read(at + KEY_SPACE), y = read(at + KEY_SPACE + 16);
+                multiply(even, z.x, z.y, z.z, z.w, q[0], q[2]);
+                multiply(odd, z.x, z.y, z.z, z.w, q[1], q[3]);
+                multiply(even, y.x, y.y, y.z, y.w, q[4], q[6]);
+                multiply(odd, y.x, y.y, y.z, y.w, q[5], q[7]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 8; i++) folded[i] = q[i];
+        }
+        Words words[EIGHTS];
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++) words[e] = read(stage + KEY_CODES + (e * WIDE + j) * 512 + lane * 16);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 word[EIGHTS];
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++) word[e] = word_of(words[e], i);
+            score(s, word, folded[2 * i], folded[2 * i + 1]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < NARROW; r++) {
+        u32 q[2];
+        apart(q[0], q[1], pairs[4 * WIDE + r]);
+        u32 folded[2] = {q[0], q[1]};
+        if (KEY_BY_CHANNEL && !POOLED) {
+            const u8 *at = stage + KEY_SCALES + (WIDE * 64 + r * 16 + t * 4) * 2;
+            const Pair of_scales = read_pair(at);
+            const u32 scales[2] = {of_scales.x, of_scales.y};
+            fold(folded, q, scales);
+            if (KEY_AFFINE) {
+                const Pair zeros = read_pair(at + KEY_SPACE);
+                multiply_half(even, zeros.x, zeros.y, q[0]);
+                multiply_half(odd, zeros.x, zeros.y, q[1]);
+            }
+        }
+        u32 word[EIGHTS];
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++)
+            word[e] = read_word(stage + KEY_CODES + WIDE * 64 * ROWS + ((e * 8 + g) * NARROW + r) * 16 + t * 4);
+        score(s, word, folded[0], folded[1]);
+    }
+    added[0] = even[0] + odd[2], added[1] = even[1] + odd[3];
+}
+
+// Which tokens are there and seen; the others have no logit. ``left`` of the unit's tokens are stored.
+DEVICE void hide(float (&s)[TILES][4], const Args &a, int head, int first_row, int column, int left, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    const u8 *mask = a.mask + head / a.kv_heads * a.mask_b + head % a.kv_heads * a.mask_h;
+#pragma unroll
+    for (int k = 0; k < TILES; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int token = 16 * k + g + i / 2 * 8;
+            bool seen = token < left;
+            if (MASKED) {
+                const int query = first_row + 2 * t + i % 2;
+                const int at = column + (seen ? token : 0);
+                seen &= mask[SINGLE ? at : at + query % a.queries * a.mask_q] != 0;
+            }
+            if (!seen) s[k][i] = -number(0x7f800000u);
+        }
+}
+
+// Of tokens of a digit: what their logits are multiplied by for its place, and what is added to the exponents of their weights.
+DEVICE constexpr float place_of(int eight) { return 1.f / (1 << (digit_of(eight) * BITS)); }
+DEVICE constexpr float lift_of(int eight) { return LIFT - digit_of(eight) * BITS; }
+
+// Exponents of weights, to base 2 and lifted.
+DEVICE void exponents(float (&x)[TILES][4], const float (&s)[TILES][4], const float (&factor)[2], const float (&added)[2]) {
+#pragma unroll
+    for (int k = 0; k < TILES; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            x[k][i] = s[k][i] * (factor[i % 2] * place_of(2 * k + i / 2)) + (added[i % 2] + lift_of(2 * k + i / 2));
+}
+
+// The maximum has grown: all that was found is rescaled.
+DEVICE void rescale(State &state, const float (&s)[TILES][4], const float (&factor)[2], const float (&added)[2]) {
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        float top = state.highest[c];
+        for (int k = 0; k < TILES; k++)
+            for (int i = c; i < 4; i += 2) top = most(top, s[k][i] * (factor[c] * place_of(2 * k + i / 2)) + added[c]);
+        for (int step = 4; step < 32; step *= 2) top = most(top, from_other(top, step));
+        const float shrink = exp2_of(state.highest[c] - top);
+        state.highest[c] = top;
+        for (int i = c; i < 4; i += 2) {
+            state.sums[i] *= shrink;
+#pragma unroll
+            for (int j = 0; j < 2 * WORDS; j++) state.out[j][i] *= shrink;
+        }
+    }
+}
+
+// Weights of a unit as operands of P^T, from their exponents.
+DEVICE void weigh(u32 (&p)[TILES][2], const float (&x)[TILES][4]) {
+#pragma unroll
+    for (int k = 0; k < TILES; k++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) p[k][h] = transposed(halves(exp2_of(x[k][2 * h]), exp2_of(x[k][2 * h + 1])));
+}
+
+// Scales or zero points of tokens 2t and 2t + 1 of every eight, a pair for every group of channels.
+DEVICE void of_pairs(u32 (&out)[GROUPS], const u8 *stage, int eight, int t) {
+    const u8 *at = stage + (eight * 8 + 2 * t) * GROUPS * 2;
+    if (GROUPS == 4) {
+        const Words w = read(at);
+        out[0] = bytes(w.x, w.z, 0x5410), out[1] = bytes(w.x, w.z, 0x7632);
+        out[GROUPS - 2] = bytes(w.y, w.w, 0x5410), out[GROUPS - 1] = bytes(w.y, w.w, 0x7632);
+    } else if (GROUPS == 2) {
+        const Pair w = read_pair(at);
+        out[0] = bytes(w.x, w.y, 0x5410), out[GROUPS - 1] = bytes(w.x, w.y, 0x7632);
+    } else {
+        out[0] = read_word(at);
+    }
+}
+
+// The zero points of tokens 2t and 2t + 1 in the group of the lane.
+DEVICE u32 zeros_of(const u8 *stage, int eight, int g, int t) {
+    const u8 *at = stage + (eight * 8 + 2 * t) * GROUPS * 2;
+    if (GROUPS == 1) return read_word(at);
+    // the word that has the group, of either token
+    const u8 *word = at + (GROUPS == 4 ? (g & 2) * 2 : 0);
+    return bytes(read_word(word), read_word(word + GROUPS * 2), g & 1 ? 0x7632 : 0x5410);
+}
+
+// What the values of a unit add.
+DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    u32 low[EIGHTS][WORDS], high[EIGHTS][WORDS];
+#pragma unroll
+    for (int k = 0; k < TILES; k++) {
+        const int first = rows_of(2 * k), second = rows_of(2 * k + 1);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int e = h ? second : first;
+            // eights of rows come in order, each the first time with digit 0
+            if (digit_of(2 * k + h) == 0) {
+                u32 x[2][WORDS];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const u8 *at = stage + VALUE_CODES + (e * 2 + r) * 128 * WORDS + lane * 4 * WORDS;
+                    if (WORDS == 4) {
+                        const Words w = read(at);
+#pragma unroll
+                        for (int i = 0; i < WORDS; i++) x[r][i] = word_of(w, i);
+                    } else {
+                        const Pair w = read_pair(at);
+                        x[r][0] = w.x, x[r][WORDS - 1] = w.y;
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < WORDS; i++) {
+                    low[e][i] = bytes(x[0][i], x[1][i], 0x5410);
+                    high[e][i] = bytes(x[0][i], x[1][i], 0x7632);
+                }
+            }
+        }
+        const int d0 = digit_of(2 * k), d1 = digit_of(2 * k + 1);
+        u32 z0 = 0, z1 = 0, scales0[GROUPS], scales1[GROUPS];
+        if (!VALUE_BY_CHANNEL) {
+            of_pairs(scales0, stage + VALUE_SCALES, 2 * k, t);
+            of_pairs(scales1, stage + VALUE_SCALES, 2 * k + 1, t);
+            if (VALUE_AFFINE) {
+                z0 = zeros_of(stage + VALUE_SCALES + VALUE_SPACE, 2 * k, g, t);
+                z1 = zeros_of(stage + VALUE_SCALES + VALUE_SPACE, 2 * k + 1, g, t);
+            }
+        }
+        // weights without the place of a digit
+        const u32 one = 0x3c003c00u;
+        const u32 w0 = d0 ? times(p[k][0], one + d0 * BITS * 0x04000400u) : p[k][0];
+        const u32 w1 = d1 ? times(p[k][1], one + d1 * BITS * 0x04000400u) : p[k][1];
+        multiply(state.sums, one, z0, one, z1, w0, w1);
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) {
+            u32 p0 = p[k][0], p1 = p[k][1];
+            if (!VALUE_BY_CHANNEL) {
+                const int group = i * GROUPS / WORDS;
+                p0 = times(p0, scales0[group]), p1 = times(p1, scales1[group]);
+            }
+            const u32 l0 = low[first][i], l1 = low[second][i], h0 = high[first][i], h1 = high[second][i];
+            multiply(state.out[2 * i], codes<false>(l0, d0), codes<true>(l0, d0), codes<false>(l1, d1), codes<true>(l1, d1), p0, p1);
+            multiply(state.out[2 * i + 1], codes<false>(h0, d0), codes<true>(h0, d0), codes<false>(h1, d1), codes<true>(h1, d1), p0, p1);
+        }
+    }
+}
+
+// --- the end of a run ------------------------------------------------------------------------------------------------
+// What the warps of a block have found of pages that are read alike is put together in memory that is shared: numerators by
+// column and channel, the largest logit and the sum of weights by column. What is there from runs before is added.
+constexpr int FOUND = 8 * WIDTH + 16;
+constexpr int SHARED = 4 * (STAGES * STAGE > FOUND * 4 ? STAGES * STAGE : FOUND * 4);
+
+DEVICE constexpr int channel_of_byte(int byte, int g) {
+    const int each = WIDTH / GROUPS / 8;
+    return byte / each * (WIDTH / GROUPS) + g * each + byte % each;
+}
+
+DEVICE void put(float *found, const State &state, const Args &a, i64 at, int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    const float lowered = 1.f / (1 << LIFT), unit = SMALLEST * lowered;
+#pragma unroll
+    for (int byte = 0; byte < 4 * WORDS; byte++) {
+        const int channel = channel_of_byte(byte, g);
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            float x = state.out[byte / 2][byte % 2 * 2 + c] * unit;
+            if (VALUE_BY_CHANNEL) {
+                // scales of channels, of all tokens of the run
+                x *= half(a.value_scale[at * WIDTH + channel]);
+                if (VALUE_AFFINE) x += half(a.value_zero[at * WIDTH + channel]) * (state.sums[c] * lowered);
+            } else if (VALUE_AFFINE) {
+                const int group = byte / 4 * GROUPS / WORDS;
+                x += from_lane(state.sums[2 + c], group * 4 + t) * lowered;
+            }
+            found[(2 * t + c) * WIDTH + channel] = x;
+        }
+    }
+    if (g == 0)
+        for (int c = 0; c < 2; c++) {
+            found[8 * WIDTH + 2 * t + c] = state.highest[c];
+            found[8 * WIDTH + 8 + 2 * t + c] = state.sums[c] * lowered;
+        }
+}
+
+// What the warps found and, but for the first run of a head, what is carried become what is carried or, after the last, the
+// result.
+DEVICE void merge(const float *found, float *carried, bool first, bool last, const Args &a, int first_row, i64 slot) {
+    constexpr int EACH = 8 * WIDTH / 128;
+    float x[EACH], top[EACH], total[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int i = thread() + 128 * j, column = i / WIDTH, parts = first ? 4 : 5;
+        top[j] = NONE, total[j] = 0, x[j] = 0;
+        for (int k = 0; k < parts; k++) top[j] = most(top[j], (k < 4 ? found + k * FOUND : carried)[8 * WIDTH + column]);
+        for (int k = 0; k < parts; k++) {
+            const float *part = k < 4 ? found + k * FOUND : carried;
+            const float weight = exp2_of(part[8 * WIDTH + column] - top[j]);
+            total[j] += weight * part[8 * WIDTH + 8 + column];
+            x[j] += weight * part[i];
+        }
+    }
+    wait_for_block();
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int i = thread() + 128 * j, column = i / WIDTH, row = first_row + column;
+        if (!last) {
+            carried[i] = x[j];
+            if (i % WIDTH == 0) carried[8 * WIDTH + column] = top[j], carried[8 * WIDTH + 8 + column] = total[j];
+        } else if (row < a.rows) {
+            const i64 at = slot * a.rows + row;
+            a.part[at * WIDTH + i % WIDTH] = total[j] > 0 ? x[j] / total[j] : 0;
+            if (i % WIDTH == 0) a.part_lse[at] = total[j] > 0 ? top[j] + log2_of(total[j]) : -number(0x7f800000u);
+        }
+    }
+}
+
+// --- a share of all pages --------------------------------------------------------------------------------------------
+// The first page behind ``page`` that has other scales, or the last one.
+DEVICE int run_of(const Args &a, int page, int last) {
+    const int at = a.meta[a.table[page]];
+    for (int next = page + 1; next < last; next += 128) {
+        const int mine = next + thread();
+        // those of a run come before all others
+        const int same = count_of_block(mine < last && a.meta[a.table[mine < last ? mine : page]] == at);
+        // a later run may have the same scales
+        int end = next;
+        while (end < at_most(next + same, last) && a.meta[a.table[end]] == at) end++;
+        if (end < next + 128) return end;
+    }
+    return last;
+}
+
+// The head that owns a page.
+DEVICE int owner(const Args &a, int page) {
+    int head = 0, above = a.heads;
+    while (above - head > 1) {
+        const int middle = (head + above) / 2;
+        if (a.cu_pages[middle] <= page) head = middle;
+        else above = middle;
+    }
+    return head;
+}
+
+template <bool VALUE> struct Truth { static constexpr bool value = VALUE; };
+
+// Units ``first`` to ``last`` of a head, every fourth of them for a warp.
+DEVICE void attend_units(State &state, u8 *ring, const Args &a, int head, int first_row, u32 first, u32 last) {
+    const int lane = thread() % 32, warp = thread() / 32, g = lane >> 2, t = lane & 3;
+    u32 q[2 * KEY_WORDS];
+    const float by_row = load_query(q, a, head, first_row + g, t);
+    float unit[2], factor[2], constant[2] = {0, 0};
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        unit[c] = from_lane(by_row, 8 * t + 4 * c);
+        factor[c] = unit[c] * SMALLEST;
+    }
+    if (POOLED) {
+        const i64 row = (i64)a.meta[a.table[first / UNITS]] * KEY_WIDTH;
+        float sums[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int i = 0; i < KEY_WORDS; i++) {
+            const i64 at = row + channel_of(i, t);
+            const u32 scales[2] = {read_word((const u8 *)(a.key_scale + at)), read_word((const u8 *)(a.key_scale + at + 2))};
+            if (KEY_AFFINE) {
+                const u32 x = read_word((const u8 *)(a.key_zero + at)), y = read_word((const u8 *)(a.key_zero + at + 2));
+                multiply(sums, x, x, y, y, q[2 * i], q[2 * i + 1]);
+            }
+            u32 folded[2];
+            fold(folded, q + 2 * i, scales);
+            q[2 * i] = folded[0], q[2 * i + 1] = folded[1];
+        }
+        for (int c = 0; c < 2; c++) constant[c] = sums[c] * unit[c];
+    } else if (!KEY_BY_CHANNEL) {
+        u32 folded[2 * KEY_WORDS];
+        fold(folded, q, nullptr);
+#pragma unroll
+        for (int i = 0; i < 2 * KEY_WORDS; i++) q[i] = folded[i];
+    }
+
+    // even and odd words of four apart, those of a narrow run together
+    u64 pairs[KEY_WORDS];
+#pragma unroll
+    for (int i = 0; i < KEY_WORDS; i++) {
+        const int x = i < 4 * WIDE ? i / 2 * 4 + i % 2 : 2 * i, y = i < 4 * WIDE ? x + 2 : x + 1;
+        pairs[i] = (u64)q[y] << 32 | q[x];
+    }
+
+    const u32 mine = first + warp;
+    constexpr int each = NARROW ? NARROW : 1;
+    Sources from = {
+        a.key_codes + g * KEY_WIDTH + t * 16,
+        a.key_codes + lane / each * KEY_WIDTH + WIDE * 64 + lane % each * 16,
+        a.value_codes + 2 * t * WIDTH + g * (WIDTH / 8),
+        (const u8 *)(lane < 16 ? a.key_scale : a.key_zero) + lane % 16 * 16,
+        (const u8 *)(lane < 16 ? a.value_scale : a.value_zero) + lane % 16 * 16,
+        a.count};
+    // where units are in their page: for all of a warp the same, if four are whole pages
+    static_assert(4 % UNITS == 0, "");
+    const u32 place = mine % UNITS;
+    to_place(from, place);
+    // pages come from the table two units before they are copied, and their scales one
+    u32 index = 0, next = 0, at = 0;
+    if (mine < last) {
+        index = a.table[mine / UNITS], next = a.table[at_most(mine + 4, last - 1) / UNITS];
+        if (!POOLED) at = a.meta[index];
+    }
+    u32 ahead = mine;
+    for (int i = 0; i < STAGES; i++) {
+        if (ahead < last) {
+            issue(ring + i * STAGE, from, index, at, lane);
+            index = next;
+            if (!POOLED) at = a.meta[index];
+            next = a.table[at_most(ahead + 8, last - 1) / UNITS];
+        }
+        copies_end();
+        ahead += 4;
+    }
+    int slot = 0;
+    u32 now = mine;
+    float s[TILES][4], sums[2];
+    // whether a unit is done: not if its logits are too large, and the maximum has to be raised before
+    const auto unit_done = [&](u8 *stage, int left, auto hidden) {
+        float added[2], x[TILES][4];
+        scores(s, added, stage, pairs, lane);
+        sums[0] = constant[0], sums[1] = constant[1];
+        if (KEY_BY_CHANNEL) {
+            if (!POOLED) sums[0] = added[0] * unit[0], sums[1] = added[1] * unit[1];
+        } else {
+#pragma unroll
+            for (int k = 0; k < TILES; k++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float scale = half(*(const u16 *)(stage + KEY_SCALES + (16 * k + 8 * h + g) * 2));
+                    s[k][2 * h] *= scale, s[k][2 * h + 1] *= scale;
+                }
+        }
+        if (hidden.value)
+            hide(s, a, head, first_row, (MASKED ? a.columns[now / UNITS] : 0) + place * UNIT, left, lane);
+        const float above[2] = {sums[0] - state.highest[0], sums[1] - state.highest[1]};
+        exponents(x, s, factor, above);
+        bool grown = false;
+#pragma unroll
+        for (int k = 0; k < TILES; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) grown = grown | (x[k][i] > RISE + lift_of(2 * k + i / 2));
+        if (any(grown)) return false;
+        u32 p[TILES][2];
+        weigh(p, x);
+        collect(state, p, stage, lane);
+        wait_for_warp();
+        if (ahead < last) issue(stage, from, index, at, lane);
+        copies_end();
+        index = next;
+        if (!POOLED) at = a.meta[index];
+        next = a.table[at_most(ahead + 8, last - 1) / UNITS];
+        ahead += 4, now += 4;
+        slot = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
+        return true;
+    };
+    while (now < last) {
+        bool grown = false;
+        u8 *stage = ring;
+        int left = UNIT;
+        // what is rare is done outside: to raise the maximum, and to read a unit of which a part is stored
+        while (now < last) {
+            wait_for_copies<STAGES - 1>();
+            wait_for_warp();
+            stage = ring + slot;
+            left = *(const int *)(stage + COUNT) - (int)place * UNIT;
+            if (!MASKED && left < UNIT) break;
+            grown = !unit_done(stage, left, Truth<MASKED>());
+            if (grown) break;
+        }
+        if (grown) rescale(state, s, factor, sums);
+        else if (!MASKED && now < last)
+            while (!unit_done(stage, left, Truth<true>())) rescale(state, s, factor, sums);
+    }
+    wait_for_copies<0>();
+}
+
+KERNEL attend(const Args a) {
+    u8 *memory = shared_memory();
+    float *found = (float *)memory, *carried = (float *)(memory + SHARED);
+    const int warp = thread() / 32, program = block(0), first_row = block(1) * 8;
+    const int units = a.cu_pages[a.heads] * UNITS, share = (units + blocks() - 1) / blocks();
+    int first = program * share;
+    const int last = at_most(first + share, units);
+    if (first >= last) return;
+    for (int head = owner(a, first / UNITS); first < last; head++) {
+        const int end = at_most(a.cu_pages[head + 1] * UNITS, last);
+        for (int begin = first; begin < end;) {
+            const int stop = POOLED ? at_most(run_of(a, begin / UNITS, (end + UNITS - 1) / UNITS) * UNITS, end) : end;
+            State state;
+            state.highest[0] = state.highest[1] = NONE;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                state.sums[i] = 0;
+#pragma unroll
+                for (int j = 0; j < 2 * WORDS; j++) state.out[j][i] = 0;
+            }
+            attend_units(state, memory + warp * STAGES * STAGE, a, head, first_row, begin, stop);
+            wait_for_block();
+            put(found + warp * FOUND, state, a, a.meta[a.table[begin / UNITS]], thread() % 32);
+            wait_for_block();
+            merge(found, carried, begin == first, stop == end, a, first_row, (i64)program + head);
+            wait_for_block();
+            begin = stop;
+        }
+        first = end > first ? end : first;
+    }
+}

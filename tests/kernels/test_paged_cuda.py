@@ -1,0 +1,178 @@
+"""The CUDA C++ loop over packed pages against the definition, on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+
+import host
+import pytest
+import torch
+from mmaccel_kernels.decode import cuda, decode_attention_definition, decode_attention_kernel, paged
+from mmaccel_kernels.decode import triton as kernel
+from mmaccel_kernels.launch import Unbuildable
+from mmaccel_kernels.pack.naive import SCALE_MAX
+from mmaccel_kernels.pages import Format
+from test_decode import HALVES, TOLERANCE, compare, make, packed, paged_inputs
+
+NAMES = [
+    "kivi 4",
+    "kivi 2",
+    "kivi 8",
+    "fp8",
+    "fp8 by channel",
+    "one range, 1 bit",
+    "one range, 2 bits",
+    "one range, 4 bits",
+]
+
+
+@pytest.fixture
+def on_host(device, monkeypatch):
+    """The loops that were asked for: where there is one, it has run."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++ to compile the loop for the CPU with")
+    if device != "cpu":
+        pytest.skip("on a GPU the loop itself runs")
+    asked = []
+    monkeypatch.setattr(cuda, "loop", lambda *given: asked.append(host.loop(*given)) or asked[-1])
+    monkeypatch.setattr(paged, "_loops", {})
+    return asked
+
+
+def used(asked):
+    """Whether the loop was there and said what the definition says of a few pages."""
+    return len(asked) == 1 and asked[0] is not None and list(paged._loops.values()) == asked
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_are_read_as_the_definition_says(name, dtype, on_host):
+    compare(paged_inputs(name, dtype, "cpu"), more=3)
+    assert used(on_host)
+
+
+@pytest.mark.parametrize("name", ["kivi 4", "kivi 2", "fp8", "one range, 4 bits"])
+def test_heads_of_64_channels(name, on_host):
+    compare(paged_inputs(name, torch.float16, "cpu", d=64, groups=4), more=3)
+    assert used(on_host)
+
+
+@pytest.mark.parametrize(("groups", "queries", "masked"), [(1, 1, True), (4, 3, True), (4, 3, False), (20, 1, False)])
+@pytest.mark.parametrize("name", ["kivi 2", "one range, 1 bit"])
+def test_several_queries_and_a_mask(name, groups, queries, masked, on_host):
+    compare(paged_inputs(name, torch.float16, "cpu", groups=groups, queries=queries, masked=masked), more=3)
+    assert used(on_host)
+
+
+@pytest.mark.parametrize("width", [16, 48, 64, 80, 96, 112])
+def test_keys_without_some_channels(width, on_host):
+    inputs = make([5, 80], 2, 1, 7, 1, 128, 5, dtype=torch.float16)
+    planes = [(Format("int4", "channel", 32), width)]
+    pages = packed([200, 130], 1, 128, planes, Format("int4", "token", 32), 128, 16, dtype=torch.float16)
+    compare(inputs | {"pages": dataclasses.replace(pages, key_width=128)}, more=3)
+    assert used(on_host)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 50])
+def test_any_number_of_programs(programs, monkeypatch, on_host):
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(paged, "workspace", unwritten)
+    out, lse = compare(paged_inputs("kivi 2", torch.float16, "cpu", lengths=(0, 700, 0, 130), tail=0), more=3)
+    assert (lse[0, :7] == -torch.inf).all() and (out[1, :7] == 0).all()
+    assert used(on_host)
+
+
+def unwritten(like, *sizes):
+    return [torch.full((n,), math.nan) for n in sizes]
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_pages_that_share_scales_in_runs(programs, monkeypatch, on_host):
+    """A head whose first pages have the scales of one prompt and the next ones those of another, then the first again."""
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: programs)
+    inputs = paged_inputs("one range, 1 bit", torch.float16, "cpu", lengths=(2000, 0, 0, 300))
+    pages = inputs["pages"]
+    inputs["pages"] = dataclasses.replace(pages, meta=torch.tensor([0, 0, 1, 1, 1, 0, 2, 2, 8, 9], dtype=torch.int32))
+    compare(inputs, more=3)
+    assert used(on_host)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_no_query_is_too_large_or_too_small(dtype, on_host):
+    inputs = paged_inputs("kivi 4", dtype, "cpu")
+    rows = torch.tensor([1e-6, 1.0, 3e4, 0.0, 1e3, 7.0, 0.1])
+    scaled = inputs["query"].float().view(2, 2, 7, 1, 128) * rows[:, None, None]
+    inputs["query"] = scaled.view(2, 14, 1, 128).to(dtype).clamp(-6e4, 6e4)
+    out, _ = compare(inputs, scaling=1e-5, more=3)
+    assert out.isfinite().all() and used(on_host)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("factor", [1.0, 2e-4, 1e6])
+def test_no_value_is_too_large_or_too_small(factor, dtype, on_host):
+    """One key has most of the weight, a thousand others the rest; scales of values are as large as they are kept."""
+    inputs = paged_inputs("kivi 2", dtype, "cpu", lengths=(1024, 0, 0, 0), tail=0)
+    plane = inputs["pages"].values[0]
+    for x in (plane.scale, plane.zero):
+        x.copy_((x.float() * factor).clamp(-SCALE_MAX, SCALE_MAX))
+    keys = inputs["pages"].decoded()[0].float()
+    one = keys[3] - keys.mean(0)
+    reach = keys @ one
+    inputs["query"] = one.to(dtype).expand_as(inputs["query"])
+    scaling = float(9 / (reach[3] - reach.mean()))
+    out, _ = decode_attention_kernel(scaling=scaling, **inputs)
+    want, _ = decode_attention_definition(scaling=scaling, **inputs)
+    # of the whole vector, not of each number
+    assert (out - want).float().norm() < TOLERANCE[dtype] * want.float().norm()
+    assert used(on_host)
+
+
+def test_a_maximum_that_grows_all_the_time(on_host):
+    """Every key has a larger logit than those before."""
+    inputs = paged_inputs("kivi 4", torch.float16, "cpu", lengths=(512, 0, 0, 128), tail=0)
+    plane = inputs["pages"].keys[0]
+    plane.scale.fill_(0)
+    steps = torch.arange(plane.zero.shape[0] * plane.zero.shape[1]).view(-1, plane.zero.shape[1], 1)
+    plane.zero.copy_(steps.expand_as(plane.zero) * 0.05)
+    inputs["query"].fill_(1)
+    compare(inputs, more=3)
+    assert used(on_host)
+
+
+def test_at_a_thousand_keys_most_multiprocessors_have_work(monkeypatch, on_host):
+    """A page is shared by units: four heads of a thousand keys are 128 of 32 tokens."""
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: 132)
+    kept = []
+    monkeypatch.setattr(paged, "workspace", lambda *given: kept.append(unwritten(*given)) or kept[-1])
+    compare(paged_inputs("kivi 4", torch.float16, "cpu", lengths=(1024,) * 4, tail=0), more=3)
+    # a program leaves the log-sum-exps of the rows of every head that it comes by
+    left = ~kept[-1][1].view(-1, 7).isnan().any(1)
+    assert int(left.sum()) >= 0.6 * 132
+
+
+def test_a_loop_that_is_wrong_is_not_used(monkeypatch, on_host):
+    monkeypatch.setattr(cuda, "loop", lambda *given: host.loop(*given)._replace(start=lambda grid, given: None))
+    compare(paged_inputs("kivi 4", torch.float16, "cpu"), more=3)
+    assert list(paged._loops.values()) == [None]
+
+
+def test_where_nothing_can_be_compiled_triton_serves(monkeypatch, device):
+    def refuse(*given):
+        raise Unbuildable("no compiler")
+
+    monkeypatch.setattr(cuda, "loop", refuse)
+    monkeypatch.setattr(paged, "_loops", {})
+    compare(paged_inputs("kivi 4", torch.float16, device), more=3)
+    assert list(paged._loops.values()) == [None]
+
+
+ELSEWHERE = [("kivi 4", torch.float32, 128), ("kivi 4", torch.float16, 32), ("kivi 4", torch.float16, 256)]
+ELSEWHERE += [(name, torch.float16, 128) for name in ("4 bits and 2", "signs", "by token")]
+
+
+@pytest.mark.parametrize(("name", "dtype", "d"), ELSEWHERE)
+def test_what_the_source_does_not_have_is_left_to_triton(name, dtype, d, device):
+    inputs = paged_inputs(name, dtype, device, d=d, groups=1)
+    assert cuda.macros(inputs["pages"], inputs["query"], False) is None

@@ -1,0 +1,270 @@
+"""The command line as such: one name an option, one line an error, plain text in pipes, tables and bars on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+import mmaccel
+from mmaccel.cli import build_app, commands, main, selfcheck
+from mmaccel.cli.shared import text
+from mmaccel.families import load
+
+ROOT = Path(__file__).parent.parent
+
+
+class Terminal(io.StringIO):
+    """A stream that takes itself for a screen."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def command(name: str) -> Any:
+    """A subcommand, as Typer has it."""
+    app: Any = typer.main.get_command(build_app())
+    return app.commands[name]
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 2) -> str:
+    """The one line of an error."""
+    capsys.readouterr()
+    assert main(argv) == status
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and "Usage" not in err and "Traceback" not in err
+    return err
+
+
+# --- one name an option -----------------------------------------------------------------------------------------------
+def test_the_same_option_has_one_name_and_takes_the_same_everywhere() -> None:
+    names: dict[str, set[str]] = {}
+    for name in commands():
+        options = [one for one in command(name).params if one.param_type_name == "option"]
+        for option in options:
+            names.setdefault(max(option.opts, key=len), set()).add(name)
+        assert {"--json", "--debug"} <= {spelled for one in options for spelled in one.opts}
+        assert next(one for one in options if "--json" in one.opts).metavar == "[FILE]"
+    assert {"--recipe", "--retain", "--batch-size", "--max-new-tokens", "--model", "--device", "--json"} <= set(names)
+    assert not {"--recipes", "--batch", "--answer", "--families", "--summary"} & set(names)
+    every = set(commands())
+    assert names["--model"] == every - {"quickstart", "methods", "doctor", "selfcheck"}
+    assert names["--recipe"] == names["--retain"] == every - {"demo", "methods", "doctor"}
+
+
+def test_old_spellings_are_taken_for_the_new_ones() -> None:
+    for name, module in commands().items():
+        known = {spelled for one in command(name).params for spelled in one.opts}
+        for old, new in getattr(module, "RENAMED", {}).items():
+            assert new in known and old not in known
+            assert command(name)._spelled([f"{old}=1"])[0] == f"{new}=1"
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "means"),
+    [
+        ("eval", "--retain 0.5 0.25 --limit 3", "--retain 0.5 --retain 0.25 --limit 3"),
+        ("eval", "--retain=0.5 0.25 --json", "--retain=0.5 --retain 0.25 --json -"),
+        ("eval", "--json --limit 3", "--json - --limit 3"),
+        ("eval", "--json out --limit 3", "--json out --limit 3"),
+        ("bench", "--batch 1 8 --answer 4", "--batch-size 1 --batch-size 8 --max-new-tokens 4"),
+        ("compare", "--recipes none fastv -o a.png", "--recipe none --recipe fastv -o a.png"),
+        ("compare", "--retain 1 -2", "--retain 1 --retain -2"),
+        # what stands behind --json may be a picture there
+        ("ask", "--json a.png what?", "--json - a.png what?"),
+        ("ask", "a.png what? --json a.json", "a.png what? --json a.json"),
+        ("ask", "--set a=1 b.png what?", "--set a=1 b.png what?"),
+        ("video-qa", "q.jsonl -o a.jsonl --summary s", "q.jsonl -o a.jsonl --json s"),
+    ],
+)
+def test_values_that_stand_behind_one_option(name: str, typed: str, means: str) -> None:
+    assert command(name)._spelled(typed.split()) == means.split()
+
+
+def test_json_goes_to_standard_output_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "fastv", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert main(["methods", "fastv", "--json", str(tmp_path / "one.json")]) == 0
+    assert "prompt attention" in capsys.readouterr().out  # the text is printed beside it
+    assert json.loads((tmp_path / "one.json").read_text()) == told and told["options"] == {"layer": 2}
+    assert "does not exist" in said(capsys, "doctor", f"--json={tmp_path}/none/x.json")
+    assert "is a folder" in said(capsys, "selfcheck", "--family", "smolvlm", f"--json={tmp_path}")
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["bnch"], "mmaccel: .*'bnch'.*'bench'.* See mmaccel --help"),
+        (["ask"], "mmaccel ask: Missing argument .* See mmaccel ask --help"),
+        (["eval", "--reciep", "x"], "mmaccel eval: .*--reciep.*--recipe"),
+        (["eval", "--limit", "many"], "'--limit'.*integer"),
+        (["eval", "--retain", "much"], "'--retain': 'much' is no budget; give a ratio such as 0.25"),
+        (["eval", "--suite", "colour", "--data", "x"], "--suite or --data, not both"),
+        (["video-qa", "q.jsonl"], "'--out'"),
+        (["methods", "fastvv"], "did you mean 'fastv'"),
+        (["ask", "a.png", "?", "--dtype", "int3"], "'--dtype'.*'bfloat16'"),
+    ],
+)
+def test_an_error_is_one_line_that_says_what_helps(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(words, said(capsys, *argv))
+
+
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for argv in (["selfcheck", "--device", "cuda"], ["bench", "--shape", "tiny", "--device", "cuda:1"]):
+        error = said(capsys, *argv)
+        assert "no GPU that torch can use" in error and "--device cpu" in error
+    with pytest.raises(mmaccel.MmaccelError, match="no GPU that torch can use"):
+        load.load_model("mmaccel/models/mini-llava", device="cuda")
+    with pytest.raises(mmaccel.MmaccelError, match="no device 'gpu'; give cpu, cuda"):
+        load.place("gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert load.place("cuda:1").index == 1
+    with pytest.raises(mmaccel.MmaccelError, match="no cuda:2; this machine has cuda:0, cuda:1"):
+        load.place("cuda:2")
+
+
+def test_bars_of_downloads_are_not_silenced() -> None:
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging
+
+    shown, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    try:
+        for wanted in (True, False):
+            (enable_progress_bars if wanted else disable_progress_bars)()
+            with load._only_downloads():
+                assert not logging.is_progress_bar_enabled() and are_progress_bars_disabled() == (not wanted)
+            assert logging.is_progress_bar_enabled() == shown
+    finally:
+        (enable_progress_bars if downloads else disable_progress_bars)()
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+def test_a_row_is_one_plain_line_in_a_pipe_and_fits_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["methods"]) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("snapkv ")]
+    assert "keys the last prompt queries attend to" in line and "arXiv 2404.14469" in line
+    assert "\x1b" not in out and not re.search(r" $", out, re.M)
+    screen = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", screen)
+        patch.setenv("COLUMNS", "90")
+        patch.setenv("TERM", "xterm")
+        assert main(["methods", "--site", "codec"]) == 0
+    shown = screen.getvalue()
+    assert "\x1b[1m" in shown and "kivi" in shown
+    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in shown.splitlines()) <= 90
+
+
+def test_a_bar_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, words in ((Terminal(), ("counting", "2/4")), (io.StringIO(), ())):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with text.working("counting", 4) as bar:
+            bar.advance(2)
+            bar.say("[one] left out")
+            bar.progress.refresh()
+        assert all(word in stream.getvalue() for word in words)
+        assert "[one] left out" in stream.getvalue()
+    assert stream.getvalue() == "[one] left out\n"
+
+
+def test_a_method_is_described_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    from mmaccel.cli.methods import describe
+
+    assert main(["methods", "hired"]) == 0
+    told = capsys.readouterr().out
+    assert "paper    arXiv" in told and "needs    CLS attention" in told and "option" in told and "default" in told
+    assert "families llava, llava_next, " in told and "qwen" not in told.split("families")[1].splitlines()[0]
+    for name, cls in mmaccel.methods().items():
+        if cls.__module__.startswith("mmaccel."):
+            one = describe(name)
+            assert set(one["options"]) <= set(one["option_docs"]), name
+            assert one["families"] and one["about"] and "`" not in one["about"], name
+    assert main(["methods", "balanced"]) == 0
+    assert "divprune" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({}, None),
+        ({"tokens_kept": 10}, "divprune kept 10 tokens for a budget of 9"),
+        ({"tokens_kept": 0, "resolved": 0}, "divprune kept 0 of 36 tokens"),
+        ({"kv_bytes": 1000}, "tokens were dropped, and the cache did not become smaller"),
+        ({"method": "holitom-merge", "tokens_kept": 8}, None),
+        ({"method": "quest", "tokens_kept": 36}, None),
+        ({"method": "quest"}, "quest kept 9 tokens for a budget of 36"),
+    ],
+)
+def test_selfcheck_holds_a_recipe_to_its_budget(changed: dict[str, Any], problem: str | None) -> None:
+    stage = {"method": "divprune", "tokens_in": 36, "resolved": 9, "tokens_kept": 9}
+    stage |= {key: value for key, value in changed.items() if key in stage}
+    stats = {"stages": [stage], "visual_tokens": 36, "visual_tokens_kept": 9, "kv_bytes": changed.get("kv_bytes", 400)}
+    assert next((wrong for wrong, is_so in selfcheck._wrong(stats, 1000).items() if is_so), None) == problem
+
+
+# --- a walk -----------------------------------------------------------------------------------------------------------
+def walk(*argv: str, **environment: str) -> tuple[str, float]:
+    """What a command prints in a process of its own, and the seconds of CPU that it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+#: the command line, without what ``import mmaccel`` itself brings
+ALONE = """
+import sys, types
+package = types.ModuleType("mmaccel")
+package.__path__ = ["mmaccel"]
+sys.modules["mmaccel"] = package
+from mmaccel.cli import commands, main
+for name in ((), *((name,) for name in commands())):
+    assert main([*name, "--help"]) == 0
+heavy = {"torch", "transformers", "numpy", "PIL", "tqdm", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_help_of_every_command_needs_no_torch() -> None:
+    told, taken = walk("-c", ALONE)
+    assert all(f"mmaccel {name}" in told for name in commands()) and taken < 2
+
+
+def test_shells_complete_commands_and_options() -> None:
+    bash = {"_MMACCEL_COMPLETE": "complete_bash", "COMP_CWORD": "1", "COMP_WORDS": "mmaccel sel"}
+    assert walk("-m", "mmaccel", **bash)[0].split() == ["selfcheck"]
+
+
+@pytest.mark.full
+def test_quickstart_as_a_new_user_sees_it() -> None:
+    """About a minute of CPU on a quiet machine; three times that is too long."""
+    told, taken = walk("-m", "mmaccel", "quickstart", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    for words in ("times as fast", "KV cache", "mini-llava: ", "of 32 right", "picture-kept.png", "clip-kept.png"):
+        assert words in told
+    gain = float(re.search(r"([\d.]+) times as fast", told)[1])
+    assert gain > 2 and taken < 180
