@@ -63,7 +63,7 @@ def test_no_room_for_one_question_is_an_error_of_that_question(films: Path, monk
     assert len({r["id"] for r in found}) == len(found) == 6 and all("out of memory" in r["error"] for r in found)
     fixed = answerer("qwen2_5_vl", "fastv", 4)
     starved(fixed, 2, torch.OutOfMemoryError, monkeypatch)
-    with pytest.raises(MmaccelError, match="smaller batch_size or 'auto'"):
+    with pytest.raises(MmaccelError, match="smaller batch size, or 'auto'"):
         list(fixed.run(ask(films)))
 
 

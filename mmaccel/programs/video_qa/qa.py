@@ -451,7 +451,7 @@ class VideoAnswerer:
             smaller = (there + 1) // 2 if there > 1 else 0
             if self.settings.batch_size != "auto":
                 raise MmaccelError(
-                    f"The device ran out of memory with {self.size} questions at a time; take a smaller batch_size or 'auto'."
+                    f"The device ran out of memory with {self.size} questions at a time; take a smaller batch size, or 'auto'."
                 ) from None
             if smaller:
                 self.size = smaller
