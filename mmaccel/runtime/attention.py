@@ -212,7 +212,7 @@ def _text_attention(
     if layer is not None and as_stored:
         pages = packed_read(layer, chosen) if chosen is not None and visible is None else None
         if chosen is None or pages is not None:
-            read = attend(layer, query, visible, scaling, pages)
+            read = attend(layer, query, visible, scaling, pages=pages)
             stages.after_attention(number, query, key, visible, scaling, window)
             return read, None
         key, value = layer.stored()
