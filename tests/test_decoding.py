@@ -54,13 +54,13 @@ def test_the_same_logits_without_padding(family, name, new, monkeypatch):
     read, padded, masked = [], [], []
     attend, stored = decoding.attend, QuantisedLayer.stored
 
-    def watched(layer, query, visible, scaling, *pages):
+    def watched(layer, query, visible, scaling, **options):
         if not read:
             # what the prompt needed
             padded.clear()
         read.append(query.shape[2])
         masked.append(visible is not None)
-        return attend(layer, query, visible, scaling, *pages)
+        return attend(layer, query, visible, scaling, **options)
 
     monkeypatch.setattr("mmaccel.runtime.attention.attend", watched)
     monkeypatch.setattr(QuantisedLayer, "stored", lambda layer: padded.append(layer.number) or stored(layer))

@@ -52,7 +52,7 @@ class Watch:
         return made
 
     def attended(self, layer: Any, query: Tensor, visible: Tensor | None, scaling: float, pages: Any = None) -> Tensor:
-        out = self.attend(layer, query, visible, scaling, pages)
+        out = self.attend(layer, query, visible, scaling, pages=pages)
         if pages is None:
             return out
         keys, values = layer.stored()
