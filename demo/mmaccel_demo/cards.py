@@ -1,19 +1,40 @@
-"""Answers, figures and charts as HTML. Whatever comes from outside is escaped; nothing is told by colour alone."""
+"""Answers as HTML, figures as tables for Gradio's own parts. Whatever comes from outside is escaped here or shown as plain
+text by Gradio; nothing is told by colour alone."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from mmaccel import MmaccelError, Recipe, method
+from mmaccel.cli import ask
 from mmaccel.cli.shared.text import nbytes, seconds
 
 from .engine import Column, Exchange
 
+#: columns by their heads
+Table = dict[str, list[Any]]
+
 _STATES = {"waits": "waits", "runs": "is answering ...", "stopped": "stopped", "refused": "not with this model"}
 #: where a recipe works first, in the order of a token's way
 SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
+#: what is offered first, as far as the model can do it: one of each kind of work
+CURATED = {
+    "balanced": "a quarter, all different",
+    "vtc-cls": "what the tower looks at",
+    "pool": "neighbouring tokens averaged",
+    "tome": "like tokens merged in the tower",
+    "fastv": "dropped inside the language model",
+    "prunevid-merge": "still places kept once",
+    "evs": "what changes between frames",
+    "snapkv": "a quarter of the KV cache",
+    "kivi": "all keys, in fewer bits",
+    "uniform": "every fourth token (baseline)",
+}
+#: of those, so many are shown; all others are found by typing
+OFFERED = 8
 
 
 def say(text: str, error: bool = False) -> str:
@@ -31,9 +52,13 @@ def site(recipe: Recipe) -> str:
 
 
 def choices(found: Sequence[Recipe]) -> list[tuple[str, str]]:
-    """Recipes for a list, grouped by site: what is shown, and the name."""
-    order = sorted(found, key=lambda one: (SITES.index(site(one)), one.name))
-    return [(f"{site(one)} · {one.name}", one.name) for one in order]
+    """Recipes for a list: what is shown, and the name. The curated ones stand first, the others by site."""
+    names = {one.name for one in found}
+    first = [name for name in CURATED if name in names][:OFFERED]
+    rest = sorted((one for one in found if one.name not in first), key=lambda one: (SITES.index(site(one)), one.name))
+    return [(f"{name} · {CURATED[name]}", name) for name in first] + [
+        (f"{one.name} · {site(one)}", one.name) for one in rest
+    ]
 
 
 def about(recipe: Recipe) -> str:
@@ -64,39 +89,26 @@ def _paper(name: str) -> str:
 
 
 def columns(exchange: Exchange) -> str:
-    """The full answer and the accelerated ones side by side, with their figures."""
+    """The full answer and the accelerated ones side by side, and how far they agree."""
     cells = "".join(_column(one, exchange.stopping) for one in (exchange.full, *exchange.fast))
     return f'<div class="mm-columns">{cells}</div>{_agreement(exchange)}'
 
 
 def _column(column: Column, stopping: bool) -> str:
-    said = _state(column, stopping)
-    shown = escape(column.text) or f'<span class="mm-dim">{said or "(an empty answer)"}</span>'
-    state = f' <span class="mm-state">{said}</span>' * bool(said)
+    said = state(column, stopping)
+    # of an answer that was broken off the rest is missing, and looks so
+    more = " …" * bool(column.text and column.state == "stopped")
+    shown = escape(column.text) + more or f'<span class="mm-dim">{said or "(an empty answer)"}</span>'
+    badge = f' <span class="mm-state">{said}</span>' * bool(said)
     return (
-        f'<section class="mm-column" data-state="{column.state}"><h3>{escape(column.title)}{state}</h3>'
-        f'<p class="mm-answer" aria-live="polite">{shown}</p>{_figures(column)}</section>'
+        f'<section class="mm-column" data-state="{column.state}"><h3>{escape(column.title)}{badge}</h3>'
+        f'<p class="mm-answer" aria-live="polite">{shown}</p></section>'
     )
 
 
-def _state(column: Column, stopping: bool) -> str:
+def state(column: Column, stopping: bool) -> str:
+    """What an answer is at, in words; nothing of one that is complete."""
     return "stops at its next token ..." if stopping and column.state == "runs" else _STATES.get(column.state, "")
-
-
-def _figures(column: Column) -> str:
-    answer = column.answer
-    if answer is None:
-        return ""
-    rate = answer.tokens_per_second
-    rows = [
-        ("time to first token", seconds(answer.first_token_seconds)),
-        ("tokens per second", "-" if rate is None else f"{rate:.1f}"),
-        ("visual tokens kept", f"{answer.visual_tokens_kept} of {answer.visual_tokens}"),
-        ("KV cache", nbytes(answer.kv_bytes)),
-    ]
-    if answer.peak_memory_bytes is not None:
-        rows.append(("peak memory", nbytes(answer.peak_memory_bytes)))
-    return "<dl>" + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows) + "</dl>"
 
 
 def _agreement(exchange: Exchange) -> str:
@@ -105,82 +117,101 @@ def _agreement(exchange: Exchange) -> str:
     same = "The two answers are equal" if found["same_answer"] else "The two answers differ"
     return (
         f'<p class="mm-agreement" role="status">{same}; their first {found["same_leading_tokens"]} tokens are the same; KL '
-        f"divergence of the first token {found['kl_first_token']:.2g} nats.</p>{_bars(exchange)}"
+        f"divergence of the first token {found['kl_first_token']:.2g} nats.</p>"
     )
 
 
-def _bars(exchange: Exchange) -> str:
-    """What it cost, as pairs of bars; the accelerated ones are hatched."""
+def held(answer: ask.Answer) -> float:
+    """Visual tokens whose keys a head of the KV cache holds, mean over layers and heads."""
+    evicted = [stage for stage in answer.stats["stages"] if stage["site"] == "cache"]
+    return float(evicted[-1]["tokens_kept"] if evicted else answer.visual_tokens_per_layer)
+
+
+def _columns(heads: list[str], rows: Sequence[tuple[Any, ...]]) -> Table:
+    return {head: [row[i] for row in rows] for i, head in enumerate(heads)}
+
+
+def figures(exchange: Exchange) -> Table:
+    """What both answers took, a row a figure."""
     full, fast = exchange.full.answer, exchange.fast[0].answer
     assert full is not None and fast is not None
-    rows: list[tuple[str, float, float, Callable[[float], str]]] = [
-        ("time to first token", full.first_token_seconds, fast.first_token_seconds, seconds),
-        ("visual tokens kept", full.visual_tokens_kept, fast.visual_tokens_kept, lambda x: f"{x:.0f}"),
-        ("KV cache", full.kv_bytes, fast.kv_bytes, nbytes),
-    ]
-    body = ""
-    for name, a, b, form in rows:
-        most = max(a, b, 1e-12)
-        body += (
-            f'<div class="mm-bars"><span>{name}</span><div>{_bar(a / most, f"full {form(a)}", "mm-full")}'
-            f"{_bar(b / most, f'accelerated {form(b)}', 'mm-fast')}</div></div>"
-        )
-    return f'<div class="mm-chart" role="group" aria-label="what both answers cost">{body}</div>'
+    rows = []
+
+    def add(name: str, a: float | None, b: float | None, form: Any) -> None:
+        if a is not None and b is not None:
+            rows.append((name, form(a), form(b), f"{b / a:.0%}" if a else ""))
+
+    add("time to first token", full.first_token_seconds, fast.first_token_seconds, seconds)
+    add("tokens per second", full.tokens_per_second, fast.tokens_per_second, lambda x: f"{x:.1f}")
+    add(LEFT, full.visual_tokens_kept, fast.visual_tokens_kept, str)
+    add(HELD, held(full), held(fast), lambda x: f"{x:.0f}")
+    add("KV cache", full.kv_bytes, fast.kv_bytes, nbytes)
+    add("peak memory", full.peak_memory_bytes, fast.peak_memory_bytes, nbytes)
+    return _columns(["", "full", "fast", "share"], rows)
 
 
-def _bar(share: float, text: str, kind: str) -> str:
-    return f'<div class="mm-bar"><em>{escape(text)}</em><i class="{kind}" style="width:{100 * share:.1f}%"></i></div>'
+#: tokens that are in the hidden states of the last layer, and those whose keys are in the cache: not the same where a recipe
+#: evicts from the cache, or drops inside the language model
+LEFT, HELD = "visual tokens left", "visual keys a head"
+
+
+def costs(exchange: Exchange) -> Table:
+    """What the accelerated answer took, in per cent of the full one."""
+    full, fast = exchange.full.answer, exchange.fast[0].answer
+    assert full is not None and fast is not None
+    pairs = {
+        "first token": (full.first_token_seconds, fast.first_token_seconds),
+        "tokens": (full.visual_tokens_kept, fast.visual_tokens_kept),
+        "keys": (held(full), held(fast)),
+        "KV cache": (full.kv_bytes, fast.kv_bytes),
+    }
+    return _columns(["what", "percent"], [(name, 100 * b / max(a, 1e-12)) for name, (a, b) in pairs.items()])
 
 
 # ----------------------------------------------------------------------------------------------------------- comparison
 
 
-def comparison(exchange: Exchange) -> str:
-    """A table of recipes, a row each, with bars beside the figures."""
-    done = [one.answer for one in (exchange.full, *exchange.fast) if one.answer is not None]
-    slowest = max((one.first_token_seconds for one in done), default=1.0)
-    largest = max((one.kv_bytes for one in done), default=1)
-    head = ("recipe", "answer", "agrees with full", "visual tokens", "time to first token", "KV cache")
-    body = ""
+def comparison(exchange: Exchange) -> Table:
+    """A row a recipe: answers, how far they agree, and what they took."""
+    rows = []
     for column in (exchange.full, *exchange.fast):
-        found, answer = column.agreement, column.answer
-        agrees = "-"
-        if found is not None:
-            agrees = f"{'yes' if found['same_answer'] else 'no'}, KL {found['kl_first_token']:.2g}"
-        cells = [escape(column.text) or _state(column, exchange.stopping) or "(an empty answer)", agrees]
-        if answer is None:
-            cells += ["", "", ""]
+        found, answer, said = column.agreement, column.answer, state(column, exchange.stopping)
+        if column.state in ("done", "refused"):
+            text = column.text or "(an empty answer)"
         else:
-            cells += [
-                f"{answer.visual_tokens_kept} of {answer.visual_tokens}",
-                _bar(answer.first_token_seconds / slowest, seconds(answer.first_token_seconds), "mm-fast"),
-                _bar(answer.kv_bytes / max(1, largest), nbytes(answer.kv_bytes), "mm-fast"),
+            text = f"{column.text} … ({said})" if column.text else f"({said})"
+        agrees = "" if found is None else f"{'yes' if found['same_answer'] else 'no'}, KL {found['kl_first_token']:.2g}"
+        cells = ["", "", "", ""]
+        if answer is not None:
+            cells = [
+                str(answer.visual_tokens_kept),
+                f"{held(answer):.0f}",
+                seconds(answer.first_token_seconds),
+                nbytes(answer.kv_bytes),
             ]
-        named = "".join(f'<td data-name="{name}">{cell}</td>' for name, cell in zip(head[1:], cells, strict=True))
-        body += f'<tr><th scope="row">{escape(column.title)}</th>{named}</tr>'
-    heads = "".join(f'<th scope="col">{name}</th>' for name in head)
-    return (
-        '<div class="mm-table" tabindex="0" role="region" aria-label="recipes compared"><table>'
-        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+        rows.append((column.title, text, agrees, *cells))
+    return _columns(["recipe", "answer", "as full", LEFT, HELD, "first token", "KV cache"], rows)
+
+
+def times(exchange: Exchange) -> Table:
+    """Milliseconds to the first token, of the answers that are complete."""
+    done = [one for one in (exchange.full, *exchange.fast) if one.answer is not None]
+    rows = [(one.title, 1000 * one.answer.first_token_seconds) for one in done if one.answer is not None]
+    return _columns(["recipe", "milliseconds"], rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- stream
 
 
 def memory(points: Sequence[tuple[int, int, int]], cap: int) -> str:
-    """Bytes of the cache over the frames that came, as a line; and the last of them in words."""
-    if not points:
-        return ""
+    """The last of the points of a stream, in words."""
     frames, held, keys = points[-1]
-    width, height, most = 560, 120, max(p[1] for p in points) * 1.15
-    line = " ".join(f"{width * p[0] / frames:.1f},{height - height * p[1] / most:.1f}" for p in points)
-    text = f"{frames} frames read, {nbytes(held)} in the cache, {keys} of at most {cap} keys a head"
-    return (
-        f'<figure class="mm-memory"><svg viewBox="-4 -4 {width + 8} {height + 8}" role="img" aria-label="{text}">'
-        f'<path class="mm-axis" d="M0 0V{height}H{width}"/><polyline class="mm-line" points="0,{height} {line}"/></svg>'
-        f'<figcaption role="status">{text}. The line is memory over frames.</figcaption></figure>'
-    )
+    return say(f"{frames} frames read, {nbytes(held)} in the cache, {keys} of at most {cap} keys a head")
+
+
+def line(points: Sequence[tuple[int, int, int]]) -> Table:
+    """KiB of the cache over the frames that came."""
+    return _columns(["frames", "KiB"], [(frames, held / 1024) for frames, held, _ in points])
 
 
 def asked(question: str, answer: str, frames: int) -> str:

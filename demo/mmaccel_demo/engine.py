@@ -64,6 +64,11 @@ class Exchange:
     #: it is to stop, and the model is at work on the token after which it does
     stopping: bool = False
 
+    @property
+    def done(self) -> bool:
+        """Whether every answer is complete."""
+        return all(one.state == "done" for one in (self.full, *self.fast))
+
     def note(self) -> str:
         """What the figures do not show, in words."""
         notes = [note for one in self.fast if one.answer is not None for note in one.answer.stats["notes"]]
@@ -307,6 +312,8 @@ class House:
         self.loading: Loading | None = None
         #: recipes that can be chosen, once loading is over
         self.choices: dict[str, list[Recipe]] = {}
+        #: the first examples with their answers: every visitor is shown them, the model works them out once
+        self.welcome: dict[str, Exchange] = {}
         self._engines: dict[str, Engine | MmaccelError] = {}
         self._done = threading.Event()
 
@@ -378,9 +385,11 @@ class House:
         """Whether loading is over."""
         return self._done.is_set()
 
-    def wait(self) -> None:
-        """Until loading is over."""
-        self._done.wait()
+    def wait(self, stop: threading.Event | None = None) -> None:
+        """Until loading is over, or ``stop`` is set."""
+        while not self._done.wait(_LOOK if stop is not None else None):
+            if stop is not None and stop.is_set():
+                return
 
     def engine(self, kind: str) -> Engine:
         """The engine for ``picture`` or ``video``.

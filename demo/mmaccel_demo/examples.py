@@ -14,6 +14,11 @@ _PIXELS, _FRAMES = 224, 16
 #: task and number of the items; the shipped models answer all of them, and some recipes lose the last picture
 _PICTURES = (("reading", 3), ("relation", 3), ("count", 5), ("colour", 4))
 _CLIPS = (("needle", 2), ("order", 1), ("motion", 2))
+#: what can be asked of the shipped models, beside the question
+KNOWN = {
+    "picture": "This small model knows coloured shapes and the characters on them, and nothing of photographs.",
+    "video": "This small model knows clips of coloured shapes and the characters on them, and nothing of films.",
+}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
@@ -224,7 +224,6 @@ def draw(view: View | None, number: int) -> str:
         return f'<div class="mm-strip">{body}</div><p>This recipe works on pixels only; its tokens all stay.</p>'
     step = view.steps[number]
     visual = torch.tensor(view.visual, dtype=torch.long)
-    stays = int(step.reduction.kept[0, visual].sum())
     tokens = _Tokens(view, step)
     body, last = "", -1
     segments = view.segments(step) if view.moves else []
@@ -245,29 +244,41 @@ def draw(view: View | None, number: int) -> str:
         how = f"There are {len(visual)} tokens, too many to point at."
     return (
         f'<div class="mm-view"><p class="mm-count"><b>{escape(step.title)}</b>. '
-        f"{stays} of {len(visual)} tokens stay ({stays / max(1, len(visual)):.0%}).</p>{body}"
+        f"{_count(step, visual)}</p>{body}"
         f'<p class="mm-readout" aria-live="polite">{how}</p>{_LEGEND}</div>'
     )
 
 
-def sheet(views: dict[str, View]) -> str:
-    """The last step of several views side by side, the first panel of each, under its title."""
-    body = ""
+def pair(view: View | None, number: int) -> tuple[PILImage, PILImage] | None:
+    """A picture as it came and as step ``number`` leaves it; None of a clip, or where no panel shows the picture."""
+    if view is None or view.moves or not view.steps:
+        return None
+    shown = [panel for panel in view.panels if panel.picture is not None and panel.segment is not None]
+    return (_image(shown[-1], None, _SIDE), _image(shown[-1], view.steps[number], _SIDE)) if shown else None
+
+
+def sheet(views: dict[str, View]) -> list[tuple[PILImage, str]]:
+    """What is left at the last step of several views, under its title."""
+    found = []
     for title, view in views.items():
-        if not view.steps:
-            body += _panel(Panel(None, title), _image(view.panels[0], None, _FRAME), "", False)
-            continue
-        step, panel = view.steps[-1], replace(view.panels[0], caption=title)
-        body += _panel(panel, _image(panel, step, _FRAME), _Tokens(view, step).rectangles(panel), False)
-    if not body:
-        return ""
-    line = '<p class="mm-readout" aria-live="polite">Point at a token, or go there with Tab and the arrow keys.</p>'
-    return f'<div class="mm-view"><div class="mm-strip">{body}</div>{line}{_LEGEND}</div>'
+        panel = next((one for one in reversed(view.panels) if one.picture is not None), view.panels[0])
+        found.append((_image(panel, view.steps[-1] if view.steps else None, _SIDE), title))
+    return found
 
 
 def frame(pixels: np.ndarray) -> str:
     """One frame, ``[H, W, 3]`` uint8, by itself."""
     return _panel(Panel(None, ""), Image.fromarray(pixels), "", False)
+
+
+def _count(step: Step, visual: Tensor) -> str:
+    """How many visual tokens are left, or how many of their keys."""
+    of, stays = len(visual), int(step.reduction.kept[0, visual].sum())
+    if step.heads is None:
+        return f"{stays} of {of} visual tokens stay ({stays / max(1, of):.0%})."
+    keys = float(step.heads[visual].sum()) / step.of
+    several = f"; {stays} tokens are held by one head or more" if step.of > 1 else ""
+    return f"A head holds the keys of {keys:.0f} of {of} visual tokens ({keys / max(1, of):.0%}){several}."
 
 
 _LEGEND = (

@@ -10,17 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import gradio as gr
+import pandas as pd
 
 from mmaccel import MmaccelError, Recipe, recipe
 from mmaccel.media.files import Prompt
 
 from . import cards, limits, overlay
-from .engine import House
-from .examples import Example
+from .engine import Exchange, House
+from .examples import KNOWN, Example
 from .visitors import Live, Visitor, Visitors
 
 #: what uses a model waits in one queue
 _QUEUED: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
+#: what was worked out before, or waits until the model is loaded, keeps nobody from asking
+_OPENING: dict[str, Any] = {"concurrency_id": "opening", "concurrency_limit": None}
 #: what only draws does not wait, and is nothing for the API
 _AT_ONCE: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 _START = "balanced"
@@ -98,15 +101,14 @@ def build(house: House, examples: list[Example]) -> gr.Blocks:
     visitors = Visitors()
     with gr.Blocks(title="mmaccel", analytics_enabled=False, delete_cache=(600, 1800)) as blocks:
         gr.HTML(
-            '<header class="mm-head"><h1>mmaccel</h1><p>What a vision language model looks at, what a recipe drops, and what '
-            "that costs. A question is answered by the full model and then by the accelerated one; they take turns, so that "
-            "neither slows the other.</p></header>"
+            '<header class="mm-head"><h1>mmaccel</h1><p>One question, two answers: of the full model, and of the same model '
+            "with fewer visual tokens.</p></header>"
         )
         state = gr.HTML(elem_id="state")
         with gr.Tab("Picture"):
-            picture = _asking(house, visitors, "picture", examples)
-        with gr.Tab("Video"):
-            video = _asking(house, visitors, "video", examples)
+            picture = _asking(house, visitors, "picture", examples, [blocks.load])
+        with gr.Tab("Video") as tab:
+            video = _asking(house, visitors, "video", examples, [tab.select])
         with gr.Tab("Compare recipes"):
             compared = _comparing(house, visitors, examples)
         with gr.Tab("Stream"):
@@ -153,12 +155,12 @@ def _known() -> list[tuple[str, str]]:
     return cards.choices([one for one in recipes().values() if one.stages])
 
 
-def _media(kind: str) -> Any:
+def _media(kind: str, value: str | None = None) -> Any:
     if kind == "picture":
         return _Picture(
-            label="Picture", sources=["upload", "clipboard"], type="filepath", height=260, elem_id="picture"
+            value, label="Picture", sources=["upload", "clipboard"], type="filepath", height=170, elem_id="picture"
         )
-    return _Clip(label="Clip", sources=["upload"], height=260)
+    return _Clip(value, label="Clip", sources=["upload"], height=170)
 
 
 def _shown(kind: str, path: str | None, question: str | None, frames: float = limits.FRAMES) -> Prompt:
@@ -169,39 +171,80 @@ def _shown(kind: str, path: str | None, question: str | None, frames: float = li
     return Prompt(asked, clip=limits.clip(path, limits.number(frames, 2, limits.FRAMES, "The number of frames")))
 
 
-def _examples(examples: list[Example], kind: str, inputs: list[Any]) -> None:
-    rows = [[str(one.path), one.question] for one in examples if one.kind == kind]
-    if rows:
-        gr.Examples(rows, inputs, label="Examples, for the models that come with mmaccel", cache_examples=False)
+def _brought(house: House, examples: list[Example], kind: str, name: str) -> tuple[Any, Any, Any]:
+    """The thumbnails of the examples, and below them the picture or clip and the question, filled with the first of them.
+
+    Returns what has happened once another is chosen, the medium, and the question.
+    """
+    found = [one for one in examples if one.kind == kind]
+    first = found[0] if found else None
+    # of a model that somebody brings nothing is known
+    known = KNOWN[kind] if house.options.model is None else None
+    thumbs = gr.Dataset(
+        components=[gr.Image(render=False) if kind == "picture" else gr.Video(render=False)],
+        samples=[[str(one.path)] for one in found],
+        label="Examples",
+        type="index",
+        visible=bool(found),
+        elem_classes="mm-thumbs",
+    )
+    media = _media(kind, str(first.path) if first else None)
+    question = gr.Textbox(
+        first.question if first else None, label="Question", info=known, max_lines=3, elem_classes=f"question-{name}"
+    )
+
+    def pick(number: int) -> tuple[str, str]:
+        return str(found[number].path), found[number].question
+
+    picked = thumbs.click(pick, thumbs, [media, question], **_AT_ONCE)
+    return picked, media, question
+
+
+def _buttons(name: str) -> tuple[Any, Any]:
+    with gr.Row(elem_classes="mm-buttons"):
+        return gr.Button(name, variant="primary", min_width=80), gr.Button("Stop", min_width=80)
 
 
 # ------------------------------------------------------------------------------------------------------- picture, video
 
 
-def _asking(house: House, visitors: Visitors, kind: str, examples: list[Example]) -> Any:
+def _asking(house: House, visitors: Visitors, kind: str, examples: list[Example], opened: list[Any]) -> Any:
     """One question, two answers, and the drawing; returns the list of recipes."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            media = _media(kind)
-            question = gr.Textbox(label="Question", max_lines=3, elem_classes=f"question-{kind}")
-            chosen, panel = _recipe_panel()
-            more = "Longest answer" if kind == "picture" else "Frames, and longest answer"
-            with gr.Accordion(more, open=False):
-                frames = gr.Slider(
-                    2, limits.FRAMES, 16, step=2, label="Frames of the clip, evenly spaced", visible=kind == "video"
-                )
-                longest = gr.Slider(1, limits.ANSWER, _ANSWER, step=1, label="Longest answer, in tokens")
-            with gr.Row():
-                ask = gr.Button("Ask", variant="primary", min_width=80)
-                stop = gr.Button("Stop", min_width=80)
+            picked, media, question = _brought(house, examples, kind, kind)
+            ask, stop = _buttons("Ask")
+            chosen, panel, frames, longest = _settings(kind)
         with gr.Column(scale=3, min_width=300):
-            what = "picture" if kind == "picture" else "clip"
-            hint = cards.say(f"Choose an example below or upload a {what}, and ask.")
-            said = gr.HTML(hint, elem_classes=f"said-{kind}")
+            said = gr.HTML(elem_classes=f"said-{kind}")
             answers = gr.HTML(elem_classes=f"answers-{kind}")
+            figures = _table("figures", f"figures-{kind}", column_widths=["34%", "23%", "23%", "20%"])
+            costs = gr.BarPlot(
+                x="what", y="percent", title="Accelerated, in % of full", x_title=" ", y_title="%",
+                sort=list(_COSTS), y_lim=[0, None], height=200, visible=False, buttons=[], elem_classes=f"costs-{kind}",
+            )  # fmt: skip
             step = gr.Slider(0, 1, 0, step=1, label="Through sites and layers", visible=False, elem_classes="mm-step")
-            drawing = gr.HTML(elem_classes=f"drawing-{kind}")
-    _examples(examples, kind, [media, question])
+            pair = gr.ImageSlider(
+                label="Full, and what is kept", visible=False, interactive=False, buttons=["fullscreen"],
+                max_height=420, elem_classes=f"pair-{kind}",
+            )  # fmt: skip
+            # a clip has no pair: its frames are what is seen first
+            with gr.Accordion("Token by token" if kind == "picture" else "Frame by frame", open=kind == "video"):
+                drawing = gr.HTML(elem_classes=f"drawing-{kind}")
+
+    def show(visitor: Visitor, exchange: Exchange) -> tuple[Any, ...]:
+        view = visitor.views[kind] = exchange.fast[0].view
+        last = len(view.steps) - 1 if view is not None else 0
+        slider = gr.update(maximum=max(1, last), value=last, visible=last > 0)
+        if not exchange.done:
+            return cards.say(exchange.note()), cards.columns(exchange), *_NO_FIGURES, slider, _NOTHING, ""
+        table = gr.update(value=pd.DataFrame(cards.figures(exchange)), visible=True)
+        bars = gr.update(
+            value=pd.DataFrame(took := cards.costs(exchange)), visible=True, y_lim=[0, max(100, *took["percent"])]
+        )
+        seen = overlay.pair(view, last)
+        drawn = gr.update(value=seen, visible=seen is not None), overlay.draw(view, last)
+        return cards.say(exchange.note()), cards.columns(exchange), table, bars, slider, *drawn
 
     def run(
         visitor: Visitor,
@@ -216,20 +259,73 @@ def _asking(house: House, visitors: Visitors, kind: str, examples: list[Example]
         recipes = [limits.recipe(panel)]
         length = limits.number(longest, 1, limits.ANSWER, "The longest answer")
         for exchange in house.engine(kind).ask(prompt, recipes, length, stop):
-            yield "", cards.columns(exchange), gr.skip(), gr.skip()
-        view = visitor.views[kind] = exchange.fast[0].view
-        last = len(view.steps) - 1 if view is not None else 0
-        slider = gr.update(maximum=max(1, last), value=last, visible=last > 0)
-        yield cards.say(exchange.note()), cards.columns(exchange), slider, overlay.draw(view, last)
+            yield "", cards.columns(exchange), *[gr.skip()] * 5
+        yield show(visitor, exchange)
 
-    def move(step: float, request: gr.Request) -> str:
+    def welcome(visitor: Visitor, stop: threading.Event, *inputs: Any) -> Iterator[Any]:
+        house.wait(stop)
+        if stop.is_set():
+            return
+        first = next((one for one in examples if one.kind == kind), None)
+        if first is None or visitor.views.get(kind) is not None:
+            return
+        if (known := house.welcome.get(kind)) is None:
+            prompt = _shown(kind, str(first.path), first.question, _SHOWN)
+            for exchange in house.engine(kind).ask(prompt, [limits.recipe(_START)], _ANSWER, stop):
+                yield "", cards.columns(exchange), *[gr.skip()] * 5
+            if exchange.done:
+                house.welcome[kind] = exchange
+            known = exchange
+        yield show(visitor, known)
+
+    def move(step: float, request: gr.Request) -> tuple[Any, str]:
         view = visitors[str(request.session_hash)].views.get(kind)
-        return overlay.draw(view, min(int(step), len(view.steps) - 1)) if view is not None else ""
+        if view is None:
+            return gr.skip(), ""
+        number = min(int(step), len(view.steps) - 1)
+        seen = overlay.pair(view, number)
+        return gr.skip() if seen is None else seen, overlay.draw(view, number)
 
-    inputs, outputs = [media, question, panel, longest, frames], [said, answers, step, drawing]
-    _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, ("", "", gr.update(visible=False), ""))
-    step.input(move, step, drawing, trigger_mode="always_last", **_AT_ONCE)
+    inputs, outputs = [media, question, panel, longest, frames], [said, answers, figures, costs, step, pair, drawing]
+    blank = ("", "", *_NO_FIGURES, _NOTHING, _NOTHING, "")
+    _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, blank, picked)
+    _opening(visitors, opened, welcome, outputs)
+    step.input(move, step, [pair, drawing], trigger_mode="always_last", **_AT_ONCE)
     return chosen
+
+
+#: of the table of recipes; on a phone it scrolls
+_WIDTHS: list[str | int] = ["112px", "112px", "104px", "76px", "76px", "84px", "84px"]
+#: the bars of the chart from left to right
+_COSTS = ("first token", "tokens", "keys", "KV cache")
+_NOTHING: dict[str, Any] = gr.update(visible=False)
+_NO_FIGURES = (_NOTHING, _NOTHING)
+#: frames of a clip that are shown unless others are chosen
+_SHOWN = 16
+
+
+def _table(label: str, name: str, **options: Any) -> Any:
+    return gr.Dataframe(
+        label=label,
+        show_label=False,
+        interactive=False,
+        visible=False,
+        wrap=True,
+        buttons=[],
+        elem_classes=[name, "mm-figures"],
+        **options,
+    )
+
+
+def _opening(visitors: Visitors, opened: list[Any], welcome: Handler, outputs: list[Any]) -> None:
+    """An example is answered when the page, or the tab, is opened, unless something was asked there before."""
+
+    @_said(len(outputs))
+    def turn(request: gr.Request) -> Iterator[Any]:
+        visitor = visitors[str(request.session_hash)]
+        yield from welcome(visitor, visitor.stop)
+
+    gr.on(opened, turn, None, outputs, **_OPENING, api_visibility="private", show_progress="hidden")
 
 
 def _turns(
@@ -240,9 +336,10 @@ def _turns(
     inputs: list[Any],
     outputs: list[Any],
     blank: tuple[Any, ...],
+    picked: Any = None,
 ) -> None:
     """What is asked is numbered, and the outputs are made ``blank``, at once; it is ``run`` when its turn has come. And the
-    button that stops it."""
+    button that stops it. An example that is ``picked`` is asked too."""
     number = gr.Number(visible=False)
 
     def begin(request: gr.Request) -> tuple[Any, ...]:
@@ -263,29 +360,38 @@ def _turns(
         waits = "The question is taken back; it leaves the queue when its turn has come."
         return cards.say(waits) if visitor.waits else gr.skip()
 
-    begun = gr.on(asked, begin, None, [number, *outputs], **_AT_ONCE)
-    begun.then(
-        turn,
-        [number, *inputs],
-        outputs,
-        **_QUEUED,
-        api_visibility="private",
-        show_progress="minimal",
-        # a question that comes while another is answered ends that one, and is asked then
-        trigger_mode="always_last",
-    )
+    begun = [gr.on(asked, begin, None, [number, *outputs], **_AT_ONCE)]
+    if picked is not None:
+        begun.append(picked.then(begin, None, [number, *outputs], **_AT_ONCE))
+    for one in begun:
+        one.then(
+            turn,
+            [number, *inputs],
+            outputs,
+            **_QUEUED,
+            api_visibility="private",
+            show_progress="minimal",
+            # a question that comes while another is answered ends that one, and is asked then
+            trigger_mode="always_last",
+        )
     stop.click(halt, None, outputs[0], **_AT_ONCE)
 
 
-def _recipe_panel() -> tuple[Any, Any]:
-    """The list of recipes, the budget, and the recipe as JSON, which is what counts; returns the list and the JSON."""
+def _settings(kind: str) -> tuple[Any, Any, Any, Any]:
+    """The list of recipes, and folded away the budget, the lengths, and the recipe as JSON, which is what counts; returns the
+    list, the JSON, the number of frames, and the longest answer."""
     first = recipe(_START)
-    chosen = gr.Dropdown(_known(), value=_START, label="Recipe, by the site where it works")
-    about = gr.HTML(cards.about(first))
-    retain = gr.Slider(0.05, 1.0, first.retain, step=0.05, label="Share of the visual tokens that stays")
-    with gr.Accordion("Expert: the recipe as JSON", open=False):
-        text = gr.Textbox(first.to_json(), label="Recipe", lines=12, max_lines=24, elem_classes="mm-code")
-        verdict = gr.HTML(cards.say("The recipe is valid."))
+    chosen = _list(_known(), _START, label="Recipe", info="Type to search all of them.")
+    with gr.Accordion("Settings", open=False):
+        about = gr.HTML(cards.about(first))
+        retain = gr.Slider(0.05, 1.0, first.retain, step=0.05, label="Share of the visual tokens that stays")
+        frames = gr.Slider(
+            2, limits.FRAMES, _SHOWN, step=2, label="Frames of the clip, evenly spaced", visible=kind == "video"
+        )
+        longest = gr.Slider(1, limits.ANSWER, _ANSWER, step=1, label="Longest answer, in tokens")
+        with gr.Accordion("Expert: the recipe as JSON", open=False):
+            text = gr.Textbox(first.to_json(), label="Recipe", lines=12, max_lines=24, elem_classes="mm-code")
+            verdict = gr.HTML(cards.say("The recipe is valid."))
 
     def budget(one: Recipe) -> Any:
         if not isinstance(one.retain, float):
@@ -321,7 +427,12 @@ def _recipe_panel() -> tuple[Any, Any]:
     # Gradio's "input" of a text is a key alone, not what is pasted; the slider waits, or it would move under the hand
     text.change(write, text, [about, verdict], trigger_mode="always_last", **_AT_ONCE)
     text.blur(settle, text, retain, **_AT_ONCE)
-    return chosen, text
+    return chosen, text, frames, longest
+
+
+def _list(found: list[tuple[str, str]], value: Any, **options: Any) -> Any:
+    """A list of recipes that offers the curated ones, and searches all."""
+    return gr.Dropdown(found, value=value, num_choices_shown=cards.OFFERED, **options)
 
 
 # -------------------------------------------------------------------------------------------------------------- compare
@@ -331,20 +442,26 @@ def _comparing(house: House, visitors: Visitors, examples: list[Example]) -> Any
     """Several recipes on one picture; returns the list of recipes."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            media = _media("picture")
-            question = gr.Textbox(label="Question", max_lines=3, elem_classes="question-compare")
-            chosen = gr.Dropdown(
-                _known(), value=_COMPARED, multiselect=True, max_choices=_MOST, label=f"Recipes, {_MOST} at the most"
-            )
-            retain = gr.Slider(0.05, 1.0, 0.25, step=0.05, label="Share of the visual tokens that stays")
-            with gr.Row():
-                ask = gr.Button("Compare", variant="primary", min_width=80)
-                stop = gr.Button("Stop", min_width=80)
+            picked, media, question = _brought(house, examples, "picture", "compare")
+            ask, stop = _buttons("Compare")
+            label = f"Recipes, {_MOST} at the most"
+            chosen = _list(_known(), _COMPARED, multiselect=True, max_choices=_MOST, label=label)
+            with gr.Accordion("Settings", open=False):
+                retain = gr.Slider(0.05, 1.0, 0.25, step=0.05, label="Share of the visual tokens that stays")
         with gr.Column(scale=3, min_width=300):
-            hint = cards.say("Choose an example below or upload a picture, ask, and see what each recipe makes of it.")
-            said, table = gr.HTML(hint, elem_classes="said-compare"), gr.HTML(elem_classes="answers-compare")
-            drawings = gr.HTML(elem_classes="drawing-compare")
-    _examples(examples, "picture", [media, question])
+            hint = cards.say("Choose an example or upload a picture, and see what each recipe makes of it.")
+            said = gr.HTML(hint, elem_classes="said-compare")
+            table = _table("recipes compared", "answers-compare", column_widths=_WIDTHS)
+            bars = gr.BarPlot(
+                x="recipe", y="milliseconds", title="Time to first token", x_title=" ", y_title="ms",
+                x_label_angle=-20, sort=None,
+                y_lim=[0, None], height=220, visible=False, buttons=[], elem_classes="times-compare",
+            )  # fmt: skip
+            drawings = gr.Gallery(
+                label="What each recipe keeps",
+                show_label=False, columns=3, height="auto", object_fit="contain", visible=False,
+                interactive=False, buttons=["fullscreen"], elem_classes="drawing-compare",
+            )  # fmt: skip
 
     def run(
         visitor: Visitor, stop: threading.Event, media: str | None, question: str, names: list[str], retain: float
@@ -354,12 +471,18 @@ def _comparing(house: House, visitors: Visitors, examples: list[Example]) -> Any
             raise MmaccelError(f"Choose 1 to {_MOST} recipes to compare.")
         found = [limits.recipe(name, float(retain)) for name in names]
         for exchange in house.engine("picture").ask(prompt, found, _ANSWER, stop):
-            yield "", cards.comparison(exchange), gr.skip()
+            yield "", gr.update(value=pd.DataFrame(cards.comparison(exchange)), visible=True), gr.skip(), gr.skip()
         views = {one.title: one.view for one in exchange.fast if one.view is not None}
-        yield cards.say(exchange.note()), cards.comparison(exchange), overlay.sheet(views)
+        yield (
+            cards.say(exchange.note()),
+            gr.update(value=pd.DataFrame(cards.comparison(exchange)), visible=True),
+            gr.update(value=pd.DataFrame(took := cards.times(exchange)), visible=bool(views), sort=took["recipe"]),
+            gr.update(value=overlay.sheet(views), visible=bool(views)),
+        )
 
-    inputs, outputs = [media, question, chosen, retain], [said, table, drawings]
-    _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, ("", "", ""))
+    inputs, outputs = [media, question, chosen, retain], [said, table, bars, drawings]
+    blank = ("", _NOTHING, _NOTHING, _NOTHING)
+    _turns(visitors, [ask.click, question.submit], stop, run, inputs, outputs, blank, picked)
     return chosen
 
 
@@ -370,29 +493,27 @@ def _streaming(house: House, visitors: Visitors, examples: list[Example]) -> Any
     """A clip that comes as if live, and questions at any time; returns the list of recipes."""
     with gr.Row():
         with gr.Column(scale=2, min_width=300):
-            media = _media("video")
-            chosen = gr.Dropdown(
-                [one for one in _known() if _follows(recipe(one[1]))],
-                value="infinipot-v",
-                label="Recipe that keeps the cache under its cap",
-            )
-            cap = gr.Slider(128, 4096, 512, step=64, label="Keys that each head of a layer may hold")
-            with gr.Row():
-                start = gr.Button("Start", variant="primary", min_width=80)
-                stop = gr.Button("Stop", min_width=80)
+            _, media, question = _brought(house, examples, "video", "stream")
+            start, stop = _buttons("Start")
+            found = [one for one in _known() if _follows(recipe(one[1]))]
+            chosen = _list(found, "infinipot-v", label="Recipe that keeps the cache under its cap")
+            with gr.Accordion("Settings", open=False):
+                cap = gr.Slider(128, 4096, 512, step=64, label="Keys that each head of a layer may hold")
         with gr.Column(scale=3, min_width=300):
-            hint = cards.say("Choose an example or upload a clip, and start. It comes as if live, over and over.")
+            hint = cards.say("Start: the clip comes as if live, over and over. Ask at any time.")
             said = gr.HTML(hint, elem_classes="said-stream")
-            frame, line = gr.HTML(elem_classes="frame-stream"), gr.HTML(elem_classes="memory-stream")
-            question = gr.Textbox(label="Question, at any time", max_lines=3, elem_classes="question-stream")
             ask = gr.Button("Ask now", min_width=80)
             answers = gr.HTML(elem_classes="answers-stream")
-    _examples(examples, "video", [media, question])
+            frame, told = gr.HTML(elem_classes="frame-stream"), gr.HTML(elem_classes="memory-stream")
+            line = gr.LinePlot(
+                x="frames", y="KiB", title="KV cache", x_title="frames read", y_lim=[0, None], height=200, visible=False,
+                buttons=[], elem_classes="line-stream",
+            )  # fmt: skip
     small = "The small model learned on clips of 16 frames: it answers well early, and badly once far more have come."
     note = cards.say("" if house.options.model else small)
     timer = gr.Timer(_SECONDS, active=False)
 
-    @_said(5)
+    @_said(6)
     def begin(media: str | None, chosen: str, cap: float, request: gr.Request) -> Iterator[Any]:
         visitor = visitors[str(request.session_hash)]
         visitor.live, visitor.starting = None, (mine := object())
@@ -401,23 +522,24 @@ def _streaming(house: House, visitors: Visitors, examples: list[Example]) -> Any
         clip = limits.clip(media, limits.STREAMED, fps=limits.STREAM_FPS)
         live = Live(engine, limits.recipe(chosen), clip, limits.number(cap, 64, 4096, "The cap"))
         if visitor.starting is not mine:  # stopped, or started anew, while the clip was decoded
-            yield (gr.skip(),) * 5
+            yield (gr.skip(),) * 6
             return
         visitor.live, visitor.starting = live, None
-        yield note, gr.Timer(active=True), "", "", ""
+        yield note, gr.Timer(active=True), "", "", _NOTHING, ""
 
-    @_said(4)
+    @_said(5)
     def tick(request: gr.Request) -> Iterator[Any]:
         live = visitors[str(request.session_hash)].live
         if live is None:
-            yield gr.skip(), gr.Timer(active=False), gr.skip(), gr.skip()
+            yield gr.skip(), gr.Timer(active=False), *[gr.skip()] * 3
             return
         try:
             shown = live.step()
         except Exception:
             visitors[str(request.session_hash)].live = None
             raise
-        yield gr.skip(), gr.skip(), overlay.frame(shown), cards.memory(live.points, live.cap)
+        chart = gr.update(value=pd.DataFrame(cards.line(live.points)), visible=True)
+        yield gr.skip(), gr.skip(), overlay.frame(shown), cards.memory(live.points, live.cap), chart
 
     @_said(2)
     def now(question: str, before: str, request: gr.Request) -> Iterator[Any]:
@@ -436,11 +558,11 @@ def _streaming(house: House, visitors: Visitors, examples: list[Example]) -> Any
     start.click(
         begin,
         [media, chosen, cap],
-        [said, timer, frame, line, answers],
+        [said, timer, frame, told, line, answers],
         api_visibility="private",
         show_progress="minimal",
     )
-    timer.tick(tick, None, [said, timer, frame, line], **_AT_ONCE)
+    timer.tick(tick, None, [said, timer, frame, told, line], **_AT_ONCE)
     gr.on(
         [ask.click, question.submit],
         now,

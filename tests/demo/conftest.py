@@ -100,8 +100,8 @@ def visit(site: SimpleNamespace, idle: list[Any]) -> Iterator[Callable[..., Visi
             pytest.skip(f"{program} is not installed: apt-get install chromium chromium-driver")
     visits: list[Visit] = []
 
-    def start(width: int = 1280, height: int = 1000) -> Visit:
-        visits.append(Visit(idle.pop() if idle else browser(), site.address, width, height))
+    def start(width: int = 1280, height: int = 1000, dark: bool = False) -> Visit:
+        visits.append(Visit(idle.pop() if idle else browser(), site.address, width, height, dark))
         return visits[-1]
 
     yield start

@@ -18,21 +18,26 @@ pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("gradio")]
 
 
 def answers(page, kind="picture"):
-    """Titles, answers and figures of both columns, once they are complete and their tokens are drawn."""
-    page.until(lambda: page.all(f".drawing-{kind} .mm-panel"), 180)
+    """Titles, answers and figures of both columns, once they are complete."""
+    page.answered(kind)
+    rows = page.rows(f".figures-{kind}")
     found = []
-    for column in page.all(f".answers-{kind} .mm-column[data-state=done]"):
-        names = [e.text for e in column.find_elements(page.css, "dt")]
-        values = [e.text for e in column.find_elements(page.css, "dd")]
+    for number, column in enumerate(page.all(f".answers-{kind} .mm-column[data-state=done]"), 1):
         found.append(
             {
                 "title": column.find_element(page.css, "h3").text,
                 "answer": column.find_element(page.css, ".mm-answer").text,
-                **dict(zip(names, values, strict=True)),
+                **{row[0]: row[number] for row in rows},
             }
         )
     assert len(found) == 2
     return found
+
+
+def tokens(page):
+    """Open what shows token by token."""
+    page.press("Token by token")
+    page.until(lambda: page.all(".drawing-picture .mm-panel"))
 
 
 def titles(page, kind="picture"):
@@ -55,17 +60,22 @@ def test_a_picture_is_answered_twice(visit, files):
     full, fast = answers(page)
     assert full["answer"] == files.answer
     assert full["title"] == "full model" and fast["title"] == "balanced 25%"
-    assert full["visual tokens kept"] == "196 of 196" and fast["visual tokens kept"] == "49 of 196"
+    assert full["visual tokens left"] == "196" and fast["visual tokens left"] == "49"
+    assert full["visual keys a head"] == "196" and fast["visual keys a head"] == "49"
     for column in (full, fast):
         # an answer of so few tokens has no rate
-        assert column["tokens per second"] == "-"
+        assert "tokens per second" not in column
         assert re.fullmatch(r"[\d.]+ m?s", column["time to first token"])
     held = [float(column["KV cache"].split()[0]) for column in (full, fast)]
     assert held[1] < held[0]
     said = page.text(".mm-agreement")
     assert ("are equal" in said) == (full["answer"] == fast["answer"]) and "nats" in said
 
+    # the bars, the picture in full and what is kept of it
+    assert page.all(".costs-picture canvas, .costs-picture svg") and len(page.all(".pair-picture img")) >= 2
+
     # every token has a title, and a quarter of them stays
+    tokens(page)
     drawn = titles(page)
     assert len(drawn) == 196 and sum(": kept" in title for title in drawn) == 49
     assert drawn[1].startswith("token 2 of 196, row 1, column 2, place ")
@@ -79,10 +89,13 @@ def test_a_picture_is_answered_twice(visit, files):
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.keys import Keys
 
-    first = page.all(".drawing-picture .mm-t")[0]
-    page.driver.execute_script("arguments[0].focus()", first)
-    page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
-    page.until(lambda: page.text(".mm-readout").startswith("token 16 of 196, row 2, column 2"))
+    def reached():
+        # the drawing may be made anew once more while it is gone through
+        page.driver.execute_script("arguments[0].focus()", page.all(".drawing-picture .mm-t")[0])
+        page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
+        return page.text(".mm-readout").startswith("token 16 of 196, row 2, column 2")
+
+    page.until(reached)
 
     # and by mouse
     ActionChains(page.driver).move_to_element(page.all(".drawing-picture .mm-t")[3]).perform()
@@ -90,19 +103,20 @@ def test_a_picture_is_answered_twice(visit, files):
 
     # another recipe, another budget
     page.choose("pool")
+    page.press("Settings")
     page.until(lambda: "average of neighbouring grid cells" in page.text(".mm-about"))
     page.slide("Share of the visual", 5)
     page.until(lambda: "Keeps 0.5 of the tokens" in page.text(".mm-about"))
     page.press("Ask")
     page.until(lambda: "pool 50%" in page.text(".answers-picture h3"))
     _, fast = answers(page)
-    kept, of = map(int, fast["visual tokens kept"].split(" of "))
-    assert of == 196 and kept <= 98
+    assert int(fast["visual tokens left"]) <= 98
     page.until(lambda: any("merged into token" in title for title in titles(page)))
 
 
 def test_the_recipe_as_json(visit, files):
     page = visit()
+    page.press("Settings")
     page.press("Expert: the recipe as JSON")
     page.until(lambda: page.all(".mm-code textarea"))
     before = json.loads(page.value(".mm-code"))
@@ -117,11 +131,15 @@ def test_the_recipe_as_json(visit, files):
     page.until(lambda: "Keeps 7." in page.text(".mm-about"))
     ask_about(page, files.png, files.question)
     _, fast = answers(page)
-    assert fast["title"] == "mine 7" and fast["visual tokens kept"] == "7 of 196"
+    assert fast["title"] == "mine 7" and fast["visual tokens left"] == "7"
 
 
 def test_errors_are_sentences(visit, files):
     page = visit()
+
+    page.panel().find_elements(page.css, "#picture button[aria-label*=Clear], #picture button[aria-label*=Remove]")[
+        0
+    ].click()
 
     def refused(path, question, sentence):
         if path is not None:
@@ -153,6 +171,7 @@ def test_a_clip_is_answered_twice_and_can_be_stopped(visit, files, site):
     page.upload(files.mp4)
     page.write(".question-video", files.clip_question)
     page.choose("prunevid-merge")
+    page.press("Settings")
     page.until(lambda: "still places kept once" in page.text(".mm-about"))
     with Gate(site.house.engine("video").model, 5) as gate:
         page.press("Ask")
@@ -163,10 +182,14 @@ def test_a_clip_is_answered_twice_and_can_be_stopped(visit, files, site):
         gate.open()
         page.until(lambda: page.text(".answers-video .mm-state") == "stopped stopped")
         assert gate.passes == 5
+        style = "return getComputedStyle(arguments[0]).borderTopStyle"
+        stopped = page.all(".answers-video .mm-column[data-state=stopped]")
+        assert [page.driver.execute_script(style, one) for one in stopped] == ["dashed"] * 2, "no finished answer"
+        assert not page.rows(".figures-video")
     page.press("Ask")
     full, fast = answers(page, "video")
     assert full["answer"] and fast["title"] == "prunevid-merge 50%"
-    in_, of = map(int, fast["visual tokens kept"].split(" of "))
+    in_, of = int(fast["visual tokens left"]), int(full["visual tokens left"])
     assert 0 < in_ < of
     drawn = titles(page, "video")
     assert len(drawn) == of and any("merged into token" in title for title in drawn)
@@ -177,16 +200,110 @@ def test_a_clip_is_answered_twice_and_can_be_stopped(visit, files, site):
 def test_recipes_are_compared(visit, tmp_path):
     from mmaccel_demo import examples
 
-    page, first = visit(), examples.make(tmp_path)[0]
+    page = visit()
+    *_, last = [one for one in examples.make(tmp_path) if one.kind == "picture"]
     page.tab("Compare recipes")
     page.example(".question-compare")
-    assert page.value(".question-compare") == first.question
-    page.press("Compare")
-    page.until(lambda: page.all(".drawing-compare .mm-panel"), 180)
-    rows = [e.text for e in page.all(".answers-compare tbody tr")]
-    assert len(rows) == 6 and rows[0].startswith(f"full model {first.answer}")
-    assert all("49 of 196" in row for row in rows[1:4])
-    assert len(page.all(".drawing-compare .mm-panel")) == 5
+    assert page.value(".question-compare") == last.question
+    # choosing an example asks it
+    page.until(lambda: len(page.all(".drawing-compare img")) == 5, 180)
+    rows = page.rows(".answers-compare")
+    assert len(rows) == 6 and rows[0][:2] == ["full model", last.answer]
+    assert all(row[3] == "49" for row in rows[1:4])
+    assert page.all(".times-compare canvas, .times-compare svg")
+
+
+def test_an_example_is_answered_when_the_page_opens(site, visit, tmp_path):
+    """With no click; once for all visitors, of whom each may look at it in his own way."""
+    from mmaccel_demo import examples
+
+    first = examples.make(tmp_path)[0]
+    page = visit()
+    assert page.value(".question-picture") == first.question
+    assert answers(page)[0]["answer"] == first.answer and page.text(".said-picture") == ""
+    with Gate(site.house.engine("picture").model, 1) as gate:
+        other = visit()
+        assert answers(other)[0]["answer"] == first.answer and gate.passes == 0
+        gate.open()
+    tokens(page), tokens(other)
+    its = titles(other)
+    page.slide("Through sites", -1)
+    page.until(lambda: titles(page) != its)
+    assert titles(other) == its
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_what_is_asked_stands_within_the_first_600_pixels(visit, width):
+    page = visit(width, 900)
+    for name, kind, button in (
+        ("Picture", "picture", "Ask"),
+        ("Video", "video", "Ask"),
+        ("Compare recipes", "compare", "Compare"),
+    ):
+        page.tab(name)
+        page.until(lambda kind=kind: page.all(f".question-{kind}"))
+        ends = {}
+        for part in (".mm-thumbs", f".question-{kind}", ".mm-buttons"):
+            for one in page.all(part):
+                ends[part] = one.rect["y"] + one.rect["height"]
+        assert set(ends) >= {".mm-thumbs", f".question-{kind}", ".mm-buttons"}
+        assert all(end <= 600 for end in ends.values()), ends
+        assert ends[".mm-thumbs"] < ends[f".question-{kind}"] < ends[".mm-buttons"]
+        assert button in page.text(".mm-buttons")
+        media = page.until(
+            lambda: [e for e in page.panel().find_elements(page.css, "img, video") if e.rect["width"] > 100]
+        )[0]
+        assert (
+            ends[".mm-thumbs"] <= media.rect["y"] and media.rect["y"] + media.rect["height"] < ends[f".question-{kind}"]
+        )
+        assert "coloured shapes" in page.text(f".question-{kind}"), "what the model knows stands beside the question"
+
+
+def test_eight_recipes_are_offered_and_all_are_found(visit, site):
+    from selenium.webdriver.common.keys import Keys
+
+    page = visit()
+    field = page.all("input[role=combobox]")[0]
+    field.click()
+    page.until(lambda: page.all("[role=option]"))
+    offered = [e.text for e in page.all("[role=option]")]
+    assert len(offered) == 8 and "balanced · " in offered[0]
+    field.send_keys(Keys.CONTROL, "a")
+    field.send_keys("criticalkv")
+    assert page.until(lambda: [e for e in page.all("[role=option]") if "criticalkv · cache" in e.text])
+    field.send_keys(Keys.ESCAPE)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_can_be_read(visit, dark):
+    """Small print has at least the contrast of 4.5 to 1 that WCAG asks for."""
+    page = visit(dark=dark)
+    measure = """
+        const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+        const over = (colours) => {
+          canvas.clearRect(0, 0, 1, 1);
+          for (const one of colours) { canvas.fillStyle = one; canvas.fillRect(0, 0, 1, 1); }
+          return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+        };
+        const light = (rgb) => rgb.map((x) => x / 255).map((x) => (x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4))
+          .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
+        return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility()).map((e) => {
+          const behind = [];
+          for (let one = e; one; one = one.parentElement) behind.unshift(getComputedStyle(one).backgroundColor);
+          const a = light(over(behind)), b = light(over([...behind, getComputedStyle(e).color]));
+          return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        });
+    """
+    for selector in (
+        "#state .mm-note",
+        ".info-text",
+        ".mm-agreement",
+        ".mm-answer",
+        ".mm-column h3",
+        "span[data-testid=block-info]",
+    ):
+        found = page.driver.execute_script(measure, selector)
+        assert found and min(found) >= 4.5, (selector, found)
 
 
 def test_a_stream_is_followed(visit, files):
@@ -200,7 +317,7 @@ def test_a_stream_is_followed(visit, files):
     count = re.compile(r"(\d+) frames read, .* (\d+) of at most 512 keys")
 
     def read():
-        found = count.search(page.text(".memory-stream figcaption"))
+        found = count.search(page.text(".memory-stream .mm-say"))
         return found and tuple(map(int, found.groups()))
 
     page.until(lambda: (read() or (0,))[0] >= 8)
@@ -272,6 +389,7 @@ def test_a_new_question_ends_the_one_before(visit, files, site):
         ask_about(page, files.png, files.question)
         page.until(gate.reached.is_set)
         page.choose("uniform")
+        page.press("Settings")
         page.until(lambda: page.text(".mm-about").startswith("uniform"))
         page.press("Ask")
         page.until(lambda: "stops at its next token" in page.text(".answers-picture .mm-state"))
@@ -317,6 +435,7 @@ def test_two_visitors_get_their_own_answers(visit, files):
     assert answers(first)[0]["answer"] == files.answer
     assert answers(second)[0]["answer"] == files.other_answer
     # what is drawn for one is his own picture, and moving in it leaves the other alone
+    tokens(first), tokens(second)
     mine, its = titles(first), titles(second)
     second.slide("Through sites", -1)
     second.until(lambda: titles(second) != its)
@@ -327,9 +446,12 @@ def test_a_phone(visit):
     page = visit(390, 844)
     width = page.driver.execute_script("return document.documentElement.scrollWidth")
     assert width <= 390, "nothing to scroll sideways"
-    for name in ("Video", "Compare recipes", "Stream"):
+    for name in ("Video", "Stream", "Compare recipes"):
         page.tab(name)
         assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390
+    page.press("Compare")
+    page.until(lambda: page.all(".drawing-compare img"), 180)
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390, "the wide table scrolls"
 
 
 def test_keyboard_alone_reaches_the_answer(visit, files):
@@ -338,16 +460,21 @@ def test_keyboard_alone_reaches_the_answer(visit, files):
     page = visit()
     page.upload(files.png)
     page.write(".question-picture", files.question)
+    page.forget()
     page.driver.switch_to.active_element.send_keys(Keys.ENTER)
     assert answers(page)[0]["answer"] == files.answer
-    reached = set()
+    tokens(page)
+    reached = []
     page.driver.execute_script("document.activeElement.blur(); window.scrollTo(0, 0)")
     for _ in range(60):
         page.driver.switch_to.active_element.send_keys(Keys.TAB)
         focused = page.driver.switch_to.active_element
-        reached |= {(focused.get_attribute("aria-label") or focused.text or focused.get_attribute("class")).strip()}
-    for name in ("Ask", "Stop", "Recipe, by the site where it works", "Expert: the recipe as JSON"):
-        assert any(name in label for label in reached), (name, reached)
+        reached.append((focused.get_attribute("aria-label") or focused.text or focused.get_attribute("class")).strip())
+    names = ("gallery-item", "Ask", "Stop", "Recipe", "Settings", "Token by token")
+    places = [
+        next((i for i, label in enumerate(reached) if label.partition("\n")[0].startswith(name)), -1) for name in names
+    ]
+    assert -1 not in places and places == sorted(places), ("in the order in which they are seen", places, reached)
     assert any("mm-t" in label for label in reached), "the tokens"
 
 

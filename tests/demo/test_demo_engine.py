@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import types
+from html import escape
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from mmaccel_demo import cards, engine, examples, limits, overlay
 from mmaccel_demo.visitors import STREAMS, VISITORS, Live, Visitors
 from tail import few
 
-from mmaccel import MmaccelError, Recipe, Reduction, Stage, accelerated, is_accelerated
+from mmaccel import MmaccelError, Recipe, Reduction, Stage, accelerated, is_accelerated, recipes
 from mmaccel.cli import ask
 from mmaccel.media.files import Clip, Prompt, encode
 
@@ -102,7 +103,11 @@ def test_stopping_in_the_middle(films):
     assert 3 <= exchange.full.tokens < 200
     assert exchange.full.answer is None and exchange.fast[0].agreement is None
     assert not films.lock.locked() and not is_accelerated(films.model)
-    assert "stopped" in cards.columns(exchange)
+    shown = cards.columns(exchange)
+    assert shown.count('data-state="stopped"') == 2
+    assert f"{escape(exchange.full.text)} …</p>" in shown, "what is missing is seen to be missing"
+    table = list(cards.comparison(exchange)["answer"])
+    assert table == [f"{exchange.full.text} … (stopped)", "(stopped)"]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +258,8 @@ def test_refusals(house, films, files):
     # of several the others go on
     last = answered(films, Prompt("what?", clip=clip()), "vtc-cls", "uniform")
     assert [one.state for one in last.fast] == ["refused", "done"]
-    assert "not with this model" not in cards.comparison(last) and "needs a CLS token" in cards.comparison(last)
+    said = list(cards.comparison(last)["answer"])
+    assert "needs a CLS token" in said[1] and not any("not with this model" in text for text in said)
 
 
 def test_the_house(house, monkeypatch, tmp_path):
@@ -350,6 +356,36 @@ def test_steps_through_layers_and_the_cache(house, files):
     assert re.search(r"kept by 1 of \d heads", overlay.draw(view, 1))
 
 
+def test_tokens_and_keys_are_named_as_what_they_are(house, files):
+    """A recipe that evicts from the cache leaves all tokens, and of their keys the budget: in the table, the chart and the
+    drawing; one that drops before the language model leaves as many of both."""
+    where = house.engine("picture")
+    for name, tokens in (("snapkv", 196), ("divprune", 49)):
+        exchange = answered(where, scene(files), name, retain=0.25)
+        rows = {name: rest for name, *rest in zip(*cards.figures(exchange).values(), strict=True)}
+        assert rows[cards.LEFT] == ["196", str(tokens), f"{tokens / 196:.0%}"]
+        assert rows[cards.HELD] == ["196", "49", "25%"]
+        bars = dict(zip(*cards.costs(exchange).values(), strict=True))
+        assert bars["tokens"] == pytest.approx(100 * tokens / 196) and bars["keys"] == pytest.approx(25)
+        compared = cards.comparison(exchange)
+        assert list(compared[cards.LEFT]) == ["196", str(tokens)] and list(compared[cards.HELD]) == ["196", "49"]
+        view = exchange.fast[0].view
+        said = re.search(r'mm-count">(.*?)</p>', overlay.draw(view, len(view.steps) - 1))[1]
+        if name == "snapkv":
+            assert "A head holds the keys of 49 of 196 visual tokens (25%); " in said
+        else:
+            assert "49 of 196 visual tokens stay (25%)" in said
+
+
+def test_the_pair_of_pictures(house, films, files):
+    view = answered(house.engine("picture"), scene(files), "divprune", retain=0.25).fast[0].view
+    before, after = (np.asarray(one.convert("L"), dtype=float) for one in overlay.pair(view, 1))
+    assert before.shape == after.shape and after.mean() < 0.6 * before.mean(), "three quarters are dark"
+    shown = overlay.sheet({"mine": view})
+    assert [title for _, title in shown] == ["mine"]
+    assert overlay.pair(answered(films, Prompt("what?", clip=clip()), "uniform").fast[0].view, 1) is None
+
+
 def test_pixels_only(house, files):
     view = answered(house.engine("picture"), scene(files), "resize").fast[0].view
     assert not view.steps and "pixels only" in overlay.draw(view, 0)
@@ -401,22 +437,25 @@ def test_nothing_of_a_visitor_is_markup():
     exchange = engine.Exchange(engine.Column("full model", evil), [engine.Column(evil, evil)])
     shown = [
         cards.columns(exchange),
-        cards.comparison(exchange),
         cards.say(evil),
         cards.asked(evil, evil, 3),
         cards.about(Recipe(evil, (Stage("uniform", 0.5),), summary=evil, paper=evil)),
     ]
     view = overlay.View([overlay.Panel(None, evil)], [overlay.Step(evil, Reduction.identity(torch.ones(1, 2) > 0))])
-    shown += [overlay.draw(view, 0), overlay.sheet({evil: view})]
+    shown.append(overlay.draw(view, 0))
     assert all("<script" not in html and "&lt;script" in html for html in shown)
 
 
 def test_recipes_by_site():
     # by choice: one of every site
     found = cards.choices([limits.recipe(name) for name in ("snapkv", "fastv", "divprune", "tome", "resize", "kivi")])
-    assert [text.split(" · ")[0] for text, _ in found] == list(cards.SITES)
-    # by choice: the same in the order of the sites
-    assert [name for _, name in found] == ["resize", "tome", "divprune", "fastv", "snapkv", "kivi"]
+    # by choice: the curated ones as they are curated, then the others by site
+    assert [name for _, name in found] == ["tome", "fastv", "snapkv", "kivi", "resize", "divprune"]
+    assert [text for text, _ in found][-2:] == ["resize · frames", "divprune · projector"]
+    everything = cards.choices([one for one in recipes().values() if one.stages])
+    curated = [name for _, name in everything][: cards.OFFERED]
+    assert cards.OFFERED == 8 and set(curated) < set(cards.CURATED) and len(everything) == len(recipes()) - 1
+    assert all(text.partition(" · ")[0] == name for text, name in everything)
     about = cards.about(limits.recipe("divprune"))
     assert 'href="https://arxiv.org/abs/2503.02175"' in about and "max-min cosine distance" in about
     assert "href" not in cards.about(limits.recipe("uniform"))
@@ -441,8 +480,9 @@ def test_a_stream_stays_under_its_cap(films):
     assert max(keys) <= 128 and max(held[3:]) < 1.03 * min(held[3:]), "the line is flat"
     before = live.session.nbytes()
     assert isinstance(live.ask("what?", 4), str) and live.session.nbytes() == before
-    chart = cards.memory(live.points, live.cap)
-    assert "32 frames read" in chart and "of at most 128 keys" in chart
+    said = cards.memory(live.points, live.cap)
+    assert "32 frames read" in said and "of at most 128 keys" in said
+    assert list(cards.line(live.points)["frames"]) == list(frames)
     with accelerated(films.model, "none"):
         pass
 

@@ -29,14 +29,15 @@ def browser() -> Any:
 class Visit:
     """One visitor, with a browser for himself."""
 
-    def __init__(self, driver: Any, address: str, width: int, height: int) -> None:
+    def __init__(self, driver: Any, address: str, width: int, height: int, dark: bool = False) -> None:
         from selenium.webdriver.common.by import By
 
         self.css = By.CSS_SELECTOR
         self.driver = driver
-        self.size(width, height)
+        self.size(width, height, dark)
         self.driver.get(address)
         self.until(lambda: "are shown to" in self.text("#state"))
+        self.answered("picture")
 
     def size(self, width: int, height: int, dark: bool = False) -> None:
         about = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -70,13 +71,32 @@ class Visit:
             self.all(".overflow-menu > button")[0].click()
             found = self.until(lambda: [e for e in self.all(".overflow-dropdown button") if e.text == name])
         found[0].click()
+        if name == "Video":
+            self.answered("video")
+
+    def answered(self, kind: str) -> None:
+        """Wait for both answers to what was asked last, the example that every visitor is shown included, and their figures."""
+        done = f".answers-{kind} .mm-columns:not([data-old]) .mm-column[data-state=done]"
+        self.until(lambda: len(self.all(done)) == 2 and self.rows(f".figures-{kind}"), 180)
+
+    def rows(self, selector: str) -> list[list[str]]:
+        """The cells of a table that is seen."""
+        cells = "[...r.querySelectorAll('[role=gridcell]')].map(e => e.innerText.trim())"
+        rows = f"[...document.querySelectorAll(arguments[0])].filter(r => r.checkVisibility()).map(r => {cells})"
+        found = self.driver.execute_script(f"return {rows}", f"{selector} [role=row]")
+        return [row for row in found if any(row)]
 
     def press(self, name: str) -> None:
         # what folds out has an arrow in a second line
         button = self.until(lambda: [e for e in self.all("button") if e.text.split("\n")[0] == name])[0]
         self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
         self.until(button.is_enabled)
+        self.forget()
         button.click()
+
+    def forget(self) -> None:
+        """Mark the answers that are seen, so that they are not taken for those to come."""
+        self.driver.execute_script("document.querySelectorAll('.mm-columns').forEach(e => e.dataset.old = 1)")
 
     def panel(self) -> Any:
         return self.all("[role=tabpanel]")[0]
@@ -93,13 +113,11 @@ class Visit:
         self.until(lambda: any(name in source for source in self.driver.execute_script(sources, panel)))
 
     def example(self, field: str) -> None:
-        """The first example of the panel, once its file is shown and its question stands in ``field``."""
-        self.until(lambda: self.panel().find_elements(self.css, "tbody tr.tr-body"))[0].click()
-        # not those of the list of examples
-        mine = "[...arguments[0].querySelectorAll('img, video')].filter(e => !e.closest('table'))"
-        shown = f"return {mine}.some(e => e.naturalWidth || e.videoWidth)"
-        self.until(lambda: self.driver.execute_script(shown, self.panel()))
-        self.until(lambda: self.value(field))
+        """The last example of the panel, once its question stands in ``field``."""
+        before = self.value(field)
+        self.forget()
+        self.until(lambda: self.panel().find_elements(self.css, ".mm-thumbs button"))[-1].click()
+        self.until(lambda: self.value(field) != before)
 
     def value(self, selector: str) -> str:
         """What a field holds, whether it is folded away or not."""
@@ -135,7 +153,7 @@ class Visit:
         field.click()
         field.send_keys(Keys.CONTROL, "a")
         field.send_keys(name)
-        option = self.until(lambda: [e for e in self.all("[role=option]") if e.text.endswith(f" {name}")])[0]
+        option = self.until(lambda: [e for e in self.all("[role=option]") if f"{name} ·" in e.text])[0]
         option.click()
 
     def leave(self) -> None:
@@ -143,51 +161,48 @@ class Visit:
 
 
 def screenshots(address: str, folder: Path) -> None:
-    """The pictures of ``demo/screenshots``, from a demo with the shipped models that runs at ``address``.
-
-    Each tab is asked its first example at 1280 and at 390 pixels; the colours are reduced to a palette, which keeps them small.
-    """
+    """The pictures of ``demo/screenshots``, from a demo with the shipped models that runs at ``address``: each tab at 1280 and
+    at 390 pixels, light and dark. The colours are reduced to a palette, which keeps them small."""
     driver = browser()
     try:
-        for width in (1280, 390):
-            page = Visit(driver, address, width, 900)
-            _shoot(page, "Picture", "picture", "Ask", width, folder)
-            _shoot(page, "Video", "video", "Ask", width, folder)
-            _shoot(page, "Compare recipes", "compare", "Compare", width, folder)
-            _shoot(page, "Stream", "stream", "Start", width, folder)
+        for width, dark in ((1280, False), (1280, True), (390, False), (390, True)):
+            # Gradio takes light or dark from the browser when the page is opened
+            page = Visit(driver, address, width, 900, dark)
+            for tab, kind in (
+                ("Picture", "picture"), ("Video", "video"), ("Compare recipes", "compare"), ("Stream", "stream"),
+            ):  # fmt: skip
+                _shoot(page, tab, kind, width, dark, folder)
     finally:
         driver.quit()
 
 
-def _shoot(page: Visit, tab: str, kind: str, button: str, width: int, folder: Path) -> None:
+def _shoot(page: Visit, tab: str, kind: str, width: int, dark: bool, folder: Path) -> None:
     from io import BytesIO
 
     from PIL import Image
 
     page.tab(tab)
-    page.example(f".question-{kind}")
-    page.press(button)
     if kind == "stream":
 
         def frames() -> int:
-            return int(page.text(".memory-stream figcaption").partition(" ")[0] or 0)
+            return int(page.text(".memory-stream .mm-say").partition(" ")[0] or 0)
 
+        page.press("Start")
         page.until(lambda: frames() >= 8, 180)
         page.press("Ask now")
         page.until(lambda: page.all(".answers-stream .mm-asked"), 180)
-        page.until(lambda: frames() >= 60, 180)
+        page.until(lambda: frames() >= 40, 180)
         page.press("Stop")
-    else:
-        page.until(lambda: page.all(f".drawing-{kind} .mm-panel"), 180)
-    for dark in (False, True) if (width, kind) == (1280, "picture") else (False,):
-        page.size(width, 900, dark)
-        page.size(width, page.driver.execute_script("return document.documentElement.scrollHeight"), dark)
-        page.driver.execute_script("document.activeElement.blur(); window.scrollTo(0, 0)")
-        time.sleep(2)
-        shot = Image.open(BytesIO(page.driver.get_screenshot_as_png())).convert("RGB")
-        name = f"{kind}-{width}{'-dark' * dark}.png"
-        shot.quantize(160, kmeans=1, dither=Image.Dither.NONE).save(folder / name, optimize=True)
-    page.size(width, 900)
+    elif kind == "compare":
+        page.press("Compare")
+        page.until(lambda: page.all(".drawing-compare img"), 180)
+    page.size(width, page.driver.execute_script("return document.documentElement.scrollHeight"), dark)
+    page.driver.execute_script("document.activeElement.blur(); window.scrollTo(0, 0)")
+    time.sleep(2)
+    shot = Image.open(BytesIO(page.driver.get_screenshot_as_png())).convert("RGB")
+    name = f"{kind}-{width}{'-dark' * dark}.png"
+    shot.quantize(128, kmeans=1, dither=Image.Dither.NONE).save(folder / name, optimize=True)
+    page.size(width, 900, dark)
 
 
 if __name__ == "__main__":
