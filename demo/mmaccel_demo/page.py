@@ -323,7 +323,7 @@ def _opening(visitors: Visitors, opened: list[Any], welcome: Handler, outputs: l
     @_said(len(outputs))
     def turn(request: gr.Request) -> Iterator[Any]:
         visitor = visitors[str(request.session_hash)]
-        yield from welcome(visitor, visitor.stop)
+        yield from welcome(visitor, visitor.show())
 
     gr.on(opened, turn, None, outputs, **_OPENING, api_visibility="private", show_progress="hidden")
 
@@ -356,7 +356,7 @@ def _turns(
 
     def halt(request: gr.Request) -> Any:
         visitor = visitors[str(request.session_hash)]
-        visitor.stop.set()
+        visitor.halt()
         waits = "The question is taken back; it leaves the queue when its turn has come."
         return cards.say(waits) if visitor.waits else gr.skip()
 

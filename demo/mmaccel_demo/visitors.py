@@ -61,12 +61,14 @@ class Visitor:
 
     asked : questions so far; only the last of them is answered.
     stop : ends the answer to that one.
+    shown : end the answers to the examples that the visitor is shown unasked.
     waits : it waits in the queue.
     starting : what stands for the stream that is about to start; another, or None, once the visitor wants that no more.
     """
 
     asked: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
+    shown: list[threading.Event] = field(default_factory=list)
     waits: bool = False
     views: dict[str, View | None] = field(default_factory=dict)
     live: Live | None = None
@@ -75,10 +77,20 @@ class Visitor:
 
     def begin(self) -> int:
         """The number of a new question; the one before is stopped, whether it waits or is answered."""
-        self.stop.set()
+        self.halt()
         self.stop, self.waits = threading.Event(), True
         self.asked += 1
         return self.asked
+
+    def show(self) -> threading.Event:
+        """The event that stops the answer to an example: its own, since whatever ends sets its event."""
+        self.shown = [one for one in self.shown if not one.is_set()] + [stop := threading.Event()]
+        return stop
+
+    def halt(self) -> None:
+        """Stop whatever is answered."""
+        for stop in (self.stop, *self.shown):
+            stop.set()
 
     def turn(self, number: int) -> threading.Event:
         """The event that stops question ``number``, whose turn it is; already set if another came after it, or if the
@@ -119,7 +131,7 @@ class Visitors:
     def _forget(self, key: str) -> None:
         visitor = self._all.pop(key, None)
         if visitor is not None:
-            visitor.stop.set()
+            visitor.halt()
             visitor.live = visitor.starting = None
 
     def room(self, visitor: Visitor) -> None:

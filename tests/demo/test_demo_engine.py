@@ -506,6 +506,20 @@ def test_visitors_are_apart_and_forgotten(monkeypatch):
     assert len(all_) == VISITORS and other.stop.is_set()
 
 
+def test_examples_are_shown_until_something_is_asked():
+    one = Visitors()["a"]
+    first, second = one.show(), one.show()
+    first.set()
+    assert not second.is_set() and not one.stop.is_set(), "each ends by itself"
+    third = one.show()
+    one.begin()
+    assert second.is_set() and third.is_set() and not one.stop.is_set()
+    all_ = Visitors()
+    shown = all_["b"].show()
+    all_.leave("b")
+    assert shown.is_set()
+
+
 def test_streams_are_few(monkeypatch):
     all_ = Visitors()
     for number in range(STREAMS):
