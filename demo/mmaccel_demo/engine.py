@@ -1,12 +1,14 @@
 """Asking: in full and accelerated, one after the other, with tokens as they come and figures at the end.
 
 A model answers one question at a time: a recipe hangs on the model itself, and two runs at once would spoil each other's
-times. Who comes meanwhile waits for the lock.
+times. Who comes meanwhile waits for the lock, or, where several are answered at once, is answered by a twin of the model, which
+has the same weights and recipes of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import queue
 import threading
 import time
@@ -111,11 +113,24 @@ class Engine:
     model, processor : of a supported family, ready to generate.
     name : what the page calls the model.
     seconds : that it works for one question.
+    several : questions that are answered at once.
     """
 
-    def __init__(self, model: Any, processor: Any, name: str, seconds: float = limits.ANSWERED) -> None:
+    def __init__(
+        self, model: Any, processor: Any, name: str, seconds: float = limits.ANSWERED, several: int = 1
+    ) -> None:
         self.model, self.processor, self.name, self.seconds = model, processor, name, seconds
         self.lock = threading.Lock()
+        self.twins = [self._twin() for _ in range(several - 1)]
+
+    def _twin(self) -> Engine:
+        weights = {id(x): x for x in self.model.parameters()}
+        model, processor = copy.deepcopy(self.model, weights), copy.deepcopy(self.processor)
+        return Engine(model, processor, self.name, self.seconds)
+
+    def free(self) -> Engine:
+        """This engine or a twin that answers nobody; this one if there is none."""
+        return next((one for one in (self, *self.twins) if not one.lock.locked()), self)
 
     @contextmanager
     def turn(self, stop: threading.Event | None = None) -> Iterator[Callable[[], None]]:
@@ -305,10 +320,11 @@ class House:
     options : what :func:`mmaccel.cli.ask.load_model` reads. Without ``model`` the small ones that come with mmaccel are
         taken, one for pictures and one for clips.
     seconds : that a model works for one question.
+    several : questions that are answered at once.
     """
 
-    def __init__(self, options: argparse.Namespace, seconds: float = limits.ANSWERED) -> None:
-        self.options, self.seconds = options, seconds
+    def __init__(self, options: argparse.Namespace, seconds: float = limits.ANSWERED, several: int = 1) -> None:
+        self.options, self.seconds, self.several = options, seconds, several
         self.loading: Loading | None = None
         #: recipes that can be chosen, once loading is over
         self.choices: dict[str, list[Recipe]] = {}
@@ -364,7 +380,7 @@ class House:
             model, processor = ask.load_model(argparse.Namespace(**{**vars(self.options), "model": name}))
         finally:
             logging.set_tqdm_hook(before)
-        return Engine(model, processor, short, self.seconds)
+        return Engine(model, processor, short, self.seconds, self.several)
 
     def sentence(self) -> str:
         """What is loaded, or how far loading is, or why there is nothing."""
@@ -378,6 +394,8 @@ class House:
                 words.append(f"{what.capitalize()} are shown to {found.name} ({about}).")
             elif str(found) not in words:
                 words.append(str(found))
+        if self.several > 1:
+            words.append(f"Up to {self.several} questions are answered at once, and take each other's time.")
         return " ".join(words)
 
     @property
@@ -392,7 +410,7 @@ class House:
                 return
 
     def engine(self, kind: str) -> Engine:
-        """The engine for ``picture`` or ``video``.
+        """An engine for ``picture`` or ``video``, one that is free if any is.
 
         Raises
         ------
@@ -401,7 +419,7 @@ class House:
         """
         found = self._engines.get(kind)
         if isinstance(found, Engine):
-            return found
+            return found.free()
         if found is not None:
             raise found
         raise MmaccelError(self.loading.sentence() if self.loading else "The model is being loaded; try again soon.")

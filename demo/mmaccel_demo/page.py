@@ -20,8 +20,8 @@ from .engine import Exchange, House
 from .examples import KNOWN, Example
 from .visitors import Live, Visitor, Visitors
 
-#: what uses a model waits in one queue
-_QUEUED: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1}
+#: what uses a model waits in one queue, from which as many are taken as are answered at once
+_QUEUED: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": "default"}
 #: what was worked out before, or waits until the model is loaded, keeps nobody from asking
 _OPENING: dict[str, Any] = {"concurrency_id": "opening", "concurrency_limit": None}
 #: what only draws does not wait, and is nothing for the API

@@ -70,7 +70,7 @@ def launch(house: House, folder: Path, allowed: Sequence[str] = (), **options: A
     **options : those of ``gr.Blocks.launch``.
     """
     blocks = build(house, examples.make(folder))
-    blocks.queue(max_size=_WAITING)
+    blocks.queue(max_size=_WAITING, default_concurrency_limit=house.several)
     _, address, _ = blocks.launch(
         prevent_thread_lock=True,
         quiet=True,
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         *([options.host] if options.host else []),
         *(["*.gradio.live"] if options.share else []),
     ]
-    house = House(options, options.time_limit)
+    house = House(options, options.time_limit, options.several)
     with terminable(), workplace() as folder:
         try:
             blocks, address = launch(

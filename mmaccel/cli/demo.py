@@ -26,6 +26,7 @@ examples:
   mmaccel demo
   mmaccel demo --model Qwen/Qwen2.5-VL-3B-Instruct --device cuda
   mmaccel demo --model ./my-llava --host 0.0.0.0 --port 8080
+  mmaccel demo --several 4
 """
 
 
@@ -49,6 +50,15 @@ class Serving(ModelOptions):
         ),
     ] = None
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="That the model works for one question.")] = 120.0
+    several: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Questions that are answered at once, each by a twin of the model that shares its weights; they take each "
+            "other's time, so that times mean less.",
+        ),
+    ] = 1
     share: Annotated[bool, typer.Option("--share", help="Also make a public address, over Gradio's servers.")] = False
 
 

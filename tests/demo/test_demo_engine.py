@@ -550,3 +550,24 @@ def test_the_examples_are_answered_right(kind, tmp_path):
     ]
     said = [ask.answer(model, processor, encode(processor, [prompt]), "none", 16).answer for prompt in shown]
     assert len(said) >= 3 and said == [one.answer for one in found]
+
+
+def test_several_at_once_are_kept_apart():
+    """A question is answered while another one is, by a twin with the same weights, as it would be alone."""
+    alone = engine.Engine(zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl"), "tiny")
+    both = engine.Engine(zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl"), "tiny", several=2)
+    (twin,) = both.twins
+    assert all(x is y for x, y in zip(both.model.parameters(), twin.model.parameters(), strict=True))
+    prompt, found = Prompt("what?", clip=clip()), []
+    with Gate(both.model, 2) as gate:
+        first = threading.Thread(target=lambda: found.append(answered(both.free(), prompt, "uniform")))
+        first.start()
+        gate.reached.wait(60)
+        assert both.lock.locked() and both.free() is twin
+        second = answered(both.free(), prompt, "snapkv")
+        assert first.is_alive() and both.free() is twin
+        gate.open()
+        first.join()
+    assert both.free() is both and not is_accelerated(both.model) and not is_accelerated(twin.model)
+    for got, name in ((found[0], "uniform"), (second, "snapkv")):
+        assert got.fast[0].text == answered(alone, prompt, name).fast[0].text
