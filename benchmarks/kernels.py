@@ -118,7 +118,7 @@ def checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
         stored = flat._replace(keys=flat.keys.to(dtype), values=flat.values.to(dtype))
         own, want = (run(*cast, 0.1, stored)[0] for run in (decode_attention_kernel, decode_attention_definition))
         yield f"decode attention, ragged, {dtype}", own, want, 1e-4 if dtype == torch.float32 else 2e-2
-    for code in ("sign", "ternary", "int1", "int2", "int4", "int8", "fp8"):
+    for code in ("sign", "ternary", "three", "int1", "int2", "int4", "int8", "fp8"):
         pages = packed(bench, lengths, 2, 64, code)
         own, want = (
             run(query, keys, values, 0.1, None, pages)[0]

@@ -115,7 +115,7 @@ def test_page_loops_cost_what_the_table_says(capsys: Any) -> None:
 
 #: instructions a byte at most, by the bits of keys and values
 MOST = {"kivi, 4 bit": 0.1, "think": 0.1, "calibquant, 4 bit": 0.1, "kivi, 8 bit": 0.1, "fp8": 0.1, "kivi, 2 bit": 0.15}
-MOST |= {"kivi, half precision": 0.15, "calibquant": 0.25}
+MOST |= {"kivi, half precision": 0.15, "calibquant": 0.25, "vidkv": 0.25, "vidkv, protected tokens": 0.25}
 
 
 @pytest.mark.kernel

@@ -23,7 +23,7 @@ from mmaccel_kernels.pages import Format, Pages, Plane, split
 
 #: largest difference from the definition, of results of about 1
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-CODES = ("sign", "ternary", "int1", "int2", "int4", "int8", "fp8")
+CODES = ("sign", "ternary", "three", "int1", "int2", "int4", "int8", "fp8")
 
 
 def bounds(lengths):

@@ -176,3 +176,90 @@ ELSEWHERE += [(name, torch.float16, 128) for name in ("4 bits and 2", "signs", "
 def test_what_the_source_does_not_have_is_left_to_triton(name, dtype, d, device):
     inputs = paged_inputs(name, dtype, device, d=d, groups=1)
     assert cuda.macros(inputs["pages"], inputs["query"], False) is None
+
+
+# --- two planes of keys, and groups of tokens that share scales of channels ----------------------------------------------
+def planes_inputs(keys, values, *, d=128, page=128, tile=16, group=32, dtype=torch.float16, fourier=False, **options):
+    """``keys`` are the channels of two bits and of one; parts of pages are filled."""
+    made = {"lengths": (page * 2 + 44, 0, 5, page), "tail": 5, "groups": 7, "q": 1, "masked": False} | options
+    lengths, masked = made.pop("lengths"), made.pop("masked")
+    inputs = make(None, 2, 2, d=d, dtype=dtype, **made)
+    planes = [(Format("int2", "channel", group), keys[0]), (Format("sign", "channel", group, fourier), keys[1])]
+    given = planes if keys[1] else planes[0][0]
+    inputs["pages"] = packed(list(lengths), 2, d, given, Format(values, "channel", group), page, tile, dtype=dtype)
+    if masked:
+        columns = int(inputs["pages"].lengths().max()) + made["tail"]
+        seen = torch.rand(2, 2, made["q"], columns, generator=torch.Generator().manual_seed(3)) < 0.6
+        seen[0, 0, 0] = False
+        inputs["visible"] = seen
+    return inputs
+
+
+@pytest.mark.parametrize(("values", "dtype"), [("three", torch.bfloat16), ("int2", torch.float16)])
+@pytest.mark.parametrize(("keys", "d"), [((64, 64), 128), ((128, 0), 128), ((32, 32), 64)])
+def test_keys_of_two_bits_and_of_one(keys, d, values, dtype, on_host):
+    compare(planes_inputs(keys, values, d=d, dtype=dtype), more=3)
+    assert used(on_host)
+
+
+@pytest.mark.parametrize("keys", [(16, 112), (48, 80), (96, 32), (112, 16)])
+def test_any_share_of_channels_with_two_bits(keys, on_host):
+    compare(planes_inputs(keys, "three"), more=3)
+    assert used(on_host)
+
+
+@pytest.mark.parametrize(("page", "tile", "group"), [(64, 16, 16), (128, 16, 64), (256, 16, 32), (128, 8, 32)])
+def test_pages_tiles_and_groups_of_other_lengths(page, tile, group, on_host):
+    """Two units share bytes of signs; in a page of one unit half of the bits are empty."""
+    compare(planes_inputs((64, 64), "three", page=page, tile=tile, group=group), more=3)
+    assert used(on_host)
+
+
+@pytest.mark.parametrize(("groups", "queries", "masked"), [(1, 1, True), (4, 3, True), (20, 1, False)])
+def test_two_planes_for_several_queries_and_under_a_mask(groups, queries, masked, on_host):
+    compare(planes_inputs((64, 64), "int2", groups=groups, q=queries, masked=masked), more=3)
+    assert used(on_host)
+
+
+def test_signs_of_waves(on_host):
+    compare(planes_inputs((64, 64), "three", fourier=True), more=3)
+    assert used(on_host)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 50])
+def test_two_planes_over_any_number_of_programs(programs, monkeypatch, on_host):
+    monkeypatch.setattr(kernel, "_multiprocessors", lambda device: programs)
+    monkeypatch.setattr(paged, "workspace", unwritten)
+    out, lse = compare(planes_inputs((64, 64), "three", lengths=(0, 700, 0, 130), tail=0), more=3)
+    assert (lse[0, :7] == -torch.inf).all() and (out[1, :7] == 0).all()
+    assert used(on_host)
+
+
+def test_a_maximum_that_grows_within_a_unit(on_host):
+    """Every group of tokens has larger logits than the one before it, in both planes."""
+    inputs = planes_inputs((64, 64), "three", lengths=(512, 0, 0, 128), tail=0)
+    hard, easy = inputs["pages"].keys
+    steps = torch.arange(hard.zero.shape[0] * 4).view(-1, 4, 1)
+    hard.zero.copy_((steps * 0.2).expand_as(hard.zero))
+    easy.scale.mul_((steps.half() % 4) * 0.5)
+    inputs["query"].abs_()
+    compare(inputs, more=3)
+    assert used(on_host)
+
+
+def test_where_two_planes_cannot_be_compiled_for_the_general_loop_serves(monkeypatch, device):
+    def refuse(*given):
+        raise Unbuildable("no compiler")
+
+    monkeypatch.setattr(cuda, "loop", refuse)
+    monkeypatch.setattr(paged, "_loops", {})
+    compare(planes_inputs((64, 64), "three"), more=3)
+    assert list(paged._loops.values()) == [None]
+
+
+@pytest.mark.parametrize(
+    "options", [{"page": 320}, {"values": "ternary", "page": 320}, {"keys": (56, 72)}, {"page": 384}]
+)
+def test_planes_that_the_source_does_not_have(options):
+    inputs = planes_inputs(**{"keys": (64, 64), "values": "three"} | options)
+    assert cuda.macros(inputs["pages"], inputs["query"], False) is None

@@ -90,6 +90,8 @@ def test_bytes_are_what_the_papers_say() -> None:
     # 32 bits of scale and zero for 32 hard keys, 16 for 32 easy ones or values; which channels are which
     per_key, per_value, channels = (2 + 1 + 1 + 0.5) / 2, 1.6 + 0.5, 32 * 128 / keys.numel()
     assert bits(VidKV(page=640)) == pytest.approx((per_key + per_value + channels) / 2)
+    # as it comes three levels take two bits
+    assert bits(VidKV()) == pytest.approx((per_key + per_value + 0.4 + channels) / 2)
 
 
 def test_calibquant_has_one_range_for_all_pages() -> None:
@@ -176,7 +178,7 @@ def test_head_sizes_that_a_group_of_channels_does_not_divide() -> None:
 
 
 def test_tiles_waste_no_byte_where_that_can_be() -> None:
-    for codec in (FP8(), KIVI(), KIVI(bits=4), KIVI(bits=8), CalibQuant(), VidKV(page=640)):
+    for codec in (FP8(), KIVI(), KIVI(bits=4), KIVI(bits=8), CalibQuant(), VidKV(page=128), VidKV(page=640)):
         for format in codec.formats(128):
             assert format.rows(codec.page, codec.tile) * format.digits == codec.page
     assert [c.tile for c in (KIVI(), CalibQuant(), VidKV())] == [32, 32, 16]

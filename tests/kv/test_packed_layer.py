@@ -90,7 +90,7 @@ def test_protected_tokens_have_values_of_two_bits() -> None:
     stored.feed(200, visual, salient=salient)
     layer = stored.state.layers[0]
     others, better = layer.packs
-    assert [plane.format.code for plane in (others.values[0], better.values[0])] == ["ternary", "int2"]
+    assert [plane.format.code for plane in (others.values[0], better.values[0])] == ["three", "int2"]
     # the channels of a prompt are chosen once
     for mine, theirs in zip(better.keys, others.keys, strict=True):
         assert mine.format == theirs.format and torch.equal(mine.channels, theirs.channels)

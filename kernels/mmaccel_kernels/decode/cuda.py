@@ -1,12 +1,12 @@
 """The loop over packed pages in CUDA C++ (``paged.cu``): for which pages it is made, and how it is launched.
 
 The same algebra in Triton takes up to twice the instructions a byte (``tests/kernels/instructions.json``): its layouts have the
-pieces of an operand brought together by moves, and every page costs it barriers. Here blocks get 168 to 252 registers, two or
+pieces of an operand brought together by moves, and every page costs it barriers. Here blocks get 168 to 255 registers, two or
 three of them a multiprocessor. Held to 128 registers the loops spill: 8 bytes a thread at 2 bits (.152 instructions a byte in
 place of .137), 20 at 4 bits (.098, .087), 28 for narrowed keys, 140 at 1 bit.
 
-Pages of vidkv are not read here: bytes of 2-bit and sign channels of keys and of five ternary values are whole together only
-every 640 tokens (in tiles of 16), where a unit is 32 or 64. Nor are float32, and heads of other than 64 and 128 channels.
+Not read here are five ternary digits a byte, whose bytes are whole together with those of 2-bit and sign channels only every
+640 tokens (in tiles of 16), where a unit is 32 or 64; nor float32, and heads of other than 64 and 128 channels.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (
-            "query", "mask", "part", "part_lse", "cu_pages", "key_codes", "key_scale", "key_zero", "value_codes",
-            "value_scale", "value_zero", "channels", "count", "meta", "table", "columns",
+            "query", "mask", "part", "part_lse", "cu_pages", "key_codes", "key_scale", "key_zero", "other_codes",
+            "other_scale", "value_codes", "value_scale", "value_zero", "channels", "other_channels", "count", "meta", "table",
+            "columns",
         )),
         *((name, ctypes.c_longlong) for name in ("mask_b", "mask_h", "mask_q")),
         ("scale", ctypes.c_float),
@@ -62,10 +63,9 @@ class Loop(NamedTuple):
 
 def macros(pages: Pages, query: Tensor, masked: bool) -> dict[str, int] | None:
     """What ``paged.cu`` is compiled with to read these pages for such a query, by name; None if it cannot."""
-    if len(pages.keys) != 1 or not _fits(pages, query):
+    if not _fits(pages, query):
         return None
-    key, value = pages.keys[0], pages.values[0]
-    digits, pooled = key.format.digits, value.format.axis == "channel"
+    key, value, digits = pages.keys[0], pages.values[0], pages.keys[0].format.digits
     made = {
         "BITS": 8 // digits,
         "FP8": key.format.code == "fp8",
@@ -77,8 +77,9 @@ def macros(pages: Pages, query: Tensor, masked: bool) -> dict[str, int] | None:
         "KEY_BY_CHANNEL": key.format.axis == "channel",
         "KEY_GROUP": key.format.group,
         "KEY_AFFINE": key.format.affine,
+        "OTHER_WIDTH": pages.keys[1].codes.shape[2] if len(pages.keys) == 2 else 0,
         "WIDTH": value.codes.shape[2],
-        "VALUE_BY_CHANNEL": pooled,
+        "VALUE_BY_CHANNEL": value.format.axis == "channel",
         "VALUE_GROUP": value.format.group,
         "VALUE_AFFINE": value.format.affine,
         "PART": key.channels is not None,
@@ -90,7 +91,9 @@ def macros(pages: Pages, query: Tensor, masked: bool) -> dict[str, int] | None:
     made = {name: int(number) for name, number in made.items()}
     if shared(made) > _SHARED:
         made["STAGES"] = 2
-    return made | {"BLOCKS": _BLOCKS.get(made["BITS"], 2)}
+    # sums of a group beside those of all take a third of the registers
+    few = _grouped(pages, made["UNIT"])
+    return made | {"BLOCKS": 2 if few else _BLOCKS.get(made["BITS"], 2)}
 
 
 def _unit(pages: Pages) -> int:
@@ -101,15 +104,19 @@ def _unit(pages: Pages) -> int:
 
 def _fits(pages: Pages, query: Tensor) -> bool:
     """Whether the source has these formats and sizes."""
+    if len(pages.keys) > 2 or len(pages.values) > 1 or pages.values[0].channels is not None:
+        return False
     key, value, unit = pages.keys[0], pages.values[0], _unit(pages)
     key_form, value_form, width = key.format, value.format, value.codes.shape[2]
     by_channel, pooled = key_form.axis == "channel", value_form.axis == "channel"
-    kinds = [(form.digits, form.code == "fp8", form.affine or form.code == "fp8") for form in (key_form, value_form)]
+    grouped = _grouped(pages, unit)
     return (
         query.dtype != torch.float32
-        and kinds[0] == kinds[1]
-        and kinds[0][2]
-        and key.scale.dtype == value.scale.dtype == torch.float16
+        and (key_form.digits, key_form.code == "fp8") == (value_form.digits, value_form.code == "fp8")
+        and (key_form.affine or key_form.code == "fp8")
+        and (value_form.affine or value_form.code == "fp8" or (grouped and value_form.code == "three"))
+        and (len(pages.keys) == 1 or (grouped and _signs(pages.keys[1], key)))
+        and all(of.scale.dtype == torch.float16 for of in (*pages.keys, value))
         and pages.tile % 8 == 0
         and unit <= 64
         and unit % (pages.tile * key_form.digits if key_form.digits > 1 else 1) == 0
@@ -118,21 +125,43 @@ def _fits(pages: Pages, query: Tensor) -> bool:
         and width in (64, 128)
         and key.codes.shape[2] % 16 == 0
         and key.codes.shape[2] <= 128
-        and (key_form.group % unit == 0 if by_channel else not key_form.affine and key_form.group == key.codes.shape[2])
-        and (not pooled or (by_channel and key_form.group == value_form.group == pages.page))
+        and (by_channel or (not key_form.affine and key_form.group == key.codes.shape[2]))
+        and (grouped or not by_channel or key_form.group % unit == 0)
+        and (not pooled or grouped or (by_channel and key_form.group == value_form.group == pages.page))
         and (pooled or value_form.group == width or value_form.interleaved(width))
     )
+
+
+def _grouped(pages: Pages, unit: int) -> bool:
+    """Whether keys and values of two bits have scales by channel, of some tokens of a unit each."""
+    forms = [of.format for of in (*pages.keys, *pages.values)]
+    return (
+        forms[0].digits == 4
+        and all(form.axis == "channel" and form.group == forms[0].group for form in forms)
+        and unit % forms[0].group == 0
+        and forms[0].group % 16 == 0
+        and forms[0].group < pages.page
+    )
+
+
+def _signs(other: Plane, key: Plane) -> bool:
+    """Whether a second plane of keys can be read beside the first."""
+    chosen = other.channels is not None and key.channels is not None
+    return chosen and other.format.code == "sign" and other.codes.shape[2] % 16 == 0
 
 
 def shared(macros: dict[str, int]) -> int:
     """Bytes of shared memory of a block, as the source divides them."""
     m = macros
-    stage = m["UNIT"] * m["BITS"] // 8 * (m["KEY_WIDTH"] + m["WIDTH"]) + 16
+    stage = m["UNIT"] * m["BITS"] // 8 * (m["KEY_WIDTH"] + m["OTHER_WIDTH"] + m["WIDTH"]) + 16
     found = 4 * (8 * m["WIDTH"] + 16)
-    if m["VALUE_BY_CHANNEL"]:
+    if m["VALUE_BY_CHANNEL"] and m["VALUE_GROUP"] == m["PAGE"]:
         return 4 * max(m["STAGES"] * stage, found) + found
-    stage += max(256, 2 * (m["KEY_WIDTH"] if m["KEY_BY_CHANNEL"] else m["UNIT"])) * (1 + m["KEY_AFFINE"])
-    stage += max(256, 2 * m["UNIT"] * (m["WIDTH"] // m["VALUE_GROUP"])) * (1 + m["VALUE_AFFINE"])
+    spans = max(1, m["UNIT"] // m["KEY_GROUP"]) if m["KEY_BY_CHANNEL"] else 1
+    stage += max(256, 2 * (m["KEY_WIDTH"] * spans if m["KEY_BY_CHANNEL"] else m["UNIT"])) * (1 + m["KEY_AFFINE"])
+    stage += max(256, 2 * m["OTHER_WIDTH"] * spans) * (m["OTHER_WIDTH"] > 0)
+    of_values = m["WIDTH"] * spans if m["VALUE_BY_CHANNEL"] else m["UNIT"] * (m["WIDTH"] // m["VALUE_GROUP"])
+    stage += max(256, 2 * of_values) * (1 + m["VALUE_AFFINE"])
     return 4 * max(m["STAGES"] * stage, found)
 
 
@@ -145,7 +174,8 @@ def loop(pages: Pages, query: Tensor, masked: bool) -> Loop | None:
         If it cannot be compiled.
     """
     made = macros(pages, query, masked)
-    if made is None or query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) < (8, 0):
+    there = query.device.type == "cuda" and torch.version.hip is None
+    if made is None or not there or torch.cuda.get_device_capability(query.device) < (8, 0):
         return None
     launch = nvrtc.function(SOURCE, tuple(made.items()), "attend", shared(made), query.device)
     return Loop(made["PAGE"] // made["UNIT"], made["BLOCKS"], lambda grid, given: launch(grid, THREADS, given))
@@ -167,10 +197,10 @@ def arguments(
 
     key, value = pages.keys[0], pages.values[0]
     bytes_, strides, columns = mask or (query, (0, 0, 0), pages.table)
-    channels = pages.table if key.channels is None else key.channels.contiguous()
+    channels = [pages.table if of.channels is None else of.channels.contiguous() for of in (key, pages.keys[-1])]
     held = [
-        query, bytes_, part, part_lse, pages.cu_pages, *tensors(key), *tensors(value), channels, pages.count, pages.meta,
-        pages.table, columns,
+        query, bytes_, part, part_lse, pages.cu_pages, *tensors(key), *tensors(pages.keys[-1])[:2], *tensors(value),
+        *channels, pages.count, pages.meta, pages.table, columns,
     ]  # fmt: skip
     sizes = (scale, query.shape[0] * pages.heads, pages.heads, rows, query.shape[2])
     return Arguments(*(x.data_ptr() for x in held), *strides, *sizes), held

@@ -3,8 +3,9 @@
 // Compiled by NVRTC for one configuration, which stands in macros (cuda.py). Everything that is no plain C++ is in the section
 // "instructions", which tests replace in order to run this file on a CPU.
 //
-// A warp reads units of UNIT tokens. A unit is whole: its rows of bytes lie one behind the other, and no scale of a channel
-// changes within it. Of m16n8k16, keys are the 16 rows of the first product, channels those of the second:
+// A warp reads units of UNIT tokens. A unit is whole: its rows of bytes lie one behind the other. Scales of channels serve all of
+// it, or one of its SPANS. Keys may stand in two planes, the OTHER one of signs, of which two units share bytes.
+// Of m16n8k16, keys are the 16 rows of the first product, channels those of the second:
 //   S^T = K Q^T, 16 tokens a tile: lane (g, t) has tokens g and g + 8, columns (query rows) 2t and 2t + 1
 //   O^T = V^T P^T, 16 channels a tile: lane (g, t) has two of its own channels, the same columns
 // and transposing an 8 x 8 block of S^T (movmatrix) gives what the second product takes of P^T. Which channel is which k of the
@@ -29,9 +30,11 @@ struct Args {
     const int *cu_pages;
     const u8 *key_codes;
     const u16 *key_scale, *key_zero;
+    const u8 *other_codes;
+    const u16 *other_scale;
     const u8 *value_codes;
     const u16 *value_scale, *value_zero;
-    const int *channels, *count, *meta, *table, *columns;
+    const int *channels, *other_channels, *count, *meta, *table, *columns;
     i64 mask_b, mask_h, mask_q;
     float scale;
     int heads, kv_heads, rows, queries;
@@ -122,25 +125,47 @@ constexpr int ROWS = UNIT / DIGITS;          // of bytes in a unit
 constexpr int EIGHTS = ROWS / 8;
 constexpr int TILES = UNIT / 16;             // of 16 tokens
 constexpr int UNITS = PAGE / UNIT;           // of a page
-constexpr int WIDE = KEY_WIDTH / 64;         // runs of 64 channels of keys: 16 bytes a lane
-constexpr int NARROW = KEY_WIDTH % 64 / 16;  // runs of 16 beyond them: 4 bytes a lane
 constexpr int WORDS = WIDTH / 32;            // of a row of values that a lane has
 constexpr int GROUPS = VALUE_BY_CHANNEL ? 1 : WIDTH / VALUE_GROUP;
 constexpr int LIFT = VALUE_BY_CHANNEL ? 10 : 4;
 constexpr int RISE = 2;
 // pages of a head that have scales of channels in common are read in one run
-constexpr bool POOLED = VALUE_BY_CHANNEL;
-static_assert(!POOLED || (KEY_BY_CHANNEL && KEY_GROUP == PAGE && VALUE_GROUP == PAGE), "");
+constexpr bool POOLED = VALUE_BY_CHANNEL && VALUE_GROUP == PAGE;
+static_assert(!POOLED || (KEY_BY_CHANNEL && KEY_GROUP == PAGE), "");
+// groups of tokens of a unit whose channels have scales of their own
+constexpr bool GROUPED = VALUE_BY_CHANNEL && !POOLED;
+constexpr int SPANS = KEY_BY_CHANNEL && KEY_GROUP < UNIT ? UNIT / KEY_GROUP : 1;
+constexpr int SPAN = TILES / SPANS;          // tiles of one
+static_assert(!GROUPED || (KEY_BY_CHANNEL && KEY_GROUP == VALUE_GROUP && UNIT % KEY_GROUP == 0), "");
+// units that share the bytes of signs
+constexpr int TOGETHER = 8 * TILE / UNIT > 0 ? 8 * TILE / UNIT : 1;
+static_assert(!OTHER_WIDTH || (GROUPED && BITS == 2 && UNIT == 4 * TILE), "");
 constexpr float SMALLEST = FP8 ? 256.f : 16777216.f;
 constexpr float NONE = -1e30f;
 
+// A plane of keys: its channels, those of a word of a lane, and its words among those of both planes.
+template <bool OTHER> struct Keys {
+    static constexpr int width = OTHER ? OTHER_WIDTH : KEY_WIDTH;
+    static constexpr int wide = width / 64;         // runs of 64 channels: 16 bytes a lane
+    static constexpr int narrow = width % 64 / 16;  // runs of 16 beyond them: 4 bytes a lane
+    static constexpr int words = 4 * wide + narrow;
+    static constexpr int first = OTHER ? KEY_WIDTH / 64 * 4 + KEY_WIDTH % 64 / 16 : 0;
+    static constexpr int each = narrow ? narrow : 1;
+    static constexpr int line = 2 * (KEY_BY_CHANNEL ? width : UNIT);  // bytes of a row of scales
+};
+constexpr int KEY_WORDS = Keys<false>::words + Keys<true>::words;
+
 // what is where in a stage of a warp
 constexpr int KEY_CODES = 0;
-constexpr int VALUE_CODES = KEY_CODES + ROWS * KEY_WIDTH;
+constexpr int OTHER_CODES = KEY_CODES + ROWS * KEY_WIDTH;
+constexpr int VALUE_CODES = OTHER_CODES + ROWS * OTHER_WIDTH;
 constexpr int KEY_SCALES = VALUE_CODES + ROWS * WIDTH;
 DEVICE constexpr int space_of(int bytes) { return POOLED ? 0 : bytes > 256 ? bytes : 256; }
-constexpr int KEY_SPACE = space_of(2 * (KEY_BY_CHANNEL ? KEY_WIDTH : UNIT)), VALUE_SPACE = space_of(2 * UNIT * GROUPS);
-constexpr int VALUE_SCALES = KEY_SCALES + KEY_SPACE * (1 + KEY_AFFINE);
+constexpr u32 KEY_ROW = Keys<false>::line * SPANS, OTHER_ROW = Keys<true>::line * SPANS;
+constexpr u32 VALUE_ROW = 2 * (GROUPED ? WIDTH * SPANS : UNIT * GROUPS);
+constexpr int KEY_SPACE = space_of(KEY_ROW), VALUE_SPACE = space_of(VALUE_ROW);
+constexpr int OTHER_SCALES = KEY_SCALES + KEY_SPACE * (1 + KEY_AFFINE);
+constexpr int VALUE_SCALES = OTHER_SCALES + (OTHER_WIDTH ? space_of(OTHER_ROW) : 0);
 constexpr int COUNT = VALUE_SCALES + VALUE_SPACE * (1 + VALUE_AFFINE);
 constexpr int STAGE = COUNT + 16;
 
@@ -152,14 +177,15 @@ DEVICE constexpr int rows_of(int eight) {
 }
 
 // two codes as they stand in the lower byte of either half, as float16
-template <bool SHIFTED> DEVICE u32 codes(u32 word, int digit) {
+template <bool SHIFTED, bool SIGN = false> DEVICE u32 codes(u32 word, int digit) {
 #if FP8
     // e4m3 as bits of float16 are a 256th of it
     if (SHIFTED) return (word & 0x80008000u) | ((word >> 1) & 0x3f803f80u);
     return ((word << 8) & 0x80008000u) | ((word << 7) & 0x3f803f80u);
 #else
-    constexpr u32 mask = ((1u << BITS) - 1) * 0x00010001u;
-    return (SHIFTED ? word >> 8 : word) & (mask << (digit * BITS));
+    constexpr int each = SIGN ? 1 : BITS;
+    constexpr u32 mask = ((1u << each) - 1) * 0x00010001u;
+    return (SHIFTED ? word >> 8 : word) & (mask << (digit * each));
 #endif
 }
 
@@ -174,10 +200,10 @@ DEVICE u32 at_most(u32 x, u32 y) { return x < y ? x : y; }
 // --- the query -------------------------------------------------------------------------------------------------------
 // Of lane (g, t) the channels of query row g: pairs of neighbours, four channels after four. Word i of run j of 64 channels is
 // that of channels 64j + 16t + 4i and on, that of a run of 16 those of 4t and on.
-DEVICE constexpr int channel_of(int word, int t) {
-    return word < 4 * WIDE ? word / 4 * 64 + 16 * t + word % 4 * 4 : 64 * WIDE + (word - 4 * WIDE) * 16 + 4 * t;
+template <bool OTHER> DEVICE constexpr int channel_of(int word, int t) {
+    constexpr int wide = Keys<OTHER>::wide;
+    return word < 4 * wide ? word / 4 * 64 + 16 * t + word % 4 * 4 : 64 * wide + (word - 4 * wide) * 16 + 4 * t;
 }
-constexpr int KEY_WORDS = 4 * WIDE + NARROW;
 
 DEVICE float query_number(u16 bits_) {
 #if BFLOAT16
@@ -187,9 +213,16 @@ DEVICE float query_number(u16 bits_) {
 #endif
 }
 
-DEVICE float query_at(const Args &a, int head, int row, int place) {
+// number ``c`` of four of word ``word`` of both planes
+DEVICE float query_at(const Args &a, int head, int row, int word, int t, int c) {
     if (row >= a.rows) return 0;
-    int channel = PART ? a.channels[(i64)head * KEY_WIDTH + place] : place;
+    int channel;
+    if (word < Keys<true>::first) {
+        channel = channel_of<false>(word, t) + c;
+        if (PART) channel = a.channels[(i64)head * KEY_WIDTH + channel];
+    } else {
+        channel = a.other_channels[(i64)head * OTHER_WIDTH + channel_of<true>(word - Keys<true>::first, t) + c];
+    }
     return query_number(a.query[((i64)head * a.rows + row) * CHANNELS + channel]);
 }
 
@@ -199,7 +232,7 @@ DEVICE float load_query(u32 (&q)[2 * KEY_WORDS], const Args &a, int head, int ro
 #pragma unroll
     for (int i = 0; i < KEY_WORDS; i++)
         for (int c = 0; c < 4; c++) {
-            float x = query_at(a, head, row, channel_of(i, t) + c);
+            float x = query_at(a, head, row, i, t, c);
             top = most(top, x < 0 ? -x : x);
         }
     top = most(top, from_other(top, 1));
@@ -211,8 +244,8 @@ DEVICE float load_query(u32 (&q)[2 * KEY_WORDS], const Args &a, int head, int ro
 #pragma unroll
     for (int i = 0; i < KEY_WORDS; i++)
         for (int c = 0; c < 2; c++) {
-            float x = query_at(a, head, row, channel_of(i, t) + 2 * c);
-            float y = query_at(a, head, row, channel_of(i, t) + 2 * c + 1);
+            float x = query_at(a, head, row, i, t, 2 * c);
+            float y = query_at(a, head, row, i, t, 2 * c + 1);
             q[2 * i + c] = halves(x * over, y * over);
         }
     return a.scale * unit;
@@ -227,23 +260,44 @@ struct State {
 };
 
 // Where a lane finds its part of page 0 and of row 0 of scales; lanes 0 to 15 copy scales, the others zero points.
+struct Codes {
+    const u8 *wide, *narrow, *scales;
+};
 struct Sources {
-    const u8 *keys, *narrow, *values, *key_scales, *value_scales;
+    Codes keys, other;
+    const u8 *values, *value_scales;
     const int *count;
 };
 
 // Bytes from a unit of a page to the next, and from a page to the next.
-constexpr u32 KEY_BYTES = ROWS * KEY_WIDTH, VALUE_BYTES = ROWS * WIDTH;
-constexpr u32 KEY_ROW = 2 * (KEY_BY_CHANNEL ? KEY_WIDTH : UNIT), VALUE_ROW = 2 * UNIT * GROUPS;
-constexpr u32 KEY_META = KEY_ROW * (KEY_BY_CHANNEL ? PAGE / KEY_GROUP : UNITS), VALUE_META = VALUE_ROW * UNITS;
+constexpr u32 KEY_BYTES = ROWS * KEY_WIDTH, OTHER_BYTES = ROWS * OTHER_WIDTH, VALUE_BYTES = ROWS * WIDTH;
+constexpr u32 KEY_PAGE = KEY_BYTES * UNITS, OTHER_PAGE = OTHER_BYTES * ((UNITS + TOGETHER - 1) / TOGETHER);
+constexpr u32 LINES = KEY_BY_CHANNEL ? PAGE / KEY_GROUP : UNITS;
+constexpr u32 VALUE_META = GROUPED ? 2 * WIDTH * (PAGE / VALUE_GROUP) : VALUE_ROW * UNITS;
 DEVICE u32 row_of(u32 place) { return KEY_BY_CHANNEL ? place * UNIT / KEY_GROUP : place; }
 
+template <bool OTHER> DEVICE Codes codes_of(const u8 *codes, const u8 *scales, int lane) {
+    using K = Keys<OTHER>;
+    return {
+        codes + lane / 4 * K::width + lane % 4 * 16,
+        codes + lane / K::each * K::width + K::wide * 64 + lane % K::each * 16,
+        scales + lane % 16 * 16,
+    };
+}
+
+template <bool OTHER> DEVICE void to_place(Codes &from, u32 codes, u32 place) {
+    from.wide += codes, from.narrow += codes, from.scales += row_of(place) * Keys<OTHER>::line;
+    if (Keys<OTHER>::wide || !OTHER) keep(from.wide);
+    if (Keys<OTHER>::narrow) keep(from.narrow);
+    if (!POOLED) keep(from.scales);
+}
+
 DEVICE void to_place(Sources &from, u32 place) {
-    from.keys += place * KEY_BYTES, from.narrow += place * KEY_BYTES, from.values += place * VALUE_BYTES;
-    from.key_scales += row_of(place) * KEY_ROW, from.value_scales += place * VALUE_ROW;
-    keep(from.keys), keep(from.values);
-    if (NARROW) keep(from.narrow);
-    if (!POOLED) keep(from.key_scales), keep(from.value_scales);
+    to_place<false>(from.keys, place * KEY_BYTES, place);
+    if (OTHER_WIDTH) to_place<true>(from.other, place / TOGETHER * OTHER_BYTES, place);
+    from.values += place * VALUE_BYTES, from.value_scales += place * VALUE_ROW;
+    keep(from.values);
+    if (!POOLED) keep(from.value_scales);
 }
 
 // Rows of scales are 256 bytes apart at least, so that half of the lanes have one.
@@ -255,29 +309,38 @@ template <int BYTES, bool AFFINE> DEVICE void copy_scales(u8 *to, const u8 *from
             copy<16>(to + lane / 16 * space + lane % 16 * 16 + i, from + i);
 }
 
+// Start to copy the codes of a plane of keys.
+template <bool OTHER> DEVICE void issue_keys(u8 *to, const Codes &from, u64 offset, int lane) {
+    using K = Keys<OTHER>;
+#pragma unroll
+    for (int e = 0; e < EIGHTS; e++)
+#pragma unroll
+        for (int j = 0; j < K::wide; j++)
+            copy<16>(to + (e * K::wide + j) * 512 + lane * 16, from.wide + offset + e * 8 * K::width + j * 64);
+    if (K::narrow) {
+        // 16 bytes of a row a lane, row after row
+        constexpr int step = 32 / K::each;
+#pragma unroll
+        for (int row = 0; row < ROWS; row += step)
+            if (row + lane / K::each < ROWS && lane < step * K::each)
+                copy<16>(to + K::wide * 64 * ROWS + row * K::each * 16 + lane * 16, from.narrow + offset + row * K::width);
+    }
+}
+
 // Start to copy a unit of page ``index``, whose scales are in row ``at``.
 DEVICE void issue(u8 *stage, const Sources &from, u32 index, u32 at, int lane) {
-    const u8 *keys = from.keys + (u64)index * (KEY_BYTES * UNITS), *values = from.values + (u64)index * (VALUE_BYTES * UNITS);
+    const u8 *values = from.values + (u64)index * (VALUE_BYTES * UNITS);
+    issue_keys<false>(stage + KEY_CODES, from.keys, (u64)index * KEY_PAGE, lane);
+    if (OTHER_WIDTH) issue_keys<true>(stage + OTHER_CODES, from.other, (u64)index * OTHER_PAGE, lane);
 #pragma unroll
-    for (int e = 0; e < EIGHTS; e++) {
-#pragma unroll
-        for (int j = 0; j < WIDE; j++)
-            copy<16>(stage + KEY_CODES + (e * WIDE + j) * 512 + lane * 16, keys + e * 8 * KEY_WIDTH + j * 64);
+    for (int e = 0; e < EIGHTS; e++)
 #pragma unroll
         for (int r = 0; r < 2; r++)
             copy<4 * WORDS>(stage + VALUE_CODES + (e * 2 + r) * 128 * WORDS + lane * 4 * WORDS, values + (e * 8 + r) * WIDTH);
-    }
-    if (NARROW) {
-        // 16 bytes of a row a lane, row after row
-        constexpr int each = NARROW ? NARROW : 1, step = 32 / each;
-        const u8 *narrow = from.narrow + (u64)index * (KEY_BYTES * UNITS);
-#pragma unroll
-        for (int row = 0; row < ROWS; row += step)
-            if (row + lane / each < ROWS && lane < step * each)
-                copy<16>(stage + KEY_CODES + WIDE * 64 * ROWS + row * each * 16 + lane * 16, narrow + row * KEY_WIDTH);
-    }
     if (!POOLED) {
-        copy_scales<KEY_ROW, KEY_AFFINE>(stage + KEY_SCALES, from.key_scales + (u64)at * KEY_META, lane);
+        copy_scales<KEY_ROW, KEY_AFFINE>(stage + KEY_SCALES, from.keys.scales + (u64)at * (Keys<false>::line * LINES), lane);
+        if (OTHER_WIDTH)
+            copy_scales<OTHER_ROW, false>(stage + OTHER_SCALES, from.other.scales + (u64)at * (Keys<true>::line * LINES), lane);
         copy_scales<VALUE_ROW, VALUE_AFFINE>(stage + VALUE_SCALES, from.value_scales + (u64)at * VALUE_META, lane);
     }
     if (lane == 0) copy<4>(stage + COUNT, from.count + index);
@@ -293,85 +356,131 @@ template <int COUNT_> DEVICE void fold(u32 (&out)[COUNT_], const u32 *q, const u
     }
 }
 
-// products of one word of every lane of keys, of all tokens of a unit, with the query
-DEVICE void score(float (&s)[TILES][4], const u32 (&word)[EIGHTS], u32 q0, u32 q1) {
+// products of one word of every lane of keys, of all tokens of a unit, with words i and i + 1 of the query of every span
+template <bool OTHER, int N>
+DEVICE void multiply_words(float (&s)[TILES][4], const u32 (&word)[EIGHTS], const u32 (&q)[SPANS][N], int i) {
 #pragma unroll
     for (int k = 0; k < TILES; k++) {
         const int first = digit_of(2 * k), second = digit_of(2 * k + 1);
         const u32 x = word[rows_of(2 * k)], y = word[rows_of(2 * k + 1)];
-        multiply(s[k], codes<false>(x, first), codes<false>(y, second), codes<true>(x, first), codes<true>(y, second), q0, q1);
+        multiply(
+            s[k], codes<false, OTHER>(x, first), codes<false, OTHER>(y, second), codes<true, OTHER>(x, first),
+            codes<true, OTHER>(y, second), q[k / SPAN][i], q[k / SPAN][i + 1]
+        );
     }
 }
 
-// S^T of a unit; ``added`` of both columns is what zero points of channels give
-DEVICE void scores(float (&s)[TILES][4], float (&added)[2], const u8 *stage, const u64 (&pairs)[KEY_WORDS], int lane) {
+// What a plane of keys gives to S^T of a unit; ``added`` of both columns is what its zero points do. Codes are ``shift`` bits
+// from where they are looked for.
+template <bool OTHER>
+DEVICE void score(
+    float (&s)[TILES][4], float (&added)[SPANS][2], const u8 *stage, const u64 (&pairs)[KEY_WORDS], u32 shift, int lane
+) {
+    using K = Keys<OTHER>;
+    // a sign is a number less than a half of a scale beside nought
+    constexpr bool scaled = KEY_BY_CHANNEL && !POOLED, affine = OTHER || KEY_AFFINE;
+    constexpr int zeros = OTHER ? 0 : KEY_SPACE;
     const int g = lane >> 2, t = lane & 3;
-    float even[4], odd[4];
+    const u8 *codes_at = stage + (OTHER ? OTHER_CODES : KEY_CODES), *scales_at = stage + (OTHER ? OTHER_SCALES : KEY_SCALES);
+    float even[SPANS][4], odd[SPANS][4];
 #pragma unroll
-    for (int k = 0; k < TILES; k++)
+    for (int i = 0; i < 4 * SPANS; i++) even[i / 4][i % 4] = odd[i / 4][i % 4] = 0;
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[k][i] = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) even[i] = odd[i] = 0;
-#pragma unroll
-    for (int j = 0; j < WIDE; j++) {
-        u32 folded[8], q[8];
+    for (int j = 0; j < K::wide; j++) {
+        u32 folded[SPANS][8], q[8];
 #pragma unroll
         for (int i = 0; i < 8; i += 4) {
-            apart(q[i], q[i + 2], pairs[4 * j + i / 2]);
-            apart(q[i + 1], q[i + 3], pairs[4 * j + i / 2 + 1]);
+            apart(q[i], q[i + 2], pairs[K::first + 4 * j + i / 2]);
+            apart(q[i + 1], q[i + 3], pairs[K::first + 4 * j + i / 2 + 1]);
         }
-        if (KEY_BY_CHANNEL && !POOLED) {
-            const u8 *at = stage + KEY_SCALES + (j * 64 + t * 16) * 2;
-            const Words low = read(at), high = read(at + 16);
-            const u32 scales[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            fold(folded, q, scales);
-            if (KEY_AFFINE) {
-                // four words as they come are an operand: of its products with two words of the query one half is wanted
-                const Words z = read(at + KEY_SPACE), y = read(at + KEY_SPACE + 16);
-                multiply(even, z.x, z.y, z.z, z.w, q[0], q[2]);
-                multiply(odd, z.x, z.y, z.z, z.w, q[1], q[3]);
-                multiply(even, y.x, y.y, y.z, y.w, q[4], q[6]);
-                multiply(odd, y.x, y.y, y.z, y.w, q[5], q[7]);
-            }
-        } else {
 #pragma unroll
-            for (int i = 0; i < 8; i++) folded[i] = q[i];
+        for (int span = 0; span < SPANS; span++) {
+            if (scaled) {
+                const u8 *at = scales_at + span * K::line + (j * 64 + t * 16) * 2;
+                const Words low = read(at), high = read(at + 16);
+                const u32 scales[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+                fold(folded[span], q, scales);
+                if (affine) {
+                    // four words as they come are an operand: of its products with two words of the query one half is wanted
+                    const Words z = read(at + zeros), y = read(at + zeros + 16);
+                    multiply(even[span], z.x, z.y, z.z, z.w, q[0], q[2]);
+                    multiply(odd[span], z.x, z.y, z.z, z.w, q[1], q[3]);
+                    multiply(even[span], y.x, y.y, y.z, y.w, q[4], q[6]);
+                    multiply(odd[span], y.x, y.y, y.z, y.w, q[5], q[7]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 8; i++) folded[span][i] = q[i];
+            }
         }
         Words words[EIGHTS];
 #pragma unroll
-        for (int e = 0; e < EIGHTS; e++) words[e] = read(stage + KEY_CODES + (e * WIDE + j) * 512 + lane * 16);
+        for (int e = 0; e < EIGHTS; e++) words[e] = read(codes_at + (e * K::wide + j) * 512 + lane * 16);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 word[EIGHTS];
 #pragma unroll
-            for (int e = 0; e < EIGHTS; e++) word[e] = word_of(words[e], i);
-            score(s, word, folded[2 * i], folded[2 * i + 1]);
+            for (int e = 0; e < EIGHTS; e++) word[e] = OTHER ? word_of(words[e], i) >> shift : word_of(words[e], i);
+            multiply_words<OTHER>(s, word, folded, 2 * i);
         }
     }
 #pragma unroll
-    for (int r = 0; r < NARROW; r++) {
-        u32 q[2];
-        apart(q[0], q[1], pairs[4 * WIDE + r]);
-        u32 folded[2] = {q[0], q[1]};
-        if (KEY_BY_CHANNEL && !POOLED) {
-            const u8 *at = stage + KEY_SCALES + (WIDE * 64 + r * 16 + t * 4) * 2;
-            const Pair of_scales = read_pair(at);
-            const u32 scales[2] = {of_scales.x, of_scales.y};
-            fold(folded, q, scales);
-            if (KEY_AFFINE) {
-                const Pair zeros = read_pair(at + KEY_SPACE);
-                multiply_half(even, zeros.x, zeros.y, q[0]);
-                multiply_half(odd, zeros.x, zeros.y, q[1]);
+    for (int r = 0; r < K::narrow; r++) {
+        u32 folded[SPANS][2], q[2];
+        apart(q[0], q[1], pairs[K::first + 4 * K::wide + r]);
+#pragma unroll
+        for (int span = 0; span < SPANS; span++) {
+            folded[span][0] = q[0], folded[span][1] = q[1];
+            if (scaled) {
+                const u8 *at = scales_at + span * K::line + (K::wide * 64 + r * 16 + t * 4) * 2;
+                const Pair of_scales = read_pair(at);
+                const u32 scales[2] = {of_scales.x, of_scales.y};
+                fold(folded[span], q, scales);
+                if (affine) {
+                    const Pair z = read_pair(at + zeros);
+                    multiply_half(even[span], z.x, z.y, q[0]);
+                    multiply_half(odd[span], z.x, z.y, q[1]);
+                }
             }
         }
         u32 word[EIGHTS];
 #pragma unroll
-        for (int e = 0; e < EIGHTS; e++)
-            word[e] = read_word(stage + KEY_CODES + WIDE * 64 * ROWS + ((e * 8 + g) * NARROW + r) * 16 + t * 4);
-        score(s, word, folded[0], folded[1]);
+        for (int e = 0; e < EIGHTS; e++) {
+            word[e] = read_word(codes_at + K::wide * 64 * ROWS + ((e * 8 + g) * K::narrow + r) * 16 + t * 4);
+            if (OTHER) word[e] >>= shift;
+        }
+        multiply_words<OTHER>(s, word, folded, 0);
     }
-    added[0] = even[0] + odd[2], added[1] = even[1] + odd[3];
+#pragma unroll
+    for (int span = 0; span < SPANS; span++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const float found = even[span][c] + odd[span][2 + c];
+            added[span][c] = OTHER ? found * -0.5f : found;
+        }
+}
+
+// S^T of a unit, and what zero points add to it.
+DEVICE void scores(
+    float (&s)[TILES][4], float (&added)[SPANS][2], const u8 *stage, const u64 (&pairs)[KEY_WORDS], u32 shift, int lane
+) {
+#pragma unroll
+    for (int k = 0; k < TILES; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[k][i] = 0;
+    float more[SPANS][2];
+    if (OTHER_WIDTH) {
+        score<true>(s, more, stage, pairs, shift, lane);
+        // a sign stands at half the bit that a code of two bits does
+#pragma unroll
+        for (int k = 0; k < TILES; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[k][i] *= 1 << digit_of(2 * k + i / 2);
+    }
+    score<false>(s, added, stage, pairs, 0, lane);
+    if (OTHER_WIDTH)
+#pragma unroll
+        for (int span = 0; span < SPANS; span++) added[span][0] += more[span][0], added[span][1] += more[span][1];
 }
 
 // Which tokens are there and seen; the others have no logit. ``left`` of the unit's tokens are stored.
@@ -398,21 +507,24 @@ DEVICE constexpr float place_of(int eight) { return 1.f / (1 << (digit_of(eight)
 DEVICE constexpr float lift_of(int eight) { return LIFT - digit_of(eight) * BITS; }
 
 // Exponents of weights, to base 2 and lifted.
-DEVICE void exponents(float (&x)[TILES][4], const float (&s)[TILES][4], const float (&factor)[2], const float (&added)[2]) {
+DEVICE void exponents(
+    float (&x)[TILES][4], const float (&s)[TILES][4], const float (&factor)[2], const float (&added)[SPANS][2]
+) {
 #pragma unroll
     for (int k = 0; k < TILES; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            x[k][i] = s[k][i] * (factor[i % 2] * place_of(2 * k + i / 2)) + (added[i % 2] + lift_of(2 * k + i / 2));
+            x[k][i] = s[k][i] * (factor[i % 2] * place_of(2 * k + i / 2)) + (added[k / SPAN][i % 2] + lift_of(2 * k + i / 2));
 }
 
 // The maximum has grown: all that was found is rescaled.
-DEVICE void rescale(State &state, const float (&s)[TILES][4], const float (&factor)[2], const float (&added)[2]) {
+DEVICE void rescale(State &state, const float (&s)[TILES][4], const float (&factor)[2], const float (&added)[SPANS][2]) {
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         float top = state.highest[c];
         for (int k = 0; k < TILES; k++)
-            for (int i = c; i < 4; i += 2) top = most(top, s[k][i] * (factor[c] * place_of(2 * k + i / 2)) + added[c]);
+            for (int i = c; i < 4; i += 2)
+                top = most(top, s[k][i] * (factor[c] * place_of(2 * k + i / 2)) + added[k / SPAN][c]);
         for (int step = 4; step < 32; step *= 2) top = most(top, from_other(top, step));
         const float shrink = exp2_of(state.highest[c] - top);
         state.highest[c] = top;
@@ -456,12 +568,45 @@ DEVICE u32 zeros_of(const u8 *stage, int eight, int g, int t) {
     return bytes(read_word(word), read_word(word + GROUPS * 2), g & 1 ? 0x7632 : 0x5410);
 }
 
+// Put what a span has found, codes and weights, to the rest, times the scales of channels.
+DEVICE void close(State &state, const float (&found)[2 * WORDS][4], const float (&sums)[4], const u8 *stage, int span, int lane) {
+    const u8 *at = stage + VALUE_SCALES + (span * WIDTH + (lane >> 2) * (WIDTH / 8)) * 2;
+    const float weights[2] = {sums[0] * (1 / SMALLEST), sums[1] * (1 / SMALLEST)};
+#pragma unroll
+    for (int c = 0; c < 2; c++) state.sums[c] += sums[c];
+#pragma unroll
+    for (int j = 0; j < WORDS / 2; j++) {
+        const Words scales = read(at + j * 16), zeros = VALUE_AFFINE ? read(at + j * 16 + VALUE_SPACE) : scales;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const float x = found[4 * j + i][c], scale = half((u16)(word_of(scales, i) >> c / 2 * 16));
+                // of three levels the one in the middle is nought
+                state.out[4 * j + i][c] += scale * (VALUE_AFFINE ? x : x - weights[c % 2]);
+                if (VALUE_AFFINE) state.out[4 * j + i][c] += half((u16)(word_of(zeros, i) >> c / 2 * 16)) * weights[c % 2];
+            }
+    }
+}
+
+// weights without the place of a digit
+DEVICE u32 unplaced(u32 p, int digit) { return digit ? times(p, 0x3c003c00u + digit * BITS * 0x04000400u) : p; }
+
 // What the values of a unit add.
 DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, int lane) {
     const int g = lane >> 2, t = lane & 3;
     u32 low[EIGHTS][WORDS], high[EIGHTS][WORDS];
+    float found[2 * WORDS][4], of_span[4];
+    float (&out)[2 * WORDS][4] = GROUPED ? found : state.out, (&sums)[4] = GROUPED ? of_span : state.sums;
 #pragma unroll
     for (int k = 0; k < TILES; k++) {
+        if (GROUPED && k % SPAN == 0)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                sums[i] = 0;
+#pragma unroll
+                for (int j = 0; j < 2 * WORDS; j++) out[j][i] = 0;
+            }
         const int first = rows_of(2 * k), second = rows_of(2 * k + 1);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -498,11 +643,8 @@ DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, int
                 z1 = zeros_of(stage + VALUE_SCALES + VALUE_SPACE, 2 * k + 1, g, t);
             }
         }
-        // weights without the place of a digit
         const u32 one = 0x3c003c00u;
-        const u32 w0 = d0 ? times(p[k][0], one + d0 * BITS * 0x04000400u) : p[k][0];
-        const u32 w1 = d1 ? times(p[k][1], one + d1 * BITS * 0x04000400u) : p[k][1];
-        multiply(state.sums, one, z0, one, z1, w0, w1);
+        multiply(sums, one, z0, one, z1, unplaced(p[k][0], d0), unplaced(p[k][1], d1));
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             u32 p0 = p[k][0], p1 = p[k][1];
@@ -511,9 +653,10 @@ DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, int
                 p0 = times(p0, scales0[group]), p1 = times(p1, scales1[group]);
             }
             const u32 l0 = low[first][i], l1 = low[second][i], h0 = high[first][i], h1 = high[second][i];
-            multiply(state.out[2 * i], codes<false>(l0, d0), codes<true>(l0, d0), codes<false>(l1, d1), codes<true>(l1, d1), p0, p1);
-            multiply(state.out[2 * i + 1], codes<false>(h0, d0), codes<true>(h0, d0), codes<false>(h1, d1), codes<true>(h1, d1), p0, p1);
+            multiply(out[2 * i], codes<false>(l0, d0), codes<true>(l0, d0), codes<false>(l1, d1), codes<true>(l1, d1), p0, p1);
+            multiply(out[2 * i + 1], codes<false>(h0, d0), codes<true>(h0, d0), codes<false>(h1, d1), codes<true>(h1, d1), p0, p1);
         }
+        if (GROUPED && (k + 1) % SPAN == 0) close(state, out, sums, stage, k / SPAN, lane);
     }
 }
 
@@ -537,11 +680,11 @@ DEVICE void put(float *found, const State &state, const Args &a, i64 at, int lan
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             float x = state.out[byte / 2][byte % 2 * 2 + c] * unit;
-            if (VALUE_BY_CHANNEL) {
+            if (POOLED) {
                 // scales of channels, of all tokens of the run
                 x *= half(a.value_scale[at * WIDTH + channel]);
                 if (VALUE_AFFINE) x += half(a.value_zero[at * WIDTH + channel]) * (state.sums[c] * lowered);
-            } else if (VALUE_AFFINE) {
+            } else if (VALUE_AFFINE && !GROUPED) {
                 const int group = byte / 4 * GROUPS / WORDS;
                 x += from_lane(state.sums[2 + c], group * 4 + t) * lowered;
             }
@@ -634,7 +777,7 @@ DEVICE void attend_units(State &state, u8 *ring, const Args &a, int head, int fi
         float sums[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int i = 0; i < KEY_WORDS; i++) {
-            const i64 at = row + channel_of(i, t);
+            const i64 at = row + channel_of<false>(i, t);
             const u32 scales[2] = {read_word((const u8 *)(a.key_scale + at)), read_word((const u8 *)(a.key_scale + at + 2))};
             if (KEY_AFFINE) {
                 const u32 x = read_word((const u8 *)(a.key_zero + at)), y = read_word((const u8 *)(a.key_zero + at + 2));
@@ -656,22 +799,24 @@ DEVICE void attend_units(State &state, u8 *ring, const Args &a, int head, int fi
     u64 pairs[KEY_WORDS];
 #pragma unroll
     for (int i = 0; i < KEY_WORDS; i++) {
-        const int x = i < 4 * WIDE ? i / 2 * 4 + i % 2 : 2 * i, y = i < 4 * WIDE ? x + 2 : x + 1;
+        const int first = i < Keys<true>::first ? 0 : Keys<true>::first, j = i - first;
+        const bool wide = j < 4 * (first ? Keys<true>::wide : Keys<false>::wide);
+        const int x = 2 * first + (wide ? j / 2 * 4 + j % 2 : 2 * j), y = wide ? x + 2 : x + 1;
         pairs[i] = (u64)q[y] << 32 | q[x];
     }
 
     const u32 mine = first + warp;
-    constexpr int each = NARROW ? NARROW : 1;
     Sources from = {
-        a.key_codes + g * KEY_WIDTH + t * 16,
-        a.key_codes + lane / each * KEY_WIDTH + WIDE * 64 + lane % each * 16,
+        codes_of<false>(a.key_codes, (const u8 *)(lane < 16 ? a.key_scale : a.key_zero), lane),
+        codes_of<true>(a.other_codes, (const u8 *)a.other_scale, lane),
         a.value_codes + 2 * t * WIDTH + g * (WIDTH / 8),
-        (const u8 *)(lane < 16 ? a.key_scale : a.key_zero) + lane % 16 * 16,
         (const u8 *)(lane < 16 ? a.value_scale : a.value_zero) + lane % 16 * 16,
-        a.count};
+        a.count,
+    };
     // where units are in their page: for all of a warp the same, if four are whole pages
     static_assert(4 % UNITS == 0, "");
     const u32 place = mine % UNITS;
+    const u32 shift = place % TOGETHER * (UNIT / TILE);
     to_place(from, place);
     // pages come from the table two units before they are copied, and their scales one
     u32 index = 0, next = 0, at = 0;
@@ -692,15 +837,16 @@ DEVICE void attend_units(State &state, u8 *ring, const Args &a, int head, int fi
     }
     int slot = 0;
     u32 now = mine;
-    float s[TILES][4], sums[2];
+    float s[TILES][4], sums[SPANS][2];
     // whether a unit is done: not if its logits are too large, and the maximum has to be raised before
     const auto unit_done = [&](u8 *stage, int left, auto hidden) {
-        float added[2], x[TILES][4];
-        scores(s, added, stage, pairs, lane);
-        sums[0] = constant[0], sums[1] = constant[1];
-        if (KEY_BY_CHANNEL) {
-            if (!POOLED) sums[0] = added[0] * unit[0], sums[1] = added[1] * unit[1];
-        } else {
+        float added[SPANS][2], x[TILES][4];
+        scores(s, added, stage, pairs, shift, lane);
+#pragma unroll
+        for (int span = 0; span < SPANS; span++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) sums[span][c] = KEY_BY_CHANNEL && !POOLED ? added[span][c] * unit[c] : constant[c];
+        if (!KEY_BY_CHANNEL) {
 #pragma unroll
             for (int k = 0; k < TILES; k++)
 #pragma unroll
@@ -711,7 +857,11 @@ DEVICE void attend_units(State &state, u8 *ring, const Args &a, int head, int fi
         }
         if (hidden.value)
             hide(s, a, head, first_row, (MASKED ? a.columns[now / UNITS] : 0) + place * UNIT, left, lane);
-        const float above[2] = {sums[0] - state.highest[0], sums[1] - state.highest[1]};
+        float above[SPANS][2];
+#pragma unroll
+        for (int span = 0; span < SPANS; span++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) above[span][c] = sums[span][c] - state.highest[c];
         exponents(x, s, factor, above);
         bool grown = false;
 #pragma unroll

@@ -115,7 +115,7 @@ def attend_pages(
     mask : bytes, its strides by sequence, key head and query, and the first column of every page.
     beside : attention over the rest of the cache and its log-sum-exp, which are overwritten.
     """
-    found = _loop(pages, query, mask is not None) if scale > 0 else None
+    found = loop(pages, query, mask is not None) if scale > 0 else None
     return _attended(found, query, pages, scale, mask, programs, beside, dv)
 
 
@@ -198,8 +198,8 @@ def _enqueue_loop(
 _loops: dict[tuple[Hashable, ...], cuda.Loop | None] = {}
 
 
-def _loop(pages: Pages, query: Tensor, masked: bool) -> cuda.Loop | None:
-    """The loop in CUDA C++ for such pages; None where Triton's is to be launched."""
+def loop(pages: Pages, query: Tensor, masked: bool) -> cuda.Loop | None:
+    """The loop in CUDA C++ for such pages; None where one in Triton is to be launched."""
     planes = tuple(
         (of.format, of.codes.shape[2], of.scale.dtype, of.channels is None) for of in (*pages.keys, *pages.values)
     )
@@ -237,11 +237,11 @@ def _sample(pages: Pages, query: Tensor) -> tuple[Tensor, Pages, Tensor]:
     """A query, two pages of a head and one that is not full of another, of such a kind, and what may be seen of them."""
     rng, device = torch.Generator().manual_seed(0), query.device
 
-    def plane_like(of: Plane) -> Plane:
+    def plane_like(of: Plane, first: int = 0) -> Plane:
         codes = torch.randint(256, (3, *of.codes.shape[1:]), generator=rng, dtype=torch.uint8)
         scale = ((1 + torch.rand(3, *of.scale.shape[1:], generator=rng)) / of.format.levels).to(of.scale.dtype)
         zero = torch.randn(scale.shape, generator=rng).to(device, scale.dtype) if of.zero is not None else None
-        channels = numbers(*range(of.codes.shape[2])).expand(2, -1) if of.channels is not None else None
+        channels = numbers(*range(first, first + of.codes.shape[2])).expand(2, -1) if of.channels is not None else None
         return Plane(of.format, codes.to(device), scale.to(device), zero, channels)
 
     def numbers(*given: int) -> Tensor:
@@ -249,7 +249,8 @@ def _sample(pages: Pages, query: Tensor) -> tuple[Tensor, Pages, Tensor]:
 
     few = replace(
         pages,
-        keys=tuple(map(plane_like, pages.keys)),
+        # a second plane has the channels that the first has not
+        keys=tuple(plane_like(of, place * pages.keys[0].codes.shape[2]) for place, of in enumerate(pages.keys)),
         values=tuple(map(plane_like, pages.values)),
         count=numbers(pages.page, pages.page, pages.page // 2 + 3),
         meta=numbers(0, 1, 2),

@@ -69,7 +69,7 @@ def decode_attention_kernel(
         raise ValueError(
             f"query has {q} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
         )
-    if pages is not None and paged.fits(pages, query, dv):
+    if pages is not None and _apart(pages, query, dv, visible is not None, scaling):
         rest = (query, keys, values, scaling, flat, None, visible, tail)
         beside = decode_attention_kernel(*rest) if capacity or flat is not None else None
         mask, strides, _ = _mask_arguments(visible, keys)
@@ -108,6 +108,11 @@ def decode_attention_kernel(
         part, part_lse, ragged[2], cu_pages, tail, out, lse, heads, rows, capacity,
     )  # fmt: skip
     return out, lse
+
+
+def _apart(pages: Pages, query: Tensor, dv: int, masked: bool, scaling: float) -> bool:
+    """Whether there is a kernel for pages alone that reads these: Triton's, or where that has no such formats the other."""
+    return paged.fits(pages, query, dv) or (scaling > 0 and paged.loop(pages, query, masked) is not None)
 
 
 class Step(NamedTuple):

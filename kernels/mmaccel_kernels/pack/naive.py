@@ -64,7 +64,7 @@ def kept(x: Tensor, dtype: torch.dtype, most: float = torch.inf) -> Tensor:
 def measure(x: Tensor, there: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of every group.
 
-    ``int``: ``(max - min) / (levels - 1)`` and ``min``. ``ternary``: ``mean |x|``. ``sign``: ``2 mean |x|``.
+    ``int``: ``(max - min) / (levels - 1)`` and ``min``. ``ternary``, ``three``: ``mean |x|``. ``sign``: ``2 mean |x|``.
     ``fp8``: ``max |x| / 448``.
 
     Parameters
@@ -96,7 +96,7 @@ def encode(x: Tensor, format: Format, scale: Tensor, zero: Tensor | None) -> Ten
     s, y = scale.float().unsqueeze(axis), grouped(x, format)
     if format.code == "sign":
         codes = (y >= 0).int()
-    elif format.code == "ternary":
+    elif format.levels == 3:
         codes = 1 + (y > s / 2).int() - (y < -s / 2).int()
     elif zero is None:
         codes = to_e4m3(torch.where(s > 0, y / s, 0.0))

@@ -98,7 +98,7 @@ def _scales(low, high, size, members, CODE: tl.constexpr, LEVELS: tl.constexpr):
     zero = tl.zeros_like(size)
     if CODE == "fp8":
         scale = tl.div_rn(size, zero + 448.0)
-    elif CODE == "sign" or CODE == "ternary":
+    elif CODE == "sign" or LEVELS == 3:
         scale = tl.div_rn(size, zero + tl.maximum(members, 1)) * (2.0 if CODE == "sign" else 1.0)
     else:
         zero = tl.where(low <= high, low, 0.0)
@@ -121,7 +121,7 @@ def _code(x, scale, zero, CODE: tl.constexpr, LEVELS: tl.constexpr):
     """The codes of ``x``."""
     if CODE == "sign":
         code = (x >= 0).to(tl.int32)
-    elif CODE == "ternary":
+    elif LEVELS == 3:
         code = 1 + (x > scale * 0.5).to(tl.int32) - (x < scale * -0.5).to(tl.int32)
     else:
         x = tl.where(scale > 0, tl.div_rn(x - zero, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(x)), 0.0)

@@ -9,12 +9,13 @@ import torch
 
 from .._triton import triton
 
-Code = Literal["sign", "ternary", "int1", "int2", "int4", "int8", "fp8"]
+Code = Literal["sign", "ternary", "three", "int1", "int2", "int4", "int8", "fp8"]
 
 #: code -> (levels, codes a byte, what a code without zero point is centred on)
 _CODES: dict[str, tuple[int, int, float]] = {
     "sign": (2, 8, 0.5),
     "ternary": (3, 5, 1.0),
+    "three": (3, 4, 1.0),
     "int1": (2, 8, 0.0),
     "int2": (4, 4, 0.0),
     "int4": (16, 2, 0.0),

@@ -16,7 +16,7 @@ def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
     padded = codes.new_zeros(n, rows * digits, width, dtype=torch.int32)
     padded[:, :page] = codes
     padded = padded.view(n, rows // tile, digits, tile, width)
-    weights = [3 ** (4 - i) if format.code == "ternary" else format.levels**i for i in range(digits)]
+    weights = [3 ** (4 - i) if format.code == "ternary" else 1 << 8 // digits * i for i in range(digits)]
     if digits == 1:
         weights = [1]
     number = sum(padded[:, :, i] * weight for i, weight in enumerate(weights))
@@ -40,7 +40,7 @@ def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
         codes = (blocks * power[:, None, None] & 255) * 3 >> 8
     else:
         shift = torch.arange(format.digits, dtype=torch.int32, device=packed.device) * (8 // format.digits)
-        codes = blocks >> shift[:, None, None] & (format.levels - 1)
+        codes = blocks >> shift[:, None, None] & ((1 << 8 // format.digits) - 1)
     return codes.reshape(n, rows * format.digits, width)[:, :page]
 
 
