@@ -34,9 +34,10 @@ from .clip import Clip
 from .container import named
 from .here import Make, decode_here, empty
 from .readers import READERS
+from .readers.decord import DecordReader
 from .wanted import GIB, Path_, Wanted, check_timeout
 
-#: the package without its top module, which would import torch: that takes seconds and hundreds of MB
+#: the package without its top module: what is there imports what recipes need, and a decoder needs none of it
 _START = (
     "import sys, types; top = types.ModuleType('mmaccel'); top.__path__ = [sys.argv[1]]; sys.modules['mmaccel'] = top; "
     "from mmaccel.video.isolated import serve; serve()"
@@ -241,6 +242,7 @@ def decode_isolated(
 
 def serve() -> None:
     """The child: answers until its standard input ends."""
+    DecordReader.alone = True
     # whatever a library prints must not get between the answers
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

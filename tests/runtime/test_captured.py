@@ -138,7 +138,7 @@ PAGES = {"page": 16, "group": 16, "residual": 4, "bits": 4}
 PACKED = {
     "alone": ("llava", "uneven", (("kivi", None, PAGES),), 6),
     "heads": ("llava", "image", (("snapkv", 0.5, {"window": 8, "head_budget": "adaptive"}), ("kivi", None, PAGES)), 7),
-    "rows": ("llava_next", "uneven", (("snapkv", 0.5, {"window": 8}), ("kivi", None, PAGES)), 6),
+    "rows": ("llava_next", "uneven", (("snapkv", 0.5, {"window": 8}), ("kivi", None, PAGES)), 7),
     "pictures": ("qwen2_5_vl", "mixed", (("fastv", 0.5, {"layer": 2}), ("kivi", None, PAGES)), 6),
     "channels": ("qwen3_vl", "image", (("think", None, {"page": 16, "group": 16, "residual": 4}),), 7),
     "planes": ("qwen2_5_vl", "video", (("vidkv", None, {"page": 32, "protect": 0.3}),), 3),

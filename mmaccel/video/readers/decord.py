@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +21,8 @@ _BATCH = 8
 class DecordReader(Reader):
     """A video opened by decord, with one decoding thread.
 
+    alone : this process does nothing but decode, and will never read pictures with torchvision.
+
     decord 0.6 counts the frames that come out after a seek and says nothing when the count is wrong, as it is in open groups
     of pictures (the default of x265), with B-frames of older codecs, and in other containers than mp4 and Matroska. So
     the packets are read first, by PyAV, and such files are left to the other back ends.
@@ -31,10 +32,12 @@ class DecordReader(Reader):
     distributions = ("decord", "av")
     modules = ("decord", "av")
 
+    alone: ClassVar[bool] = False
+
     @classmethod
     def load(cls) -> None:
         """torchvision must come first: decord brings a zlib for the whole process, with which torchvision reads no PNG."""
-        if "torch" in sys.modules:
+        if not cls.alone:
             with suppress(ImportError, OSError):
                 import_module("torchvision.io")
         super().load()
