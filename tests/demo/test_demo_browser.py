@@ -586,7 +586,8 @@ def test_a_foreign_name_is_refused(site, path):
 def test_the_queue_has_an_end(site):
     assert site.blocks._queue.max_size == 16
     models = [f for f in site.blocks.fns.values() if f.concurrency_id == "model"]
-    assert len(models) >= 5 and all(f.concurrency_limit == 1 for f in models)
+    assert len(models) >= 5 and all(f.concurrency_limit == "default" for f in models)
+    assert site.blocks._queue.default_concurrency_limit == site.house.several == 1
 
 
 def test_nothing_is_written_elsewhere(site, files):
