@@ -105,6 +105,7 @@ def attend_pages(
     programs: int,
     beside: tuple[Tensor, Tensor] | None,
     dv: int,
+    found: cuda.Loop | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over ``pages`` and, merged with it, what is ``beside`` them, in two launches.
 
@@ -114,22 +115,8 @@ def attend_pages(
     scale : of the logits, to base 2.
     mask : bytes, its strides by sequence, key head and query, and the first column of every page.
     beside : attention over the rest of the cache and its log-sum-exp, which are overwritten.
+    found : the loop in CUDA C++ (:func:`loop`), or None for Triton's, which only takes pages that :func:`fits` says it does.
     """
-    found = loop(pages, query, mask is not None) if scale > 0 else None
-    return _attended(found, query, pages, scale, mask, programs, beside, dv)
-
-
-def _attended(
-    found: cuda.Loop | None,
-    query: Tensor,
-    pages: Pages,
-    scale: float,
-    mask: Mask | None,
-    programs: int,
-    beside: tuple[Tensor, Tensor] | None,
-    dv: int,
-) -> tuple[Tensor, Tensor]:
-    """:func:`attend_pages` by the loop that was ``found``, or by Triton's."""
     b, hq, q, _ = query.shape
     heads, rows = b * pages.heads, hq // pages.heads * q
     turned = pages.turned(query).contiguous()
@@ -226,7 +213,7 @@ def _agrees(found: cuda.Loop, pages: Pages, query: Tensor, masked: bool) -> bool
     if masked:
         first = torch.tensor([0, few.page, 0], dtype=torch.int32, device=query.device)
         mask = (visible.view(torch.uint8), (visible.stride(0), visible.stride(1), visible.stride(2)), first)
-    out, lse = _attended(found, query, few, LOG2E / 16, mask, 3, None, values.shape[3])
+    out, lse = attend_pages(query, few, LOG2E / 16, mask, 3, None, values.shape[3], found)
     want, want_lse = decode_attention_definition(
         query, none, values, 1 / 16, pages=few, visible=visible if masked else None
     )

@@ -69,13 +69,15 @@ def decode_attention_kernel(
         raise ValueError(
             f"query has {q} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
         )
-    if pages is not None and _apart(pages, query, dv, visible is not None, scaling):
+    # the loop in CUDA C++ takes a positive scale
+    found = paged.loop(pages, query, visible is not None) if pages is not None and scaling > 0 else None
+    if pages is not None and (found is not None or paged.fits(pages, query, dv)):
         rest = (query, keys, values, scaling, flat, None, visible, tail)
         beside = decode_attention_kernel(*rest) if capacity or flat is not None else None
         mask, strides, _ = _mask_arguments(visible, keys)
         seen = None if mask is None else (mask, strides, _columns(pages))
         programs = PROGRAMS_EACH * _multiprocessors(query.device)
-        return paged.attend_pages(query, pages, scaling * LOG2E, seen, programs, beside, dv)
+        return paged.attend_pages(query, pages, scaling * LOG2E, seen, programs, beside, dv, found)
     if not readable(pages, query, dv):
         raise ValueError(
             "The decode kernel reads pages of one or two planes of keys and one of values, in tiles of 16 to 128."
@@ -108,11 +110,6 @@ def decode_attention_kernel(
         part, part_lse, ragged[2], cu_pages, tail, out, lse, heads, rows, capacity,
     )  # fmt: skip
     return out, lse
-
-
-def _apart(pages: Pages, query: Tensor, dv: int, masked: bool, scaling: float) -> bool:
-    """Whether there is a kernel for pages alone that reads these: Triton's, or where that has no such formats the other."""
-    return paged.fits(pages, query, dv) or (scaling > 0 and paged.loop(pages, query, masked) is not None)
 
 
 class Step(NamedTuple):
