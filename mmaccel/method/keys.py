@@ -132,6 +132,9 @@ class CacheOptions:
     joint : text and visual keys share one budget, which is then ``retain`` of all keys.
     text_policy : the policy, by name, that ranks text keys where they have a budget (``text_retain``); by default this one.
 
+    ``variant="official"``: budgets are split as in the authors' programs, which do not meet them exactly: ``pyramid`` in whole
+    steps, ``adaptive`` with a truncated uniform share; bars for merging are means over heads.
+
     Keys that always stay are taken out of the budget first, so the budget still holds. While decoding, visual keys make room
     for new ones, and text keys only where text has a budget (``text_retain`` or ``joint``): without one a long answer outgrows
     ``every`` and ``cap`` once no visual key is left.

@@ -67,7 +67,7 @@ def known(stage: CacheStage, layout: Layout, budget: list[int]) -> list[list[int
     if how == "uniform" or beta is None:
         return [budget] * layers
     there = (layout.valid if policy.joint else layout.visual).sum(1).tolist()
-    if stage.official:
+    if policy.official:
         # the program counts the window, which stays where all keys compete
         own = policy.window if policy.joint else 0
         rows = [budgets.pyramid_official(c, own, n, layers, beta) for c, n in zip(budget, there, strict=True)]

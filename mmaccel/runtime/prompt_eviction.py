@@ -264,7 +264,7 @@ class PromptEviction:
         policy, rows = self.policy, together.rows
         among = keys.valid if policy.joint else keys.valid & keys.visual
         count = torch.tensor(counts).flatten()
-        kept = choose(policy, scores, among, to_device(count, scores.device), self.stage.official)
+        kept = choose(policy, scores, among, to_device(count, scores.device))
         # a stage before this one may have left fewer than the budget
         lengths = count.minimum(torch.tensor(tokens.rivals))
         there, wins = sum(tokens.rivals[:rows]), lengths.view(-1, rows).sum(1).tolist()

@@ -52,7 +52,7 @@ def reduce(
 def _budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
     """How many tokens of each unit stay, ``[N]`` long on the CPU, of those ``present [N]``."""
     recipe, method = prompt.plan.recipe, stage.method
-    official = method.official_count if recipe.rounding == "official" else None
+    official = method.official_count if method.official else None
     least = recipe.retain if recipe.primary is not None and stage.number < recipe.primary else None
     grids = [(t, h, w) for t, h, w in whole.grid.tolist()]
     follows = recipe.anchor not in (None, stage.number)

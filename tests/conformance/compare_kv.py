@@ -145,10 +145,10 @@ def lookm(how: str, text_first: bool) -> Callable[[Params, Arrays], None]:
             # no recipe can ask for no visual key, but for as many keys as there is text, which scores highest
             retain = room or int((~visual).sum())
             policy = receiving("h2o", [score], joint=not room, **options)
-            run = CacheRun(policy, retain, visual=visual, rounding="official")
+            run = CacheRun(policy, retain, visual=visual)
         else:
             options.update(joint=True, sinks=0 if how == "evict" else 4)
-            run = CacheRun(receiving("h2o", [score], **options), heavy + recent, visual=visual, rounding="official")
+            run = CacheRun(receiving("h2o", [score], **options), heavy + recent, visual=visual)
         run.prompt(keys, values)
         same_positions(run.positions(), arrays["out_positions"])
         with fault(how == "average", "average merging pairs keys with the pivots of others"):
@@ -173,7 +173,7 @@ def d2o(params: Params, arrays: Arrays) -> None:
     assert params["alpha"] + params["belta"] == 1
     figures = [arrays["in_score"][None], arrays["in_score_1"][None]]
     options = {"recent": recent, "sinks": protected, "joint": True, "every": 1, "compact": f"ema:{params['alpha']}"}
-    run = CacheRun(receiving("h2o", figures, **options), heavy + recent, rounding="official")
+    run = CacheRun(receiving("h2o", figures, **options), heavy + recent)
     run.begin(keys.shape[2])
     run.feed(keys, arrays["in_v"], torch.zeros_like(keys))
     for step in (0, 1):
@@ -196,7 +196,6 @@ def elastic_cache(params: Params, arrays: Arrays) -> None:
     # theirs drops one more than it says, and so none at the first step
     count = total - int(total - total * share) - 1
     options = {
-        "faithful": True,
         "joint": True,
         "distance": params["distance"],
         "sinks": params["start_size"],
@@ -260,7 +259,7 @@ def pyramid_lengths(params: Params, arrays: Arrays) -> None:
         assert found is not None
         layers, capacity, window, size, beta = map(int, found.groups())
         policy = make("snapkv", window=window, joint=True, layer_budget=f"pyramid:{beta}")
-        run = CacheRun(policy, min(capacity, size), layers=layers, rounding="official")
+        run = CacheRun(policy, min(capacity, size), layers=layers)
         assert run.layer_counts(size) == theirs.tolist()
 
 
@@ -308,7 +307,7 @@ def adakv(params: Params, arrays: Arrays) -> None:
         head_budget=heads,
         joint=True,
     )
-    run = CacheRun(policy, params["max_capacity_prompt"], rounding="official")
+    run = CacheRun(policy, params["max_capacity_prompt"])
     run.prompt(arrays["in_k"], arrays["in_v"], arrays["in_q_window"])
     ours, ends = run.positions()[0], arrays["out_cu_klen"].tolist()
     assert [len(one) for one in ours] == arrays["out_head_lens"].tolist()
@@ -488,7 +487,7 @@ def dycoke(params: Params, arrays: Arrays) -> None:
     first, length = params["image_token_start_index"], params["image_token_length"]
     visual = torch.zeros(params["cache_len"], dtype=torch.bool)
     visual[first : first + length] = True
-    policy = make("dycoke-cache", layer=1, alike=params["threshold"], as_shipped=True)
+    policy = make("dycoke-cache", layer=1, alike=params["threshold"])
     read = dycoke_steps(policy, torch.stack(list(arrays["in_attn"])), visual, int(length * (1 - params["dycoke_p"])))
     everything = torch.arange(params["cache_len"])
     for step, ours in enumerate(read):
@@ -497,11 +496,11 @@ def dycoke(params: Params, arrays: Arrays) -> None:
 
 
 def dycoke_cache(params: Params, arrays: Arrays) -> None:
-    """The same where a set that is alike is read again."""
+    """The paper's rule, which this vector was made by: a set that is alike is read again."""
     first, length = params["image_start"], params["image_len"]
     visual = torch.zeros(params["seq_len"], dtype=torch.bool)
     visual[first : first + length] = True
-    policy = make("dycoke-cache", layer=1, alike=params["sim_threshold"])
+    policy = make("dycoke-cache", variant="exact", layer=1, alike=params["sim_threshold"])
     count = int(length * (1 - params["prune_ratio_P"]))
     # the program's share is a float too
     assert abs(count - params["num_keep"]) <= 1
@@ -513,7 +512,7 @@ def dycoke_frames(params: Params, arrays: Arrays) -> None:
     clip = film_of(arrays["in_features"].unflatten(0, (params["frames"], params["num_tokens_per_frame"])))
     for ratio in params["merging_ratios"]:
         theirs = arrays[f"out_ttm_{round(100 * ratio)}"]
-        made = make("dycoke", official_tail=True).reduce(clip, torch.tensor([len(theirs)]))
+        made = make("dycoke").reduce(clip, torch.tensor([len(theirs)]))
         same_rows(made.apply(clip.features)[0], theirs)
 
 
@@ -535,7 +534,7 @@ def windowkv(params: Params, arrays: Arrays) -> None:
     review = keys.shape[2] - suffix
     theirs = arrays["out_layers_budget"].tolist()[::group]
     options = {"window": suffix, "width": size, "strategy": strategy}
-    shape = make("windowkv", layer_budget=f"pyramid:{params['beta'] / group}", **options)
+    shape = make("windowkv", variant="exact", layer_budget=f"pyramid:{params['beta'] / group}", **options)
     before = CacheRun(
         shape, params["max_capacity_prompt"], layers=len(theirs), visual=torch.arange(keys.shape[2]) < review
     )

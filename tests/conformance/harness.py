@@ -22,6 +22,7 @@ from mmaccel.core.stats import Stats
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.incoming import Incoming, Phase
 from mmaccel.method import LayerAttention, Method, Policy, registry
+from mmaccel.method.base import Variant
 from mmaccel.runtime.eviction import Eviction
 from mmaccel.runtime.forward import Continuation, Forward, Prompt
 from mmaccel.runtime.plan import PlannedStage
@@ -34,13 +35,15 @@ made: list[str] = []
 BENEATH: dict[Compare, str] = {}
 
 
-def make(name: str, given: Mapping[str, Callable[..., Any]] | None = None, **options: Any) -> Any:
-    """The registered method ``name`` with these options.
+def make(
+    name: str, given: Mapping[str, Callable[..., Any]] | None = None, variant: Variant = "official", **options: Any
+) -> Any:
+    """The registered method ``name`` with these options, by default in its authors' variant.
 
     ``given`` replaces parts of it that look at a model by what the vector holds in their place.
     """
     kind = registry.method(name)
-    method: Method = (type(kind.__name__, (kind,), dict(given)) if given else kind)(**options)
+    method: Method = (type(kind.__name__, (kind,), dict(given)) if given else kind)(**options).by(variant)
     made.append(name)
     return method
 
@@ -146,12 +149,11 @@ class CacheRun:
         layers: int = 1,
         visual: Tensor | None = None,
         grid: tuple[int, int, int] | None = None,
-        rounding: str = "exact",
         text: Any = None,
     ) -> None:
         self.policy, self.visual, self.grid = policy, visual, grid
         self.stage = PlannedStage(0, policy, retain)
-        recipe = SimpleNamespace(text_retain=None, rounding=rounding)
+        recipe = SimpleNamespace(text_retain=None)
         # what the cache stage reads of a plan
         self.plan: Any = SimpleNamespace(recipe=recipe, family=SimpleNamespace(text=text))
         self.state = CacheState(layers)

@@ -141,9 +141,9 @@ def test_layers_whose_attention_is_spread_keep_more() -> None:
     assert len(set(held)) > 1
 
 
-def test_official_rounding_gives_the_layers_the_whole_steps_of_pyramidkv() -> None:
+def test_the_official_variant_gives_the_layers_the_whole_steps_of_pyramidkv() -> None:
     feed = zoo.inputs("llava")
-    recipe = replace(stage("snapkv", layer_budget="pyramid:7", joint=True, window=4), rounding="official")
+    recipe = replace(stage("snapkv", layer_budget="pyramid:7", joint=True, window=4), variant="official")
     with accelerated(oracle.subject("llava"), recipe) as model:
         cache = model(**feed, use_cache=True).past_key_values
     size = feed["input_ids"].shape[1]

@@ -33,14 +33,14 @@ METHODS: list[TokenMethod] = [
     CenterClip(frames=3, distance="cosine", aggregate="mean"),
     Evs(),
     DyCoke(),
-    DyCoke(official_tail=True),
+    DyCoke().by("official"),
     FastVID(),
     FastVID(segments=3, tau=-1.0, merged=0.8, stride=2, query="all"),
     HoliTomMerge(),
     HoliTomMerge(tau=0.2, contextual=0.5, beta=None),
     HoliTomMerge(strict=True),
     MovieChat(),
-    MovieChat(similarity="official_dot"),
+    MovieChat().by("official"),
     MustDropMerge(threshold=2.0, window=2),
     PruneVidMerge(small=0),
     PruneVidMerge(tau=0.1, scenes=0.5, neighbours=2, small=0),
@@ -191,9 +191,8 @@ def test_every_method_in_a_model(family: str) -> None:
         lambda: CenterClip(distance="manhattan"),  # type: ignore[arg-type]
         lambda: HoliTomMerge(contextual=2.0),
         lambda: HoliTomMerge(layers=()),
-        lambda: MovieChat(similarity="dot"),  # type: ignore[arg-type]
-        lambda: PiToMe(variant="image"),  # type: ignore[arg-type]
-        lambda: PiToMe(variant="text", margin=1.0),
+        lambda: PiToMe(matching="image"),  # type: ignore[arg-type]
+        lambda: PiToMe(matching="text", margin=1.0),
     ],
 )
 def test_impossible_options_are_refused(make) -> None:
