@@ -61,12 +61,14 @@ from .kv.policies.vatp import VATP as VATP
 from .kv.policies.vl_cache import VLCache as VLCache
 from .kv.policies.windowkv import WindowKV as WindowKV
 from .layers.aim import AimPageRank as AimPageRank
+from .layers.dart import DART as DART
 from .layers.fastkv import FastKVTokens as FastKVTokens
 from .layers.fastv import FastV as FastV
 from .layers.framefusion import FrameFusion as FrameFusion
 from .layers.holitom import HoliTomInner as HoliTomInner
 from .layers.mustdrop import MustDropFilter as MustDropFilter
 from .layers.promptdistill import PromptDistill as PromptDistill
+from .layers.vasparse import VASparse as VASparse
 from .merging.aim import AimMerge as AimMerge
 from .merging.centerclip import CenterClip as CenterClip
 from .merging.dycoke import DyCoke as DyCoke
@@ -80,7 +82,9 @@ from .merging.prunevid import PruneVidMerge as PruneVidMerge
 from .pruning.attention_received import AttentionReceived as AttentionReceived
 from .pruning.cdpruner import CDPruner as CDPruner
 from .pruning.divprune import DivPrune as DivPrune
+from .pruning.fastervlm import FasterVLM as FasterVLM
 from .pruning.fopru import FoPru as FoPru
+from .pruning.hiprune import HiPrune as HiPrune
 from .pruning.hired import HiRED as HiRED
 from .pruning.prumerge import PruMerge as PruMerge
 from .pruning.prumerge import PruMergePlus as PruMergePlus

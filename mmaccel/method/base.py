@@ -33,11 +33,12 @@ class Tap:
         width.
     layers
         tower layers, counted as Python counts; ``None`` stands for the layer whose output the language model reads (for
-        towers with windowed attention, for the last layer with full attention up to it).
+        towers with windowed attention, for the last layer with full attention up to it). A float is a share of the tower's
+        depth, rounded half up (there the nearest layer with full attention, the deeper of two).
     """
 
     kind: Literal["cls_attention", "received_attention", "keys", "features", "cls_attention_unsplit", "keys_unsplit"]
-    layers: tuple[int | None, ...] = (None,)
+    layers: tuple[float | None, ...] = (None,)
 
 
 class TowerFacts(Protocol):
