@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 
 
 #: what the default run leaves out, each with a run of its own
-APART = ("full", "kernel", "browser", "ray")
+APART = ("full", "kernel", "browser", "ray", "vllm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,9 +49,9 @@ def part(given: str) -> tuple[int, int]:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A process for every core, four at most; one for a few tests, for the demo and for a cluster, of which there is one."""
+    """A process for every core, four at most; one for a few tests, the demo, a cluster or vLLM."""
     few = config.option.keyword or any("::" in argument for argument in config.args)
-    return 0 if few or config.option.markexpr in ("browser", "ray") else min(4, os.cpu_count() or 1)
+    return 0 if few or config.option.markexpr in ("browser", "ray", "vllm") else min(4, os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

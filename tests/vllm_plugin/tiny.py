@@ -1,0 +1,150 @@
+"""Tiny models of the zoo as folders that vLLM can load, vLLM's answers about them, and those of transformers.
+
+The models are the zoo's with heads of 32 channels, the least that vLLM's attention takes on a CPU. Engines run in this
+process and are taken down one after the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zoo
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from mmaccel import accelerate_vlm
+
+TOKENS = 8
+WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1}
+#: of M-RoPE, for heads of 32 channels
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+#: a prompt's pictures, clips and question
+Row = tuple[list[Image.Image], list[np.ndarray], str]
+
+
+def _overrides(family: str) -> dict[str, Any]:
+    if not family.startswith("qwen"):
+        return WIDE
+    rope = {**SECTIONS, "mrope_interleaved": True} if family == "qwen3_vl" else SECTIONS
+    return {**WIDE, "rope_parameters": rope}
+
+
+def model(family: str) -> torch.nn.Module:
+    return zoo.model(family, **_overrides(family))
+
+
+def folder(family: str, parent: Path) -> Path:
+    """The model and its processor, saved below ``parent`` once."""
+    place = parent / family
+    if not place.exists():
+        made = model(family)
+        made.save_pretrained(place)
+        if not family.startswith(("qwen", "internvl")):
+            _name_as_published(place / "model.safetensors")
+        zoo.processor(family).save_pretrained(place)
+    return place
+
+
+def _name_as_published(file: Path) -> None:
+    """Towers of CLIP and SigLIP have one level more in the models of the hub than transformers 5 saves."""
+    named = {
+        re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", k): v
+        for k, v in load_file(file).items()
+    }
+    save_file(named, file, {"format": "pt"})
+
+
+def kinds(family: str) -> list[str]:
+    """What prompts show, of which both take the same. Of several pictures in a prompt LLaVA-OneVision encodes no tiles in
+    transformers, but all of them in vLLM."""
+    no = {"uneven", "textrow", "text", *(["images"] if family == "llava_onevision" else [])}
+    return [kind for kind in zoo.kinds(family) if kind not in no]
+
+
+def rows(family: str, kind: str, count: int = 3) -> list[Row]:
+    """Prompts of one kind, as `zoo.inputs` has them, each with pictures of its own."""
+    spec = zoo._family(family)
+    pictures, clips = {"image": (1, 0), "images": (2, 0), "video": (0, 1), "mixed": (1, 1)}[kind]
+    return [
+        (
+            [zoo.image(*spec.sizes[place], 10 * row + place) for place in range(pictures)],
+            [zoo.clip(*spec.clip, 10 * row + 5) for _ in range(clips)],
+            zoo.QUESTION,
+        )
+        for row in range(count)
+    ]
+
+
+@contextmanager
+def engine(place: Path, recipe: dict[str, Any] | None = None, **options: Any) -> Iterator[LLM]:
+    """vLLM in this process, with a recipe or without the plug-in's doing."""
+    overrides = {**options.pop("hf_overrides", {}), **({"mmaccel": recipe} if recipe else {})}
+    llm = LLM(
+        str(place),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=4,
+        disable_log_stats=True,
+        hf_overrides=overrides,
+        # one mean and deviation for pictures and clips, otherwise; the processors of Qwen3-VL have two
+        mm_device_do_normalize=False,
+        **options,
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def prompt(family: str, row: Row, **processing: Any) -> dict[str, Any]:
+    """A request of vLLM; ``processing`` becomes its ``mm_processor_kwargs``."""
+    pictures, clips, _ = row
+    template = {"chat_template": zoo._chat_template(family), "tokenize": False, "add_generation_prompt": True}
+    media: dict[str, Any] = {}
+    if pictures:
+        media["image"] = pictures
+    if clips:
+        media["video"] = [(one, _metadata(one)) if family in ("qwen2_5_vl", "qwen3_vl") else one for one in clips]
+    return {
+        "prompt": zoo.tokenizer(family).apply_chat_template(zoo.messages(*row), **template),
+        "multi_modal_data": media,
+        **({"mm_processor_kwargs": processing} if processing else {}),
+    }
+
+
+def _metadata(frames: np.ndarray) -> dict[str, Any]:
+    return {**dict(zoo._metadata(frames)), "do_sample_frames": False}
+
+
+def served(llm: LLM, family: str, given: list[Row], **processing: Any) -> list[list[int]]:
+    """The tokens that vLLM answers to each prompt, asked at once."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    out = llm.generate([prompt(family, row, **processing) for row in given], greedy, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in out]
+
+
+def expected(family: str, given: list[Row], recipe: str | None = None, **options: Any) -> list[list[int]]:
+    """The tokens of transformers, one prompt at a time."""
+    made = model(family)
+    if recipe is not None:
+        accelerate_vlm(made, recipe, **options)
+    answers = []
+    for row in given:
+        inputs = zoo.encode(family, [row])
+        with torch.no_grad():
+            out = made.generate(**inputs, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+        answers.append(out[0, inputs["input_ids"].shape[1] :].tolist())
+    return answers
