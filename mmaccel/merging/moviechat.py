@@ -44,6 +44,7 @@ class MovieChat(ProjectorMethod):
     unit = "picture"
     budget = "at_most"
     conserves_mass: ClassVar[bool] = True
+    foreseen = "grid"
 
     gone: ClassVar[Mapping[str, str]] = {"similarity": "variant='official' compares by dot products, as its authors do"}
 
