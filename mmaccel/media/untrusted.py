@@ -49,8 +49,10 @@ def picture(path: str | Path) -> PILImage:
         raise MmaccelError("The picture is broken and cannot be decoded; upload another.") from None
 
 
-def clip(path: str | Path, frames: int, fps: float | None = None) -> Clip:
-    """At most ``frames`` frames of the clip, decoded in a process that can be killed.
+def clip(
+    path: str | Path, frames: int, fps: float | None = None, *, seconds: float = SECONDS, memory: int = MEMORY
+) -> Clip:
+    """At most ``frames`` frames of the clip, decoded in a process that can be killed, in ``seconds`` and ``memory`` bytes.
 
     Raises
     ------
@@ -61,7 +63,7 @@ def clip(path: str | Path, frames: int, fps: float | None = None) -> Clip:
     if Path(path).suffix.lower() not in CLIPS:
         raise MmaccelError(f"This file is no clip that can be read; upload one of {', '.join(s[1:] for s in CLIPS)}.")
     try:
-        return decode(path, frames, fps=fps, isolated=True, timeout=SECONDS, memory=MEMORY)
+        return decode(path, frames, fps=fps, isolated=True, timeout=seconds, memory=memory)
     except MmaccelError as error:
         said = str(error).replace(repr(str(path)), "").replace(str(path), "").strip()
         raise MmaccelError(f"The clip cannot be decoded; upload another. ({' '.join(said.split())})") from None
