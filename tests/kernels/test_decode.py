@@ -517,7 +517,7 @@ def test_pages_alone_over_any_number_of_programs(programs, monkeypatch, device):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", unwritten)
     monkeypatch.setattr(
-        paged, "workspace", lambda like, *sizes: [torch.full((n,), math.nan, device=like.device) for n in sizes]
+        paged, "workspace", lambda like, *sizes, use: [torch.full((n,), math.nan, device=like.device) for n in sizes]
     )
     inputs = paged_inputs("kivi 2", torch.float16, device, lengths=(0, 700, 0, 130), tail=0)
     out, lse = compare(inputs, more=3)

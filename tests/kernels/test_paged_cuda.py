@@ -83,7 +83,7 @@ def test_any_number_of_programs(programs, monkeypatch, on_host):
     assert used(on_host)
 
 
-def unwritten(like, *sizes):
+def unwritten(like, *sizes, use):
     return [torch.full((n,), math.nan) for n in sizes]
 
 
@@ -127,7 +127,7 @@ def test_at_a_thousand_keys_most_multiprocessors_have_work(monkeypatch, on_host)
     """A page is shared by units: four heads of a thousand keys are 128 of 32 tokens."""
     monkeypatch.setattr(kernel, "_multiprocessors", lambda device: 132)
     kept = []
-    monkeypatch.setattr(paged, "workspace", lambda *given: kept.append(unwritten(*given)) or kept[-1])
+    monkeypatch.setattr(paged, "workspace", lambda *given, use: kept.append(unwritten(*given, use=use)) or kept[-1])
     compare(paged_inputs("kivi 4", torch.float16, "cpu", lengths=(1024,) * 4, tail=0), more=3)
     # a program leaves the log-sum-exps of the rows of every head that it comes by
     left = ~kept[-1][1].view(-1, 7).isnan().any(1)
