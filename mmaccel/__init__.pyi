@@ -90,6 +90,7 @@ from .pruning.prumerge import PruMerge as PruMerge
 from .pruning.prumerge import PruMergePlus as PruMergePlus
 from .pruning.random import Random as Random
 from .pruning.uniform import Uniform as Uniform
+from .pruning.visiontrim import VisionTrim as VisionTrim
 from .pruning.visionzip import VisionZip as VisionZip
 from .pruning.vispruner import VisPruner as VisPruner
 from .pruning.vtc_cls import VtcCls as VtcCls

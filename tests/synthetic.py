@@ -139,7 +139,7 @@ def thinned(units: Units, seed: int) -> Units:
 
 # ---------------------------------------------------------------------------------------------------------------- tokens
 
-_PER_LAYER = ("cls_attention", "received_attention", "cls_attention_unsplit")
+_PER_LAYER = ("cls_attention", "received_attention", "patch_attention", "cls_attention_unsplit")
 
 
 def tokens_of(

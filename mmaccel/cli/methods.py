@@ -36,6 +36,7 @@ examples:
 _TAPS = {
     "cls_attention": "CLS attention",
     "received_attention": "received attention",
+    "patch_attention": "patch attention",
     "keys": "tower keys",
     "features": "tower features",
 }

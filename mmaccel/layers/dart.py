@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
@@ -32,17 +32,18 @@ class DART(LayerMethod):
 
     With ``p`` pivots the program keeps ``image_pivots + p P``; here the budget is met: the first pivots have one token more
     if it does not come out even. The pivots of the text are those of the question behind the last picture, and every picture
-    has its own visual ones.
+    has its own visual ones. The norm of a key is the sum of the lengths of the pairs of channels that RoPE turns together,
+    which is the same wherever a token stands.
+
+    ``variant="official"``: the norm is the sum of absolute values behind RoPE, with which padding in front of a prompt
+    changes what is a pivot, and ``P`` is rounded down.
 
     Parameters
     ----------
     layer : the input of this layer; 2 as in the paper.
     image_pivots, text_pivots : 4 and 4 as in the program.
-    norm : ``rotary``, the sum of the lengths of the pairs of channels that RoPE turns together, which is the same wherever a
-        token stands. ``official``: as in the program the sum of absolute values behind RoPE, with which padding in front of
-        a prompt changes what is a pivot.
 
-    Paper and program: see ``norm``. The program serves pivots in the order in which Python's set of integers holds their
+    Paper and program: the program serves pivots in the order in which Python's set of integers holds their
     places, an accident of a hash table that decides who keeps what; here visual pivots come first, each kind by descending
     norm. It rounds ``P`` down, so that with 4 and 4 pivots and a ratio ``r`` of ``n`` tokens ``4 + 8 int(r n / 8)`` stay
     (``official_count``), some more than asked.
@@ -58,7 +59,6 @@ class DART(LayerMethod):
     layer: float = 2
     image_pivots: int = 4
     text_pivots: int = 4
-    norm: Literal["rotary", "official"] = "rotary"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,8 +67,6 @@ class DART(LayerMethod):
                 f"dart needs image_pivots of 1 or more and text_pivots of 0 or more, not {self.image_pivots} and "
                 f"{self.text_pivots}."
             )
-        if self.norm not in ("rotary", "official"):
-            raise MmaccelError(f"dart knows norm 'rotary' and 'official', not {self.norm!r}.")
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program's pivots and the same whole number of tokens for each."""
@@ -78,7 +76,7 @@ class DART(LayerMethod):
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``key_norm [B, K]``: the norm of every key over all heads."""
         key = attention.key.float()
-        if self.norm == "official":
+        if self.official:
             return {"key_norm": key.abs().sum((1, 3))}
         # channel i turns with channel i + D / 2
         return {"key_norm": torch.hypot(*key.chunk(2, -1)).sum((1, 3))}

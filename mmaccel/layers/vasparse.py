@@ -24,13 +24,15 @@ class VASparse(LayerMethod):
     of highest ``a_j^2 + lambda P_j`` stay. ``P`` is the prior of a detector; without one, as in the program, it is the
     same for all tokens, and the order is that of ``a``. Sums over all queries are streamed, no map is kept.
 
+    ``variant="official"``: ``min(int(retain * n), n - 1)`` tokens stay.
+
     Parameters
     ----------
     layer : the input of this layer. The program masks visual keys in layers above its layer 2, so 3.
 
     Paper and program: the program masks keys in every layer anew, and only in the second of two passes that it subtracts from
     each other at every step of decoding (contrastive decoding against hallucinations). Here the score of one layer decides
-    which tokens go on, and decoding is the model's own. It keeps ``min(int(n / 2), n - 1)`` tokens.
+    which tokens go on, and decoding is the model's own.
     """
 
     name = "vasparse"

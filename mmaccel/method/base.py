@@ -28,16 +28,24 @@ class Tap:
 
     kind
         ``cls_attention``: attention paid by the CLS token to each patch, mean over heads. ``received_attention``: attention
-        received by each token, mean over heads and queries. ``keys``: keys, mean over heads. ``features``: hidden states
-        before the projector. ``cls_attention_unsplit``, ``keys_unsplit``: as if the tower had a single head of its full
-        width.
+        received by each token, mean over heads and queries. ``patch_attention``: that received from the other patches, mean
+        over heads and these. ``keys``: keys, mean over heads. ``features``: hidden states before the projector.
+        ``cls_attention_unsplit``, ``keys_unsplit``: as if the tower had a single head of its full width.
     layers
         tower layers, counted as Python counts; ``None`` stands for the layer whose output the language model reads (for
         towers with windowed attention, for the last layer with full attention up to it). A float is a share of the tower's
         depth, rounded half up (there the nearest layer with full attention, the deeper of two).
     """
 
-    kind: Literal["cls_attention", "received_attention", "keys", "features", "cls_attention_unsplit", "keys_unsplit"]
+    kind: Literal[
+        "cls_attention",
+        "received_attention",
+        "patch_attention",
+        "keys",
+        "features",
+        "cls_attention_unsplit",
+        "keys_unsplit",
+    ]
     layers: tuple[float | None, ...] = (None,)
 
 

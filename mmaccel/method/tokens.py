@@ -34,7 +34,7 @@ class TokenBatch:
         model embeds it, or as a text tower does (``[N, q, d]``); only for methods with ``needs_question``. At site ``layers``
         the hidden states of that text, and ``question_signals`` ``[N, q]`` what the method's ``look`` returned of it.
     entered : ``[N]`` long, how many tokens of the unit entered the language model; by default the valid ones.
-    signals : by kind of tap, ``cls_attention`` and ``received_attention`` ``[N, layers, n]``, ``keys`` and ``features``
+    signals : by kind of tap, attention ``[N, layers, n]``, ``keys`` and ``features``
         ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
         At site ``layers``: what the method's ``look`` returned, ``[N, n]``.
         ``patches`` ``[N, n, d]``: with a text tower, the features of the (first) tapped layer in its space.
@@ -75,6 +75,8 @@ class TokenMethod(Method):
     unit: ClassVar[Unit] = "segment"
     #: whether :attr:`TokenBatch.question` is to be filled
     needs_question: ClassVar[bool] = False
+    #: whether a text tower embeds every token of the question, not the whole
+    by_word: ClassVar[bool] = False
     #: whether features and question are shown as the language model's last norm leaves them
     last_norm: ClassVar[bool] = False
 

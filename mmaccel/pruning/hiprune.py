@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import Grid, ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
-from ._shared import filled
+from ._shared import beside, filled
 
 
 @register
@@ -28,17 +27,18 @@ class HiPrune(ProjectorMethod):
     that the language model reads. Where anchors and buffers are more than ``k``, anchors come first, then buffers by ``s`` of
     the deep layer.
 
+    ``variant="official"``: neighbours are the tokens ``a - 1``, ``a + 1``, ``a - w`` and ``a + w`` in raster order, where the
+    end of a row has the begin of the next as its neighbour, and places outside the picture become its first or last token;
+    the budget is rounded down.
+
     Parameters
     ----------
     alpha : share of the budget for anchors and buffers; 0.1 as in the program.
     middle : tower layer; a float is a share of its depth. The program takes layer 8 of 24 (counted from 0) for CLIP, and 15 of
         32 for Qwen2.5-VL.
     deep : tower layer; ``None`` is the one the language model reads.
-    neighbours : ``grid``, the tokens above, below, left and right in the same frame. ``official``: as in the program tokens
-        ``a - 1``, ``a + 1``, ``a - w`` and ``a + w`` in raster order, where the end of a row has the begin of the next as its
-        neighbour, and places outside the picture become its first or last token.
 
-    Paper and program: see ``neighbours``. The program splits a number of tokens over tiles evenly; here they share the budget
+    Paper and program: the program splits a number of tokens over tiles evenly; here they share the budget
     by the number of their tokens. Newline tokens are dropped first.
     """
 
@@ -52,13 +52,10 @@ class HiPrune(ProjectorMethod):
     alpha: float = 0.1
     middle: float = 8 / 24
     deep: float | None = None
-    neighbours: Literal["grid", "official"] = "grid"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.alpha <= 1.0:
             raise MmaccelError(f"alpha={self.alpha} is no share of the budget, which lies between 0 and 1.")
-        if self.neighbours not in ("grid", "official"):
-            raise MmaccelError(f"hiprune knows neighbours 'grid' and 'official', not {self.neighbours!r}.")
 
     def taps(self) -> tuple[Tap, ...]:
         """Received attention of the two layers."""
@@ -75,9 +72,7 @@ class HiPrune(ProjectorMethod):
         room = torch.minimum(count.to(seen.device), seen.sum(1))
         # half to even, in the float64 of the program
         anchors = top_mask(middle, seen, (room.double() * self.alpha / 5).round().long())
-        buffers = (
-            _around(anchors, tokens) if self.neighbours == "grid" else _official_around(anchors, seen, tokens.grid)
-        )
+        buffers = _official_around(anchors, seen, tokens.grid) if self.official else _around(anchors, tokens)
         # a mean of attention is at most one
         merit = deep + 4.0 * anchors + 2.0 * (buffers & seen)
         return Reduction(filled(top_mask(merit, seen, room), tokens.valid, count), tokens.valid)
@@ -85,20 +80,10 @@ class HiPrune(ProjectorMethod):
 
 def _around(anchors: Tensor, tokens: TokenBatch) -> Tensor:
     """``[N, n]`` bool: tokens beside, above or below one of ``anchors [N, n]`` in its frame."""
-    time, row, column = tokens.cells.long().unbind(-1)
-    height, width = row.amax() + 3, column.amax() + 3
-    # with a margin around every frame; tokens without a cell have numbers of their own
-    number = (time * height + row + 1) * width + column + 1
-    number = torch.where(
-        tokens.celled, number, -3 * width - 2 * torch.arange(number.shape[1], device=number.device) - 2
-    )
-    ordered, order = number.sort(dim=1)
-    marked, found = anchors.gather(1, order), torch.zeros_like(anchors)
-    for step in (torch.ones_like(width), width):
-        for wanted in (number - step, number + step):
-            at = torch.searchsorted(ordered, wanted).clamp(max=number.shape[1] - 1)
-            found |= (ordered.gather(1, at) == wanted) & marked.gather(1, at)
-    return found & tokens.celled
+    found = torch.zeros_like(anchors)
+    for slot, there in beside(tokens, ((-1, 0), (1, 0), (0, -1), (0, 1))):
+        found |= there & anchors.gather(1, slot)
+    return found
 
 
 def _official_around(anchors: Tensor, seen: Tensor, grid: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def _question(
     if method.text_tower is not None:
         notes.append(f"{method.name}: the question as the text tower of {method.text_tower!r} reads it")
         words = [prompt.plan.family.words(ids[mine]) for ids, mine in zip(prompt.ids, asked, strict=True)]
-        found, there = prompt.plan.text_towers[method.text_tower].embed(words)
+        found, there = prompt.plan.text_towers[method.text_tower].embed(words, method.by_word)
         found, there = found.to(hidden.device), there.to(hidden.device)
         return found[rows], there[rows], {}
     if not isinstance(method, LayerMethod):

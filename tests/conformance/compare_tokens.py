@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import isqrt
 
 import torch
-from comparators import Arrays, Params, close, kept_of, one_unit, same_set
+from comparators import Arrays, Params, close, kept_of, one_unit, same_rows, same_set
 from harness import as_queries, make
 from torch import Tensor
 
 from mmaccel.core.layout import Tile
 from mmaccel.layers.dart import DART
 from mmaccel.method import LayerAttention, TokenBatch
+from mmaccel.pruning.visiontrim import adaptive, local_importance
 
 
 def budget(count: int) -> Tensor:
@@ -44,7 +46,7 @@ def fastervlm(params: Params, arrays: Arrays) -> None:
 def hiprune(params: Params, arrays: Arrays) -> None:
     # the mean over heads and queries is what a tap delivers
     middle, deep = (arrays[f"{which}_attention"].mean((1, 2))[:, 1:] for which in ("object", "deep"))
-    method = make("hiprune", alpha=params["alpha"], neighbours="official")
+    method = make("hiprune", alpha=params["alpha"])
     count = method.official_count(params["retention"] / middle.numel(), middle.shape[1])
     assert count == params["retention"] // len(middle)
     for tile, mask in enumerate(arrays["mask"]):
@@ -68,7 +70,7 @@ def dart(params: Params, arrays: Arrays) -> None:
         return order[None], torch.ones_like(turn)
 
     pivots = {"image_pivots": params["pivot_image_token"], "text_pivots": params["pivot_text_token"]}
-    method = make("dart", {"serve": serve}, norm="official", **pivots)
+    method = make("dart", {"serve": serve}, **pivots)
     # only the keys are looked at
     attention = LayerAttention(keys, keys, None, 1.0, torch.ones(1, len(hidden), dtype=torch.bool))
     norm = method.look(attention)["key_norm"]
@@ -84,6 +86,30 @@ def dart(params: Params, arrays: Arrays) -> None:
     count = method.official_count(most / size if most else 1 - params["reduction_ratio"], size)
     assert count == len(arrays["kept"]) == sum(pivots.values()) * params["per_pivot"] + pivots["image_pivots"]
     same_set(kept_of(method.reduce(tokens, budget(count))) + first, arrays["kept"])
+
+
+def visiontrim(params: Params, arrays: Arrays) -> None:
+    attention, x, words = arrays["attention"][0], arrays["features"][0], arrays["text"]
+    between = attention[1:, 1:]
+    received = (between.sum(0) - between.diagonal()) / (len(x) - 1)
+    tokens = replace(
+        picture(isqrt(len(x)), x, cls_attention=attention[:1, 1:], patch_attention=received[None]),
+        question=words,
+        question_valid=torch.ones(words.shape[:2], dtype=torch.bool),
+    )
+    # the program projects as it is, the norm that is part of CLIP's projection is not in the vector
+    tokens.signals.update(patches=(x @ arrays["visual_projection"].T)[None])  # type: ignore[attr-defined]
+    dominant, merged = params["DVTS_token_num"], params["TGVC_token_num"]
+    given = {"clip": "given by the vector", "query": "cls"}
+    method = make("visiontrim", complement=merged, **given)
+    ours = method.reduce(tokens, budget(dominant + merged))
+    same_rows(ours.apply(x[None])[0], arrays["out"][0])
+    alone = make("visiontrim", complement=0, **given).reduce(tokens, budget(dominant))
+    same_set(kept_of(alone), arrays["kept"])
+    # what the program computes and does not use
+    local = local_importance(x[None], tokens, tokens.valid)
+    torch.testing.assert_close(local, arrays["local_importance"], rtol=1e-4, atol=1e-6)
+    close(adaptive(attention[None, 0, 1:], local, tokens.valid), arrays["adaptive_importance"])
 
 
 def vasparse(params: Params, arrays: Arrays) -> None:
@@ -108,5 +134,9 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "Danielement321/HiPrune",
         "Qwen2-VL/Qwen2VL_DART/modeling_qwen2_vl_self.py:get_retained_image_token",
     ): dart,
+    (
+        "hanxunyu/VisionTrim",
+        "llava/model/multimodal_encoder/clip_encoder.py:token_prune_visiontrim (+ build_token_affinity, combine_importance)",
+    ): visiontrim,
     ("mengchuang123/VASparse-github", "minigpt4/sparse/utils.py:attn_postprocess_rank_vasparse_visual"): vasparse,
 }

@@ -123,7 +123,15 @@ def alone(tokens: TokenBatch, row: int) -> TokenBatch:
     )
 
 
-TAPPED = ("cls_attention", "received_attention", "keys", "features", "cls_attention_unsplit", "keys_unsplit")
+TAPPED = (
+    "cls_attention",
+    "received_attention",
+    "patch_attention",
+    "keys",
+    "features",
+    "cls_attention_unsplit",
+    "keys_unsplit",
+)
 
 # ---------------------------------------------------------------------------------------------------------- what they do
 

@@ -1,24 +1,32 @@
-"""Further selectors against their definitions, on cases small enough to check by hand: DART, FasterVLM, HiPrune, VASparse."""
+"""Further selectors against their definitions, on cases small enough to check by hand: DART, FasterVLM, HiPrune, VASparse,
+VisionTrim."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import zoo
+from batches import dense
+from test_cdpruner import clip_folder
 from torch import Tensor
 
 from mmaccel import MmaccelError, accelerated
+from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
+from mmaccel.families.text import TextTower
 from mmaccel.layers.dart import DART
 from mmaccel.layers.vasparse import VASparse
 from mmaccel.method import LayerAttention, TokenBatch
 from mmaccel.pruning.fastervlm import FasterVLM
 from mmaccel.pruning.hiprune import HiPrune
+from mmaccel.pruning.visiontrim import VisionTrim, complements
+from mmaccel.runtime.taps import received_attention
 
 
-def one_unit(features: Tensor, grid: tuple[int, int, int] | None = None, **signals: Tensor) -> TokenBatch:
+def one_unit(features: Tensor, /, grid: tuple[int, int, int] | None = None, **signals: Tensor) -> TokenBatch:
     """A batch of one unit, of a ``grid`` or without cells."""
     n = len(features)
     cells = torch.full((n, 3), -1)
@@ -78,7 +86,7 @@ def test_dart_counts_as_the_program() -> None:
 def test_dart_looks_at_keys_of_all_heads() -> None:
     key = torch.tensor([[[[1.0, -2.0], [3.0, 0.0]], [[0.5, 0.5], [-1.0, 1.0]]]])
     attention = LayerAttention(key, key, None, 1.0, torch.ones(1, 2, dtype=torch.bool))
-    assert DART(norm="official").look(attention)["key_norm"].tolist() == [[4.0, 5.0]]
+    assert DART().by("official").look(attention)["key_norm"].tolist() == [[4.0, 5.0]]
     expected = torch.tensor([[5**0.5 + 0.5**0.5, 3 + 2**0.5]])
     torch.testing.assert_close(DART().look(attention)["key_norm"], expected)
 
@@ -163,7 +171,7 @@ def test_hiprune_takes_anchors_their_neighbours_and_registers() -> None:
     method = HiPrune(alpha=1.0)
     assert kept(method, tokens, 5) == [2, 3, 7, 10, 11]
     # the program wraps to the next row, and a place above the picture is its first
-    official = HiPrune(alpha=1.0, neighbours="official")
+    official = HiPrune(alpha=1.0).by("official")
     assert kept(official, tokens, 5) == [0, 2, 3, 4, 7]
     # too small a budget for all buffers of an anchor amid others: it stays, and those that the deep layer attends to
     amid = replace(tokens, signals={"received_attention": torch.stack([middle.roll(2), deep])[None]})
@@ -196,3 +204,62 @@ def test_a_share_of_the_tower_is_a_layer(family: str) -> None:
     assert made.tap_layer(0.0) == made.merging_layers()[0] and made.tap_layer(0.99) == made.merging_layers()[-1]
     wished = int(0.5 * depth + 0.5)
     assert abs(made.tap_layer(0.5) - wished) == min(abs(layer - wished) for layer in made.merging_layers())
+
+
+# --- VisionTrim -------------------------------------------------------------------------------------------------------
+def test_visiontrim_merges_three_times_to_the_target_that_says_the_same() -> None:
+    x = directions(0, 90, 10, 20, 80)
+    words = directions(0, 90)[None]
+    tokens = replace(one_unit(x), question=words, question_valid=torch.ones(1, 2, dtype=torch.bool))
+    # 10 and 20 degrees have the largest sum of cosines with both words
+    target, links = complements(x[None], tokens, torch.tensor([[True, True, True, True, False]]), torch.tensor([2]))
+    assert target[0].nonzero()[:, 0].tolist() == [2, 3] and links is not None
+    weight = dense(Reduction(target, tokens.valid, links))[0]
+    # with two orthogonal words agreement is the cosine: 0 is nearest to 10 degrees at first, and 90 to 20
+    assert weight[2].tolist() == [3.0, 0.0, 1.0, 0.0, 0.0]
+    assert weight[3].tolist() == [0.0, 3.0, 0.0, 1.0, 0.0]
+
+
+def _attended(x: Tensor, words: Tensor) -> TokenBatch:
+    attention, n = torch.arange(len(x)).float()[None], len(x)
+    signals = {"cls_attention": attention, "received_attention": attention, "features": x[None]}
+    return replace(
+        one_unit(x, (1, 1, n), **signals),
+        question=words,
+        question_valid=torch.ones(words.shape[:2], dtype=torch.bool),
+    )
+
+
+def test_visiontrim_shares_its_budget() -> None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 6, generator=random)
+    tokens = _attended(x, torch.randn(1, 3, 6, generator=random))
+    for share, merged in ((0.25, 2), (3, 3), (0, 0), (1.0, 8)):
+        made = VisionTrim(query="cls", complement=share).reduce(tokens, torch.tensor([8]))
+        own = made.full_links()
+        taking = {slot for slot, source in zip(own.slot.tolist(), own.source.tolist(), strict=True) if slot != source}
+        assert int(made.kept.sum()) == 8 and len(taking) <= merged
+        assert (len(taking) > 0) == (merged > 0)
+    for wrong in ({"complement": 1.5}, {"complement": True}):
+        with pytest.raises(MmaccelError):
+            VisionTrim(**wrong)
+
+
+def test_attention_from_the_other_patches() -> None:
+    random = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 2, 3, 1100, 4, generator=random).unbind(0)
+    full = (query @ key.mT).softmax(-1).mean(1)[:, 1:]
+    full.diagonal(1, 1, 2).zero_()
+    torch.testing.assert_close(received_attention(query[:, :, 1:], key, None, 1.0, first=1), full.sum(1) / 1098)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["transformers", "open_clip"])
+def test_a_text_tower_says_every_word(kind: str, tmp_path: Path) -> None:
+    """The last token of a text is what the tower makes of the whole."""
+    tower = TextTower.load(str(clip_folder(kind, tmp_path, 32)))
+    text = "red cat"
+    words, there = tower.embed([text, ""], words=True)
+    whole, _ = tower.embed([text])
+    assert words.shape[1] == int(there[0].sum()) > 1 and not there[1].any()
+    assert torch.isclose(words[0], whole[0, 0], atol=1e-5).all(-1).any()
