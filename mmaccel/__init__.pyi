@@ -72,6 +72,8 @@ from .layers.vasparse import VASparse as VASparse
 from .merging.aim import AimMerge as AimMerge
 from .merging.centerclip import CenterClip as CenterClip
 from .merging.dycoke import DyCoke as DyCoke
+from .merging.evad import Evad as Evad
+from .merging.everest import Everest as Everest
 from .merging.evs import Evs as Evs
 from .merging.fastvid import FastVID as FastVID
 from .merging.holitom import HoliTomMerge as HoliTomMerge
@@ -79,6 +81,8 @@ from .merging.moviechat import MovieChat as MovieChat
 from .merging.mustdrop import MustDropMerge as MustDropMerge
 from .merging.pool import Pool as Pool
 from .merging.prunevid import PruneVidMerge as PruneVidMerge
+from .merging.stc import StcPruner as StcPruner
+from .merging.vidcom2 import VidCom2 as VidCom2
 from .pruning.attention_received import AttentionReceived as AttentionReceived
 from .pruning.cdpruner import CDPruner as CDPruner
 from .pruning.divprune import DivPrune as DivPrune
