@@ -56,12 +56,21 @@ class Facts:
     merging: str = "single"
 
 
+@dataclass(frozen=True)
+class Description:
+    """Stands for a model of which only the configuration is at hand: an adapter made of it answers for prompts, pictures and
+    numbers of layers, but has no modules."""
+
+    config: Any
+    model: None = None
+
+
 class Family(Towers):
     """Base adapter, right for LLaVA-like models: one tower of equal square tiles, one text model behind it.
 
     Parameters
     ----------
-    model : the ``...ForConditionalGeneration`` model.
+    model : the ``...ForConditionalGeneration`` model, or a :class:`Description` of one.
     processor : its processor, for families whose prompt cannot be understood without the tokenizer.
     """
 
@@ -79,12 +88,12 @@ class Family(Towers):
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 
-    def __init__(self, model: nn.Module, processor: Any = None) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module | Description, processor: Any = None) -> None:
+        self.model: Any = model
         self.processor = processor
         self.config: Any = model.config
         self.inner: Any = model.model
-        self.text: Any = getattr(self.inner, self.text_name)
+        self.text: Any = None if self.inner is None else getattr(self.inner, self.text_name)
 
     @property
     def depth(self) -> int:
@@ -115,7 +124,9 @@ class Family(Towers):
         return "clip_vision" in str(self.vision.model_type) or "internvl_vision" in str(self.vision.model_type)
 
     def towers(self) -> list[Any]:
-        """The distinct vision towers."""
+        """The distinct vision towers; none of a description."""
+        if self.inner is None:
+            return []
         return list({id(t): t for t in (getattr(self.inner, self.tower_names[m]) for m in self.modalities)}.values())
 
     def tower_layers(self, tower: Any) -> list[nn.Module]:
@@ -127,6 +138,14 @@ class Family(Towers):
         return layer.self_attn
 
     @property
+    def tower_depth(self) -> int:
+        """Layers of the vision tower."""
+        if self.inner is not None:
+            return len(self.tower_layers(self.towers()[0]))
+        # the name in Qwen's configurations
+        return int(self.vision.depth if hasattr(self.vision, "depth") else self.vision.num_hidden_layers)
+
+    @property
     def feature_layer(self) -> int:
         """The tower layer (counted from 0) whose output the language model reads.
 
@@ -136,7 +155,7 @@ class Family(Towers):
             If features of several layers are joined.
         """
         layer = getattr(self.config, "vision_feature_layer", -1)
-        depth = len(self.tower_layers(self.towers()[0]))
+        depth = self.tower_depth
         if isinstance(layer, (list, tuple)):
             if len(layer) != 1:
                 raise UnsupportedError(f"{self.name}: the model joins features of several tower layers {list(layer)}.")
@@ -146,7 +165,7 @@ class Family(Towers):
 
     def tap_layer(self, layer: int | None) -> int:
         """The tower layer a tap means; None is the layer whose attention shaped the features."""
-        depth = len(self.tower_layers(self.towers()[0]))
+        depth = self.tower_depth
         number = self.feature_layer if layer is None else layer + depth if layer < 0 else layer
         if not 0 <= number < depth:
             raise UnsupportedError(f"{self.name}: the vision tower has {depth} layers, there is no layer {layer}.")

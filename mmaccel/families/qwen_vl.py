@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
-from .base import Call, Continued, Facts, Family, Wrapper
+from .base import Call, Continued, Description, Facts, Family, Wrapper
 from .tower import EncoderCall
 
 
@@ -46,7 +46,7 @@ class Qwen2VL(Family):
     @property
     def feature_layer(self) -> int:
         """The last block."""
-        return len(self.tower_layers(self.towers()[0])) - 1
+        return self.tower_depth - 1
 
     def units(self, encoded: EncoderCall, patches: int) -> Tensor:
         """The blocks that the merger joins stand one behind the other."""
@@ -135,7 +135,7 @@ class Qwen3VL(Qwen2VL):
     place = 8
     facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
 
-    def __init__(self, model: nn.Module, processor: Any = None) -> None:
+    def __init__(self, model: nn.Module | Description, processor: Any = None) -> None:
         super().__init__(model, processor)
         self.deepstack = len(self.vision.deepstack_visual_indexes)
 

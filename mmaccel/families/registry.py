@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import MmaccelError, UnsupportedError
 from ..method.registry import files, offered
-from .base import Family
+from .base import Description, Family
 
 #: the entry point group through which another package offers families
 ENTRY_POINTS = "mmaccel.families"
@@ -53,6 +53,22 @@ def family_of(model: nn.Module, processor: Any = None) -> Family:
                 )
             return family(model, processor)
     raise UnsupportedError(f"mmaccel does not know the model type {kind!r}; it supports {', '.join(families())}.")
+
+
+def described(config: Any) -> Family:
+    """The adapter of a model of which only the configuration is at hand, see :class:`~mmaccel.families.base.Description`.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model is of no supported family; the message lists those that are.
+    """
+    for family in families().values():
+        if config.model_type in family.model_types:
+            return family(Description(config))
+    raise UnsupportedError(
+        f"mmaccel does not know the model type {config.model_type!r}; it supports {', '.join(families())}."
+    )
 
 
 def _in(found: type[Any] | ModuleType) -> list[type[Family]]:

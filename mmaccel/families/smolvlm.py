@@ -37,7 +37,7 @@ class SmolVLM(TiledByText):
     @property
     def feature_layer(self) -> int:
         """The last layer."""
-        return len(self.tower_layers(self.towers()[0])) - 1
+        return self.tower_depth - 1
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One segment a tile or frame."""

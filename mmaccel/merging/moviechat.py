@@ -47,6 +47,7 @@ class MovieChat(ProjectorMethod):
     unit = "picture"
     budget = "at_most"
     conserves_mass: ClassVar[bool] = True
+    foreseen = "grid"
 
     similarity: Literal["cosine", "official_dot"] = "cosine"
 

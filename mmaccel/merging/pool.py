@@ -32,6 +32,7 @@ class Pool(ProjectorMethod):
     summary = "average of neighbouring grid cells (baseline)"
     budget = "at_most"
     conserves_mass = True
+    foreseen = "grid"
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``cells [N, n, 3]``, ``grid [N, 3]``, ``count [N]`` -> ``target [N, n]``, the first slot of each window."""

@@ -6,13 +6,16 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from ..core.layout import Unit
 from ..core.reduction import Reduction
 from .base import Method
+
+#: what is known of the number of tokens that stay before the tokens themselves are
+Foreseen = Literal["budget", "grid", "limit", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,13 @@ class TokenMethod(Method):
         """The CLIP model, as :meth:`TextTower.load` takes it, whose text tower embeds the question; with None the language
         model does. A method that names one also taps ``features``."""
         return None
+
+    @property
+    def foreseen(self) -> Foreseen:
+        """What is known of the number of tokens that stay before the tokens are: it is the ``budget``; it follows from budget
+        and ``grid`` and the features play no part in it; the budget is its ``limit``; or ``nothing``."""
+        known: dict[str, Foreseen] = {"exact": "budget", "at_most": "limit"}
+        return known.get(self.budget, "nothing")
 
     @abstractmethod
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

@@ -14,6 +14,7 @@ from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError, UnsupportedError
 from ..method import Grid, ModelFacts, ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
+from ..method.tokens import Foreseen
 from ._shared import on_grid
 
 
@@ -73,6 +74,11 @@ class HiRED(ProjectorMethod):
                 f"hired needs a CLS token, which the vision tower of {family.name} lacks; "
                 "use 'fopru', 'attention-received' or 'divprune'."
             )
+
+    @property
+    def foreseen(self) -> Foreseen:
+        """Of the paper's shares nothing is left over."""
+        return "budget" if self.layout == "grid2d" else "limit"
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program rounds down."""

@@ -16,6 +16,7 @@ from ..errors import MmaccelError, UnsupportedError
 from ..method import AttentionGuided, Grid, ModelFacts, Tap, TokenBatch
 from ..method.blocks import BLOCK
 from ..method.registry import register
+from ..method.tokens import Foreseen
 from ._shared import filled
 
 
@@ -77,6 +78,11 @@ class PruMerge(AttentionGuided):
         if self.heads == "official_unsplit":
             return Tap("cls_attention_unsplit", (self.layer,)), Tap("keys_unsplit", (self.layer,))
         return (*super().taps(), Tap("keys", (self.layer,)))
+
+    @property
+    def foreseen(self) -> Foreseen:
+        """Unless the picture decides, every tile keeps its budget."""
+        return "nothing" if self.adaptive else "budget"
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """Rounded down, plus the added token."""

@@ -30,7 +30,7 @@ def reduce(
     whole = prompt.layout.units(method.unit)
     units = whole.only(total.kept)
     present = units.valid.sum(1)
-    count = _budget(prompt, stage, whole, present)
+    count = budget(prompt, stage, whole, present)
     tokens, wanted = _shown(prompt, method, taps, hidden, slots, whole, units, count)
     # a choice has no gradient; the values that are merged have theirs
     with torch.no_grad():
@@ -49,7 +49,7 @@ def reduce(
     return made
 
 
-def _budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
+def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
     """How many tokens of each unit stay, ``[N]`` long on the CPU, of those ``present [N]``."""
     recipe, method = prompt.plan.recipe, stage.method
     official = method.official_count if recipe.rounding == "official" else None

@@ -1,0 +1,31 @@
+"""mmaccel inside vLLM: recipes that work before the language model, for pictures and clips.
+
+``vllm serve MODEL --hf-overrides '{"mmaccel": {"recipe": "divprune", "retain": 0.25}}'`` is all there is to say. vLLM finds
+:func:`register` through the entry point group ``vllm.general_plugins`` and calls it in every process. It puts lazy classes in
+place of some architectures, which are vLLM's own unless the overrides have ``mmaccel``. Nothing here imports vLLM before that.
+"""
+
+from __future__ import annotations
+
+from .architectures import ARCHITECTURES
+from .checks import TESTED, guard, tested
+
+_registered = False
+
+
+def register() -> None:
+    """What vLLM calls; cheap, and it may be called any number of times."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    guard()
+    if not tested():
+        return
+    from vllm import ModelRegistry
+
+    for name in ARCHITECTURES:
+        ModelRegistry.register_model(name, f"{__name__}.models:{name}")
+
+
+__all__ = ["ARCHITECTURES", "TESTED", "register", "tested"]

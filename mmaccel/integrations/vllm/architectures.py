@@ -1,0 +1,92 @@
+"""The architectures of vLLM that are served with a recipe: what must be known of each, in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...core.layout import Modality
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model class of vLLM.
+
+    module : of vLLM, where the class is.
+    pixels : the argument of ``embed_multimodal`` that holds the pixels of a modality.
+    layers : the path of the tower's layers, for methods that look into the tower.
+    sizes : arguments in which items are joined along the first axis, with the argument (one row an item) whose product is
+        each item's share of it. All others have one entry an item.
+    rename : makes a name of a checkpoint one that vLLM's ``load_weights`` knows.
+    """
+
+    module: str
+    pixels: Mapping[Modality, str]
+    layers: str
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    rename: Callable[[str], str] | None = None
+
+    def modality(self, arguments: Arguments) -> Modality | None:
+        """What the arguments of ``embed_multimodal`` hold the pixels of; vLLM encodes one modality at a time."""
+        return next((m for m, name in self.pixels.items() if arguments.get(name) is not None), None)
+
+    def items(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """The arguments item by item; each keeps its axis of items."""
+        shares = {name: _shares(arguments[by]) for name, by in self.sizes.items() if name in arguments}
+        count = len(next(iter(shares.values()))) if shares else max(len(value) for value in arguments.values())
+        apart = {
+            name: list(value.split(shares[name])) if name in shares else [value[i : i + 1] for i in range(count)]
+            for name, value in arguments.items()
+        }
+        return [{name: values[i] for name, values in apart.items()} for i in range(count)]
+
+    def tower_layers(self, model: nn.Module) -> list[nn.Module]:
+        """The tower's layers that vLLM has built."""
+        found = model.get_submodule(self.layers)
+        return list(found) if isinstance(found, nn.ModuleList) else []
+
+
+def _shares(rows: Tensor) -> list[int]:
+    return [int(row.prod()) for row in rows]
+
+
+def joined(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Arguments of several items as those of one call."""
+    import torch
+
+    out: dict[str, Any] = {}
+    for name in items[0]:
+        parts = [item[name] for item in items]
+        same = all(isinstance(part, Tensor) and part.shape[1:] == parts[0].shape[1:] for part in parts)
+        out[name] = torch.cat(parts) if same else [one for part in parts for one in part]
+    return out
+
+
+def _clip_tower(name: str) -> str:
+    """transformers 5 saves CLIP's tower without the name of the model inside it."""
+    parts = name.removeprefix("model.").split(".", 2)
+    if parts[0] == "vision_tower" and parts[1] in ("embeddings", "encoder", "pre_layrnorm", "post_layernorm"):
+        return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+    return name
+
+
+_GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+_BOTH: dict[Modality, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+_MODELS = "vllm.model_executor.models"
+
+#: by the name of the class in vLLM
+ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen2VLForConditionalGeneration": Architecture(f"{_MODELS}.qwen2_vl", _BOTH, "visual.blocks", _GRIDS),
+    "Qwen2_5_VLForConditionalGeneration": Architecture(f"{_MODELS}.qwen2_5_vl", _BOTH, "visual.blocks", _GRIDS),
+    "LlavaForConditionalGeneration": Architecture(
+        f"{_MODELS}.llava",
+        {"image": "pixel_values"},
+        "vision_tower.vision_model.encoder.layers",
+        rename=_clip_tower,
+    ),
+}

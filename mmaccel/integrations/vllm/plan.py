@@ -1,0 +1,244 @@
+"""A recipe on one model, from their configurations alone: how many tokens stay of every picture, and which.
+
+Processor and model of vLLM run in different processes and hold equal plans. What stays is chosen by the methods that
+:func:`mmaccel.accelerate_vlm` runs on transformers, by the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ...core.budget import Retain
+from ...core.layout import Layout, Modality, Picture, Segment
+from ...core.masks import even_in_groups
+from ...core.reduction import Reduction
+from ...core.stats import Stats
+from ...errors import UnsupportedError
+from ...families import described
+from ...kv.incoming import Incoming
+from ...method import ProjectorMethod, Tap
+from ...runtime import tokens
+from ...runtime.encoded import Encoded
+from ...runtime.forward import Prompt
+from ...runtime.plan import ModelPlan, plan_model
+from ...runtime.taps import Taps
+from .architectures import Architecture
+from .settings import Settings
+
+#: why a recipe with a method of this site is refused
+_ELSEWHERE = {
+    "frames": "works on pixels before the processor; use mmaccel.prepare on transformers",
+    "encoder": "merges tokens inside the vision tower, which is vLLM's own",
+    "layers": "works inside the language model, and vLLM has no hook there",
+    "cache": "works on the KV cache, which vLLM manages in blocks of its own",
+    "codec": "packs the KV cache, which vLLM manages in blocks of its own",
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is known of a picture before it is encoded.
+
+    before : its visual tokens. total : how many stay.
+    segments : how many stay of each segment; None where only their sum is known.
+    """
+
+    before: int
+    total: int
+    segments: list[int] | None
+
+
+class ServingPlan:
+    """A recipe on a model that vLLM serves.
+
+    Parameters
+    ----------
+    settings : what to do.
+    config : the model's, as transformers has it.
+    architecture : which model of vLLM runs it.
+
+    Raises
+    ------
+    UnsupportedError
+        If the recipe has a method that cannot work here, or the family lacks what it needs.
+    """
+
+    def __init__(self, settings: Settings, config: Any, architecture: Architecture) -> None:
+        self.settings, self.architecture = settings, architecture
+        self.family = described(config)
+        for _, method in settings.recipe.build():
+            _check(method, settings.recipe.name)
+        self.plan: ModelPlan = plan_model(settings.recipe, self.family, None, "auto")
+        self.wanted: list[Tap] = [tap for stage in self.plan.stages for tap in stage.method.taps()]
+        for number in (self.family.tap_layer(layer) for tap in self.wanted for layer in tap.layers):
+            if number > self.family.feature_layer:
+                raise UnsupportedError(
+                    f"Recipe {settings.recipe.name!r} looks at layer {number} of the vision tower, and vLLM builds it only up "
+                    f"to layer {self.family.feature_layer}, which the language model reads; give a layer up to that one."
+                )
+
+    @property
+    def reduces(self) -> bool:
+        """Whether anything happens."""
+        return bool(self.plan.projector)
+
+    @property
+    def turns(self) -> bool:
+        """Whether the family has positions on three axes (M-RoPE) of its own."""
+        return self.family.name.startswith("qwen")
+
+    @property
+    def keeps_positions(self) -> bool:
+        """Whether positions of kept tokens must be carried to the language model."""
+        return self.reduces and self.settings.keeps_positions
+
+    def of(self, retain: Retain | None) -> ModelPlan:
+        """The plan of a request with a budget of its own.
+
+        Raises
+        ------
+        MmaccelError
+            If it is of no use.
+        """
+        return self.plan if retain is None else self.plan.for_call({"retain": retain})
+
+    def pictures(self, modality: Modality, arguments: Mapping[str, Any], before: int) -> list[Picture]:
+        """Pictures or clips of a call of the encoder that makes ``before`` tokens."""
+        return self.family.pictures(modality, Encoded(dict(arguments), before), torch.empty(0, 0, dtype=torch.long))
+
+    def count(self, modality: Modality, picture: Picture, retain: Retain | None) -> Kept:
+        """How many tokens stay of a picture.
+
+        Raises
+        ------
+        MmaccelError
+            If the budget is of no use for it.
+        """
+        prompt = _prompt(self.of(retain), modality, [picture])
+        sizes = [len(tile) for tile in picture]
+        total, each = sum(sizes), sizes
+        for stage in prompt.plan.projector:
+            if stage.method.foreseen == "grid":
+                total, each = self._tried(prompt, sizes)
+                continue
+            whole = prompt.layout.units(stage.method.unit)
+            # how a method before this one divided its budget changes the shares of units, but not their sum
+            rest = [total] if len(whole.picture) == 1 else _shrunk(whole.valid.sum(1).tolist(), total)
+            rest = each if stage.method.unit == "segment" and each else rest
+            count = tokens.budget(prompt, stage, whole, torch.tensor(rest))
+            total = int(count.sum())
+            known = stage.method.unit == "segment" or len(sizes) == 1
+            each = count.tolist() if known else [] if total < sum(sizes) else sizes
+        return Kept(sum(sizes), total, each or None)
+
+    def _tried(self, prompt: Prompt, sizes: list[int]) -> tuple[int, list[int]]:
+        """Run the first methods of a plan on nothing: how many tokens stay follows from the grid."""
+        nothing = torch.zeros(1, sum(sizes), 1)
+        made = tokens.reduce(prompt, prompt.plan.projector[0], Taps(self.family, ()), nothing, None)
+        each = [int(part.sum()) for part in made.kept[0].split(sizes)]
+        return sum(each), each
+
+    def reduce(
+        self,
+        modality: Modality,
+        pictures: Sequence[Picture],
+        rows: Sequence[Tensor],
+        kept: Sequence[int],
+        retain: Retain | None,
+        encoded: Encoded,
+        taps: Taps,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What stays of pictures that have one budget, in one ragged batch.
+
+        Parameters
+        ----------
+        rows : of each picture ``[n, D]``, or with features for layers of the language model behind the embedding,
+            ``[n, (1 + levels) D]``; methods look at the embedding.
+        kept : how many are to stay.
+        encoded, taps : the call of the encoder that they come from, and what was seen of it.
+
+        Returns
+        -------
+        Of each picture the rows that stay and ``[n]`` bool, which they are.
+        """
+        prompt = _prompt(self.of(retain), modality, pictures)
+        prompt.encoded = {modality: encoded}
+        hidden = pad_sequence(list(rows), batch_first=True)
+        width = hidden.shape[-1] // (1 + self.family.deepstack)
+        for stage in prompt.plan.projector:
+            made = tokens.reduce(prompt, stage, taps, hidden[..., :width], None)
+            hidden = made.substitute(hidden)
+        stays = _brought_to(prompt.total.kept, prompt.layout.valid, torch.tensor(list(kept)))
+        return [(hidden[i, mask.to(hidden.device)], mask[: len(rows[i])]) for i, mask in enumerate(stays)]
+
+
+def _check(method: Any, recipe: str) -> None:
+    """Refuse a method that cannot work here, in one sentence."""
+    if not isinstance(method, ProjectorMethod):
+        raise UnsupportedError(
+            f"Recipe {recipe!r} cannot be served by vLLM: {method.name} {_ELSEWHERE[method.site]}. Use a recipe of methods "
+            "between the vision tower and the language model, such as 'divprune', or serve it with transformers."
+        )
+    if method.needs_question:
+        raise UnsupportedError(
+            f"Recipe {recipe!r} cannot be served by vLLM: {method.name} reads the question, and vLLM encodes a picture once "
+            "for all questions; use 'divprune'."
+        )
+    if method.foreseen == "nothing":
+        raise UnsupportedError(
+            f"Recipe {recipe!r} cannot be served by vLLM: {method.name} lets the content decide how many tokens stay, and vLLM "
+            "must know that before a picture is encoded; use a method that meets its budget, such as 'divprune' or 'visionzip'."
+        )
+
+
+def _prompt(plan: ModelPlan, modality: Modality, pictures: Sequence[Picture]) -> Prompt:
+    """Pictures as a prompt of one row each, which has nothing but their tokens."""
+    lengths = [sum(map(len, picture)) for picture in pictures]
+    valid = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    segments = []
+    for row, picture in enumerate(pictures):
+        start = 0
+        for tile in picture:
+            segments.append(Segment(row, modality, row, tile, torch.arange(start, start + len(tile))))
+            start += len(tile)
+    return Prompt(
+        plan=plan,
+        stats=Stats(plan.recipe.name),
+        state=None,
+        incoming=Incoming(0, valid.shape[1], False),
+        device=torch.device("cpu"),
+        layout=Layout(valid, segments),
+        ids=torch.zeros_like(valid, dtype=torch.long),
+        encoded={},
+        total=Reduction.identity(valid),
+    )
+
+
+def _shrunk(sizes: list[int], total: int) -> list[int]:
+    """Any sizes that sum to ``total``, none above its own."""
+    out = []
+    for size in sizes:
+        out.append(min(size, total))
+        total -= out[-1]
+    return out
+
+
+def _brought_to(kept: Tensor, valid: Tensor, count: Tensor) -> Tensor:
+    """``kept [N, n]`` bool with ``count [N]`` tokens a row: where a method left some of its budget, tokens that it dropped, in
+    even distances, stay as well."""
+    missing = count - kept.sum(1)
+    if not bool(missing.any()):
+        return kept
+    if bool((missing < 0).any()):
+        raise RuntimeError("a method kept more tokens than its budget")
+    group = torch.where(valid & ~kept, 0, -1)
+    return kept | (even_in_groups(group, missing[:, None]) & (missing > 0)[:, None])
+
+
+__all__ = ["Kept", "ServingPlan"]

@@ -1,0 +1,94 @@
+"""Positions of a reduced prompt: those of the unreduced one.
+
+A prompt's positions are known when its request arrives, but for those of the visual tokens that stay: which they are is known
+once the picture is encoded. Until then a placeholder holds ``-1 - base``, where ``base`` is the position at which its picture
+begins; a row of the encoder brings how far behind that its token stands. What is filled in gives the base again, so that a
+prompt may come in chunks, and again after it was preempted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """A picture or clip in a prompt.
+
+    start : of its range in the reduced prompt.
+    visual : ``[length]`` bool, which tokens of that range are placeholders.
+    tokens, whole : of its range in the unreduced prompt the tokens, and ``visual``. Text is the same in both ranges, or all of
+        the reduced one is placeholders.
+    """
+
+    start: int
+    visual: Tensor
+    tokens: list[int]
+    whole: Tensor
+
+    @property
+    def stop(self) -> int:
+        """The end of its range in the reduced prompt."""
+        return self.start + len(self.visual)
+
+    @staticmethod
+    def of_one_run(start: int, tokens: list[int], visual: Tensor, before: int) -> Place:
+        """That of a picture whose one run of placeholders, in the ``tokens`` of the reduced range, was ``before`` long."""
+        last = int(visual.nonzero()[-1]) + 1
+        more = before - int(visual.sum())
+        return Place(
+            start,
+            visual,
+            tokens[:last] + [tokens[last - 1]] * more + tokens[last:],
+            torch.cat([visual[:last], visual.new_ones(more), visual[last:]]),
+        )
+
+
+def expanded(tokens: list[int], places: list[Place]) -> tuple[list[int], list[int]]:
+    """The tokens of the unreduced prompt, and where each of ``places`` (in order) starts there."""
+    out: list[int] = []
+    starts, done = [], 0
+    for place in places:
+        out += tokens[done : place.start]
+        starts.append(len(out))
+        out += place.tokens
+        done = place.stop
+    return out + tokens[done:], starts
+
+
+def provisional(whole: Tensor, places: list[Place], starts: list[int], earlier: list[int]) -> tuple[Tensor, int]:
+    """Positions ``[3, n]`` of the reduced prompt, with placeholders as said above, and the position of the next token less n.
+
+    Parameters
+    ----------
+    whole : ``[3, N]`` long, those of the unreduced prompt.
+    places, starts : the pictures, and where they start there.
+    earlier : by how much what is behind each picture stands earlier than ``whole`` says.
+    """
+    parts, done, moved = [], 0, 0
+    for place, start, less in zip(places, starts, earlier, strict=True):
+        parts.append(whole[:, done:start] - moved)
+        done = start + len(place.whole)
+        mine = whole[:, start:done] - moved
+        here = mine.new_empty(len(mine), len(place.visual))
+        here[:, place.visual] = -1 - mine[0, place.whole][0]
+        here[:, ~place.visual] = mine[:, ~place.whole] if not bool(place.visual.all()) else here[:, ~place.visual]
+        parts.append(here)
+        moved += less
+    parts.append(whole[:, done:] - moved)
+    out = torch.cat(parts, dim=1)
+    return out, int(whole.max()) + 1 - moved - out.shape[1]
+
+
+def filled_in(positions: Tensor, visual: Tensor, start: int, offsets: Tensor) -> Tensor:
+    """``positions [3, n]`` with those of the placeholders ``visual [n]`` bool from ``start`` on, as many as ``offsets [3, k]``,
+    which say how far each stands behind the beginning of its picture."""
+    at = visual[start:].nonzero()[: offsets.shape[1], 0] + start
+    there = positions[0, at]
+    base = torch.where(there < 0, -1 - there, there - offsets[0])
+    out = positions.clone()
+    out[:, at] = base + offsets
+    return out

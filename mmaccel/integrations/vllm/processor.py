@@ -1,0 +1,92 @@
+"""The mix-in of vLLM's processors: runs of placeholders of the length that they will have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...core.layout import Modality
+from ...errors import UnsupportedError
+from .plan import ServingPlan
+from .settings import as_integers
+
+#: the field of an item that says what stays of it: ``[4]`` int64, the budget of its request as two whole numbers, its tokens,
+#: and how many stay
+FIELD = "mmaccel_budget"
+#: what a request may say in ``mm_processor_kwargs``
+ASKED = "retain"
+
+
+class ReducedProcessor:
+    """Goes before a processor of vLLM; ``plan`` is set on the class that is made of both."""
+
+    plan: ServingPlan
+    info: Any
+
+    def _get_mm_hashes(self, inputs: Any) -> Any:
+        """Caches of pictures depend on the recipe too; the budget of a request is in their key already."""
+        kwargs = {**inputs.hf_processor_mm_kwargs, "mmaccel": self.plan.settings.fingerprint()}
+        return super()._get_mm_hashes(dataclasses.replace(inputs, hf_processor_mm_kwargs=kwargs))  # type: ignore[misc]
+
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, Any]) -> Any:
+        return super()._apply_hf_processor_main(mm_items, _others(hf_kwargs))  # type: ignore[misc]
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, Any]) -> Any:
+        return super()._get_mm_fields_config(hf_inputs, _others(hf_processor_mm_kwargs))  # type: ignore[misc]
+
+    def _get_prompt_updates(
+        self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
+    ) -> Sequence[Any]:
+        retain = hf_processor_mm_kwargs.get(ASKED)
+        # a budget of no use is refused before a picture is
+        budget = as_integers(retain)
+        self.plan.of(retain)
+        updates = super()._get_prompt_updates(  # type: ignore[misc]
+            mm_items, _others(hf_processor_mm_kwargs), out_mm_kwargs
+        )
+        return [self._shorter(update, out_mm_kwargs, retain, budget) for update in updates]
+
+    def _shorter(self, update: Any, out_mm_kwargs: Any, retain: Any, budget: tuple[int, int]) -> Any:
+        """The update of a prompt with the placeholders that stay; writes :data:`FIELD` into the items."""
+        from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
+        from vllm.multimodal.processing import PromptUpdateDetails
+
+        def content(number: int) -> Any:
+            found = update.content(number) if callable(update.content) else update.content
+            details = found if isinstance(found, PromptUpdateDetails) else PromptUpdateDetails.from_seq(found)
+            item = out_mm_kwargs[update.modality][number]
+            full = torch.tensor(details.full)
+            visual = (
+                torch.ones_like(full, dtype=torch.bool) if details.is_embed is None else details.is_embed(details.full)
+            )
+            before = int(visual.sum())
+            total = self._total(update.modality, item, before, retain)
+            data = torch.tensor([*budget, before, total])
+            item[FIELD] = MultiModalFieldElem(data=data, field=MultiModalBatchedField(keep_on_cpu=True))
+            stays = ~visual | (visual.cumsum(0) <= total)
+            return PromptUpdateDetails(full[stays].tolist(), details.is_embed)
+
+        return dataclasses.replace(update, replacement=content)
+
+    def _total(self, modality: Modality, item: Any, before: int, retain: Any) -> int:
+        """How many of the ``before`` tokens of an item stay."""
+        if any(name.endswith("_embeds") for name in item):
+            raise UnsupportedError(
+                "This server reduces pictures and clips as it encodes them, and cannot take embeddings of them; send pixels."
+            )
+        arguments = {name: _alone(element.data) for name, element in item.items() if name != FIELD}
+        (picture,) = self.plan.pictures(modality, arguments, before)
+        return self.plan.count(modality, picture, retain).total
+
+
+def _others(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request says to the processor of transformers."""
+    return {name: value for name, value in kwargs.items() if name not in (ASKED, "mmaccel")}
+
+
+def _alone(data: Any) -> Any:
+    """The field of an item as that of a batch of one."""
+    return data[None] if isinstance(data, torch.Tensor) else [data]
