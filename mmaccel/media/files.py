@@ -167,7 +167,7 @@ def _text(processor: Any, chat: Chat) -> str:
 
         try:
             text: str = processor.apply_chat_template(list(chat.messages), add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise MmaccelError(f"The chat template of this model does not take these messages: {error}") from None
         return text
     holders = {"image": "image_token", "video": "video_token"}

@@ -81,28 +81,24 @@ def test_others_are_let_in_only_on_purpose(started, capsys):
         assert door.kwargs["allowed"] == name and door.kwargs["key"] == ("secret" if "--api-key" in argv else None)
 
 
-def test_it_serves(monkeypatch, capsys, serve, things):
+def test_it_serves(monkeypatch, capsys, things, tmp_path):
     """All options at once, by a client."""
-    at_work, servers = threading.Event(), []
-    make = running.make_server
+    at_work, servers, run = threading.Event(), [], running.run
 
-    def made(desk, name, **options):
-        servers.append(make(desk, name, **options))
+    def watched(server, bound):
+        servers.append(server)
         at_work.set()
-        return servers[0]
+        run(server, bound)
 
-    monkeypatch.setattr(running, "make_server", made)
-    path = things.folder / "address.json"
+    monkeypatch.setattr(running, "run", watched)
+    path = tmp_path / "address.json"
     options = "--recipe snapkv --retain 0.5 --set recent=8 --several 2 --queue 3 --frames 4 --max-new-tokens 9"
     argv = ["serve", "--model", LLAVA, "--port", "0", *options.split(), f"--json={path}"]
     serving = threading.Thread(target=main, args=(argv,))
     serving.start()
     try:
         assert at_work.wait(60)
-        while not path.is_file():
-            pass
-        address = json.loads(path.read_text())["address"]
-        with openai.OpenAI(base_url=address, api_key="none", max_retries=3) as client:
+        with openai.OpenAI(base_url=json.loads(path.read_text())["address"], api_key="none") as client:
             (card,) = client.models.list()
             assert card.mmaccel == {"recipe": "snapkv", "retain": 0.5}
             found = client.chat.completions.create(model=card.id, messages=[things.message])

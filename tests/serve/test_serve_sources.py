@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import http.server
 import os
+import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from serving import chat, picture, text, user
@@ -149,7 +149,7 @@ def test_hosts_by_name(webs, tmp_path):
         "https:///x",
         "http://x:99999/",
     ):
-        with pytest.raises(MmaccelError, match="not on a host that this server loads from"):
+        with pytest.raises(MmaccelError, match="not on a host that this server loads from|is no address"):
             fetch(allowed, url, tmp_path)
     assert not other.asked
 
@@ -182,7 +182,7 @@ def test_hosts_that_send_too_much_or_too_slowly(webs, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PAUSE", 0.05)
     ended = threading.Event()
     one.send = lambda out: ended.wait(30)
-    with pytest.raises(MmaccelError, match="ReadTimeout"):
+    with pytest.raises(MmaccelError, match="Timeout"):
         fetch(allowed, url, tmp_path)
     ended.set()
     one.server_close()
@@ -190,11 +190,12 @@ def test_hosts_that_send_too_much_or_too_slowly(webs, tmp_path, monkeypatch):
         fetch(Sources(hosts=["127.0.0.1:1"]), "http://127.0.0.1:1/x", tmp_path)
 
 
-def test_a_request_may_name_what_is_allowed(serve, things, webs):
+def test_a_request_may_name_what_is_allowed(serve, things, webs, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     one, _ = webs
     one.send = lambda out: out.write(things.png.read_bytes())
     served = serve("mini-llava", sources=Sources([one.name], [things.folder]))
     sent = text(chat(served, things.message))
     for url in (f"file://{things.png}", f"http://{one.name}/one.png"):
         assert text(chat(served, user(picture(url), things.question))) == sent
-    assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("mmaccel-serve-*")), "uploads are gone"
+    assert not list(tmp_path.iterdir()), "what was sent is gone"

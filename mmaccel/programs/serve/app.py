@@ -92,7 +92,8 @@ def make_app(desk: Desk, name: str, key: str | None = None, allowed: Sequence[st
 def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         # no such path, or another method than it takes
-        error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+        said = f"{request.method} {request.url.path}: {error.detail}."
+        error = Refused(error.status_code, said, headers=dict(error.headers or {}))
     assert isinstance(error, Refused)
     return JSONResponse(error.body(), error.status, error.headers)
 

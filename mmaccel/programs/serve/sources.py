@@ -7,10 +7,10 @@ import binascii
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+import httpx
 
 from ...errors import MmaccelError
 from ...media import untrusted
@@ -30,7 +30,6 @@ _TYPES = {
 }
 
 
-@dataclass(frozen=True)
 class Sources:
     """What clients may name.
 
@@ -45,9 +44,6 @@ class Sources:
         If a folder does not exist, or a host is none.
     """
 
-    hosts: tuple[str, ...] = ()
-    folders: tuple[Path, ...] = ()
-
     def __init__(self, hosts: Sequence[str] = (), folders: Sequence[str | Path] = ()) -> None:
         for folder in folders:
             if not Path(folder).is_dir():
@@ -55,8 +51,8 @@ class Sources:
         for host in hosts:
             if not host or set(host) & set("/*@? "):
                 raise MmaccelError(f"--allow-urls {host!r} is no host; give a name such as images.example.com.")
-        object.__setattr__(self, "hosts", tuple(host.lower() for host in hosts))
-        object.__setattr__(self, "folders", tuple(Path(folder).resolve() for folder in folders))
+        self.hosts = frozenset(host.lower() for host in hosts)
+        self.folders = tuple(Path(folder).resolve() for folder in folders)
 
     def fetch(self, url: str, into: Path, end: float) -> Path:
         """The file of an address: itself if it lies here, else below the folder ``into``; until ``end`` of the monotonic clock.
@@ -95,35 +91,32 @@ class Sources:
         return path
 
     def _load(self, url: str, into: Path, end: float) -> Path:
-        import httpx
-
-        # nothing of the environment: no proxies, no passwords of .netrc
-        with httpx.Client(trust_env=False, follow_redirects=False, timeout=PAUSE) as client:
-            for _ in range(HOPS + 1):
-                self._check_host(url)
-                try:
-                    with client.stream("GET", url, headers={"accept-encoding": "identity"}) as answer:
-                        if answer.is_redirect:
-                            url = urljoin(url, answer.headers.get("location", ""))
-                            continue
-                        return _loaded(answer, url, into, end)
-                except (httpx.HTTPError, httpx.InvalidURL) as error:
-                    raise MmaccelError(f"{_short(url)!r} cannot be loaded ({type(error).__name__}).") from None
-        raise MmaccelError(f"{_short(url)!r} leads elsewhere again and again; give the address where the file is.")
-
-    def _check_host(self, url: str) -> None:
-        """Every step of a way that leads elsewhere is asked about."""
         if not self.hosts:
             raise MmaccelError("This server loads nothing from addresses; send a data: address in base 64.")
-        try:
-            split = urlsplit(url)
-            name, port = (split.hostname or "").lower(), split.port
-        except ValueError:
-            name, port = "", None
-        usual = {"http": 80, "https": 443}.get(split.scheme) if name else None
-        allowed = f"{name}:{port or usual}" in self.hosts or (port in (None, usual) and name in self.hosts)
-        if usual is None or "@" in split.netloc or not allowed:
-            raise MmaccelError(f"{_short(url)!r} is not on a host that this server loads from.")
+        # nothing of the environment: no proxies, no passwords of .netrc
+        with httpx.Client(trust_env=False, follow_redirects=False, timeout=PAUSE) as client:
+            try:
+                where = httpx.URL(url)
+                for _ in range(HOPS + 1):
+                    # every step of a way that leads elsewhere
+                    self._check_host(where)
+                    with client.stream("GET", where, headers={"accept-encoding": "identity"}) as answer:
+                        if not answer.is_redirect:
+                            return _loaded(answer, where, into, end)
+                        where = where.join(answer.headers.get("location", ""))
+            except httpx.InvalidURL:
+                raise MmaccelError(f"{_short(url)!r} is no address, or leads to none.") from None
+            except httpx.HTTPError as error:
+                raise MmaccelError(f"{_short(url)!r} cannot be loaded ({type(error).__name__}).") from None
+        raise MmaccelError(f"{_short(url)!r} leads elsewhere again and again; give the address where the file is.")
+
+    def _check_host(self, url: httpx.URL) -> None:
+        """As the program that connects reads the address, so that no other reading of it is let in."""
+        usual = {"http": 80, "https": 443}.get(url.scheme)
+        port = url.port or usual
+        allowed = f"{url.host}:{port}" in self.hosts or (port == usual and url.host in self.hosts)
+        if usual is None or url.userinfo or not allowed:
+            raise MmaccelError(f"{_short(str(url))!r} is not on a host that this server loads from.")
 
 
 def _data(url: str, into: Path) -> Path:
@@ -144,20 +137,22 @@ def _data(url: str, into: Path) -> Path:
     return path
 
 
-def _loaded(answer: Any, url: str, into: Path, end: float) -> Path:
+def _loaded(answer: httpx.Response, url: httpx.URL, into: Path, end: float) -> Path:
     if answer.status_code != 200:
-        raise MmaccelError(f"{_short(url)!r} cannot be loaded (status {answer.status_code}).")
+        raise MmaccelError(f"{_short(str(url))!r} cannot be loaded (status {answer.status_code}).")
     kind = answer.headers.get("content-type", "").partition(";")[0]
-    path = into / f"{len(os.listdir(into))}{_suffix(kind) or Path(urlsplit(url).path).suffix.lower()[:8]}"
+    path = into / f"{len(os.listdir(into))}{_suffix(kind) or Path(url.path).suffix.lower()[:8]}"
     size = 0
     with path.open("wb") as file:
         # as sent: what was packed would unpack to any size
         for piece in answer.iter_raw():
             size += len(piece)
             if size > untrusted.UPLOAD:
-                raise MmaccelError(f"{_short(url)!r} is too large; at most {untrusted.UPLOAD >> 20} MiB are taken.")
+                raise MmaccelError(
+                    f"{_short(str(url))!r} is too large; at most {untrusted.UPLOAD >> 20} MiB are taken."
+                )
             if time.monotonic() > end:
-                raise MmaccelError(f"{_short(url)!r} takes too long to load.")
+                raise MmaccelError(f"{_short(str(url))!r} takes too long to load.")
             file.write(piece)
     return path
 
