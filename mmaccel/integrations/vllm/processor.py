@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...core.layout import Modality
-from ...errors import UnsupportedError
+from ...errors import MmaccelError, UnsupportedError
 from .plan import ServingPlan
 from .settings import as_integers
 
@@ -18,6 +18,8 @@ from .settings import as_integers
 FIELD = "mmaccel_budget"
 #: what a request may say in ``mm_processor_kwargs``
 ASKED = "retain"
+#: vLLM makes the table of M-RoPE so many times as long as the positions that a model was trained on
+_TABLE = 4
 
 
 class ReducedProcessor:
@@ -49,6 +51,23 @@ class ReducedProcessor:
         )
         return [self._shorter(update, out_mm_kwargs, retain, budget) for update in updates]
 
+    def _apply_prompt_updates(self, token_ids: list[int], mm_prompt_updates: Any) -> Any:
+        updates = [update for items in mm_prompt_updates.values() for item in items for update in item]
+        self._check_length(sum(update.content.mmaccel_dropped for update in updates))
+        return super()._apply_prompt_updates(token_ids, mm_prompt_updates)  # type: ignore[misc]
+
+    def _check_length(self, dropped: int) -> None:
+        """Refuse a prompt whose kept positions are beyond vLLM's table of them; those of M-RoPE grow by sides of pictures."""
+        if not self.plan.keeps_positions or self.plan.turns:
+            return
+        config = self.info.ctx.model_config
+        most = _TABLE * int(config.hf_config.get_text_config().max_position_embeddings) - int(config.max_model_len)
+        if dropped > most:
+            raise MmaccelError(
+                f"This prompt loses {dropped} visual tokens, and can keep its positions if it loses {most} at most; "
+                'show fewer pictures, or serve with "positions": "paper" beside the recipe.'
+            )
+
     def _shorter(self, update: Any, out_mm_kwargs: Any, retain: Any, budget: tuple[int, int]) -> Any:
         """The update of a prompt with the placeholders that stay; writes :data:`FIELD` into the items."""
         from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
@@ -67,7 +86,9 @@ class ReducedProcessor:
             data = torch.tensor([*budget, before, total])
             item[FIELD] = MultiModalFieldElem(data=data, field=MultiModalBatchedField(keep_on_cpu=True))
             stays = ~visual | (visual.cumsum(0) <= total)
-            return PromptUpdateDetails(full[stays].tolist(), details.is_embed)
+            shorter = PromptUpdateDetails(full[stays].tolist(), details.is_embed)
+            shorter.mmaccel_dropped = before - total
+            return shorter
 
         return dataclasses.replace(update, replacement=content)
 
