@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ..errors import UnsupportedError
 from .index import KeyIndex
 from .packed import QuantisedLayer
-from .pinned import Pinned
+from .pinned import Asks, Pinned
 from .shared import Shared
 
 
@@ -57,13 +57,16 @@ class CacheState:
         """The forward is over, as a ``whole`` or broken off."""
         self.shared.settle(whole)
 
-    def pin(self, steps: int) -> Pinned:
-        """Let nothing move for ``steps`` tokens to come, until :meth:`unpin`."""
+    def pin(self, steps: int, asks: Asks | None = None, before: Pinned | None = None) -> Pinned:
+        """Let nothing move for ``steps`` tokens to come, until :meth:`unpin`; in the tensors of what it was pinned to
+        ``before``, where they serve. For ``asks`` see :class:`.pinned.Pinned`."""
         self.unpin()
         if self.offset is None:
             raise RuntimeError("a cache that holds no reduced prompt cannot be pinned")
-        self.shared.pinned = pinned = Pinned(self.layers, self.offset, steps)
-        return pinned
+        if before is None or not before.again(self.offset, steps, asks):
+            before = Pinned(self.layers, self.offset, steps, asks)
+        self.shared.pinned = before
+        return before
 
     def unpin(self) -> None:
         """Let layers and indices have what was added since :meth:`pin`."""

@@ -285,6 +285,11 @@ class CompressedLayer(DynamicLayer):
             self.keys = keys.new_empty(rows, heads, 0, keys.shape[-1])
             self.values = values.new_empty(rows, heads, 0, values.shape[-1])
 
+    def asked(self, queries: Tensor, places: Tensor, observed: bool) -> None:
+        """Remember ``queries [B, Hq, q, D]`` of ``places [B, q]``; ``observed``: a policy is to observe them."""
+        self.schedule.remember(queries, places)
+        self.schedule.unseen += queries.shape[2] if observed else 0
+
     def trim(self) -> None:
         """Give back what room is left for tokens that did not come."""
         if self.is_initialized:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from mmaccel_kernels.append import append
@@ -43,6 +43,9 @@ class Layer(Protocol):
     def gapless(self) -> bool:
         """Whether the host knows that every place holds a key."""
 
+    def asked(self, queries: Tensor, places: Tensor, observed: bool) -> None:
+        """Remember ``queries [B, Hq, q, D]`` of ``places [B, q]``; ``observed``: a policy is to observe them."""
+
 
 @dataclass(frozen=True)
 class End:
@@ -64,6 +67,20 @@ class End:
         yield from (x for x in (self.slot, self.filled, self.visible) if x is not None)
 
 
+class Asks(NamedTuple):
+    """What a policy asks of the tokens to come: the queries of so many ``heads``, and whether it is to observe all of them."""
+
+    heads: int
+    observed: bool
+
+
+class Asked(NamedTuple):
+    """The queries of a layer that a policy is to look at, ``[B, Hq, room, D]``, and where the next one is put, ``[1]`` long."""
+
+    queries: Tensor
+    slot: Tensor
+
+
 @dataclass(frozen=True)
 class PinnedLayer:
     """A layer while it is pinned: what ragged heads and pages hold is as it was, and tokens are added to ``keys`` and ``values
@@ -75,11 +92,17 @@ class PinnedLayer:
     packs: tuple[Pages | None, ...]
     widths: tuple[int, ...]
     end: End
+    asked: Asked | None = None
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put ``key`` and ``value [B, Hkv, 1, D]`` behind the others; returns all that were added, and the room behind them."""
         append(self.keys, self.values, key, value, self.end.slot)
         return self.keys, self.values
+
+    def ask(self, query: Tensor) -> None:
+        """A token's ``query [B, Hq, 1, D]`` comes by: it is remembered where a policy is to observe it."""
+        if self.asked is not None:
+            self.asked.queries.index_copy_(2, self.asked.slot, query)
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         """Attention of ``query [B, Hq, 1, D]`` over everything, ``[B, 1, Hq, D]``; see :func:`.decoding.attend`."""
@@ -93,23 +116,28 @@ class PinnedLayer:
         for pages in self.packs:
             if pages is not None:
                 yield from pages.tensors()
+        yield from self.asked or ()
 
 
 class Pinned:
     """The layers of a cache, pinned for ``steps`` tokens to come.
 
     Where the next token is written and who sees it is known on the device; the host counts the tokens in ``added``.
+    ``asks``: where their queries are remembered, too.
 
     owners, offset : layers of the cache, and what it knows of positions; see :class:`.shared.Shared`.
     layers : the same as they are read. ends : where they end; layers that store equally many share one.
+    own : nobody else has seen the tensors that keys and values are in. serves : steps that they may be pinned for in all.
     positions : ``[B, 1]`` long, of the next token. mask : ``[1, 1, 1, 1]`` bool, stands for one where nobody looks.
     """
 
-    def __init__(self, owners: Sequence[Layer], offset: Tensor, steps: int) -> None:
-        self.owners, self.steps, self.added = owners, steps, 0
+    def __init__(self, owners: Sequence[Layer], offset: Tensor, steps: int, asks: Asks | None = None) -> None:
+        self.owners, self.steps, self.added, self.asks = owners, steps, 0, asks
+        self.asked = [] if asks is None else [torch.zeros(1, dtype=torch.long, device=offset.device)]
         self.ends: list[End] = []
         self.layers: list[PinnedLayer] = []
         found: dict[Any, End] = {}
+        self.own, self.serves = True, steps
         # layers that store all in one place, and the others
         longest = [max((o.keys.shape[2] for o in owners if _whole(o) == whole), default=0) for whole in (False, True)]
         for owner in owners:
@@ -120,7 +148,13 @@ class Pinned:
             if name not in found:
                 found[name] = _end(owner, width, masked, hidden)
                 self.ends.append(found[name])
+            before = owner.keys.data_ptr()
             self.layers.append(_pinned(owner, width, found[name]))
+            self.own = self.own and _whole(owner) and self.layers[-1].keys.data_ptr() != before
+        if asks is not None:
+            self.layers = [
+                replace(layer, asked=_asked(layer.keys, asks.heads, steps, *self.asked)) for layer in self.layers
+            ]
         self.positions = (owners[0].seen - offset)[:, None].contiguous()
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=offset.device)
 
@@ -150,6 +184,40 @@ class Pinned:
             owner.index.extend(places.expand(len(owner.index.index), -1), False, seen)
             length = owner.keys.shape[2] + self.added
             owner.keys, owner.values = (shown(x, -2, length) for x in (layer.keys, layer.values))
+            if layer.asked is not None and self.asks is not None and self.added:
+                queries, at = layer.asked.queries[:, :, : self.added].clone(), places.to(torch.int32)
+                owner.asked(queries, at.expand(len(queries), -1), self.asks.observed)
+
+    def again(self, offset: Tensor, steps: int, asks: Asks | None) -> bool:
+        """Pin layers that were given back, and evicted from since, for ``steps`` tokens more, to the same tensors: what was
+        captured goes on. False, and nothing is done, where they do not fit, or somebody may hold on to what is there."""
+        if not self.own or asks != self.asks:
+            return False
+        ends: dict[Any, End] = {}
+        for owner, layer in zip(self.owners, self.layers, strict=True):
+            end, length = layer.end, owner.keys.shape[2]
+            # packed or ragged layers, and slots without a key, are pinned to tensors of other sizes
+            plain = _whole(owner) and owner.gapless and layer.ragged is None and (end.masked or end.visible is None)
+            fits = owner.keys.shape[:2] == layer.keys.shape[:2] and length + steps <= layer.keys.shape[2]
+            moved = owner.keys.untyped_storage().data_ptr() != layer.keys.untyped_storage().data_ptr()
+            if not (plain and fits and moved and ends.setdefault(length, end) is end):
+                return False
+            if layer.asked is not None and steps > layer.asked.queries.shape[2]:
+                return False
+        for length, end in ends.items():
+            end.slot.fill_(length)
+            end.filled.fill_(length + 1)
+            if end.visible is not None:
+                end.visible.zero_()[..., :length] = True
+        for owner, layer in zip(self.owners, self.layers, strict=True):
+            for x, stored in ((layer.keys, owner.keys), (layer.values, owner.values)):
+                x.narrow(2, 0, stored.shape[2]).copy_(stored)
+            owner.keys, owner.values = (shown(x, -2, owner.keys.shape[2]) for x in (layer.keys, layer.values))
+        self.positions.copy_((self.owners[0].seen - offset)[:, None])
+        for slot in self.asked:
+            slot.zero_()
+        self.steps, self.added = steps, 0
+        return True
 
     def begin(self) -> None:
         """A token comes: everybody sees it."""
@@ -166,11 +234,13 @@ class Pinned:
         for end in self.ends:
             end.slot.add_(1)
             end.filled.add_(1)
+        for slot in self.asked:
+            slot.add_(1)
         self.positions.add_(1)
 
     def counters(self) -> list[Tensor]:
         """What every token moves on."""
-        return [*(x for end in self.ends for x in (end.slot, end.filled)), self.positions]
+        return [*(x for end in self.ends for x in (end.slot, end.filled)), *self.asked, self.positions]
 
     def remember(self) -> Callable[[], None]:
         """What comes back takes out the tokens that have come since, of which there may be two: counters are what they are now,
@@ -192,6 +262,11 @@ class Pinned:
 def _whole(owner: Layer) -> bool:
     """Whether a layer stores all it has in one place."""
     return owner.ragged is None and not owner.packed
+
+
+def _asked(like: Tensor, heads: int, room: int, slot: Tensor) -> Asked:
+    """Room for the queries of so many tokens, of a layer with such keys."""
+    return Asked(like.new_zeros(len(like), heads, room, like.shape[3]), slot)
 
 
 def _rounded(count: int, unit: int) -> int:

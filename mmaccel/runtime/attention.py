@@ -187,6 +187,7 @@ def _text_attention(
     if scope is not None and scope.pinned is not None and number is not None:
         # a captured step
         pinned = scope.pinned.layers[number]
+        pinned.ask(query)
         if not pinned.end.masked:
             return pinned.attend(query, query.shape[-1] ** -0.5 if scaling is None else scaling), None
         attention_mask = pinned.end.visible

@@ -21,6 +21,7 @@ from ..kv.pinned import Pinned
 from . import replay
 from .packing import coming_unpacked
 from .plan import ModelPlan
+from .schedule import asks_of, coming_kept
 from .scope import Scope, current
 
 Forward = Callable[..., Any]
@@ -64,7 +65,7 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
                 if pinned is not None:
                     return _step(model, compiled, scope, pinned, kwargs)
             if state is not None:
-                state.unpin()
+                _let_go(scope, state)
             return model(*args, **kwargs)
 
         return forward
@@ -106,16 +107,37 @@ def _pinned(plan: ModelPlan, scope: Scope[ModelPlan], state: CacheState) -> Pinn
     what stays where it is."""
     if (pinned := state.shared.pinned) is not None and not pinned.full:
         return pinned
-    seen = state.seen
+    _let_go(scope, state)
+    seen, policy = state.seen, None if plan.policy is None else plan.policy.method
     coming, unpacked = scope.coming(seen), coming_unpacked(plan.token_groups, state.shared, seen)
-    # with this token something may be packed, or it says whether text goes on behind a slow clip or its question
-    if unpacked == 0 or (state.ahead is not None and not scope.stats.decode_steps):
+    asks, kept = None, CHUNK
+    if policy is not None and policy.scheduled:
+        asks = asks_of(policy, plan.family.text.config.num_attention_heads)
+        kept = coming_kept(policy, state, asks)
+    # with this token something may be packed or evicted, or it says whether text goes on behind a slow clip or its question
+    if 0 in (unpacked, kept) or (state.ahead is not None and not scope.stats.decode_steps):
         return None
-    pinned = state.pin(min(CHUNK, max(1, CHUNK if coming is None else coming), CHUNK if unpacked is None else unpacked))
+    coming = CHUNK if coming is None else max(1, coming)
+    steps = min(CHUNK, coming, CHUNK if unpacked is None else unpacked, kept)
+    idle, scope.idle = scope.idle, None
+    pinned = state.pin(steps, asks, idle)
+    if pinned is idle:
+        return pinned
+    if pinned.own and steps == kept:
+        # behind an eviction it is pinned to the same tensors again
+        pinned.serves = coming
     for x in pinned.tensors():
         # another cache, at other addresses, is no reason to compile anew
         torch._dynamo.mark_static_address(x, guard=False)
     return pinned
+
+
+def _let_go(scope: Scope[ModelPlan] | None, state: CacheState) -> None:
+    """An ordinary step is due. Behind it the cache may be pinned where it was, since nobody else has seen what is there."""
+    pinned = state.shared.pinned
+    if scope is not None and pinned is not None:
+        scope.idle = pinned
+    state.unpin()
 
 
 def _known(hook: Any) -> bool:
@@ -143,8 +165,10 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return "disable_compile was given"
     if config.output_attentions or config.output_hidden_states:
         return "attention weights or hidden states are asked for"
-    if policy is not None and policy.method.decodes:
+    if policy is not None and policy.method.decodes and not policy.method.scheduled:
         return f"{policy.method.name} looks at the cache at every step"
+    if policy is not None and policy.method.every == 1 and not policy.method.growth and not policy.method.cap:
+        return f"{policy.method.name} evicts at every step; give every=16 for fifteen of sixteen that can be captured"
     # on a GPU a pinned cache is read by a kernel of ours
     if family.text.config._attn_implementation != "mmaccel_text_sdpa" and not on_gpu(next(family.text.parameters())):
         return "only sdpa attention can be captured here"

@@ -83,7 +83,7 @@ class ReplayedStep:
         if self._checked:
             self._replay()
             return self._output
-        if self.pinned.steps < LEAST:
+        if self.pinned.serves < LEAST:
             return self._run()
         if self._output is None:
             output = self._run()

@@ -17,8 +17,9 @@ from ..kv.cache import CacheState
 from ..kv.choose import per_head, rank
 from ..kv.index import to_device
 from ..kv.packed import QuantisedLayer
+from ..kv.pinned import Asks
 from ..kv.together import Together, batches
-from ..method import KeyBatch, LayerAttention
+from ..method import KeyBatch, LayerAttention, Policy
 from .cache_stage import CacheStage
 from .places import cells_at, question_span
 
@@ -79,12 +80,9 @@ class Schedule:
 
     def _room(self, layer: QuantisedLayer) -> Tensor | None:
         """How many keys each head of a layer may hold, ``[B, Hkv]`` long on the CPU; None if none holds more."""
-        policy, capacity = self.policy, layer.schedule.capacity
-        assert capacity is not None
-        if policy.cap and len(layer.index) <= policy.cap:
+        if self.policy.cap and len(layer.index) <= self.policy.cap:
             return None
-        room = torch.full_like(capacity, policy.cap) if policy.cap else capacity
-        room = room + int(policy.growth * (layer.seen - layer.schedule.settled))
+        room = room_of(self.policy, layer)
         return None if bool((layer.head_lengths <= room).all()) else room
 
     def _batches(self, layers: list[QuantisedLayer]) -> Iterator[Together]:
@@ -190,3 +188,32 @@ class Schedule:
             decoding=True,
         )
         return batch, order
+
+
+def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:
+    """How many keys each head of a layer behind its prompt may hold, ``[B, Hkv]`` long on the CPU."""
+    capacity = layer.schedule.capacity
+    assert capacity is not None
+    room = torch.full_like(capacity, policy.cap) if policy.cap else capacity
+    return room + int(policy.growth * (layer.seen - layer.schedule.settled))
+
+
+def coming_kept(policy: Policy, state: CacheState, asks: Asks | None) -> int:
+    """How many tokens may follow until one comes with which a schedule may evict, or observe what it asks."""
+    found = []
+    for layer in state.layers:
+        schedule = layer.schedule
+        if schedule.capacity is None:
+            return 0
+        # room never shrinks
+        free = int((room_of(policy, layer) - layer.head_lengths).min())
+        found.append(max(policy.every - (layer.seen - schedule.evicted) - 1, free, 0))
+        if asks is not None:
+            found.append(LATEST - schedule.unseen - 1)
+    return min(found)
+
+
+def asks_of(policy: Policy, heads: int) -> Asks | None:
+    """What a policy with a schedule asks of the tokens to come, of a model with so many query heads."""
+    observed = policy.observes and policy.observes_steps
+    return Asks(heads, observed) if observed or policy.window else None

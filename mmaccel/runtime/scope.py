@@ -38,7 +38,7 @@ class Scope(Generic[P]):
     stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
     dropped : ``[B, S]`` bool, which rows of the logits stand for tokens that were dropped; set when the forward is over.
     new_tokens : how many ``generate`` makes at most, where it was told. until : the tokens that the cache has seen then.
-    step : what replays decode steps on the cache as it is pinned.
+    step : what replays decode steps on the cache as it is pinned. idle : what the cache was pinned to until an ordinary step.
     layout, reduction, history : what became of the last prompt with pictures, in all and stage by stage.
     """
 
@@ -57,6 +57,7 @@ class Scope(Generic[P]):
     new_tokens: int | None = None
     until: int | None = None
     step: ReplayedStep | None = None
+    idle: Pinned | None = None
     layout: Layout | None = None
     reduction: Reduction | None = None
     history: list[StageResult] = field(default_factory=list)
@@ -104,7 +105,7 @@ class Scope(Generic[P]):
             self.stats.kv_bytes_bare = bare_bytes(self.cache, config)
         self.encoded.clear()
         self.cache = self.labels = self.stages = self.input_ids = self.encoding = self.dropped = None
-        self.step = None
+        self.step = self.idle = None
 
 
 _scopes: ContextVar[tuple[Scope[Any], ...]] = ContextVar("mmaccel_scopes", default=())

@@ -16,6 +16,7 @@ from laws.helpers import cache, close, follow, generate, inputs, logits, model, 
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 
+import mmaccel
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.kv import pinned
 from mmaccel.runtime import captured, replay
@@ -159,6 +160,64 @@ def test_steps_that_pack_are_ordinary(form: str) -> None:
     assert len(watch.seen) == 100 - ordinary and len(list(itertools.groupby(watch.seen))) <= ordinary + 1
     assert counters["stats"]["unique_graphs"] <= 3 and not counters["graph_break"]
     assert any(layer.packed for layer in watch.mine.mmaccel.layers)
+
+
+# by choice: the recipes of the book that evict while they decode, and schedules of other kinds
+#: by name: a recipe, and whether what was evicted from is pinned to the same tensors again
+EVICTING = {
+    "h2o-decode": (mmaccel.recipe("h2o-decode"), True),
+    "d2o": (mmaccel.recipe("d2o"), True),
+    "streaming-llm-decode": (mmaccel.recipe("streaming-llm-decode"), True),
+    "elastic-cache-decode": (mmaccel.recipe("elastic-cache-decode"), True),
+    "snapkv": (Recipe("window", (Stage("snapkv", 0.3, {"joint": True, "window": 3}),)), True),
+    "heads": (Recipe("heads", (Stage("h2o", 0.3, {"joint": True, "head_budget": "adaptive:0", "recent": 1}),)), False),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "h2o-decode" else pytest.mark.full) for n in EVICTING]
+)
+def test_steps_between_two_evictions_are_replayed(graphs: None, name: str) -> None:
+    """One recording serves all of them, where the keys that stay are put where others were."""
+    made, same = EVICTING[name]
+    wanted, got, stats, watch = both("llava", made.override(every=8), "image", 40, "replay")
+    agree(wanted, got)
+    # four evict, and the first two steps between them are recorded and compared
+    places = [place for place, _ in itertools.groupby(watch.seen)]
+    assert stats["uncaptured"] == "" and (len(places) == 1) == same
+    if same:
+        assert stats["captured_steps"] >= 40 - 5 - 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.parametrize("name", EVICTING)
+def test_one_graph_serves_before_and_behind_evictions(name: str, kind: str) -> None:
+    made, same = EVICTING[name]
+    wanted, got, stats, _ = both("qwen2_5_vl" if kind == "image" else "llava", made.override(every=8), kind, 60)
+    agree(wanted, got)
+    assert stats["captured_steps"] >= 60 - 8 and stats["uncaptured"] == ""
+    assert kind == "uneven" or not same or counters["stats"]["unique_graphs"] <= 2
+
+
+def test_a_copy_of_the_cache_keeps_what_it_holds(graphs: None) -> None:
+    """Whoever remembers the cache while steps are captured finds it so, whatever is evicted later."""
+    tiny, feed, held = model("llava"), inputs("llava"), []
+
+    def look(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        state = mine.mmaccel
+        if state.shared.pinned is not None and state.shared.pinned.added == 5 and not held:
+            restore = state.snapshot()
+            keys = [layer.keys for layer in state.layers]
+            held.append((restore, keys, [x.clone() for x in keys]))
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with accelerated(tiny, mmaccel.recipe("h2o-decode").override(every=8)):
+        mine = cache()
+        options = {"new": 41, "min_new_tokens": 41, "stopping_criteria": StoppingCriteriaList([look])}
+        generate(tiny, feed, past_key_values=mine, **options)
+    ((_, keys, before),) = held
+    assert all(torch.equal(x, y) for x, y in zip(keys, before, strict=True))
 
 
 def test_rows_that_pack_at_different_steps_pack_together() -> None:
@@ -335,7 +394,8 @@ def test_a_gpu_captures_whatever_the_implementation_of_attention(monkeypatch: py
 
 # by choice: one for every reason
 REFUSED = {
-    "h2o-decode": ({}, "h2o looks at the cache"),
+    "h2o-decode": ({}, "h2o evicts at every step; give every=16"),
+    "dycoke-cache": ({}, "dycoke-cache looks at the cache"),
     "divprune": ({"num_beams": 2}, "never those of beams"),
     "snapkv": ({"output_hidden_states": True}, "hidden states"),
     "fastv": ({"disable_compile": True}, "disable_compile"),
