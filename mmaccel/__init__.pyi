@@ -18,6 +18,7 @@ from .media.prepare import prepare
 from .method.base import Method
 from .method.registry import method, methods, register
 from .programs.streaming import VideoSession
+from .programs.tune.tuning import tune
 from .programs.video_qa.qa import answer_videos
 from .recipe.lookup import recipe, recipes
 from .recipe.recipe import Recipe, Stage
@@ -122,4 +123,5 @@ __all__ = [
     "recipe",
     "recipes",
     "register",
+    "tune",
 ]

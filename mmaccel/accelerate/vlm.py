@@ -29,6 +29,7 @@ from ..runtime.plan import Kernels, ModelPlan, plan_model, said
 from ..runtime.scope import Scope, current, pop, push
 from ..runtime.taps import Taps
 from .handle import Handle, check_model, exchange
+from .tuned import warn_of_another
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -411,6 +412,7 @@ def accelerate_vlm(
 
 
 def _put_on(target: Any, recipe: Recipe, processor: Any, kernels: Kernels) -> None:
+    warn_of_another(target, recipe)
     exchange(Accelerator.on(target), lambda: Accelerator(target, recipe, processor, kernels))
 
 

@@ -44,6 +44,7 @@ Make pretrained vision and video LLMs faster by dropping visual tokens.
   mmaccel ask --model FOLDER photo.jpg "What is on the table?" full against accelerated, side by side
   mmaccel eval --recipe divprune --retain 0.5 0.25             what does it cost in answers?
   mmaccel compare --out curves.png                             several recipes as curves
+  mmaccel tune --data questions.jsonl --keep 0.99              the recipe that keeps your answers and costs least
   mmaccel bench --shape llava-1.5-7b                           how fast, on the sizes of real models?
   mmaccel video-qa questions.jsonl -o answers.jsonl            thousands of videos, and going on where it was killed
   mmaccel serve --recipe snapkv                                a model with a recipe, for OpenAI's clients

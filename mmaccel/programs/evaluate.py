@@ -17,7 +17,6 @@ The unaccelerated model (recipe ``none``) writes its greedy answer; then every r
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..accelerate import accelerated
+from ..accelerate.tuned import fingerprint as fingerprint
 from ..errors import MmaccelError
 from ..media.files import Clip, Prompt, encode, load_media
 from ..media.prepare import prepare
@@ -221,16 +221,6 @@ class Row:
         self.tasks = {task: Sums(**found["sums"]) for task, found in data["tasks"].items()}
 
 
-def fingerprint(model: Any) -> str:
-    """A digest that changes when weights do: names, shapes, and the first and last eight values of every tensor."""
-    digest = hashlib.sha256()
-    for name, weight in model.state_dict().items():
-        flat = weight.detach().reshape(-1)
-        ends = torch.cat([flat[:8], flat[-8:]]).double().cpu().numpy()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + ends.tobytes())
-    return digest.hexdigest()[:16]
-
-
 # ------------------------------------------------------------------------------------------------------------- running
 
 
@@ -273,7 +263,7 @@ def evaluate(
         with accelerated(model, row.recipe, processor=worker):
             pass  # what the model cannot do is said before the long run
     read = 0
-    for number, batch in enumerate(_batches(questions, batch_size, complain)):
+    for number, batch in enumerate(batches(questions, batch_size, complain)):
         read += len(batch)
         pending = [(row, worker) for row, worker in zip(rows, prepared, strict=True) if row.batches <= number]
         if not pending:
@@ -295,8 +285,9 @@ def evaluate(
 Batch = list[tuple[Question, Prompt]]
 
 
-def _batches(questions: Sequence[Question], size: int, complain: Callable[[str], None] | None) -> Iterator[Batch]:
-    """Questions of one kind together, in their order, loaded when they are needed."""
+def batches(questions: Sequence[Question], size: int, complain: Callable[[str], None] | None = None) -> Iterator[Batch]:
+    """Questions with equally many pictures or frames together, in their order, loaded when they are needed; ``complain`` as in
+    :func:`evaluate`."""
     waiting: dict[tuple[int, int], Batch] = defaultdict(list)
     for question in questions:
         try:
@@ -311,6 +302,12 @@ def _batches(questions: Sequence[Question], size: int, complain: Callable[[str],
         if len(waiting[kind]) == size:
             yield waiting.pop(kind)
     yield from waiting.values()
+
+
+def inputs_of(model: Any, processor: Any, batch: Batch) -> dict[str, Any]:
+    """A batch as the model reads it: on its device, pixels in its dtype."""
+    inputs = encode(processor, [prompt for _, prompt in batch]).to(model.device)
+    return {k: v.to(model.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
 
 
 @dataclass(frozen=True)
@@ -328,7 +325,7 @@ class _Runner:
 
     def __init__(self, model: Any, processor: Any, batch: Batch, longest: int) -> None:
         self.model, self.processor, self.batch, self.longest = model, processor, batch, longest
-        self.inputs = self._encode(processor, range(len(batch)))
+        self.inputs = inputs_of(model, processor, batch)
         self.none = find_recipe("none")
         self.full = self._generate(self.none, processor, self.inputs, longest)
         self.lengths = answer_lengths(self.full.tokens, model.generation_config.eos_token_id)
@@ -337,14 +334,15 @@ class _Runner:
         """The batch under a recipe."""
         texts, kl, stats = self.full.texts, [0.0] * len(self.batch), self.full.stats
         if recipe != self.none:
-            inputs = self.inputs if processor is self.processor else self._encode(processor, range(len(self.batch)))
+            inputs = self.inputs if processor is self.processor else inputs_of(self.model, processor, self.batch)
             follow = _Follow(self.full.tokens, inputs["input_ids"].shape[1])
             forced = self._generate(recipe, processor, inputs, self.full.tokens.shape[1], follow)
             kl, stats = divergence(self.full.logits, forced.logits, self.lengths).tolist(), forced.stats
             steps = torch.arange(follow.would.shape[1], device=follow.would.device)
             left = (~follow.would & (steps < self.lengths[:, None])).any(1).nonzero()[:, 0].tolist()
             if left:
-                free = self._generate(recipe, processor, self._encode(processor, left), self.longest)
+                again = inputs_of(self.model, processor, [self.batch[row] for row in left])
+                free = self._generate(recipe, processor, again, self.longest)
                 texts = list(texts)
                 for row, text in zip(left, free.texts, strict=True):
                     texts[row] = text
@@ -368,11 +366,6 @@ class _Runner:
             )
             for (question, _), full, text, distance in zip(self.batch, self.full.texts, texts, kl, strict=True)
         ]
-
-    def _encode(self, processor: Any, which: Iterable[int]) -> dict[str, Any]:
-        inputs = encode(processor, [self.batch[i][1] for i in which]).to(self.model.device)
-        dtype = self.model.dtype
-        return {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
 
     def _generate(
         self, recipe: Recipe, processor: Any, inputs: Any, longest: int, follow: _Follow | None = None

@@ -2,6 +2,6 @@
 
 from ..method.base import Variant
 from .lookup import RecipeLike, recipe, recipes
-from .recipe import Positions, Recipe, Stage
+from .recipe import Positions, Recipe, Stage, TunedRecipe
 
-__all__ = ["Positions", "Recipe", "RecipeLike", "Stage", "Variant", "recipe", "recipes"]
+__all__ = ["Positions", "Recipe", "RecipeLike", "Stage", "TunedRecipe", "Variant", "recipe", "recipes"]

@@ -313,7 +313,9 @@ class Recipe:
             raise MmaccelError(f"The recipe is no text but a {type(text).__name__}; give JSON as a string.") from error
         except (ValueError, RecursionError) as error:
             raise MmaccelError(f"The recipe is no valid JSON: {no_json(error)}.") from error
-        data = _fields(renamed(data) if isinstance(data, dict) else data, Recipe, "recipe")
+        data = renamed(data) if isinstance(data, dict) else data
+        kind = TunedRecipe if isinstance(data, dict) and "tuned" in data else Recipe
+        data = _fields(data, kind, "recipe")
         if not isinstance(data.get("name"), str):
             raise MmaccelError("The recipe needs a name, a string.")
         if not isinstance(stages := data.get("stages", []), list):
@@ -321,13 +323,15 @@ class Recipe:
         for key in ("summary", "paper"):
             if not isinstance(data.get(key, ""), str):
                 raise MmaccelError(f"{key} must be a string.")
+        if not isinstance(data.get("tuned", {}), dict):
+            raise MmaccelError("tuned must be an object, as mmaccel tune writes it.")
         built = []
         for item in stages:
             item = _fields(item, Stage, "stage")
             if not isinstance(item.get("method"), str) or not isinstance(item.get("options", {}), dict):
                 raise MmaccelError("Every stage needs a method (a string); its options are an object.")
             built.append(Stage(item["method"], item.get("retain"), dict(item.get("options", {}))))
-        recipe = Recipe(**{**data, "stages": tuple(built)})
+        recipe = kind(**{**data, "stages": tuple(built)})
         recipe.build()
         return recipe
 
@@ -366,8 +370,25 @@ def _takes_rounding(cls: Any) -> None:
 
 _takes_rounding(Recipe)
 
+
+@dataclass(frozen=True, repr=False)
+class TunedRecipe(Recipe):
+    """A recipe that was found for one model, as ``mmaccel tune`` writes it.
+
+    tuned : ``model``, the fingerprint of that model, by which another one is told; the rest is what was measured.
+    """
+
+    tuned: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(recipe: Recipe, name: str, tuned: Mapping[str, Any]) -> TunedRecipe:
+        """A recipe under another name, with what was measured of it."""
+        values = {one.name: getattr(recipe, one.name) for one in dataclasses.fields(Recipe)}
+        return TunedRecipe(**{**values, "name": name}, tuned=tuned)
+
+
 #: fields of a recipe that describe it and change nothing
-_WORDS = ("summary", "paper")
+_WORDS = ("summary", "paper", "tuned")
 
 
 def text_policy(name: str) -> Policy:

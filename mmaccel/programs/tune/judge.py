@@ -1,0 +1,263 @@
+"""What a recipe does to questions, and what it saves, without generating: the bare model answers once, and every recipe is made
+to read that answer behind the prompt.
+
+The unaccelerated model writes its greedy answer, and the towers' features are kept. A recipe then takes one forward of the
+prompt and one of all tokens of the answer together (token by token where a policy works at every step). A question is *kept* if
+both models have the same most likely token at every place of the answer: what the accelerated model would write is then the
+same. ``kl`` is as in :mod:`mmaccel.programs.evaluate`; ``drift`` is what VFlowOpt searches by, one minus the cosine of the last
+hidden states of the prompt's last token, for which no answer is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ...accelerate import accelerated
+from ...errors import MmaccelError
+from ...families import family_of
+from ...media.prepare import prepare
+from ...method import Policy
+from ...recipe import Recipe
+from ...recipe import recipe as find_recipe
+from ...runtime.remembered import Remembered
+from ..bench.arithmetic import count_operations
+from ..evaluate import Batch, Question, answer_lengths, batches, divergence, inputs_of
+
+Goal = Literal["ttft", "tokens", "kv", "cost"]
+GOALS: Mapping[Goal, str] = {
+    "ttft": "operations of vision tower and prefill",
+    "tokens": "visual tokens in a decoder layer, mean over the layers",
+    "kv": "bytes of the KV cache behind the prompt",
+    "cost": "mean of the shares of prefill operations and of KV bytes",
+}
+_COUNTED = ("ttft", "tokens", "kv")
+#: prefills that are timed one after the other; the shortest counts
+_TIMES = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One recipe on some questions: of each question whether its answer is kept, KL and drift; of all together what was spent
+    on them, and what the bare model spends (operations or seconds, tokens, bytes)."""
+
+    kept: tuple[bool, ...] = ()
+    kl: tuple[float, ...] = ()
+    drift: tuple[float, ...] = ()
+    spent: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0.0))
+    bare: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0.0))
+
+    def __add__(self, other: Measured) -> Measured:
+        return Measured(
+            self.kept + other.kept,
+            self.kl + other.kl,
+            self.drift + other.drift,
+            {name: self.spent[name] + other.spent[name] for name in _COUNTED},
+            {name: self.bare[name] + other.bare[name] for name in _COUNTED},
+        )
+
+    @property
+    def agreement(self) -> float:
+        """The share of questions whose answer is kept."""
+        return sum(self.kept) / len(self.kept)
+
+    @property
+    def divergence(self) -> float:
+        """The mean KL in nats."""
+        return sum(self.kl) / len(self.kl)
+
+    @property
+    def risk(self) -> float:
+        """How far off next tokens are, the mean over questions of ``sqrt((KL + drift) / 2)``: by Pinsker's inequality no event
+        is less or more likely by more than ``sqrt(KL / 2)``. It ranks recipes by few questions, of which most lose none."""
+        pairs = zip(self.kl, self.drift, strict=True)
+        return sum(math.sqrt(max(0.0, kl + drift) / 2) for kl, drift in pairs) / len(self.kl)
+
+    @property
+    def drifted(self) -> float:
+        """The mean drift."""
+        return sum(self.drift) / len(self.drift)
+
+    def share(self, goal: Goal) -> float:
+        """What is spent of what the bare model spends."""
+        if goal == "cost":
+            return (self.share("ttft") + self.share("kv")) / 2
+        return self.spent[goal] / self.bare[goal] if self.bare[goal] else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; :meth:`of` reads it back."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Measured:
+        """Back from JSON."""
+        kept, kl, drift = (tuple(data[name]) for name in ("kept", "kl", "drift"))
+        return Measured(kept, kl, drift, dict(data["spent"]), dict(data["bare"]))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A prompt and an answer as a recipe reads them: hidden states ``[B, T, D]`` that the ``T`` tokens of the answer are
+    predicted from, on the device, and what was spent."""
+
+    states: Tensor
+    spent: dict[str, float]
+
+
+class Exam:
+    """Questions that one forward can take together, and the bare model's answers to them."""
+
+    def __init__(self, model: Any, processor: Any, batch: Batch, longest: int, measure: bool) -> None:
+        self.model, self.processor, self.batch, self.measure = model, processor, batch, measure
+        self.family = family_of(model, processor)
+        self.memory = Remembered()
+        self.inputs = inputs_of(model, processor, batch)
+        written: list[Tensor] = []
+
+        def write() -> None:
+            out = model.generate(**self.inputs, max_new_tokens=longest, do_sample=False, num_beams=1)
+            written.append(out[:, self.inputs["input_ids"].shape[1] :])
+
+        with self.memory.on(self.family):
+            # towers see the prompt alone, so that theirs are those of a prefill
+            self.vision = count_operations(model, write).vision
+        self.tokens = written[0]
+        self.lengths = answer_lengths(self.tokens, model.generation_config.eos_token_id)
+        self.full = self._read(find_recipe("none"), processor)
+
+    @torch.inference_mode()
+    def judge(self, recipe: Recipe) -> Measured:
+        """The recipe on these questions."""
+        fast = self._read(recipe, prepare(self.processor, recipe))
+        drift = 1 - torch.cosine_similarity(self.full.states[:, 0].float(), fast.states[:, 0].float(), dim=-1)
+        kept, kl = [], []
+        # logits of one question at a time: those of a batch may be larger than the model
+        for row, length in enumerate(self.lengths.tolist()):
+            mine, theirs = (self.model.lm_head(read.states[row, :length]) for read in (fast, self.full))
+            kept.append(bool((mine.argmax(-1) == theirs.argmax(-1)).all()))
+            kl.append(float(divergence([theirs], [mine], mine.new_ones(length)).mean()))
+        return Measured(tuple(kept), tuple(kl), tuple(drift.tolist()), fast.spent, self.full.spent)
+
+    @torch.inference_mode()
+    def _read(self, recipe: Recipe, processor: Any) -> _Read:
+        own = processor is self.processor
+        inputs = self.inputs if own else inputs_of(self.model, processor, self.batch)
+        built = [method for _, method in recipe.build()]
+        remembers = own and all(method.site != "encoder" for method in built)
+        memory = self.memory.on(self.family) if remembers else nullcontext()
+        at_every_step = any(isinstance(method, Policy) and method.decodes for method in built)
+        seen: list[Any] = []
+        note = self.family.text.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs.get("position_ids")), with_kwargs=True
+        )
+        try:
+            with memory, accelerated(self.model, recipe, processor=processor):
+                cache = DynamicCache(config=self.family.text.config)
+                states: list[Tensor] = []
+                counted = count_operations(self.model, lambda: states.append(self._prompt(inputs, cache)))
+                stats = self.model.mmaccel.stats()
+                states += self._answer(inputs["attention_mask"], cache, seen[0], at_every_step)
+        finally:
+            note.remove()
+        spent = {
+            "ttft": counted.language + self.vision if remembers else counted.total,
+            "tokens": float(stats.visual_tokens_per_layer),
+            "kv": float(stats.kv_bytes),
+        }
+        if self.measure:
+            spent["ttft"] = self._seconds(recipe, processor, inputs)
+        return _Read(torch.cat(states, dim=1), spent)
+
+    def _prompt(self, inputs: Mapping[str, Any], cache: Any) -> Tensor:
+        """The last hidden state ``[B, 1, D]`` of the prompt, which is stored in the cache."""
+        out = self.family.inner(**inputs, past_key_values=cache, use_cache=True)
+        return out.last_hidden_state[:, -1:].clone()
+
+    def _answer(self, mask: Tensor, cache: Any, positions: Any, one_by_one: bool) -> list[Tensor]:
+        """The hidden states of all tokens of the answers but the last, ``[B, ..., D]``, read behind the prompt.
+
+        positions : those of the prompt, as the text model was given them; with three axes (M-RoPE) text goes on behind the
+            last of its row, as it does in ``generate``.
+        """
+        read = self.tokens[:, :-1]
+        extra: dict[str, Any] = {}
+        states = []
+        for piece in read.split(1 if one_by_one else max(1, read.shape[1]), dim=1) if read.shape[1] else ():
+            mask = torch.cat([mask, mask.new_ones(piece.shape)], dim=1)
+            if isinstance(positions, Tensor) and positions.dim() == 3:
+                first = positions[-3:, :, -1:] + 1
+                positions = first + torch.arange(piece.shape[1], device=first.device)
+                extra = {"position_ids": positions}
+            out = self.family.inner(
+                input_ids=piece, attention_mask=mask, past_key_values=cache, use_cache=True, **extra
+            )
+            states.append(out.last_hidden_state)
+        return states
+
+    def _seconds(self, recipe: Recipe, processor: Any, inputs: Mapping[str, Any]) -> float:
+        """The least that a prefill takes, vision tower and selection included."""
+        wait: Callable[[], object] = torch.cuda.synchronize if self.model.device.type == "cuda" else (lambda: None)
+        took = []
+        with accelerated(self.model, recipe, processor=processor):
+            for _ in range(_TIMES):
+                wait()
+                start = time.perf_counter()
+                self._prompt(inputs, DynamicCache(config=self.family.text.config))
+                wait()
+                took.append(time.perf_counter() - start)
+        return min(took)
+
+
+class Judge:
+    """Questions in rungs, which are asked of ever fewer recipes; every rung is read when it is first needed.
+
+    Parameters
+    ----------
+    rungs : the questions of every rung.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        rungs: Sequence[Sequence[Question]],
+        *,
+        batch_size: int,
+        max_new_tokens: int,
+        measure: bool,
+    ) -> None:
+        self.model, self.processor, self.rungs = model, processor, rungs
+        self.family = family_of(model, processor)
+        self.batch_size, self.longest, self.measure = batch_size, max_new_tokens, measure
+        self._exams: dict[int, list[Exam]] = {}
+
+    def exams(self, rung: int) -> list[Exam]:
+        """The questions of a rung, answered by the bare model."""
+        if rung not in self._exams:
+            read = batches(self.rungs[rung], self.batch_size)
+            self._exams[rung] = [Exam(self.model, self.processor, batch, self.longest, self.measure) for batch in read]
+        return self._exams[rung]
+
+    def ask(self, recipe: Recipe, rung: int) -> Measured:
+        """The recipe on the questions of one rung.
+
+        Raises
+        ------
+        MmaccelError
+            If the model cannot honour the recipe.
+        """
+        try:
+            return sum((exam.judge(recipe) for exam in self.exams(rung)), Measured())
+        except torch.OutOfMemoryError as error:
+            raise MmaccelError(
+                "The device ran out of memory; take a smaller batch, fewer frames, or weights in bfloat16."
+            ) from error

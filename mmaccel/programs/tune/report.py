@@ -1,0 +1,235 @@
+"""What a search has found, as data, as a picture and as a page."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import MmaccelError
+from ..bench import origin
+from .certain import SHOWN, interval
+from .judge import GOALS, Measured
+
+if TYPE_CHECKING:
+    from .search import Candidate, Search, Tuned
+
+#: fewer pairs have no rank correlation worth a name
+_FEWEST_PAIRS = 8
+
+
+def figures(
+    search: Search,
+    candidates: Sequence[Candidate],
+    chosen: Candidate | None,
+    held_out: Measured | None,
+    generated: Mapping[str, Any] | None,
+    confidence: float | None,
+) -> dict[str, Any]:
+    """Everything that is told, as plain data; ``recipe`` is what its file carries."""
+    recipe: dict[str, Any] = {}
+    if chosen is not None and held_out is not None and generated is not None:
+        recipe = {
+            "model": search.settings["model"],
+            "goal": search.goal,
+            "keep": search.keep,
+            "confidence": confidence,
+            "share": chosen.measured.share(search.goal),
+            "kept": chosen.measured.agreement,
+            "asked": len(chosen.measured.kept),
+            "held out": told(held_out),
+            "held out, generated": {name: generated[name] for name in ("questions", "loyalty", "accuracy", "kl")},
+            "date": origin.today(),
+            "versions": search.settings["versions"],
+        }
+    return {
+        "goal": search.goal,
+        "keep": search.keep,
+        "settings": dict(search.settings),
+        "recipe": recipe,
+        "tried": len(candidates),
+        "asked all": sum(one.asked_all for one in candidates),
+        "left out": dict(search.space.left_out),
+        "proxies": proxies(search),
+        "passes of the vision tower": [exam.memory.passes for exam in search.judge.exams(0)],
+    }
+
+
+def told(measured: Measured) -> dict[str, Any]:
+    """A recipe on some questions, with the interval of what it keeps."""
+    kept, asked = sum(measured.kept), len(measured.kept)
+    return {
+        "asked": asked,
+        "kept": kept / asked,
+        f"kept, {SHOWN:.0%} interval": interval(kept, asked),
+        "kl": measured.divergence,
+        **{goal: measured.share(goal) for goal in GOALS},
+    }
+
+
+def proxies(search: Search) -> dict[str, Any]:
+    """Spearman's rank correlation of what the first rung says with the share of answers kept on all questions that were asked
+    later: of the drift of the last hidden state (VFlowOpt's objective), of KL, of the risk that the search adds up from both,
+    and of answers kept; over the recipes that were asked more than the first rung."""
+    pairs = [(rungs[0], sum(rungs[1:], Measured())) for rungs in search.known.values() if len(rungs) > 1]
+    later = [-after.agreement for _, after in pairs]
+    found: dict[str, Any] = {"recipes": len(pairs)}
+    if len(pairs) >= _FEWEST_PAIRS:
+        found["drift"] = spearman([first.drifted for first, _ in pairs], later)
+        found["KL"] = spearman([first.divergence for first, _ in pairs], later)
+        found["risk"] = spearman([first.risk for first, _ in pairs], later)
+        found["kept"] = spearman([-first.agreement for first, _ in pairs], later)
+    return found
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """The rank correlation, equal values having the mean of their ranks; None where one never changes."""
+    import numpy as np
+
+    def ranks(values: Sequence[float]) -> Any:
+        _, at, times = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+        return (np.cumsum(times) - (times - 1) / 2)[at]
+
+    a, b = ranks(first), ranks(second)
+    return float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else None
+
+
+# --------------------------------------------------------------------------------------------------------- for readers
+
+
+def percent(share: float) -> str:
+    """``0.256`` -> ``25.6 %``."""
+    return f"{100 * share:.1f} %"
+
+
+def verdict(tuned: Tuned) -> str:
+    """What was found, in a sentence or two."""
+    what = GOALS[tuned.goal]
+    if tuned.chosen is None or tuned.held_out is None or tuned.generated is None:
+        return (
+            f"No recipe that was tried keeps {percent(tuned.keep)} of the answers and saves anything of {tuned.goal} ({what}); "
+            "the front shows what there is."
+        )
+    held, asked = tuned.held_out, len(tuned.held_out.kept)
+    low, high = interval(sum(held.kept), asked)
+    stages, share = "; ".join(map(str, tuned.chosen.recipe.stages)), tuned.chosen.measured.share(tuned.goal)
+    return (
+        f"{stages}: {percent(share)} of {tuned.goal} ({what}), and {percent(held.agreement)} of {asked} held-out answers "
+        f"kept ({SHOWN:.0%} interval {percent(low)} to {percent(high)}; written token by token {percent(tuned.generated)})."
+    )
+
+
+def rows(tuned: Tuned) -> list[list[str]]:
+    """The front as a table, its head first; the chosen point has a star."""
+    head = ["", "recipe", *GOALS, "kept", "KL"]
+    body = []
+    shown = [*tuned.front, *([tuned.chosen] if tuned.chosen is not None and tuned.chosen not in tuned.front else [])]
+    for one in sorted(shown, key=lambda c: c.measured.share(tuned.goal)):
+        shares = [percent(one.measured.share(goal)) for goal in GOALS]
+        star = "*" if one is tuned.chosen else ""
+        stages = "; ".join(map(str, one.recipe.stages)) or "none"
+        kept = percent(one.measured.agreement)
+        body.append([star, stages, *shares, kept, f"{one.measured.divergence:.4f}"])
+    return [head, *body]
+
+
+def write(tuned: Tuned, out: Path) -> None:
+    """The picture and the page beside the recipe's file.
+
+    Raises
+    ------
+    MmaccelError
+        If matplotlib is missing.
+    """
+    picture = draw(tuned)
+    out.with_suffix(".png").write_bytes(picture)
+    out.with_suffix(".html").write_text(page(tuned, picture, out.stem), encoding="utf-8")
+
+
+def draw(tuned: Tuned) -> bytes:
+    """All recipes that were asked all questions, the front, the chosen one and what it does to the held-out ones: a PNG."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MmaccelError("Drawing needs matplotlib; run: pip install 'mmaccel[tune]'.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.6, 4.4), layout="constrained")
+
+    def place(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+        return (
+            [100 * one.measured.share(tuned.goal) for one in candidates],
+            [100 * one.measured.agreement for one in candidates],
+        )
+
+    axes.scatter(*place([one for one in tuned.candidates if one.asked_all]), s=14, color="#999999", label="tried")
+    axes.plot(*place(tuned.front), color="#0072B2", marker="o", markersize=5, label="front")
+    if tuned.chosen is not None and tuned.held_out is not None:
+        axes.scatter(*place([tuned.chosen]), s=160, marker="*", color="#D55E00", zorder=3, label="chosen")
+        kept, asked = sum(tuned.held_out.kept), len(tuned.held_out.kept)
+        low, high = interval(kept, asked)
+        middle = kept / asked
+        axes.errorbar(
+            [100 * tuned.held_out.share(tuned.goal)],
+            [100 * middle],
+            yerr=[[100 * (middle - low)], [100 * (high - middle)]],
+            fmt="s",
+            markersize=4,
+            capsize=4,
+            color="#D55E00",
+            label="chosen, held-out questions",
+        )
+    axes.axhline(100 * tuned.keep, color="black", linewidth=1, linestyle=":", label="to be kept")
+    axes.set_xlabel(f"{tuned.goal}: {GOALS[tuned.goal]}, % of the bare model's")
+    axes.set_ylabel("answers kept, %")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    made = io.BytesIO()
+    figure.savefig(made, dpi=160, format="png")
+    pyplot.close(figure)
+    return made.getvalue()
+
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse}td,th{padding:.2rem .7rem;text-align:left;border-bottom:1px solid #ddd}"
+    "img{max-width:100%}"
+)
+
+
+def page(tuned: Tuned, picture: bytes, name: str) -> str:
+    """One HTML file with everything in it."""
+    head, *body = rows(tuned)
+    report = tuned.report
+    correlations = {key: value for key, value in report["proxies"].items() if key != "recipes" and value is not None}
+    ranks = ", ".join(f"{key} {value:.2f}" for key, value in correlations.items())
+    parts = [
+        f"<h1>{escape(name)}</h1><p>{escape(verdict(tuned))}</p>",
+        f'<img alt="answers kept over what is spent" src="data:image/png;base64,{base64.b64encode(picture).decode()}">',
+        f"<h2>Front</h2>{_table(head, body)}",
+        f"<h2>Search</h2><p>{report['tried']} recipes, {report['asked all']} of them asked all questions of the search.</p>",
+        (
+            f"<p>Rank correlation of the first questions with answers kept later, over {report['proxies']['recipes']} recipes: "
+            f"{escape(ranks)}.</p>"
+            if ranks
+            else ""
+        ),
+        f"<h2>Left out</h2>{_table(['recipe', 'why'], [list(pair) for pair in report['left out'].items()])}",
+        f"<h2>Settings</h2>{_table(['', ''], [[key, str(value)] for key, value in report['settings'].items()])}",
+    ]
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(name)}</title><style>{_STYLE}</style>'
+        f"{''.join(parts)}</html>\n"
+    )
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], kind: str) -> str:
+        return "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells) + "</tr>"
+
+    return "<table>" + row(head, "th") + "".join(row(cells, "td") for cells in body) + "</table>"

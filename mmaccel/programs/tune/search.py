@@ -1,0 +1,289 @@
+"""An Optuna study whose trials are recipes, few questions first, that goes on where it was interrupted; and its choice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import MmaccelError
+from ...recipe import Recipe, TunedRecipe
+from ..evaluate import Question
+from .certain import lower, needed
+from .judge import Goal, Judge, Measured
+from .space import Space
+
+if TYPE_CHECKING:
+    import optuna
+
+#: of the samples, what the search never sees
+HELD_OUT = 0.3
+#: fewer samples than this show nothing, whatever is asked
+FEWEST = 10
+#: of the recipes that were asked the questions of one rung, one in so many is asked those of the next
+HALVING = 3
+#: questions of the first rung
+_FIRST = (4, 16)
+#: what the search counts an answer too few as, in shares of what the bare model spends
+_LOST = 10.0
+#: the budget at which every part is asked alone before the search proper
+_START = 0.5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe, and what is known of it on the questions of the search, or those of its first rungs."""
+
+    recipe: Recipe
+    measured: Measured
+    asked_all: bool
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search has found.
+
+    recipe : the cheapest one that keeps enough; None where none does.
+    front : the recipes that none beats in both what they spend and what they keep, from the cheapest on.
+    held_out : the recipe on the questions that the search never saw; None without a recipe. With ``generated``, the share of
+        answers that were the same when they were written token by token.
+    report : all figures as plain data, which the report shows and the recipe's file carries.
+    """
+
+    goal: Goal
+    keep: float
+    recipe: TunedRecipe | None
+    chosen: Candidate | None
+    front: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]
+    held_out: Measured | None
+    generated: float | None
+    report: Mapping[str, Any]
+
+    @property
+    def share(self) -> float | None:
+        """What the recipe spends of what the bare model spends, on the questions of the search."""
+        return None if self.chosen is None else self.chosen.measured.share(self.goal)
+
+
+def split(
+    questions: Sequence[Question], keep: float, confidence: float | None
+) -> tuple[list[list[Question]], list[Question]]:
+    """The questions of every rung of the search, and those held out; always the same ones.
+
+    Raises
+    ------
+    MmaccelError
+        If they are too few to show anything, or too few for the confidence.
+    """
+    most = FEWEST
+    if confidence is not None:
+        # so many that the part that is held out can show it
+        most = max(most, math.ceil(needed(keep, confidence) / HELD_OUT))
+    if len(questions) < most:
+        why = (
+            f" to show with a confidence of {confidence:g} that {keep:g} of the answers are kept" if confidence else ""
+        )
+        raise MmaccelError(f"There are {len(questions)} samples that can be used, and {most} are needed{why}.")
+    shuffled = random.Random(0).sample(questions, len(questions))
+    held = math.ceil(len(shuffled) * HELD_OUT)
+    asked, ends = shuffled[held:], list[int]()
+    end = min(max(_FIRST[0], len(asked) // HALVING**2), _FIRST[1])
+    while end * HALVING <= len(asked):
+        ends.append(end)
+        end *= HALVING
+    ends.append(len(asked))
+    return [asked[start:stop] for start, stop in zip([0, *ends], ends, strict=False)], shuffled[:held]
+
+
+class Search:
+    """A study and what it knows.
+
+    Parameters
+    ----------
+    rungs : how many of the judge's are for the search.
+    offered : the recipes to search among.
+    settings : what an earlier run must have had for its journal to be gone on with.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        rungs: int,
+        goal: Goal,
+        keep: float,
+        offered: Mapping[str, Recipe],
+        journal: Path,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.judge, self.rungs, self.goal, self.keep, self.settings = judge, rungs, goal, keep, settings
+        self.study = _study(journal, len(judge.rungs[0]), settings)
+        self.known: dict[str, list[Measured]] = {}
+        for trial in self.study.trials:
+            if "recipe" in trial.user_attrs:
+                self._remember(trial.user_attrs)
+        known = self.study.user_attrs.get("parts")
+        if known is not None:
+            left_out = self.study.user_attrs["left out"]
+            self.space = Space.of(judge.family, {name: offered[name] for name in known}, left_out)
+            return
+        self.space = Space.found(judge, goal, offered)
+        for params in self.space.starts(_START):
+            self.study.enqueue_trial(params, skip_if_exists=True)
+        self.study.set_user_attr("left out", dict(self.space.left_out))
+        self.study.set_user_attr("parts", self.space.names)
+
+    def run(self, trials: int, minutes: float | None, progress: Callable[[int, int], None] | None) -> None:
+        """Try so many recipes in all, those of earlier runs included."""
+        from optuna.trial import TrialState
+
+        def tried() -> int:
+            return len(self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+
+        def tell(*_: Any) -> None:
+            if progress is not None:
+                progress(min(tried(), trials), trials)
+
+        self._pick_up()
+        tell()
+        limit = None if minutes is None else 60 * minutes
+        if (left := trials - tried()) > 0:
+            with _quiet():
+                self.study.optimize(self._try, n_trials=left, timeout=limit, callbacks=[tell])
+
+    def candidates(self) -> list[Candidate]:
+        """Every recipe that was tried, once."""
+        return [
+            Candidate(Recipe.from_json(text), sum(measured, Measured()), len(measured) == self.rungs)
+            for text, measured in self.known.items()
+            if measured
+        ]
+
+    def _pick_up(self) -> None:
+        """Ask again what an interrupted run was in the middle of."""
+        from optuna.trial import TrialState
+
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.FAIL)):
+            if trial.state == TrialState.RUNNING:
+                self.study.tell(trial.number, state=TrialState.FAIL)
+            self.study.enqueue_trial(trial.params, skip_if_exists=True)
+
+    def _try(self, trial: optuna.Trial) -> float:
+        """One trial: rung by rung, until the pruner has seen enough."""
+        import optuna
+
+        try:
+            recipe = self.space.suggest(trial)
+            text = recipe.to_json()
+            done = self.known.setdefault(text, [])
+            asked = 0
+            for rung in range(self.rungs):
+                if rung == len(done):
+                    done.append(self.judge.ask(recipe, rung))
+                asked += len(done[rung].kept)
+                trial.set_user_attr("recipe", text)
+                trial.set_user_attr("rungs", [one.as_dict() for one in done])
+                value = self.value(sum(done[: rung + 1], Measured()))
+                trial.report(value, asked)
+                if rung < self.rungs - 1 and trial.should_prune():
+                    raise optuna.TrialPruned
+        except MmaccelError as error:
+            # parts that do not go together
+            trial.set_user_attr("refused", str(error))
+            raise optuna.TrialPruned from error
+        return value
+
+    def value(self, measured: Measured) -> float:
+        """What the study makes small: what is spent, and what answers too few count. Of few questions most recipes lose none,
+        so that the risk of losing others counts like answers lost."""
+        lost = max(0.0, self.keep - measured.agreement + measured.risk)
+        return measured.share(self.goal) + _LOST * lost
+
+    def _remember(self, attributes: Mapping[str, Any]) -> None:
+        found = [Measured.of(one) for one in attributes["rungs"]]
+        before = self.known.get(attributes["recipe"], [])
+        self.known[attributes["recipe"]] = max(found, before, key=len)
+
+
+def _study(journal: Path, first: int, settings: Mapping[str, Any]) -> optuna.Study:
+    """The study of a journal, which is made where there is none."""
+    try:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+    except ImportError:
+        raise MmaccelError("The search needs optuna; run: pip install 'mmaccel[tune]'.") from None
+    plain = json.loads(json.dumps(settings))
+    with _quiet():
+        study = optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(journal))),
+            study_name="tune",
+            load_if_exists=True,
+            pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=HALVING),
+        )
+        # another seed after every interruption, or it would say the same again
+        study.sampler = optuna.samplers.TPESampler(multivariate=True, group=True, seed=len(study.trials))
+    before = study.user_attrs.get("settings")
+    if before is None:
+        study.set_user_attr("settings", plain)
+    elif differ := [name for name in plain if before.get(name) != plain[name]]:
+        raise MmaccelError(
+            f"{str(journal)!r} is of a search with another {' and another '.join(differ)}; give another file, or delete it."
+        )
+    return study
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Optuna says about every trial, and about parts of it that may change."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+# ------------------------------------------------------------------------------------------------------------ the end
+
+
+def front(candidates: Sequence[Candidate], goal: Goal, quality: Callable[[Measured], float]) -> list[Candidate]:
+    """Those that none beats in both what they spend and ``quality``, from the cheapest on."""
+    found: list[Candidate] = []
+    for one in sorted(candidates, key=lambda c: (c.measured.share(goal), -quality(c.measured))):
+        if not found or quality(one.measured) > quality(found[-1].measured):
+            found.append(one)
+    return found
+
+
+def choose(
+    judge: Judge, rung: int, ordered: Sequence[Candidate], keep: float, confidence: float | None
+) -> tuple[Candidate | None, Measured | None]:
+    """The candidate, of those that keep enough from the cheapest on, and what it does to the questions that were held out.
+
+    Without a confidence the first. With one, candidates are tested from the safest on, and the last that passes before one
+    fails is taken: of tests in an order that was fixed beforehand, each may be made at the full level (Maurer, Hothorn and
+    Lehmacher 1995).
+    """
+    if confidence is None:
+        return (ordered[0], judge.ask(ordered[0].recipe, rung)) if ordered else (None, None)
+    best: tuple[Candidate | None, Measured | None] = None, None
+    for one in reversed(ordered):
+        seen = judge.ask(one.recipe, rung)
+        if lower(sum(seen.kept), len(seen.kept), confidence) < keep:
+            break
+        best = one, seen
+    return best
+
+
+__all__ = ["Candidate", "Search", "Tuned", "choose", "front", "split"]

@@ -1,0 +1,188 @@
+"""What is searched: every recipe that works on the model and saves something on the questions, alone and in combination.
+
+Nothing is named here. All recipes there are, those of other packages too, are tried on a few questions; what the model cannot
+honour, or what saves nothing of what is to be saved, is left out and told why. The others are parts, in five slots by the site
+at which they begin; a candidate takes at most one of each slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...errors import MmaccelError
+from ...families import Family
+from ...method import LayerMethod, Policy
+from ...method.keys import CHOICES
+from ...method.registry import method, methods
+from ...recipe import Recipe
+from ...recipe import recipe as find_recipe
+from .judge import Goal, Judge
+
+if TYPE_CHECKING:
+    from optuna import Trial
+
+#: slots in the order of their sites; merging inside the tower and pruning behind it stand for each other
+SLOTS: Mapping[str, str] = {
+    "frames": "pixels",
+    "encoder": "tokens",
+    "projector": "tokens",
+    "layers": "layers",
+    "cache": "cache",
+    "codec": "codec",
+}
+#: the smallest budget that is tried
+LEAST = 0.02
+#: a part that leaves more than this of what is to be saved, at its smallest budget, saves nothing
+SAVES = 0.98
+_NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A recipe that may be part of a candidate, and what is searched of it: its budget, the layer at which it works, and
+    options by name with their choices."""
+
+    recipe: Recipe
+    budget: bool
+    layers: tuple[int, int] | None
+    choices: Mapping[str, tuple[Any, ...]]
+
+    @property
+    def slot(self) -> str:
+        """Where it stands."""
+        return SLOTS[method(self.recipe.stages[0].method).site]
+
+    @staticmethod
+    def of(recipe: Recipe, least: int, depth: int) -> Part:
+        """What there is to search of a recipe in a model of ``depth`` layers whose tokens can be dropped from ``least`` on."""
+        built = [m for _, m in recipe.build()]
+        lone = built[0] if len(built) == 1 else None
+        choices: dict[str, tuple[Any, ...]] = {}
+        if lone is not None:
+            hints = typing.get_type_hints(type(lone))
+            choices = {
+                one.name: typing.get_args(hints[one.name])
+                for one in dataclasses.fields(lone)  # type: ignore[arg-type]
+                if typing.get_origin(hints[one.name]) is typing.Literal
+            }
+        if isinstance(lone, Policy) and not recipe.stages[0].options:
+            choices["layer_budget"] = tuple(CHOICES["layer_budget"])
+        layers = (least, depth - 1) if isinstance(lone, LayerMethod) and least < depth - 1 else None
+        return Part(recipe, recipe.primary is not None, layers, choices)
+
+    def suggest(self, trial: Trial) -> Recipe:
+        """The recipe as a trial wants it."""
+        name, changes = f"{self.slot}: {self.recipe.name}", dict[str, Any]()
+        if self.budget:
+            changes["retain"] = rounded(trial.suggest_float(f"{self.slot} budget", LEAST, 1.0, log=True))
+        if self.layers is not None:
+            changes["layer"] = trial.suggest_int(f"{self.slot} layer", *self.layers)
+        for option, values in self.choices.items():
+            changes[option] = trial.suggest_categorical(f"{name}, {option}", values)
+        return self.recipe.override(**changes)
+
+    def start(self, budget: float) -> dict[str, Any]:
+        """The parameters of a trial with this part alone."""
+        asked: dict[str, Any] = {self.slot: self.recipe.name}
+        if self.budget:
+            asked[f"{self.slot} budget"] = budget
+        return asked
+
+
+def rounded(budget: float) -> float:
+    """Two digits, which nobody can tell from more."""
+    return float(f"{budget:.2g}")
+
+
+@dataclass(frozen=True)
+class Space:
+    """The parts by slot, and what was left out with its reason."""
+
+    parts: Mapping[str, Mapping[str, Part]]
+    left_out: Mapping[str, str]
+
+    @staticmethod
+    def found(judge: Judge, goal: Goal, offered: Mapping[str, Recipe]) -> Space:
+        """The parts that work on the questions of the first rung, each asked once at its smallest budget.
+
+        Parameters
+        ----------
+        offered : recipes by name.
+
+        Raises
+        ------
+        MmaccelError
+            If none does.
+        """
+        useful: dict[str, Recipe] = {}
+        left_out: dict[str, str] = {}
+        for name, recipe in _distinct(offered).items():
+            try:
+                why = _useless(judge, recipe, goal)
+            except MmaccelError as error:
+                why = str(error)
+            if why:
+                left_out[name] = why
+            else:
+                useful[name] = recipe
+        if not useful:
+            raise MmaccelError(
+                f"No recipe saves anything of {goal!r} on these samples with this model; take another goal."
+            )
+        return Space.of(judge.family, useful, left_out)
+
+    @staticmethod
+    def of(family: Family, useful: Mapping[str, Recipe], left_out: Mapping[str, str]) -> Space:
+        """The space of recipes that are known to be useful for a model of this family."""
+        parts: dict[str, dict[str, Part]] = {slot: {} for slot in SLOTS.values()}
+        for name, recipe in useful.items():
+            part = Part.of(recipe, max(1, family.deepstack), family.depth)
+            parts[part.slot][name] = part
+        return Space({slot: there for slot, there in parts.items() if there}, left_out)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parts."""
+        return [name for slot in self.parts.values() for name in slot]
+
+    def suggest(self, trial: Trial) -> Recipe:
+        """The candidate that a trial stands for.
+
+        Raises
+        ------
+        MmaccelError
+            If its parts cannot be put together.
+        """
+        chosen = []
+        for slot, parts in self.parts.items():
+            name = trial.suggest_categorical(slot, [_NOTHING, *parts])
+            if name != _NOTHING:
+                chosen.append(parts[name].suggest(trial))
+        return find_recipe(chosen) if chosen else find_recipe("none")
+
+    def starts(self, budget: float) -> list[dict[str, Any]]:
+        """The parameters of trials with every part alone; the rest of what a part has is for the search."""
+        alone = dict.fromkeys(self.parts, _NOTHING)
+        return [{**alone, **part.start(budget)} for parts in self.parts.values() for part in parts.values()]
+
+
+def _distinct(offered: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """The recipes that do something, each once: a name that stands for a method and its budget is that method."""
+    found: dict[tuple[Any, ...], tuple[str, Recipe]] = {}
+    for name, recipe in sorted(offered.items(), key=lambda item: (item[0] not in methods(), item[0])):
+        found.setdefault(tuple((stage.method, repr(stage.options)) for stage in recipe.stages), (name, recipe))
+    found.pop((), None)
+    return dict(found.values())
+
+
+def _useless(judge: Judge, recipe: Recipe, goal: Goal) -> str:
+    """Why a recipe is of no use on these questions; empty if it is."""
+    share = judge.ask(recipe if recipe.primary is None else recipe.override(retain=LEAST), 0).share(goal)
+    return f"saves nothing of {goal!r} on these samples" if share > SAVES else ""
+
+
+__all__ = ["LEAST", "Part", "Space", "rounded"]

@@ -1,0 +1,181 @@
+"""One call: samples in, a recipe and a report out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...accelerate import is_accelerated
+from ...accelerate.tuned import fingerprint
+from ...errors import MmaccelError
+from ...recipe import RecipeLike, TunedRecipe
+from ...recipe import recipe as find_recipe
+from ...recipe import recipes as all_recipes
+from ...suite import read_samples
+from ..bench import origin
+from ..evaluate import Question, Row, ask_samples, evaluate
+from . import report
+from .judge import GOALS, Goal, Judge
+from .search import Search, Tuned, choose, front, split
+
+
+def tune(
+    model: Any,
+    processor: Any,
+    questions: str | Path | Sequence[Question],
+    *,
+    keep: float = 0.99,
+    goal: Goal = "ttft",
+    out: str | Path = "recipe.json",
+    recipes: Sequence[RecipeLike] | None = None,
+    confidence: float | None = None,
+    trials: int = 300,
+    minutes: float | None = None,
+    measure: bool = False,
+    batch_size: int = 16,
+    max_new_tokens: int = 32,
+    complain: Callable[[str], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tuned:
+    """Search the recipe that spends least and keeps the model's answers.
+
+    No expected answers are needed: an answer is kept if the model writes the same one, greedily, with the recipe. Recipes are
+    taken from the registry by what works on this model and these samples, alone and combined, with their budgets, layers and
+    options. The search is Optuna's (TPE, successive halving); after an interruption the same call goes on with it.
+
+    Parameters
+    ----------
+    model, processor : as for :func:`mmaccel.accelerate_vlm`; the model must be bare.
+    questions : a JSONL file as :func:`mmaccel.suite.read_samples` reads it, or questions of
+        :func:`mmaccel.programs.evaluate.ask_samples`. Three in ten are held out for the final figure.
+    keep : share of the answers that must be kept.
+    goal : what is saved: ``ttft`` (operations of vision tower and prefill), ``tokens`` (visual tokens a layer), ``kv`` (bytes
+        of the cache behind the prompt), ``cost`` (the mean of the shares of prefill operations and of bytes).
+    out : the recipe's file; beside it a report (``.html``, ``.png``) and the journal of the search (``.journal``).
+    recipes : what to search among, alone and together; by default all recipes there are.
+    confidence : if given, such as 0.95, a recipe counts only if the held-out samples show with this confidence that it keeps
+        enough; by default it must keep enough of those of the search.
+    trials, minutes : how many recipes are tried, in all, and how long at most; by default without a limit.
+    measure : ``ttft`` in measured seconds of prefill rather than operations.
+    batch_size, max_new_tokens, complain : as for :func:`mmaccel.programs.evaluate.evaluate`.
+    progress : called with how many recipes were tried, and how many are to be.
+
+    Raises
+    ------
+    MmaccelError
+        If samples are too few for the confidence, or cannot be read, the journal is that of another model or other samples, or
+        optuna is missing.
+    """
+    _check(keep, goal, confidence, trials, out)
+    if is_accelerated(model):
+        raise MmaccelError("The search compares with the bare model; call model.mmaccel.remove() first.")
+    offered = None if recipes is None else {one.name: one for one in map(find_recipe, recipes)}
+    readable = list(_readable(_questions(questions, complain), complain))
+    rungs, held_out = split(readable, keep, confidence)
+    judge = Judge(
+        model, processor, [*rungs, held_out], batch_size=batch_size, max_new_tokens=max_new_tokens, measure=measure
+    )
+    settings = {
+        "model": fingerprint(model),
+        "samples": hashlib.sha256("\n".join(q.name for q in readable).encode()).hexdigest()[:16],
+        "goal": goal,
+        "keep": keep,
+        "recipes": None if offered is None else sorted(offered),
+        "measured": measure,
+        "longest answer": max_new_tokens,
+        "versions": origin.versions(),
+    }
+    search = Search(
+        judge, len(rungs), goal, keep, offered or all_recipes(), Path(out).with_suffix(".journal"), settings
+    )
+    search.run(trials, minutes, progress)
+    return _finish(search, held_out, confidence, Path(out))
+
+
+def _check(keep: float, goal: str, confidence: float | None, trials: int, out: str | Path) -> None:
+    """See that what is asked makes sense."""
+    if not 0 < keep <= 1:
+        raise MmaccelError(f"keep={keep} is no share of answers; give one such as 0.99.")
+    if goal not in GOALS:
+        raise MmaccelError(f"goal={goal!r} is unknown; it can be {', '.join(GOALS)}.")
+    if confidence is not None and not 0 < confidence < 1:
+        raise MmaccelError(f"confidence={confidence} is none; give one such as 0.95.")
+    if confidence is not None and keep == 1:
+        raise MmaccelError(
+            "No number of samples shows that every answer is kept; give a keep below 1, or no confidence."
+        )
+    if trials < 1:
+        raise MmaccelError(f"trials={trials} is no number of recipes to try; give 1 or more.")
+    if Path(out).suffix != ".json" or not Path(out).absolute().parent.is_dir():
+        raise MmaccelError(f"{str(out)!r} must end in .json and lie in a folder that exists.")
+
+
+def _questions(given: str | Path | Sequence[Question], complain: Callable[[str], None] | None) -> Sequence[Question]:
+    """The questions of a file, or those that were given."""
+    if not isinstance(given, (str, Path)):
+        return given
+    try:
+        samples, complaints = read_samples(Path(given))
+    except (OSError, ValueError) as error:
+        raise MmaccelError(f"Cannot read the samples {str(given)!r}: {' '.join(str(error).split())}.") from error
+    for complaint in complaints:
+        if complain is None:
+            raise MmaccelError(complaint)
+        complain(complaint)
+    return ask_samples(samples)
+
+
+def _readable(questions: Sequence[Question], complain: Callable[[str], None] | None) -> Iterator[Question]:
+    for question in questions:
+        try:
+            question.load()
+        except MmaccelError as error:
+            if complain is None:
+                raise
+            complain(f"{question.name}: {error}")
+            continue
+        yield question
+
+
+def _finish(search: Search, held_out: Sequence[Question], confidence: float | None, out: Path) -> Tuned:
+    """Choose, look at what was held out, and write."""
+    goal, keep, judge = search.goal, search.keep, search.judge
+    candidates = search.candidates()
+    whole = [one for one in candidates if one.asked_all]
+    enough = [one for one in whole if one.measured.agreement >= keep and one.measured.share(goal) < 1]
+    chosen, seen = choose(judge, search.rungs, front(enough, goal, lambda m: -m.divergence), keep, confidence)
+    generated, recipe, figures = None, None, None
+    if chosen is not None and seen is not None:
+        row = Row(chosen.recipe)
+        for _ in evaluate(
+            judge.model,
+            judge.processor,
+            held_out,
+            [row],
+            batch_size=judge.batch_size,
+            max_new_tokens=judge.longest,
+        ):
+            pass
+        generated, figures = row.figures()["loyalty"], row.figures()
+    told = report.figures(search, candidates, chosen, seen, figures, confidence)
+    if chosen is not None:
+        recipe = TunedRecipe.of(chosen.recipe, out.stem, told["recipe"])
+        out.write_text(recipe.to_json() + "\n", encoding="utf-8")
+    tuned = Tuned(
+        goal,
+        keep,
+        recipe,
+        chosen,
+        tuple(front(whole, goal, lambda m: m.agreement)),
+        tuple(candidates),
+        seen,
+        generated,
+        told,
+    )
+    report.write(tuned, out)
+    return tuned
+
+
+__all__ = ["tune"]

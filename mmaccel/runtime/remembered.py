@@ -1,0 +1,73 @@
+"""Pictures and clips that are encoded once for many calls with the same pixels, whatever recipes these calls have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..core.layout import Modality
+from ..families import Family
+from .scope import current
+
+
+@dataclass
+class Remembered:
+    """What the vision towers made of the pixels of one batch: features by modality, and every tap that was asked for so far.
+
+    A recipe that asks for a tap that none before it did makes the towers run once more. Recipes that merge inside the towers,
+    or work on pixels, cannot be answered from here: the first run as if nothing were remembered, with the others
+    :meth:`on` is not to be used.
+
+    passes : how often the towers ran to fill it.
+    """
+
+    features: dict[Modality, Any] = field(default_factory=dict)
+    taps: dict[Modality, dict[tuple[str, int], list[Tensor]]] = field(default_factory=dict)
+    passes: int = 0
+
+    @contextmanager
+    def on(self, family: Family) -> Iterator[None]:
+        """Inside, a model of this family answers from here; to be entered before the model is accelerated."""
+        inner = family.inner
+        named = {f"get_{modality}_features": modality for modality in family.modalities}
+        named = {name: modality for name, modality in named.items() if hasattr(inner, name)}
+        own = {name: vars(inner)[name] for name in named if name in vars(inner)}
+        for name, modality in named.items():
+            setattr(inner, name, self._answering(modality, getattr(inner, name)))
+        try:
+            yield
+        finally:
+            for name in named:
+                delattr(inner, name)
+            vars(inner).update(own)
+
+    def _answering(self, modality: Modality, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def features(*args: Any, **kwargs: Any) -> Any:
+            scope = current()
+            encoded = scope.encoding if scope is not None else None
+            if scope is not None and scope.plan.encoder is not None:
+                return original(*args, **kwargs)
+            wanted = set()
+            if scope is not None and encoded is not None:
+                wanted = {(kind, layer) for layer, kinds in scope.taps.layers.items() for kind in kinds}
+            known = self.taps.setdefault(modality, {})
+            if modality in self.features and wanted <= known.keys():
+                if encoded is not None:
+                    encoded.taps.update({tap: known[tap] for tap in wanted})
+            else:
+                self.features[modality] = original(*args, **kwargs)
+                self.passes += 1
+                if encoded is not None:
+                    known.update(encoded.taps)
+            return self.features[modality]
+
+        return features
+
+
+__all__ = ["Remembered"]

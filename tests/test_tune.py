@@ -1,0 +1,403 @@
+"""The search for a recipe: what it measures against generation, what it chooses, how it goes on, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from tail import few, in_turn
+
+import mmaccel
+from mmaccel import MmaccelError, accelerate_vlm, accelerated, is_accelerated
+from mmaccel.cli import ask, main
+from mmaccel.families import family_of
+from mmaccel.media.files import Clip, Prompt, encode
+from mmaccel.programs.evaluate import Question, Row, ask_suite, evaluate, fingerprint
+from mmaccel.programs.tune import certain, report, search, space
+from mmaccel.programs.tune.judge import GOALS, Judge, Measured
+from mmaccel.programs.tune.search import Candidate, choose, front, split
+from mmaccel.programs.tune.tuning import tune
+from mmaccel.recipe import Recipe, TunedRecipe, recipe
+from mmaccel.runtime.remembered import Remembered
+from mmaccel.suite import VIDEO_TASKS, export, make_item
+
+#: one of each site, one that works at every step, one with positions of its own for clips, one that keeps two sites apart
+SHOWN = ("resize", "tome", "divprune", "fastv", "snapkv", "h2o-decode", "kivi")  # by choice: one of each kind
+
+
+def questions(count: int, *, video: bool = False) -> list[Question]:
+    """Questions of different lengths, about a picture or a clip each."""
+
+    def prompt(number: int) -> Prompt:
+        text = "what is it ?" + " and why is it there ?" * (number % 3)
+        if video:
+            return Prompt(text, clip=Clip(zoo.clip(8, 96, 64, number), list(range(8)), 8, 2.0))
+        return Prompt(text, (zoo.image(80, 60, number),))
+
+    return [Question(f"q{i}", "all", None, lambda i=i: prompt(i)) for i in range(count)]
+
+
+def judge_of(family: str, asked: list[Question], **options: bool) -> Judge:
+    model, processor = zoo.model(family), zoo.processor(family)
+    return Judge(model, processor, [asked], batch_size=4, max_new_tokens=5, measure=options.get("measure", False))
+
+
+#: a space that takes a second to search
+SMALL = ("uniform", "fastv", "snapkv")
+
+
+# ---------------------------------------------------------------------------------------------------- what is measured
+@pytest.mark.parametrize(
+    ("family", "video", "name"),
+    few(
+        [(family, video, name) for family, video in (("llava", False), ("qwen2_5_vl", True)) for name in SHOWN],
+        [("llava", False, "h2o-decode"), ("qwen2_5_vl", True, "resize"), ("llava", False, "fastv")],
+    ),
+)
+def test_reading_the_answer_is_generating_it(family, video, name):
+    """Kept answers, KL, tokens and bytes against those of evaluate, which writes token by token."""
+    asked = questions(4, video=video)
+    judge, row = judge_of(family, asked), Row(name, None if name == "kivi" else 0.5)
+    measured = judge.ask(row.recipe, 0)
+    ((_, answers),) = evaluate(judge.model, judge.processor, asked, [row], batch_size=4, max_new_tokens=5)
+    assert measured.kept == tuple(answer.same for answer in answers)
+    assert measured.kl == pytest.approx([answer.kl for answer in answers], rel=1e-3, abs=1e-5)
+    full = sum(answer.visual_tokens_full for answer in answers)
+    assert measured.share("tokens") == pytest.approx(sum(a.visual_tokens_per_layer for a in answers) / full)
+    assert not is_accelerated(judge.model)
+
+
+def test_the_bare_model_loses_and_saves_nothing():
+    measured = judge_of("llava", questions(4)).ask(recipe("none"), 0)
+    assert measured.agreement == 1 and measured.divergence == 0
+    assert measured.drift == pytest.approx([0] * 4, abs=1e-6)
+    assert {measured.share(goal) for goal in GOALS} == {1.0}
+
+
+def test_drift_is_a_cosine_of_last_states():
+    asked = questions(1)
+    judge = judge_of("llava", asked)
+    model, states = judge.model, []
+    inputs = encode(judge.processor, [asked[0].load()])
+    with torch.inference_mode():
+        for name in ("none", "divprune"):
+            with accelerated(model, name):
+                states.append(model.model(**inputs).last_hidden_state[0, -1])
+    cosine = torch.dot(*states) / states[0].norm() / states[1].norm()
+    assert judge.ask(recipe("divprune"), 0).drift == pytest.approx([float(1 - cosine)], abs=1e-5)
+
+
+def test_measured_seconds_take_the_place_of_operations():
+    measured = judge_of("llava", questions(1), measure=True).ask(recipe("divprune"), 0)
+    assert 0 < measured.spent["ttft"] < 60 and 0 < measured.bare["ttft"] < 60
+
+
+# ------------------------------------------------------------------------------------------------ towers run only once
+@pytest.mark.parametrize("family", few(["llava", "qwen2_5_vl", "llava_next", "internvl"], ["llava", "qwen2_5_vl"]))
+def test_remembered_pictures_are_the_same(family):
+    """Recipes with taps and without: the same logits, and the towers ran once for features and once for every new tap."""
+    model, processor = zoo.model(family), zoo.processor(family)
+    inputs, memory = encode(processor, [questions(1)[0].load()]), Remembered()
+    before = set(vars(model.model))
+    for name in ("uniform", "divprune", "attention-received", "attention-received", "prumerge", "uniform"):
+        logits = []
+        with torch.inference_mode():
+            with accelerated(model, name, retain=0.5, processor=processor):
+                logits.append(model(**inputs).logits)
+            with memory.on(family_of(model)), accelerated(model, name, retain=0.5, processor=processor):
+                logits.append(model(**inputs).logits)
+        assert torch.equal(*(x.nan_to_num(7.0) for x in logits)), name
+    assert memory.passes <= 3
+    assert set(vars(model.model)) == before
+
+
+def test_a_merge_in_the_tower_is_not_answered_from_memory():
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    inputs, memory = encode(processor, [questions(1)[0].load()]), Remembered()
+    with torch.inference_mode(), memory.on(family_of(model)):
+        model(**inputs)
+        with accelerated(model, "tome", retain=0.5):
+            model(**inputs)
+            assert model.mmaccel.stats().visual_tokens_kept < model.mmaccel.stats().visual_tokens
+
+
+# --------------------------------------------------------------------------------------------------------- how certain
+def test_intervals_are_exact():
+    # Clopper and Pearson's for 8 of 10, as tables have it
+    assert certain.interval(8, 10) == pytest.approx((0.4439, 0.9748), abs=1e-4)
+    assert certain.lower(30, 30, 0.95) == pytest.approx(0.05 ** (1 / 30))
+    assert certain.interval(0, 7)[0] == 0 and certain.interval(7, 7)[1] == 1
+
+
+@pytest.mark.parametrize(("keep", "confidence", "least"), [(0.99, 0.95, 299), (0.9, 0.9, 22), (0.5, 0.5, 1)])
+def test_so_many_samples_are_needed_and_no_fewer(keep, confidence, least):
+    assert certain.needed(keep, confidence) == least
+    assert certain.lower(least, least, confidence) >= keep - 1e-9
+    assert least == 1 or certain.lower(least - 1, least - 1, confidence) < keep
+
+
+def test_the_parts_of_the_samples():
+    asked = questions(100)
+    rungs, held_out = split(asked, 0.99, None)
+    names = [q.name for part in (*rungs, held_out) for q in part]
+    assert sorted(names) == sorted(q.name for q in asked)
+    assert len(held_out) == 30 and [len(rung) for rung in rungs] == [7, 14, 49]
+    assert split(asked, 0.99, None)[1] == held_out
+
+
+def test_too_few_samples_say_how_many_are_needed():
+    with pytest.raises(MmaccelError, match="9 samples .* and 10 are needed"):
+        split(questions(9), 0.99, None)
+    need = math.ceil(299 / search.HELD_OUT)
+    with pytest.raises(MmaccelError, match=f"100 samples .* and {need} are needed to show with a confidence of 0.95"):
+        split(questions(100), 0.99, 0.95)
+    assert len(split(questions(need), 0.99, 0.95)[1]) >= 299
+
+
+# ----------------------------------------------------------------------------------------------------------- the space
+@pytest.mark.full
+def test_parts_of_all_recipes():
+    judge = judge_of("llava", questions(1))
+    found = space.Space.found(judge, "tokens", mmaccel.recipes())
+    offered = set(mmaccel.recipes()) - {"none"}
+    # `balanced` is a method and its budget
+    assert set(found.names) | set(found.left_out) == offered - {"balanced"}
+    assert not set(found.names) & set(found.left_out)
+    assert "cache" not in found.parts and "saves nothing" in found.left_out["snapkv"]
+    assert {"tokens", "layers"} <= set(found.parts)
+
+
+def test_parts_are_what_works_and_saves_something():
+    judge = judge_of("llava", questions(1))
+    found = space.Space.found(judge, "tokens", {name: recipe(name) for name in SMALL})
+    assert found.names == ["uniform", "fastv"] and "saves nothing" in found.left_out["snapkv"]
+    with pytest.raises(MmaccelError, match="No recipe saves anything of 'ttft'"):
+        space.Space.found(judge, "ttft", {"snapkv": recipe("snapkv")})
+
+
+def test_a_part_has_its_budget_its_layers_and_its_choices():
+    fastv = space.Part.of(recipe("fastv"), 1, 4)
+    assert fastv.slot == "layers" and fastv.budget and fastv.layers == (1, 3)
+    kivi = space.Part.of(recipe("kivi"), 1, 4)
+    assert kivi.slot == "codec" and not kivi.budget and kivi.choices == {"bits": (2, 4, 8)}
+    snapkv = space.Part.of(recipe("snapkv"), 1, 4)
+    assert "pyramid" in snapkv.choices["layer_budget"]
+    # its layer budget is what makes it another recipe
+    assert "layer_budget" not in space.Part.of(recipe("pyramidkv"), 1, 4).choices
+
+
+# ---------------------------------------------------------------------------------------------------------- the choice
+def measured(kept: int, asked: int, share: float, kl: float = 0.0) -> Measured:
+    bare = dict.fromkeys(("ttft", "tokens", "kv"), 1.0)
+    spent = dict.fromkeys(bare, share)
+    return Measured((True,) * kept + (False,) * (asked - kept), (kl,) * asked, (kl,) * asked, spent, bare)
+
+
+def test_the_front_has_what_nothing_beats():
+    points = [(10, 0.9), (8, 0.5), (9, 0.6), (7, 0.55), (9, 0.7), (5, 0.1)]
+    made = [Candidate(recipe("uniform"), measured(kept, 10, share), True) for kept, share in points]
+    shown = front(made, "kv", lambda m: m.agreement)
+    assert [(sum(c.measured.kept), c.measured.share("kv")) for c in shown] == [(5, 0.1), (8, 0.5), (9, 0.6), (10, 0.9)]
+    whole = front(made[:1], "cost", lambda m: m.agreement)
+    assert whole == made[:1] and Measured.of(json.loads(json.dumps(made[0].measured.as_dict()))) == made[0].measured
+
+
+def test_with_a_confidence_only_what_held_out_samples_show_is_taken():
+    kept_by = {"uniform": 40, "random": 46, "divprune": 50, "pool": 50}
+
+    class Fake:
+        def ask(self, chosen: Recipe, rung: int) -> Measured:
+            return measured(kept_by[chosen.name], 50, 0.5)
+
+    ordered = [Candidate(recipe(name), measured(1, 1, 0.5), True) for name in kept_by]
+    # 50 of 50 show 0.94 with 0.95, and 46 of 50 do not: what is behind it is not looked at
+    best, seen = choose(Fake(), 0, ordered, 0.94, 0.95)
+    assert best is ordered[2] and seen.agreement == 1
+    assert choose(Fake(), 0, ordered, 0.94, None)[0] is ordered[0]
+    assert choose(Fake(), 0, ordered[:1], 0.94, 0.95) == (None, None) == choose(Fake(), 0, [], 0.94, None)
+
+
+def test_rank_correlation():
+    assert report.spearman([1, 2, 3, 4], [10, 20, 40, 30]) == pytest.approx(0.8)
+    assert report.spearman([1, 1, 2], [3, 3, 5]) == pytest.approx(1)
+    assert report.spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- the search
+def found(tmp_path: Path, count: int = 12, **options: object) -> search.Tuned:
+    given = {"goal": "kv", "keep": 0.1, "trials": 6, "max_new_tokens": 3, "batch_size": 8, "recipes": SMALL, **options}
+    return tune(zoo.model("llava"), zoo.processor("llava"), questions(count), out=tmp_path / "recipe.json", **given)
+
+
+def test_what_is_found_is_used_and_told_apart(tmp_path):
+    tuned = found(tmp_path)
+    assert tuned.chosen is not None and tuned.share < 1 and tuned.chosen.measured.agreement >= 0.1
+    whole = [c for c in tuned.candidates if c.asked_all and c.measured.agreement >= 0.1]
+    assert tuned.share == min(c.measured.share("kv") for c in whole)
+    assert tuned.generated == pytest.approx(tuned.held_out.agreement) and len(tuned.held_out.kept) == 4
+    path = tmp_path / "recipe.json"
+    loaded = recipe(path)
+    assert isinstance(loaded, TunedRecipe) and loaded == TunedRecipe.from_json(tuned.recipe.to_json())
+    assert loaded.stages == tuned.chosen.recipe.stages
+    model = zoo.model("llava")
+    assert loaded.tuned["model"] == fingerprint(model) and loaded.tuned["held out"]["asked"] == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerate_vlm(model, str(path)).mmaccel.remove()
+    with (
+        pytest.warns(UserWarning, match="tuned for a model with other weights"),
+        accelerated(zoo.model("qwen2_5_vl"), path),
+    ):
+        pass
+    page = (tmp_path / "recipe.html").read_text()
+    assert "<h2>Front</h2>" in page and "held-out answers" in page and "data:image/png;base64" in page
+    assert (tmp_path / "recipe.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_search_goes_on(tmp_path, monkeypatch):
+    asked: list[tuple[str, int]] = []
+    original = Judge.ask
+
+    def counting(self: Judge, chosen: Recipe, rung: int) -> Measured:
+        if len(asked) == 7:
+            raise KeyboardInterrupt
+        asked.append((chosen.to_json(), rung))
+        return original(self, chosen, rung)
+
+    monkeypatch.setattr(Judge, "ask", counting)
+    with pytest.raises(KeyboardInterrupt):
+        found(tmp_path)
+    before, asked[:] = list(asked), []
+    monkeypatch.setattr(Judge, "ask", lambda self, c, r: asked.append((c.to_json(), r)) or original(self, c, r))
+    tuned = found(tmp_path)
+    assert tuned.recipe is not None
+    # three were the trials of the parts; what a rung was asked is not asked again, and neither are the parts
+    searched = [pair for pair in asked if pair[1] < 2]
+    assert searched and not set(before[3:]) & set(searched)
+    assert not (tmp_path / "recipe.json").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"keep": 0.2}, "another keep"),
+        ({"count": 13}, "another samples"),
+        ({"goal": "cost"}, "another goal"),
+        ({"recipes": ["uniform"]}, "another recipes"),
+    ],
+)
+def test_a_journal_of_another_search_is_refused(tmp_path, change, said):
+    found(tmp_path, trials=1)
+    with pytest.raises(MmaccelError, match=said):
+        found(tmp_path, **{"count": 12, "trials": 1, **change})
+
+
+def test_a_journal_of_another_model_is_refused(tmp_path):
+    found(tmp_path, trials=1)
+    with pytest.raises(MmaccelError, match="another model"):
+        tune(
+            zoo.model("qwen2_5_vl"),
+            zoo.processor("qwen2_5_vl"),
+            questions(12),
+            out=tmp_path / "recipe.json",
+            goal="kv",
+            keep=0.1,
+            recipes=SMALL,
+        )
+
+
+def test_what_nothing_reaches_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(Measured, "agreement", property(lambda self: 0.5))
+    tuned = found(tmp_path, keep=0.9, trials=3)
+    assert tuned.recipe is None and tuned.front and not (tmp_path / "recipe.json").exists()
+    assert "No recipe that was tried keeps 90.0 %" in (tmp_path / "recipe.html").read_text()
+
+
+def test_samples_that_cannot_be_read_are_named(tmp_path):
+    def broken() -> Prompt:
+        raise MmaccelError("the picture is broken.")
+
+    asked, said = [*questions(12), Question("bad", "all", None, broken)], []
+    options = {"out": tmp_path / "recipe.json", "goal": "kv", "keep": 0.1, "trials": 1, "recipes": SMALL}
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    with pytest.raises(MmaccelError, match="picture is broken"):
+        tune(model, processor, asked, **options)
+    assert tune(model, processor, asked, complain=said.append, **options).candidates
+    assert said == ["bad: the picture is broken."]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep": 0.0}, "keep=0.0 is no share"),
+        ({"goal": "speed"}, "goal='speed' is unknown; it can be ttft, tokens, kv, cost"),
+        ({"confidence": 1.0}, "confidence=1.0 is none"),
+        ({"confidence": 0.9, "keep": 1.0}, "No number of samples shows"),
+        ({"trials": 0}, "trials=0"),
+        ({"out": "nowhere/recipe.json"}, "lie in a folder that exists"),
+        ({"out": "recipe.yaml"}, "must end in .json"),
+        ({"questions": "nothing.jsonl"}, "Cannot read the samples 'nothing.jsonl'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, said):
+    given = {"questions": questions(1), **options}
+    with pytest.raises(MmaccelError, match=said):
+        tune(zoo.model("llava"), zoo.processor("llava"), **given)
+
+
+def test_an_accelerated_model_is_refused():
+    with (
+        accelerated(zoo.model("llava"), "uniform") as model,
+        pytest.raises(MmaccelError, match="call model.mmaccel.remove"),
+    ):
+        tune(model, zoo.processor("llava"), questions(12))
+
+
+def test_what_was_measured_must_be_an_object():
+    with pytest.raises(MmaccelError, match="tuned must be an object"):
+        Recipe.from_json('{"name": "a", "stages": [], "tuned": 3}')
+    made = TunedRecipe.of(recipe("uniform"), "mine", {"model": "abc"})
+    assert Recipe.from_json(made.to_json()) == made and made.override(retain=0.1).tuned == made.tuned
+    assert replace(made, tuned={}) != Recipe("mine", made.stages) and "tuned" not in repr(made)
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+def test_the_command_writes_a_recipe_and_says_what_it_keeps(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = export((make_item("colour", "val", i) for i in range(12)), tmp_path)
+    argv = ["tune", "--data", path, "--recipe", *SMALL, "--keep", 0.5, "--goal", "kv", "--trials", 3, "-o", "mine.json"]
+    assert main([str(word) for word in argv]) == 0
+    told = capsys.readouterr().out
+    assert "held-out answers kept" in told and "written: mine.json" in told and "*" in told
+    # the search is over; nothing keeps enough now, and the front is shown all the same
+    monkeypatch.setattr(Measured, "agreement", property(lambda self: 0.1))
+    Path("mine.json").unlink()
+    assert main([str(word) for word in argv]) == 3
+    assert "No recipe that was tried keeps 50.0 %" in capsys.readouterr().out and not Path("mine.json").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("shipped", "tasks"), [("mini-llava", ("colour", "count")), ("mini-qwen-vl", VIDEO_TASKS)])
+def test_a_shipped_model_is_tuned(shipped, tasks, tmp_path):
+    """The whole space on a shipped model: enough is kept of what the search saw, and something saved."""
+    model, processor = ask.load_model(ask.ModelOptions(str(ask.SHIPPED.with_name(shipped))))
+    asked = ask_suite(tasks, -(-40 // len(tasks)), split="val")
+    tuned = tune(model, processor, asked, keep=0.9, goal="cost", trials=80, out=tmp_path / "a.json")
+    assert tuned.recipe is not None and tuned.share < 0.8 and tuned.chosen.measured.agreement >= 0.9
+    assert abs(tuned.generated - tuned.held_out.agreement) < 0.05
+
+
+@pytest.mark.parametrize(("family", "goal"), in_turn(["llava", "qwen2_5_vl"], ["tokens", "kv"]))
+@pytest.mark.full
+def test_every_part_can_be_suggested_and_asked(family, goal):
+    judge = judge_of(family, questions(2, video=family == "qwen2_5_vl"))
+    found = space.Space.found(judge, goal, mmaccel.recipes())
+    for params in found.starts(0.5):
+        (part,) = (found.parts[slot][name] for slot, name in params.items() if slot in found.parts and name != "-")
+        assert judge.ask(part.recipe, 0).share(goal) <= 1.1
