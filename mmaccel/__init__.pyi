@@ -67,13 +67,15 @@ from .layers.framefusion import FrameFusion as FrameFusion
 from .layers.holitom import HoliTomInner as HoliTomInner
 from .layers.mustdrop import MustDropFilter as MustDropFilter
 from .layers.promptdistill import PromptDistill as PromptDistill
+from .layers.prunevid import PruneVidSelect as PruneVidSelect
 from .merging.aim import AimMerge as AimMerge
 from .merging.centerclip import CenterClip as CenterClip
-from .merging.dycoke import DyCoke as DyCoke
+from .merging.dycoke import DyCokeTTM as DyCokeTTM
 from .merging.evs import Evs as Evs
 from .merging.fastvid import FastVID as FastVID
 from .merging.holitom import HoliTomMerge as HoliTomMerge
 from .merging.moviechat import MovieChat as MovieChat
+from .merging.moviechat_memory import MovieChatMemory as MovieChatMemory
 from .merging.mustdrop import MustDropMerge as MustDropMerge
 from .merging.pool import Pool as Pool
 from .merging.prunevid import PruneVidMerge as PruneVidMerge

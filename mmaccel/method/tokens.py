@@ -29,6 +29,8 @@ class TokenBatch:
     tiles : ``[N]`` long, how many tiles the unit has; some may have no token left. By default the highest ``tile`` and one.
     question, question_valid : ``[N, q, D]`` and ``[N, q]`` bool, the text after the row's last picture as the language
         model embeds it, or as a text tower does (``[N, q, d]``); only for methods with ``needs_question``.
+    until : ``[N, n]`` long, the last frame of all that was merged into a token, by default its own; only for methods with
+        ``needs_spans``.
     entered : ``[N]`` long, how many tokens of the unit entered the language model; by default the valid ones.
     signals : by kind of tap, ``cls_attention`` and ``received_attention`` ``[N, layers, n]``, ``keys`` and ``features``
         ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
@@ -47,12 +49,15 @@ class TokenBatch:
     tile: Tensor = None  # type: ignore[assignment]
     tiles: Tensor = None  # type: ignore[assignment]
     entered: Tensor = None  # type: ignore[assignment]
+    until: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.tile is None:
             object.__setattr__(self, "tile", self.segment)
         if self.tiles is None:
             object.__setattr__(self, "tiles", self.tile.masked_fill(~self.valid, -1).amax(1) + 1)
+        if self.until is None:
+            object.__setattr__(self, "until", self.cells[..., 0])
         if self.entered is None:
             object.__setattr__(self, "entered", self.valid.sum(1))
 
@@ -70,6 +75,8 @@ class TokenMethod(Method):
     unit: ClassVar[Unit] = "segment"
     #: whether :attr:`TokenBatch.question` is to be filled
     needs_question: ClassVar[bool] = False
+    #: whether :attr:`TokenBatch.until` is to be filled
+    needs_spans: ClassVar[bool] = False
 
     @property
     def text_tower(self) -> str | None:
