@@ -216,7 +216,7 @@ def _content(tile: Tile, content: Content, random: torch.Generator, width: int) 
 def alone(tokens: TokenBatch, row: int) -> TokenBatch:
     """A unit by itself, without padding."""
     one, real = slice(row, row + 1), tokens.valid[row]
-    figures = {"features", "valid", "cells", "segment", "tile"}
+    figures = {"features", "valid", "cells", "segment", "tile", "until"}
     taken = {name: getattr(tokens, name)[one][:, real] for name in figures}
     asked = None if tokens.question_valid is None else tokens.question_valid[row]
     return replace(

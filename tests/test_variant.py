@@ -37,7 +37,7 @@ def test_methods_with_a_variant_say_what_it_changes(name: str) -> None:
 
 
 def test_a_recipe_puts_all_its_methods_in_its_variant() -> None:
-    made = recipe(["dycoke", "elastic-cache", "vidkv"], variant="official")
+    made = recipe(["dycoke-ttm", "elastic-cache", "vidkv"], variant="official")
     assert all(method.official for _, method in made.build())
     assert not any(method.official for _, method in made.override(variant="exact").build())
     codec = made.build()[2][1]

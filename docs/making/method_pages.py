@@ -25,6 +25,8 @@ BUDGETS = {
     "adaptive": "the content decides how many stay",
     "none": "none",
 }
+#: what a method was called when it was measured
+FORMER = {"dycoke-ttm": "dycoke"}
 #: titles of the sites in the navigation, in the order in which a token passes them
 SITES = {
     "frames": "Pixels and frames",
@@ -205,7 +207,7 @@ def cost(name: str) -> str:
 
 def selection(name: str) -> Iterator[str]:
     """What it takes to choose."""
-    rows = [row for row in record("selection-cpu")["rows"] if row["method"] == name]
+    rows = [row for row in record("selection-cpu")["rows"] if row["method"] == FORMER.get(name, name)]
     if rows:
         times = ", ".join(f"{1000 * row['selection_s']:,.1f} ms of {row['tokens']:,}" for row in rows)
         share = max(row["share"] for row in rows)

@@ -30,6 +30,10 @@ class EViT(EncoderMethod):
     ones, a ``retain`` of 0.36. Here the layers are at the same shares of any depth, and the same share of the tokens stays at
     each, such that the budget is met including fused tokens.
 
+    Parameters
+    ----------
+    fuse : whether the inattentive tokens become one; else they are dropped, the paper's other form.
+
     Paper and program: the program keeps ``ceil(0.7 n)`` and adds the fused token; it sorts the attentive tokens by attention
     and appends the fused one. Here every token keeps its slot and the fused one takes the first slot of those it is made of.
     The program's models were trained this way; without training the fused token is shorter than its neighbours.
@@ -41,6 +45,8 @@ class EViT(EncoderMethod):
     default_retain = 0.36
     proportional: ClassVar[bool] = False
     needs_cls: ClassVar[bool] = True
+
+    fuse: bool = True
 
     def check(self, family: TowerFacts) -> None:
         """Refuse towers without a CLS token."""
@@ -66,18 +72,22 @@ class EViT(EncoderMethod):
         return 1
 
     def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
-        """``cls_attention [N, T]`` -> ``[N, T]``: the ``remove + 1`` least attended tokens flow into the first of them."""
+        """``cls_attention [N, T]`` -> ``[N, T]``: the ``remove + 1`` least attended tokens flow into the first of them; if
+        they are dropped, the ``remove`` least into the first that stays, where they weigh nothing."""
         assert tokens.cls_attention is not None
         attention = tokens.cls_attention.clone()
         attention[:, : tokens.protected] = torch.inf
         valid = torch.ones_like(attention, dtype=torch.bool)
-        attentive = top_mask(attention, valid, valid.sum(1) - remove - 1)
+        attentive = top_mask(attention, valid, valid.sum(1) - remove - int(self.fuse))
         slot = torch.arange(attention.shape[1], device=attention.device).expand_as(attention)
-        return torch.where(attentive, slot, attentive.long().argmin(1, keepdim=True))
+        onto = ~attentive if self.fuse else attentive & (slot >= tokens.protected)
+        return torch.where(attentive, slot, onto.long().argmax(1, keepdim=True))
 
     def weigh(self, tokens: EncoderTokens, target: Tensor) -> Tensor:
-        """``[N, T]``: the CLS attention of fused tokens, one for the others."""
+        """``[N, T]``: the CLS attention of fused tokens, one for the others; zero for what is dropped."""
         assert tokens.cls_attention is not None
         slot = torch.arange(target.shape[1], device=target.device)
+        if not self.fuse:
+            return (target == slot).float()
         joined = torch.zeros_like(target).scatter_add_(1, target, (target != slot).long())
         return torch.where(joined.gather(1, target) > 0, tokens.cls_attention, 1.0)

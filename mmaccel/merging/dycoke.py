@@ -20,11 +20,11 @@ from .film import Film
 
 @register
 @dataclass(frozen=True)
-class DyCoke(ProjectorMethod):
+class DyCokeTTM(ProjectorMethod):
     """Frames in groups of four: the first stays whole, the others keep the tokens least similar to an earlier frame.
 
     *DyCoke: Dynamic Compression of Tokens for Fast Video Large Language Models*, CVPR 2025, arXiv 2411.15024; its first
-    stage, TTM. (The second prunes the cache while decoding.)
+    stage, TTM. (The second prunes the cache while decoding; the recipe ``dycoke`` is both.)
 
     Of the frames ``0 1 2 3`` of a group, 1 is compared with 0, 2 with 0 and 3 with 2, cell by cell, by cosine of the
     original features; each keeps its ``k`` least similar tokens. Frame 0 stays whole. Despite the name nothing is
@@ -42,7 +42,7 @@ class DyCoke(ProjectorMethod):
     similarity; here they are in raster order.
     """
 
-    name = "dycoke"
+    name = "dycoke-ttm"
     summary = "groups of four frames; tokens that repeat an earlier frame are dropped"
     paper = "arXiv 2411.15024"
     unit = "picture"

@@ -24,7 +24,7 @@ class PruneVidMerge(ProjectorMethod):
     """Scenes by clustering frames, static tokens averaged over a scene, density-peak clusters averaged.
 
     *PruneVid: Visual Token Pruning for Efficient Video Large Language Models*, Findings of ACL 2025, arXiv 2412.16117; its
-    merging stage. (The other prunes by attention inside the language model, and the cache.)
+    merging stage. (The recipe ``prunevid`` prunes by attention inside the language model behind it, and the cache.)
 
     1. Frames, each the mean of its tokens, are clustered around ``int(T scenes)`` density peaks, and the clusters are made
        contiguous (:func:`scenes_of`).

@@ -33,6 +33,8 @@ class TokenBatch:
     question, question_valid : ``[N, q, D]`` and ``[N, q]`` bool, the text after the row's last picture as the language
         model embeds it, or as a text tower does (``[N, q, d]``); only for methods with ``needs_question``. At site ``layers``
         the hidden states of that text, and ``question_signals`` ``[N, q]`` what the method's ``look`` returned of it.
+    until : ``[N, n]`` long, the last frame of all that was merged into a token, by default its own; only for methods with
+        ``needs_spans``.
     entered : ``[N]`` long, how many tokens of the unit entered the language model; by default the valid ones.
     signals : by kind of tap, attention ``[N, layers, n]``, ``keys`` and ``features``
         ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
@@ -52,12 +54,15 @@ class TokenBatch:
     tiles: Tensor = None  # type: ignore[assignment]
     entered: Tensor = None  # type: ignore[assignment]
     question_signals: Mapping[str, Tensor] = field(default_factory=dict)
+    until: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.tile is None:
             object.__setattr__(self, "tile", self.segment)
         if self.tiles is None:
             object.__setattr__(self, "tiles", self.tile.masked_fill(~self.valid, -1).amax(1) + 1)
+        if self.until is None:
+            object.__setattr__(self, "until", self.cells[..., 0])
         if self.entered is None:
             object.__setattr__(self, "entered", self.valid.sum(1))
 
@@ -79,6 +84,8 @@ class TokenMethod(Method):
     by_word: ClassVar[bool] = False
     #: whether features and question are shown as the language model's last norm leaves them
     last_norm: ClassVar[bool] = False
+    #: whether :attr:`TokenBatch.until` is to be filled
+    needs_spans: ClassVar[bool] = False
 
     @property
     def text_tower(self) -> str | None:

@@ -24,6 +24,33 @@ COOKBOOK = (
         summary="The default: a quarter of the visual tokens, chosen for diversity before the language model.",
     ),
     Recipe(
+        "tinychart",
+        # 84 of 2916 tokens go in each of 26 layers
+        (Stage("tome", 732 / 2916),),
+        summary="tome at a constant pace to a quarter, as in a model for charts that was trained with it",
+        paper="arXiv 2404.16635",
+    ),
+    Recipe(
+        "dycoke",
+        # of three of four frames the program drops 0.7; every step reads 0.3 of what is left
+        (Stage("dycoke-ttm", 0.475), Stage("dycoke-cache", 0.3)),
+        summary="tokens that repeat an earlier frame dropped, then every decode step reads the visual keys it attends to",
+        paper="arXiv 2411.15024",
+    ),
+    Recipe(
+        "prunevid",
+        # of what merging leaves, at most half, the program keeps 0.4 behind layer 10, in the caches of all layers
+        (
+            Stage("prunevid-merge", 0.5),
+            Stage("prunevid-select", 0.2, {"layer": 11 / 32}),
+            Stage("mustdrop-cache", None, {"layer": 0}),
+        ),
+        summary="still places kept once a scene and like tokens merged, then what the question looks at, also in the cache "
+        "(retain: what is left then)",
+        paper="arXiv 2412.16117",
+        anchor=1,
+    ),
+    Recipe(
         "aim",
         # the paper's budget is what merging leaves, and pruning goes on from there to nothing: so `retain` is the share that
         # enters the language model, of which every further stage leaves an eighth less

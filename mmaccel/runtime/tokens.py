@@ -108,9 +108,23 @@ def _shown(
         tile=tile,
         tiles=tiles,
         entered=entered,
+        until=_until(prompt, whole, units).to(device) if method.needs_spans else None,  # type: ignore[arg-type]
         signals={name: x.to(device) for name, x in signals.items()},
     )
     return tokens, wanted
+
+
+def _until(prompt: Prompt, whole: Units, units: Units) -> Tensor:
+    """``[N, n]`` long on the CPU: the last frame of what was merged into each token of ``units``, which are left of
+    ``whole``; -1 where nothing has a cell."""
+    owner = prompt.total.owner()
+    here, rows = whole.valid, whole.row[:, None].expand_as(whole.valid)[whole.valid]
+    at = owner[rows, whole.places[here]]
+    flows = at >= 0
+    last = torch.full_like(owner, -1).flatten()
+    places = (rows * owner.shape[1] + at)[flows]
+    last = last.scatter_reduce(0, places, whole.cells[..., 0][here][flows], "amax").view(owner.shape)
+    return last[units.row[:, None], units.places.clamp(min=0)].masked_fill(~units.valid, -1)
 
 
 def _question(

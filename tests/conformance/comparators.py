@@ -139,7 +139,31 @@ def tome(params: Params, arrays: Arrays) -> None:
             same_rows(weighed, torch.cat([arrays["out2"][row], arrays["size2"][row]], 1))
 
 
+def tome_coarse(params: Params, arrays: Arrays) -> None:
+    metric, x = arrays["metric"], arrays["x"]
+    total = metric.shape[1]
+    target = make("tome", coarse=True).match(in_tower(metric), total - total // params["k"])
+    ours = Reduction.merge(target, everything(metric)).apply(x)
+    for mine, theirs in zip(ours, arrays["out"], strict=True):
+        close(mine, theirs)
+
+
+def tome_schedule(params: Params, arrays: Arrays) -> None:
+    """The program is told a number for every layer, or one and its inflection, or some for the first layers."""
+    assert params
+    for case, told in params.items():
+        layers, r, tokens, pace = told["num_layers"], told["r"], 10_000, 0.0
+        if isinstance(r, list) and isinstance(r[1], float):
+            r, pace = r
+        listed = isinstance(r, list)
+        removed = sum(r) if listed else r * layers
+        method = make("tome", pace=tuple(map(float, r)) if listed else float(pace))
+        assert method.schedule(tokens, layers, tokens - removed) == arrays[case].tolist()
+
+
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
+    ("facebookresearch/ToMe", "tome/merge.py:kth_bipartite_soft_matching"): tome_coarse,
+    ("facebookresearch/ToMe", "tome/utils.py:parse_r"): tome_schedule,
     ("vbdi/divprune", "LLaVA/llava/model/llava_arch.py:LlavaMetaForCausalLM.DivPrune"): divprune,
     (
         "THU-MIG/VTC-CLS",

@@ -509,7 +509,7 @@ def dycoke_frames(params: Params, arrays: Arrays) -> None:
     clip = film_of(arrays["in_features"].unflatten(0, (params["frames"], params["num_tokens_per_frame"])))
     for ratio in params["merging_ratios"]:
         theirs = arrays[f"out_ttm_{round(100 * ratio)}"]
-        made = make("dycoke").reduce(clip, torch.tensor([len(theirs)]))
+        made = make("dycoke-ttm").reduce(clip, torch.tensor([len(theirs)]))
         same_rows(made.apply(clip.features)[0], theirs)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from comparators import Arrays, Params, close, kept_of, one_unit, same_set
-from harness import beneath, fault, make, paid
+from harness import beneath, fault, make, paid, whole
 from torch import Tensor
 
 from mmaccel.core.reduction import Reduction
 from mmaccel.errors import MmaccelError
 from mmaccel.layers.framefusion import merge_runs, sparsity_needed
+from mmaccel.method import KeyBatch
 
 
 def aim_pagerank(params: Params, arrays: Arrays) -> None:
@@ -190,7 +192,44 @@ def fastv(params: Params, arrays: Arrays) -> None:
     same_set(torch.cat([text, ours + start]), arrays["keep_idx"])
 
 
+def prunevid(params: Params, arrays: Arrays) -> None:
+    """The tokens that go on, in the order of the windows; and the keys that a layer below then keeps."""
+    first, size, seen = params["image_start"], params["image_tokens"], arrays["text_to_image"]
+    total = arrays["hidden"].shape[1]
+    rows = torch.full((*seen.shape[:3], total), -torch.inf)
+    rows[..., first : first + size] = seen.log()
+    # what text pays to text is somewhere
+    rows[..., 0] = (1 - seen.sum(-1)).clamp(min=1e-9).log()
+    method = make("prunevid-select")
+    peak = method.look(paid(rows))["text_peak"][0, first : first + size]
+    start, spans = 0, []
+    for length, static, dynamic in zip(
+        params["window_sizes"], params["static_sizes"], params["dynamic_sizes"], strict=True
+    ):
+        spans += [(start, start + length - 1)] * static
+        spans += [(start + i * length // dynamic,) * 2 for i in range(dynamic)]
+        start += length
+    cells = torch.tensor([[t, 0, place] for place, (t, _) in enumerate(spans)])[None]
+    batch = replace(
+        one_unit(peak[:, None], text_peak=peak), cells=cells, until=torch.tensor([u for _, u in spans])[None]
+    )
+    text = torch.cat([torch.arange(first), torch.arange(first + size, total)])
+    theirs = arrays["position_ids"][0]
+    # the share is one of what is there; a budget is a whole number
+    tries = [method.reduce(batch, torch.tensor([n])).kept[0] for n in whole(params["alpha"], size)]
+    kept = next((one for one in tries if int(one.sum()) + len(text) == len(theirs)), tries[-1])
+    same_set(torch.cat([text, kept.nonzero()[:, 0] + first]), theirs)
+
+    survivors = torch.ones(1, total, dtype=torch.bool)
+    survivors[0, first : first + size] = kept
+    keys, every = arrays["key0"], torch.ones(1, total, dtype=torch.bool)
+    stored = KeyBatch(keys, keys, keys[:, :, :0], every, every, torch.arange(total)[None], 1.0, survivors=survivors)
+    stays = make("mustdrop-cache", layer=0).score(stored)[0] > -torch.inf
+    close(keys[0][stays].view(arrays["key0_out"].shape), arrays["key0_out"])
+
+
 _FASTV = "src/FastV/llava-hf/transformers/src/transformers/models/llama/modeling_llama.py"
+_PRUNEVID = "models/pllava/elastic_cache.py:VTPWindowCache.prompt_prefill, process_attention"
 
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     (
@@ -212,5 +251,7 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ): holitom_inner,
     ("thu-nics/FrameFusion", "framefusion/main.py:FrameFusion.forward"): framefusion,
     ("thu-nics/FrameFusion", "framefusion/main.py:FrameFusion.forward called once per layer"): framefusion_cascade,
+    # one of the vectors bears the name of another repository
+    **{(repository, _PRUNEVID): prunevid for repository in ("Visual-AI/PruneVid", "youweiliang/evit")},
     ("pkunlp-icler/FastV", f"{_FASTV}:LlamaModel.fastv_forward (block at layer K)"): fastv,
 }

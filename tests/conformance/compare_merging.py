@@ -65,21 +65,21 @@ def pitome(text: bool) -> Callable[[Params, Arrays], None]:
 # --- EViT -------------------------------------------------------------------------------------------------------------
 def evit(params: Params, arrays: Arrays) -> None:
     """Attentive tokens exactly; the fused one is last in the program's output, and the attentive are in their order."""
-    if not params["fuse_token"]:
-        raise NotOffered("EViT without its fused token")
     x, scores, count = arrays["x_after_attn"], arrays["cls_attn"], params["left_tokens"]
-    rows, patches = scores.shape
+    (rows, patches), fuse = scores.shape, params["fuse_token"]
     assert count == math.ceil(params["keep_rate"] * patches)
     whole = torch.cat([torch.ones(rows, 1), scores], 1)
-    seen, method = replace(in_tower(x, protected=1), cls_attention=whole), make("evit")
-    target = method.match(seen, patches - count - 1)
+    seen, method = replace(in_tower(x, protected=1), cls_attention=whole), make("evit", fuse=fuse)
+    target = method.match(seen, patches - count - int(fuse))
     weight = method.weigh(seen, target)
+    slot = torch.arange(1 + patches)
     for row in range(rows):
-        held = torch.bincount(target[row], minlength=1 + patches)
-        same_set((held == 1).nonzero()[1:, 0] - 1, arrays["idx"][row])
-        fused = int(held.argmax())
+        stays = target[row] == slot
+        fused = int(torch.bincount(target[row], minlength=1 + patches).argmax()) if fuse else 0
+        attentive = stays & (slot != fused) if fuse else stays
+        same_set(attentive.nonzero()[1:, 0] - 1, arrays["idx"][row])
         out = torch.zeros_like(x[row]).index_add(0, target[row], weight[row, :, None] * x[row])
-        order = torch.cat([torch.tensor([0]), arrays["idx"][row].long() + 1, torch.tensor([fused])])
+        order = torch.cat([torch.tensor([0]), arrays["idx"][row].long() + 1, torch.tensor([fused] * fuse).long()])
         close(out[order], arrays["out"][row])
 
 
@@ -156,8 +156,8 @@ def dycoke(params: Params, arrays: Arrays) -> None:
     clip = film_of(arrays["tokens"].unflatten(0, (length, places)))
     theirs = arrays["out_src_idx"]
     retain = (1 + 3 * (1 - params["merging_ratio"])) / 4
-    assert make("dycoke").official_count(retain, length * places, (length, 1, places)) == len(theirs)
-    made = make("dycoke").reduce(clip, torch.tensor([len(theirs)]))
+    assert make("dycoke-ttm").official_count(retain, length * places, (length, 1, places)) == len(theirs)
+    made = make("dycoke-ttm").reduce(clip, torch.tensor([len(theirs)]))
     ours = made.kept[0].nonzero()[:, 0]
     same_set(ours, theirs)
     # theirs come out frame by frame, in ascending similarity
@@ -202,6 +202,19 @@ def moviechat(params: Params, arrays: Arrays) -> None:
         made = method.reduce(clip, torch.tensor([params["short_memory_merge"] * frames.shape[1]]))
         ours.append(made.apply(clip.features)[0].unflatten(0, (-1, frames.shape[1])))
     close(torch.cat(ours), arrays["long_memory"])
+
+
+def moviechat_memory(params: Params, arrays: Arrays) -> None:
+    """Fragments, then the current frame; the positions that are added to every frame are the vector's."""
+    names = sorted((name for name in arrays if name.startswith("frag")), key=lambda name: int(name[4:]))
+    frames = torch.cat([*(arrays[name] for name in names), arrays["current"]])
+    slots, places = len(arrays["positions"]), frames.shape[1]
+    assert {len(arrays[name]) for name in names[:-1]} == {params["n_frame"]} == {params["short_memory_length"]}
+    clip = film_of(frames)
+    method = make("moviechat-memory", short=params["n_frame"], merge=params["short_memory_merge"])
+    ours = method.reduce(clip, torch.tensor([slots * places])).apply(clip.features)[0].unflatten(0, (-1, places))
+    close(ours[: len(arrays["long_memory"])], arrays["long_memory"])
+    close((ours + arrays["positions"][:, None]).flatten(0, 1), arrays["out"][0])
 
 
 # --- FastVID ----------------------------------------------------------------------------------------------------------
@@ -319,4 +332,8 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "llava/model/multimodal_encoder/local_merge.py:conditional_pooling + merge_wavg",
     ): mustdrop_merge,
     ("rese1f/MovieChat", "MovieChat/models/moviechat.py:MovieChat.encode_short_memory_frame"): moviechat,
+    (
+        "rese1f/MovieChat",
+        "MovieChat/models/moviechat.py:encode_short_memory_frame, encode_long_video",
+    ): moviechat_memory,
 }

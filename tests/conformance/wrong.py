@@ -47,6 +47,10 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         seen = None if tokens.cls_attention is None else roll(tokens.cls_attention)
         return kind.match(self, replace(tokens, keys=roll(tokens.keys), cls_attention=seen), remove)  # type: ignore[attr-defined]
 
+    def schedule(self: EncoderMethod, tokens: int, layers: int, kept: int) -> list[int]:
+        made = kind.schedule(self, tokens, layers, kept)  # type: ignore[attr-defined]
+        return made[1:] + made[:1]
+
     def score(self: Policy, keys: KeyBatch) -> Tensor:
         return kind.score(self, keys).roll(1, -1)  # type: ignore[attr-defined]
 
@@ -75,7 +79,7 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
     if issubclass(kind, TokenMethod):
         return {"reduce": reduce}
     if issubclass(kind, EncoderMethod):
-        return {"match": match}
+        return {"match": match, "schedule": schedule}
     return {"pack": pack} if issubclass(kind, Codec) else {"pick": pick}
 
 

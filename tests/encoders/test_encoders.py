@@ -78,7 +78,8 @@ def by_hand(layers: Any, x: Tensor, method: EncoderMethod, kept: int, cls: int) 
                 if not members:
                     continue
                 if method.name == "evit" and len(members) > 1:
-                    sums.append(sum(seen[i] * x[i] for i in members))
+                    # fused, or dropped
+                    sums.append(sum(seen[i] * x[i] for i in members) if method.fuse else x[slot])
                 else:
                     sums.append(sum(size[i] * x[i] for i in members) / size[members].sum())
                 joined.append([i for m in members for i in groups[m]])
@@ -124,6 +125,10 @@ CASES = [
     ("clip", "pitome", {"margin": 0.75}, 0.3),
     ("clip", "tome", {}, 10),
     ("open_clip", "evit", {}, 2),
+    ("clip", "tome", {"coarse": True}, 0.4),
+    ("clip", "tome", {"pace": 0.5}, 0.5),
+    ("clip", "tome", {"pace": (3.0, 1.0)}, 0.6),
+    ("clip", "evit", {"fuse": False}, 0.4),
 ]
 
 

@@ -17,12 +17,14 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
+from mmaccel.core.reduction import Reduction
 from mmaccel.layers.aim import AimPageRank
 from mmaccel.layers.fastkv import FastKVTokens
 from mmaccel.layers.framefusion import FrameFusion, merge_runs, sparsity_needed
 from mmaccel.layers.holitom import HoliTomInner, nearest_kept
 from mmaccel.layers.mustdrop import MustDropFilter
 from mmaccel.layers.promptdistill import PromptDistill
+from mmaccel.layers.prunevid import PruneVidSelect
 from mmaccel.method import LayerAttention, LayerMethod, Tap, TokenBatch, blocks
 from mmaccel.method.blocks import upto
 
@@ -54,6 +56,7 @@ def tokens_of(units=UNITS, seed: int = 0) -> TokenBatch:
             "window_attention",
             "key_norm",
             "received_mean",
+            "text_peak",
         )
     }
     features = tokens.features.clone()
@@ -81,7 +84,7 @@ def test_meets_its_budget(method: LayerMethod) -> None:
         made = method.reduce(tokens, count)
         before, after = made.counts()
         assert torch.equal(before, sizes) and not (made.kept & ~tokens.valid).any()
-        exact = method.budget == "exact" or not method.adaptive
+        exact = method.budget == "exact" or not getattr(method, "adaptive", False)
         assert torch.equal(after, count) if exact else ((after <= count) & (after >= 1)).all()
 
 
@@ -196,6 +199,42 @@ def test_framefusion_turns_a_cost_into_a_share() -> None:
     assert sparsity_needed(1.0, 28) == 0.0 and sparsity_needed(0.9, 4, [0.9]) == 0.0
     with pytest.raises(MmaccelError, match="higher cost"):
         sparsity_needed(0.05, 28, [0.0, 0.0])
+
+
+def test_prunevid_keeps_the_same_share_of_every_still_and_every_frame() -> None:
+    tokens = tokens_of([((4, 2, 5), False)])
+    t, peak = tokens.cells[0, :, 0], tokens.signals["text_peak"]
+    # of the first frame five tokens stand for all frames of their scene
+    until = torch.where((t == 0) & (tokens.cells[0, :, 2] < 5) & (tokens.cells[0, :, 1] == 0), 3, t)[None]
+    tokens = replace(tokens, until=until)
+    groups = [(0, 3), (0, 0), (1, 1), (2, 2), (3, 3)]
+    for method, count, shares in (
+        (PruneVidSelect(), 16, [2, 2, 4, 4, 4]),
+        (PruneVidSelect().by("official"), 15, [1, 1, 3, 3, 3]),
+    ):
+        kept = method.reduce(tokens, torch.tensor([count])).kept[0]
+        for (first, last), share in zip(groups, shares, strict=True):
+            mine = (t == first) & (until[0] == last)
+            assert int((kept & mine).sum()) == share
+            assert peak[0, kept & mine].min() >= peak[0, mine & ~kept].max()
+
+
+def test_prunevid_sees_what_was_merged_over_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, reduce = [], PruneVidSelect.reduce
+
+    def watch(method: PruneVidSelect, tokens: TokenBatch, count: torch.Tensor) -> Reduction:
+        seen.append(tokens)
+        return reduce(method, tokens, count)
+
+    monkeypatch.setattr(PruneVidSelect, "reduce", watch)
+    feed = zoo.inputs("llava_onevision", "video")
+    with accelerated(zoo.model("llava_onevision"), "prunevid", tau=-1.0, small=0) as tiny:
+        tiny(**feed)
+        stats = tiny.mmaccel.stats()
+    (tokens,) = seen
+    t, until = tokens.cells[..., 0][tokens.celled], tokens.until[tokens.celled]
+    assert (until >= t).all() and (until > t).any()
+    assert 0 < stats.visual_tokens_kept <= int(tokens.valid.sum())
 
 
 def test_mustdrop_thresholds_and_budget_are_one_filter() -> None:

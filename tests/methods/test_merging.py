@@ -17,13 +17,14 @@ from mmaccel import MmaccelError, accelerated
 from mmaccel.encoders.pitome import PiToMe
 from mmaccel.merging.aim import AimMerge
 from mmaccel.merging.centerclip import CenterClip
-from mmaccel.merging.dycoke import DyCoke
+from mmaccel.merging.dycoke import DyCokeTTM
 from mmaccel.merging.evad import Evad
 from mmaccel.merging.everest import Everest
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
 from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.moviechat import MovieChat
+from mmaccel.merging.moviechat_memory import MovieChatMemory
 from mmaccel.merging.mustdrop import MustDropMerge
 from mmaccel.merging.prunevid import PruneVidMerge
 from mmaccel.merging.stc import StcPruner
@@ -38,8 +39,8 @@ METHODS: list[TokenMethod] = [
     Evad(),
     Everest(),
     Evs(),
-    DyCoke(),
-    DyCoke().by("official"),
+    DyCokeTTM(),
+    DyCokeTTM().by("official"),
     FastVID(),
     FastVID(segments=3, tau=-1.0, merged=0.8, stride=2, query="all"),
     HoliTomMerge(),
@@ -47,6 +48,8 @@ METHODS: list[TokenMethod] = [
     HoliTomMerge(strict=True),
     MovieChat(),
     MovieChat().by("official"),
+    MovieChatMemory(short=3, merge=1),
+    MovieChatMemory(short=3),
     MustDropMerge(threshold=2.0, window=2),
     PruneVidMerge(small=0),
     PruneVidMerge(tau=0.1, scenes=0.5, neighbours=2, small=0),

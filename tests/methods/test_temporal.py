@@ -14,7 +14,7 @@ from mmaccel import accelerated
 from mmaccel.core.masks import even_in_groups, top_in_groups
 from mmaccel.core.reduction import Reduction
 from mmaccel.merging import density_peaks, film
-from mmaccel.merging.dycoke import DyCoke, references
+from mmaccel.merging.dycoke import DyCokeTTM, references
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
 from mmaccel.merging.film import Film, frame_numbers
@@ -86,17 +86,19 @@ def test_evs_falls_back_row_by_row() -> None:
 
 def test_official_rounding_frame_by_frame() -> None:
     # 8 frames of 10 cells: 2 stay whole, 6 keep int(0.3 * 10) = 3 each; 0.475 of 80 would be 38
-    assert DyCoke().official_count(0.475, 80, (8, 2, 5)) == 38
-    assert DyCoke().official_count(0.475, 88, (8, 1, 11)) == 2 * 11 + 6 * 3
+    assert DyCokeTTM().official_count(0.475, 80, (8, 2, 5)) == 38
+    assert DyCokeTTM().official_count(0.475, 88, (8, 1, 11)) == 2 * 11 + 6 * 3
     # the third frame of the last four stays whole, and an odd last frame goes
-    assert DyCoke().by("official").official_count(0.475, 88, (8, 1, 11)) == 3 * 11 + 5 * 3
-    assert DyCoke().by("official").official_count(0.475, 99, (9, 1, 11)) == 2 * 11 + 6 * 3
-    assert DyCoke().official_count(0.1, 88, (8, 1, 11)) == 9 and DyCoke().official_count(0.475, 11, (1, 1, 11)) == 5
+    assert DyCokeTTM().by("official").official_count(0.475, 88, (8, 1, 11)) == 3 * 11 + 5 * 3
+    assert DyCokeTTM().by("official").official_count(0.475, 99, (9, 1, 11)) == 2 * 11 + 6 * 3
+    assert (
+        DyCokeTTM().official_count(0.1, 88, (8, 1, 11)) == 9 and DyCokeTTM().official_count(0.475, 11, (1, 1, 11)) == 5
+    )
     assert Evs().official_count(0.05, 80, (8, 2, 5)) == 10 and Evs().official_count(0.29, 100, (8, 2, 5)) == 28
     assert Evs().official_count(0.29, 100) == 28
     # in a model: every compared frame keeps the same number
     tiny, feed = zoo.model("llava_onevision"), zoo.inputs("llava_onevision", "video")
-    with accelerated(tiny, "dycoke", retain=0.475, variant="official"):
+    with accelerated(tiny, "dycoke-ttm", retain=0.475, variant="official"):
         tiny(**feed)
         stage, layout, kept = tiny.mmaccel.stats()["stages"][0], tiny.mmaccel.layout, tiny.mmaccel.reduction.kept
     units = layout.units("picture")
@@ -113,12 +115,12 @@ def test_dycoke_compares_within_groups_of_four() -> None:
     assert references(9, tail=True) == [0, 0, 0, 2, 4, 4, 4, 6, None]
     assert references(8, tail=True) == [0, 0, 0, 2, 4, 4, 6, 6]
     tokens = clips([((8, 2, 3), False)])
-    kept = DyCoke().reduce(tokens, torch.tensor([12 + 6 * 2])).kept.view(8, 6).sum(1)
+    kept = DyCokeTTM().reduce(tokens, torch.tensor([12 + 6 * 2])).kept.view(8, 6).sum(1)
     assert kept.tolist() == [6, 2, 2, 2, 6, 2, 2, 2]
-    kept = DyCoke().by("official").reduce(tokens, torch.tensor([18 + 5 * 2])).kept.view(8, 6).sum(1)
+    kept = DyCokeTTM().by("official").reduce(tokens, torch.tensor([18 + 5 * 2])).kept.view(8, 6).sum(1)
     assert kept.tolist() == [6, 2, 2, 2, 6, 2, 6, 2]
     # below the whole frames these are thinned
-    assert DyCoke().reduce(tokens, torch.tensor([5])).kept.view(8, 6).sum(1).tolist() == [3, 0, 0, 0, 2, 0, 0, 0]
+    assert DyCokeTTM().reduce(tokens, torch.tensor([5])).kept.view(8, 6).sum(1).tolist() == [3, 0, 0, 0, 2, 0, 0, 0]
 
 
 def test_segments_save_as_much_as_possible() -> None:

@@ -34,7 +34,7 @@ class DyCokeCache(Policy):
     layer : 3 of 28, as in the paper; a number, or a share of the depth.
     alike : the cosine from which the keys of the last step are read again. 0.9 as in the program.
 
-    The pruning before the language model that belongs to it is the method ``dycoke``.
+    The pruning before the language model that belongs to it is ``dycoke-ttm``; the recipe ``dycoke`` is both.
     """
 
     name = "dycoke-cache"
