@@ -69,6 +69,7 @@ from .layers.holitom import HoliTomInner as HoliTomInner
 from .layers.mustdrop import MustDropFilter as MustDropFilter
 from .layers.promptdistill import PromptDistill as PromptDistill
 from .layers.vasparse import VASparse as VASparse
+from .layers.vflowopt import VFlowOptInner as VFlowOptInner
 from .merging.aim import AimMerge as AimMerge
 from .merging.centerclip import CenterClip as CenterClip
 from .merging.dycoke import DyCoke as DyCoke
@@ -79,6 +80,8 @@ from .merging.moviechat import MovieChat as MovieChat
 from .merging.mustdrop import MustDropMerge as MustDropMerge
 from .merging.pool import Pool as Pool
 from .merging.prunevid import PruneVidMerge as PruneVidMerge
+from .merging.qg_vtc import QGVTC as QGVTC
+from .merging.vflowopt import VFlowOptMerge as VFlowOptMerge
 from .pruning.attention_received import AttentionReceived as AttentionReceived
 from .pruning.cdpruner import CDPruner as CDPruner
 from .pruning.divprune import DivPrune as DivPrune
@@ -89,6 +92,8 @@ from .pruning.hired import HiRED as HiRED
 from .pruning.prumerge import PruMerge as PruMerge
 from .pruning.prumerge import PruMergePlus as PruMergePlus
 from .pruning.random import Random as Random
+from .pruning.representation_shift import RepresentationShift as RepresentationShift
+from .pruning.tokencorr import TokenCorr as TokenCorr
 from .pruning.uniform import Uniform as Uniform
 from .pruning.visiontrim import VisionTrim as VisionTrim
 from .pruning.visionzip import VisionZip as VisionZip
