@@ -54,7 +54,7 @@ def clip(grid: tuple[int, int, int], method: TokenMethod, device: str, dtype: to
 
     signals = {}
     for tap in method.taps():
-        shape = {"features": TOWER, "keys": TOWER_HEAD, "keys_unsplit": TOWER}.get(tap.kind)
+        shape = {"features": TOWER, "shift": 1, "keys": TOWER_HEAD, "keys_unsplit": TOWER}.get(tap.kind)
         if shape is None:
             signals[tap.kind] = noise(1, len(tap.layers), n).softmax(-1)
         else:

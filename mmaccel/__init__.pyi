@@ -71,6 +71,7 @@ from .layers.mustdrop import MustDropFilter as MustDropFilter
 from .layers.promptdistill import PromptDistill as PromptDistill
 from .layers.prunevid import PruneVidSelect as PruneVidSelect
 from .layers.vasparse import VASparse as VASparse
+from .layers.vflowopt import VFlowOptInner as VFlowOptInner
 from .merging.aim import AimMerge as AimMerge
 from .merging.centerclip import CenterClip as CenterClip
 from .merging.dycoke import DyCokeTTM as DyCokeTTM
@@ -84,7 +85,9 @@ from .merging.moviechat_memory import MovieChatMemory as MovieChatMemory
 from .merging.mustdrop import MustDropMerge as MustDropMerge
 from .merging.pool import Pool as Pool
 from .merging.prunevid import PruneVidMerge as PruneVidMerge
+from .merging.qg_vtc import QGVTC as QGVTC
 from .merging.stc import StcPruner as StcPruner
+from .merging.vflowopt import VFlowOptMerge as VFlowOptMerge
 from .merging.vidcom2 import VidCom2 as VidCom2
 from .pruning.attention_received import AttentionReceived as AttentionReceived
 from .pruning.cdpruner import CDPruner as CDPruner
@@ -96,6 +99,8 @@ from .pruning.hired import HiRED as HiRED
 from .pruning.prumerge import PruMerge as PruMerge
 from .pruning.prumerge import PruMergePlus as PruMergePlus
 from .pruning.random import Random as Random
+from .pruning.representation_shift import RepresentationShift as RepresentationShift
+from .pruning.tokencorr import TokenCorr as TokenCorr
 from .pruning.uniform import Uniform as Uniform
 from .pruning.visiontrim import VisionTrim as VisionTrim
 from .pruning.visionzip import VisionZip as VisionZip

@@ -39,6 +39,7 @@ _TAPS = {
     "patch_attention": "patch attention",
     "keys": "tower keys",
     "features": "tower features",
+    "shift": "tower MLPs",
 }
 
 

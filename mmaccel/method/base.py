@@ -30,6 +30,7 @@ class Tap:
         ``cls_attention``: attention paid by the CLS token to each patch, mean over heads. ``received_attention``: attention
         received by each token, mean over heads and queries. ``patch_attention``: that received from the other patches, mean
         over heads and these. ``keys``: keys, mean over heads. ``features``: hidden states before the projector.
+        ``shift``: the length of what the MLP of a layer adds to each token, one number on an axis of its own.
         ``cls_attention_unsplit``, ``keys_unsplit``: as if the tower had a single head of its full width.
     layers
         tower layers, counted as Python counts; ``None`` stands for the layer whose output the language model reads (for
@@ -43,6 +44,7 @@ class Tap:
         "patch_attention",
         "keys",
         "features",
+        "shift",
         "cls_attention_unsplit",
         "keys_unsplit",
     ]

@@ -88,6 +88,19 @@ COOKBOOK = (
         paper="arXiv 2411.10803",
     ),
     Recipe(
+        "vflowopt",
+        # the authors' setting for a quarter of the tokens on average over the layers; `retain` is what enters the language
+        # model, and the later stages keep their proportion to it
+        (
+            Stage("vflowopt-merge", 0.265),
+            Stage("vflowopt-inner", 0.2605, {"layer": 9 / 28}),
+            Stage("vflowopt-inner", 0.2285, {"layer": 18 / 28}),
+        ),
+        summary="tokens by attention received in the tower, what is dropped of a cell recycled, then fewer at two layers",
+        paper="arXiv 2508.05211",
+        anchor=0,
+    ),
+    Recipe(
         "fastkv",
         (
             Stage("fastkv-tokens", 0.2, {"layer": 16 / 32}),

@@ -31,15 +31,22 @@ from .taps import Taps
 
 
 def hook_features(plan: Plan, taps: Taps, hook: Callable[..., None]) -> None:
-    """Let taps see the hidden states that they ask for."""
+    """Let taps see the hidden states, and what an MLP adds to them, that they ask for."""
 
     def see(number: int, module: nn.Module, args: Any, output: Any) -> None:
         scope = current(plan)
         if scope is not None and scope.encoding is not None:
             taps.see_features(scope.encoding, number, output[0] if isinstance(output, tuple) else output)
 
-    for number, layer in taps.features_of():
+    def see_shift(number: int, module: nn.Module, args: Any, output: Any) -> None:
+        scope = current(plan)
+        if scope is not None and scope.encoding is not None:
+            taps.see_shift(scope.encoding, number, output)
+
+    for number, layer in taps.layers_of("features"):
         hook(layer.register_forward_hook(functools.partial(see, number)))
+    for number, layer in taps.layers_of("shift"):
+        hook(plan.towers.second_half(layer)[1].register_forward_hook(functools.partial(see_shift, number)))
 
 
 class EncoderMerging:

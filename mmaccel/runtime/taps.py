@@ -36,20 +36,24 @@ class Taps:
             for number, layer in enumerate(towers.tower_layers(tower)):
                 self.numbers[id(towers.attention_of(layer))] = number
 
-    def features_of(self) -> list[tuple[int, nn.Module]]:
-        """The tower layers whose hidden states are asked for, with their numbers."""
-        wanted = [number for number, kinds in self.layers.items() if "features" in kinds]
+    def layers_of(self, kind: str) -> list[tuple[int, nn.Module]]:
+        """The tower layers of which a kind of tap is asked for, with their numbers."""
+        wanted = [number for number, kinds in self.layers.items() if kind in kinds]
         return [(n, self.towers.tower_layers(tower)[n]) for tower in self.towers.towers() for n in wanted]
 
-    def see_features(self, encoded: Encoded, number: int, hidden: Tensor) -> None:
+    def see_features(self, encoded: Encoded, number: int, hidden: Tensor, kind: str = "features") -> None:
         """Called behind tower layer ``number`` with ``hidden [N, T, C]`` or, of one tile, ``[T, C]``."""
         hidden = hidden if hidden.dim() == 3 else hidden[None]
-        self._put(encoded, "features", number, hidden[:, int(self.towers.has_cls) :])
+        self._put(encoded, kind, number, hidden[:, int(self.towers.has_cls) :])
+
+    def see_shift(self, encoded: Encoded, number: int, added: Tensor) -> None:
+        """Called with what the MLP of tower layer ``number`` adds, ``added [N, T, C]`` or, of one tile, ``[T, C]``."""
+        self.see_features(encoded, number, added.float().norm(dim=-1, keepdim=True), "shift")
 
     @property
     def need_attention(self) -> bool:
         """Whether the tower's attention function has to be ours."""
-        return any(kinds - {"features"} for kinds in self.layers.values())
+        return any(kinds - {"features", "shift"} for kinds in self.layers.values())
 
     def see(
         self, encoded: Encoded, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float

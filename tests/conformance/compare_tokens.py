@@ -88,6 +88,27 @@ def dart(params: Params, arrays: Arrays) -> None:
     same_set(kept_of(method.reduce(tokens, budget(count))) + first, arrays["kept"])
 
 
+def vflowopt(params: Params, arrays: Arrays) -> None:
+    """A base image and its tiles; newlines are the last column of their grid."""
+    x, score = arrays["features"], arrays["importance"]
+    base = params["base_side"]
+    parts = [Tile.raster(1, base, base, 0).cells, Tile.raster(1, params["local_h"], params["local_w"], 0).cells]
+    method = make("vflowopt-merge", cell=params["m"])
+    tokens = replace(
+        one_unit(x, received_attention=score[None]),
+        cells=torch.cat(parts)[None],
+        segment=torch.repeat_interleave(torch.arange(2), torch.tensor([len(part) for part in parts]))[None],
+    )
+    # the program keeps one token of each cell on top of what it does not drop: the same drop, told by what it leaves
+    dropped = len(x) - method.official_count(params["r"], len(x)) + int(len(x) / params["m"] ** 2)
+    cells = method.number(tokens)[0][score.argsort()[:dropped]].unique().numel()
+    count = len(x) - dropped + cells
+    assert count == len(arrays["out"])
+    ours = method.reduce(tokens, budget(count))
+    assert torch.equal(ours.kept[0], arrays["keep_mask"])
+    close(ours.apply(x[None])[0], arrays["out"])
+
+
 def visiontrim(params: Params, arrays: Arrays) -> None:
     attention, x, words = arrays["attention"][0], arrays["features"][0], arrays["text"]
     between = attention[1:, 1:]
@@ -134,6 +155,11 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "Danielement321/HiPrune",
         "Qwen2-VL/Qwen2VL_DART/modeling_qwen2_vl_self.py:get_retained_image_token",
     ): dart,
+    (
+        "sihany077/VFlowOpt",
+        "src/LLaVA-OneVision/llava/model/language_model/llava_qwen_training_free.py:prepare_inputs_labels_for_multimodal "
+        "(merge block)",
+    ): vflowopt,
     (
         "hanxunyu/VisionTrim",
         "llava/model/multimodal_encoder/clip_encoder.py:token_prune_visiontrim (+ build_token_affinity, combine_importance)",

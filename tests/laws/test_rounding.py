@@ -81,7 +81,7 @@ def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> T
     signals: dict[str, Tensor] = {}
     said: dict[str, Tensor] = {}
     for kind, layers in taps.items():
-        if "keys" in kind or kind == "features":
+        if "keys" in kind or kind in ("features", "shift"):
             signals[kind] = features[:, None].expand(-1, layers, -1, -1).clone()
         else:
             signals[kind] = figures[..., :layers].transpose(1, 2).masked_fill(blank[:, None], torch.nan)
@@ -129,6 +129,7 @@ TAPPED = (
     "patch_attention",
     "keys",
     "features",
+    "shift",
     "cls_attention_unsplit",
     "keys_unsplit",
 )

@@ -1,5 +1,5 @@
 """Further selectors against their definitions, on cases small enough to check by hand: DART, FasterVLM, HiPrune, VASparse,
-VisionTrim."""
+VisionTrim, VFlowOpt, token-level correlation, QG-VTC, representation shift."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from mmaccel.families import family_of
 from mmaccel.families.text import TextTower
 from mmaccel.layers.dart import DART
 from mmaccel.layers.vasparse import VASparse
+from mmaccel.merging.qg_vtc import QGVTC
+from mmaccel.merging.vflowopt import VFlowOptMerge
 from mmaccel.method import LayerAttention, TokenBatch
 from mmaccel.pruning.fastervlm import FasterVLM
 from mmaccel.pruning.hiprune import HiPrune
+from mmaccel.pruning.representation_shift import RepresentationShift
+from mmaccel.pruning.tokencorr import TokenCorr, alike
 from mmaccel.pruning.visiontrim import VisionTrim, complements
 from mmaccel.runtime.taps import received_attention
 
@@ -263,3 +267,92 @@ def test_a_text_tower_says_every_word(kind: str, tmp_path: Path) -> None:
     whole, _ = tower.embed([text])
     assert words.shape[1] == int(there[0].sum()) > 1 and not there[1].any()
     assert torch.isclose(words[0], whole[0, 0], atol=1e-5).all(-1).any()
+
+
+# --- VFlowOpt ---------------------------------------------------------------------------------------------------------
+def test_vflowopt_recycles_what_it_drops_of_a_cell() -> None:
+    score = torch.tensor([[0.8, 0.1, 0.2, 0.9], [0.3, 0.7, 0.6, 0.4]]).flatten()
+    tokens = one_unit(torch.eye(8), (1, 2, 4), received_attention=score[None])
+    method = VFlowOptMerge(cell=2)
+    # two cells of four: dropped are 1, 2, 4, 7 and 6, of which 4 and 6 are the best of their cells
+    made = method.reduce(tokens, torch.tensor([5]))
+    assert made.kept[0].nonzero()[:, 0].tolist() == [0, 3, 4, 5, 6]
+    weight = dense(made)[0].float()
+    torch.testing.assert_close(weight[4], torch.tensor([0, 0.25, 0, 0, 0.75, 0, 0, 0]))
+    torch.testing.assert_close(weight[6], torch.tensor([0, 0, 0.2, 0, 0, 0, 0.6, 0.4]) / 1.2)
+    assert weight[0].tolist() == [1] + [0] * 7
+    # a cell each and nothing else; then one token for two cells
+    made = method.reduce(tokens, torch.tensor([2]))
+    assert made.kept[0].nonzero()[:, 0].tolist() == [0, 3]
+    torch.testing.assert_close(dense(made)[0].float().sum(1), made.kept[0].float())
+    assert kept(method, tokens, 1) == [3] and kept(method, tokens, 8) == list(range(8))
+    assert method.official_count(0.27, 1959) == 529
+
+
+def test_vflowopt_counts_cells_by_frame_and_by_part() -> None:
+    tokens = one_unit(torch.zeros(8, 1), (2, 2, 2), received_attention=torch.ones(1, 8))
+    assert VFlowOptMerge(cell=2).number(tokens)[0].unique().numel() == 2
+    halves = replace(tokens, segment=torch.tensor([[0, 1] * 4]))
+    assert VFlowOptMerge(cell=2).number(halves)[0].unique().numel() == 4
+
+
+# --- Token-level correlation ------------------------------------------------------------------------------------------
+def test_tokencorr_keeps_as_many_as_do_not_repeat_others() -> None:
+    # three alike, two alike, three on their own: with more than one counterpart of eight only the three are redundant
+    key = directions(0, 1, 2, 60, 61, 120, 180, 240)
+    attention = torch.stack([torch.arange(8).flip(0), torch.arange(8)]).float()
+    tokens = one_unit(torch.zeros(8, 1), cls_attention=attention, keys=key[None])
+    method = TokenCorr(query="cls", similarity=0.99, counterparts=1 / 8)
+    assert alike(key[None], tokens.valid, 0.99).tolist() == [[2, 2, 2, 1, 1, 0, 0, 0]]
+    # five stay: two by late attention, three by early
+    assert kept(method, tokens, 8) == [0, 1, 2, 6, 7]
+    assert kept(replace(method, late=1.0), tokens, 8) == [3, 4, 5, 6, 7]
+    assert kept(method, tokens, 2) == [0, 7]
+    still = one_unit(torch.zeros(8, 1), cls_attention=attention, keys=key[:1].expand(8, -1)[None])
+    assert kept(method, still, 8) == [0]
+
+
+# --- QG-VTC -----------------------------------------------------------------------------------------------------------
+def test_qg_vtc_averages_the_rest_into_what_is_relevant() -> None:
+    x = directions(0, 100, 5, 95)
+    tokens = replace(one_unit(x), question=x[None, [0, 1]] * 3, question_valid=torch.ones(1, 2, dtype=torch.bool))
+    # half-way between the words, 45 degrees off, 5 and 95 are nearest to both together
+    method = QGVTC(temperature=1e6)
+    assert kept(method, tokens, 2) == [2, 3]
+    torch.testing.assert_close(
+        dense(method.reduce(tokens, torch.tensor([2])))[0].float()[2:],
+        torch.tensor([[0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5]]),
+    )
+    sharp = dense(QGVTC(temperature=1e-3).reduce(tokens, torch.tensor([2])))[0].float()[2:]
+    torch.testing.assert_close(sharp, torch.eye(4)[2:], atol=1e-4, rtol=0)
+    with pytest.raises(MmaccelError, match="temperature"):
+        QGVTC(temperature=0.0)
+
+
+# --- Representation shift ---------------------------------------------------------------------------------------------
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_representation_shift_is_the_length_of_what_an_mlp_adds(family: str, monkeypatch) -> None:
+    model, added, seen = zoo.model(family), [], []
+    made = family_of(model)
+    layer = made.tower_layers(made.towers()[0])[made.tap_layer(None)]
+    spot = made.second_half(layer)[1].register_forward_hook(lambda module, args, output: added.append(output))
+    inner = RepresentationShift.reduce
+
+    def spied(self, tokens, count):
+        seen.append(tokens)
+        return inner(self, tokens, count)
+
+    monkeypatch.setattr(RepresentationShift, "reduce", spied)
+    try:
+        with accelerated(model, "representation-shift", retain=0.5):
+            model(**zoo.inputs(family, "image"))
+    finally:
+        spot.remove()
+    shift = added[0].float().norm(dim=-1).flatten()[int(made.has_cls) :]
+    (tokens,) = seen
+    found = tokens.signals["shift"][0, 0, tokens.valid[0], 0]
+    if family == "llava":
+        torch.testing.assert_close(found, shift)
+    # of blocks of patches the means, in another order
+    torch.testing.assert_close(found.mean(), shift.mean())

@@ -1,0 +1,55 @@
+"""VFlowOpt inside the language model: drop by the importance that tokens had in the vision tower."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..core.reduction import Reduction
+from ..method import Grid, LayerAttention, LayerMethod, Tap, TokenBatch
+from ..method.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class VFlowOptInner(LayerMethod):
+    """The second and third stage of VFlowOpt.
+
+    *VFlowOpt: A Token Pruning Framework for LMMs with Visual Information Flow-Guided Optimization*, ICCV 2025,
+    arXiv 2508.05211.
+
+    The ``count`` visual tokens of highest importance stay, at their original positions: the attention they received in the
+    layer of the tower that the language model reads, mean over heads and queries. A recycled token has the importance of
+    the token in whose place it stands. Nothing of the language model is looked at.
+
+    ``variant="official"``: the number dropped is rounded half to even.
+
+    Parameters
+    ----------
+    layer : the input of this layer. The authors drop at layers 9 and 18 of 28.
+
+    Paper and program: see ``vflowopt-merge``, and the recipe ``vflowopt`` for all three stages.
+    """
+
+    name = "vflowopt-inner"
+    summary = "tokens by attention received in the tower, from layer 9 on"
+    paper = "arXiv 2508.05211"
+
+    layer: float = 9
+
+    def taps(self) -> tuple[Tap, ...]:
+        """The attention received in the layer that is read."""
+        return (Tap("received_attention"),)
+
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
+        """The program rounds the number it drops half to even."""
+        return size - round(size * (1 - retain))
+
+    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``received_attention [N, n]``, ``count [N]`` -> the highest; tokens without a source are dropped first."""
+        return Reduction.top(tokens.signals["received_attention"][:, 0], tokens.valid, count)

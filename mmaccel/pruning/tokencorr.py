@@ -1,0 +1,89 @@
+"""Token-level correlation: how much a tile repeats itself says how many of its tokens stay, the CLS token says which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from mmaccel_kernels.copies import first_copies, of_first
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..core.reduction import Reduction, top_mask
+from ..errors import MmaccelError
+from ..method import AttentionGuided, Tap, TokenBatch
+from ..method.blocks import BLOCK
+from ..method.registry import register
+from ._shared import filled
+
+
+@register
+@dataclass(frozen=True)
+class TokenCorr(AttentionGuided):
+    """Information density by the similarity of keys, and sampling by late and early CLS attention.
+
+    *Token-level Correlation-guided Compression for Efficient Multimodal Document Understanding*, arXiv 2407.14439.
+
+    A token is redundant if more than ``counterparts`` of the other tokens of its tile have keys with a cosine above
+    ``similarity``. With ``r`` the share of redundant tokens, ``ceil((1 - r) n)`` of the ``n`` tokens of the tile stay: the
+    share ``late`` of these by CLS attention in the layer the language model reads (global information), the others by that of
+    the layer ``early`` (local information).
+
+    The content decides; the budget is an upper limit (``retain=1.0``: none), and one token of a tile always stays.
+
+    Parameters
+    ----------
+    similarity, counterparts, late : 0.8, a tenth of the tile, and half; ours, see below.
+    early : tower layer; a float is a share of its depth. The middle one by default (ours).
+    query, layer : whose attention counts, and the late layer; ``query="all"`` ranks by the attention received from all
+        tokens, for towers without a CLS token. Keys are those of the late layer, mean over heads.
+
+    Paper and program: no program is public, and what we read of the paper names neither the bar of similarity nor the number of
+    counterparts, layers and shares: all are options here. The authors report results after fine-tuning, in front of a
+    connector that joins four neighbours. Newline tokens are dropped.
+    """
+
+    name = "tokencorr"
+    summary = "as many tokens of a tile as do not repeat others, by late and early CLS attention (adaptive)"
+    paper = "arXiv 2407.14439"
+    budget = "adaptive"
+    default_retain = 1.0
+
+    similarity: float = 0.8
+    counterparts: float = 0.1
+    late: float = 0.5
+    early: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("similarity", "counterparts", "late"):
+            if not 0.0 <= (value := getattr(self, name)) <= 1.0:
+                raise MmaccelError(f"{name}={value} of tokencorr lies between 0 and 1.")
+
+    def taps(self) -> tuple[Tap, ...]:
+        """Attention of both layers, keys of the late one."""
+        return (Tap(self._kind, (self.early, self.layer)), Tap("keys", (self.layer,)))
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """Attention ``[N, 2, n]``, keys ``[N, n, d]``, ``count [N]`` -> what is not repeated."""
+        early, late = tokens.signals[self._kind].float().unbind(1)
+        seen = tokens.valid & ~late.isnan() & ~early.isnan()
+        size, count = seen.sum(1), count.to(seen.device)
+        repeated = (
+            alike(tokens.signals["keys"][:, 0], seen, self.similarity) > self.counterparts * size[:, None]
+        ) & seen
+        # of n tokens those that are not redundant are (1 - r) n
+        room = torch.minimum(size - repeated.sum(1), count).clamp(min=1)
+        best = top_mask(late, seen, (room * self.late).long())
+        best = best | top_mask(early, seen & ~best, room - best.sum(1))
+        # something stays where no token has a source in the tower
+        return Reduction(filled(best & (count > 0)[:, None], tokens.valid, count.clamp(max=1)), tokens.valid)
+
+
+def alike(x: Tensor, seen: Tensor, similarity: float) -> Tensor:
+    """``[N, n]`` long: how many other tokens of ``x [N, n, d]`` that are ``seen`` have a cosine above ``similarity``."""
+    x = normalize(x.float().masked_fill(~seen[..., None], 0.0), dim=-1)
+    height = max(1, BLOCK // max(1, seen.numel()))
+    found = [((rows @ x.mT > similarity) & seen[:, None]).sum(2) for rows in x.split(height, 1)]
+    # without itself
+    return of_first(torch.cat(found, 1) - 1, first_copies(x, seen)).clamp(min=0)
