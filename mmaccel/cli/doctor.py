@@ -7,6 +7,7 @@ their definition in plain torch, and what helps. Every GPU compiles a few kernel
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import warnings
@@ -79,6 +80,7 @@ def examine() -> dict[str, Any]:
         "triton": _triton(),
         "families": _families(problems),
         "video": _video(),
+        "vllm": _vllm(problems),
         "problems": problems,
     }
 
@@ -105,6 +107,25 @@ def _video() -> dict[str, bool]:
     except ImportError:  # without torch nothing of ours imports
         return {}
     return {name: usable(reader) for name, reader in READERS.items()}
+
+
+def _vllm(problems: list[str]) -> dict[str, Any] | None:
+    """Whether recipes can be served by vLLM, and for which of its architectures; None where it is not installed."""
+    try:
+        from ..integrations.vllm import ARCHITECTURES, tested, version
+    except ImportError:  # without torch nothing of ours imports
+        return None
+    if (found := version()) is None:
+        return None
+    points = [point.name for point in metadata.entry_points(group="vllm.general_plugins")]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    active = "mmaccel" in points and (allowed is None or "mmaccel" in allowed.split(","))
+    if not tested():
+        problems.append(f'vLLM {found} is not one that recipes are tested with; run: pip install "vllm>=0.32,<0.33"')
+    elif not active:
+        why = "mmaccel is not installed" if "mmaccel" not in points else f"VLLM_PLUGINS={allowed} leaves it out"
+        problems.append(f"vLLM does not load the plug-in mmaccel ({why}); install mmaccel, or name it in VLLM_PLUGINS.")
+    return {"version": found, "tested": tested(), "active": active, "architectures": list(ARCHITECTURES)}
 
 
 def _torchvision(problems: list[str]) -> bool:
@@ -225,6 +246,11 @@ def render(report: dict[str, Any]) -> str:
     )
     readers = [name for name, usable in report["video"].items() if usable]
     lines.append(f"video readers   {', '.join(readers) or 'none; pip install av (or decord) to read video files'}")
+    if (served := report["vllm"]) is not None:
+        state = "loads the plug-in mmaccel" if served["active"] else "DOES NOT load the plug-in mmaccel"
+        state += "" if served["tested"] else ", and IS NOT a tested version"
+        lines.append(f"vLLM            {served['version']} {state}")
+        lines += [f"  serves        {name}" for name in served["architectures"]]
     for kind, found in report["families"].items():
         lines.append(f"family          {kind:<17} {found}")
     lines += [f"PROBLEM         {problem}" for problem in report["problems"]]

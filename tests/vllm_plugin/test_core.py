@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
 import zoo
 
 from mmaccel import MmaccelError, UnsupportedError, accelerate_vlm
+from mmaccel.cli import doctor, main
 from mmaccel.families import described, families, family_of
-from mmaccel.integrations.vllm import ARCHITECTURES, digits
+from mmaccel.integrations import vllm
+from mmaccel.integrations.vllm import ARCHITECTURES, checks, digits
 from mmaccel.integrations.vllm.architectures import joined
 from mmaccel.integrations.vllm.plan import ServingPlan
 from mmaccel.integrations.vllm.positions import Place, expanded, filled_in, provisional
@@ -262,9 +269,8 @@ def test_every_recipe_is_served_or_refused_in_one_sentence():
         except MmaccelError as error:
             refused[name] = str(error)
     assert {"fastv", "snapkv", "kivi", "tome", "cdpruner", "prumerge"} <= set(refused)  # by choice: one of each reason
-    assert not {"divprune", "visionzip", "vtc-cls", "uniform", "none", "hired"} & set(
-        refused
-    )  # by choice: what is served
+    served = {"divprune", "visionzip", "vtc-cls", "uniform", "none", "hired"}  # by choice: of each kind that is served
+    assert not served & set(refused)
     for name, said in refused.items():
         assert said.endswith(".") and "\n" not in said and len(said) < 330, (name, said)
     assert (
@@ -311,3 +317,33 @@ def test_nothing_of_it_is_imported_by_the_package():
     code = "import sys, mmaccel; print([name for name in sys.modules if 'vllm' in name])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "found, loads, said",
+    [
+        ("0.32.4", True, "0.32.4 loads the plug-in mmaccel"),
+        ("0.32.4", False, "DOES NOT load the plug-in mmaccel"),
+        ("0.40.0", True, "IS NOT a tested version"),
+        (None, True, None),
+    ],
+)
+def test_doctor_says_whether_recipes_can_be_served(found, loads, said, monkeypatch, capsys):
+    monkeypatch.setattr(checks, "version", lambda: found)
+    monkeypatch.setattr(vllm, "version", lambda: found)
+    monkeypatch.setenv("VLLM_PLUGINS", "mmaccel" if loads else "another")
+    point = EntryPoint("mmaccel", "mmaccel.integrations.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point] if group == point.group else [])
+    main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    if said is None:
+        assert report["vllm"] is None and "vLLM" not in doctor.render(report)
+        return
+    assert report["vllm"]["architectures"] == list(ARCHITECTURES) and said in doctor.render(report)
+    assert any("vLLM" in problem for problem in report["problems"]) == (not loads or found == "0.40.0")
+
+
+def test_the_entry_point_names_a_function():
+    text = (Path(vllm.__file__).parents[3] / "pyproject.toml").read_text()
+    point = tomllib.loads(text)["project"]["entry-points"]["vllm.general_plugins"]["mmaccel"]
+    assert EntryPoint("mmaccel", point, "vllm.general_plugins").load() is vllm.register

@@ -92,13 +92,12 @@ def engine(place: Path, recipe: dict[str, Any] | None = None, **options: Any) ->
         str(place),
         dtype="float32",
         enforce_eager=True,
-        max_model_len=1024,
         max_num_seqs=4,
         disable_log_stats=True,
         hf_overrides=overrides,
         # one mean and deviation for pictures and clips, otherwise; the processors of Qwen3-VL have two
         mm_device_do_normalize=False,
-        **options,
+        **{"max_model_len": 1024, **options},
     )
     try:
         yield llm

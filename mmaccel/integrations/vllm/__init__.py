@@ -8,7 +8,7 @@ place of some architectures, which are vLLM's own unless the overrides have ``mm
 from __future__ import annotations
 
 from .architectures import ARCHITECTURES
-from .checks import TESTED, guard, tested
+from .checks import TESTED, guard, tested, version
 
 _registered = False
 
@@ -28,4 +28,4 @@ def register() -> None:
         ModelRegistry.register_model(name, f"{__name__}.models:{name}")
 
 
-__all__ = ["ARCHITECTURES", "TESTED", "register", "tested"]
+__all__ = ["ARCHITECTURES", "TESTED", "register", "tested", "version"]

@@ -1,0 +1,164 @@
+"""The shipped models in vLLM with a recipe, against transformers and against vLLM alone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM, see benchmarks/vllm/environment.sh")
+
+import shipped
+import tiny
+import torch
+from vllm.config import VllmConfig
+
+from mmaccel.integrations.vllm import checks, digits, register
+
+pytestmark = pytest.mark.vllm
+
+QWEN, LLAVA = "mini-qwen-vl", "mini-llava"
+DIVPRUNE = {"recipe": "divprune", "retain": 0.25}
+
+
+def engine(name, recipe=None, **options):
+    return tiny.engine(shipped.MODELS / name, recipe, **options)
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+def test_pictures_are_answered_as_on_transformers():
+    """One picture and several, two budgets of one picture at once, and all of it again from the caches."""
+    asked = shipped.prompts("existence", "comparison", "turns", count=4)
+    want = shipped.expected(QWEN, asked, "divprune", retain=0.25)
+    few = shipped.expected(QWEN, asked, "divprune", retain=0.1)
+    with engine(QWEN, DIVPRUNE) as llm:
+        requests = [shipped.request(QWEN, one) for one in asked]
+        smaller = [shipped.request(QWEN, one, retain=0.1) for one in asked]
+        mixed = [one for pair in zip(requests, smaller, strict=True) for one in pair]
+        for _ in range(2):
+            got = shipped.served(llm, mixed)
+            assert got[::2] == want and got[1::2] == few
+        whole, less = (shipped.length(llm, one) for one in mixed[:2])
+    assert 0 < less < whole < 40
+
+
+def test_clips_are_answered_as_on_transformers():
+    asked = shipped.prompts("motion", "needle", count=4)
+    want = shipped.expected(QWEN, asked, "divprune", retain=0.25)
+    requests = [shipped.request(QWEN, one) for one in asked]
+    with engine(QWEN, {**DIVPRUNE, "numbering": "transformers"}, max_num_batched_tokens=32) as llm:
+        assert shipped.served(llm, requests) == want
+
+
+def test_attention_of_the_tower_is_seen():
+    asked = shipped.prompts("existence", "colour", "grounding", count=3)
+    requests = [shipped.request(LLAVA, one) for one in asked]
+    for which, overrides in (("vtc-cls", {}), ("divprune", {"positions": "paper"})):
+        want = shipped.expected(LLAVA, asked, which, retain=0.25, **overrides)
+        with engine(LLAVA, {"recipe": which, "retain": 0.25, **overrides}) as llm:
+            assert shipped.served(llm, requests) == want
+
+
+@pytest.mark.parametrize(
+    "recipe", [{"recipe": "fopru", "retain": 0.3}, {"recipe": "visionzip", "retain": 0.3}], ids=str
+)
+def test_attention_of_a_windowed_tower_is_seen(recipe):
+    asked = shipped.prompts("existence", "relation", count=3)
+    given = dict(recipe)
+    want = shipped.expected(QWEN, asked, given.pop("recipe"), **given)
+    with engine(QWEN, recipe) as llm:
+        assert shipped.served(llm, [shipped.request(QWEN, one) for one in asked]) == want
+
+
+def test_without_a_recipe_vllm_is_left_alone():
+    """No override makes vLLM's own classes; recipe none runs ours, with the same answers."""
+    asked = shipped.prompts("existence", "motion", count=3)
+    requests = [shipped.request(QWEN, one) for one in asked]
+    seen = []
+    for recipe in (None, {"recipe": "none"}):
+        with engine(QWEN, recipe) as llm:
+            seen.append(shipped.logprobs(llm, requests))
+            kind = type(shipped.model_of(llm))
+            assert kind.__module__.startswith("vllm." if recipe is None else "mmaccel.")
+    assert seen[0] == seen[1]
+
+
+def test_transformers_numbering_alone():
+    asked = shipped.prompts("motion", "order", count=4)
+    with engine(QWEN, {"recipe": "none", "numbering": "transformers"}) as llm:
+        got = shipped.served(llm, [shipped.request(QWEN, one) for one in asked])
+    assert got == shipped.expected(QWEN, asked)
+
+
+# ----------------------------------------------------------------------------------------------------------- positions
+def test_kept_positions_are_those_of_the_unreduced_prompt():
+    """As the model is given them, against vLLM's own of the prompt as it was, for an hour of video."""
+    (asked,) = shipped.prompts("motion", count=1)
+    clip = shipped.slow(asked, 3600.0)
+    before, after = [], []
+    with engine(QWEN, {"recipe": "none"}, max_model_len=4096) as llm:
+        shipped.watch(llm, before)
+        shipped.length(llm, shipped.request(QWEN, clip))
+    with engine(QWEN, {"recipe": "uniform", "retain": 0.25}, max_model_len=4096, max_num_batched_tokens=64) as llm:
+        shipped.watch(llm, after)
+        shipped.length(llm, shipped.request(QWEN, clip))
+    whole, kept = (torch.cat(found, 1) for found in (before, after))
+    assert int(whole.max()) > 3500 and kept.shape[1] < whole.shape[1]
+    there = {tuple(place) for place in whole.T.tolist()}
+    assert all(tuple(place) in there for place in kept.T.tolist())
+    # text: equal on all axes; the last of the prompt and all that were generated
+    assert torch.equal(whole[:, -shipped.TOKENS :], kept[:, -shipped.TOKENS :])
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize(
+    "recipe, options, said",
+    [
+        ({"recipe": "divprun"}, {}, "did you mean 'divprune'"),
+        ({"recipe": "fastv"}, {}, "inside the language model"),
+        ({"recipe": "cdpruner"}, {}, "reads the question"),
+        ({"recipe": "prunevid-merge"}, {}, "lets the content decide"),
+        ({"recipe": "divprune", "retain": 0.0}, {}, "outside"),
+        (DIVPRUNE, {"video_pruning_rate": 0.5}, "--video-pruning-rate"),
+        (DIVPRUNE, {"enable_mm_embeds": True}, "--enable-mm-embeds"),
+        ({"recipe": "fopru"}, {"tensor_parallel_size": 2}, "tensor parallelism"),
+        (DIVPRUNE, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_at_the_start(recipe, options, said):
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = EngineArgs(str(shipped.MODELS / QWEN), dtype="float32", hf_overrides={"mmaccel": recipe}, **options)
+    with pytest.raises(ValueError, match=said):
+        made.create_engine_config()
+
+
+def test_an_untested_vllm_is_refused(monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr(checks, "version", lambda: "0.99.1")
+    made = EngineArgs(str(shipped.MODELS / QWEN), dtype="float32", hf_overrides={"mmaccel": DIVPRUNE})
+    with pytest.raises(ValueError, match="tested with vLLM 0.32, and this is 0.99.1"):
+        made.create_engine_config()
+    # without the override it is none of our business
+    EngineArgs(str(shipped.MODELS / QWEN), dtype="float32").create_engine_config()
+
+
+def test_requests_with_a_bad_budget_are_refused_and_others_go_on():
+    (asked,) = shipped.prompts("existence", count=1)
+    with engine(QWEN, DIVPRUNE) as llm:
+        for retain in (0, 1.5, "much", 100_000):
+            with pytest.raises(ValueError, match="retain=|budget keeps"):
+                shipped.served(llm, [shipped.request(QWEN, asked, retain=retain)])
+        assert shipped.served(llm, [shipped.request(QWEN, asked)]) == shipped.expected(
+            QWEN, [asked], "divprune", retain=0.25
+        )
+
+
+def test_registering_again_changes_nothing():
+    guarded = VllmConfig.try_verify_and_update_config
+    register()
+    register()
+    assert VllmConfig.try_verify_and_update_config is guarded
+    assert digits.CHANNELS == 9 and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
