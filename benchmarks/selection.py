@@ -127,8 +127,11 @@ def figures(kind: type[TokenMethod], n: int, args: argparse.Namespace) -> dict[s
         seen = attention(n, args.device, args.dtype)
 
         def work() -> int:
-            found = {name: figure[:, :n] for name, figure in method.look(seen).items()}
-            tokens.signals.update(found)  # type: ignore[attr-defined]
+            found = method.look(seen)
+            tokens.signals.update({name: figure[:, :n] for name, figure in found.items()})  # type: ignore[attr-defined]
+            if tokens.question is not None:
+                said = {name: figure[:, -tokens.question.shape[1] :] for name, figure in found.items()}
+                tokens.question_signals.update(said)  # type: ignore[attr-defined]
             return int(method.reduce(tokens, count).kept.sum())
     else:
 

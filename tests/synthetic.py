@@ -139,7 +139,7 @@ def thinned(units: Units, seed: int) -> Units:
 
 # ---------------------------------------------------------------------------------------------------------------- tokens
 
-_PER_LAYER = ("cls_attention", "received_attention", "cls_attention_unsplit")
+_PER_LAYER = ("cls_attention", "received_attention", "patch_attention", "cls_attention_unsplit")
 
 
 def tokens_of(
@@ -180,6 +180,9 @@ def tokens_of(
         signals["patches"] = features.float().masked_fill(blank[..., None], torch.nan)
     question = torch.randn(len(valid), 5, width, generator=random).to(dtype) if method.needs_question else None
     asked = torch.arange(5) < torch.randint(1, 6, (len(valid), 1), generator=random)
+    said = {}
+    if isinstance(method, LayerMethod) and question is not None:
+        said = {name: torch.rand(len(valid), 5, generator=random) for name in names}
     return TokenBatch(
         features=features.contiguous(),
         valid=valid,
@@ -190,6 +193,7 @@ def tokens_of(
         tiles=units.tiles,
         question=question,
         question_valid=asked if method.needs_question else None,
+        question_signals=said,
         signals=signals,
     )
 
@@ -221,6 +225,7 @@ def alone(tokens: TokenBatch, row: int) -> TokenBatch:
         **{name: getattr(tokens, name)[one] for name in ("grid", "tiles", "entered")},
         question=None if tokens.question is None else tokens.question[one, asked],
         question_valid=None if asked is None else asked[None, asked],
+        question_signals={name: x[one][:, asked] for name, x in tokens.question_signals.items()},
         signals={
             name: x[one][:, :, real] if x.dim() > 2 and name != "patches" else x[one][:, real]
             for name, x in tokens.signals.items()

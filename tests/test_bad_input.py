@@ -73,7 +73,7 @@ def test_unknown_methods() -> None:
         ("none", {"retain": 0.5}, "drops nothing"),
         ("random", {"seed": "one"}, "seed='one' is of the wrong type; give int"),
         ("random", {"positions": "new"}, "use 'keep' or 'paper'"),
-        ("random", {"rounding": "up"}, "use 'exact' or 'official'"),
+        ("random", {"variant": "up"}, "use 'exact' or 'official'"),
         ("snapkv", {"text_retain": 2.0}, "text_retain=2.0 is outside"),
         ("snapkv", {"kernel": 4}, "odd kernel"),
         ("streaming-llm", {"sinks": -1}, "give 0 or more"),

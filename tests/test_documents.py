@@ -49,6 +49,8 @@ SHIPPED = {
     "clip-vit-large-patch14-336": MODELS / "mini-clip",
     "local-dir:mmaccel/models/mini-clip": f"local-dir:{MODELS / 'mini-clip'}",
 }
+#: the page whose blocks are clients of a server
+SERVED = "docs/guides/serve.md"
 #: programs of others that pages start; ours are looked into
 OTHERS = {"ruff", "mypy", "lmms-eval", "mkdocs"}
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
@@ -103,8 +105,8 @@ def parts(page: str) -> Iterator[tuple[str, str | None]]:
     """Python blocks that need no server, with what stands behind them as their output."""
     listed = blocks(page)
     for at, (language, code) in enumerate(listed):
-        if language == "python" and "gradio_client" not in code:
-            # tests/demo runs the client of the demo
+        if language == "python" and "gradio_client" not in code and page != SERVED:
+            # tests/demo runs the client of the demo, tests/serve those of the server
             behind = listed[at + 1] if at + 1 < len(listed) else ("", "")
             yield code, behind[1] if behind[0] == "text" else None
 

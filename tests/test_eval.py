@@ -224,7 +224,7 @@ def test_suite_questions_load_what_they_ask_about():
     assert [picture.size for picture in one.load().pictures] == [(56, 56)]
     assert len(two.load().pictures) == 2
     (turns,) = ask_suite(["turns"], 1)
-    chat = turns.load().messages()
+    chat = turns.load().chat().messages
     assert [turn["role"] for turn in chat] == ["user", "assistant", "user"]
     assert [sum(part["type"] == "image" for part in turn["content"]) for turn in chat] == [1, 0, 0]
     (clip,) = ask_suite(["motion"], 1, frames=8, pixels=64)

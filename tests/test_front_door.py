@@ -86,8 +86,8 @@ def test_what_methods_say_of_themselves_is_what_they_were_made_of(name: str) -> 
         if type(method).__module__.startswith("mmaccel."):
             assert eval(repr(method), vars(mmaccel) | {type(method).__name__: type(method)}) == method
     again = eval(repr(made), {"Recipe": Recipe, "Stage": Stage})
-    assert [getattr(again, key) for key in ("name", "stages", "positions", "rounding", "text_retain", "anchor")] == [
-        getattr(made, key) for key in ("name", "stages", "positions", "rounding", "text_retain", "anchor")
+    assert [getattr(again, key) for key in ("name", "stages", "positions", "variant", "text_retain", "anchor")] == [
+        getattr(made, key) for key in ("name", "stages", "positions", "variant", "text_retain", "anchor")
     ]
 
 
@@ -95,14 +95,14 @@ def test_budgets_of_papers_keep_their_meaning_in_a_list() -> None:
     """`retain` of holitom is what its last stage leaves, and the stage before leaves twice as much."""
     made = recipe(["holitom", "snapkv"], retain=0.1)
     assert [stage.retain for stage in made.stages] == [0.2, 0.1, recipe("snapkv").retain]
-    with pytest.raises(MmaccelError, match="Recipe 'mine' says rounding='official', which holds for a whole recipe"):
-        recipe([Recipe("mine", rounding="official"), "snapkv"])
+    with pytest.raises(MmaccelError, match="Recipe 'mine' says variant='official', which holds for a whole recipe"):
+        recipe([Recipe("mine", variant="official"), "snapkv"])
 
 
 def test_none_is_what_the_recipe_says() -> None:
     for name in ("balanced", "none"):
-        assert recipe(name, retain=None, positions=None, rounding=None, text_retain=None) == recipes()[name]
-    whole = Recipe("mine", (Stage("snapkv", 0.5),), rounding="official", text_retain=0.5)
+        assert recipe(name, retain=None, positions=None, variant=None, text_retain=None) == recipes()[name]
+    whole = Recipe("mine", (Stage("snapkv", 0.5),), variant="official", text_retain=0.5)
     assert recipe(whole, retain=0.2) == whole.override(retain=0.2)
 
 
@@ -129,7 +129,7 @@ def test_what_is_no_recipe(which: Any, match: str) -> None:
 
 
 def test_what_matters_is_in_the_signatures() -> None:
-    names = ["model", "recipe", "retain", "processor", "positions", "rounding", "text_retain", "kernels", "options"]
+    names = ["model", "recipe", "retain", "processor", "positions", "variant", "text_retain", "kernels", "options"]
     assert list(inspect.signature(accelerate_vlm).parameters) == names
     assert list(inspect.signature(accelerated).parameters) == names
     for function in (accelerate_encoder, accelerated_encoder):
@@ -142,10 +142,10 @@ def test_what_matters_is_in_the_signatures() -> None:
 
 def test_arguments_reach_the_recipe() -> None:
     tiny = model("llava")
-    with accelerated(tiny, FastV(), retain=3, rounding="official", layer=2, kernels="off"):
+    with accelerated(tiny, FastV(), retain=3, variant="official", layer=2, kernels="off"):
         handle = tiny.mmaccel
         assert handle.recipe.stages == (Stage("fastv", 3, {"layer": 2}),)
-        assert handle.recipe.rounding == "official" and handle.kernels == "off"
+        assert handle.recipe.variant == "official" and handle.kernels == "off"
     with accelerated(tiny, ["divprune", "snapkv"], positions="paper", text_retain=0.5):
         assert (tiny.mmaccel.recipe.positions, tiny.mmaccel.recipe.text_retain) == ("paper", 0.5)
 
@@ -159,7 +159,7 @@ def test_reprs() -> None:
     assert str(made) == "divprune+snapkv (divprune 50 %; snapkv 25 %, window=16)"
     assert str(recipe("divprune", retain=64)) == "divprune 64 a picture"
     assert str(recipe("none")) == "none (nothing is dropped)"
-    assert repr(recipe("none", rounding="official")) == "Recipe('none', rounding='official')"
+    assert repr(recipe("none", variant="official")) == "Recipe('none', variant='official')"
     assert repr(SnapKV()) == "SnapKV()" and repr(SnapKV(window=16)) == "SnapKV(window=16)"
     tiny = model("llava")
     with accelerated(tiny, made):
@@ -177,7 +177,7 @@ def test_the_log_says_what_was_resolved(caplog: Any, capsys: Any, recwarn: Any) 
         "<mmaccel on qwen3_vl: fastv+snapkv (fastv 50 %; snapkv 25 %)>",
         "stage 0 at site layers: FastV(layer=3), budget 0.5",
         "stage 1 at site cache: SnapKV(), budget 0.25",
-        "positions='keep', rounding='exact', kernels='auto'",
+        "positions='keep', variant='exact', kernels='auto'",
         "fastv works at layer 3: layer 2, its default, is out of reach in this model",
     ]
     assert capsys.readouterr() == ("", "") and not [w for w in recwarn if "mmaccel" in str(w.filename)]

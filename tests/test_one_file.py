@@ -254,7 +254,19 @@ def test_a_command_is_a_file(
 
 def test_every_file_of_the_command_line_is_a_command() -> None:
     assert [*commands()] == [
-        *("quickstart", "ask", "eval", "compare", "bench", "video-qa", "demo", "methods", "doctor", "selfcheck")
+        *(
+            "quickstart",
+            "ask",
+            "eval",
+            "compare",
+            "bench",
+            "video-qa",
+            "demo",
+            "serve",
+            "methods",
+            "doctor",
+            "selfcheck",
+        )
     ]
     page = (ROOT / "docs" / "guides" / "command-line.md").read_text(encoding="utf-8")
     for name, module in commands().items():

@@ -417,7 +417,7 @@ def _json(**stage: Any) -> str:
         ('{"name": "x", "stages": ["random"]}', "A stage must be a JSON object"),
         ('{"name": "x", "summary": 3}', "summary must be a string"),
         ('{"name": "x", "positions": "new"}', "positions='new' is unknown; use 'keep' or 'paper'"),
-        ('{"name": "x", "rounding": 1}', "rounding=1 is unknown"),
+        ('{"name": "x", "variant": 1}', "variant=1 is unknown"),
         ('{"name": "x", "text_retain": 0}', "text_retain=0 keeps no token"),
         (_json(method=3), "needs a method"),
         (_json(options=[]), "options are an object"),

@@ -38,7 +38,7 @@ def ways_to_say_it(model: Model, folder: Path, processor: Any) -> None:
     assert_type(accelerate_vlm(model), Model)
     accelerate_vlm(model, "fastv", retain=0.5, layer=3)
     accelerate_vlm(model, FastV(layer=3), retain=64, processor=processor)
-    accelerate_vlm(model, ["divprune", SnapKV(window=16), KIVI], positions="paper", rounding="official", kernels="off")
+    accelerate_vlm(model, ["divprune", SnapKV(window=16), KIVI], positions="paper", variant="official", kernels="off")
     accelerate_vlm(model, Recipe("mine", (Stage("divprune", 0.25),)), text_retain=0.5)
     accelerate_vlm(model, [DivPrune(), Stage("snapkv", 0.25)])
     accelerate_vlm(model, {"name": "mine", "stages": [{"method": "divprune", "retain": 0.25}]})

@@ -8,36 +8,26 @@ has the same weights and recipes of its own.
 from __future__ import annotations
 
 import argparse
-import copy
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
 from transformers.utils import logging
 
 from mmaccel import MmaccelError, Recipe, UnsupportedError, accelerated, prepare, recipes
 from mmaccel import recipe as recipe_of
 from mmaccel.cli import ask
 from mmaccel.media.files import Prompt, encode
+from mmaccel.programs.turns import Seat, Stopped, TimeOver, Watch
 
 from . import limits
 from .overlay import View, view_of
 
 #: seconds after which a silent run looks whether it is to stop
 _LOOK = 0.1
-
-
-class Stopped(Exception):
-    """The visitor wants no more of this answer."""
-
-
-class TimeOver(MmaccelError):
-    """What this demo gives one question is used up."""
 
 
 @dataclass
@@ -88,7 +78,7 @@ def _plain(column: Column) -> dict[str, Any]:
     return column.answer.public() if column.answer is not None else {"refused": column.text}
 
 
-class _Typing(ask.Watch):
+class _Typing(Watch):
     """A streamer that shows the text so far; ``look`` ends the run when it is to stop."""
 
     def __init__(self, tokenizer: Any, look: Callable[[], None], show: Callable[[str, int], None]) -> None:
@@ -105,7 +95,7 @@ class _Typing(ask.Watch):
             self.show(self.tokenizer.decode(self.ids, skip_special_tokens=True).strip(), len(self.ids))
 
 
-class Engine:
+class Engine(Seat):
     """One model with its processor.
 
     Parameters
@@ -119,45 +109,13 @@ class Engine:
     def __init__(
         self, model: Any, processor: Any, name: str, seconds: float = limits.ANSWERED, several: int = 1
     ) -> None:
-        self.model, self.processor, self.name, self.seconds = model, processor, name, seconds
-        self.lock = threading.Lock()
-        self.twins = [self._twin() for _ in range(several - 1)]
-
-    def _twin(self) -> Engine:
-        weights = {id(x): x for x in self.model.parameters()}
-        model, processor = copy.deepcopy(self.model, weights), copy.deepcopy(self.processor)
-        return Engine(model, processor, self.name, self.seconds)
+        super().__init__(model, processor, seconds)
+        self.name = name
+        self.twins = [Engine(*self.twin(), name, seconds) for _ in range(several - 1)]
 
     def free(self) -> Engine:
         """This engine or a twin that answers nobody; this one if there is none."""
         return next((one for one in (self, *self.twins) if not one.lock.locked()), self)
-
-    @contextmanager
-    def turn(self, stop: threading.Event | None = None) -> Iterator[Callable[[], None]]:
-        """The model for one question, once it is free.
-
-        What comes back ends the work, by an exception, when ``stop`` is set or the time is over. It is called between the
-        blocks of the model, in the tower and in the language model, and so also between the stages of a recipe.
-        """
-        with self.lock:
-            end = time.monotonic() + self.seconds
-
-            def look(*about: Any) -> None:
-                if stop is not None and stop.is_set():
-                    raise Stopped
-                if time.monotonic() > end:
-                    raise TimeOver(
-                        f"The model worked for {self.seconds:g} seconds, which is all that one question is given here; ask "
-                        "for a shorter answer, fewer frames, or fewer recipes at once."
-                    )
-
-            lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
-            handles = [block.register_forward_pre_hook(look) for blocks in lists for block in blocks]
-            try:
-                yield look
-            finally:
-                for handle in handles:
-                    handle.remove()
 
     @property
     def takes_video(self) -> bool:

@@ -9,6 +9,8 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mmaccel.programs import hosts
+
 from . import limits
 
 
@@ -34,7 +36,7 @@ class Entrance:
             return
         headers, length = Headers(scope=scope), 0
         refused = None
-        if not limits.host(headers.get("host"), self.allowed):
+        if not hosts.known(headers.get("host"), self.allowed):
             said = (
                 "This demo is not to be reached by this name; whoever started it can allow it with --allow-host NAME."
             )

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
 import math
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from PIL import Image
 from PIL.Image import Image as PILImage
 
 from mmaccel import MmaccelError, Recipe, Stage, method, recipes
+from mmaccel.media import untrusted
 from mmaccel.media.files import Clip
-from mmaccel.media.prepare import load_picture
-from mmaccel.video import decode
 
-#: bytes of one upload, and of all that are kept
-UPLOAD, KEPT = 64 << 20, 1 << 30
-PIXELS = 40_000_000
+#: bytes of all uploads that are kept
+KEPT = 1 << 30
 #: pixels along the longer side of a picture, and of a frame, that the model is shown: some make a token of every 28 x 28
 SIDE, FRAME_SIDE = 1536, 640
 #: characters
@@ -39,10 +33,6 @@ TIMES, LEAST, CONTEXT = 8, 1024, 1 << 15
 FRAMES, ANSWER = 32, 256
 #: frames of a clip that comes as if live, and how many a second of it
 STREAMED, STREAM_FPS = 256, 4.0
-#: of the decoder: seconds, and bytes of the frames
-SECONDS, MEMORY = 60.0, 1 << 30
-PICTURES = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif", "BMP": ".bmp"}
-CLIPS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".gif")
 #: options of methods that name files or models
 _NAMES = ("clip", "clip_model")
 
@@ -73,27 +63,9 @@ def picture(path: str | None) -> PILImage:
     """
     if not path:
         raise MmaccelError("There is no picture; upload one, or choose an example.")
-    _weigh(path)
-    try:
-        with Image.open(path, formats=tuple(PICTURES)) as opened:
-            width, height = opened.size
-    except Image.DecompressionBombError:
-        raise MmaccelError(f"The picture is far too large; at most {PIXELS // 10**6} megapixels are taken.") from None
-    except OSError:
-        raise MmaccelError(
-            f"This file is no picture that can be read; upload one of {', '.join(k.lower() for k in PICTURES)}."
-        ) from None
-    if width * height > PIXELS:
-        raise MmaccelError(
-            f"The picture has {width * height / 1e6:.0f} megapixels; at most {PIXELS // 10**6} are taken, so make it smaller."
-        )
-    try:
-        found = load_picture(path)
-        found.thumbnail((SIDE, SIDE))
-        return found
-    except MmaccelError:
-        # its sentence names the path, which is ours and nobody's business
-        raise MmaccelError("The picture is broken and cannot be decoded; upload another.") from None
+    found = untrusted.picture(path)
+    found.thumbnail((SIDE, SIDE))
+    return found
 
 
 def clip(path: str | None, frames: int, fps: float | None = None) -> Clip:
@@ -106,14 +78,7 @@ def clip(path: str | None, frames: int, fps: float | None = None) -> Clip:
     """
     if not path:
         raise MmaccelError("There is no clip; upload one, or choose an example.")
-    _weigh(path)
-    if Path(path).suffix.lower() not in CLIPS:
-        raise MmaccelError(f"This file is no clip that can be read; upload one of {', '.join(s[1:] for s in CLIPS)}.")
-    try:
-        return _smaller(decode(path, frames, fps=fps, isolated=True, timeout=SECONDS, memory=MEMORY))
-    except MmaccelError as error:
-        said = str(error).replace(repr(str(path)), "").replace(str(path), "").strip()
-        raise MmaccelError(f"The clip cannot be decoded; upload another. ({' '.join(said.split())})") from None
+    return _smaller(untrusted.clip(path, frames, fps))
 
 
 def _smaller(clip: Clip) -> Clip:
@@ -123,12 +88,6 @@ def _smaller(clip: Clip) -> Clip:
     size = (max(1, width * FRAME_SIDE // max(height, width)), max(1, height * FRAME_SIDE // max(height, width)))
     frames = [np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC)) for frame in clip.frames]
     return dataclasses.replace(clip, frames=np.stack(frames))
-
-
-def _weigh(path: str) -> None:
-    size = Path(path).stat().st_size
-    if size > UPLOAD:
-        raise MmaccelError(f"The file has {size >> 20} MiB; at most {UPLOAD >> 20} are taken.")
 
 
 def recipe(text: str | None, retain: float | None = None) -> Recipe:
@@ -192,21 +151,6 @@ def _numbers(value: Any) -> list[float]:
         return []
     except OverflowError:
         return [math.inf]
-
-
-def host(header: str | None, allowed: Sequence[str]) -> bool:
-    """Whether a ``Host`` header names this machine: ``localhost``, an address, or one of the ``allowed`` patterns.
-
-    A page of somebody else's can have its own name point here (DNS rebinding), and would then be read as if it were ours; an
-    address cannot be made to point elsewhere.
-    """
-    name = ""
-    try:
-        name = urlsplit(f"//{header}").hostname or ""
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name == "localhost" or any(fnmatchcase(name, pattern.lower()) for pattern in allowed)
-    return True
 
 
 def room(folder: Path, more: int) -> bool:

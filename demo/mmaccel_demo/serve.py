@@ -22,8 +22,9 @@ from starlette.middleware import Middleware
 from mmaccel import MmaccelError
 from mmaccel.cli.shared.options import STDOUT
 from mmaccel.cli.shared.text import json_file, write_json
+from mmaccel.media import untrusted
 
-from . import examples, limits
+from . import examples
 from .engine import House
 from .entrance import Entrance
 from .page import build
@@ -74,7 +75,7 @@ def launch(house: House, folder: Path, allowed: Sequence[str] = (), **options: A
     _, address, _ = blocks.launch(
         prevent_thread_lock=True,
         quiet=True,
-        max_file_size=limits.UPLOAD,
+        max_file_size=untrusted.UPLOAD,
         ssr_mode=False,
         # else Gradio asks for its own page, and where that takes more than 3 seconds, as on a busy machine, it gives up
         _frontend=False,

@@ -157,7 +157,7 @@ def stages(made: Recipe) -> str:
                 chosen or "-",
             ]
         )
-    about = f"Positions: `{made.positions}`; rounding: `{made.rounding}`."
+    about = f"Positions: `{made.positions}`; variant: `{made.variant}`."
     source = f" {paper(made.paper)}." if made.paper else ""
     return f"{table(rows)}\n\n{about}{source}" if made.stages else f"None. {about}"
 

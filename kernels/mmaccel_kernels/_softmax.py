@@ -18,11 +18,11 @@ def weighed(logits, highest, total):
 
 
 @jit
-def merge_parts(
-    part, part_lse, out, lse, head, row, rows, first, last, state, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr
+def gathered(
+    part, part_lse, head, row, rows, first, last, state, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Store one ``row`` of one ``head``: what the programs ``first`` to ``last`` have found of it, weighed by their sums of
-    exponentials to base 2, and the ``state`` before: largest logit, sum of weights, sum of weighed values."""
+    """The ``state`` of one ``row`` of one ``head`` (largest logit, sum of weights, sum of weighed values), and with it what the
+    programs ``first`` to ``last`` have found, weighed by their sums of exponentials to base 2."""
     highest, total, acc = state
     dv = tl.arange(0, BLOCK_DV)
     for start in range(first, last + 1, PARTS):
@@ -38,6 +38,14 @@ def merge_parts(
         total = total * shrink + tl.sum(weight, 0)
         acc = acc * shrink + tl.sum(weight[:, None] * x, 0)
         highest = higher
+    return highest, total, acc
+
+
+@jit
+def leave(out, lse, head, row, rows, state, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Store the ``state`` of one ``row`` of one ``head``: attention, and its log-sum-exp to base e."""
+    highest, total, acc = state
+    dv = tl.arange(0, BLOCK_DV)
     some = total > 0
     whole = tl.where(some, total, 1.0)
     at = head.to(tl.int64) * rows + row
@@ -45,4 +53,4 @@ def merge_parts(
     tl.store(lse + at, tl.where(some, (highest + tl.log2(whole)) / 1.4426950408889634, float("-inf")))
 
 
-__all__ = ["merge_parts", "weighed"]
+__all__ = ["gathered", "leave", "weighed"]

@@ -172,24 +172,25 @@ def is_even(numbers: tuple[int, ...], tensors: list[Tensor]) -> bool:
 
 
 class _Kept(threading.local):
-    """A buffer of this thread by device and stream, and its parts: nobody else writes to them between two launches."""
+    """A buffer of this thread by use, device and stream, and its parts: nobody else writes to them between two launches."""
 
     def __init__(self) -> None:
-        self.parts: dict[tuple[torch.device, int], tuple[Tensor, tuple[int, ...], list[Tensor]]] = {}
+        self.parts: dict[tuple[str, torch.device, int], tuple[Tensor, tuple[int, ...], list[Tensor]]] = {}
 
 
 _kept = _Kept()
 
 
-def workspace(like: Tensor, *sizes: int) -> list[Tensor]:
-    """Float32 numbers on the device of ``like``, not initialised, for what one launch leaves to the next; so many in each part.
+def workspace(like: Tensor, *sizes: int, use: str = "") -> list[Tensor]:
+    """Float32 numbers on the device of ``like``, not initialised, for what a launch leaves to later ones; so many in each part.
+    What launches of another ``use`` have left stays.
 
     The same at every step on one stream of one thread. A CUDA graph that is being captured gets its own.
     """
     device, stream, capturing = like.device, 0, False
     if device.type == "cuda":
         stream, capturing = torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
-    buffer, known, parts = (None, (), []) if capturing else _kept.parts.get((device, stream), (None, (), []))
+    buffer, known, parts = (None, (), []) if capturing else _kept.parts.get((use, device, stream), (None, (), []))
     if known == sizes:
         return parts
     # parts begin at multiples of 16 bytes
@@ -198,7 +199,7 @@ def workspace(like: Tensor, *sizes: int) -> list[Tensor]:
         buffer = torch.empty(sum(even), dtype=torch.float32, device=device)
     parts = list(buffer[: sum(even)].split(even))
     if not capturing:
-        _kept.parts[device, stream] = (buffer, sizes, parts)
+        _kept.parts[use, device, stream] = (buffer, sizes, parts)
     return parts
 
 

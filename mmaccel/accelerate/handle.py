@@ -91,7 +91,7 @@ class Handle:
             method = stage.method
             budget = "its own" if stage.retain is None else stage.retain
             logger.info("stage %d at site %s: %r, budget %s", stage.number, method.site, method, budget)
-        logger.info("positions=%r, rounding=%r, kernels=%r", recipe.positions, recipe.rounding, plan.kernels)
+        logger.info("positions=%r, variant=%r, kernels=%r", recipe.positions, recipe.variant, plan.kernels)
         for note in plan.notes:
             logger.info("%s", note)
 

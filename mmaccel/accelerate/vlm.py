@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..families import Family, family_of
 from ..families.base import Wrapper
 from ..kv.cache import pinned_of, state_of
-from ..recipe import Positions, Recipe, RecipeLike, Rounding
+from ..recipe import Positions, Recipe, RecipeLike, Variant
 from ..recipe import recipe as find_recipe
 from ..runtime import captured
 from ..runtime.encoded import Encoded
@@ -344,7 +344,7 @@ def accelerate_vlm(
     retain: float | None = None,
     processor: Any = None,
     positions: Positions | None = None,
-    rounding: Rounding | None = None,
+    variant: Variant | None = None,
     text_retain: float | None = None,
     kernels: Kernels = "auto",
     **options: Any,
@@ -362,7 +362,8 @@ def accelerate_vlm(
     processor : needed by families whose prompt only the tokenizer can read (InternVL, SmolVLM: to know which tiles and
         frames belong together), and by methods that read the question as text.
     positions : ``"keep"`` (tokens keep their positions) or ``"paper"`` (as the method's authors did); see :class:`Recipe`.
-    rounding : ``"exact"`` or ``"official"`` (the authors' way from a share to a number of tokens).
+    variant : ``"exact"``, or ``"official"``: every method does what its authors' program does, where that differs from the
+        paper; see :class:`Recipe`.
     text_retain : share of the text keys that a cache policy keeps; by default all of them.
     kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
         whatever the device.
@@ -371,7 +372,7 @@ def accelerate_vlm(
     Returns
     -------
     The same model. ``model.mmaccel`` is its :class:`Accelerator`: ``stats()``, ``recipe``, ``remove()``. Its ``generate`` and
-    its forward take ``mmaccel=``: a mapping such as ``{"retain": 0.1}`` (retain, positions, rounding, text_retain) holds for
+    its forward take ``mmaccel=``: a mapping such as ``{"retain": 0.1}`` (retain, positions, variant, text_retain) holds for
     this one call, and ``False`` runs the bare model once.
 
     Raises
@@ -403,7 +404,7 @@ def accelerate_vlm(
     >>> model.mmaccel.remove()
     """
     chosen = find_recipe(
-        recipe, retain=retain, positions=positions, rounding=rounding, text_retain=text_retain, **options
+        recipe, retain=retain, positions=positions, variant=variant, text_retain=text_retain, **options
     )
     _put_on(_model(model), chosen, processor, kernels)
     return model
@@ -421,7 +422,7 @@ def accelerated(
     retain: float | None = None,
     processor: Any = None,
     positions: Positions | None = None,
-    rounding: Rounding | None = None,
+    variant: Variant | None = None,
     text_retain: float | None = None,
     kernels: Kernels = "auto",
     **options: Any,
@@ -437,7 +438,7 @@ def accelerated(
     False
     """
     chosen = find_recipe(
-        recipe, retain=retain, positions=positions, rounding=rounding, text_retain=text_retain, **options
+        recipe, retain=retain, positions=positions, variant=variant, text_retain=text_retain, **options
     )
     target = _model(model)
     previous = Accelerator.on(target)

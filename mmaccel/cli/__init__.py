@@ -46,6 +46,7 @@ Make pretrained vision and video LLMs faster by dropping visual tokens.
   mmaccel compare --out curves.png                             several recipes as curves
   mmaccel bench --shape llava-1.5-7b                           how fast, on the sizes of real models?
   mmaccel video-qa questions.jsonl -o answers.jsonl            thousands of videos, and going on where it was killed
+  mmaccel serve --recipe snapkv                                a model with a recipe, for OpenAI's clients
   mmaccel demo                                                 what is kept and what it costs, in a browser
   mmaccel doctor, mmaccel selfcheck                            does everything fit together here?
 """

@@ -21,6 +21,7 @@ from .shared.options import Frames, Json, Longest, ModelOptions, RecipeOptions
 from .shared.text import json_file, nbytes, seconds, table, tell, working
 
 if TYPE_CHECKING:
+    from ..programs.turns import Watch
     from ..recipe import Recipe
 
 PLACE = 2
@@ -114,8 +115,6 @@ def shipped(video: bool = False) -> Path:
 
 #: tokens that are generated before anything is measured
 _WARM_UP = 4
-#: intervals between tokens from which a rate is told
-_INTERVALS = 3
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -166,25 +165,6 @@ class Answer:
         return {k: v for k, v in vars(self).items() if k not in ("ids", "first_logits")}
 
 
-class Watch:
-    """A streamer that notes when tokens arrive. The first thing it is given is the prompt."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        """Tokens on the CPU: the device has finished them."""
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing is buffered."""
-
-    def rate(self) -> float | None:
-        """Tokens a second behind the first; None of so few that one of them would decide."""
-        intervals = len(self.times) - 2
-        return intervals / (self.times[-1] - self.times[1]) if intervals >= _INTERVALS else None
-
-
 def answer(
     model: Any,
     processor: Any,
@@ -199,6 +179,7 @@ def answer(
     import torch
 
     from ..accelerate import accelerated
+    from ..programs.turns import Watch
 
     inputs = inputs.to(model.device)
     floats = {k: v.to(model.dtype) for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from ..errors import MmaccelError
-from .shared.options import Json, ModelOptions
+from .shared.options import AllowHost, Json, ModelOptions, Several
 
 PLACE = 7
 HELP = "show what a recipe does in a browser"
@@ -41,24 +41,9 @@ class Serving(ModelOptions):
     port: Annotated[
         int | None, typer.Option(metavar="PORT", help="Port to listen on.  [default: the first free one from 7860]")
     ] = None
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="A name by which browsers may ask for the demo, such as that of a proxy; *.example.com and * are patterns. "
-            "Can be repeated.  [default: localhost, addresses, and --host]",
-        ),
-    ] = None
+    allow_host: AllowHost = None
     time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="That the model works for one question.")] = 120.0
-    several: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Questions that are answered at once, each by a twin of the model that shares its weights; they take each "
-            "other's time, so that times mean less.",
-        ),
-    ] = 1
+    several: Several = 1
     share: Annotated[bool, typer.Option("--share", help="Also make a public address, over Gradio's servers.")] = False
 
 

@@ -35,6 +35,7 @@ _OPTIONAL = {
     "torchcodec": "video files, and inside processors",
     "open_clip_torch": "open_clip models",
     "gradio": "the demo",
+    "uvicorn": "the server",
     "matplotlib": "plots of benchmarks",
 }
 _SUPPORTED = ((5, 17), (5, 24))

@@ -36,6 +36,7 @@ examples:
 _TAPS = {
     "cls_attention": "CLS attention",
     "received_attention": "received attention",
+    "patch_attention": "patch attention",
     "keys": "tower keys",
     "features": "tower features",
 }
@@ -86,6 +87,7 @@ def describe(name: str) -> dict[str, Any]:
     if (cls := methods().get(name)) is not None:
         return _describe(cls) | {
             "about": _about(cls),
+            "official": official_doc(cls).replace("``", ""),
             "option_docs": _plain(option_docs(cls)),
             "families": _families(cls),
         }
@@ -102,9 +104,19 @@ def describe(name: str) -> dict[str, Any]:
 def _about(cls: Any) -> str:
     """The docstring of a method as far as its options."""
     text = inspect.cleandoc(cls.__doc__ or "").partition("\nParameters\n---")[0]
+    text = "\n\n".join(p for p in text.split("\n\n") if not p.startswith('``variant="official"``'))
     # marks of Sphinx: ``code``, :role:`name`, and *titles*
     text = re.sub(r":\w+:`([^`]*)`", r"\1", text.replace("``", "")).replace("`", "")
     return re.sub(r"(?m)^\*(.+?)\*(?=,| \()", r"\1", text.strip(), flags=re.S)
+
+
+def official_doc(cls: Any) -> str:
+    """What the authors' variant of a method changes, with its marks of code; empty if it has none."""
+    for one in cls.__mro__:
+        for paragraph in inspect.cleandoc(vars(one).get("__doc__") or "").split("\n\n"):
+            if paragraph.startswith('``variant="official"``: '):
+                return " ".join(paragraph.partition(": ")[2].split())
+    return ""
 
 
 def option_docs(cls: Any) -> dict[str, str]:
@@ -164,6 +176,7 @@ def render(one: dict[str, Any]) -> str:
         ("keeps", _share(one["default_retain"])),
         ("needs", ", ".join(one["needs"]) or "nothing"),
         ("families", ", ".join(one["families"])),
+        *([("official", f"(variant='official') {one['official']}")] if one["official"] else []),
     ]
     options = [["option", "default", "meaning"]]
     options += [[name, str(value), one["option_docs"].get(name, "-")] for name, value in one["options"].items()]

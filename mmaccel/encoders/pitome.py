@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -35,7 +35,7 @@ class PiToMe(EncoderMethod):
     ----------
     margin : the similarity above which tokens count as alike; None is ``0.9 (1 - l / L)`` in layer ``l`` of ``L``, which the
         program uses for CLIP of transformers and for BLIP. It uses 0.95 for its other CLIP, and 0.75 for DeiT and MAE.
-    variant : ``energy``; or ``bsm``: all tokens, in the order of their energy, alternate between A and B, and the ``r``
+    matching : ``energy``; or ``bsm``: all tokens, in the order of their energy, alternate between A and B, and the ``r``
         most similar pairs are merged, as in ToMe; the program uses it in the first half of its layers (DeiT). Or ``text``,
         which it uses for text encoders: energy is a Gaussian around a cosine of one, and the ``r`` candidates of higher
         energy flow into the ``r`` of lower energy.
@@ -51,13 +51,15 @@ class PiToMe(EncoderMethod):
     conserves_mass: ClassVar[bool] = True
 
     margin: float | None = None
-    variant: Literal["energy", "bsm", "text"] = "energy"
+    matching: Literal["energy", "bsm", "text"] = "energy"
+
+    gone: ClassVar[Mapping[str, str]] = {"variant": "it is called 'matching' now"}
 
     def __post_init__(self) -> None:
-        if self.variant not in _MATCHING:
-            raise MmaccelError(f"pitome knows the variants 'energy', 'bsm' and 'text', not {self.variant!r}.")
-        if self.variant == "text" and self.margin is not None and self.margin >= 1:
-            raise MmaccelError(f"pitome's text variant needs a margin below 1, not {self.margin}.")
+        if self.matching not in _MATCHING:
+            raise MmaccelError(f"pitome knows matching 'energy', 'bsm' and 'text', not {self.matching!r}.")
+        if self.matching == "text" and self.margin is not None and self.margin >= 1:
+            raise MmaccelError(f"pitome's matching 'text' needs a margin below 1, not {self.margin}.")
 
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:
         """The same share of the tokens left in each layer; whole numbers that sum to ``tokens - kept``."""
@@ -79,7 +81,7 @@ class PiToMe(EncoderMethod):
     def match(self, tokens: EncoderTokens, remove: int) -> Tensor:
         """``keys [N, T, d]`` -> ``[N, T]``, the slot each token flows into."""
         margin = 0.9 * (1.0 - tokens.depth) if self.margin is None else self.margin
-        return _MATCHING[self.variant](tokens.keys, remove, margin, tokens.protected)
+        return _MATCHING[self.matching](tokens.keys, remove, margin, tokens.protected)
 
 
 def energy(metric: Tensor, margin: float) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ..core.budget import layer_at
 from ..errors import UnsupportedError
 from .tower import Towers
 
@@ -36,10 +37,10 @@ class Encoder(Towers):
         """The last layer."""
         return len(self.tower_layers(self.tower)) - 1
 
-    def tap_layer(self, layer: int | None) -> int:
-        """As Python counts."""
+    def tap_layer(self, layer: float | None) -> int:
+        """As Python counts; by default the last, and a float is a share of the depth."""
         depth = self.feature_layer + 1
-        return range(depth)[self.feature_layer if layer is None else layer]
+        return range(depth)[self.feature_layer if layer is None else layer_at(layer, depth)]
 
     #: whether the tower's attention can be replaced as transformers has it; else :meth:`attach` hooks its modules
     attention_by_name: ClassVar[bool] = True

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..core.budget import layer_at
 from ..core.layout import Layout, Modality, Picture
 from ..errors import UnsupportedError
 from .tower import EncoderCall, Towers
@@ -163,10 +164,14 @@ class Family(Towers):
         # hidden_states[i] is the output of layer i - 1
         return layer - 1 if layer >= 0 else depth + layer
 
-    def tap_layer(self, layer: int | None) -> int:
+    def tap_layer(self, layer: float | None) -> int:
         """The tower layer a tap means; None is the layer whose attention shaped the features."""
         depth = self.tower_depth
-        number = self.feature_layer if layer is None else layer + depth if layer < 0 else layer
+        if isinstance(layer, float):
+            # of blocks with windows between them only those that attend to everything
+            wished = layer_at(layer, depth)
+            return min(self.merging_layers(), key=lambda number: (abs(number - wished), -number))
+        number = self.feature_layer if layer is None else int(layer) + depth if layer < 0 else int(layer)
         if not 0 <= number < depth:
             raise UnsupportedError(f"{self.name}: the vision tower has {depth} layers, there is no layer {layer}.")
         return number

@@ -102,7 +102,7 @@ class Qwen25VL(Qwen2VL):
         """The blocks that attend to whole frames: their keys can be compared, and the windows between them just shrink."""
         return sorted(self.vision.fullatt_block_indexes)
 
-    def tap_layer(self, layer: int | None) -> int:
+    def tap_layer(self, layer: float | None) -> int:
         """By default the last block that attends to a whole frame."""
         if layer is not None:
             return super().tap_layer(layer)

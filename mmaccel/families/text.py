@@ -21,13 +21,15 @@ class TextTower:
     ----------
     name : as the user gave it.
     norm, projection : the vision tower's last norm and its projection into the common space, ``[width, d]``.
-    texts : from texts to embeddings ``[segments, d]``; what is longer than the context of the tower makes several.
+    texts : from a text to embeddings ``[segments, d]``; what is longer than the context of the tower makes several.
+    words : from a text to the embeddings of its tokens ``[tokens, d]``, those at its ends included.
     """
 
     name: str
     norm: nn.Module
     projection: Tensor
     texts: Callable[[str], Tensor]
+    words: Callable[[str], Tensor]
 
     @property
     def width(self) -> int:
@@ -40,9 +42,10 @@ class TextTower:
         return self.norm(features.to(self.projection)) @ self.projection
 
     @torch.no_grad()
-    def embed(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        """``[N, q, d]`` float32 and ``[N, q]`` bool: the segments of every text; an empty text has none."""
-        found = [self.texts(text) if text else self.projection.new_zeros(0, self.projection.shape[1]) for text in texts]
+    def embed(self, texts: list[str], words: bool = False) -> tuple[Tensor, Tensor]:
+        """``[N, q, d]`` float32 and ``[N, q]`` bool: the segments of every text, or its ``words``; an empty text has none."""
+        read = self.words if words else self.texts
+        found = [read(text) if text else self.projection.new_zeros(0, self.projection.shape[1]) for text in texts]
         there = nn.utils.rnn.pad_sequence([torch.ones(len(x), dtype=torch.bool) for x in found], batch_first=True)
         return nn.utils.rnn.pad_sequence(found, batch_first=True), there.to(self.projection.device)
 
@@ -87,17 +90,25 @@ def _transformers(name: str, device: torch.device | None) -> TextTower:
         model.config.text_config.max_position_embeddings,
     )
 
-    def texts(text: str) -> Tensor:
+    def read(text: str) -> tuple[Any, Tensor]:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         # cut where the context ends, the last piece filled up with zeros that are not looked at, as CDPruner does
         short = -ids.shape[1] % context
         seen = torch.ones_like(ids)
         pieces, masks = (nn.functional.pad(x, (0, short)).view(-1, context).to(device) for x in (ids, seen))
-        embeds: Tensor = project(text_model(input_ids=pieces, attention_mask=masks).pooler_output)
+        return text_model(input_ids=pieces, attention_mask=masks), masks.bool()
+
+    def texts(text: str) -> Tensor:
+        embeds: Tensor = project(read(text)[0].pooler_output)
+        return embeds
+
+    def words(text: str) -> Tensor:
+        found, there = read(text)
+        embeds: Tensor = project(found.last_hidden_state[there])
         return embeds
 
     vision = model.vision_model
-    return TextTower(name, vision.post_layernorm, model.visual_projection.weight.detach().T, texts)
+    return TextTower(name, vision.post_layernorm, model.visual_projection.weight.detach().T, texts, words)
 
 
 def _open_clip(name: str, model_name: str, weights: str | None, device: torch.device | None) -> TextTower:
@@ -115,10 +126,25 @@ def _open_clip(name: str, model_name: str, weights: str | None, device: torch.de
 
     # the rest of the vision tower is not needed
     model.visual = nn.Identity()
+    half = getattr(model, "text", model)
 
     def texts(text: str) -> Tensor:
         # its tokenizers cut at the context
         embeds: Tensor = model.encode_text(tokenizer([text]).to(device)).float()
         return embeds
 
-    return TextTower(name, norm, projection.detach(), texts)
+    def words(text: str) -> Tensor:
+        ids, hidden = tokenizer([text]).to(device), []
+        spot = half.ln_final.register_forward_hook(lambda module, args, output: hidden.append(output))
+        try:
+            model.encode_text(ids)
+        finally:
+            spot.remove()
+        # the end of a text has the largest id, and behind it is padding
+        read, project = hidden[0][0, : int(ids.argmax()) + 1], half.text_projection
+        embeds: Tensor = (
+            read if project is None else project(read) if isinstance(project, nn.Module) else read @ project
+        )
+        return embeds.float()
+
+    return TextTower(name, norm, projection.detach(), texts, words)

@@ -52,8 +52,8 @@ class Towers(ABC):
         """The tower layer (counted from 0) whose output is read."""
 
     @abstractmethod
-    def tap_layer(self, layer: int | None) -> int:
-        """The tower layer a tap means; None is the layer whose attention shaped the features."""
+    def tap_layer(self, layer: float | None) -> int:
+        """The tower layer a tap means, see :class:`mmaccel.method.Tap`."""
 
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """What a tap delivered, one value per language model token: ``[tokens, ...]`` in source order.

@@ -74,7 +74,7 @@ class Accelerated:
     Parameters
     ----------
     recipe : a name, or a path to a JSON file.
-    **arguments : those of the wrapper; what it does not know is for the recipe: ``retain``, ``positions``, ``rounding``,
+    **arguments : those of the wrapper; what it does not know is for the recipe: ``retain``, ``positions``, ``variant``,
         ``text_retain``, options of its methods.
 
     Raises

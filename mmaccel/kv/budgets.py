@@ -48,6 +48,17 @@ def pyramid_official(capacity: int, window: int, size: int, layers: int, beta: f
     return [most - i * step + window for i in range(layers)]
 
 
+def pyramid_kvpress(count: int, window: int, size: int, layers: int, beta: float) -> list[int]:
+    """Keys per layer in kvpress: the row leaves the ``window`` out, and is flat where the last layer had less than that."""
+    least = count / beta
+    most = 2 * count - least
+    if most >= size - window:
+        most, least = size - window, 2 * count - (size - window)
+    if not size >= most >= least >= window:
+        return [count] * layers
+    return [round(most - i * (most - least) / max(1, layers - 1)) for i in range(layers)]
+
+
 def by_shares(count: int, sizes: list[int], shares: list[float], uniform: float = 0.0) -> list[int]:
     """Mean ``count`` in proportion to ``shares``, of which ``uniform`` is given to all layers alike.
 
@@ -61,24 +72,26 @@ def by_shares(count: int, sizes: list[int], shares: list[float], uniform: float 
     return [low + more for low, more in zip(least, rest, strict=True)]
 
 
-def sparsity_ratios(seen: Tensor, ratio: float) -> Tensor:
-    """The share of its keys each layer keeps, ``[L]``, in proportion to the share ``seen [L]`` of entries that matter.
+def clipped_shares(seen: Tensor, ratio: float) -> Tensor:
+    """The share of its keys each layer keeps in authors' programs, ``[L]``: ``clip(seen / sum(seen) * ratio * L, 0.01, 1)``.
 
-    *VL-Cache: Sparsity and Modality-Aware KV Cache Compression*, ICLR 2025, arXiv 2410.23317: with the sparsity ``g`` of a
-    layer, ``b_l = clip((1 - g_l) / sum(1 - g) * ratio * L, 0.01, 1)``. The clip may change the mean; :func:`by_shares`
-    meets it.
+    *VL-Cache: Sparsity and Modality-Aware KV Cache Compression*, ICLR 2025, arXiv 2410.23317: ``seen`` is one minus the
+    sparsity of a layer. *MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference*, NAACL 2025, arXiv
+    2502.17599: it is ``exp(E)`` of the entropy ``E`` of the attention each query pays, mean over queries and heads; the
+    entropies between text and pictures of the paper are in a function that its program does not call. The clip may change
+    the mean; :func:`by_shares` meets it.
     """
-    return (seen / seen.sum() * ratio * len(seen)).clamp(0.01, 1.0)
+    return (seen.double() / seen.double().sum() * ratio * len(seen)).clamp(0.01, 1.0).float()
 
 
-def entropy_ratios(entropies: Tensor, ratio: float) -> Tensor:
-    """The share of its keys each layer keeps, ``[L]``: ``clip(softmax(E) * ratio * L, 0.01, 1)`` of its entropy ``E [L]``.
-
-    *MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference*, NAACL 2025, arXiv 2502.17599. ``E`` is
-    the entropy of the attention each query pays, mean over queries and heads; the entropies between text and pictures of the
-    paper are in a function that its program does not call.
-    """
-    return sparsity_ratios(entropies.softmax(0), ratio)
+def clipped_official(count: int, sizes: list[int], seen: Tensor, newest: float) -> list[int]:
+    """Keys per layer by :func:`clipped_shares`, truncated; the share ``newest`` of the budget is the same for all layers."""
+    recent = int(newest * count)
+    out = []
+    for layer, size in enumerate(sizes):
+        share = clipped_shares(seen, count / max(1, size) * (1 - newest))[layer]
+        out.append(min(size, max(1, int(share * size)) + recent))
+    return out
 
 
 def prefix(scores: list[Tensor], count: int) -> list[int]:
@@ -110,23 +123,23 @@ def _mass_before(scores: Tensor) -> Tensor:
     return torch.cat([share.new_full((len(share), min(1, share.shape[1])), -1.0), share[:, :-1]], dim=1)
 
 
-def prefix_official(scores: Tensor, target: int, protect: int) -> list[int]:
-    """Keys each layer *drops* in the authors' program, before it is rescaled; ``scores [L, n]``.
+def prefix_official(scores: list[Tensor], target: int, protect: int) -> list[int]:
+    """Keys each layer keeps in the authors' program, before it is rescaled; per layer ``scores [n]``.
 
-    The search for the share stops within 5 keys of ``target``, the number to drop over all layers.
+    The search for the share stops within 5 keys of ``target``, the number to drop over all layers. ``protect`` keys of every
+    layer stay whatever their score.
     """
-    ordered = scores.sort(1, descending=True).values
-    share = ordered.cumsum(1) / ordered.sum(1, keepdim=True)
-    low, high, dropped = 0.0, 1.0, torch.zeros(len(scores), dtype=torch.long)
+    ordered = [some.sort(descending=True).values for some in scores]
+    share = [some.cumsum(0) / some.sum() for some in ordered]
+    low, high, dropped = 0.0, 1.0, [0] * len(scores)
     for _ in range(100):
         middle = (low + high) / 2
-        kept = (share < middle).sum(1) + 1
-        dropped = (scores.shape[1] - kept - protect).clamp(min=0)
-        over = int(dropped.sum()) - target
+        dropped = [max(0, len(some) - int((some < middle).sum()) - 1 - protect) for some in share]
+        over = sum(dropped) - target
         if abs(over) < 5:
             break
         low, high = (middle, high) if over > 0 else (low, middle)
-    return dropped.tolist()
+    return [len(some) - gone for some, gone in zip(scores, dropped, strict=True)]
 
 
 def variance_ratios(scores: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def protected(policy: Policy, keys: KeyBatch, start: bool = True, question: Tens
     return must & valid
 
 
-def choose(policy: Policy, scores: Tensor, among: Tensor, count: Tensor, official: bool = False) -> Tensor:
+def choose(policy: Policy, scores: Tensor, among: Tensor, count: Tensor) -> Tensor:
     """``[B, Hkv, K]`` bool: what stays of the keys ``among [B, K]``, ``count [B]`` in the mean over heads.
 
     A policy whose budget is not exact drops what it scores ``-inf``; without a budget it drops nothing else.
@@ -68,7 +68,7 @@ def choose(policy: Policy, scores: Tensor, among: Tensor, count: Tensor, officia
         kept = budgets.safeguard(scores, among, count, floor)
     else:
         rivals = budgets.concentrated(scores, among, count) if how == "concentrated" else scores
-        kept = per_head(scores, among, budgets.adaptive(rivals, among, count, floor, official))
+        kept = per_head(scores, among, budgets.adaptive(rivals, among, count, floor, policy.official))
     return kept if policy.budget == "exact" else kept & (scores > -torch.inf)
 
 

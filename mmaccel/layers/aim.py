@@ -29,6 +29,8 @@ class AimPageRank(LayerMethod):
     the weight that reaches ``r`` is known for every iteration. Each block of rows of ``M`` is therefore computed once, from
     the last to the first, for all iterations; nothing larger than a block and ``[iterations + 1, B, H, K]`` is in memory.
 
+    ``variant="official"``: a ratio is rounded down.
+
     Parameters
     ----------
     layer : the input of this layer, counted from 0. The recipe ``aim`` merges to ``retain`` of the tokens (25 %), and has a

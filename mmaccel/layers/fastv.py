@@ -22,6 +22,8 @@ class FastV(LayerMethod):
     ``s_j = mean_h A_{K-1}[h, last, j]`` over the visual tokens ``j``; at the input of layer ``K`` the ``count`` highest
     stay, in order, at their original positions. Text always stays. Layers below ``K`` process and cache all tokens.
 
+    ``variant="official"``: the number kept is rounded half to even.
+
     Parameters
     ----------
     layer : ``K``, counted from 0. 2 as in the paper, with half of the tokens kept (``default_retain``).

@@ -31,6 +31,8 @@ class FrameFusion(LayerMethod):
     heads (for a run: mean over its tokens). So the count is met exactly. Newline tokens have no previous token: they are
     never merged but may be dropped. In a single picture no token has one, so it is only pruned.
 
+    ``variant="official"``: the number kept is rounded half to even.
+
     Parameters
     ----------
     layer : the input of this layer, 1 or more.
@@ -41,7 +43,7 @@ class FrameFusion(LayerMethod):
     attention of the layer below. Merging before layer 0 is what methods at site ``projector`` do. The authors' budget is
     ``cost``, the mean share of tokens per layer, 0.3 for 28 layers; :func:`sparsity_needed` turns it into a share to drop:
     27.4 % stay from layer 1 on, the ``default_retain``. Their merging rounds the number dropped down, their pruning rounds
-    the number kept half to even; ``rounding="official"`` does the latter.
+    the number kept half to even; ``variant="official"`` does the latter.
     """
 
     name = "framefusion"

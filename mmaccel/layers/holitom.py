@@ -32,6 +32,8 @@ class HoliTomInner(LayerMethod):
     whose weights sum to one, with more weight for later members than in a mean. Similarities are those before any merging,
     in blocks of rows. Positions are original; the layers below keep all tokens.
 
+    ``variant="official"``: the number kept is rounded half to even.
+
     Parameters
     ----------
     layer : the input of this layer, counted from 0: 18 of 28 as in the authors' 7B runs, where half of the tokens left by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,20 @@ def read_video(path: Path, count: int) -> Clip:
 
 
 @dataclasses.dataclass(frozen=True)
+class Chat:
+    """Messages as chat templates take them, ``{"role": ..., "content": [part, ...]}``, whose parts ``{"type": "image"}`` and
+    ``{"type": "video"}`` stand for the pictures and clips in their order."""
+
+    messages: tuple[dict[str, Any], ...]
+    pictures: tuple[PILImage, ...] = ()
+    clips: tuple[Clip, ...] = ()
+
+    def words(self) -> Iterator[Any]:
+        """The texts of all messages."""
+        return (part["text"] for message in self.messages for part in message["content"] if part["type"] == "text")
+
+
+@dataclasses.dataclass(frozen=True)
 class Prompt:
     """One question about pictures or a clip, after the questions and answers of ``earlier`` turns about the same."""
 
@@ -67,7 +81,7 @@ class Prompt:
     clip: Clip | None = None
     earlier: tuple[tuple[str, str], ...] = ()
 
-    def messages(self) -> list[dict[str, Any]]:
+    def chat(self) -> Chat:
         """As a chat; pictures and clip stand before the first question."""
         shown = [{"type": "image"}] * len(self.pictures) + [{"type": "video"}] * (self.clip is not None)
         chat = []
@@ -75,45 +89,49 @@ class Prompt:
             chat.append({"role": "user", "content": [*shown, {"type": "text", "text": question}]})
             chat.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
             shown = []
-        return [*chat, {"role": "user", "content": [*shown, {"type": "text", "text": self.question}]}]
+        chat.append({"role": "user", "content": [*shown, {"type": "text", "text": self.question}]})
+        return Chat(tuple(chat), tuple(self.pictures), () if self.clip is None else (self.clip,))
 
 
-def encode(processor: Any, prompts: Sequence[Prompt]) -> Any:
+def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
     """Inputs of ``generate`` for a batch of prompts with equally many pictures and clips, padded on the left.
 
     Raises
     ------
     MmaccelError
-        If a question is no text, or holds what stands for pixels in prompts of this model, or a clip is none.
+        If a text is none, or holds what stands for pixels in prompts of this model, or a clip is none, or the model's chat
+        template does not take the messages.
     UnsupportedError
         If there is a clip and the processor takes none, or rows must be padded and the tokenizer cannot.
     """
-    for prompt in prompts:
-        for words in (prompt.question, *(part for turn in prompt.earlier for part in turn)):
+    chats = [prompt.chat() if isinstance(prompt, Prompt) else prompt for prompt in prompts]
+    for chat in chats:
+        for words in chat.words():
             check_words(processor, words)
-        if not isinstance(prompt.clip, Clip | None):
-            raise MmaccelError(
-                f"clip= takes a mmaccel.media.files.Clip, not {type(prompt.clip).__name__}; pictures go to pictures=."
-            )
-    if any(p.clip is not None for p in prompts) and getattr(processor, "video_processor", None) is None:
+        for clip in chat.clips:
+            if not isinstance(clip, Clip):
+                raise MmaccelError(
+                    f"clip= takes a mmaccel.media.files.Clip, not {type(clip).__name__}; pictures go to pictures=."
+                )
+    clips = [clip for chat in chats for clip in chat.clips]
+    if clips and getattr(processor, "video_processor", None) is None:
         raise UnsupportedError("This model takes no video; give it single frames as pictures.")
-    texts = [_text(processor, prompt) for prompt in prompts]
+    texts = [_text(processor, chat) for chat in chats]
     bos = getattr(processor.tokenizer, "bos_token", None)
     options: dict[str, Any] = {}
     if bos and texts[0].startswith(bos):
         options["add_special_tokens"] = False
-    if len(prompts) > 1:
+    if len(chats) > 1:
         if processor.tokenizer.pad_token is None:
             raise UnsupportedError(
                 "The tokenizer has no padding token, so questions cannot be batched; ask one at a time."
             )
         options |= {"padding": True, "padding_side": "left"}
     given: dict[str, Any] = {"text_kwargs": options} if options else {}
-    if prompts[0].pictures:
-        given["images"] = [list(prompt.pictures) for prompt in prompts]
-    clips = [prompt.clip for prompt in prompts if prompt.clip is not None]
+    if chats[0].pictures:
+        given["images"] = [list(chat.pictures) for chat in chats]
     if clips:
-        given["videos"] = [[clip.frames] for clip in clips]
+        given["videos"] = [[clip.frames for clip in chat.clips] for chat in chats]
         given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [clip.metadata() for clip in clips]}
     return processor(text=texts, return_tensors="pt", **given)
 
@@ -143,14 +161,24 @@ def check_words(processor: Any, words: Any) -> None:
         )
 
 
-def _text(processor: Any, prompt: Prompt) -> str:
+def _text(processor: Any, chat: Chat) -> str:
     if getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None):
-        text: str = processor.apply_chat_template(prompt.messages(), add_generation_prompt=True, tokenize=False)
+        from jinja2 import TemplateError
+
+        try:
+            text: str = processor.apply_chat_template(list(chat.messages), add_generation_prompt=True, tokenize=False)
+        except (TemplateError, TypeError) as error:
+            raise MmaccelError(f"The chat template of this model does not take these messages: {error}") from None
         return text
-    holders = [processor.image_token] * len(prompt.pictures) + ([processor.video_token] if prompt.clip else [])
-    before = [f"USER: {question} ASSISTANT: {answer}" for question, answer in prompt.earlier]
-    turns = [*before, f"USER: {prompt.question} ASSISTANT:"]
-    return " ".join([f"USER: {' '.join(holders)}\n{turns[0].removeprefix('USER: ')}", *turns[1:]])
+    holders = {"image": "image_token", "video": "video_token"}
+    names = {"user": "USER: ", "assistant": "ASSISTANT: "}
+    turns: list[str] = []
+    for number, message in enumerate(chat.messages):
+        shown = [getattr(processor, holders[part["type"]]) for part in message["content"] if part["type"] in holders]
+        words = "".join(part["text"] for part in message["content"] if part["type"] == "text")
+        lead = f"{' '.join(shown)}\n" if shown or (number == 0 and message["role"] == "user") else ""
+        turns.append(f"{names.get(message['role'], '')}{lead}{words}")
+    return " ".join([*turns, "ASSISTANT:"])
 
 
-__all__ = ["VIDEO_SUFFIXES", "Clip", "Prompt", "encode", "load_media", "read_folder", "read_video", "spaced"]
+__all__ = ["VIDEO_SUFFIXES", "Chat", "Clip", "Prompt", "encode", "load_media", "read_folder", "read_video", "spaced"]

@@ -34,6 +34,8 @@ class AimMerge(ProjectorMethod):
     The budget is apportioned to frames by size; if it is less than one token a frame, neighbouring frames are merged as one.
     Tokens without a cell (newlines) are dropped first.
 
+    ``variant="official"``: a ratio is rounded down.
+
     Paper and program: the program merges video frames only, in exactly two rounds; after each it puts the remaining tokens
     of A, by descending similarity, before those of B, and pairs the next round in that order. So does this, but the tokens
     come out in slot order. Its sort is not stable; here the lower slot comes first on a tie.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,14 +35,11 @@ class DyCoke(ProjectorMethod):
     them and drops the other frames. A token whose cell is missing in the frame it is compared with counts as new. Newlines
     are dropped first.
 
-    Parameters
-    ----------
-    official_tail : treat the end of a clip as the program does: an odd last frame is dropped, and the last full group of four
-        (frames from ``T - 4`` on) keeps its third frame whole.
+    ``variant="official"``: an odd last frame is dropped, and the last full group of four (frames from ``T - 4`` on) keeps its
+    third frame whole; every frame that is compared keeps ``int((1 - K) n)`` tokens, ``K`` such that four keep ``retain``.
 
     Paper and program: the program fails for four frames or fewer, and returns the tokens of a pruned frame by ascending
-    similarity; here they are in raster order. It keeps ``int((1 - K) n)`` tokens of every frame that is compared; so does
-    ``rounding="official"``, with the ``K`` for which four frames keep ``retain``.
+    similarity; here they are in raster order.
     """
 
     name = "dycoke"
@@ -50,13 +48,15 @@ class DyCoke(ProjectorMethod):
     unit = "picture"
     default_retain: ClassVar[float | None] = 0.475
 
-    official_tail: bool = False
+    gone: ClassVar[Mapping[str, str]] = {
+        "official_tail": "variant='official' treats the end of a clip as its authors do"
+    }
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """All tokens of whole frames, and the same number, rounded down, of every frame that is compared."""
         if grid is None or grid[0] < 2 or retain < 0.25:
             return super().official_count(retain, size, grid)
-        plan = references(grid[0], self.official_tail)
+        plan = references(grid[0], self.official)
         # K as a user would have written it: rounding down is sensitive to the last digit
         share = round(1 - (4 * retain - 1) / 3, 9)
         each, whole = size // grid[0], sum(r == f for f, r in enumerate(plan))
@@ -69,7 +69,7 @@ class DyCoke(ProjectorMethod):
         longest = film.slots.shape[1]
         # tokens without a cell are an extra frame after all others
         frame = torch.where(film.frame < 0, longest, film.frame).masked_fill(~valid, -1)
-        plans = [references(length, self.official_tail) for length in lengths]
+        plans = [references(length, self.official) for length in lengths]
         sizes = group_sizes(frame, longest + 1).tolist()
         kept = [self._counts(k, plan, size) for k, plan, size in zip(count.tolist(), plans, sizes, strict=True)]
         counts = torch.tensor(kept, device=valid.device).view(len(valid), longest + 1)
@@ -96,10 +96,11 @@ class DyCoke(ProjectorMethod):
         return out
 
 
-def references(frames: int, official_tail: bool = False) -> list[int | None]:
-    """The frame each of ``frames`` is compared with: itself when it stays whole, None when it is dropped."""
+def references(frames: int, tail: bool = False) -> list[int | None]:
+    """The frame each of ``frames`` is compared with: itself when it stays whole, None when it is dropped; ``tail``: the
+    end of a clip as the authors' program treats it."""
     out: list[int | None] = [f - 1 if f % 2 else f - f % 4 for f in range(frames)]
-    if official_tail:
+    if tail:
         for f in range(2, frames, 4):
             if f - 2 not in range(0, frames - 4, 4):
                 out[f] = f

@@ -31,6 +31,8 @@ class Evs(ProjectorMethod):
     Where an earlier stage dropped the cell of the previous frame, the latest frame before that has it is compared. Tokens
     without a cell (newlines) are dropped first. The features compared are those the language model reads, in float32.
 
+    ``variant="official"``: a ratio is rounded down, and as many tokens as a frame has stay at least.
+
     Paper and program: the paper compares patches of pixels, by the L1 norm of their difference; vLLM and SGLang compare
     embeddings by cosine, as here.
     """

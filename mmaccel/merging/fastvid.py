@@ -40,6 +40,8 @@ class FastVID(AttentionGuided):
     over is not used, hence ``at_most``. A budget below one token a frame goes to the highest attention of the clip. An image
     is one frame. Newlines are dropped.
 
+    ``variant="official"``: a ratio is rounded down in every frame.
+
     Parameters
     ----------
     segments, tau : 8 and 0.9 as in the program.

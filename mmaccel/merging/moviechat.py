@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction
-from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
 from ..method.registry import register
 from .film import Film, frame_numbers
@@ -35,10 +35,7 @@ class MovieChat(ProjectorMethod):
     The paper consolidates its short-term memory of 18 frames to 2 whenever it is full. Here the whole clip is available and
     is consolidated at once.
 
-    Parameters
-    ----------
-    similarity : ``cosine`` as in the paper; or ``official_dot`` as in the program, the mean of the dot products of all pairs
-        of cells.
+    ``variant="official"``: neighbours are compared by the mean of the dot products of all pairs of cells instead of cosines.
     """
 
     name = "moviechat"
@@ -49,11 +46,7 @@ class MovieChat(ProjectorMethod):
     conserves_mass: ClassVar[bool] = True
     foreseen = "grid"
 
-    similarity: Literal["cosine", "official_dot"] = "cosine"
-
-    def __post_init__(self) -> None:
-        if self.similarity not in ("cosine", "official_dot"):
-            raise MmaccelError(f"moviechat knows similarity 'cosine' and 'official_dot', not {self.similarity!r}.")
+    gone: ClassVar[Mapping[str, str]] = {"similarity": "variant='official' compares by dot products, as its authors do"}
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> frames averaged, then cells where needed."""
@@ -77,7 +70,7 @@ class MovieChat(ProjectorMethod):
             if len(slots) < 2 or bool(whole[row]) or not wanted:
                 continue
             frames = max(1, wanted // places)
-            run, much = consolidate(tokens.features[row, at] * there[..., None], frames, self.similarity)
+            run, much = consolidate(tokens.features[row, at] * there[..., None], frames, self.official)
             # the first frame of a run that has the cell receives it
             first = at.masked_fill(~there, valid.shape[1])
             onto = torch.full_like(first[:frames], valid.shape[1]).scatter_reduce(
@@ -95,8 +88,8 @@ class MovieChat(ProjectorMethod):
         return made.then(pool_parts(replace(tokens, valid=made.kept), number, pooled))
 
 
-def consolidate(x: Tensor, frames: int, similarity: str = "cosine") -> tuple[Tensor, Tensor]:
-    """Average the most similar neighbouring frames of ``x [T, P, D]`` until ``frames`` are left.
+def consolidate(x: Tensor, frames: int, dots: bool = False) -> tuple[Tensor, Tensor]:
+    """Average the most similar neighbouring frames of ``x [T, P, D]`` until ``frames`` are left, by cosine or by ``dots``.
 
     Returns the frame that each flows into, ``[T]`` long ascending from 0, and its weight there, ``[T]``.
     """
@@ -105,7 +98,7 @@ def consolidate(x: Tensor, frames: int, similarity: str = "cosine") -> tuple[Ten
     now, weight = torch.arange(length, device=x.device), torch.ones(length, device=x.device)
 
     def alike(a: Tensor, b: Tensor) -> Tensor:
-        if similarity == "cosine":
+        if not dots:
             # sqrt(s s) is s, so copies have exactly one
             square = ((a * a).sum(-1) * (b * b).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
             return ((a * b).sum(-1) / square.sqrt()).clamp(max=1.0).mean(-1)

@@ -6,16 +6,20 @@ Write a subclass as a frozen dataclass (its fields are the method's options), gi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import ABC
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from ..core.budget import resolve
 
 #: (t, h, w)
 Grid = tuple[int, int, int]
 Site = Literal["frames", "encoder", "projector", "layers", "cache", "codec"]
+#: ``exact``: what the paper says, and budgets that are met; ``official``: what the authors' program does
+Variant = Literal["exact", "official"]
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,25 @@ class Tap:
 
     kind
         ``cls_attention``: attention paid by the CLS token to each patch, mean over heads. ``received_attention``: attention
-        received by each token, mean over heads and queries. ``keys``: keys, mean over heads. ``features``: hidden states
-        before the projector. ``cls_attention_unsplit``, ``keys_unsplit``: as if the tower had a single head of its full
-        width.
+        received by each token, mean over heads and queries. ``patch_attention``: that received from the other patches, mean
+        over heads and these. ``keys``: keys, mean over heads. ``features``: hidden states before the projector.
+        ``cls_attention_unsplit``, ``keys_unsplit``: as if the tower had a single head of its full width.
     layers
         tower layers, counted as Python counts; ``None`` stands for the layer whose output the language model reads (for
-        towers with windowed attention, for the last layer with full attention up to it).
+        towers with windowed attention, for the last layer with full attention up to it). A float is a share of the tower's
+        depth, rounded half up (there the nearest layer with full attention, the deeper of two).
     """
 
-    kind: Literal["cls_attention", "received_attention", "keys", "features", "cls_attention_unsplit", "keys_unsplit"]
-    layers: tuple[int | None, ...] = (None,)
+    kind: Literal[
+        "cls_attention",
+        "received_attention",
+        "patch_attention",
+        "keys",
+        "features",
+        "cls_attention_unsplit",
+        "keys_unsplit",
+    ]
+    layers: tuple[float | None, ...] = (None,)
 
 
 class TowerFacts(Protocol):
@@ -84,6 +97,10 @@ class Method(ABC):
     renumbers_inside: ClassVar[bool] = False
     #: the default ``retain`` of the recipe that consists of this method alone
     default_retain: ClassVar[float | None] = 0.25
+    #: options of earlier versions, and what to do instead
+    gone: ClassVar[Mapping[str, str]] = {}
+    #: whether it does what the authors' program does where that differs from the paper; no option, see :meth:`by`
+    official: bool = False
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -92,7 +109,8 @@ class Method(ABC):
             cls.__repr__ = Method.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.options().items())})"
+        told = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+        return f"{type(self).__name__}({told})" + (".by('official')" if self.official else "")
 
     def options(self) -> dict[str, Any]:
         """The options that are not what they are by default."""
@@ -100,6 +118,15 @@ class Method(ABC):
             return {}
         own = [f for f in dataclasses.fields(self) if f.init]
         return {f.name: value for f in own if (value := getattr(self, f.name)) != f.default}
+
+    def by(self, variant: Variant) -> Self:
+        """This method in a variant of its recipe. One that has an authors' variant of its own says in its docstring, in a
+        paragraph that begins with ``variant="official"``, what changes."""
+        if self.official == (variant == "official"):
+            return self
+        made = copy.copy(self)
+        object.__setattr__(made, "official", variant == "official")
+        return made
 
     def fit(self, family: ModelFacts) -> Method:
         """This method with the options that depend on the model filled in; called once, before :meth:`check`."""
@@ -115,7 +142,7 @@ class Method(ABC):
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """How many of the ``size`` tokens of a picture or clip the authors' program keeps at the ratio ``retain``.
 
-        Used with ``rounding="official"``; the caller raises 0 to 1, and budgets that are counts are taken as they are. By
+        Used with ``variant="official"``; the caller raises 0 to 1, and budgets that are counts are taken as they are. By
         default the exact rounding. ``grid`` is (t, h, w) of a picture or clip that is one unit, else None (tiles, frames).
         """
         return resolve(retain, size)

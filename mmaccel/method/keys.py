@@ -76,6 +76,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
     "layer_budget": {
         "uniform": None,
         "pyramid": 20.0,
+        "kvpress": 20.0,
         "sparsity": 0.0,
         "entropy": None,
         "prefix": None,
@@ -95,7 +96,7 @@ CHOICES: Mapping[str, Mapping[str, float | None]] = {
 }
 
 #: the range of that number where it is not a share, from 0 to 1
-LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6)}
+LIMITS: Mapping[str, tuple[float, float]] = {"pyramid": (0.5, 1e6), "kvpress": (0.5, 1e6)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +106,12 @@ class CacheOptions:
     Parameters
     ----------
     layer_budget : how the budget is distributed over layers, whose mean is ``retain``. ``uniform``; ``pyramid:20``
-        (PyramidKV: an arithmetic progression in which the last layer gets a 20th of the mean); ``sparsity`` (VL-Cache: more
-        for layers in which the attention of the text after the pictures is less sparse; ``sparsity:0.8`` distributes 80 %
-        uniformly and the rest like that); ``entropy`` (MEDA: more for layers whose attention is spread more evenly);
-        ``prefix`` (PrefixKV: every layer keeps the same share of its summed scores); ``variance`` (D2O: more for layers whose
-        scores vary less). All but the first two are known only at the end of the forward.
+        (PyramidKV: an arithmetic progression in which the last layer gets a 20th of the mean); ``kvpress:20`` (the same as
+        kvpress has it: the window is left out, and all layers get the same where the last one had less than that);
+        ``sparsity`` (VL-Cache: more for layers in which the attention of the text after the pictures is less sparse;
+        ``sparsity:0.8`` distributes 80 % uniformly and the rest like that); ``entropy`` (MEDA: more for layers whose attention
+        is spread more evenly); ``prefix`` (PrefixKV: every layer keeps the same share of its summed scores); ``variance``
+        (D2O: more for layers whose scores vary less). All but the first three are known only at the end of the forward.
     head_budget : how a layer's budget is distributed over its KV heads. ``uniform``; ``adaptive:0.2`` (AdaKV: heads compete
         for the budget, of which 20 % is distributed uniformly); ``concentrated:0.2`` (the same, with more weight for heads of
         concentrated attention); ``safeguard:0.2`` (the best 20 % of each head's share stay, and the rest compete).
@@ -131,6 +133,10 @@ class CacheOptions:
     protect : keys that always stay: visual keys without a cell (``separators``), text after the last picture (``question``).
     joint : text and visual keys share one budget, which is then ``retain`` of all keys.
     text_policy : the policy, by name, that ranks text keys where they have a budget (``text_retain``); by default this one.
+
+    ``variant="official"``: budgets are split as in the authors' programs, which do not meet them exactly: ``pyramid`` in whole
+    steps, ``sparsity`` and ``entropy`` clipped and truncated, ``prefix`` by a search that stops within 5 keys, ``adaptive``
+    with a truncated uniform share; bars for merging are means over heads.
 
     Keys that always stay are taken out of the budget first, so the budget still holds. While decoding, visual keys make room
     for new ones, and text keys only where text has a budget (``text_retain`` or ``joint``): without one a long answer outgrows
@@ -208,6 +214,8 @@ class Policy(CacheOptions, Method):
     needs_outgoing: ClassVar[bool] = False
     #: whether :meth:`observe` is called for what follows a prompt, too, where a schedule evicts
     observes_steps: ClassVar[bool] = True
+    #: in the authors' variant, the share of the budget that every layer gives to the newest keys where content splits the rest
+    newest: ClassVar[float] = 0.0
     #: whether scores depend on :attr:`KeyBatch.layer`, or rows are scored in turn, so that layers are scored one by one
     by_layer: ClassVar[bool] = False
 

@@ -31,9 +31,10 @@ class TokenBatch:
         tile). Stitched tiles have numbers of their own; a newline belongs to the last tile of its row. By default the segment.
     tiles : ``[N]`` long, how many tiles the unit has; some may have no token left. By default the highest ``tile`` and one.
     question, question_valid : ``[N, q, D]`` and ``[N, q]`` bool, the text after the row's last picture as the language
-        model embeds it, or as a text tower does (``[N, q, d]``); only for methods with ``needs_question``.
+        model embeds it, or as a text tower does (``[N, q, d]``); only for methods with ``needs_question``. At site ``layers``
+        the hidden states of that text, and ``question_signals`` ``[N, q]`` what the method's ``look`` returned of it.
     entered : ``[N]`` long, how many tokens of the unit entered the language model; by default the valid ones.
-    signals : by kind of tap, ``cls_attention`` and ``received_attention`` ``[N, layers, n]``, ``keys`` and ``features``
+    signals : by kind of tap, attention ``[N, layers, n]``, ``keys`` and ``features``
         ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
         At site ``layers``: what the method's ``look`` returned, ``[N, n]``.
         ``patches`` ``[N, n, d]``: with a text tower, the features of the (first) tapped layer in its space.
@@ -50,6 +51,7 @@ class TokenBatch:
     tile: Tensor = None  # type: ignore[assignment]
     tiles: Tensor = None  # type: ignore[assignment]
     entered: Tensor = None  # type: ignore[assignment]
+    question_signals: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.tile is None:
@@ -73,6 +75,10 @@ class TokenMethod(Method):
     unit: ClassVar[Unit] = "segment"
     #: whether :attr:`TokenBatch.question` is to be filled
     needs_question: ClassVar[bool] = False
+    #: whether a text tower embeds every token of the question, not the whole
+    by_word: ClassVar[bool] = False
+    #: whether features and question are shown as the language model's last norm leaves them
+    last_norm: ClassVar[bool] = False
 
     @property
     def text_tower(self) -> str | None:

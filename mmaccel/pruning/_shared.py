@@ -1,6 +1,8 @@
-"""What several selectors share: newline tokens are dropped first."""
+"""What several selectors share: newline tokens are dropped first, and neighbours are found by their cells."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,3 +20,19 @@ def filled(kept: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     """``kept [N, n]`` bool and, where these are fewer than ``count [N]``, the first other valid slots: a budget larger than
     the number of tokens on the grid is filled up with newline tokens."""
     return kept | top_mask(kept.float(), valid & ~kept, count - kept.sum(1))
+
+
+def beside(tokens: TokenBatch, steps: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For every one of ``steps`` (rows down, columns right, at most one) the slot of each token's neighbour in its frame,
+    ``[N, n]`` long, and which tokens have one, ``[N, n]`` bool."""
+    time, row, column = tokens.cells.long().unbind(-1)
+    height, width = row.amax() + 3, column.amax() + 3
+    # with a margin around every frame; tokens without a cell have numbers of their own, far below
+    number = (time * height + row + 1) * width + column + 1
+    slots = torch.arange(number.shape[1], device=number.device)
+    number = torch.where(tokens.celled, number, -3 * width - slots)
+    ordered, order = number.sort(dim=1)
+    for down, right in steps:
+        wanted = number + down * width + right
+        at = torch.searchsorted(ordered, wanted).clamp(max=number.shape[1] - 1)
+        yield order.gather(1, at), (ordered.gather(1, at) == wanted) & tokens.celled

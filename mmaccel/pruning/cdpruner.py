@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
-from ..method import ProjectorMethod, Tap, TokenBatch
+from ..errors import UnsupportedError
+from ..method import ModelFacts, ProjectorMethod, Tap, TokenBatch
 from ..method.registry import register
 from ._shared import filled, on_grid
 
@@ -40,6 +41,8 @@ class CDPruner(ProjectorMethod):
     (:attr:`TokenBatch.question`). Without a question all tokens are equally relevant. ``stats()["notes"]`` says which of
     these was used.
 
+    ``variant="official"``: relevance is the program's, the negated cosine with CLIP whatever ``negate`` says; needs ``clip``.
+
     Parameters
     ----------
     clip : the CLIP model that the vision tower comes from: a folder of transformers or open_clip, or ``NAME:WEIGHTS`` as
@@ -67,6 +70,13 @@ class CDPruner(ProjectorMethod):
         """``clip``."""
         return self.clip
 
+    def check(self, family: ModelFacts) -> None:
+        """The authors' variant needs CLIP."""
+        if self.official and not self.clip:
+            raise UnsupportedError(
+                "cdpruner with variant='official' reads the question with CLIP; name it with clip=, or leave out the variant."
+            )
+
     def taps(self) -> tuple[Tap, ...]:
         """With CLIP, the hidden states of the layer that the language model reads."""
         return (Tap("features"),) if self.clip else ()
@@ -78,7 +88,9 @@ class CDPruner(ProjectorMethod):
         if tokens.question is not None and tokens.question_valid is not None:
             patches = tokens.signals["patches"] if self.clip else tokens.features
             cosine = mean_cosine(patches, tokens.question, tokens.question_valid)
-            relevance = rescaled(-cosine if self.clip and self.negate else cosine, here & ~cosine.isnan())
+            relevance = rescaled(
+                -cosine if self.clip and (self.negate or self.official) else cosine, here & ~cosine.isnan()
+            )
             relevance = relevance.nan_to_num(0.0)
         picked = conditional_diverse(tokens.features, relevance, here, torch.minimum(count, here.sum(1)))
         return Reduction(filled(picked, tokens.valid, count), tokens.valid)

@@ -30,6 +30,8 @@ class DivPrune(ProjectorMethod):
     The first pick needs all pairs. Their distances are kept for the later picks if they take no more memory than the
     features; otherwise each pick costs one product ``[n, D] @ [D]``. The authors keep 9.8 % (56 of LLaVA-1.5's 576).
 
+    ``variant="official"``: a ratio is rounded half to even.
+
     Paper and program: the program does not exclude tokens it has picked, so once fewer than ``count`` distinct directions
     are left it picks tokens again and returns duplicates; here every token is picked once, and the count is met. It works
     on all tokens of the assembled image, including newlines, in half precision; so does this (``unit = "picture"``), in

@@ -26,6 +26,9 @@ class FoPru(AttentionGuided):
     keeps the rows of the grid with the highest mean of ``s`` until the budget is spent; of the last of these rows only the
     best tokens stay, so that the count is met exactly. On a tie the upper row comes first. Every frame has its own rows.
 
+    ``variant="official"``: ``int(retain * n)`` tokens, and ``round(retain * h)`` whole rows where a picture is one grid
+    without newlines.
+
     Parameters
     ----------
     strategy : ``rank`` or ``row``.
@@ -33,7 +36,7 @@ class FoPru(AttentionGuided):
     layer : tower layer; the default is the one read, CLIP's last but one.
 
     Paper and program: no program is public. Which rows of the attention map the paper averages, its rounding and the partial
-    row are our reading; ``rounding="official"`` takes ``int(retain * n)`` tokens, and ``round(retain * h)`` whole rows where a
+    row are our reading; ``variant="official"`` takes ``int(retain * n)`` tokens, and ``round(retain * h)`` whole rows where a
     picture is one grid without newlines. The authors publish no numbers to compare with.
     """
 

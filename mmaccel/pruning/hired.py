@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,16 +33,16 @@ class HiRED(ProjectorMethod):
     layer stay. A picture of one tile keeps its best ``B``. In a clip every frame is a tile of equal share, and so is every
     tile of families that do not say where a tile lies in the picture (InternVL).
 
+    ``variant="official"``: the ``i``-th tile covers the ``i``-th run of the base image in raster order, a band of rows, where
+    in the paper it covers its rectangle of the picture; budgets are rounded down, so some may be left over (``at_most``).
+
     Parameters
     ----------
-    layout : ``grid2d``, as in the paper: a tile covers its rectangle of the picture. ``official_bands``, as in the program:
-        the ``i``-th tile covers the ``i``-th run of the base image in raster order, a band of rows, and shares are rounded
-        down, so that some of the budget may be left over (hence ``at_most``). With ``grid2d`` all of it is used.
     alpha : the base image's share; the program's default is 0.5.
     early, late : tower layers, counted as Python counts; ``None`` is the one the language model reads. The program uses 0
         and, for CLIP-L, 22.
 
-    Paper and program: see ``layout``. The program counts tokens before it crops the padding of the tiles, and loses the
+    Paper and program: the program counts tokens before it crops the padding of the tiles, and loses the
     budget given to padding; here padding has no tokens. Newline tokens are dropped first, as in the program.
     """
 
@@ -52,14 +53,13 @@ class HiRED(ProjectorMethod):
     budget = "at_most"
     default_retain = 0.2
 
-    layout: Literal["grid2d", "official_bands"] = "grid2d"
+    gone: ClassVar[Mapping[str, str]] = {"layout": "variant='official' takes the bands of its authors' program"}
+
     alpha: float = 0.5
     early: int | None = 0
     late: int | None = None
 
     def __post_init__(self) -> None:
-        if self.layout not in ("grid2d", "official_bands"):
-            raise MmaccelError(f"hired knows layout 'grid2d' and 'official_bands', not {self.layout!r}.")
         if not 0.0 <= self.alpha <= 1.0:
             raise MmaccelError(f"alpha={self.alpha} is no share of the budget, which lies between 0 and 1.")
 
@@ -88,7 +88,7 @@ class HiRED(ProjectorMethod):
         """``cls_attention [N, 2, n]``, ``segment``, ``cells``, ``count [N]`` -> the best of every tile."""
         early, late = tokens.signals["cls_attention"].float().unbind(1)
         cell = on_grid(tokens)
-        part, covered, tiled = _parts(tokens, cell, self.layout)
+        part, covered, tiled = _parts(tokens, cell, self.official)
         base = cell & tiled[:, None] & (part == 0)
         covered = covered.masked_fill(~base, 0)
         parts = int(torch.maximum(part, covered).max()) + 1 if part.numel() else 0
@@ -115,7 +115,7 @@ class HiRED(ProjectorMethod):
             return [*apportion(room, sizes), total - room]
         full = min(int(room * self.alpha), sizes[0])
         rest = min(room - full, sum(sizes[1:]))
-        if self.layout == "grid2d":
+        if not self.official:
             return [room - rest, *apportion(rest, sizes[1:], [float(m) for m in marks[1:]]), total - room]
         # in float32, as the program divides and multiplies before it truncates
         counted = torch.tensor(marks[1:])
@@ -124,7 +124,7 @@ class HiRED(ProjectorMethod):
         return [max(full, int(total > 0 and not any(tiles))), *tiles, 0]
 
 
-def _parts(tokens: TokenBatch, cell: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def _parts(tokens: TokenBatch, cell: Tensor, bands: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The tiles (or frames) of every picture, as parts.
 
     Returns ``[N, n]`` long, the part each token belongs to; ``[N, n]`` long, for tokens of a base image the part that covers
@@ -141,7 +141,7 @@ def _parts(tokens: TokenBatch, cell: Tensor, layout: str) -> tuple[Tensor, Tenso
         return (index + 1).masked_fill(~where, 0).amax(1, keepdim=True).clamp(min=1)
 
     h0, w0, h, w = side(first, row), side(first, col), side(second, row), side(second, col)
-    if layout == "grid2d":
+    if not bands:
         # the tile that contains the centre of a base cell, in cells of the stitched grid
         at, room = row * w + col, int((h * w).max())
         tiles = tile.new_zeros(len(tile), room + 1).scatter_(1, torch.where(second, at, room), tile * second)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from mmaccel_kernels.copies import first_copies
@@ -33,16 +34,17 @@ class PruMerge(AttentionGuided):
     in the slot of the one with most attention. Attention is used as weight without normalising, so weights do not sum to
     one; and a token may flow into several.
 
+    ``variant="official"``: queries and keys are multiplied without splitting heads, where the paper's formula is for one head
+    and attention and keys are means over heads here; needs a CLS token. A fixed ratio is rounded down.
+
     Parameters
     ----------
     adaptive : whether the picture decides. Then ``retain`` is an upper limit (the default 1.0 is none), and a tile that would
         exceed it keeps exactly its budget, including the added token. With ``adaptive=False`` every tile does.
     neighbours : number of tokens merged into a chosen one; 32 in the program.
     query, layer : ``query="all"`` uses the attention received from all tokens, for towers without a CLS token.
-    heads : ``mean``: attention and keys are means over heads (the paper's formula is for one head).
-        ``official_unsplit``: queries and keys are multiplied without splitting heads, as in the program.
 
-    Paper and program: see ``heads``. The program takes quartiles over a whole batch; here over each tile. It merges the
+    Paper and program: the program takes quartiles over a whole batch; here over each tile. It merges the
     inputs of the projector; here its outputs are merged. Its tokens are sorted by attention; here each stays in the slot of
     the token it was made from. Without an outlier it keeps the added token alone; here the best token stays too. A tile
     whose budget holds all its tokens is unchanged unless ``adaptive`` reduces it. Newline tokens are dropped.
@@ -57,25 +59,28 @@ class PruMerge(AttentionGuided):
     layer: int | None = -1
     adaptive: bool = True
     neighbours: int = 32
-    heads: Literal["mean", "official_unsplit"] = "mean"
+
+    gone: ClassVar[Mapping[str, str]] = {
+        "heads": "variant='official' leaves heads unsplit, as its authors' program does"
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.neighbours < 0:
             raise MmaccelError(f"neighbours={self.neighbours} must be 0 or more.")
-        if self.heads not in ("mean", "official_unsplit"):
-            raise MmaccelError(f"{self.name} knows heads 'mean' and 'official_unsplit', not {self.heads!r}.")
 
     def check(self, family: ModelFacts) -> None:
-        """``official_unsplit`` needs the CLS token."""
+        """The authors' variant needs the CLS token."""
         super().check(family)
-        if self.heads == "official_unsplit" and self.query == "all":
+        if self.official and self.query == "all":
             why = "which query='all' does not" if family.has_cls else f"which the vision tower of {family.name} lacks"
-            raise UnsupportedError(f"heads='official_unsplit' asks the CLS token, {why}; leave it out.")
+            raise UnsupportedError(
+                f"{self.name} with variant='official' asks the CLS token, {why}; leave out the variant."
+            )
 
     def taps(self) -> tuple[Tap, ...]:
         """Attention and keys of ``layer``."""
-        if self.heads == "official_unsplit":
+        if self.official:
             return Tap("cls_attention_unsplit", (self.layer,)), Tap("keys_unsplit", (self.layer,))
         return (*super().taps(), Tap("keys", (self.layer,)))
 

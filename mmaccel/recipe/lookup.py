@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..errors import MmaccelError
-from ..method.base import Method
+from ..method.base import Method, Variant
 from ..method.registry import methods, suggest
-from .recipe import Positions, Recipe, Rounding, Stage
+from .recipe import Positions, Recipe, Stage
 
 #: what says what runs: a name, a method or its class, a stage, a recipe, the content or the path of a JSON file
 Part: TypeAlias = "str | Path | Method | type[Method] | Stage | Recipe | Mapping[str, Any]"
@@ -38,7 +38,7 @@ def recipe(
     *,
     retain: float | None = None,
     positions: Positions | None = None,
-    rounding: Rounding | None = None,
+    variant: Variant | None = None,
     text_retain: float | None = None,
     **options: Any,
 ) -> Recipe:
@@ -49,7 +49,7 @@ def recipe(
     which : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, or its class; a
         :class:`Stage`; a :class:`Recipe`; its content as a mapping, or a JSON file; or several of these, in the order of their
         sites.
-    retain, positions, rounding, text_retain, **options : see :func:`mmaccel.accelerate_vlm`; None is as the recipe says.
+    retain, positions, variant, text_retain, **options : see :func:`mmaccel.accelerate_vlm`; None is as the recipe says.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def recipe(
     >>> recipe([DivPrune(), SnapKV(window=16)], retain=0.1)
     Recipe('divprune+snapkv', (Stage('divprune', 0.1), Stage('snapkv', 0.25, {'window': 16})))
     """
-    given = {"retain": retain, "positions": positions, "rounding": rounding, "text_retain": text_retain}
+    given = {"retain": retain, "positions": positions, "variant": variant, "text_retain": text_retain}
     return _recipe(which).override(**{name: value for name, value in given.items() if value is not None}, **options)
 
 
@@ -123,7 +123,7 @@ def _joined(parts: list[Recipe]) -> Recipe:
     anchor: int | None = None
     stages: list[Stage] = []
     for part in parts:
-        whole = {name: getattr(part, name) for name in ("positions", "rounding", "text_retain")}
+        whole = {name: getattr(part, name) for name in ("positions", "variant", "text_retain")}
         for name, value in whole.items():
             if value != getattr(Recipe, name):
                 raise MmaccelError(

@@ -6,21 +6,22 @@ import dataclasses
 import json
 import types
 import typing
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError, no_json, short_int
-from ..method.base import Method
+from ..method.base import Method, Variant
 from ..method.registry import method
 
 if TYPE_CHECKING:
     from ..method.keys import Policy
 
 Positions = Literal["keep", "gap", "paper"]
-Rounding = Literal["exact", "official"]
 _SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
 
 
@@ -65,6 +66,8 @@ class Stage:
         cls = method(self.method)
         names = _options(cls)
         for option in self.options:
+            if option not in names and option in cls.gone:
+                raise MmaccelError(f"Method {self.method!r} has no option {option!r} any more: {cls.gone[option]}.")
             if option not in names:
                 raise MmaccelError(
                     f"Method {self.method!r} has no option {option!r}; it has {', '.join(sorted(names)) or 'none'}."
@@ -83,6 +86,18 @@ class Stage:
             ) from error
 
 
+def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with ``variant`` in place of ``rounding``, which it was called before; that warns, for this version."""
+    if "rounding" not in given:
+        return dict(given)
+    warnings.warn(
+        "rounding= is called variant= now; the old name goes with the next version.", FutureWarning, stacklevel=3
+    )
+    if "variant" in given:
+        raise MmaccelError("rounding= is what variant= was called before; give variant= alone.")
+    return {"variant" if name == "rounding" else name: value for name, value in given.items()}
+
+
 @dataclass(frozen=True, repr=False)
 class Recipe:
     """A frozen value: stages in the order of their sites, and what holds for all of them.
@@ -96,7 +111,9 @@ class Recipe:
         the unreduced prompt), which is the adjustment of GAP (*Grounding-Aware Token Pruning*, arXiv 2506.21873) and may
         be called ``gap`` where a recipe drops tokens; or ``paper`` (what the authors did: most renumber what enters
         the language model 0, 1, 2, ...).
-    rounding : ``exact`` (a ratio is rounded half up per picture) or ``official`` (the authors' rounding).
+    variant : ``exact`` (what the papers say, and budgets that are met: a ratio is rounded half up per picture) or ``official``
+        (every method does what its authors' program does, roundings and known quirks included; a method's page says what
+        changes). ``rounding`` is its name of earlier versions.
     text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
     anchor : the number of the stage that ``retain`` sets, if the others before and inside the language model keep their
         proportion to it; by default ``retain`` sets the last of them, and stages before it leave at least as much.
@@ -113,7 +130,7 @@ class Recipe:
     name: str
     stages: tuple[Stage, ...] = ()
     positions: Positions = "keep"
-    rounding: Rounding = "exact"
+    variant: Variant = "exact"
     text_retain: Retain | None = None
     summary: str = ""
     paper: str = ""
@@ -124,8 +141,8 @@ class Recipe:
             raise MmaccelError(
                 f"positions={self.positions!r} is unknown; use 'keep' or 'paper' ('gap' is the paper that 'keep' is from)."
             )
-        if self.rounding not in ("exact", "official"):
-            raise MmaccelError(f"rounding={self.rounding!r} is unknown; use 'exact' or 'official'.")
+        if self.variant not in ("exact", "official"):
+            raise MmaccelError(f"variant={self.variant!r} is unknown; use 'exact' or 'official'.")
         if self.text_retain is not None:
             check_retain(self.text_retain, "text_retain")
         order = [_SITES.index(method(stage.method).site) for stage in self.stages]
@@ -161,6 +178,12 @@ class Recipe:
         return f"{self.name} ({'; '.join(map(str, self.stages)) or 'nothing is dropped'})"
 
     @property
+    def rounding(self) -> Variant:
+        """``variant``, by its name of earlier versions."""
+        renamed({"rounding": self.variant})
+        return self.variant
+
+    @property
     def _token_stages(self) -> list[int]:
         """The stages before and inside the language model."""
         return [i for i, s in enumerate(self.stages) if method(s.method).site in ("encoder", "projector", "layers")]
@@ -193,10 +216,10 @@ class Recipe:
             If nothing in the recipe has that name, or two methods do.
         """
         recipe = self
-        for key, value in changes.items():
+        for key, value in renamed(changes).items():
             if key == "retain":
                 recipe = recipe._with_retain(check_retain(value))
-            elif key in ("positions", "rounding", "text_retain"):
+            elif key in ("positions", "variant", "text_retain"):
                 recipe = dataclasses.replace(recipe, **{key: value})
             else:
                 recipe = recipe._with_option(key, value)
@@ -220,9 +243,12 @@ class Recipe:
     def _with_option(self, key: str, value: Any) -> Recipe:
         having = [i for i, s in enumerate(self.stages) if key in _options(method(s.method))]
         if len(having) != 1:
+            for cls in (method(stage.method) for stage in self.stages):
+                if key in cls.gone:
+                    raise MmaccelError(f"Method {cls.name!r} has no option {key!r} any more: {cls.gone[key]}.")
             options = sorted({name for s in self.stages for name in _options(method(s.method))})
             what = "is ambiguous" if having else "is no option"
-            known = ", ".join(["retain", "positions", "rounding", "text_retain", *options])
+            known = ", ".join(["retain", "positions", "variant", "text_retain", *options])
             raise MmaccelError(f"{key!r} {what} of recipe {self.name!r}; it takes {known}.")
         stages = list(self.stages)
         stages[having[0]] = dataclasses.replace(stages[having[0]], options={**stages[having[0]].options, key: value})
@@ -239,7 +265,7 @@ class Recipe:
         # methods are loaded when they are built, and torch with them
         from ..method import LayerMethod, Policy
 
-        built = [(stage, stage.build()) for stage in self.stages]
+        built = [(stage, stage.build().by(self.variant)) for stage in self.stages]
         at = [m.layer for _, m in built if isinstance(m, LayerMethod)]
         if len({type(layer) for layer in at}) == 1 and at != sorted(set(at)):
             raise MmaccelError(f"Recipe {self.name!r}: methods inside the language model need rising layers, not {at}.")
@@ -287,7 +313,7 @@ class Recipe:
             raise MmaccelError(f"The recipe is no text but a {type(text).__name__}; give JSON as a string.") from error
         except (ValueError, RecursionError) as error:
             raise MmaccelError(f"The recipe is no valid JSON: {no_json(error)}.") from error
-        data = _fields(data, Recipe, "recipe")
+        data = _fields(renamed(data) if isinstance(data, dict) else data, Recipe, "recipe")
         if not isinstance(data.get("name"), str):
             raise MmaccelError("The recipe needs a name, a string.")
         if not isinstance(stages := data.get("stages", []), list):
@@ -323,9 +349,22 @@ class Recipe:
             )
             options = "".join(f", {k}={v}" for k, v in stage.options.items())
             lines.append(f"  {m.site}: {m.name}{budget}{options} - {m.summary}")
-        lines.append(f"  positions: {self.positions}; rounding: {self.rounding}")
+        lines.append(f"  positions: {self.positions}; variant: {self.variant}")
         return "\n".join(lines)
 
+
+def _takes_rounding(cls: Any) -> None:
+    """``cls`` is still made with ``rounding=``, the name of ``variant`` in earlier versions."""
+    made = cls.__init__
+
+    @wraps(made)
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        made(self, *args, **renamed(named))
+
+    cls.__init__ = init
+
+
+_takes_rounding(Recipe)
 
 #: fields of a recipe that describe it and change nothing
 _WORDS = ("summary", "paper")

@@ -21,14 +21,12 @@ class CacheStage:
     """A policy with all that a recipe says about it.
 
     retain, text_retain : the budgets of visual keys (of all keys if the policy is ``joint``) and of text; None: no budget.
-    official : the authors' roundings are used.
     text : the text model. depth : how many layers it has.
     """
 
     policy: Policy
     retain: Retain | None
     text_retain: Retain | None
-    official: bool
     text: Any
     depth: int
 
@@ -36,8 +34,7 @@ class CacheStage:
     def of(plan: ModelPlan, stage: PlannedStage[Policy], depth: int) -> CacheStage:
         """The cache stage of a plan, for a cache of ``depth`` layers."""
         recipe = plan.recipe
-        official = recipe.rounding == "official"
-        return CacheStage(stage.method, stage.retain, recipe.text_retain, official, plan.family.text, depth)
+        return CacheStage(stage.method, stage.retain, recipe.text_retain, plan.family.text, depth)
 
     def outgoing(self, number: int, values: Tensor) -> Tensor | None:
         """Norms of ``values [B, Hkv, K, D]`` behind the output projection of layer ``number``, if the policy looks at them."""
@@ -68,7 +65,7 @@ class CacheStage:
             there & ~stay,
             decay=decay or 0.0,
             threshold=together.threshold,
-            by_rank=self.official,
+            by_rank=self.policy.official,
             most=None if lengths is None else int((together.lengths - lengths).max()),
         )
         if self.policy.scheduled and made.threshold is not None:

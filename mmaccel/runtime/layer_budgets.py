@@ -17,7 +17,7 @@ from .cache_stage import CacheStage
 from .places import Tokens
 
 #: values of ``layer_budget`` with which budgets do not depend on the content
-KNOWN = ("uniform", "pyramid")
+KNOWN = ("uniform", "pyramid", "kvpress")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,9 @@ def known(stage: CacheStage, layout: Layout, budget: list[int]) -> list[list[int
     if how == "uniform" or beta is None:
         return [budget] * layers
     there = (layout.valid if policy.joint else layout.visual).sum(1).tolist()
-    if stage.official:
+    if how == "kvpress":
+        rows = [budgets.pyramid_kvpress(c, policy.window, n, layers, beta) for c, n in zip(budget, there, strict=True)]
+    elif policy.official:
         # the program counts the window, which stays where all keys compete
         own = policy.window if policy.joint else 0
         rows = [budgets.pyramid_official(c, own, n, layers, beta) for c, n in zip(budget, there, strict=True)]
@@ -77,22 +79,33 @@ def known(stage: CacheStage, layout: Layout, budget: list[int]) -> list[list[int
 
 
 def by_content(
-    how: str, uniform: float, budget: list[int], waiting: list[Waiting], scores: list[Tensor]
+    stage: CacheStage, budget: list[int], waiting: list[Waiting], scores: list[Tensor], raw: list[Tensor]
 ) -> list[list[int]]:
     """Per layer and row: how many of the competing keys stay, for the other values of ``layer_budget``.
 
     Parameters
     ----------
-    uniform : the share that is given to all layers alike.
-    waiting, scores : all layers, and the scores ``[B, Hkv, K]`` of each.
+    waiting, scores : all layers, and the scores ``[B, Hkv, K]`` of each, infinite where a key is protected. raw : not so.
     """
+    policy = stage.policy
+    how, uniform = policy.choice("layer_budget")
     home, rows = scores[0].device, []
     seen = [one.seen.to(home) for one in waiting if one.seen is not None]
     shares = torch.stack(seen, dim=1).tolist() if seen else [[1.0] * len(waiting)] * len(budget)
     for row, count in enumerate(budget):
         sizes = [one.tokens.rivals[row] for one in waiting]
+        if how in ("sparsity", "entropy") and policy.official:
+            rows.append(budgets.clipped_official(count, sizes, torch.tensor(shares[row]), policy.newest))
+            continue
         if how in ("sparsity", "entropy"):
-            rows.append(budgets.by_shares(count, sizes, shares[row], uniform))
+            rows.append(budgets.by_shares(count, sizes, shares[row], uniform or 0.0))
+            continue
+        if how == "prefix" and policy.official:
+            found = [x[..., at].mean(1).to(home) for x, at in _alike(raw, waiting, row)]
+            sure = scores[0][row, 0] == torch.inf
+            kept = count / max(1, sizes[0]) if stage.retain is None or isinstance(stage.retain, int) else stage.retain
+            target = int(sum(sizes) * (1 - kept))
+            rows.append(budgets.prefix_official([one for x in found for one in x], target, int(sure.sum())))
             continue
         mine = [_proportions(x[..., at]) for x, at in _alike(scores, waiting, row)]
         if how == "prefix":

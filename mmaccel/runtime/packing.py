@@ -62,8 +62,8 @@ class Packing:
                 self.salient = group.source.salient(embeds, *of).cpu()
 
     def note_queries(self, number: int, query: Tensor, heads: int) -> None:
-        """Note what codecs must know of ``query [B, Hq, q, D]`` of layer ``number``."""
-        if self.window:
+        """Note what codecs must know of ``query [B, Hq, q, D]`` of layer ``number``, where anything may be packed."""
+        if self.window and self.looks:
             places = self.forward.phase(number).places.to(query.device, non_blocking=True)
             there = places[:, -self.window :] >= 0
             self.query_energy[number] = energy(query[:, :, -self.window :], there, heads)

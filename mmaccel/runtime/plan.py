@@ -16,13 +16,14 @@ from ..families.tower import Towers
 from ..kv.codecs import Codec, TokenGroup, token_groups
 from ..method import EncoderMethod, FramesMethod, LayerMethod, Method, Policy, ProjectorMethod, TokenMethod
 from ..recipe import Recipe, Stage
+from ..recipe.recipe import renamed
 
 M = TypeVar("M", bound=Method, covariant=True)
 
 #: whether Triton kernels run where they build, or their plain definitions everywhere
 Kernels = Literal["auto", "off"]
 #: what one call may have otherwise: everything else decides which modules are hooked and what is asked of the tower
-PER_CALL = ("retain", "positions", "rounding", "text_retain")
+PER_CALL = ("retain", "positions", "variant", "text_retain")
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class ModelPlan(Plan):
             raise MmaccelError(
                 f"mmaccel={asked!r} says nothing about a call; give {{'retain': 0.1}} or the like, or False for the bare model."
             )
+        asked = renamed(asked)
         for name in asked:
             if name not in PER_CALL:
                 raise MmaccelError(
@@ -127,30 +129,40 @@ class ModelPlan(Plan):
                     "again with what you want."
                 )
         recipe = self.recipe.override(**{name: value for name, value in asked.items() if value is not None})
-        recipe.build()
+        stages = self._in_variant(recipe)
         primary = None if recipe.primary is None else self.stages[recipe.primary].method
         if isinstance(primary, FramesMethod) and recipe.retain != self.recipe.retain:
             raise UnsupportedError(
                 f"retain of recipe {recipe.name!r} is what {primary.name} keeps of the pixels, which the processor has reduced "
                 f"before this call; prepare(processor, {recipe.name!r}, retain=...) makes one that keeps something else."
             )
-        return self._with_budgets_of(recipe)
-
-    def _with_budgets_of(self, recipe: Recipe) -> ModelPlan:
-        """The same stages with the budgets that they have in ``recipe``."""
-        retain = [stage.retain for stage in recipe.stages]
-        stages = tuple(replace(stage, retain=retain[stage.number]) for stage in self.stages)
-        encoder, policy = self.encoder, self.policy
         return replace(
             self,
             recipe=recipe,
             stages=stages,
-            encoder=None if encoder is None else replace(encoder, retain=retain[encoder.number]),
+            encoder=next(iter(_of(EncoderMethod, stages)), None),
             origin=self,
-            projector=tuple(replace(stage, retain=retain[stage.number]) for stage in self.projector),
-            stage_at_layer={at: replace(s, retain=retain[s.number]) for at, s in self.stage_at_layer.items()},
-            policy=None if policy is None else replace(policy, retain=retain[policy.number]),
+            projector=_of(ProjectorMethod, stages),
+            stage_at_layer={at: stages[stage.number] for at, stage in self.stage_at_layer.items()},
+            policy=next(iter(_of(Policy, stages)), None),
         )
+
+    def _in_variant(self, recipe: Recipe) -> tuple[PlannedStage[Any], ...]:
+        """The same stages with the budgets and in the variant of ``recipe``."""
+        stages = []
+        for stage, (asked, method) in zip(self.stages, recipe.build(), strict=True):
+            if recipe.variant != self.recipe.variant:
+                method = _fit(asked, method, self.family, [])
+                method.check(self.family)
+                if method.taps() != stage.method.taps() or (isinstance(method, Codec) and method != stage.method):
+                    raise UnsupportedError(
+                        f"variant={recipe.variant!r} cannot be had for one call: {method.name!r} then asks something else of "
+                        f"the model; call accelerate_vlm(model, ..., variant={recipe.variant!r})."
+                    )
+            else:
+                method = stage.method
+            stages.append(PlannedStage(stage.number, method, asked.retain))
+        return tuple(stages)
 
     def check_cache(self, use_cache: bool | None) -> None:
         """Raise when the recipe compresses a KV cache and there is to be none."""
@@ -281,10 +293,10 @@ def _of(kind: type, stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage
 
 def _fit(stage: Stage, method: Method, family: Family, notes: list[str]) -> Method:
     """The method with what depends on the model filled in; a default layer that is out of reach is moved."""
-    fitted = method.fit(family)
+    fitted = method.fit(family).by("official" if method.official else "exact")
     if not isinstance(fitted, LayerMethod) or "layer" in stage.options:
         return fitted
-    near = fitted.within(family)
+    near = fitted.within(family).by("official" if method.official else "exact")
     if near is not fitted:
         notes.append(
             f"{method.name} works at layer {near.layer}: layer {fitted.layer}, its default, is out of reach in this model"

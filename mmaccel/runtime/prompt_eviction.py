@@ -69,7 +69,7 @@ class PromptEviction:
     def __init__(self, stage: CacheStage, state: CacheState, prompt: Prompt, schedule: Schedule) -> None:
         self.stage, self.policy, self.state = stage, stage.policy, state
         self.prompt, self.layout, self.schedule = prompt, prompt.layout, schedule
-        self.split, self.evenly = self.policy.choice("layer_budget")
+        self.split = self.policy.choice("layer_budget")[0]
         #: whether all layers wait for the end of the forward
         self.late = self.policy.deferred or self.split not in KNOWN
         self.figures: list[Tensor] = []
@@ -189,15 +189,18 @@ class PromptEviction:
     def _by_content(self, groups: list[Together]) -> tuple[dict[int, list[int]], list[Tensor | None]]:
         """Per layer and row how many of the competing keys stay; and the scores of every group, ``[R, Hkv, K]``."""
         scores: list[Tensor | None] = []
-        layers, each = [], []
+        layers, each, raw = [], [], []
         for group in groups:
             # what it joins is free before the next one is ranked
             together = Together(group.layers)
-            found = self._ranked(together, *self._batch(together))
+            keys, tokens = self._batch(together)
+            found = self._ranked(together, keys, tokens)
             scores.append(found)
             layers += [self.waiting[layer.number] for layer in group.layers]
             each += found.split(group.rows)
-        counts = by_content(self.split, self.evenly or 0.0, self.budget, layers, each)
+            if self.policy.official and self.split == "prefix":
+                raw += self.policy.score(keys).split(group.rows)
+        counts = by_content(self.stage, self.budget, layers, each, raw)
         return {one.layer.number: count for one, count in zip(layers, counts, strict=True)}, scores
 
     def _kind(self, layer: QuantisedLayer) -> Hashable:
@@ -264,7 +267,7 @@ class PromptEviction:
         policy, rows = self.policy, together.rows
         among = keys.valid if policy.joint else keys.valid & keys.visual
         count = torch.tensor(counts).flatten()
-        kept = choose(policy, scores, among, to_device(count, scores.device), self.stage.official)
+        kept = choose(policy, scores, among, to_device(count, scores.device))
         # a stage before this one may have left fewer than the budget
         lengths = count.minimum(torch.tensor(tokens.rivals))
         there, wins = sum(tokens.rivals[:rows]), lengths.view(-1, rows).sum(1).tolist()

@@ -96,7 +96,8 @@ class ReplayedStep:
         try:
             self._replay, self._output = record(self._run, self.token.device)
         except Exception as error:
-            self.obstacle = f"a step cannot be recorded ({str(error).strip().splitlines()[0]})"
+            why = str(error).strip() or type(error).__name__
+            self.obstacle = f"a step cannot be recorded ({why.splitlines()[0]})"
 
     def _checked_run(self) -> Any:
         """Do the step as it is, and once more as it was recorded. What the host counts has changed since: a recording with such

@@ -77,6 +77,9 @@ class Taps:
                 self._put(encoded, kind, number, key.transpose(1, 2).flatten(2)[:, cls:])
             elif kind == "received_attention":
                 self._put(encoded, kind, number, received_attention(query, key, mask, scaling)[:, cls:])
+            elif kind == "patch_attention":
+                found = received_attention(query[:, :, cls:], key, mask, scaling, first=cls)
+                self._put(encoded, kind, number, found[:, cls:])
             elif kind == "keys":
                 self._put(encoded, kind, number, key.mean(1)[:, cls:])
         return mask
@@ -120,13 +123,21 @@ def additive(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
 
 
-def received_attention(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """``[N, T]`` float32: attention each key receives, mean over heads and queries, in blocks of query rows."""
-    total = torch.zeros(key.shape[0], key.shape[2], device=key.device)
-    for start in range(0, query.shape[2], BLOCK):
+def received_attention(
+    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, first: int | None = None
+) -> Tensor:
+    """``[N, T]`` float32: attention each key receives, mean over heads and queries, in blocks of query rows.
+
+    With ``first`` the queries are those from that place on, and what a token pays itself does not count.
+    """
+    total, rows = torch.zeros(key.shape[0], key.shape[2], device=key.device), query.shape[2]
+    for start in range(0, rows, BLOCK):
         logits = (query[:, :, start : start + BLOCK].float() @ key.float().transpose(-1, -2)) * scaling
         if mask is not None:
-            rows = mask if mask.shape[2] == 1 else mask[:, :, start : start + BLOCK]
-            logits = logits + additive(rows)
-        total += logits.softmax(-1).mean(1).sum(1)
-    return total / query.shape[2]
+            at = start + (first or 0)
+            logits = logits + additive(mask if mask.shape[2] == 1 else mask[:, :, at : at + logits.shape[2]])
+        paid = logits.softmax(-1).mean(1)
+        if first is not None:
+            paid.diagonal(start + first, 1, 2).zero_()
+        total += paid.sum(1)
+    return total / max(1, rows if first is None else rows - 1)

@@ -52,7 +52,7 @@ def reduce(
 def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
     """How many tokens of each unit stay, ``[N]`` long on the CPU, of those ``present [N]``."""
     recipe, method = prompt.plan.recipe, stage.method
-    official = method.official_count if recipe.rounding == "official" else None
+    official = method.official_count if method.official else None
     least = recipe.retain if recipe.primary is not None and stage.number < recipe.primary else None
     grids = [(t, h, w) for t, h, w in whole.grid.tolist()]
     follows = recipe.anchor not in (None, stage.number)
@@ -86,17 +86,20 @@ def _shown(
         count,
     )
     valid = real.bool()
+    if method.last_norm:
+        hidden = _normed(prompt, hidden)
     signals = taps.signals(method.taps(), prompt.encoded, units) if method.taps() else {}
     if isinstance(method, LayerMethod):
         for name, figures in prompt.looked.items():
             signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
-    words, there = _question(prompt, method, hidden, slots, rows) if method.needs_question else (None, None)
+    words, there, said = _question(prompt, method, hidden, slots, rows) if method.needs_question else (None, None, {})
     if method.text_tower is not None:
         tower = prompt.plan.text_towers[method.text_tower]
         signals["patches"] = tower.project(signals["features"][:, 0].to(device))
     tokens = TokenBatch(
         question=words,
         question_valid=there,
+        question_signals=said,
         features=hidden[rows[:, None], at] * valid[..., None],
         valid=valid,
         cells=cells,
@@ -112,22 +115,33 @@ def _shown(
 
 def _question(
     prompt: Prompt, method: TokenMethod, hidden: Tensor, slots: Tensor | None, rows: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The text behind the last picture of each unit's row, ``[N, q, D]`` and ``[N, q]`` bool; where none is, all text."""
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The text behind the last picture of each unit's row, ``[N, q, D]`` and ``[N, q]`` bool, and what ``look`` said of it;
+    where none is, all text."""
     visual, notes = prompt.layout.visual, prompt.stats.notes
     text = prompt.layout.valid & ~visual
     asked = question(text, visual)
     if method.text_tower is not None:
         notes.append(f"{method.name}: the question as the text tower of {method.text_tower!r} reads it")
         words = [prompt.plan.family.words(ids[mine]) for ids, mine in zip(prompt.ids, asked, strict=True)]
-        found, there = prompt.plan.text_towers[method.text_tower].embed(words)
+        found, there = prompt.plan.text_towers[method.text_tower].embed(words, method.by_word)
         found, there = found.to(hidden.device), there.to(hidden.device)
-        return found[rows], there[rows]
-    notes.append(f"{method.name}: the question as the language model itself embeds it")
+        return found[rows], there[rows], {}
+    if not isinstance(method, LayerMethod):
+        notes.append(f"{method.name}: the question as the language model itself embeds it")
     chosen, _ = prompt.compacted(asked)
     at = chosen.clamp(min=0)
     at, real = sent(hidden.device, at if slots is None else slots.gather(1, at), chosen >= 0)
-    return rows_at(hidden, at)[rows], real.bool()[rows]
+    looked = prompt.looked if isinstance(method, LayerMethod) else {}
+    said = {name: figures.to(hidden.device).gather(1, at)[rows] for name, figures in looked.items()}
+    return rows_at(hidden, at)[rows], real.bool()[rows], said
+
+
+def _normed(prompt: Prompt, hidden: Tensor) -> Tensor:
+    """What the last norm of the language model makes of ``hidden``; layers may be spread over devices."""
+    norm = prompt.plan.family.text.norm
+    made: Tensor = norm(hidden.to(next(norm.parameters()).device))
+    return made.to(hidden.device)
 
 
 def _checked(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) -> Reduction:

@@ -80,7 +80,7 @@ def vidkv(params: Params, arrays: Arrays) -> None:
     if value_bits not in (1.58, 2) or params["q_group_size"] != 32:
         raise NotOffered(f"vidkv with {value_bits} bits for the values and groups of {params['q_group_size']}")
     k, v = arrays["in_k"], arrays["in_v"]
-    codec = make("vidkv", key_bits=key_bits, value_bits=value_bits, page=64, fourier=True)
+    codec = make("vidkv", key_bits=key_bits, value_bits=value_bits)
     pages = packed(codec, k, v)
     hard = pages.keys[0]
     assert hard.channels is not None and pages.keys[1].channels is not None
@@ -177,12 +177,12 @@ def vidkv_pack(params: Params, arrays: Arrays) -> None:
     if sign:
         # beside a channel that is wider than all, which is the only hard one
         wide = 1e3 * (torch.arange(tokens) % 2 - 0.5).expand(1, heads, -1)[..., None]
-        codec = make("vidkv", page=64, key_bits=1 + 1 / (width + 1))
+        codec = make("vidkv", key_bits=1 + 1 / (width + 1))
         pages = packed(codec, torch.cat([x, wide], dim=3), x)
         plane = pages.keys[1]
         assert plane.channels is not None and (plane.channels == torch.arange(width)).all()
     else:
-        codec = make("vidkv", page=64, value_bits=bit)
+        codec = make("vidkv", value_bits=bit)
         pages = packed(codec, x, x)
         (plane,) = pages.values
     assert torch.equal(codes(pages, plane, x).mT, fields(arrays["out_code"], 1 if sign else 2))

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from comparators import Arrays, Params, close, kept_of, one_unit, rotate, same_positions, same_rows, same_set
 from compare_merging import film_of
-from harness import CacheRun, NotOffered, as_queries, beneath, fault, in_their_order, make, receiving
+from harness import CacheRun, NotOffered, as_queries, fault, in_their_order, make, receiving
 from torch import Tensor
 
-from mmaccel.kv import budgets
 from mmaccel.kv.scoring.importance import by_group
 from mmaccel.method import LayerAttention, Policy
 
@@ -145,10 +144,10 @@ def lookm(how: str, text_first: bool) -> Callable[[Params, Arrays], None]:
             # no recipe can ask for no visual key, but for as many keys as there is text, which scores highest
             retain = room or int((~visual).sum())
             policy = receiving("h2o", [score], joint=not room, **options)
-            run = CacheRun(policy, retain, visual=visual, rounding="official")
+            run = CacheRun(policy, retain, visual=visual)
         else:
             options.update(joint=True, sinks=0 if how == "evict" else 4)
-            run = CacheRun(receiving("h2o", [score], **options), heavy + recent, visual=visual, rounding="official")
+            run = CacheRun(receiving("h2o", [score], **options), heavy + recent, visual=visual)
         run.prompt(keys, values)
         same_positions(run.positions(), arrays["out_positions"])
         with fault(how == "average", "average merging pairs keys with the pivots of others"):
@@ -173,7 +172,7 @@ def d2o(params: Params, arrays: Arrays) -> None:
     assert params["alpha"] + params["belta"] == 1
     figures = [arrays["in_score"][None], arrays["in_score_1"][None]]
     options = {"recent": recent, "sinks": protected, "joint": True, "every": 1, "compact": f"ema:{params['alpha']}"}
-    run = CacheRun(receiving("h2o", figures, **options), heavy + recent, rounding="official")
+    run = CacheRun(receiving("h2o", figures, **options), heavy + recent)
     run.begin(keys.shape[2])
     run.feed(keys, arrays["in_v"], torch.zeros_like(keys))
     for step in (0, 1):
@@ -196,7 +195,6 @@ def elastic_cache(params: Params, arrays: Arrays) -> None:
     # theirs drops one more than it says, and so none at the first step
     count = total - int(total - total * share) - 1
     options = {
-        "faithful": True,
         "joint": True,
         "distance": params["distance"],
         "sinks": params["start_size"],
@@ -227,30 +225,24 @@ def elastic_cache(params: Params, arrays: Arrays) -> None:
 
 
 # --- VL-Cache, PyramidKV, PrefixKV, Ada-KV ----------------------------------------------------------------------------
-@beneath("budgets.sparsity_ratios")
 def vl_cache(params: Params, arrays: Arrays) -> None:
+    """What all layers keep; the vector holds how many entries of their attention matter, and what the keys received."""
     sums, ratio, total = arrays["in_importance"], params["alpha"], params["tokens"]
     rows = params["post_vision_queries"]
     entries = sum(total - rows + 1 + i for i in range(rows))
     seen = arrays["in_nonzero"].double().mean(1) / entries
     close(1 - seen, arrays["out_sparsity"])
-    # nine tenths of the budget are for the best keys, a tenth for the newest
     if params["different_window_per_layer"]:
         raise NotOffered("a window of its own for every layer")
-    share = torch.full_like(seen, ratio * 0.9)
-    if params["layer_adaptive"]:
-        share = budgets.sparsity_ratios(seen, ratio * 0.9)
-    share = share.float()
-    close(share, arrays["out_budget"])
-    recent = int(0.1 * ratio * total)
-    for layer, per_layer in enumerate(sums):
-        theirs = arrays[f"out_positions_l{layer}"][None]
-        heads = theirs.shape[1]
-        options = {"per_head": params["head_adaptive"], "recent": recent, "joint": True, "layer_budget": "uniform"}
-        policy = receiving("vl-cache", [by_group(per_layer, heads, "sum")], **options)
-        run = CacheRun(policy, max(1, int(share[layer] * total)) + recent)
-        run.prompt(torch.zeros(1, heads, total, 1), torch.zeros(1, heads, total, 1))
-        same_positions(run.positions(), theirs)
+    heads = arrays["out_positions_l0"].shape[0]
+    options = {"per_head": params["head_adaptive"], "joint": True}
+    if not params["layer_adaptive"]:
+        options["layer_budget"] = "uniform"
+    policy = receiving("vl-cache", [by_group(one, heads, "sum") for one in sums], **options)
+    run = CacheRun(policy, ratio, layers=len(sums), seen=seen.tolist())
+    run.prompt(torch.zeros(1, heads, total, 1), torch.zeros(1, heads, total, 1))
+    for layer in range(len(sums)):
+        same_positions(run.positions(layer), arrays[f"out_positions_l{layer}"][None])
 
 
 def pyramid_lengths(params: Params, arrays: Arrays) -> None:
@@ -260,39 +252,43 @@ def pyramid_lengths(params: Params, arrays: Arrays) -> None:
         assert found is not None
         layers, capacity, window, size, beta = map(int, found.groups())
         policy = make("snapkv", window=window, joint=True, layer_budget=f"pyramid:{beta}")
-        run = CacheRun(policy, min(capacity, size), layers=layers, rounding="official")
+        run = CacheRun(policy, min(capacity, size), layers=layers)
         assert run.layer_counts(size) == theirs.tolist()
 
 
-@beneath("budgets.entropy_ratios")
+def counts_of(run: CacheRun) -> list[int]:
+    """How many keys every layer stores."""
+    return [len(run.positions(layer)[0][0]) for layer in range(len(run.state.layers))]
+
+
 def meda(params: Params, arrays: Arrays) -> None:
-    """The split over layers; the entropies in it are of attention that the vector does not hold."""
-    ratios = budgets.entropy_ratios(arrays["in_entropy"], params["rho"])
-    close(ratios, arrays["out_layer_ratio"])
-    # the split that a recipe makes gives every layer a hundredth first, and is exact
-    size = 100_000
-    shares = arrays["in_entropy"].exp().tolist()
-    exact = budgets.by_shares(round(params["rho"] * size), [size] * params["layers"], shares)
-    assert max(abs(n / size - float(r)) for n, r in zip(exact, arrays["out_layer_ratio"], strict=True)) < 0.015
-    assert sum(exact) == round(params["rho"] * size) * params["layers"]
+    """What all layers keep of 1000 keys, by the entropies of their attention."""
+    size, layers = 1000, params["layers"]
+    policy = receiving("h2o", [torch.rand(1, 1, size) for _ in range(layers)], layer_budget="entropy", joint=True)
+    run = CacheRun(policy, params["rho"], layers=layers, seen=arrays["in_entropy"].double().exp().tolist())
+    run.prompt(torch.zeros(1, 1, size, 1), torch.zeros(1, 1, size, 1))
+    assert counts_of(run) == [int(share * size) for share in arrays["out_layer_ratio"]]
 
 
-@beneath("budgets.prefix_official")
 def prefix_kv(params: Params, arrays: Arrays) -> None:
     scores, cases = arrays["in_score"], [name for name in arrays if name.startswith("out_forget_")]
-    assert cases
+    layers, size = scores.shape
+    assert cases and layers == params["layers"]
     for case in cases:
-        target = int(scores.numel() * int(case.rpartition("_")[2]) / 100)
-        theirs = arrays[case].tolist()
-        assert budgets.prefix_official(scores, target, params["protect"]) == theirs
-        # ours carries the search to its end: within the 5 keys at which theirs stops, and the same share everywhere
-        kept = (scores.numel() - target) // len(scores)
-        exact = budgets.prefix(list(scores), kept)
-        assert sum(exact) == kept * len(scores)
-        share = scores.sort(1, descending=True).values.cumsum(1) / scores.sum(1, keepdim=True)
-        reached = [float(row[n - 1]) for row, n in zip(share, exact, strict=True)]
-        ahead = [float(row[n - 2]) if n > 1 else 0.0 for row, n in zip(share, exact, strict=True)]
-        assert max(ahead) <= min(reached)
+        figures = list(scores[:, None, None])
+        policy = receiving("h2o", figures, layer_budget="prefix", joint=True, sinks=params["protect"] - 1, recent=1)
+        run = CacheRun(policy, 1 - int(case.rpartition("_")[2]) / 100, layers=layers)
+        run.prompt(torch.zeros(1, 1, size, 1), torch.zeros(1, 1, size, 1))
+        assert counts_of(run) == [size - gone for gone in arrays[case].tolist()]
+
+
+def pyramid_kvpress(params: Params, arrays: Arrays) -> None:
+    assert arrays
+    size, window = params["tokens"], params["window_size"]
+    for case, theirs in arrays.items():
+        policy = make("snapkv", window=window, joint=True, layer_budget=f"kvpress:{params['beta']}")
+        run = CacheRun(policy, 1 - int(case.rpartition("_")[2]) / 100, layers=params["layers"])
+        assert run.layer_counts(size) == theirs.tolist()
 
 
 _POOLING = {"avgpool": "avg", "maxpool": "max"}
@@ -308,7 +304,7 @@ def adakv(params: Params, arrays: Arrays) -> None:
         head_budget=heads,
         joint=True,
     )
-    run = CacheRun(policy, params["max_capacity_prompt"], rounding="official")
+    run = CacheRun(policy, params["max_capacity_prompt"])
     run.prompt(arrays["in_k"], arrays["in_v"], arrays["in_q_window"])
     ours, ends = run.positions()[0], arrays["out_cu_klen"].tolist()
     assert [len(one) for one in ours] == arrays["out_head_lens"].tolist()
@@ -488,7 +484,7 @@ def dycoke(params: Params, arrays: Arrays) -> None:
     first, length = params["image_token_start_index"], params["image_token_length"]
     visual = torch.zeros(params["cache_len"], dtype=torch.bool)
     visual[first : first + length] = True
-    policy = make("dycoke-cache", layer=1, alike=params["threshold"], as_shipped=True)
+    policy = make("dycoke-cache", layer=1, alike=params["threshold"])
     read = dycoke_steps(policy, torch.stack(list(arrays["in_attn"])), visual, int(length * (1 - params["dycoke_p"])))
     everything = torch.arange(params["cache_len"])
     for step, ours in enumerate(read):
@@ -497,11 +493,11 @@ def dycoke(params: Params, arrays: Arrays) -> None:
 
 
 def dycoke_cache(params: Params, arrays: Arrays) -> None:
-    """The same where a set that is alike is read again."""
+    """The paper's rule, which this vector was made by: a set that is alike is read again."""
     first, length = params["image_start"], params["image_len"]
     visual = torch.zeros(params["seq_len"], dtype=torch.bool)
     visual[first : first + length] = True
-    policy = make("dycoke-cache", layer=1, alike=params["sim_threshold"])
+    policy = make("dycoke-cache", variant="exact", layer=1, alike=params["sim_threshold"])
     count = int(length * (1 - params["prune_ratio_P"]))
     # the program's share is a float too
     assert abs(count - params["num_keep"]) <= 1
@@ -513,7 +509,7 @@ def dycoke_frames(params: Params, arrays: Arrays) -> None:
     clip = film_of(arrays["in_features"].unflatten(0, (params["frames"], params["num_tokens_per_frame"])))
     for ratio in params["merging_ratios"]:
         theirs = arrays[f"out_ttm_{round(100 * ratio)}"]
-        made = make("dycoke", official_tail=True).reduce(clip, torch.tensor([len(theirs)]))
+        made = make("dycoke").reduce(clip, torch.tensor([len(theirs)]))
         same_rows(made.apply(clip.features)[0], theirs)
 
 
@@ -535,7 +531,7 @@ def windowkv(params: Params, arrays: Arrays) -> None:
     review = keys.shape[2] - suffix
     theirs = arrays["out_layers_budget"].tolist()[::group]
     options = {"window": suffix, "width": size, "strategy": strategy}
-    shape = make("windowkv", layer_budget=f"pyramid:{params['beta'] / group}", **options)
+    shape = make("windowkv", variant="exact", layer_budget=f"pyramid:{params['beta'] / group}", **options)
     before = CacheRun(
         shape, params["max_capacity_prompt"], layers=len(theirs), visual=torch.arange(keys.shape[2]) < review
     )
@@ -626,6 +622,7 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("NVIDIA/kvpress", "AdaKVPress.compress"): adakv_kvpress,
     ("NVIDIA/kvpress", "ObservedAttentionPress.score"): observed_attention,
     ("NVIDIA/kvpress", "StreamingLLMPress.score"): streaming_llm,
+    ("NVIDIA/kvpress", "PyramidKVPress.get_layer_budget"): pyramid_kvpress,
     ("NVIDIA/kvpress", "KnormPress.score"): scorer(lambda params: make("knorm", joint=True)),
     ("NVIDIA/kvpress", "KeyDiffPress.score"): scorer(lambda params: make("keydiff", joint=True)),
     ("NVIDIA/kvpress", "TOVAPress.score"): scorer(lambda params: make("tova", joint=True)),

@@ -46,8 +46,8 @@ def pitome(text: bool) -> Callable[[Params, Arrays], None]:
         assert params.get("r", remove) == remove
         if params.get("alpha", 1.0) != 1.0:
             raise NotOffered("another alpha of ELU than 1")
-        variant = "text" if text else "bsm" if params.get("use_bsm_pitome") else "energy"
-        method = make("pitome", margin=params["margin"], variant=variant)
+        matching = "text" if text else "bsm" if params.get("use_bsm_pitome") else "energy"
+        method = make("pitome", margin=params["margin"], matching=matching)
         target = method.match(in_tower(metric, protected=protected), remove)
         made = Reduction.merge(target, everything(metric))
         out, mass = made.apply(x), made.mass()
@@ -156,10 +156,8 @@ def dycoke(params: Params, arrays: Arrays) -> None:
     clip = film_of(arrays["tokens"].unflatten(0, (length, places)))
     theirs = arrays["out_src_idx"]
     retain = (1 + 3 * (1 - params["merging_ratio"])) / 4
-    assert make("dycoke", official_tail=True).official_count(retain, length * places, (length, 1, places)) == len(
-        theirs
-    )
-    made = make("dycoke", official_tail=True).reduce(clip, torch.tensor([len(theirs)]))
+    assert make("dycoke").official_count(retain, length * places, (length, 1, places)) == len(theirs)
+    made = make("dycoke").reduce(clip, torch.tensor([len(theirs)]))
     ours = made.kept[0].nonzero()[:, 0]
     same_set(ours, theirs)
     # theirs come out frame by frame, in ascending similarity
@@ -197,7 +195,7 @@ def centerclip(params: Params, arrays: Arrays) -> None:
 def moviechat(params: Params, arrays: Arrays) -> None:
     """Of every fragment the newest frames fill the short memory, which is consolidated when the fragment ends."""
     names = sorted((name for name in arrays if name.startswith("fragment")), key=lambda name: int(name[8:]))
-    method, ours = make("moviechat", similarity="official_dot"), []
+    method, ours = make("moviechat"), []
     for name in names:
         frames = arrays[name][: params["n_frame"]][-params["short_memory_length"] :]
         clip = film_of(frames)

@@ -27,7 +27,7 @@ def hired(params: Params, arrays: Arrays) -> None:
     parts, n = late.shape
     side = isqrt(n)
     assert parts == params["partitions"] and n == params["num_vision_tokens"] == side * side
-    method = make("hired", layout="official_bands", alpha=params["alpha"])
+    method = make("hired", alpha=params["alpha"])
     count = max(1, method.official_count(params["token_budget_rate"], parts * n))
     # which band belongs to which tile does not depend on how the tiles stand, so they stand in a column
     tile, cells = torch.arange(parts)[:, None], torch.cartesian_prod(torch.tensor([0]), *[torch.arange(side)] * 2)
@@ -66,7 +66,7 @@ def prumerge(name: str) -> Callable[[Params, Arrays], None]:
         close(attention, arrays["cls_attn"])
         tokens = one_unit(x, cls_attention_unsplit=attention[None], keys_unsplit=keys[None, 1:])
         fixed = not params.get("if_adaptive", True)
-        method = make(name, heads="official_unsplit", adaptive=not fixed, neighbours=params.get("knn", 32))
+        method = make(name, adaptive=not fixed, neighbours=params.get("knn", 32))
         wrong, count = None, n
         if fixed:
             count = method.official_count(next(params[k] for k in ("reduction_ratio", "iqr_ratio") if k in params), n)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from mmaccel.core.stats import Stats
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.incoming import Incoming, Phase
 from mmaccel.method import LayerAttention, Method, Policy, registry
+from mmaccel.method.base import Variant
 from mmaccel.runtime.eviction import Eviction
 from mmaccel.runtime.forward import Continuation, Forward, Prompt
 from mmaccel.runtime.plan import PlannedStage
@@ -34,13 +36,15 @@ made: list[str] = []
 BENEATH: dict[Compare, str] = {}
 
 
-def make(name: str, given: Mapping[str, Callable[..., Any]] | None = None, **options: Any) -> Any:
-    """The registered method ``name`` with these options.
+def make(
+    name: str, given: Mapping[str, Callable[..., Any]] | None = None, variant: Variant = "official", **options: Any
+) -> Any:
+    """The registered method ``name`` with these options, by default in its authors' variant.
 
     ``given`` replaces parts of it that look at a model by what the vector holds in their place.
     """
     kind = registry.method(name)
-    method: Method = (type(kind.__name__, (kind,), dict(given)) if given else kind)(**options)
+    method: Method = (type(kind.__name__, (kind,), dict(given)) if given else kind)(**options).by(variant)
     made.append(name)
     return method
 
@@ -111,11 +115,21 @@ def as_queries(rows: Tensor) -> tuple[Tensor, Tensor]:
 class _Watched(Eviction):
     """Notes what the product ranks."""
 
-    def __init__(self, forward: Forward, stage: PlannedStage[Policy], state: CacheState) -> None:
+    def __init__(
+        self, forward: Forward, stage: PlannedStage[Policy], state: CacheState, seen: Sequence[float] = ()
+    ) -> None:
         super().__init__(forward, stage, state)
         self.ranks: list[Tensor] = []
+        self.seen = seen
         if self.prompt is not None:
             self.prompt._rank = self._noted(self.prompt._rank)  # type: ignore[method-assign]
+
+    def after_attention(self, number: int, *args: Any, **named: Any) -> None:
+        super().after_attention(number, *args, **named)
+        if self.prompt is not None and self.seen and number in self.prompt.waiting:
+            # what the vector says of the attention of a layer that it does not hold
+            waiting = self.prompt.waiting
+            waiting[number] = replace(waiting[number], seen=torch.tensor([self.seen[number]], dtype=torch.float64))
 
     def _noted(self, rank: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def ranked(*args: Any, **named: Any) -> Tensor:
@@ -135,6 +149,7 @@ class CacheRun:
     layers : of the language model.
     visual : ``[S]`` bool, the places that are visual; by default all.
     grid : (t, h, w) of the visual places, in raster order; by default one row.
+    seen : per layer what its budget is in proportion to, where attention settles that.
     text : what the policy asks of the language model (``rotary_emb``, ``o_proj``).
     """
 
@@ -146,12 +161,13 @@ class CacheRun:
         layers: int = 1,
         visual: Tensor | None = None,
         grid: tuple[int, int, int] | None = None,
-        rounding: str = "exact",
+        seen: Sequence[float] = (),
         text: Any = None,
     ) -> None:
+        self.seen = seen
         self.policy, self.visual, self.grid = policy, visual, grid
         self.stage = PlannedStage(0, policy, retain)
-        recipe = SimpleNamespace(text_retain=None, rounding=rounding)
+        recipe = SimpleNamespace(text_retain=None)
         # what the cache stage reads of a plan
         self.plan: Any = SimpleNamespace(recipe=recipe, family=SimpleNamespace(text=text))
         self.state = CacheState(layers)
@@ -170,7 +186,7 @@ class CacheRun:
         else:
             self.forward = Continuation(*given)
         self.state.offset = torch.zeros(rows, dtype=torch.long)
-        self.eviction = _Watched(self.forward, self.stage, self.state)
+        self.eviction = _Watched(self.forward, self.stage, self.state, self.seen)
         return self.eviction
 
     def _layout(self, size: int, rows: int) -> Layout:

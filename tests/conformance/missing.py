@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmaccel.method.registry import methods
-from mmaccel.recipe import Recipe, recipes
+from mmaccel.recipe import recipes
 
 LIST = Path(__file__).parent / "missing.toml"
 
@@ -61,8 +61,6 @@ class Entry:
             return f"{self.name} is registered now ({', '.join(found)}): write a comparator" if found else None
         if self.kind == "fault":
             return None
-        if any(option.name == "variant" for option in fields(Recipe)):
-            return "recipes have a switch `variant` now: run the vector through it"
         for name, options in self.methods.items():
             if name not in methods():
                 return f"there is no method {name!r} any more"

@@ -68,9 +68,9 @@ OURS = ("layer",)
 
 
 def test_an_entry_of_what_is_registered_is_stale() -> None:
-    entry = Entry("not_built", "method not built", ("tokens/x",), "dart")
-    assert entry.stale() is None and entry.stale({"dart", "fastv"}) is not None
-    assert entry.stale({"dart-merge"}) is not None and entry.stale({"dartmouth"}) is None
+    entry = Entry("not_built", "method not built", ("tokens/x",), "unwritten")
+    assert entry.stale() is None and entry.stale({"unwritten", "fastv"}) is not None
+    assert entry.stale({"unwritten-merge"}) is not None and entry.stale({"unwrittenness"}) is None
     with pytest.raises(AssertionError, match="fastv is registered now"):
         verdict(None, ABOUT, {}, replace(entry, name="fastv"))
 

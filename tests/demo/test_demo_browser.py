@@ -540,11 +540,12 @@ def test_visitors_name_no_files_of_ours(site, which):
 
 def test_uploads_are_limited(site, tmp_path):
     import httpx
-    from mmaccel_demo import limits
+
+    from mmaccel.media import untrusted
 
     large = tmp_path / "large.png"
     with large.open("wb") as file:
-        file.truncate(limits.UPLOAD + 1)
+        file.truncate(untrusted.UPLOAD + 1)
     with large.open("rb") as file:
         reply = httpx.post(f"{site.address}gradio_api/upload", files={"files": file}, timeout=120)
     assert reply.status_code == 413

@@ -21,6 +21,7 @@ from tail import few
 from mmaccel import MmaccelError, Recipe, Reduction, Stage, accelerated, is_accelerated, recipes
 from mmaccel.cli import ask
 from mmaccel.media.files import Clip, Prompt, encode
+from mmaccel.programs import turns
 
 OPTIONS = argparse.Namespace(model=None, device="cpu", dtype="auto", attn=None, trust_remote_code=False)
 
@@ -148,7 +149,9 @@ def test_who_leaves_stops_the_run(films):
 def slow(films, monkeypatch):
     """Time passes by a second with every block of the model, of which it has eight, and never otherwise; yields the clock."""
     clock = types.SimpleNamespace(now=0.0)
-    monkeypatch.setattr(engine, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        turns, "time", types.SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+    )
     monkeypatch.setattr(films, "seconds", 10.0)
 
     def wait(*about):

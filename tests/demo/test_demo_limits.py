@@ -10,6 +10,8 @@ from mmaccel_demo import limits
 from PIL import Image
 
 from mmaccel import MmaccelError, Stage, methods, recipes
+from mmaccel.media import untrusted
+from mmaccel.programs import hosts
 
 
 def refused(match, call, *args):
@@ -46,7 +48,7 @@ def test_pictures(files, tmp_path):
 
 
 def test_heavy_files(files, monkeypatch):
-    monkeypatch.setattr(limits, "UPLOAD", 1 << 10)
+    monkeypatch.setattr(untrusted, "UPLOAD", 1 << 10)
     refused("at most 0 are taken", limits.picture, str(files.png))
 
 
@@ -143,7 +145,7 @@ def test_what_may_be_asked_for():
     ],
 )
 def test_names_of_this_machine(header, taken):
-    assert limits.host(header, ("demo.example.com", "*.hf.space", "box")) is taken
+    assert hosts.known(header, ("demo.example.com", "*.hf.space", "box")) is taken
 
 
 def test_room_for_uploads(tmp_path, monkeypatch):

@@ -119,8 +119,8 @@ def through(made: Any, given: Tensor) -> tuple[Tensor, Tensor]:
 CASES = [
     *((name, method, {}, 0.5) for name, method in METHODS),
     *((name, "tome", {"pace": "decreasing"}, 0.4) for name in ("clip", "siglip", "open_clip")),
-    *((name, "pitome", {"variant": "bsm"}, 0.4) for name in ("clip", "siglip")),
-    ("clip", "pitome", {"variant": "text"}, 0.4),
+    *((name, "pitome", {"matching": "bsm"}, 0.4) for name in ("clip", "siglip")),
+    ("clip", "pitome", {"matching": "text"}, 0.4),
     ("clip", "pitome", {"margin": 0.75}, 0.3),
     ("clip", "tome", {}, 10),
     ("open_clip", "evit", {}, 2),

@@ -31,7 +31,7 @@ from mmaccel_kernels.append import append
 from mmaccel_kernels.best import best_units
 from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
 from mmaccel_kernels.compact import compact
-from mmaccel_kernels.decode import decode_attention
+from mmaccel_kernels.decode import decode_attention, merge
 from mmaccel_kernels.decode import triton as decode_kernel
 from mmaccel_kernels.dpp import greedy_dpp
 from mmaccel_kernels.importance import importance
@@ -425,9 +425,9 @@ def test_a_step_by_the_compiler_is_the_step_of_the_dispatch(device: str, monkeyp
         def __hash__(self) -> int:
             return id(self)
 
-    kernels = [Noted(getattr(decode_kernel, name)) for name in ("_decode", "_merge")]
+    kernels = [Noted(getattr(module, name)) for module, name in ((decode_kernel, "_decode"), (merge, "_merge"))]
     monkeypatch.setattr(decode_kernel, "_decode", kernels[0])
-    monkeypatch.setattr(decode_kernel, "_merge", kernels[1])
+    monkeypatch.setattr(merge, "_merge", kernels[1])
     query, keys = numbers(1, 4, 1, 16), numbers(1, 2, 32, 16)
     filled = torch.tensor([3], dtype=torch.int32)
     for _ in range(3):

@@ -9,12 +9,11 @@ import shutil
 import host
 import pytest
 import torch
-from mmaccel_kernels.decode import cuda, decode_attention_definition, decode_attention_kernel, paged
+from mmaccel_kernels.decode import cuda, paged
 from mmaccel_kernels.decode import triton as kernel
 from mmaccel_kernels.launch import Unbuildable
-from mmaccel_kernels.pack.naive import SCALE_MAX
 from mmaccel_kernels.pages import Format
-from test_decode import HALVES, TOLERANCE, compare, make, packed, paged_inputs
+from test_decode import HALVES, check_values_of_any_size, compare, make, packed, paged_inputs, rows_of_all_sizes
 
 NAMES = [
     "kivi 4",
@@ -84,7 +83,7 @@ def test_any_number_of_programs(programs, monkeypatch, on_host):
     assert used(on_host)
 
 
-def unwritten(like, *sizes):
+def unwritten(like, *sizes, use):
     return [torch.full((n,), math.nan) for n in sizes]
 
 
@@ -101,31 +100,14 @@ def test_pages_that_share_scales_in_runs(programs, monkeypatch, on_host):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_no_query_is_too_large_or_too_small(dtype, on_host):
-    inputs = paged_inputs("kivi 4", dtype, "cpu")
-    rows = torch.tensor([1e-6, 1.0, 3e4, 0.0, 1e3, 7.0, 0.1])
-    scaled = inputs["query"].float().view(2, 2, 7, 1, 128) * rows[:, None, None]
-    inputs["query"] = scaled.view(2, 14, 1, 128).to(dtype).clamp(-6e4, 6e4)
-    out, _ = compare(inputs, scaling=1e-5, more=3)
+    out, _ = compare(rows_of_all_sizes(dtype, "cpu"), scaling=1e-5, more=3)
     assert out.isfinite().all() and used(on_host)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("factor", [1.0, 2e-4, 1e6])
 def test_no_value_is_too_large_or_too_small(factor, dtype, on_host):
-    """One key has most of the weight, a thousand others the rest; scales of values are as large as they are kept."""
-    inputs = paged_inputs("kivi 2", dtype, "cpu", lengths=(1024, 0, 0, 0), tail=0)
-    plane = inputs["pages"].values[0]
-    for x in (plane.scale, plane.zero):
-        x.copy_((x.float() * factor).clamp(-SCALE_MAX, SCALE_MAX))
-    keys = inputs["pages"].decoded()[0].float()
-    one = keys[3] - keys.mean(0)
-    reach = keys @ one
-    inputs["query"] = one.to(dtype).expand_as(inputs["query"])
-    scaling = float(9 / (reach[3] - reach.mean()))
-    out, _ = decode_attention_kernel(scaling=scaling, **inputs)
-    want, _ = decode_attention_definition(scaling=scaling, **inputs)
-    # of the whole vector, not of each number
-    assert (out - want).float().norm() < TOLERANCE[dtype] * want.float().norm()
+    check_values_of_any_size(factor, dtype, "cpu")
     assert used(on_host)
 
 
@@ -145,7 +127,7 @@ def test_at_a_thousand_keys_most_multiprocessors_have_work(monkeypatch, on_host)
     """A page is shared by units: four heads of a thousand keys are 128 of 32 tokens."""
     monkeypatch.setattr(kernel, "_multiprocessors", lambda device: 132)
     kept = []
-    monkeypatch.setattr(paged, "workspace", lambda *given: kept.append(unwritten(*given)) or kept[-1])
+    monkeypatch.setattr(paged, "workspace", lambda *given, use: kept.append(unwritten(*given, use=use)) or kept[-1])
     compare(paged_inputs("kivi 4", torch.float16, "cpu", lengths=(1024,) * 4, tail=0), more=3)
     # a program leaves the log-sum-exps of the rows of every head that it comes by
     left = ~kept[-1][1].view(-1, 7).isnan().any(1)

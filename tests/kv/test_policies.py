@@ -55,7 +55,7 @@ POLICIES = [
     InfiniPotV(),
     InfiniPotV(pooled=True),
     ElasticCache(),
-    ElasticCache(faithful=True),
+    ElasticCache().by("official"),
     DyCokeCache(),
     A2SF(),
     VATP(),

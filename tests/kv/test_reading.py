@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 def test_every_step_reads_what_it_attends_to(family: str, kind: str, shipped: bool) -> None:
     """DyCoke: hidden from the query of the step, in the layers behind the choice; stored all the same."""
     feed = zoo.inputs(family, kind)
-    recipe = stage("dycoke-cache", layer=2, alike=0.95, as_shipped=shipped)
+    recipe = stage("dycoke-cache", layer=2, alike=0.95)
+    recipe = recipe.override(variant="official" if shipped else "exact")
     forced = oracle.force(family, len(feed["input_ids"]), 8)
     length = feed["input_ids"].shape[1]
     everything = torch.ones(4, len(forced), 1, length + 8, dtype=torch.bool)

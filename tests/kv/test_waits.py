@@ -47,7 +47,8 @@ RECIPES = {
     "text": recipe(("snapkv", 0.3, {"window": 8, "protect": ("question",), "text_policy": "knorm"}), text_retain=0.5),
     "chunks": recipe(("snapkv", 0.3, {"window": 8, "chunk": 4})),
     "merged": recipe(("h2o", 0.3, {"compact": "average"})),
-    "nearest": recipe(("elastic-cache", 0.3, {"faithful": True})),
+    "nearest": recipe(("elastic-cache", 0.3, {})),
+    "as its authors": recipe(("elastic-cache", 0.3, {})).override(variant="official"),
     "sparsity": recipe(("vl-cache", 0.3, {})),
     "entropy": recipe(("h2o", 0.3, {"layer_budget": "entropy"})),
     "prefix": recipe(("observed-attention", 0.3, {"layer_budget": "prefix"})),
@@ -70,15 +71,17 @@ QUICK = ("text", "merged")
 
 
 def forwards(
-    made: Recipe, layers: int, kind: str = "image", steps: int = STEPS, captured: bool = False
+    made: Recipe, layers: int, kind: str = "image", steps: int = STEPS, captured: bool = False, **text: int
 ) -> list[simulated.Counts]:
-    """What is asked of the machine in the prompt, and in every decode step; ``captured`` ones run as they would be recorded."""
+    """What is asked of the machine in the prompt, and in every decode step; ``captured`` ones run as they would be recorded.
+    ``text``: fields of the text configuration."""
     counts = []
     with ExitStack() as stack:
         options = {"compile_config": CompileConfig()} if captured else {}
         stack.enter_context(mock.patch.object(torch, "compile", lambda function, **_: function))
         gpu = stack.enter_context(simulated.machine())
-        model, feed = gpu.put(zoo.model("llava", num_hidden_layers=layers)), gpu.put(zoo.inputs("llava", kind))
+        model = gpu.put(zoo.model("llava", num_hidden_layers=layers, **text))
+        feed = gpu.put(zoo.inputs("llava", kind))
         with accelerated(model, made):
             handles = [
                 model.register_forward_pre_hook(lambda *_: counts.append(gpu.counts.copy())),
@@ -237,6 +240,28 @@ def test_a_step_that_reads_what_is_stored_needs_no_mask_and_no_sums(name: str, k
     # an earlier step may pack
     steps = slice(2 if name == "heads" else -1, None)
     assert [step - plain for step, plain in zip(made[steps], bare[steps], strict=True)] == [1.0] * len(made[steps])
+
+
+# by choice: the codecs of the book whose pages Triton's loop reads; vidkv's has a source of its own, launched as often
+#: pages that a loop of their own reads
+LOOPED = {
+    "kivi": {"page": 64, "group": 32, "residual": 0, "bits": 4},
+    "calibquant": {"page": 64, "bits": 4},
+    "fp8": {"page": 64},
+    "think": {"page": 64, "group": 32, "residual": 0},
+}
+
+
+@pytest.mark.parametrize("name", few(LOOPED, ("kivi",)))
+def test_a_step_over_pages_with_a_loop_of_their_own_starts_two_more(name: str) -> None:
+    """One reads pages, one the rest, and one puts together what both have found; the bare model starts one."""
+    made = recipe((name, None, LOOPED[name]))
+    few, many, bare, deeper = (
+        forwards(which, layers, head_dim=32)[-1] for which in (made, Recipe("bare", ())) for layers in (4, 8)
+    )
+    assert many.kernels == {"_attend": 8, "_decode": 8, "_merge": 8}
+    less, more, plain, deep = (sum(counts.launches.values()) for counts in (few, many, bare, deeper))
+    assert (more - less) - (deep - plain) == 4 * 2
 
 
 # by choice: one for every form in which a layer is stored

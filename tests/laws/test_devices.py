@@ -47,7 +47,7 @@ LAUNCHES = {
     "cache": (200, 8),
     "scheduled": (200, 2),
     "reading": (300, 24),
-    "codec": (120, 10),
+    "codec": (120, 2),
 }
 
 

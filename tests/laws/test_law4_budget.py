@@ -245,8 +245,8 @@ def test_a_count_that_only_some_pictures_have_is_refused():
 def test_the_authors_rounding():
     """Half to even: 10.5 of 35 is 10 for DivPrune's authors, 11 by default."""
     feed, model = zoo.inputs("qwen2_5_vl"), oracle.subject("qwen2_5_vl")
-    for rounding, kept in (("exact", 11), ("official", 10)):
-        with accelerated(model, "divprune", retain=0.3, rounding=rounding):
+    for variant, kept in (("exact", 11), ("official", 10)):
+        with accelerated(model, "divprune", retain=0.3, variant=variant):
             model(**feed)
             assert model.mmaccel.stats()["visual_tokens_kept"] == kept
 
@@ -254,5 +254,5 @@ def test_the_authors_rounding():
 @pytest.mark.parametrize("name", [name for name in TOKENS if oracle.fits(name, "llava")])
 def test_a_count_is_a_count_with_the_authors_rounding(name):
     feed, model = zoo.inputs("llava"), oracle.subject("llava")
-    with accelerated(model, name, retain=37, rounding="official"), pytest.raises(MmaccelError, match="37"):
+    with accelerated(model, name, retain=37, variant="official"), pytest.raises(MmaccelError, match="37"):
         model(**feed)

@@ -91,7 +91,7 @@ def test_a_direct_forward_takes_it_too(family: str) -> None:
     ("recipe", "asked"),
     [
         ("test-fixed", {"positions": "paper"}),
-        ("test-fixed", {"retain": 0.31, "rounding": "official"}),
+        ("test-fixed", {"retain": 0.31, "variant": "official"}),
         ("snapkv", {"text_retain": 0.5}),
         ("snapkv", {"retain": 3}),
     ],
@@ -173,11 +173,11 @@ def test_a_reduced_cache_is_no_bare_one(family: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "asked", "match"),
     [
-        ("fastv", {"layer": 3}, "'layer' cannot change for one call, which takes retain, positions, rounding, text_retain"),
+        ("fastv", {"layer": 3}, "'layer' cannot change for one call, which takes retain, positions, variant, text_retain"),
         ("random", {"retian": 0.1}, "'retian' cannot change for one call"),
         ("random", {"retain": 0}, "retain=0 keeps no token"),
         ("random", {"retain": 1.5}, "outside"),
-        ("random", {"rounding": "up"}, "use 'exact' or 'official'"),
+        ("random", {"variant": "up"}, "use 'exact' or 'official'"),
         ("mustdrop-filter", {"positions": "paper"}, "positions='paper' cannot be had"),
         ("none", {"retain": 0.1}, "drops nothing"),
         ("random", 0.1, "mmaccel=0.1 says nothing about a call; give {'retain': 0.1} or the like, or False"),

@@ -79,6 +79,7 @@ def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> T
     x = torch.stack([torch.cat([x, x.new_zeros(n - len(x), width + 8)]) for _, x in rows])
     features, figures, blank = x[..., :width], x[..., width:].sigmoid(), (cells < 0).any(-1)
     signals: dict[str, Tensor] = {}
+    said: dict[str, Tensor] = {}
     for kind, layers in taps.items():
         if "keys" in kind or kind == "features":
             signals[kind] = features[:, None].expand(-1, layers, -1, -1).clone()
@@ -87,6 +88,7 @@ def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> T
     if isinstance(method, LayerMethod):
         names = method.look(attention_of(1, 9)).keys()
         signals |= {name: figures[..., i] for i, name in enumerate(names)}
+        said = {name: figures[:, :3, i] for i, name in enumerate(names)}
     return TokenBatch(
         features=features.contiguous(),
         valid=valid,
@@ -95,6 +97,7 @@ def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> T
         segment=torch.where(valid, 0, -1),
         question=torch.randn(len(rows), 3, width, generator=random),
         question_valid=torch.ones(len(rows), 3, dtype=torch.bool),
+        question_signals=said,
         signals=signals,
     )
 
@@ -115,11 +118,20 @@ def alone(tokens: TokenBatch, row: int) -> TokenBatch:
         segment=cut(tokens.segment),
         question=tokens.question[one],
         question_valid=tokens.question_valid[one],
+        question_signals={name: x[one] for name, x in tokens.question_signals.items()},
         signals={name: cut(x, 2 if name in TAPPED else 1) for name, x in tokens.signals.items()},
     )
 
 
-TAPPED = ("cls_attention", "received_attention", "keys", "features", "cls_attention_unsplit", "keys_unsplit")
+TAPPED = (
+    "cls_attention",
+    "received_attention",
+    "patch_attention",
+    "keys",
+    "features",
+    "cls_attention_unsplit",
+    "keys_unsplit",
+)
 
 # ---------------------------------------------------------------------------------------------------------- what they do
 

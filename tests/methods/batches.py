@@ -44,7 +44,11 @@ def batch_of(units=UNITS, seed: int = 0) -> TokenBatch:
 def row_of(tokens: TokenBatch, row: int) -> TokenBatch:
     """One unit by itself, without padding."""
     n = int(tokens.valid[row].sum())
+    question, asked = tokens.question, tokens.question_valid
     return TokenBatch(
+        question=None if question is None else question[row : row + 1],
+        question_valid=None if asked is None else asked[row : row + 1],
+        question_signals={name: value[row : row + 1] for name, value in tokens.question_signals.items()},
         features=tokens.features[row : row + 1, :n],
         valid=tokens.valid[row : row + 1, :n],
         cells=tokens.cells[row : row + 1, :n],

@@ -46,14 +46,29 @@ def tokens_of(units=UNITS, seed: int = 0) -> TokenBatch:
     # row by row, as in batch_of
     figures = {
         name: torch.stack([torch.rand(shape[1], generator=random) for _ in range(shape[0])])
-        for name in ("importance", "text_sum", "text_max", "prompt_logits", "window_attention")
+        for name in (
+            "importance",
+            "text_sum",
+            "text_max",
+            "prompt_logits",
+            "window_attention",
+            "key_norm",
+            "received_mean",
+        )
     }
     features = tokens.features.clone()
     for unit, (t, h, w) in enumerate(tokens.grid.tolist()):
         if t > 1:
             still = features[unit, : h * w].repeat(t, 1)
             features[unit, : t * h * w] = still + 0.4 * features[unit, : t * h * w]
-    return replace(tokens, features=features, signals={**tokens.signals, **figures})
+    return replace(
+        tokens,
+        features=features,
+        signals={**tokens.signals, **figures},
+        question=features[:, :5],
+        question_valid=torch.arange(5) < torch.arange(1, len(features) + 1)[:, None],
+        question_signals={"key_norm": figures["key_norm"][:, :5]},
+    )
 
 
 # --- what they choose -------------------------------------------------------------------------------------------------

@@ -18,12 +18,16 @@ from mmaccel.encoders.pitome import PiToMe
 from mmaccel.merging.aim import AimMerge
 from mmaccel.merging.centerclip import CenterClip
 from mmaccel.merging.dycoke import DyCoke
+from mmaccel.merging.evad import Evad
+from mmaccel.merging.everest import Everest
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
 from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.moviechat import MovieChat
 from mmaccel.merging.mustdrop import MustDropMerge
 from mmaccel.merging.prunevid import PruneVidMerge
+from mmaccel.merging.stc import StcPruner
+from mmaccel.merging.vidcom2 import VidCom2
 from mmaccel.method import ProjectorMethod, TokenBatch, TokenMethod
 
 # checked by test_they_are_known_by_name
@@ -31,19 +35,25 @@ METHODS: list[TokenMethod] = [
     AimMerge(),
     CenterClip(),
     CenterClip(frames=3, distance="cosine", aggregate="mean"),
+    Evad(),
+    Everest(),
     Evs(),
     DyCoke(),
-    DyCoke(official_tail=True),
+    DyCoke().by("official"),
     FastVID(),
     FastVID(segments=3, tau=-1.0, merged=0.8, stride=2, query="all"),
     HoliTomMerge(),
     HoliTomMerge(tau=0.2, contextual=0.5, beta=None),
     HoliTomMerge(strict=True),
     MovieChat(),
-    MovieChat(similarity="official_dot"),
+    MovieChat().by("official"),
     MustDropMerge(threshold=2.0, window=2),
     PruneVidMerge(small=0),
     PruneVidMerge(tau=0.1, scenes=0.5, neighbours=2, small=0),
+    StcPruner(),
+    StcPruner(chunk=3, channels="each"),
+    VidCom2(),
+    VidCom2(temperature=1.0),
 ]
 named = pytest.mark.parametrize("method", METHODS, ids=repr)
 NAMES = [*dict.fromkeys(method.name for method in METHODS)]
@@ -191,9 +201,8 @@ def test_every_method_in_a_model(family: str) -> None:
         lambda: CenterClip(distance="manhattan"),  # type: ignore[arg-type]
         lambda: HoliTomMerge(contextual=2.0),
         lambda: HoliTomMerge(layers=()),
-        lambda: MovieChat(similarity="dot"),  # type: ignore[arg-type]
-        lambda: PiToMe(variant="image"),  # type: ignore[arg-type]
-        lambda: PiToMe(variant="text", margin=1.0),
+        lambda: PiToMe(matching="image"),  # type: ignore[arg-type]
+        lambda: PiToMe(matching="text", margin=1.0),
     ],
 )
 def test_impossible_options_are_refused(make) -> None:

@@ -34,7 +34,7 @@ PRUNING = {
 METHODS = [
     *(kind() for kind in PRUNING.values()),
     FoPru(strategy="row"),
-    HiRED(layout="official_bands", alpha=0.3),
+    HiRED(alpha=0.3).by("official"),
     PruMerge(adaptive=False, query="all", neighbours=3),
     PruMergePlus(adaptive=False),
     VisionZip(contextual=3, query="all", weights="mean"),
@@ -54,7 +54,7 @@ def test_budgets(method: TokenMethod) -> None:
         kept = made.kept.sum(1)
         assert not (made.kept & ~tokens.valid).any() and (kept >= 1).all() and (kept <= count).all()
         # the program's bands leave some unspent, and an adaptive choice may want less
-        if getattr(method, "layout", "") != "official_bands" and not getattr(method, "adaptive", False):
+        if not (method.official and method.name == "hired") and not getattr(method, "adaptive", False):
             assert torch.equal(kept, count)
         out = made.apply(tokens.features)
         assert not out.isnan().any() and not dense(made).isnan().any()
@@ -112,7 +112,7 @@ def test_equal_tokens_and_no_sources(method: TokenMethod) -> None:
     assert 1 <= int(kept.sum()) <= 5 and (kept[0] or getattr(method, "important", 1.0) == 0.0)
     lost = {name: torch.full_like(value, torch.nan) for name, value in tokens.signals.items()}
     made = method.reduce(replace(tokens, signals=lost), torch.tensor([5]))
-    assert int(made.kept.sum()) == 5 or getattr(method, "layout", "") == "official_bands"
+    assert int(made.kept.sum()) == 5 or (method.official and method.name == "hired")
     assert not made.apply(tokens.features).isnan().any()
 
 
@@ -133,7 +133,6 @@ def test_they_are_registered_with_the_papers_defaults() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: HiRED(layout="bands"),  # type: ignore[arg-type]
         lambda: HiRED(alpha=1.5),
         lambda: FoPru(strategy="column"),  # type: ignore[arg-type]
         lambda: FoPru(query="text"),  # type: ignore[arg-type]

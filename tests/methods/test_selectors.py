@@ -34,7 +34,7 @@ def test_hired_gives_to_the_tile_that_covers_what_is_looked_at() -> None:
     made = HiRED(alpha=0.75).reduce(tokens, torch.tensor([12]))
     assert by_tile(made.kept, tokens) == [9, 0, 3, 0, 0]
     # the bands of the program are rows of the base image
-    bands = HiRED(alpha=0.75, layout="official_bands").reduce(tokens, torch.tensor([12]))
+    bands = HiRED(alpha=0.75).by("official").reduce(tokens, torch.tensor([12]))
     assert by_tile(bands.kept, tokens) == [9, 1, 1, 0, 0]
     late = tokens.signals["cls_attention"][0, 1]
     base = tokens.segment[0] == 0
@@ -59,7 +59,7 @@ def test_hired_knows_where_the_padding_was() -> None:
     made = HiRED(alpha=0.75).reduce(tokens, torch.tensor([12]))
     assert by_tile(made.kept, tokens) == [9, 0, 0, 0, 0, 3, 0, 0, 0]
     # the program counts bands for all eight: the fifth and the seventh, which has no token, share what the tiles get
-    bands = HiRED(alpha=0.75, layout="official_bands").reduce(tokens, torch.tensor([16]))
+    bands = HiRED(alpha=0.75).by("official").reduce(tokens, torch.tensor([16]))
     assert by_tile(bands.kept, tokens) == [12, 0, 0, 0, 0, 2, 0, 0, 0]
 
 
@@ -129,8 +129,8 @@ def test_hired_on_one_tile_is_plain_attention_and_frames_share_evenly() -> None:
     tokens = batch_of([[(1, 6, 6, False)]])
     late = replace(tokens, signals={"cls_attention": tokens.signals["cls_attention"][:, 1:]})
     plain = VtcCls().reduce(late, torch.tensor([7]))
-    for layout in ("grid2d", "official_bands"):
-        assert torch.equal(HiRED(layout=layout).reduce(tokens, torch.tensor([7])).kept, plain.kept)
+    for hired in (HiRED(), HiRED().by("official")):
+        assert torch.equal(hired.reduce(tokens, torch.tensor([7])).kept, plain.kept)
     clip = batch_of([[(3, 4, 4, False)]])
     kept = HiRED().reduce(clip, torch.tensor([10])).kept[0]
     assert kept.reshape(3, 16).sum(1).tolist() == [4, 3, 3]
@@ -244,7 +244,7 @@ def test_prumerge_matches_the_definition() -> None:
 
 @torch.no_grad()
 def test_prumerge_without_splitting_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``official_unsplit`` sees the products of whole queries and keys of the tower's last layer."""
+    """The authors' variant sees the products of whole queries and keys of the tower's last layer."""
     tiny, feed, seen = model("llava"), zoo.inputs("llava", "images"), {}
     layer = tiny.model.vision_tower.encoder.layers[-1].self_attn
 
@@ -258,7 +258,7 @@ def test_prumerge_without_splitting_heads(monkeypatch: pytest.MonkeyPatch) -> No
         getattr(layer, name).register_forward_hook(lambda module, args, out, name=name: seen.update({name: out}))
         for name in ("q_proj", "k_proj")
     ]
-    with accelerated(tiny, "prumerge", heads="official_unsplit"):
+    with accelerated(tiny, "prumerge", variant="official"):
         tiny(**feed)
         assert 0 < tiny.mmaccel.stats()["visual_tokens_kept"] < tiny.mmaccel.stats()["visual_tokens"]
     for hook in hooks:
@@ -269,7 +269,7 @@ def test_prumerge_without_splitting_heads(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(seen["signals"]["keys_unsplit"][:, 0], key[:, 1:])
     for family, query, says in (("llava", "all", "query='all' does not"), ("qwen2_5_vl", "auto", "qwen2_5_vl lacks")):
         with pytest.raises(UnsupportedError, match=says):
-            mmaccel.accelerate_vlm(model(family), "prumerge", heads="official_unsplit", query=query)
+            mmaccel.accelerate_vlm(model(family), "prumerge", variant="official", query=query)
 
 
 def test_prumerge_retain_is_a_ceiling() -> None:

@@ -89,14 +89,14 @@ def test_official_rounding_frame_by_frame() -> None:
     assert DyCoke().official_count(0.475, 80, (8, 2, 5)) == 38
     assert DyCoke().official_count(0.475, 88, (8, 1, 11)) == 2 * 11 + 6 * 3
     # the third frame of the last four stays whole, and an odd last frame goes
-    assert DyCoke(official_tail=True).official_count(0.475, 88, (8, 1, 11)) == 3 * 11 + 5 * 3
-    assert DyCoke(official_tail=True).official_count(0.475, 99, (9, 1, 11)) == 2 * 11 + 6 * 3
+    assert DyCoke().by("official").official_count(0.475, 88, (8, 1, 11)) == 3 * 11 + 5 * 3
+    assert DyCoke().by("official").official_count(0.475, 99, (9, 1, 11)) == 2 * 11 + 6 * 3
     assert DyCoke().official_count(0.1, 88, (8, 1, 11)) == 9 and DyCoke().official_count(0.475, 11, (1, 1, 11)) == 5
     assert Evs().official_count(0.05, 80, (8, 2, 5)) == 10 and Evs().official_count(0.29, 100, (8, 2, 5)) == 28
     assert Evs().official_count(0.29, 100) == 28
     # in a model: every compared frame keeps the same number
     tiny, feed = zoo.model("llava_onevision"), zoo.inputs("llava_onevision", "video")
-    with accelerated(tiny, "dycoke", retain=0.475, rounding="official"):
+    with accelerated(tiny, "dycoke", retain=0.475, variant="official"):
         tiny(**feed)
         stage, layout, kept = tiny.mmaccel.stats()["stages"][0], tiny.mmaccel.layout, tiny.mmaccel.reduction.kept
     units = layout.units("picture")
@@ -104,18 +104,18 @@ def test_official_rounding_frame_by_frame() -> None:
     each = int((1 - 0.7) * high * wide)
     stays = kept[0, units.places[0]]
     per_frame = [int(stays[units.cells[0, :, 0] == f].sum()) for f in range(frames)]
-    assert per_frame == [high * wide if f % 4 == 0 else each for f in range(frames)]
+    assert per_frame == [high * wide if r == f else each for f, r in enumerate(references(frames, tail=True))]
     assert stage["tokens_kept"] == sum(per_frame) != int(0.475 * len(stays) + 0.5)
 
 
 def test_dycoke_compares_within_groups_of_four() -> None:
     assert references(10) == [0, 0, 0, 2, 4, 4, 4, 6, 8, 8]
-    assert references(9, official_tail=True) == [0, 0, 0, 2, 4, 4, 4, 6, None]
-    assert references(8, official_tail=True) == [0, 0, 0, 2, 4, 4, 6, 6]
+    assert references(9, tail=True) == [0, 0, 0, 2, 4, 4, 4, 6, None]
+    assert references(8, tail=True) == [0, 0, 0, 2, 4, 4, 6, 6]
     tokens = clips([((8, 2, 3), False)])
     kept = DyCoke().reduce(tokens, torch.tensor([12 + 6 * 2])).kept.view(8, 6).sum(1)
     assert kept.tolist() == [6, 2, 2, 2, 6, 2, 2, 2]
-    kept = DyCoke(official_tail=True).reduce(tokens, torch.tensor([18 + 5 * 2])).kept.view(8, 6).sum(1)
+    kept = DyCoke().by("official").reduce(tokens, torch.tensor([18 + 5 * 2])).kept.view(8, 6).sum(1)
     assert kept.tolist() == [6, 2, 2, 2, 6, 2, 6, 2]
     # below the whole frames these are thinned
     assert DyCoke().reduce(tokens, torch.tensor([5])).kept.view(8, 6).sum(1).tolist() == [3, 0, 0, 0, 2, 0, 0, 0]

@@ -135,11 +135,22 @@ def served(llm: LLM, family: str, given: list[Row], **processing: Any) -> list[l
     return [list(one.outputs[0].token_ids) for one in out]
 
 
+def length(llm: LLM, family: str, row: Row, **processing: Any) -> int:
+    """Tokens of a prompt as vLLM's language model reads it."""
+    out = llm.generate(prompt(family, row, **processing), SamplingParams(max_tokens=1), use_tqdm=False)
+    return len(out[0].prompt_token_ids)
+
+
+def visual(family: str, row: Row) -> int:
+    """Visual tokens of a prompt, unreduced."""
+    return int(zoo.visual_mask(family, model(family), zoo.encode(family, [row])["input_ids"]).sum())
+
+
 def expected(family: str, given: list[Row], recipe: str | None = None, **options: Any) -> list[list[int]]:
     """The tokens of transformers, one prompt at a time."""
     made = model(family)
     if recipe is not None:
-        accelerate_vlm(made, recipe, **options)
+        accelerate_vlm(made, recipe, processor=zoo.processor(family), **options)
     answers = []
     for row in given:
         inputs = zoo.encode(family, [row])

@@ -25,7 +25,7 @@ def messages(line: Line) -> list[dict[str, Any]]:
     earlier = tuple((question, answer) for question, answer in line.get("earlier") or ())
     # to the chat it matters only that there is a clip; lmms-eval reads the frames
     clip = read_video(Path(line["video"]), 1) if line.get("video") else None
-    chat = Prompt(line["question"], () if clip else tuple(given), clip, earlier).messages()
+    chat = list(Prompt(line["question"], () if clip else tuple(given), clip, earlier).chat().messages)
     for turn in chat:
         turn["content"] = [
             {**part, "url": next(media)} if part["type"] in ("image", "video") else part for part in turn["content"]

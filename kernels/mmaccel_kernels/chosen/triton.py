@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._softmax import merge_parts, weighed
+from .._softmax import gathered, leave, weighed
 from .._triton import jit, tl, triton
 from ..decode import triton as dense
 from ..launch import Repeated, is_even, workspace
@@ -177,4 +177,5 @@ def _merge_chosen(
     first = head * (splits - 1)
     last = first + tl.cdiv(length, _share(length, splits, BLOCK_N)) - 1
     state = float("-inf"), 0.0, tl.zeros([BLOCK_DV], tl.float32)
-    merge_parts(part, part_lse, out, lse, head, row, rows, first, last, state, DV, BLOCK_DV, PARTS)
+    state = gathered(part, part_lse, head, row, rows, first, last, state, DV, BLOCK_DV, PARTS)
+    leave(out, lse, head, row, rows, state, DV, BLOCK_DV)

@@ -19,18 +19,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from .._softmax import merge_parts
 from .._triton import jit, tl, triton
-from ..launch import Repeated, Unbuildable, enqueue, is_even, workspace
+from ..launch import Unbuildable, enqueue, workspace
 from ..pages import Pages, Plane, paged
 from ..pages.triton import plane
 from . import cuda
+from .merge import LeftOfPages, merged
 from .naive import decode_attention_definition
 
 #: tokens of a page are shared by this many warps
@@ -97,70 +96,31 @@ def _whole(of: Plane, share: int, tile: int) -> bool:
     return form.digits == 1 or (tile >= 8 and share % (tile * form.digits) == 0)
 
 
-def attend_pages(
-    query: Tensor,
-    pages: Pages,
-    scale: float,
-    mask: Mask | None,
-    programs: int,
-    beside: tuple[Tensor, Tensor] | None,
-    dv: int,
-) -> tuple[Tensor, Tensor]:
-    """Attention over ``pages`` and, merged with it, what is ``beside`` them, in two launches.
+def leave_pages(
+    query: Tensor, pages: Pages, scale: float, mask: Mask | None, programs: int, dv: int, found: cuda.Loop | None
+) -> LeftOfPages:
+    """What the loop finds of ``pages``, in one launch; the rest of a cache is :func:`.merge.merged` with it.
 
     Parameters
     ----------
     query : ``[B, Hq, q, D]``.
     scale : of the logits, to base 2.
     mask : bytes, its strides by sequence, key head and query, and the first column of every page.
-    beside : attention over the rest of the cache and its log-sum-exp, which are overwritten.
+    programs : two a multiprocessor.
+    found : the loop in CUDA C++ (:func:`loop`), or None for Triton's, which only takes pages that :func:`fits` says it does.
     """
-    found = loop(pages, query, mask is not None) if scale > 0 else None
-    return _attended(found, query, pages, scale, mask, programs, beside, dv)
-
-
-def _attended(
-    found: cuda.Loop | None,
-    query: Tensor,
-    pages: Pages,
-    scale: float,
-    mask: Mask | None,
-    programs: int,
-    beside: tuple[Tensor, Tensor] | None,
-    dv: int,
-) -> tuple[Tensor, Tensor]:
-    """:func:`attend_pages` by the loop that was ``found``, or by Triton's."""
     b, hq, q, _ = query.shape
     heads, rows = b * pages.heads, hq // pages.heads * q
     turned = pages.turned(query).contiguous()
     if found is not None:
-        # what is given are two programs a multiprocessor
         programs = programs * found.each // 2
-    part, part_lse = workspace(query, (programs + heads) * rows * dv, (programs + heads) * rows)
-    if beside is None:
-        out, lse = query.new_empty(b, hq, q, dv), query.new_empty(b, hq, q, dtype=torch.float32)
-    else:
-        out, lse = beside
+    part, part_lse = workspace(query, (programs + heads) * rows * dv, (programs + heads) * rows, use="pages")
     if found is None:
         _enqueue_loop(turned, pages, scale, mask, programs, part, part_lse, dv)
     else:
         arguments, _held = cuda.arguments(turned, pages, scale, mask, part, part_lse, rows)
         found.start((programs, -(-rows // cuda.COLUMNS)), arguments)
-    units = 1 if found is None else found.units
-    types = (part.dtype, pages.cu_pages.dtype, out.dtype)
-    merging = _merging(_merge_pages, query.device, types, programs, units, beside is not None, dv)
-    given = [part, part_lse, pages.cu_pages, out, lse]
-    merging.launch((heads, rows, 1), is_even((0,), given), *given, heads, rows)
-    return out, lse
-
-
-@lru_cache(maxsize=256)
-def _merging(
-    kernel: Any, device: torch.device, types: tuple[torch.dtype, ...], programs: int, units: int, beside: bool, dv: int
-) -> Repeated:
-    """The second launch, the same at every step."""
-    fixed = {"PROGRAMS": programs, "UNITS": units, "BESIDE": beside, "DV": dv, "PARTS": 32}
-    return Repeated(kernel, {**fixed, "num_warps": 4})
+    return LeftOfPages(part, part_lse, pages.cu_pages, 1 if found is None else found.units, programs)
 
 
 def _enqueue_loop(
@@ -226,7 +186,8 @@ def _agrees(found: cuda.Loop, pages: Pages, query: Tensor, masked: bool) -> bool
     if masked:
         first = torch.tensor([0, few.page, 0], dtype=torch.int32, device=query.device)
         mask = (visible.view(torch.uint8), (visible.stride(0), visible.stride(1), visible.stride(2)), first)
-    out, lse = _attended(found, query, few, LOG2E / 16, mask, 3, None, values.shape[3])
+    left = leave_pages(query, few, LOG2E / 16, mask, 3, values.shape[3], found)
+    out, lse = merged(query, few.heads, values.shape[3], None, left)
     want, want_lse = decode_attention_definition(
         query, none, values, 1 / 16, pages=few, visible=visible if masked else None
     )
@@ -689,26 +650,3 @@ def _attend(
         _leave((highest, acc, sums), part, part_lse, program + head, rows, row, HALF, DV, VALUE)
         first = end
         head += 1
-
-
-@jit(do_not_specialize=["heads", "rows"])
-def _merge_pages(
-    part, part_lse, cu_pages, out, lse, heads, rows,
-    PROGRAMS: tl.constexpr, UNITS: tl.constexpr, BESIDE: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """One row of one head: what the programs that share its pages, by ``UNITS`` of a page, have found, and what is there
-    already, weighed by their sums of exponentials."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, DV)
-    share = tl.maximum(tl.cdiv(tl.load(cu_pages + heads) * UNITS, PROGRAMS), 1)
-    begin, end = tl.load(cu_pages + head) * UNITS, tl.load(cu_pages + head + 1) * UNITS
-    # no program may have come by a head without a page
-    first = begin // share
-    last = tl.where(end > begin, (end - 1) // share, first - 1)
-    at = head.to(tl.int64) * rows + row
-    highest, total, acc = float("-inf"), 0.0, tl.zeros([DV], tl.float32)
-    if BESIDE:
-        highest = tl.load(lse + at) * 1.4426950408889634
-        total = tl.where(highest == float("-inf"), 0.0, 1.0)
-        acc += tl.load(out + at * DV + d).to(tl.float32)
-    merge_parts(part, part_lse, out, lse, head, row, rows, first, last, (highest, total, acc), DV, DV, PARTS)

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._softmax import merge_parts
 from .._triton import jit, tl, triton
 from ..launch import Repeated, is_even, workspace
 from ..pages import Pages, Plane
 from ..pages.triton import plane
 from . import paged
 from .dense import attend
+from .merge import Left, Share, before, filled_of, merged, share_of
 from .naive import Flat
 from .packed import attend_pages
 from .paged import LOG2E
@@ -61,25 +61,44 @@ def decode_attention_kernel(
     visible: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`.decode_attention` in two launches, and two more for pages that have a kernel of their own (:mod:`.paged`); on the
-    CPU in Triton's interpreter, if that was chosen."""
-    b, hq, q, d = query.shape
+    """:func:`.decode_attention` in two launches, and one more for pages that have a loop of their own (:mod:`.paged`) beside
+    other keys; on the CPU in Triton's interpreter, if that was chosen."""
     hkv, capacity, dv = *keys.shape[1:3], values.shape[3]
-    if q > MAX_QUERIES:
+    if query.shape[2] > MAX_QUERIES:
         raise ValueError(
-            f"query has {q} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
+            f"query has {query.shape[2]} tokens and the decode kernel takes at most {MAX_QUERIES}; use prefill attention."
         )
-    if pages is not None and _apart(pages, query, dv, visible is not None, scaling):
-        rest = (query, keys, values, scaling, flat, None, visible, tail)
-        beside = decode_attention_kernel(*rest) if capacity or flat is not None else None
+    # the loop in CUDA C++ takes a positive scale
+    found = paged.loop(pages, query, visible is not None) if pages is not None and scaling > 0 else None
+    of_pages = None
+    if pages is not None and (found is not None or paged.fits(pages, query, dv)):
         mask, strides, _ = _mask_arguments(visible, keys)
         seen = None if mask is None else (mask, strides, _columns(pages))
         programs = PROGRAMS_EACH * _multiprocessors(query.device)
-        return paged.attend_pages(query, pages, scaling * LOG2E, seen, programs, beside, dv)
-    if not readable(pages, query, dv):
+        of_pages = paged.leave_pages(query, pages, scaling * LOG2E, seen, programs, dv, found)
+        pages = None
+    elif not readable(pages, query, dv):
         raise ValueError(
             "The decode kernel reads pages of one or two planes of keys and one of values, in tiles of 16 to 128."
         )
+    alone = of_pages is not None and not capacity and flat is None
+    dense = None if alone else _leave_keys(query, keys, values, scaling, flat, pages, visible, tail)
+    return merged(query, hkv, dv, dense, of_pages)
+
+
+def _leave_keys(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    flat: Flat | None,
+    pages: Pages | None,
+    visible: Tensor | None,
+    tail: Tensor | None,
+) -> Left:
+    """What is found of the tail and of flat keys, and of pages that have no loop of their own, in one launch."""
+    b, hq, q, d = query.shape
+    hkv, capacity, dv = *keys.shape[1:3], values.shape[3]
     heads, rows = b * hkv, hq // hkv * q
     query, keys, values = query.contiguous(), _rows(keys), _rows(values)
     ragged = (None, None, None) if flat is None else (_rows(flat.keys), _rows(flat.values), flat.cu_lengths)
@@ -91,41 +110,31 @@ def decode_attention_kernel(
     types = (*[x.dtype for x in given], None if tail is None else tail.dtype)
     has = (flat is not None, tail is not None, visible is not None, pages is not None)
     shape = (hq // hkv, q, d, dv, hkv, programs)
-    step = _step((_decode, _merge), query.device, types, has, shape, _capability(query.device), planes, PROGRAMS_EACH)
+    step = _step(_decode, query.device, types, has, shape, _capability(query.device), planes, PROGRAMS_EACH)
     # a program works on one head after the other, so program + head numbers what each of them has done for each
     part, part_lse = workspace(query, (programs + heads) * rows * dv, (programs + heads) * rows)
-    out, lse = query.new_empty(b, hq, q, dv), query.new_empty(b, hq, q, dtype=torch.float32)
     steps = (*keys.stride()[:3], *values.stride()[:3])
-    even = is_even(steps, given)
     step.decode.launch(
-        (programs, -(-rows // step.block_m), 1), even,
+        (programs, -(-rows // step.block_m), 1), is_even(steps, given),
         query, turned, *ragged, keys, values, tail, mask, part, part_lse, cu_pages, *packed,
         scaling * LOG2E, heads, hkv, rows, q, capacity, *steps, *strides,
         columns - capacity - (0 if flat is None else flat.width), columns - capacity,
     )  # fmt: skip
-    step.merge.launch(
-        (heads, rows, 1), even,
-        part, part_lse, ragged[2], cu_pages, tail, out, lse, heads, rows, capacity,
-    )  # fmt: skip
-    return out, lse
-
-
-def _apart(pages: Pages, query: Tensor, dv: int, masked: bool, scaling: float) -> bool:
-    """Whether there is a kernel for pages alone that reads these: Triton's, or where that has no such formats the other."""
-    return paged.fits(pages, query, dv) or (scaling > 0 and paged.loop(pages, query, masked) is not None)
+    return Left(part, part_lse, (ragged[2], cu_pages, tail), capacity, step.share)
 
 
 class Step(NamedTuple):
-    """The two launches of a decode step, and how many rows of a head a program takes: whatever the lengths."""
+    """The first launch of a decode step, how keys are shared out, and how many rows of a head a program takes: whatever the
+    lengths."""
 
     decode: Repeated
-    merge: Repeated
+    share: Share
     block_m: int
 
 
 @lru_cache(maxsize=256)
 def _step(
-    kernels: tuple[Any, Any],
+    kernel: Any,
     device: torch.device,
     types: tuple[torch.dtype | None, ...],
     has: tuple[bool, bool, bool, bool],
@@ -142,19 +151,11 @@ def _step(
     (groups, queries, d, dv, _, programs), dtype = shape, types[0]
     assert dtype is not None
     plan = launch(groups, queries, d, dv, dtype.itemsize, has[3], capability)
-    layout = {"RAGGED": has[0], "ROOMY": has[1], "PAGE": dict(planes)["PAGE"], "EACH": each, "UNIT": UNIT}
-    layout["BLOCK_N"] = plan.constants["BLOCK_N"]
+    share = Share(has[0], has[1], dict(planes)["PAGE"], each, UNIT, plan.constants["BLOCK_N"], programs)
+    layout = {"RAGGED": share.ragged, "ROOMY": share.roomy, "EACH": share.each, "UNIT": share.unit}
     kind = {"MASKED": has[2], "SINGLE": queries == 1, "PRECISION": "ieee" if dtype == torch.float32 else "tf32"}
     options = {**plan.constants, **dict(planes), **layout, **kind, "BLOCK_M": plan.block_m, **plan.options}
-    merged = {
-        **layout,
-        "PROGRAMS": programs,
-        "DV": dv,
-        "BLOCK_DV": plan.constants["BLOCK_DV"],
-        "PARTS": 32,
-        "num_warps": 4,
-    }
-    return Step(Repeated(kernels[0], options), Repeated(kernels[1], merged), plan.block_m)
+    return Step(Repeated(kernel, options), share, plan.block_m)
 
 
 def readable(pages: Pages | None, query: Tensor, dv: int) -> bool:
@@ -256,44 +257,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @jit
-def _filled(filled, capacity, ROOMY: tl.constexpr):
-    """Keys in everybody's tail: all there is room for, or as many as the device says."""
-    if ROOMY:
-        capacity = tl.minimum(tl.load(filled).to(tl.int32), capacity)
-    return capacity
-
-
-@jit
-def _before(lengths, h, RAGGED: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr):
-    """Units before head ``h``: at most one more a head than are needed, and no sum over heads to find it.
-
-    A page counts as full. ``lengths`` are where heads begin in flat storage, and in the table of pages, and the units of
-    everybody's tail.
-    """
-    cu_lengths, cu_pages, tail_units = lengths
-    units = h * tail_units
-    if PAGE:
-        units += tl.load(cu_pages + h) * (PAGE // UNIT)
-    if RAGGED:
-        units += (tl.load(cu_lengths + h) // UNIT).to(tl.int32) + h
-    return units
-
-
-@jit
-def _share(units, programs, EACH: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr):
-    """How many of all units a program has: the same for each, up to a whole tile rather for one program of a multiprocessor
-    than a part of one for each."""
-    few = tl.minimum(units // (programs // EACH), BLOCK_N // UNIT)
-    return tl.maximum(tl.maximum(tl.cdiv(units, programs), few), 1)
-
-
-@jit
 def _owner(lengths, heads, unit, RAGGED: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr):
     """The head that owns a unit of all."""
     head, above = tl.full([], 0, tl.int32), heads
     while above - head > 1:
         middle = (head + above) // 2
-        if _before(lengths, middle, RAGGED, PAGE, UNIT) <= unit:
+        if before(lengths, middle, RAGGED, PAGE, UNIT) <= unit:
             head = middle
         else:
             above = middle
@@ -327,16 +296,16 @@ def _decode(
     program = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    tail = _filled(filled, capacity, ROOMY)
+    tail = filled_of(filled, capacity, ROOMY)
     lengths = (cu_lengths, cu_pages, tl.cdiv(tail, UNIT))
-    all_units = _before(lengths, heads, RAGGED, PAGE, UNIT)
-    share = _share(all_units, tl.num_programs(0), EACH, BLOCK_N, UNIT)
+    all_units = before(lengths, heads, RAGGED, PAGE, UNIT)
+    share = share_of(all_units, tl.num_programs(0), EACH, BLOCK_N, UNIT)
     first = program * share
     last = tl.minimum(first + share, all_units)
     head = _owner(lengths, heads, first, RAGGED, PAGE, UNIT)
     while first < last:
-        begin = _before(lengths, head, RAGGED, PAGE, UNIT)
-        end = _before(lengths, head + 1, RAGGED, PAGE, UNIT)
+        begin = before(lengths, head, RAGGED, PAGE, UNIT)
+        end = before(lengths, head + 1, RAGGED, PAGE, UNIT)
         unit, units = first - begin, tl.minimum(last, end) - begin
         b, h = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
         state = (
@@ -384,22 +353,3 @@ def _decode(
         _leave(state, part, part_lse, program, head, row, rows, DV, BLOCK_DV)
         first = begin + units
         head += 1
-
-
-@jit(do_not_specialize=["heads", "rows", "capacity"], do_not_specialize_on_alignment=["filled"])
-def _merge(
-    part, part_lse, cu_lengths, cu_pages, filled, out, lse, heads, rows, capacity,
-    PROGRAMS: tl.constexpr, RAGGED: tl.constexpr, ROOMY: tl.constexpr, PAGE: tl.constexpr, EACH: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_N: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """One row of one head: what the programs that share its keys have found, weighed by their sums of exponentials."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    lengths = (cu_lengths, cu_pages, tl.cdiv(_filled(filled, capacity, ROOMY), UNIT))
-    share = _share(_before(lengths, heads, RAGGED, PAGE, UNIT), PROGRAMS, EACH, BLOCK_N, UNIT)
-    begin = _before(lengths, head, RAGGED, PAGE, UNIT)
-    end = _before(lengths, head + 1, RAGGED, PAGE, UNIT)
-    # no program may have come by a head without a unit
-    first = begin // share
-    last = tl.where(end > begin, (end - 1) // share, first - 1)
-    state = float("-inf"), 0.0, tl.zeros([BLOCK_DV], tl.float32)
-    merge_parts(part, part_lse, out, lse, head, row, rows, first, last, state, DV, BLOCK_DV, PARTS)

@@ -35,6 +35,23 @@ Json = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...  [default: cuda if there is one]")]
 Longest = Annotated[int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Longest answer.")]
 Frames = Annotated[int, typer.Option(min=1, metavar="N", help="Frames to show of a video, evenly spaced.")]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A name by which this machine may be asked for, such as that of a proxy; *.example.com and * are patterns. Can "
+        "be repeated.  [default: localhost, addresses, and --host]",
+    ),
+]
+Several = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Questions that are answered at once, each by a twin of the model that shares its weights; they take each "
+        "other's time, so that times mean less.",
+    ),
+]
 Recipes = Annotated[
     list[str] | None,
     typer.Option("--recipe", metavar="RECIPE...", help="Recipes, methods or JSON files.  [default: balanced]"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...core.layout import Modality
+from ...core.layout import Modality, Picture, Tile
 
 Arguments = Mapping[str, Any]
 
@@ -21,8 +21,10 @@ class Architecture:
     pixels : the argument of ``embed_multimodal`` that holds the pixels of a modality.
     layers : the path of the tower's layers, for methods that look into the tower.
     sizes : arguments in which items are joined along the first axis, with the argument (one row an item) whose product is
-        each item's share of it. All others have one entry an item.
+        each item's share of it. All others have one entry an item, or are one number for all.
     rename : makes a name of a checkpoint one that vLLM's ``load_weights`` knows.
+    named : the class in that module, where it has another name than the architecture.
+    pictures : of a call of ``embed_multimodal``, where the family cannot tell them from vLLM's arguments.
     """
 
     module: str
@@ -30,6 +32,8 @@ class Architecture:
     layers: str
     sizes: Mapping[str, str] = field(default_factory=dict)
     rename: Callable[[str], str] | None = None
+    named: str | None = None
+    pictures: Callable[[Any, Modality, Arguments], list[Picture] | None] = lambda family, modality, arguments: None
 
     def modality(self, arguments: Arguments) -> Modality | None:
         """What the arguments of ``embed_multimodal`` hold the pixels of; vLLM encodes one modality at a time."""
@@ -40,7 +44,7 @@ class Architecture:
         shares = {name: _shares(arguments[by]) for name, by in self.sizes.items() if name in arguments}
         count = len(next(iter(shares.values()))) if shares else max(len(value) for value in arguments.values())
         apart = {
-            name: list(value.split(shares[name])) if name in shares else [value[i : i + 1] for i in range(count)]
+            name: list(value.split(shares[name])) if name in shares else [_part(value, i) for i in range(count)]
             for name, value in arguments.items()
         }
         return [{name: values[i] for name, values in apart.items()} for i in range(count)]
@@ -49,6 +53,15 @@ class Architecture:
         """The tower's layers that vLLM has built."""
         found = model.get_submodule(self.layers)
         return list(found) if isinstance(found, nn.ModuleList) else []
+
+
+def _part(value: Any, item: int) -> Any:
+    return value if isinstance(value, Tensor) and not value.ndim else value[item : item + 1]
+
+
+def alone(value: Any) -> Any:
+    """An argument of one item without its axis of items."""
+    return value if isinstance(value, Tensor) and not value.ndim else value[0]
 
 
 def _shares(rows: Tensor) -> list[int]:
@@ -62,6 +75,9 @@ def joined(items: list[dict[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name in items[0]:
         parts = [item[name] for item in items]
+        if isinstance(parts[0], Tensor) and not parts[0].ndim:
+            out[name] = parts[0]
+            continue
         same = all(isinstance(part, Tensor) and part.shape[1:] == parts[0].shape[1:] for part in parts)
         out[name] = torch.cat(parts) if same else [one for part in parts for one in part]
     return out
@@ -75,18 +91,53 @@ def _clip_tower(name: str) -> str:
     return name
 
 
+def _counted(family: Any, modality: Modality, arguments: Arguments) -> list[Picture]:
+    """Pictures of InternVL by their numbers of tiles, clips by those of their frames."""
+    side, offset, found = family.side // family.shuffle, 0, []
+    for count in arguments[f"{modality}_num_patches"].tolist():
+        frames = range(count) if modality == "video" else [0] * count
+        found.append([Tile.raster(1, side, side, offset + i * side**2, frame=f) for i, f in enumerate(frames)])
+        offset += count * side**2
+    return found
+
+
+def _pooled(family: Any, modality: Modality, arguments: Arguments) -> list[Picture] | None:
+    """Clips of LLaVA-OneVision, which need not be of one length."""
+    if modality == "image":
+        return None
+    side, offset, found = family.pooled, 0, []
+    for clip in arguments["pixel_values_videos"]:
+        found.append([Tile.raster(len(clip), side, side, offset, newline=True)])
+        offset += len(clip) * side**2
+    return found
+
+
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 _BOTH: dict[Modality, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+_TILES = {"pixel_values": "image_num_patches", "pixel_values_videos": "video_num_patches"}
 _MODELS = "vllm.model_executor.models"
+_NESTED = "vision_tower.vision_model.encoder.layers"
 
-#: by the name of the class in vLLM
+#: by the name in vLLM's registry
 ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2VLForConditionalGeneration": Architecture(f"{_MODELS}.qwen2_vl", _BOTH, "visual.blocks", _GRIDS),
     "Qwen2_5_VLForConditionalGeneration": Architecture(f"{_MODELS}.qwen2_5_vl", _BOTH, "visual.blocks", _GRIDS),
+    "Qwen3VLForConditionalGeneration": Architecture(f"{_MODELS}.qwen3_vl", _BOTH, "visual.blocks", _GRIDS),
     "LlavaForConditionalGeneration": Architecture(
-        f"{_MODELS}.llava",
-        {"image": "pixel_values"},
-        "vision_tower.vision_model.encoder.layers",
-        rename=_clip_tower,
+        f"{_MODELS}.llava", {"image": "pixel_values"}, _NESTED, rename=_clip_tower
+    ),
+    "LlavaNextForConditionalGeneration": Architecture(
+        f"{_MODELS}.llava_next", {"image": "pixel_values"}, _NESTED, rename=_clip_tower
+    ),
+    "LlavaOnevisionForConditionalGeneration": Architecture(
+        f"{_MODELS}.llava_onevision", _BOTH, _NESTED, rename=_clip_tower, pictures=_pooled
+    ),
+    "InternVLForConditionalGeneration": Architecture(
+        f"{_MODELS}.interns1",
+        _BOTH,
+        "vision_tower.encoder.layer",
+        _TILES,
+        named="InternS1ForConditionalGeneration",
+        pictures=_counted,
     ),
 }

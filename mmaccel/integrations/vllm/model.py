@@ -21,10 +21,10 @@ from ...core.layout import Modality, Picture
 from ...runtime.encoded import Encoded
 from ...runtime.taps import Taps
 from . import digits, runner, tower
-from .architectures import joined
+from .architectures import alone, joined
 from .plan import ServingPlan
 from .positions import Place, expanded, filled_in, provisional
-from .processor import FIELD
+from .processor import APART, FIELD
 from .settings import from_integers
 
 
@@ -35,19 +35,31 @@ class Item:
     arguments : of ``embed_multimodal``, for it alone.
     retain : the budget of its request; None is that of the server.
     before, kept : its tokens, and how many are to stay.
+    tokens, visual : of a clip whose frames stand apart, ``[n]`` long and bool, the tokens that take its place in the unreduced
+        prompt, and which are visual.
     """
 
     arguments: dict[str, Any]
     retain: Retain | None
     before: int
     kept: int
+    tokens: Tensor | None = None
+    visual: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many placeholders it fills."""
+        return self.kept if self.visual is None else self.kept + int((~self.visual).sum())
 
     @staticmethod
     def of(arguments: dict[str, Any]) -> Item:
         """From the arguments with the field that the processor wrote."""
-        rest = {name: value for name, value in arguments.items() if name != FIELD}
+        rest = {name: value for name, value in arguments.items() if name not in (FIELD, APART)}
         numerator, denominator, before, kept = (int(n) for n in arguments[FIELD][0])
-        return Item(rest, from_integers(numerator, denominator), before, kept)
+        tokens, visual = arguments[APART][0] if APART in arguments else (None, None)
+        return Item(
+            rest, from_integers(numerator, denominator), before, kept, tokens, None if visual is None else visual.bool()
+        )
 
 
 class ReducedModel:
@@ -109,7 +121,7 @@ class ReducedModel:
             pictures = self.plan.pictures(modality, arguments, encoded.tokens)
             for retain in dict.fromkeys(item.retain for item in items):
                 self._reduce(modality, retain, items, pictures, rows, encoded)
-        _check([len(row) for row in rows], [item.kept for item in items])
+        _check([len(row) for row in rows], [item.rows for item in items])
         return rows
 
     def _reduce(
@@ -133,10 +145,26 @@ class ReducedModel:
             self.taps,
         )
         for i, (row, stays) in zip(mine, made, strict=True):
+            if items[i].visual is not None:
+                row, stays = self._with_text(items[i], row, stays)
             rows[i] = row
             if self.plan.keeps_positions:
                 channels = digits.written(self._offsets(modality, items[i])[:, stays], row.dtype)
                 rows[i] = torch.cat([row, channels.to(row.device)], dim=1)
+
+    def _with_text(self, item: Item, rows: Tensor, stays: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of a clip whose frames stand apart with those of its text, and which tokens of its range they are."""
+        assert item.tokens is not None and item.visual is not None
+        text: Tensor = ~item.visual
+        words = self.get_language_model().embed_input_ids(item.tokens[text].to(rows.device))  # type: ignore[attr-defined]
+        left = text.clone()
+        left[item.visual] = stays.to(left.device)
+        # layers of the language model add nothing to text
+        out = rows.new_zeros(int(left.sum()), rows.shape[1])
+        among = text[left].to(rows.device)
+        out[~among] = rows
+        out[among, : words.shape[1]] = words.to(out.dtype)
+        return out, left
 
     # --- positions --------------------------------------------------------------------------------------------
     def _positions(self, tokens: list[int], features: list[Any]) -> Tensor:
@@ -146,13 +174,14 @@ class ReducedModel:
         return super().get_mrope_input_positions(tokens, features)[0]  # type: ignore[misc]
 
     def _offsets(self, modality: Modality, item: Item) -> Tensor:
-        """``[3, before]`` long: how far each token of a picture stands behind its beginning."""
+        """``[3, n]`` long: how far each token of a picture, or of a clip's range, stands behind its beginning."""
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-        token = self.plan.family.token_id(modality)
-        data: Any = {name: SimpleNamespace(data=value[0]) for name, value in item.arguments.items()}
-        feature = MultiModalFeatureSpec(data, modality, "", PlaceholderRange(0, item.before))
-        return self._positions([int(token or 0)] * item.before, [feature])
+        token = self.plan.placeholder(modality)
+        tokens = [token] * item.before if item.tokens is None else item.tokens.tolist()
+        data: Any = {name: SimpleNamespace(data=alone(value)) for name, value in item.arguments.items()}
+        feature = MultiModalFeatureSpec(data, modality, "", PlaceholderRange(0, len(tokens)))
+        return self._positions(tokens, [feature])
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         """Positions ``[3, n]`` of a prompt as :mod:`.positions` says, and that of the next token less n."""
@@ -225,6 +254,11 @@ def _check(made: list[int], wanted: list[int]) -> None:
 def _place(tokens: list[int], feature: Any) -> Place:
     """Where a picture is in a reduced prompt."""
     at = feature.mm_position
+    if APART in feature.data:
+        whole = feature.data[APART].data[0].tolist()
+        return Place(
+            at.offset, torch.ones(at.length, dtype=torch.bool), whole, torch.ones(len(whole), dtype=torch.bool)
+        )
     visual = torch.ones(at.length, dtype=torch.bool) if at.is_embed is None else at.is_embed.bool()
     before = int(feature.data[FIELD].data[2])
     return Place.of_one_run(at.offset, tokens[at.offset : at.offset + at.length], visual, before)

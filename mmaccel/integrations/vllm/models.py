@@ -27,7 +27,8 @@ def plan_of(model_config: Any, name: str) -> ServingPlan | None:
 
 @functools.cache
 def _class(name: str) -> type:
-    stock = getattr(importlib.import_module(ARCHITECTURES[name].module), name)
+    architecture = ARCHITECTURES[name]
+    stock = getattr(importlib.import_module(architecture.module), architecture.named or name)
 
     def new(cls: type, *args: Any, vllm_config: Any = None, prefix: str = "") -> Any:
         # copies are made without arguments

@@ -115,7 +115,14 @@ class ServingPlan:
 
     def pictures(self, modality: Modality, arguments: Mapping[str, Any], before: int) -> list[Picture]:
         """Pictures or clips of a call of the encoder that makes ``before`` tokens."""
+        found = self.architecture.pictures(self.family, modality, arguments)
+        if found is not None:
+            return found
         return self.family.pictures(modality, Encoded(dict(arguments), before), torch.empty(0, 0, dtype=torch.long))
+
+    def placeholder(self, modality: Modality) -> int:
+        """The token that stands for a picture or clip in a prompt; families that show clips as pictures have one for both."""
+        return int(self.family.token_id(modality if modality in self.family.modalities else "image") or 0)
 
     def count(self, modality: Modality, picture: Picture, retain: Retain | None) -> Kept:
         """How many tokens stay of a picture.

@@ -16,6 +16,9 @@ from .settings import as_integers
 #: the field of an item that says what stays of it: ``[4]`` int64, the budget of its request as two whole numbers, its tokens,
 #: and how many stay
 FIELD = "mmaccel_budget"
+#: the field of a clip whose frames stand apart in the prompt: ``[2, n]`` int64, the tokens that take its place in the unreduced
+#: prompt, and 1 for those that are visual
+APART = "mmaccel_apart"
 #: what a request may say in ``mm_processor_kwargs``
 ASKED = "retain"
 #: vLLM makes the table of M-RoPE so many times as long as the positions that a model was trained on
@@ -92,6 +95,11 @@ class ReducedProcessor:
             total = self._total(update.modality, item, before, retain)
             data = torch.tensor([*budget, before, total])
             item[FIELD] = MultiModalFieldElem(data=data, field=MultiModalBatchedField(keep_on_cpu=True))
+            if self._apart(update.modality, visual):
+                apart = torch.stack([full, visual.long()])
+                item[APART] = MultiModalFieldElem(data=apart, field=MultiModalBatchedField(keep_on_cpu=True))
+                length = len(full) - before + total
+                return PromptUpdateDetails([self.plan.placeholder(update.modality)] * length)
             stays = ~visual | (visual.cumsum(0) <= total)
             shorter = PromptUpdateDetails(full[stays].tolist(), details.is_embed)
             shorter.mmaccel_dropped = before - total
@@ -99,13 +107,21 @@ class ReducedProcessor:
 
         return dataclasses.replace(update, replacement=content)
 
+    def _apart(self, modality: Modality, visual: torch.Tensor) -> bool:
+        """Whether an item is a clip whose frames stand apart.
+
+        How many tokens stay of each frame is known only when it is encoded. Hence all of it becomes placeholders, and the text
+        between its frames comes with what is encoded.
+        """
+        return self.plan.reduces and modality == "video" and not bool(visual.all())
+
     def _total(self, modality: Modality, item: Any, before: int, retain: Any) -> int:
         """How many of the ``before`` tokens of an item stay."""
         if any(name.endswith("_embeds") for name in item):
             raise UnsupportedError(
                 "This server reduces pictures and clips as it encodes them, and cannot take embeddings of them; send pixels."
             )
-        arguments = {name: _alone(element.data) for name, element in item.items() if name != FIELD}
+        arguments = {name: _alone(element.data) for name, element in item.items() if name not in (FIELD, APART)}
         (picture,) = self.plan.pictures(modality, arguments, before)
         return self.plan.count(modality, picture, retain).total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import Self
 
 import torch
 from mmaccel_kernels.pages import Format, Pages, Plane
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...core.masks import true_first
 from ...core.reduction import top_mask
 from ...errors import MmaccelError
+from ...method.base import Variant
 from ...method.registry import register
 from .base import Codec, Cut
 
@@ -36,6 +38,8 @@ class VidKV(Codec):
 
     ``protect``: the visual tokens of a prompt that are most similar to its text, by the mean inner product of the inputs of the
     language model, have values of 2 bits, quantised as hard channels are (the paper's semantic token protection, STP).
+
+    ``variant="official"``: ``fourier=True`` and, unless another is given, ``page=64``, two groups of the program's.
 
     Parameters
     ----------
@@ -78,6 +82,16 @@ class VidKV(Codec):
         if self.protect and (self.text_only or self.value_bits == 2):
             raise MmaccelError("vidkv protects visual tokens whose values have less than 2 bits; leave out protect.")
         super().__post_init__()
+
+    def by(self, variant: Variant) -> Self:
+        """With the authors' transform and groups."""
+        if variant != "official" or self.official:
+            return super().by(variant)
+        page = 64 if self.page == type(self).page else self.page
+        return replace(self, fourier=True, page=page)._authors()
+
+    def _authors(self) -> Self:
+        return super().by("official")
 
     def formats(self, channels: int) -> tuple[Format, ...]:
         """Hard channels of the keys, easy ones, values."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,11 +26,13 @@ class DyCokeCache(Policy):
     ``layer`` on read the best of them and all text. While that attention is similar (cosine over the visual keys) to that of
     the last step, the same keys are read. ``retain`` is the share that is read: memory is not freed, attention reads less.
 
+    ``variant="official"``: where the attention is that similar all keys are read, since the program forgets its set at every
+    step.
+
     Parameters
     ----------
     layer : 3 of 28, as in the paper; a number, or a share of the depth.
     alike : the cosine from which the keys of the last step are read again. 0.9 as in the program.
-    as_shipped : where the attention is that similar read all keys, as the program does, which forgets its set at every step.
 
     The pruning before the language model that belongs to it is the method ``dycoke``.
     """
@@ -40,7 +44,8 @@ class DyCokeCache(Policy):
 
     layer: float = 3 / 28
     alike: float = 0.9
-    as_shipped: bool = False
+
+    gone: ClassVar[Mapping[str, str]] = {"as_shipped": "variant='official' reads all keys where attention is alike"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,4 +68,4 @@ class DyCokeCache(Policy):
         if before is None or chosen is None:
             return fresh
         same = torch.cosine_similarity(paid * visual, before * visual, dim=1) >= self.alike
-        return torch.where(same[:, None], visual if self.as_shipped else chosen, fresh)
+        return torch.where(same[:, None], visual if self.official else chosen, fresh)

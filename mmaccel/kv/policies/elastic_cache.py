@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,11 +28,12 @@ class ElasticCache(Policy):
     the share of new tokens by which the cache grows) the key ``distance`` slots from the end is evicted, whatever its score,
     so that both the beginning and the newest keys stay.
 
+    ``variant="official"``: the scores are sorted, and the *places* in the sorted list, instead of ranks, are compared with the
+    number to drop, so that the anchors are not the best keys.
+
     Parameters
     ----------
     distance : from the end of the cache if negative, else from its beginning. -25 as in the authors' scripts.
-    faithful : choose anchors as the authors' program does. It sorts the scores and then compares the *places* in the
-        sorted list, instead of ranks, with the number to drop, so that the keys it keeps are not the best.
 
     Paper and program: the program evicts text and visual keys alike (``joint=True``) and keeps the first and the last key
     (``sinks=1, recent=1``).
@@ -46,7 +49,8 @@ class ElasticCache(Policy):
 
     compact: str = "nearest"
     distance: int = -25
-    faithful: bool = False
+
+    gone: ClassVar[Mapping[str, str]] = {"faithful": "variant='official' chooses anchors as its authors' program does"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +71,7 @@ class ElasticCache(Policy):
             held = keys.valid.sum(1, keepdim=True)
             leaves = self.distance if self.distance > 0 else held - 1 + self.distance
             score = (slot - leaves).abs().float()
-        elif self.faithful:
+        elif self.official:
             score = self.as_shipped(keys)
         else:
             return keys.received

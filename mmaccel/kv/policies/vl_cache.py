@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from ...core.masks import suffix_sums
 from ...method import KeyBatch, LayerAttention, Policy
 from ...method.registry import register
 from ..scoring.importance import behind_pictures, by_group, column_sums
@@ -27,8 +30,10 @@ class VLCache(Policy):
     ----------
     per_head : every key head chooses by itself; else all heads of a layer keep the same keys.
 
-    The authors' code is not public; results are compared with a port (EffiVLM-Bench). The port keeps a tenth of the budget
-    for the newest tokens, which are text and stay here anyway. Its authors also report that with sparsity alone deep layers
+    ``variant="official"``: as a port of EffiVLM-Bench, since the authors' code is not public: a tenth of the budget is for the
+    newest keys (text, which stays here anyway unless ``joint``), and the shares of layers are clipped and truncated.
+
+    Its authors also report that with sparsity alone deep layers
     get too little, and distribute 80 % of the budget uniformly: ``layer_budget="sparsity:0.8"``.
     """
 
@@ -36,6 +41,7 @@ class VLCache(Policy):
     summary = "keys the text behind the pictures attends to, layers by sparsity"
     paper = "arXiv 2410.23317"
     default_retain = 0.1
+    newest: ClassVar[float] = 0.1
 
     layer_budget: str = "sparsity"
     per_head: bool = True
@@ -48,9 +54,13 @@ class VLCache(Policy):
     def score(self, keys: KeyBatch) -> Tensor:
         """``received [B, Hkv, K]``, or its sum over heads."""
         assert keys.received is not None
-        if self.per_head:
-            return keys.received
-        return keys.received.sum(1, keepdim=True).expand_as(keys.received)
+        score = keys.received
+        if not self.per_head:
+            score = score.sum(1, keepdim=True).expand_as(score)
+        if self.official and keys.count is not None:
+            newest = suffix_sums(keys.valid) <= (keys.count[:, None] * self.newest).long()
+            score = score.masked_fill((newest & keys.valid)[:, None], torch.inf)
+        return score
 
 
 def _votes(attention: LayerAttention) -> Tensor:

@@ -1,0 +1,162 @@
+"""What the programs that share a cache have found of every head, put together in one launch.
+
+Keys in full precision, with pages that are read among them, are shared out by one rule; pages with a loop of their own
+(:mod:`.paged`) by another. Each rule says which programs have come by a head, so that no sum depends on the order of arrival.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._softmax import gathered, leave
+from .._triton import jit, tl, triton
+from ..launch import Repeated, is_even
+
+#: what is put together at once
+PARTS = 32
+
+
+class Share(NamedTuple):
+    """How keys are shared out by :func:`before` and :func:`share`: whether some are ragged, whether a tail has room, tokens of
+    a page (0: none), programs of a multiprocessor, tokens of a unit and of a tile, and all programs."""
+
+    ragged: bool
+    roomy: bool
+    page: int
+    each: int
+    unit: int
+    tile: int
+    programs: int
+
+
+class Left(NamedTuple):
+    """What programs have left of every head that they came by: parts of attention, and their log-sum-exps to base 2.
+
+    bounds : where heads begin in flat storage, where in the table of pages, and how many keys of the tail there are; each None
+        where that does not matter. capacity : keys that the tail has room for.
+    """
+
+    part: Tensor
+    part_lse: Tensor
+    bounds: tuple[Tensor | None, Tensor | None, Tensor | None]
+    capacity: int
+    share: Share
+
+
+class LeftOfPages(NamedTuple):
+    """The same of a loop over pages alone; ``units`` of a page are shared out among ``programs``."""
+
+    part: Tensor
+    part_lse: Tensor
+    cu_pages: Tensor
+    units: int
+    programs: int
+
+
+def merged(query: Tensor, heads: int, dv: int, dense: Left | None, paged: LeftOfPages | None) -> tuple[Tensor, Tensor]:
+    """Attention of ``query [B, Hq, q, D]`` over keys of so many ``heads`` and values of ``dv`` channels, and its log-sum-exp to
+    base e, of what one or two launches have left."""
+    b, hq, q, _ = query.shape
+    out, lse = query.new_empty(b, hq, q, dv), query.new_empty(b, hq, q, dtype=torch.float32)
+    of_dense = (None, None, None, None, None) if dense is None else (dense.part, dense.part_lse, *dense.bounds)
+    of_pages = (None, None, None) if paged is None else paged[:3]
+    share = None if dense is None else dense.share
+    units, programs = (0, 1) if paged is None else paged[3:]
+    given = [x for x in (*of_dense[:4], *of_pages, out, lse) if x is not None]
+    filled = of_dense[4]
+    types = (*[x.dtype for x in given], None if filled is None else filled.dtype)
+    merging = _merging(_merge, query.device, types, share, units, programs, dv)
+    merging.launch(
+        (b * heads, hq // heads * q, 1), is_even((0,), given),
+        *of_dense, *of_pages, out, lse, b * heads, hq // heads * q, 0 if dense is None else dense.capacity,
+    )  # fmt: skip
+    return out, lse
+
+
+@lru_cache(maxsize=256)
+def _merging(
+    kernel: Any,
+    device: torch.device,
+    types: tuple[torch.dtype | None, ...],
+    share: Share | None,
+    units: int,
+    programs: int,
+    dv: int,
+) -> Repeated:
+    """The launch, the same at every step."""
+    rule = share or Share(False, False, 0, 1, 1, 1, 1)
+    options = {"DENSE": share is not None, **{name.upper(): value for name, value in rule._asdict().items()}}
+    options |= {"OF_PAGE": units, "LOOPS": programs, "DV": dv, "BLOCK_DV": max(16, triton.next_power_of_2(dv))}
+    return Repeated(kernel, {**options, "PARTS": PARTS, "num_warps": 4})
+
+
+# --- how keys are shared out ------------------------------------------------------------------------------------------
+@jit
+def filled_of(filled, capacity, ROOMY: tl.constexpr):
+    """Keys in everybody's tail: all there is room for, or as many as the device says."""
+    if ROOMY:
+        capacity = tl.minimum(tl.load(filled).to(tl.int32), capacity)
+    return capacity
+
+
+@jit
+def before(lengths, h, RAGGED: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr):
+    """Units before head ``h``: at most one more a head than are needed, and no sum over heads to find it.
+
+    A page counts as full. ``lengths`` are where heads begin in flat storage, and in the table of pages, and the units of
+    everybody's tail.
+    """
+    cu_lengths, cu_pages, tail_units = lengths
+    units = h * tail_units
+    if PAGE:
+        units += tl.load(cu_pages + h) * (PAGE // UNIT)
+    if RAGGED:
+        units += (tl.load(cu_lengths + h) // UNIT).to(tl.int32) + h
+    return units
+
+
+@jit
+def share_of(units, programs, EACH: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr):
+    """How many of all units a program has: the same for each, up to a whole tile rather for one program of a multiprocessor
+    than a part of one for each."""
+    few = tl.minimum(units // (programs // EACH), TILE // UNIT)
+    return tl.maximum(tl.maximum(tl.cdiv(units, programs), few), 1)
+
+
+# --- the launch -------------------------------------------------------------------------------------------------------
+@jit
+def _between(begin, end, share):
+    """The first and the last program with a share of units from ``begin`` to ``end``; none may have come by an empty head."""
+    first = begin // share
+    return first, tl.where(end > begin, (end - 1) // share, first - 1)
+
+
+@jit(do_not_specialize=["heads", "rows", "capacity"], do_not_specialize_on_alignment=["filled"])
+def _merge(
+    part, part_lse, cu_lengths, cu_pages, filled, page_part, page_part_lse, page_bounds, out, lse, heads, rows, capacity,
+    DENSE: tl.constexpr, RAGGED: tl.constexpr, ROOMY: tl.constexpr, PAGE: tl.constexpr, EACH: tl.constexpr,
+    UNIT: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, OF_PAGE: tl.constexpr, LOOPS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One row of one head: what the programs that share its keys have found, weighed by their sums of exponentials."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    state = float("-inf"), 0.0, tl.zeros([BLOCK_DV], tl.float32)
+    if DENSE:
+        lengths = (cu_lengths, cu_pages, tl.cdiv(filled_of(filled, capacity, ROOMY), UNIT))
+        share = share_of(before(lengths, heads, RAGGED, PAGE, UNIT), PROGRAMS, EACH, TILE, UNIT)
+        begin, end = before(lengths, head, RAGGED, PAGE, UNIT), before(lengths, head + 1, RAGGED, PAGE, UNIT)
+        first, last = _between(begin, end, share)
+        state = gathered(part, part_lse, head, row, rows, first, last, state, DV, BLOCK_DV, PARTS)
+    if OF_PAGE:
+        share = tl.maximum(tl.cdiv(tl.load(page_bounds + heads) * OF_PAGE, LOOPS), 1)
+        begin, end = tl.load(page_bounds + head) * OF_PAGE, tl.load(page_bounds + head + 1) * OF_PAGE
+        first, last = _between(begin, end, share)
+        state = gathered(page_part, page_part_lse, head, row, rows, first, last, state, DV, BLOCK_DV, PARTS)
+    leave(out, lse, head, row, rows, state, DV, BLOCK_DV)
+
+
+__all__ = ["Left", "LeftOfPages", "Share", "before", "filled_of", "merged", "share_of"]

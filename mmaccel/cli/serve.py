@@ -1,0 +1,132 @@
+"""Serve a model with any recipe to OpenAI's clients: chat completions with pictures and clips.
+
+Point a client at the address that is printed, with /v1 behind it. Every recipe can be served, those of the KV cache too. One
+request has a budget of its own by the field "mmaccel": {"retain": 0.1}, or runs bare with "mmaccel": false. Pictures and clips
+come as data: addresses; files and other hosts only where --allow-files and --allow-urls say so. One request is answered after
+the other (see --several), others wait, and whoever finds the queue full is told when to come again. /metrics is for Prometheus.
+Ctrl-C ends the server when the answers that are being written have ended.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import MmaccelError
+from .ask import load_model, shipped
+from .shared.options import STDOUT, AllowHost, Frames, Json, Longest, ModelOptions, RecipeOptions, Several
+from .shared.text import json_file, working, write_json
+
+PLACE = 7
+HELP = "serve a model with a recipe to OpenAI's clients"
+EXAMPLES = """\
+examples:
+  mmaccel serve
+  mmaccel serve --model Qwen/Qwen2.5-VL-7B-Instruct --recipe snapkv --retain 0.25
+  mmaccel serve --model ./my-llava --recipe kivi --port 8080 --several 2 --allow-files ./pictures
+  mmaccel serve --model ./my-llava --host 0.0.0.0 --api-key SECRET --allow-urls images.example.com
+"""
+
+#: what the extra brings, as it is imported
+_NEEDS = ("httpx", "prometheus_client", "pydantic", "starlette", "uvicorn")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """To whom, and how much of it."""
+
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port to listen on; 0 for a free one.")
+    ] = 8000
+    allow_host: AllowHost = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="What clients must send as their API key.  [default: none is needed]"),
+    ] = None
+    allow_urls: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="A host, or HOST:PORT, from which pictures and clips may be loaded. Can be repeated.  [default: none]",
+        ),
+    ] = None
+    allow_files: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="A folder below which clients may name files, as file:///.... Can be repeated.  [default: none]",
+        ),
+    ] = None
+    several: Several = 1
+    queue: Annotated[int, typer.Option(min=0, metavar="N", help="Requests that may wait.")] = 16
+    time_limit: Annotated[
+        float, typer.Option(min=0.001, metavar="SECONDS", help="That the model works for one request.")
+    ] = 300.0
+
+
+def run(
+    which: ModelOptions,
+    how: RecipeOptions,
+    serving: Serving,
+    frames: Frames = 16,
+    max_new_tokens: Longest = 1024,
+    output: Json = None,
+) -> int:
+    """Serve until interrupted."""
+    if any(find_spec(name) is None for name in _NEEDS):
+        raise MmaccelError("Serving needs Starlette, uvicorn and more; run: pip install 'mmaccel[serve]'.")
+    if serving.api_key == "":
+        raise MmaccelError("--api-key is empty; give a key, or leave it out.")
+    path = json_file(output)
+    from ..programs.serve import running
+    from ..programs.serve.answering import Limits
+    from ..programs.serve.sources import Sources
+
+    sources = Sources(serving.allow_urls or (), serving.allow_files or ())
+    recipe = how.chosen()
+    # what is wrong with the address is said before a model is loaded
+    with running.bind(serving.host, serving.port) as bound:
+        here = running.is_here(bound)
+        if not here and serving.api_key is None:
+            print(
+                f"warning: whoever reaches {serving.host} can ask this server, and reads what --allow-files and --allow-urls "
+                "allow; --api-key KEY keeps others out.",
+                file=sys.stderr,
+            )
+        model, processor = load_model(which)
+        name = _name(which)
+        with working("putting the recipe on"):
+            desk = running.make_desk(
+                model,
+                processor,
+                recipe,
+                several=serving.several,
+                waiting=serving.queue,
+                sources=sources,
+                limits=Limits(serving.time_limit, frames, max_new_tokens),
+            )
+        # a page that somebody has open here could reach what is only for this machine; elsewhere names are not known
+        allowed = [serving.host, *(serving.allow_host or ())] if here or serving.allow_host else None
+        server = running.make_server(desk, name, key=serving.api_key, allowed=allowed)
+        bound.listen()
+        told = {"address": f"{running.address_of(bound)}/v1", "model": name, "recipe": recipe.name}
+        if path is not None:
+            write_json(path, told)
+        # in one line, for a program that waits for it
+        line = "{model} with recipe {recipe} is served at {address}".format(**told)
+        print(json.dumps(told) if output == STDOUT else line, flush=True)
+        running.run(server, bound)
+    return 0
+
+
+def _name(which: ModelOptions) -> str:
+    """How clients ask for the model: as the hub does, and of a folder the last part, since the rest is nobody's business."""
+    name = which.model or str(shipped())
+    return Path(name).resolve().name if Path(name).is_dir() else name

@@ -1,0 +1,14 @@
+"""A server that speaks OpenAI's chat completions, for every recipe: cache policies, codecs and lossless ones included.
+
+``app`` is what is asked over HTTP, ``asked`` one request as it is checked, ``sources`` where pictures and clips may come from,
+``desk`` who is answered when, ``answering`` the answer of one model, ``sampling`` and ``words`` its tokens, ``metrics`` what
+Prometheus is told, ``errors`` how a request is refused, ``running`` the process around it.
+
+It stands on Starlette, pydantic and uvicorn, which the extra ``serving`` of transformers installs too, and not on the classes
+of ``transformers serve``. Those have no place for what belongs to one request here: their handler calls
+``apply_chat_template`` on the event loop, with whatever address or path a client names and without limits, and ``generate``
+without ``mmaccel=``; it seeds the whole process, queues without end, and can stop only what is streamed, at its next token.
+Each of these would be an override of ``ChatCompletionHandler.handle_request`` as a whole, which is a copy of it, and
+``build_server`` takes other handlers in transformers 5.23 than in 5.17. For a plain ``transformers serve`` with a recipe see
+``examples/transformers_serve.py``.
+"""

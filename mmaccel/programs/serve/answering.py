@@ -1,0 +1,227 @@
+"""The answer of one accelerated model to one request."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from ...accelerate import accelerate_vlm
+from ...errors import MmaccelError
+from ...media import untrusted
+from ...media.files import Chat, Clip, encode
+from ...media.prepare import prepare
+from ...method import FramesMethod
+from ...recipe import Recipe
+from ..turns import Seat, Stopped, Watch
+from .asked import Asked
+from .sampling import sampler
+from .sources import Sources
+from .words import Words
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one request.
+
+    seconds : that the model works for it.
+    frames : of a clip, evenly spaced.
+    longest : tokens of the answer.
+    """
+
+    seconds: float = 300.0
+    frames: int = 16
+    longest: int = 1024
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer.
+
+    prompt_tokens : those of the unreduced prompt.
+    rate : tokens a second behind the first; None of a short answer.
+    stats : of the call, see :class:`mmaccel.core.figures.CallStats`.
+    """
+
+    text: str
+    finish: Literal["stop", "length"]
+    prompt_tokens: int
+    new_tokens: int
+    rate: float | None
+    stats: dict[str, Any]
+
+
+class _Typing(Watch):
+    """A streamer that says what may be shown; ``look`` ends the run when it is to stop."""
+
+    def __init__(self, words: Words, look: Callable[[], None], say: Callable[[str], None]) -> None:
+        super().__init__()
+        self.words, self.look, self.say = words, look, say
+
+    def put(self, value: Any) -> None:
+        """The prompt, then a token at a time."""
+        super().put(value)
+        self.look()
+        if len(self.times) > 1:
+            self.say(self.words.add(value.reshape(-1).tolist()))
+
+
+class _Enough(StoppingCriteria):
+    """Ends the answer at a stop sequence."""
+
+    def __init__(self, words: Words) -> None:
+        self.words = words
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.words.enough, dtype=torch.bool, device=input_ids.device)
+
+
+class Answering(Seat):
+    """A model with a recipe, which stays on it.
+
+    Parameters
+    ----------
+    model, processor : bare, of a supported family.
+
+    Raises
+    ------
+    MmaccelError
+        If the model cannot honour the recipe.
+    """
+
+    def __init__(self, model: Any, processor: Any, recipe: Recipe, sources: Sources, limits: Limits) -> None:
+        super().__init__(model, processor, limits.seconds)
+        self.recipe, self.sources, self.limits = recipe, sources, limits
+        self._prepared = prepare(processor, recipe)
+        accelerate_vlm(model, recipe, processor=self._prepared)
+        config = model.config.get_text_config()
+        self._places: int | None = getattr(config, "max_position_embeddings", None)
+        ends = model.generation_config.eos_token_id
+        self._ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
+
+    def budgeted(self, budget: bool | Mapping[str, Any] | None) -> tuple[Any, bool | Mapping[str, Any] | None]:
+        """The processor for a budget, and what ``generate`` is told of it.
+
+        Raises
+        ------
+        MmaccelError
+            If the recipe cannot have that budget.
+        """
+        if budget is False:
+            return self.processor, False
+        if budget is None or budget is True:
+            return self._prepared, None
+        primary = self.recipe.primary
+        if primary is not None and isinstance(self.recipe.build()[primary][1], FramesMethod):
+            # kept of the pixels, before the model sees any
+            return prepare(self.processor, self.recipe.override(**budget)), None
+        self.model.mmaccel.plan.for_call(budget)
+        return self._prepared, budget
+
+    def check(self, asked: Asked) -> None:
+        """Refuse what can be refused before the model is free.
+
+        Raises
+        ------
+        MmaccelError
+            If the answer would be longer than is allowed here, or the budget is of no use.
+        """
+        if asked.longest is not None and asked.longest > self.limits.longest:
+            raise MmaccelError(
+                f"An answer has at most {self.limits.longest} tokens on this server, not {asked.longest}; ask for fewer."
+            )
+        self.budgeted(asked.budget)
+
+    def answer(self, asked: Asked, say: Callable[[str], None], stop: threading.Event) -> Answer:
+        """The answer; ``say`` gets it piece by piece, perhaps an empty one at the first token.
+
+        Raises
+        ------
+        Stopped
+            If ``stop`` is set before it is complete.
+        MmaccelError
+            If the request cannot be honoured.
+        """
+        processor, budget = self.budgeted(asked.budget)
+        inputs = self._encoded(processor, self._chat(asked, stop))
+        prompt = inputs["input_ids"].shape[1]
+        longest = self._longest(prompt, asked)
+        words = Words(self.processor.tokenizer, asked.stops)
+        with self.turn(stop) as look, torch.inference_mode():
+            look()
+            typing = _Typing(words, look, say)
+            self.model.generate(
+                **inputs,
+                mmaccel=budget,
+                max_new_tokens=longest,
+                do_sample=False,
+                num_beams=1,
+                streamer=typing,
+                logits_processor=sampler(self.model.generation_config, asked),
+                stopping_criteria=StoppingCriteriaList([_Enough(words)]),
+            )
+            stats = self.model.mmaccel.stats().to_dict()
+        say(words.end())
+        ended = words.enough or words.ids[-1] in self._ends
+        return Answer(
+            words.whole,
+            "stop" if ended or len(words.ids) < longest else "length",
+            prompt,
+            len(words.ids),
+            typing.rate(),
+            stats,
+        )
+
+    def _chat(self, asked: Asked, stop: threading.Event) -> Chat:
+        """All that is shown, decoded in the time and memory that one clip may take."""
+        pictures: list[Any] = []
+        clips: list[Clip] = []
+        end, memory = time.monotonic() + untrusted.SECONDS, untrusted.MEMORY
+        with tempfile.TemporaryDirectory(prefix="mmaccel-serve-", ignore_cleanup_errors=True) as folder:
+            for medium in asked.media:
+                if stop.is_set():
+                    raise Stopped
+                seconds = end - time.monotonic()
+                if seconds <= 0 or memory <= 0:
+                    raise MmaccelError(
+                        f"What the request shows takes more than {untrusted.SECONDS:g} seconds or "
+                        f"{untrusted.MEMORY >> 20} MiB to decode; show less, or smaller pictures."
+                    )
+                path = self.sources.fetch(medium.url, Path(folder), end)
+                if medium.kind == "image":
+                    pictures.append(picture := untrusted.picture(path))
+                    memory -= 3 * picture.width * picture.height
+                else:
+                    clips.append(clip := untrusted.clip(path, self.limits.frames, seconds=seconds, memory=memory))
+                    memory -= clip.frames.nbytes
+        return Chat(asked.messages, tuple(pictures), tuple(clips))
+
+    def _encoded(self, processor: Any, chat: Chat) -> dict[str, Any]:
+        try:
+            inputs = encode(processor, [chat]).to(self.model.device)
+        except MmaccelError:
+            raise
+        except ValueError as error:
+            # sizes that a processor does not take
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise MmaccelError(f"The processor of this model does not take what is shown: {first[:300]}") from error
+        dtype = self.model.dtype
+        return {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+
+    def _longest(self, prompt: int, asked: Asked) -> int:
+        """Tokens that the answer may have; those that were asked for have their places."""
+        left = self.limits.longest if self._places is None else self._places - prompt
+        wanted = asked.longest or min(self.limits.longest, max(1, left))
+        if wanted > left:
+            raise MmaccelError(
+                f"The prompt has {prompt} tokens, visual ones included, and the answer may have {wanted}; this model takes "
+                f"{self._places} in all, so show or ask for less."
+            )
+        return wanted

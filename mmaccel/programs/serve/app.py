@@ -1,0 +1,291 @@
+"""The server as an ASGI application: ``/v1/chat/completions``, ``/v1/models``, ``/health``, ``/metrics``."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .. import hosts
+from ..turns import Stopped
+from .answering import Answer
+from .asked import read
+from .desk import Desk, Job
+from .errors import Refused, refusal
+from .metrics import Metrics
+
+#: bytes of the body of a request, and seconds in which it must be sent
+BODY, SENDING = 96 << 20, 60.0
+CHAT = "/v1/chat/completions"
+
+logger = logging.getLogger(__name__)
+
+
+def make_app(desk: Desk, name: str, key: str | None = None, allowed: Sequence[str] | None = None) -> Starlette:
+    """The application.
+
+    Parameters
+    ----------
+    name : of the model, by which requests ask for it.
+    key : that requests must bring; None for none.
+    allowed : names, or patterns of names, by which the server may be asked for beside ``localhost`` and addresses; None for
+        all.
+    """
+    recipe = desk.seats[0].recipe
+    metrics = Metrics(name, recipe.name)
+    metrics.watch(lambda: desk.waiting, lambda: desk.running)
+    card = {
+        "id": name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "mmaccel",
+        "mmaccel": {"recipe": recipe.name, "retain": recipe.retain},
+    }
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def model(request: Request) -> Response:
+        _check_model(request.path_params["name"], name)
+        return JSONResponse(card)
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def figures(request: Request) -> Response:
+        return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(desk.close)
+
+    return Starlette(
+        routes=[
+            Route(CHAT, _Chat(desk, name, metrics), methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/health", health),
+            Route("/metrics", figures),
+        ],
+        middleware=[Middleware(_Door, metrics=metrics, key=key, allowed=allowed)],
+        exception_handlers={Refused: _refuse, HTTPException: _refuse},
+        lifespan=lifespan,
+    )
+
+
+def _refuse(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        # no such path, or another method than it takes
+        said = f"{request.method} {request.url.path}: {error.detail}."
+        error = Refused(error.status_code, said, headers=dict(error.headers or {}))
+    assert isinstance(error, Refused)
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+def _check_model(asked: str, name: str) -> None:
+    if asked != name:
+        raise Refused(
+            400, f"There is no model {asked[:80]!r} here; this server has {name!r}.", "model_not_found", "model"
+        )
+
+
+class _Door:
+    """Who is let in, and the count of answers by status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, key: str | None, allowed: Sequence[str] | None) -> None:
+        self.app, self.metrics, self.key, self.allowed = app, metrics, key, allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start" and scope["path"] == CHAT:
+                self.metrics.requests.labels(str(message["status"])).inc()
+            await send(message)
+
+        refused = self._refused(Headers(scope=scope), scope["path"])
+        if refused is None:
+            return await self.app(scope, receive, counted)
+        await _refuse(Request(scope), refused)(scope, receive, counted)
+
+    def _refused(self, headers: Headers, path: str) -> Refused | None:
+        if self.allowed is not None and not hosts.known(headers.get("host"), self.allowed):
+            return Refused(
+                403,
+                "This server is not to be reached by this name; whoever started it can allow it with --allow-host NAME.",
+            )
+        given = headers.get("authorization", "").encode()
+        if self.key is not None and path != "/health" and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+            return Refused(401, "The API key is missing or wrong.", "invalid_api_key")
+        return None
+
+
+class _Chat:
+    """Chat completions."""
+
+    def __init__(self, desk: Desk, name: str, metrics: Metrics) -> None:
+        self.desk, self.name, self.metrics = desk, name, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.perf_counter()
+        with self.desk.place():
+            try:
+                body = await _body(Request(scope, receive))
+                # some tens of MB of text take a while
+                asked = await asyncio.to_thread(read, body)
+                del body
+                _check_model(asked.model, self.name)
+                self.desk.seats[0].check(asked)
+                with self.desk.answered(asked) as job:
+                    leaving = asyncio.create_task(_until_left(receive, job))
+                    try:
+                        await self._tell(job, _Telling(self.name, asked.usage, send), arrived)
+                    finally:
+                        leaving.cancel()
+            except (Stopped, ClientDisconnect):
+                self.metrics.disconnected.inc()
+            except Refused:
+                raise
+            except Exception as error:
+                raise _told(error) from error
+
+    async def _tell(self, job: Job, telling: _Telling, arrived: float) -> None:
+        try:
+            await self._follow(job, telling, arrived)
+        except Stopped:
+            if telling.begun or not self.desk.closed:
+                raise
+            raise self.desk.ending() from None
+        except Exception as error:
+            if not telling.begun:
+                raise
+            # the status was sent long ago
+            await telling.failed(_told(error))
+
+    async def _follow(self, job: Job, telling: _Telling, arrived: float) -> None:
+        first: float | None = None
+        while True:
+            news = await job.news.get()
+            if isinstance(news, BaseException):
+                raise news
+            if first is None:
+                first = time.perf_counter() - arrived
+            if isinstance(news, Answer):
+                self.metrics.answered(news, first)
+                return await (telling.end if job.asked.stream else telling.whole)(news, first)
+            if job.asked.stream:
+                await telling.piece(news)
+
+
+async def _until_left(receive: Receive, job: Job) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    job.end()
+
+
+async def _body(request: Request) -> bytes:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        # other types could be sent by any page that somebody has open in a browser on this machine
+        raise Refused(415, "Send the request as application/json.")
+    found = bytearray()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SENDING):
+            async for piece in request.stream():
+                found += piece
+                if len(found) > BODY:
+                    raise Refused(413, f"The request is too large; at most {BODY >> 20} MiB are taken.", "too_large")
+            return bytes(found)
+    raise Refused(408, f"The request was not sent within {SENDING:g} seconds.", headers={"x-should-retry": "false"})
+
+
+def _told(error: Exception) -> Refused:
+    found = refusal(error)
+    if found is None:
+        logger.exception("a request failed", exc_info=error)
+        found = Refused(500, f"The server failed ({type(error).__name__}); its log says where.", "internal_error")
+    return found
+
+
+class _Telling:
+    """One answer on its way, as OpenAI's clients read it: whole, or in chunks of an event stream."""
+
+    def __init__(self, name: str, usage: bool, send: Send) -> None:
+        self.about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+        self.usage, self.send, self.begun = usage, send, False
+
+    async def whole(self, answer: Answer, first: float) -> None:
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": answer.text},
+            "finish_reason": answer.finish,
+            "logprobs": None,
+        }
+        body = {**self.about, "object": "chat.completion", "choices": [choice]}
+        text = json.dumps(body | {"usage": _usage(answer), "mmaccel": _figures(answer, first)})
+        self.begun = True
+        await self._start("application/json")
+        await self.send({"type": "http.response.body", "body": text.encode()})
+
+    async def piece(self, text: str) -> None:
+        if not self.begun:
+            self.begun = True
+            await self._start("text/event-stream")
+            await self._chunk({"role": "assistant", "content": ""})
+        if text:
+            await self._chunk({"content": text})
+
+    async def end(self, answer: Answer, first: float) -> None:
+        await self.piece("")
+        await self._chunk({}, answer.finish, mmaccel=_figures(answer, first))
+        if self.usage:
+            await self._event({**self.about, "object": "chat.completion.chunk", "choices": [], "usage": _usage(answer)})
+        await self._last("data: [DONE]\n\n")
+
+    async def failed(self, error: Refused) -> None:
+        await self._last(f"data: {json.dumps(error.body())}\n\n")
+
+    async def _chunk(self, delta: dict[str, Any], finish: str | None = None, **more: Any) -> None:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        await self._event({**self.about, "object": "chat.completion.chunk", "choices": [choice], **more})
+
+    async def _event(self, data: dict[str, Any]) -> None:
+        text = f"data: {json.dumps(data)}\n\n"
+        await self.send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+    async def _last(self, text: str) -> None:
+        await self.send({"type": "http.response.body", "body": text.encode()})
+
+    async def _start(self, kind: str) -> None:
+        headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache")]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.new_tokens,
+        "total_tokens": answer.prompt_tokens + answer.new_tokens,
+    }
+
+
+def _figures(answer: Answer, first: float) -> dict[str, Any]:
+    """What is beyond OpenAI's answers."""
+    names = ("recipe", "visual_tokens", "visual_tokens_kept", "kv_bytes", "kv_bytes_bare", "notes")
+    return {name: answer.stats[name] for name in names} | {"time_to_first_token": first}

@@ -1,0 +1,55 @@
+"""How a request is refused: a status, and one sentence in OpenAI's format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import MmaccelError
+from ..turns import TimeOver
+
+
+class Refused(Exception):
+    """A request that is not answered.
+
+    Parameters
+    ----------
+    status : of HTTP.
+    code : by which programs know the reason.
+    parameter : the field of the request that is wrong.
+    headers : beside the usual ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        sentence: str,
+        code: str | None = None,
+        parameter: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(sentence)
+        self.status, self.code, self.parameter, self.headers = status, code, parameter, headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """What OpenAI's clients read."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
+
+
+def refusal(error: BaseException) -> Refused | None:
+    """An error that came while a request was answered as its refusal; None of a fault of ours."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, TimeOver):
+        return Refused(400, str(error), "time_limit")
+    if isinstance(error, MmaccelError):
+        return Refused(400, str(error))
+    if isinstance(error, torch.OutOfMemoryError):
+        return Refused(
+            503, "The device ran out of memory; show fewer or smaller pictures, or ask for a smaller budget.", "memory"
+        )
+    return None

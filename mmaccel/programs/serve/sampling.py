@@ -1,0 +1,58 @@
+"""The next token as a request asks for it, by dice of its own: a seed gives the same answer whoever else is answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from .asked import Asked
+
+
+class Dice(LogitsProcessor):
+    """Adds Gumbel noise to scores ``[B, V]``: the largest sum is a sample of their softmax, so that greedy decoding samples.
+    ``generate`` itself throws the dice of the whole process."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = seed
+        self.generator: torch.Generator | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores with other noise every time."""
+        if self.generator is None:
+            self.generator = torch.Generator(scores.device)
+            self.generator.manual_seed(self.generator.seed() if self.seed is None else self.seed)
+        noise = torch.empty_like(scores, dtype=torch.float32).exponential_(generator=self.generator)
+        return scores.float() - noise.log()
+
+
+def sampler(config: Any, asked: Asked) -> LogitsProcessorList:
+    """What stands between the logits and the most likely token.
+
+    Parameters
+    ----------
+    config : the model's generation config, which says how it samples, or that it is greedy, where the request does not.
+    """
+    temperature, top_p, top_k = asked.temperature, asked.top_p, None
+    if config.do_sample:
+        temperature = (config.temperature or 1.0) if temperature is None else temperature
+        top_p, top_k = config.top_p if top_p is None else top_p, config.top_k
+    found = LogitsProcessorList()
+    if not temperature:
+        return found
+    if temperature != 1:
+        found.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k:
+        found.append(TopKLogitsWarper(top_k))
+    if top_p is not None and top_p < 1:
+        found.append(TopPLogitsWarper(float(top_p)))
+    found.append(Dice(asked.seed))
+    return found

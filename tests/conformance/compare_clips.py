@@ -1,0 +1,89 @@
+"""Methods for clips against the authors' programs; see comparators.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from comparators import Arrays, Params, kept_of, same_set
+from compare_merging import film_of
+from harness import NotOffered, make
+
+
+# --- far from the centre ----------------------------------------------------------------------------------------------
+def vidcom2(params: Params, arrays: Arrays) -> None:
+    """At their number of tokens the same ones; that of every frame follows."""
+    places, counts = params["frame_token_len"], arrays["keep_counts"]
+    assert (params["channel_ratio"], params["alphas"]) == (0.5, [0.125, 0.25, 0.5, 1.0, 2.0])
+    clip = film_of(arrays["features"].unflatten(0, (-1, places)))
+    made = make("vidcom2", temperature=params["temp"]).reduce(clip, counts.sum()[None])
+    theirs = arrays["kept"]
+    if params["model"] == "llava_vid":
+        # rows of 13 tokens end in a newline, and newlines stand behind the tokens of their frame
+        side, width = 13, 14
+        theirs = theirs[theirs % width < side]
+        theirs = theirs // width * side + theirs % width
+    same_set(kept_of(made), theirs)
+    assert torch.equal(made.kept[0].view(-1, places).sum(1), counts)
+
+
+def stc_pruner(params: Params, arrays: Arrays) -> None:
+    """Chunks of the program's own lengths; a clip of several is read up to each of them."""
+    lengths, places = params["frames_per_chunk"], params["tokens_per_frame"]
+    assert params["channel_ratio"] == 0.5
+    frames = torch.cat([arrays[f"chunk{i}"].unflatten(0, (-1, places)) for i in range(len(lengths))])
+    ends = torch.tensor(lengths).cumsum(0)
+    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    given = {"chunks": lambda self, frame: torch.where(frame < 0, -1, number[frame.clamp(min=0)])}
+    made = make("stc-pruner", given, channels="each").reduce(
+        film_of(frames), torch.tensor([params["keep_per_frame"] * len(frames)])
+    )
+    kept = kept_of(made)
+    for i, (end, length) in enumerate(zip(ends.tolist(), lengths, strict=True)):
+        first = (end - length) * places
+        same_set(kept[(kept >= first) & (kept < end * places)] - first, arrays[f"kept{i}"])
+
+
+# --- change and attention ---------------------------------------------------------------------------------------------
+def everest(params: Params, arrays: Arrays) -> None:
+    method = make("everest")
+    for x, dropped in zip(arrays["embeddings"], arrays["dropped"], strict=True):
+        clip = film_of(x.unflatten(0, (params["temporal"], params["tokens_per_frame"])))
+        count = method.official_count(1 - params["mcm_ratio"], len(x))
+        assert count == params["kept"]
+        same_set(kept_of(method.reduce(clip, torch.tensor([count]))), (~dropped).nonzero()[:, 0])
+
+
+def evad(params: Params, arrays: Arrays) -> None:
+    """The program has the key frame in front; here frames are in order, and the last but one half begins with it."""
+    if params["enhanced_weight"] != 1:
+        raise NotOffered("queries of the key frame that count more than once")
+    frames, places = params["frames"], params["height"] * params["width"]
+    key, method = frames // 2, make("evad")
+    # program order to ours: frames before the key frame, it, those after it
+    order = torch.cat([torch.arange(places, (key + 1) * places), torch.arange(places)])
+    order = torch.cat([order, torch.arange((key + 1) * places, frames * places)])
+    for attention, theirs in zip(arrays["attention"], arrays["idx"], strict=True):
+        received = attention.mean(0)[order]
+        clip = film_of(torch.zeros(frames, places, 1), received_attention=received.view(1, frames, places))
+        count = method.official_count(params["keep_rate"], frames * places)
+        kept = order[kept_of(method.reduce(clip, torch.tensor([count])))]
+        assert count == places + params["kept_nonkey"] and int((kept < places).sum()) == places
+        same_set(kept[kept >= places] - places, theirs)
+
+
+_VIDCOM2 = "token_compressor/vidcom2/vidcom2.py:vidcom2_compression"
+_STC = "model/prune.py:STC_Pruner.compress, called chunk after chunk on one object"
+_EVAD = "projects/evad/models/vit_model.py:KTPAttention.forward"
+
+# some vectors name the repository that their maker had open last
+COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
+    ("xuyang-liu16/VidCom2", _VIDCOM2): vidcom2,
+    ("Danielement321/HiPrune", _VIDCOM2): vidcom2,
+    ("lern-to-write/STC", _STC): stc_pruner,
+    ("youweiliang/evit", _STC): stc_pruner,
+    ("sunilhoho/EVEREST", "modeling_finetune.py:mcm_step"): everest,
+    ("youweiliang/evit", "modeling_finetune.py:mcm_step"): everest,
+    ("MCG-NJU/EVAD", _EVAD): evad,
+    ("youweiliang/evit", _EVAD): evad,
+}

@@ -1,0 +1,64 @@
+"""Every architecture with a recipe answers in vLLM as in transformers, token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.config")
+
+import tiny
+
+pytestmark = pytest.mark.vllm
+
+#: a method that chooses, one that merges by cells, and one that looks into the tower
+RECIPES = [("divprune", 0.25), ("pool", 0.25), ("visionzip", 0.3)]
+FAMILIES = ["qwen3_vl", "llava_next", "llava_onevision", "internvl"]
+
+
+@pytest.mark.parametrize("recipe, retain", RECIPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_of_transformers(family: str, recipe: str, retain: float, models: Path) -> None:
+    with tiny.engine(tiny.folder(family, models), {"recipe": recipe, "retain": retain}) as llm:
+        for kind in tiny.kinds(family):
+            rows = tiny.rows(family, kind)
+            assert tiny.served(llm, family, rows) == tiny.expected(family, rows, recipe, retain=retain), kind
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recipe_of_nothing_answers_as_the_bare_model(family: str, models: Path) -> None:
+    with tiny.engine(tiny.folder(family, models), {"recipe": "none"}) as llm:
+        for kind in tiny.kinds(family):
+            rows = tiny.rows(family, kind)
+            assert tiny.served(llm, family, rows) == tiny.expected(family, rows), kind
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
+def test_clips_whose_frames_stand_apart_in_chunks_from_caches_and_with_budgets_of_their_own(
+    family: str, models: Path
+) -> None:
+    """Chunks end inside a clip's range; the second time nothing is encoded; requests of one batch differ in budget."""
+    rows = tiny.rows(family, "video")
+    tenth, half = (tiny.expected(family, rows, "divprune", retain=retain) for retain in (0.1, 0.5))
+    assert tenth != half
+    place = tiny.folder(family, models)
+    small = {"max_num_batched_tokens": 16, "enable_chunked_prefill": True}
+    with tiny.engine(place, {"recipe": "divprune", "retain": 0.5}, **small) as llm:
+        for _ in range(2):
+            assert tiny.served(llm, family, rows) == half
+            assert tiny.served(llm, family, rows, retain=0.1) == tenth
+        lengths = [tiny.length(llm, family, rows[0], retain=retain) for retain in (0.1, 0.5, 1.0)]
+    visual = tiny.visual(family, rows[0])
+    assert [lengths[2] - length for length in lengths] == [
+        visual - round(visual * 0.1),
+        visual - round(visual * 0.5),
+        0,
+    ]
+
+
+def test_all_places_of_a_clip_keep_their_positions(models: Path) -> None:
+    """Where a budget drops nothing, a prompt whose clip is one range of placeholders has the positions of the bare one."""
+    rows = tiny.rows("qwen3_vl", "mixed")
+    with tiny.engine(tiny.folder("qwen3_vl", models), {"recipe": "divprune", "retain": 1.0}) as llm:
+        assert tiny.served(llm, "qwen3_vl", rows) == tiny.expected("qwen3_vl", rows)
