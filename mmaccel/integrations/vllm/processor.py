@@ -54,15 +54,22 @@ class ReducedProcessor:
         )
         return [self._shorter(update, out_mm_kwargs, retain, budget) for update in updates]
 
+    def _get_mm_prompt_updates(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_mm_prompt_updates(*args, **kwargs)  # type: ignore[misc]
+        # before new pictures are in the cache of this process, from which vLLM concludes that its engine has them
+        self._check_length(found)
+        return found
+
     def _apply_prompt_updates(self, token_ids: list[int], mm_prompt_updates: Any) -> Any:
-        updates = [update for items in mm_prompt_updates.values() for item in items for update in item]
-        self._check_length(sum(update.content.mmaccel_dropped for update in updates))
+        self._check_length(mm_prompt_updates)
         return super()._apply_prompt_updates(token_ids, mm_prompt_updates)  # type: ignore[misc]
 
-    def _check_length(self, dropped: int) -> None:
+    def _check_length(self, mm_prompt_updates: Any) -> None:
         """Refuse a prompt whose kept positions are beyond vLLM's table of them; those of M-RoPE grow by sides of pictures."""
         if not self.plan.keeps_positions or self.plan.turns:
             return
+        updates = [update for items in mm_prompt_updates.values() for item in items for update in item]
+        dropped = sum(update.content.mmaccel_dropped for update in updates)
         config = self.info.ctx.model_config
         most = _TABLE * int(config.hf_config.get_text_config().max_position_embeddings) - int(config.max_model_len)
         if dropped > most:
