@@ -1,4 +1,4 @@
-"""Tests of the plug-in for vLLM; they want the environment that ``benchmarks/vllm/environment.sh`` makes."""
+"""Tests of the plug-in for vLLM; they want the environment that ``benchmarks/serving/environment.sh`` makes."""
 
 from __future__ import annotations
 

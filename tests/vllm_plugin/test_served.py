@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM, see benchmarks/vllm/environment.sh")
+pytest.importorskip("vllm", reason="needs vLLM, see benchmarks/serving/environment.sh")
 
 import shipped
 import tiny

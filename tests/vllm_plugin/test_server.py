@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM, see benchmarks/vllm/environment.sh")
+pytest.importorskip("vllm", reason="needs vLLM, see benchmarks/serving/environment.sh")
 
 import httpx
 import shipped

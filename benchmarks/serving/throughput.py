@@ -5,9 +5,9 @@ picture, and nothing is cached between them. Engines are processes that take tur
 same load before the next load comes, so that a busy machine is busy for all. Every sample is written as it is made, and
 the same command goes on where it was stopped.
 
-    benchmarks/vllm/environment.sh serving       # once; where there is a GPU, an environment with vllm and mmaccel will do
-    serving/bin/python benchmarks/vllm/throughput.py --minutes 11 --update docs/guides/serving.md
-    python benchmarks/vllm/throughput.py --model Qwen/Qwen2.5-VL-7B-Instruct --memory 0.3 --each 4 --out vllm-gpu.json
+    benchmarks/serving/environment.sh serving       # once; where there is a GPU, an environment with vllm and mmaccel will do
+    serving/bin/python benchmarks/serving/throughput.py --minutes 11 --update docs/guides/serving.md
+    python benchmarks/serving/throughput.py --model Qwen/Qwen2.5-VL-7B-Instruct --memory 0.3 --each 4 --out vllm-gpu.json
 
 `x` is the rate over that of vLLM as it is in the same round (median), `promised` what the operations that fall away say
 (tower and language model, one answer), `share` how much of that came.
@@ -448,7 +448,7 @@ def begun(options: argparse.Namespace, size: Size) -> dict[str, Any]:
         return found
     versions = {name: importlib.metadata.version(name) for name in ("vllm", "torch", "transformers", "mmaccel")}
     return {
-        "command": " ".join(["python", "benchmarks/vllm/throughput.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/serving/throughput.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": versions,

