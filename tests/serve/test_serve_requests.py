@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import torch
+import zoo
 from PIL import Image
 from serving import chat, clip, data_url, direct, picture, streamed, text, user
 from tokenizers import decoders
@@ -17,7 +18,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from mmaccel import MmaccelError
 from mmaccel.media import untrusted
+from mmaccel.media.files import Chat, encode
 from mmaccel.recipe import recipe
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip install '.[test]'")
@@ -226,6 +229,43 @@ def test_system_prompts_and_places_of_pictures(served, things, monkeypatch):
     assert seen[0].messages[0]["content"] == [words | {"text": "be brief"}]
     kinds = [part.get("text", part["type"]) for part in seen[0].messages[-1]["content"]]
     assert kinds == ["and", "image", "here", "image", "?"] and len(seen[0].pictures) == 2
+
+
+def test_several_clips(serve, things):
+    served = serve("mini-qwen-vl", "none")
+    film, shown = clip(data_url(things.mp4)), picture(data_url(things.png))
+    tokens = [
+        chat(served, user(*parts, "what ?"), max_tokens=1).mmaccel["visual_tokens"]
+        for parts in ([film], [shown], [film, shown, film])
+    ]
+    assert tokens[0] > tokens[1] > 0 and tokens[2] == 2 * tokens[0] + tokens[1]
+
+
+MESSAGES = (
+    {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+    {"role": "user", "content": [{"type": "text", "text": "look"}, {"type": "image"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "yes"}]},
+    {"role": "user", "content": [{"type": "text", "text": "and now ?"}]},
+)
+
+
+def test_models_without_a_chat_template():
+    """Turns by name, pictures before the words of theirs."""
+    processor = zoo.processor("llava")
+    processor.chat_template = processor.tokenizer.chat_template = None
+    shown = Image.new("RGB", (56, 56))
+    found = encode(processor, [Chat(MESSAGES, (shown,))])
+    said = processor.tokenizer.decode(found["input_ids"][0]).replace(processor.image_token, "")
+    expected = "be brief USER: \nlook ASSISTANT: yes USER: and now ? ASSISTANT:"
+    assert processor.tokenizer(said)["input_ids"] == processor.tokenizer(expected)["input_ids"]
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ 'a' + messages }}"])
+def test_templates_that_do_not_take_the_messages(template):
+    processor = zoo.processor("llava")
+    processor.chat_template = template
+    with pytest.raises(MmaccelError, match="template of this model does not take these messages: (roles|can only)"):
+        encode(processor, [Chat(MESSAGES, (Image.new("RGB", (56, 56)),))])
 
 
 def test_stop_sequences_and_length(served, things):
