@@ -67,6 +67,7 @@ from .layers.framefusion import FrameFusion as FrameFusion
 from .layers.holitom import HoliTomInner as HoliTomInner
 from .layers.mustdrop import MustDropFilter as MustDropFilter
 from .layers.promptdistill import PromptDistill as PromptDistill
+from .layers.sttm import Sttm as Sttm
 from .merging.aim import AimMerge as AimMerge
 from .merging.centerclip import CenterClip as CenterClip
 from .merging.dycoke import DyCoke as DyCoke
@@ -78,9 +79,13 @@ from .merging.holitom import HoliTomMerge as HoliTomMerge
 from .merging.moviechat import MovieChat as MovieChat
 from .merging.mustdrop import MustDropMerge as MustDropMerge
 from .merging.pool import Pool as Pool
+from .merging.progressive_pool import ProgressivePool as ProgressivePool
 from .merging.prunevid import PruneVidMerge as PruneVidMerge
 from .merging.stc import StcPruner as StcPruner
+from .merging.streamdvc import StreamDvc as StreamDvc
+from .merging.streamvln import StreamVln as StreamVln
 from .merging.vidcom2 import VidCom2 as VidCom2
+from .merging.vtm import Vtm as Vtm
 from .pruning.attention_received import AttentionReceived as AttentionReceived
 from .pruning.cdpruner import CDPruner as CDPruner
 from .pruning.divprune import DivPrune as DivPrune
