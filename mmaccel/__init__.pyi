@@ -70,6 +70,7 @@ from .layers.holitom import HoliTomInner as HoliTomInner
 from .layers.mustdrop import MustDropFilter as MustDropFilter
 from .layers.promptdistill import PromptDistill as PromptDistill
 from .layers.prunevid import PruneVidSelect as PruneVidSelect
+from .layers.sttm import Sttm as Sttm
 from .layers.vasparse import VASparse as VASparse
 from .layers.vflowopt import VFlowOptInner as VFlowOptInner
 from .merging.aim import AimMerge as AimMerge
@@ -84,11 +85,15 @@ from .merging.moviechat import MovieChat as MovieChat
 from .merging.moviechat_memory import MovieChatMemory as MovieChatMemory
 from .merging.mustdrop import MustDropMerge as MustDropMerge
 from .merging.pool import Pool as Pool
+from .merging.progressive_pool import ProgressivePool as ProgressivePool
 from .merging.prunevid import PruneVidMerge as PruneVidMerge
 from .merging.qg_vtc import QGVTC as QGVTC
 from .merging.stc import StcPruner as StcPruner
+from .merging.streamdvc import StreamDvc as StreamDvc
+from .merging.streamvln import StreamVln as StreamVln
 from .merging.vflowopt import VFlowOptMerge as VFlowOptMerge
 from .merging.vidcom2 import VidCom2 as VidCom2
+from .merging.vtm import Vtm as Vtm
 from .pruning.attention_received import AttentionReceived as AttentionReceived
 from .pruning.cdpruner import CDPruner as CDPruner
 from .pruning.divprune import DivPrune as DivPrune

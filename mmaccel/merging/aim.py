@@ -13,8 +13,9 @@ from torch.nn.functional import normalize
 
 from ..core.reduction import Reduction
 from ..method import Grid, ProjectorMethod, TokenBatch
+from ..method.blocks import frame_numbers
 from ..method.registry import register
-from .film import alike, frame_numbers, share, spare
+from .film import alike, share, spare
 
 
 @register

@@ -14,8 +14,9 @@ from ..core.masks import group_sizes
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
+from ..method.blocks import frame_numbers
 from ..method.registry import register
-from .film import alike, frame_numbers, share, spare
+from .film import alike, share, spare
 
 #: the most tokens that are clustered together; all their pairs are in memory at once
 MOST = 4096

@@ -63,16 +63,6 @@ class Film:
         return self.same_cell(before.gather(1, at).masked_fill(self.frame < 0, -1))
 
 
-def frame_numbers(tokens: TokenBatch) -> Tensor:
-    """``[N, n]`` long: the frame of a clip, or tile of a picture, each token is of, numbered from 0; -1 without a cell."""
-    here, frames = tokens.celled, int(tokens.grid[:, 0].max())
-    key = (tokens.tile * frames + tokens.cells[..., 0]).masked_fill(~here, -1)
-    found = torch.zeros(len(key), max(2, int(key.max()) + 2), dtype=torch.long, device=key.device).scatter_(
-        1, key + 1, 1
-    )
-    return (found[:, 1:].cumsum(1) - 1).gather(1, key.clamp(min=0)).masked_fill(~here, -1)
-
-
 # --- unit by unit -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Clip:

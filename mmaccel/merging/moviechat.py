@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch
+from ..method.blocks import frame_numbers
 from ..method.registry import register
-from .film import Film, frame_numbers
+from .film import Film
 from .pool import pool_parts
 
 

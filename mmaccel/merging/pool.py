@@ -63,12 +63,23 @@ def pool_parts(tokens: TokenBatch, part: Tensor, count: Tensor) -> Reduction:
     ``part [N, n]`` numbers them from 0, tokens of -1 are dropped; ``count [N]`` is apportioned to parts by size. The grid of a
     part is the bounding box of its cells. Units whose ``count`` holds all their tokens stay as they are.
     """
+    part, kept = share(part.masked_fill(~tokens.valid, -1), count)
+    return pool_by(tokens, part, kept, count)
+
+
+def pool_by(tokens: TokenBatch, part: Tensor, kept: Tensor, count: Tensor) -> Reduction:
+    """Average-pool every part ``part [N, n]`` of a unit into ``kept [N, G]`` windows at most, none where that is 0.
+
+    Units whose ``count [N]`` holds all their tokens stay as they are, and those without parts keep their first ``count``.
+    """
     valid, part = tokens.valid, part.masked_fill(~tokens.valid, -1)
+    count = count.to(valid.device)
     whole = count >= valid.sum(1)
-    part, kept = share(part, count)
+    bare = valid & ~(part >= 0).any(1, keepdim=True)
+    stays = (valid & whole[:, None]) | (bare & (bare.cumsum(1) <= count[:, None]))
     unit, number = ((kept > 0) & ~whole[:, None]).nonzero(as_tuple=True)
     if not len(unit):
-        return Reduction(valid & whole[:, None], valid)
+        return Reduction(stays, valid)
     mine = part[unit] == number[:, None]
     place = tokens.cells[unit, :, 1:]
     corner = place.masked_fill(~mine[..., None], int(tokens.cells.max()) + 1).amin(1)
@@ -82,7 +93,8 @@ def pool_parts(tokens: TokenBatch, part: Tensor, count: Tensor) -> Reduction:
     )
     slots = torch.arange(valid.shape[1], device=valid.device).expand_as(mine)
     made = Pool().reduce(each, kept[unit, number]).relabel(slots, unit, valid.shape)
-    return made.beside(valid & whole[:, None])
+    made = made.beside(stays)
+    return Reduction(made.kept, valid, made.links)
 
 
 def window_grid(grid: Tensor, count: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from ..core.masks import top_in_groups
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
+from ..method.blocks import frame_numbers
 from ..method.registry import register
-from .film import frame_numbers, share, spare
+from .film import share, spare
 from .vidcom2 import copies_in, nearness, part_means, quiet_channels
 
 

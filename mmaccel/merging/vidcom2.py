@@ -14,9 +14,9 @@ from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
-from ..method.blocks import BLOCK
+from ..method.blocks import BLOCK, frame_numbers
 from ..method.registry import register
-from .film import frame_numbers, spare
+from .film import spare
 
 #: variances of the Gaussians by which a token is near a centre, as in the program
 _WIDTHS = (0.125, 0.25, 0.5, 1.0, 2.0)

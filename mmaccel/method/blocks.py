@@ -1,4 +1,5 @@
-"""Attention and similarities in blocks of rows, so that the whole map is never in memory."""
+"""What methods of several sites share: attention and similarities in blocks of rows, so that the whole map is never in memory;
+the frames of a unit."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .layers import LayerAttention
+from .tokens import TokenBatch
 
 #: entries of a block of pairs held at once (attention over batch and heads, similarities over the batch)
 BLOCK = 1 << 24
@@ -50,3 +52,13 @@ def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
         square = ((x * x).sum(-1) * (y * y).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
         cosine[:, block] = (x * y).sum(-1) / square.sqrt()
     return cosine.clamp_(max=1.0)
+
+
+def frame_numbers(tokens: TokenBatch) -> Tensor:
+    """``[N, n]`` long: the frame of a clip, or tile of a picture, each token is of, numbered from 0; -1 without a cell."""
+    here, frames = tokens.celled, int(tokens.grid[:, 0].max())
+    key = (tokens.tile * frames + tokens.cells[..., 0]).masked_fill(~here, -1)
+    found = torch.zeros(len(key), max(2, int(key.max()) + 2), dtype=torch.long, device=key.device).scatter_(
+        1, key + 1, 1
+    )
+    return (found[:, 1:].cumsum(1) - 1).gather(1, key.clamp(min=0)).masked_fill(~here, -1)

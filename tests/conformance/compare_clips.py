@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from comparators import Arrays, Params, kept_of, same_set
+from comparators import Arrays, Params, close, kept_of, same_set
 from compare_merging import film_of
 from harness import NotOffered, make
+
+from mmaccel.merging.streamdvc import take_up
 
 
 # --- far from the centre ----------------------------------------------------------------------------------------------
@@ -72,8 +75,59 @@ def evad(params: Params, arrays: Arrays) -> None:
         same_set(kept[kept >= places] - places, theirs)
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+def streamdvc_kmeans(params: Params, arrays: Arrays) -> None:
+    """The memory after every frame is that of the clip up to it, place by place, and so are its weights."""
+    size, places = params["memory_tokens"], params["tokens_per_frame"]
+    method, (x, weight) = (
+        make("streamdvc", iterations=params["iterations"]),
+        (arrays["frame0"], torch.ones(size).long()),
+    )
+    for i in range(size // places, params["frames"]):
+        clip = film_of(torch.stack([arrays[f"frame{f}"] for f in range(i + 1)]))
+        made = method.reduce(clip, torch.tensor([size]))
+        close(made.apply(clip.features)[0], arrays[f"mem{i}"])
+        x, weight, *_ = take_up(x, weight, arrays[f"frame{i}"], params["iterations"])
+        assert torch.equal(weight, arrays[f"w{i}"].long())
+
+
+def streamdvc_adjacent(params: Params, arrays: Arrays) -> None:
+    raise NotOffered("the memory that merges neighbours, one new token after the other")
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+def sttm(params: Params, arrays: Arrays) -> None:
+    """Tokens in the order of their first places, the number of patches of each, and what becomes of rotary tables."""
+    if params.get("slow_ver"):
+        raise NotOffered("links from a sorted list of which neighbouring duplicates are removed")
+    assert not params.get("pos_emb_weighted_avg")
+    video = arrays["video"].movedim(1, -1)
+    frames, high, wide, width = video.shape
+    clip = replace(film_of(video.flatten(1, 2)), grid=torch.tensor([[frames, high, wide]]))
+    cells = [torch.arange(frames), torch.arange(high), torch.arange(wide)]
+    clip = replace(clip, cells=torch.cartesian_prod(*cells)[None])
+    method = make(
+        "sttm",
+        spatial=params["threshold"],
+        # below zero it is off
+        temporal=params["temporal_thresh"] if params["temporal_thresh"] >= 0 else 2.0,
+        root=params["root_level"],
+        weighted=params["weighted_avg"],
+        heads=width // (params.get("head_dim") or width),
+        official=True,
+    )
+    made = method.reduce(clip, torch.tensor([frames * high * wide]))
+    box = arrays["tyxyx"].long()
+    assert torch.equal(kept_of(made), (box[:, 0] * high + box[:, 1]) * wide + box[:, 2])
+    assert torch.equal(made.mass()[made.kept].long(), arrays["num_patches"].long())
+    close(made.apply(clip.features)[0], arrays["out"])
+    for table in {"cos", "sin"} if "pos_cos" in arrays else ():
+        close(made.apply(arrays[f"pos_{table}"].movedim(1, -1).flatten(0, 2)[None])[0], arrays[f"out_{table}"])
+
+
 _VIDCOM2 = "token_compressor/vidcom2/vidcom2.py:vidcom2_compression"
 _STC = "model/prune.py:STC_Pruner.compress, called chunk after chunk on one object"
+_DVC = "scenic/projects/streaming_dvc/modeling/streaming_utils.py"
 _EVAD = "projects/evad/models/vit_model.py:KTPAttention.forward"
 
 # some vectors name the repository that their maker had open last
@@ -86,4 +140,10 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("youweiliang/evit", "modeling_finetune.py:mcm_step"): everest,
     ("MCG-NJU/EVAD", _EVAD): evad,
     ("youweiliang/evit", _EVAD): evad,
+    (
+        "google-research/scenic",
+        f"{_DVC}:kmeans, called per frame on [memory; frame] with carried weights",
+    ): streamdvc_kmeans,
+    ("google-research/scenic", f"{_DVC}:adjacent_merge"): streamdvc_adjacent,
+    ("HYUNJS/STTM", "token_merging_utils/quadtree_builder.py:quadtree_build_video"): sttm,
 }

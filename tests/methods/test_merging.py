@@ -26,9 +26,13 @@ from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.moviechat import MovieChat
 from mmaccel.merging.moviechat_memory import MovieChatMemory
 from mmaccel.merging.mustdrop import MustDropMerge
+from mmaccel.merging.progressive_pool import ProgressivePool
 from mmaccel.merging.prunevid import PruneVidMerge
 from mmaccel.merging.stc import StcPruner
+from mmaccel.merging.streamdvc import StreamDvc
+from mmaccel.merging.streamvln import StreamVln
 from mmaccel.merging.vidcom2 import VidCom2
+from mmaccel.merging.vtm import Vtm
 from mmaccel.method import ProjectorMethod, TokenBatch, TokenMethod
 
 # checked by test_they_are_known_by_name
@@ -51,12 +55,21 @@ METHODS: list[TokenMethod] = [
     MovieChatMemory(short=3, merge=1),
     MovieChatMemory(short=3),
     MustDropMerge(threshold=2.0, window=2),
+    ProgressivePool(),
+    ProgressivePool(group=3, detail=2),
     PruneVidMerge(small=0),
     PruneVidMerge(tau=0.1, scenes=0.5, neighbours=2, small=0),
     StcPruner(),
     StcPruner(chunk=3, channels="each"),
+    StreamDvc(),
+    StreamDvc(iterations=3),
+    StreamVln(),
+    StreamVln(recent=2, history=3),
     VidCom2(),
     VidCom2(temperature=1.0),
+    Vtm(),
+    Vtm(targets="centre"),
+    Vtm(targets="motion"),
 ]
 named = pytest.mark.parametrize("method", METHODS, ids=repr)
 NAMES = [*dict.fromkeys(method.name for method in METHODS)]

@@ -17,12 +17,13 @@ from mmaccel.merging import density_peaks, film
 from mmaccel.merging.dycoke import DyCokeTTM, references
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
-from mmaccel.merging.film import Film, frame_numbers
+from mmaccel.merging.film import Film
 from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.moviechat import MovieChat, consolidate
 from mmaccel.merging.mustdrop import MustDropMerge, window_similarity, windows
 from mmaccel.merging.prunevid import PruneVidMerge, scenes_of
 from mmaccel.merging.segments import changing_segments, static_segments
+from mmaccel.method.blocks import frame_numbers
 
 
 def test_film_finds_the_same_cell() -> None:

@@ -1,0 +1,220 @@
+"""STTM: inside the language model, the cells of a frame are merged by a quadtree, and what is alike along time too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.reduction import Reduction
+from ..errors import MmaccelError
+from ..method import LayerAttention, LayerMethod, TokenBatch
+from ..method.blocks import frame_numbers
+from ..method.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Sttm(LayerMethod):
+    """Coarse cells where a frame is uniform, fine ones where it is not, and one cell for what stays over time.
+
+    *Multi-Granular Spatio-Temporal Token Merging for Training-Free Acceleration of Video LLMs*, ICCV 2025, arXiv 2507.07990.
+
+    Over every frame stands a pyramid: cells of 2x2 are averaged until a side is 2; where a side is odd its first row or column
+    makes cells of its own. From ``root`` levels below the top a cell stays whole if its cosine with each of its children is at
+    least ``spatial``, else it is split. Cells of neighbouring frames of which one contains the other are linked if their
+    cosine is at least ``temporal``; linked cells become one, the mean of all of them, in the place of the first.
+
+    The thresholds decide, and ``retain`` is an upper limit: where more would stay, the ones that stand for fewest tokens (the
+    later on a tie) are dropped. The weights of a kept token sum to one. A unit with room for all tokens is merged too. Tokens
+    without a cell, and those of a unit that an earlier stage has thinned, are not merged.
+
+    Parameters
+    ----------
+    layer : the input of this layer; 2 as in the program.
+    spatial, temporal : 0.85 and 0.6 as in the program's scripts for half of the tokens; above 1 nothing is merged that way.
+    root : 1 as in the scripts.
+    weighted : means over tokens; otherwise over cells, which the program does by default.
+    heads : the cosine is the mean of those of this many slices of the features.
+    official : as the program: a cell with fewer than four children is compared with the first cell below it as well, so that
+        borders are split too often, and links end to spread before they have reached everything.
+
+    Paper and program: the program renumbers positions; here a token keeps that of the first token of its cell. It links by
+    another rule too (``slow``), in which duplicates are removed from a sorted list; that rule is not offered.
+    """
+
+    name = "sttm"
+    summary = "cells of a quadtree over every frame, and of these what stays alike over time, averaged (adaptive)"
+    paper = "arXiv 2507.07990"
+    budget = "adaptive"
+    default_retain: ClassVar[float | None] = 1.0
+
+    layer: float = 2
+    spatial: float = 0.85
+    temporal: float = 0.6
+    root: int = 1
+    weighted: bool = False
+    heads: int = 1
+    official: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.root < 0 or self.heads < 1:
+            raise MmaccelError(
+                f"sttm needs root of 0 or more and heads of 1 or more, not {self.root} and {self.heads}."
+            )
+
+    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+        """Nothing of attention."""
+        return {}
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the cell that each token flows into."""
+        if tokens.features.shape[2] % self.heads:
+            raise MmaccelError(
+                f"sttm cannot cut features of {tokens.features.shape[2]} into heads={self.heads} slices."
+            )
+        valid, number = tokens.valid, frame_numbers(tokens)
+        slot = torch.arange(valid.shape[1], device=valid.device).expand_as(valid)
+        target, weight = torch.where(valid, slot, -1), torch.ones(valid.shape, device=valid.device)
+        for row, (t, h, w) in enumerate(tokens.grid.tolist()):
+            mine = (number[row] >= 0).nonzero()[:, 0]
+            if not len(mine):
+                continue
+            at = number[row, mine], tokens.cells[row, mine, 1], tokens.cells[row, mine, 2]
+            there = torch.zeros(int(at[0].max()) + 1, h, w, dtype=torch.bool, device=valid.device)
+            x = tokens.features.new_zeros(*there.shape, tokens.features.shape[2], dtype=torch.float32)
+            there[at], x[at] = True, tokens.features[row, mine].float()
+            place = torch.full_like(there, -1, dtype=torch.long)
+            place[at] = mine
+            label, share = self.film(x, there, along_time=t > 1)
+            target[row, mine] = place.flatten()[label[at]]
+            weight[row, mine] = share[at]
+        made = Reduction.merge(target, valid, weight)
+        return made.then(Reduction.top(made.mass(), made.kept, count))
+
+    def film(self, x: Tensor, there: Tensor, along_time: bool = True) -> tuple[Tensor, Tensor]:
+        """The cell, as its first place ``(f H + y) W + x``, that every place of the frames ``x [F, H, W, D]`` is merged
+        into, and its weight there, ``[F, H, W]`` each; ``there [F, H, W]`` bool are the places that hold a token."""
+        levels = self._pyramid(x, there)
+        cells = self._split(levels, there)
+        places = torch.arange(there.numel(), device=x.device).view_as(there)
+        own = cells.corner + places[:, :1, :1]
+        first = torch.full_like(places.flatten(), there.numel())
+        first = first.scatter_reduce(0, own[there], places[there], "amin")
+        home = first[own].clamp(max=there.numel() - 1)
+        share = torch.ones_like(cells.share) if self.weighted else cells.share
+        if not along_time or len(x) < 2:
+            return home, share
+        alike = there[1:] & there[:-1] & (self._cosine(cells.x[:-1], cells.x[1:]) >= self.temporal)
+        label = spread(places.flatten(), home[:-1][alike], home[1:][alike], early=self.official)
+        return label[home], share
+
+    def _pyramid(self, x: Tensor, there: Tensor) -> list[Level]:
+        """From the frames themselves to the coarsest cells."""
+        levels = [Level(x, there, torch.ones_like(there))]
+        while min(levels[-1].x.shape[1:3]) > 2:
+            fine = levels[-1]
+            size = fold(fine.there.float()[..., None]).sum((2, 4))
+            mean = fold(fine.x * fine.there[..., None]).sum((2, 4)) / size.clamp(min=1)
+            cosine = self._cosine(unfold(mean, fine.x.shape), fine.x).masked_fill(~fine.there, torch.inf)
+            least = fold(cosine[..., None], torch.inf).amin((2, 4))[..., 0]
+            if self.official:
+                least = torch.where(
+                    size[..., 0] < 4, torch.minimum(least, self._cosine(mean, fine.x[:, :1, :1])), least
+                )
+            levels.append(Level(mean, size[..., 0] > 0, least >= self.spatial))
+        return levels
+
+    def _split(self, levels: list[Level], there: Tensor) -> Cells:
+        """The cells that stay whole, place by place."""
+        rows, columns = (side_maps(size, len(levels), there.device) for size in there.shape[1:])
+        found, alive = Cells.none(levels[0].x), None
+        share, shares = torch.ones(there.shape, device=there.device), []
+        for number, fine in enumerate(levels, 1):
+            shares.append(share)
+            if number < len(levels):
+                parts = fold(fine.there.float()[..., None]).sum((2, 4))[..., 0].clamp(min=1)
+                share = share / parts[:, rows[number]][:, :, columns[number]]
+        for number in range(max(0, len(levels) - 1 - self.root), -1, -1):
+            level, wide = levels[number], (rows[number], columns[number])
+            alive = level.there if alive is None else alive & level.there
+            whole = (alive & (level.whole | (number == 0)))[:, wide[0]][:, :, wide[1]]
+            corner = (first_of(wide[0])[:, None] * there.shape[2] + first_of(wide[1])).expand_as(whole)
+            found.corner[whole], found.share[whole] = corner[whole], shares[number][whole]
+            frame, y, z = whole.nonzero(as_tuple=True)
+            found.x[frame, y, z] = level.x[frame, wide[0][y], wide[1][z]]
+            if number:
+                alive = unfold((alive & ~level.whole)[..., None], levels[number - 1].x.shape)[..., 0]
+        return found
+
+    def _cosine(self, one: Tensor, other: Tensor) -> Tensor:
+        """``[...]``: the cosine of ``[..., D]``, the mean over :attr:`heads` slices."""
+        one, other = one.unflatten(-1, (self.heads, -1)), other.unflatten(-1, (self.heads, -1))
+        square = ((one * one).sum(-1) * (other * other).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
+        return ((one * other).sum(-1) / square.sqrt()).clamp(max=1.0).mean(-1)
+
+
+class Level(NamedTuple):
+    """One level of the pyramid: ``x [F, h, w, D]``, which cells hold a token, and which may stay whole, ``[F, h, w]`` bool."""
+
+    x: Tensor
+    there: Tensor
+    whole: Tensor
+
+
+class Cells(NamedTuple):
+    """What cell every place is in: its mean ``x [F, H, W, D]``, its first place in the frame and the weight of the place in it,
+    ``[F, H, W]``."""
+
+    x: Tensor
+    corner: Tensor
+    share: Tensor
+
+    @staticmethod
+    def none(x: Tensor) -> Cells:
+        """Of no place yet."""
+        shape = x.shape[:3]
+        return Cells(torch.zeros_like(x), torch.zeros(shape, dtype=torch.long, device=x.device), x.new_ones(shape))
+
+
+def fold(x: Tensor, value: float = 0.0) -> Tensor:
+    """``[F, h, w, D]`` -> ``[F, h / 2, 2, w / 2, 2, D]``, where an odd side has ``value`` in front."""
+    x = torch.nn.functional.pad(x, (0, 0, x.shape[2] % 2, 0, x.shape[1] % 2, 0), value=value)
+    return x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
+
+
+def unfold(x: Tensor, shape: torch.Size) -> Tensor:
+    """``[F, h / 2, w / 2, D]`` -> ``[F, h, w, D]`` for a ``shape [F, h, w, ...]``: every cell for each of its children."""
+    return x.repeat_interleave(2, 1)[:, shape[1] % 2 :].repeat_interleave(2, 2)[:, :, shape[2] % 2 :]
+
+
+def side_maps(size: int, levels: int, device: torch.device) -> list[Tensor]:
+    """For every level ``[size]`` long: the row (or column) of it that each row of a frame lies in."""
+    out = [torch.arange(size, device=device)]
+    while len(out) < levels:
+        out.append((out[-1] + size % 2) // 2)
+        size = (size + 1) // 2
+    return out
+
+
+def first_of(rows: Tensor) -> Tensor:
+    """``[size]`` long: the first row with the same entry of ``rows [size]``, which ascend."""
+    return torch.searchsorted(rows, rows)
+
+
+def spread(label: Tensor, one: Tensor, other: Tensor, early: bool = False) -> Tensor:
+    """The smallest ``label [n]`` of all that are linked, by links ``one [L]`` with ``other [L]``, directly or not.
+
+    ``early`` ends as soon as labels point at labels that stay, as the program does, though links may still join some.
+    """
+    while True:
+        low = torch.minimum(label[one], label[other])
+        joined = label.scatter_reduce(0, one, low, "amin").scatter_reduce(0, other, low, "amin")
+        jumped = joined[joined]
+        settled = joined if early else label
+        if torch.equal(jumped, settled):
+            return jumped
+        label = jumped

@@ -1,0 +1,119 @@
+"""Streaming dense video captioning: a memory of fixed size takes up frame after frame by k-means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core.masks import even_in_groups
+from ..core.reduction import Links, Reduction, segment_sum
+from ..errors import MmaccelError
+from ..method import ProjectorMethod, TokenBatch
+from ..method.blocks import frame_numbers
+from ..method.registry import register
+from .film import Clip, Flat, by_clip, spare
+
+
+@register
+@dataclass(frozen=True)
+class StreamDvc(ProjectorMethod):
+    """Weighted k-means of the memory and every new frame.
+
+    *Streaming Dense Video Captioning*, CVPR 2024, arXiv 2404.01297; its memory, which has no parameters.
+
+    The memory has as many tokens as the budget. It begins as the first frames, with weight one each; where the budget ends
+    within a frame, evenly spaced tokens of that frame complete it. Every later frame is taken up by ``iterations`` rounds
+    of k-means over the memory's tokens, with their weights, and those of the frame: a token joins the nearest centre by
+    Euclidean distance (the first on a tie, its own before all others), and a centre becomes the weighted mean of what
+    joined it. Centres begin as the memory. The weights of the last round are carried on, so that in the end a token is
+    nearly the mean of all that flowed into it. A centre that nothing joins stays as it is and has weight zero. No later
+    frame is looked at.
+
+    A kept token takes the slot that its place in the memory had at first, so that all of them are in the first frames; it
+    is the memory of the whole clip all the same. Tiles of a picture count as frames. Newlines are dropped first.
+
+    Parameters
+    ----------
+    iterations : 2 as in the program.
+
+    Paper and program: the memory of the paper, 514 tokens, is a whole number of frames. Its captioner was trained with it. The
+    program has other memories beside it (means, and neighbours merged one by one), which are not offered.
+    """
+
+    name = "streamdvc"
+    summary = "a memory of fixed size that takes up every frame by k-means"
+    paper = "arXiv 2404.01297"
+    unit = "picture"
+    #: of an empty cluster, which stays what it was, the tokens count twice
+    conserves_mass: ClassVar[bool] = False
+
+    iterations: int = 2
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise MmaccelError(f"streamdvc needs iterations of 1 or more, not {self.iterations}.")
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> what every token of the memory is made of."""
+        number = frame_numbers(tokens)
+
+        def links(clip: Clip) -> Flat:
+            at = clip.there.flatten().nonzero()[:, 0]
+            slots = clip.slots.flatten()[at]
+            found = self.clip(tokens.features[clip.row, slots], number[clip.row, slots], min(clip.count, len(at)))
+            return at[found.slot], at[found.source], found.weight
+
+        extra = spare(tokens.valid & ~tokens.celled, count.to(number.device) - tokens.celled.sum(1))
+        return by_clip(tokens, count, links).beside(extra)
+
+    def clip(self, x: Tensor, frame: Tensor, count: int) -> Links:
+        """The links of one clip ``x [n, D]`` whose tokens are of the frames ``frame [n]``, into ``count`` of them."""
+        x, first = x.float(), beginning(frame, count)
+        slots, there = first.nonzero()[:, 0], torch.ones_like(first)
+        made = Reduction.identity(there[None])
+        memory, weight = x[slots], torch.ones_like(slots)
+        for number in frame[~first].unique().tolist():
+            new = (~first & (frame == number)).nonzero()[:, 0]
+            memory, weight, centre, source, share = take_up(memory, weight, x[new], self.iterations)
+            there = there.index_fill(0, new, False)
+            flow = Links(torch.zeros_like(centre), slots[centre], torch.cat([slots, new])[source], share)
+            made = made.then(Reduction(there[None], made.kept, flow))
+        return made.full_links()
+
+
+def beginning(frame: Tensor, count: int) -> Tensor:
+    """``[n]`` bool: the first ``count`` tokens: whole frames ``frame [n]``, and evenly spaced ones of the next."""
+    whole = torch.bincount(frame).cumsum(0)[frame] <= count
+    left = frame.masked_fill(whole, int(frame.max()) + 1)
+    part = torch.where((left == left.min()) & ~whole, 0, -1)
+    return whole | even_in_groups(part[None], (count - whole.sum())[None, None])[0]
+
+
+def take_up(memory: Tensor, weight: Tensor, frame: Tensor, iterations: int) -> tuple[Tensor, ...]:
+    """Weighted k-means of ``memory [M, D]`` with ``weight [M]`` long and ``frame [n, D]``, whose tokens weigh one each.
+
+    Returns the centres ``[M, D]``, their weights ``[M]`` long, and of what they are made: centre, datum of ``[memory; frame]``
+    and share, ``[L]`` each.
+    """
+    size, data = len(memory), torch.cat([memory, frame])
+    heavy, datum = torch.cat([weight, torch.ones_like(frame[:, 0], dtype=weight.dtype)]), torch.arange(len(data))
+    datum = datum.to(data.device)
+    centres, asked = memory, datum >= size
+    centre, source = datum[:size], datum[:size]
+    share = torch.ones_like(memory[:, 0])
+    for _ in range(iterations):
+        # a datum of the memory stays with its own centre as long as that is where it was
+        ask = asked.nonzero()[:, 0]
+        joined = datum.clamp(max=size - 1).scatter(0, ask, torch.cdist(data[ask], centres).argmin(1))
+        weight = torch.zeros_like(weight).scatter_add_(0, joined, heavy)
+        old, new = (weight == 0)[centre], heavy > 0
+        centre, source = torch.cat([centre[old], joined[new]]), torch.cat([source[old], datum[new]])
+        share = torch.cat([share[old], (heavy / weight.clamp(min=1)[joined])[new]])
+        order = centre.argsort(stable=True)
+        centre, source, share = centre[order], source[order], share[order]
+        before, centres = centres, segment_sum(data[source] * share[:, None], torch.bincount(centre, minlength=size))
+        asked[:size] = (centres != before).any(1)
+    return centres, weight, centre, source, share
