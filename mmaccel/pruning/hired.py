@@ -78,7 +78,7 @@ class HiRED(ProjectorMethod):
     @property
     def foreseen(self) -> Foreseen:
         """Of the paper's shares nothing is left over."""
-        return "budget" if self.layout == "grid2d" else "limit"
+        return "limit" if self.official else "budget"
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program rounds down."""
