@@ -99,9 +99,10 @@ class ReducedProcessor:
                 apart = torch.stack([full, visual.long()])
                 item[APART] = MultiModalFieldElem(data=apart, field=MultiModalBatchedField(keep_on_cpu=True))
                 length = len(full) - before + total
-                return PromptUpdateDetails([self.plan.placeholder(update.modality)] * length)
-            stays = ~visual | (visual.cumsum(0) <= total)
-            shorter = PromptUpdateDetails(full[stays].tolist(), details.is_embed)
+                shorter = PromptUpdateDetails([self.plan.placeholder(update.modality)] * length)
+            else:
+                stays = ~visual | (visual.cumsum(0) <= total)
+                shorter = PromptUpdateDetails(full[stays].tolist(), details.is_embed)
             shorter.mmaccel_dropped = before - total
             return shorter
 
