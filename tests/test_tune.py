@@ -8,6 +8,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import optuna
 import pytest
 import torch
 import zoo
@@ -190,6 +191,17 @@ def test_a_part_has_its_budget_its_layers_and_its_choices():
     assert "pyramid" in snapkv.choices["layer_budget"]
     # its layer budget is what makes it another recipe
     assert "layer_budget" not in space.Part.of(recipe("pyramidkv"), 1, 4).choices
+
+
+def test_what_is_dropped_inside_goes_on_from_what_was_left_before():
+    useful = {name: recipe(name) for name in SMALL}
+    made = space.Space.of(family_of(zoo.model("llava")), useful, {})
+    asked = {"tokens": "uniform", "tokens budget": 0.5, "layers": "fastv", "layers budget": 0.4, "layers layer": 2}
+    trial = optuna.trial.FixedTrial({**asked, "cache": "-"})
+    assert [(stage.method, stage.retain) for stage in made.suggest(trial).stages] == [("uniform", 0.5), ("fastv", 0.2)]
+    lone = optuna.trial.FixedTrial({**asked, "tokens": "-", "cache": "-"})
+    assert [stage.retain for stage in made.suggest(lone).stages] == [0.4]
+    assert made.suggest(optuna.trial.FixedTrial(dict.fromkeys(made.parts, "-"))) == recipe("none")
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice

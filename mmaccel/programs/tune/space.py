@@ -74,11 +74,11 @@ class Part:
         layers = (least, depth - 1) if isinstance(lone, LayerMethod) and least < depth - 1 else None
         return Part(recipe, recipe.primary is not None, layers, choices)
 
-    def suggest(self, trial: Trial) -> Recipe:
-        """The recipe as a trial wants it."""
+    def suggest(self, trial: Trial, most: float) -> Recipe:
+        """The recipe as a trial wants it, with a budget that is a share of ``most``."""
         name, changes = f"{self.slot}: {self.recipe.name}", dict[str, Any]()
         if self.budget:
-            changes["retain"] = rounded(trial.suggest_float(f"{self.slot} budget", LEAST, 1.0, log=True))
+            changes["retain"] = rounded(most * trial.suggest_float(f"{self.slot} budget", LEAST, 1.0, log=True))
         if self.layers is not None:
             changes["layer"] = trial.suggest_int(f"{self.slot} layer", *self.layers)
         for option, values in self.choices.items():
@@ -157,11 +157,16 @@ class Space:
         MmaccelError
             If its parts cannot be put together.
         """
-        chosen = []
+        chosen: list[Recipe] = []
+        # a stage inside the language model goes on from what was left before it: a recipe takes the larger budget of both
+        left = 1.0
         for slot, parts in self.parts.items():
             name = trial.suggest_categorical(slot, [_NOTHING, *parts])
-            if name != _NOTHING:
-                chosen.append(parts[name].suggest(trial))
+            if name == _NOTHING:
+                continue
+            chosen.append(parts[name].suggest(trial, left if slot == "layers" else 1.0))
+            if slot == "tokens" and isinstance(chosen[-1].retain, float):
+                left = chosen[-1].retain
         return find_recipe(chosen) if chosen else find_recipe("none")
 
     def starts(self, budget: float) -> list[dict[str, Any]]:
