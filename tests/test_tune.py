@@ -106,6 +106,7 @@ def test_remembered_pictures_are_the_same(family):
     model, processor = zoo.model(family), zoo.processor(family)
     inputs, memory = encode(processor, [questions(1)[0].load()]), Remembered()
     before = set(vars(model.model))
+    # by choice: without a tap, with one, with it again, and with more
     for name in ("uniform", "divprune", "attention-received", "attention-received", "prumerge", "uniform"):
         logits = []
         with torch.inference_mode():
@@ -221,6 +222,7 @@ def test_the_front_has_what_nothing_beats():
 
 
 def test_with_a_confidence_only_what_held_out_samples_show_is_taken():
+    # by choice: names of made-up candidates
     kept_by = {"uniform": 40, "random": 46, "divprune": 50, "pool": 50}
 
     class Fake:

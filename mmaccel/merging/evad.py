@@ -32,6 +32,8 @@ class Evad(AttentionGuided):
     Paper and program: the authors drop in three layers of a tower whose frames attend to each other, ``ceil(0.7 n)`` tokens
     each, and may count the queries of the key frame four times. The towers here encode frames one by one, where queries of
     the key frame see no other frame, so there is one choice, after the tower, and no such weight.
+
+    ``variant="official"``: a ratio is rounded up.
     """
 
     name = "evad"

@@ -31,6 +31,8 @@ class Everest(ProjectorMethod):
     Paper and program: the program compares patch embeddings, before the vision encoder; here what the language model reads is
     compared, so that nothing is saved in the tower. Its number of frames is a literal. The authors' models were trained
     this way.
+
+    ``variant="official"``: a ratio is rounded down.
     """
 
     name = "everest"

@@ -91,11 +91,7 @@ def test_meets_its_budget(method: LayerMethod) -> None:
         made = method.reduce(tokens, count)
         before, after = made.counts()
         assert torch.equal(before, sizes) and not (made.kept & ~tokens.valid).any()
-<<<<<<< HEAD
-        exact = method.budget == "exact" or not getattr(method, "adaptive", False)
-=======
         exact = method.budget == "exact" or not decides(method)
->>>>>>> clips
         assert torch.equal(after, count) if exact else ((after <= count) & (after >= 1)).all()
 
 

@@ -167,7 +167,7 @@ def test_counts_are_those_of_transformers(family):
         else:
             assert theirs == total, name
         served.append(name)
-    assert len(served) > 8 and {"divprune", "pool", "dycoke", "moviechat"} <= set(served)  # by choice: one of each kind
+    assert len(served) > 8 and {"divprune", "pool", "dycoke-ttm", "moviechat"} <= set(served)  # by choice: one of each kind
     assert set(limits) <= {"fastvid"}  # by choice: the one whose clips decide
 
 
