@@ -205,6 +205,7 @@ class Engine:
         self.name, self.options, self.model, self.size = name, options, model, size
         self.process: Any = None
         self.error: str | None = None
+        self.warm: set[str] = set()
 
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -223,9 +224,10 @@ class Engine:
         """A sample, or None where the engine does not run; then :attr:`error` says why."""
         if self.process is None:
             self.start()
-            if self.error is None:
-                # what the first request of a kind costs belongs to none of them
-                self.measure({**load, "clients": 1, "each": 1, "seed": 1})
+        if self.error is None and load["medium"] not in self.warm:
+            # what the first request of a kind costs belongs to none of them
+            self.warm.add(load["medium"])
+            self.measure({**load, "clients": 1, "each": 1, "seed": 1})
         if self.error is not None:
             return None
         self.connection.send(load)
