@@ -38,11 +38,12 @@ class Sttm(LayerMethod):
     root : 1 as in the scripts.
     weighted : means over tokens; otherwise over cells, which the program does by default.
     heads : the cosine is the mean of those of this many slices of the features.
-    official : as the program: a cell with fewer than four children is compared with the first cell below it as well, so that
-        borders are split too often, and links end to spread before they have reached everything.
 
     Paper and program: the program renumbers positions; here a token keeps that of the first token of its cell. It links by
     another rule too (``slow``), in which duplicates are removed from a sorted list; that rule is not offered.
+
+    ``variant="official"``: a cell with fewer than four children is compared with the first cell below it as well, so that
+    borders are split too often, and links end to spread before they have reached everything.
     """
 
     name = "sttm"
@@ -57,7 +58,6 @@ class Sttm(LayerMethod):
     root: int = 1
     weighted: bool = False
     heads: int = 1
-    official: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -114,7 +114,6 @@ def sttm(params: Params, arrays: Arrays) -> None:
         root=params["root_level"],
         weighted=params["weighted_avg"],
         heads=width // (params.get("head_dim") or width),
-        official=True,
     )
     made = method.reduce(clip, torch.tensor([frames * high * wide]))
     box = arrays["tyxyx"].long()

@@ -116,7 +116,7 @@ def test_sttm_borders_of_odd_sides() -> None:
     x[0, 0, 0] = torch.tensor([0.0, 1.0])
     tokens = film(1, 3, 3, features=x.flatten(0, 2))
     ours, theirs = (
-        Sttm(layer=2, root=0, official=official).reduce(tokens, torch.tensor([9])) for official in (False, True)
+        Sttm(layer=2, root=0).by(variant).reduce(tokens, torch.tensor([9])) for variant in ("exact", "official")
     )
     # the corner by itself, the rest of the first row and column, and the four others
     assert ours.owner()[0].tolist() == [0, 1, 1, 3, 4, 4, 3, 4, 4]

@@ -40,7 +40,7 @@ named = pytest.mark.parametrize("method", METHODS, ids=repr)
 
 def decides(method: LayerMethod) -> bool:
     """Whether the content decides how many stay, up to the budget."""
-    return method.budget == "adaptive" and getattr(method, "adaptive", True)
+    return getattr(method, "adaptive", method.budget == "adaptive")
 
 
 #: the first layer behind DeepStack

@@ -167,8 +167,10 @@ def test_counts_are_those_of_transformers(family):
         else:
             assert theirs == total, name
         served.append(name)
-    assert len(served) > 8 and {"divprune", "pool", "dycoke-ttm", "moviechat"} <= set(served)  # by choice: one of each kind
-    assert set(limits) <= {"fastvid"}  # by choice: the one whose clips decide
+    kinds = {"divprune", "pool", "dycoke-ttm", "moviechat"}  # by choice: one of each kind
+    assert len(served) > 8 and kinds <= set(served)
+    # by choice: those whose clips decide
+    assert set(limits) <= {"fastvid", "progressive-pool", "streamvln"}
 
 
 @pytest.mark.parametrize("which", ["divprune", "visionzip", "pool", "vtc-cls"])  # by choice: one of each kind
