@@ -48,6 +48,14 @@ def pyramid_official(capacity: int, window: int, size: int, layers: int, beta: f
     return [most - i * step + window for i in range(layers)]
 
 
+def pyramid_windowkv(count: int, layers: int, beta: float) -> list[int]:
+    """Keys per layer in the program of WindowKV: whole steps down to the last layer, which has ``int(count / beta)``."""
+    least = int(count / beta)
+    most = 2 * count - least
+    step = (most - least) // max(1, layers - 1)
+    return [*(most - i * step for i in range(layers - 1)), least if layers > 1 else count]
+
+
 def pyramid_kvpress(count: int, window: int, size: int, layers: int, beta: float) -> list[int]:
     """Keys per layer in kvpress: the row leaves the ``window`` out, and is flat where the last layer had less than that."""
     least = count / beta

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +39,9 @@ class HoliTomMerge(ProjectorMethod):
     The budget is met up to rounding, as in the paper: every frame with dynamic tokens keeps at least one. An image is a
     single dynamic frame, reduced by attention. Newlines are dropped. The weights of a kept token sum to one.
 
+    ``variant="official"``: of equally dense tokens none counts as denser, so that all copies of a token are peaks, apart from
+    the program's noise.
+
     Parameters
     ----------
     tau : 0.8 as in the paper, which uses 0.65 where 10 % or less is kept.
@@ -45,8 +50,6 @@ class HoliTomMerge(ProjectorMethod):
     neighbours : of the density, 7 as in the paper.
     longest : the most frames of a segment.
     layers : tower layers to sum received attention over; None is the layer the language model reads.
-    strict : of equally dense tokens none counts as denser, so that all copies of a token are peaks, as in the program apart
-        from its noise.
 
     Paper and program: ``contextual > 0`` crashes in the program (a mask of the wrong shape). It adds random noise to the
     density against ties; here equally dense tokens rank by slot. With newlines in a grid it appends one to every row that
@@ -65,7 +68,10 @@ class HoliTomMerge(ProjectorMethod):
     neighbours: int = 7
     longest: int = 1024
     layers: tuple[int | None, ...] = (None,)
-    strict: bool = False
+
+    gone: ClassVar[Mapping[str, str]] = {
+        "strict": "variant='official' ranks equally dense tokens as its authors' program does"
+    }
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.contextual <= 1.0 or not (self.beta is None or 0.0 <= self.beta <= 1.0):
@@ -133,7 +139,7 @@ class HoliTomMerge(ProjectorMethod):
     def _merge(self, x: Tensor, count: int) -> Flat:
         """Links of ``x [m, D]`` into ``count`` density peaks; slots and sources are rows of ``x``."""
         one = torch.ones(1, len(x), dtype=torch.bool, device=x.device)
-        chosen = centres(density_peaks(x[None], one, min(self.neighbours, count), self.strict), count)
+        chosen = centres(density_peaks(x[None], one, min(self.neighbours, count), self.official), count)
         cluster = nearest_centre(x[None], chosen)[0]
         slot = chosen[0, cluster]
         members = torch.bincount(cluster, minlength=count)[cluster]

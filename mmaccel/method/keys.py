@@ -214,6 +214,8 @@ class Policy(CacheOptions, Method):
     needs_outgoing: ClassVar[bool] = False
     #: whether :meth:`observe` is called for what follows a prompt, too, where a schedule evicts
     observes_steps: ClassVar[bool] = True
+    #: in the authors' variant, whether the last layer of a pyramid has exactly its share, whatever the steps before it leave
+    steps_to_last: ClassVar[bool] = False
     #: in the authors' variant, the share of the budget that every layer gives to the newest keys where content splits the rest
     newest: ClassVar[float] = 0.0
     #: whether scores depend on :attr:`KeyBatch.layer`, or rows are scored in turn, so that layers are scored one by one

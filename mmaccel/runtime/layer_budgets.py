@@ -69,6 +69,10 @@ def known(stage: CacheStage, layout: Layout, budget: list[int]) -> list[list[int
     there = (layout.valid if policy.joint else layout.visual).sum(1).tolist()
     if how == "kvpress":
         rows = [budgets.pyramid_kvpress(c, policy.window, n, layers, beta) for c, n in zip(budget, there, strict=True)]
+    elif policy.official and policy.steps_to_last:
+        rows = [
+            [min(k, n) for k in budgets.pyramid_windowkv(c, layers, beta)] for c, n in zip(budget, there, strict=True)
+        ]
     elif policy.official:
         # the program counts the window, which stays where all keys compete
         own = policy.window if policy.joint else 0

@@ -531,13 +531,11 @@ def windowkv(params: Params, arrays: Arrays) -> None:
     review = keys.shape[2] - suffix
     theirs = arrays["out_layers_budget"].tolist()[::group]
     options = {"window": suffix, "width": size, "strategy": strategy}
-    shape = make("windowkv", variant="exact", layer_budget=f"pyramid:{params['beta'] / group}", **options)
+    shape = make("windowkv", layer_budget=f"pyramid:{params['beta'] / group}", **options)
     before = CacheRun(
         shape, params["max_capacity_prompt"], layers=len(theirs), visual=torch.arange(keys.shape[2]) < review
     )
-    # theirs is a row of whole steps
-    for ours, budget in zip(before.layer_counts(keys.shape[2]), theirs, strict=True):
-        assert abs(ours - budget) <= 1
+    assert before.layer_counts(keys.shape[2]) == theirs
     for layer, budget in zip(range(0, params["num_hidden_layers"], group), theirs, strict=True):
         positions = arrays[f"out_positions_l{layer}"]
         assert len(positions) == review - size * -(-(review - budget) // size) + suffix

@@ -118,8 +118,6 @@ def holitom(params: Params, arrays: Arrays) -> None:
         beta=params["Beta"] if params["NO_BETA"] == "0" else None,
         neighbours=params["K"],
         longest=params["max_window_size"],
-        # golden densities carry no noise
-        strict=True,
     )
     similar = torch.cosine_similarity(x[:-1], x[1:], dim=-1) > params["tau"]
     segments, saved = static_segments(similar, params["max_window_size"])

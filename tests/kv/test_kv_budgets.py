@@ -165,12 +165,3 @@ def test_the_authors_split_over_layers_in_a_model(name: str, options: dict[str, 
             cache = model(**feed, use_cache=True).past_key_values
         held[variant] = [int((layer.index.index >= 0).sum(-1).float().mean()) for layer in cache.layers]
     assert sum(held["official"]) == pytest.approx(sum(held["exact"]), rel=0.1)
-
-
-def test_heads_get_the_truncated_floor_of_adakv() -> None:
-    """Of 128 places two heads win 5 and 123: with a floor of 0.2 of 64 and a window of 16 the program keeps 32 and 126."""
-    scores = torch.zeros(1, 2, 160)
-    scores[0, 0, :5], scores[0, 1, :123] = 1.0, 1.0
-    among, count = torch.ones(1, 160, dtype=torch.bool), torch.tensor([64])
-    for official, kept in ((False, [33, 127]), (True, [32, 126])):
-        assert (budgets.adaptive(scores, among, count, 0.2, official)[0] + 16).tolist() == kept

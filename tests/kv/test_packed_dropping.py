@@ -192,7 +192,7 @@ def test_packed_keys_do_not_flow_into_others(how: str) -> None:
     stored = Stored(KIVI(page=16, group=16, residual=4), batch=1)
     stored.feed(30)
     layer = stored.state.layers[0]
-    stage = SimpleNamespace(policy=SimpleNamespace(choice=lambda _: (how, None), scheduled=False), official=False)
+    stage = SimpleNamespace(policy=SimpleNamespace(choice=lambda _: (how, None), scheduled=False, official=False))
     kept = torch.ones(1, HEADS, 30, dtype=torch.bool)
     kept[..., 3:16] = False
     fresh = layer.stored()[0][:, :, 16:]

@@ -49,7 +49,7 @@ METHODS: list[TokenMethod] = [
     FastVID(segments=3, tau=-1.0, merged=0.8, stride=2, query="all"),
     HoliTomMerge(),
     HoliTomMerge(tau=0.2, contextual=0.5, beta=None),
-    HoliTomMerge(strict=True),
+    HoliTomMerge().by("official"),
     MovieChat(),
     MovieChat().by("official"),
     MovieChatMemory(short=3, merge=1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class WindowKV(Policy):
     paper = "arXiv 2503.17922"
     default_retain = 0.25
     shared = True
+    steps_to_last: ClassVar[bool] = True
 
     window: int = 32
     width: int = 8
