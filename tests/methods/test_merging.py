@@ -24,10 +24,14 @@ from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.moviechat import MovieChat
 from mmaccel.merging.mustdrop import MustDropMerge
 from mmaccel.merging.prunevid import PruneVidMerge
+from mmaccel.merging.qg_vtc import QGVTC
+from mmaccel.merging.vflowopt import VFlowOptMerge
 from mmaccel.method import ProjectorMethod, TokenBatch, TokenMethod
 
 # checked by test_they_are_known_by_name
 METHODS: list[TokenMethod] = [
+    VFlowOptMerge(cell=2.5),
+    QGVTC(),
     AimMerge(),
     CenterClip(),
     CenterClip(frames=3, distance="cosine", aggregate="mean"),
