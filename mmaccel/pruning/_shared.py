@@ -27,8 +27,9 @@ def beside(tokens: TokenBatch, steps: Sequence[tuple[int, int]]) -> Iterator[tup
     ``[N, n]`` long, and which tokens have one, ``[N, n]`` bool."""
     time, row, column = tokens.cells.long().unbind(-1)
     height, width = row.amax() + 3, column.amax() + 3
-    # with a margin around every frame; tokens without a cell have numbers of their own, far below
-    number = (time * height + row + 1) * width + column + 1
+    # with a margin around every frame of every grid; tokens without a cell have numbers of their own, far below
+    frame = tokens.segment.long() * (time.amax() + 1) + time
+    number = (frame * height + row + 1) * width + column + 1
     slots = torch.arange(number.shape[1], device=number.device)
     number = torch.where(tokens.celled, number, -3 * width - slots)
     ordered, order = number.sort(dim=1)

@@ -76,8 +76,9 @@ class TokenCorr(AttentionGuided):
         room = torch.minimum(size - repeated.sum(1), count).clamp(min=1)
         best = top_mask(late, seen, (room * self.late).long())
         best = best | top_mask(early, seen & ~best, room - best.sum(1))
-        # something stays where no token has a source in the tower
-        return Reduction(filled(best & (count > 0)[:, None], tokens.valid, count.clamp(max=1)), tokens.valid)
+        # where no token has a source in the tower nothing can be said
+        least = torch.where(size > 0, count.clamp(max=1), count)
+        return Reduction(filled(best & (count > 0)[:, None], tokens.valid, least), tokens.valid)
 
 
 def alike(x: Tensor, seen: Tensor, similarity: float) -> Tensor:

@@ -11,7 +11,7 @@ from mmaccel_kernels.matching import best_match
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..core.masks import leftmost
+from ..core.masks import leftmost, ranks
 from ..core.reduction import Links, Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import AttentionGuided, Tap, TokenBatch
@@ -102,7 +102,8 @@ class VisionTrim(AttentionGuided):
             score = 0.5 * _unit(attention, seen) + 0.5 * _unit(received, seen)
         else:
             local = local_importance(tokens.signals["features"][:, 0], tokens, seen)
-            score = adaptive(attention, local, seen)
+            # two softmaxes leave differences that only float64 holds, and of which only the order matters
+            score = -ranks(adaptive(attention, local, seen).argsort(dim=1, descending=True, stable=True))
         dominant = top_mask(score, seen, room - merged)
         space = tokens.signals["patches"] if self.clip else tokens.features
         kept, links = complements(space, tokens, seen & ~dominant, merged)
@@ -110,12 +111,12 @@ class VisionTrim(AttentionGuided):
 
 
 def local_importance(features: Tensor, tokens: TokenBatch, seen: Tensor) -> Tensor:
-    """``[N, n]`` float32: how alike each token of ``features [N, n, d]`` is to the cells around it; see :class:`VisionTrim`."""
+    """``[N, n]`` float64: how alike each token of ``features [N, n, d]`` is to the cells around it; see :class:`VisionTrim`."""
     x = features.float().masked_fill(~seen[..., None], 0.0)
     place = tokens.cells[..., 1:].float()
     spread, apart = _variance(x, seen), _variance(place, seen)
     row = torch.arange(len(x), device=x.device)[:, None]
-    total = torch.zeros_like(seen, dtype=torch.float32)
+    total = torch.zeros_like(seen, dtype=torch.float64)
     for slot, there in beside(tokens, [(r, c) for r in (-1, 0, 1) for c in (-1, 0, 1) if r or c]):
         unlike = (x - x[row, slot]).square().sum(-1) / spread
         far = (place - place[row, slot]).square().sum(-1) * _PLACE / apart
@@ -124,8 +125,8 @@ def local_importance(features: Tensor, tokens: TokenBatch, seen: Tensor) -> Tens
 
 
 def adaptive(one: Tensor, other: Tensor, seen: Tensor) -> Tensor:
-    """``[N, n]``: the mean of two scores, each behind a softmax and weighted by the variance of the other."""
-    one, other = _shares(one, seen), _shares(other, seen)
+    """``[N, n]`` float64: the mean of two scores, each behind a softmax and weighted by the variance of the other."""
+    one, other = _shares(one.double(), seen), _shares(other.double(), seen)
     first, second = (_variance(x[..., None], seen) for x in (one, other))
     return (second * one + first * other) / (first + second)
 
@@ -177,9 +178,9 @@ def _shares(score: Tensor, seen: Tensor) -> Tensor:
 
 
 def _variance(x: Tensor, seen: Tensor) -> Tensor:
-    """``[N, 1]``: the unbiased variance of all entries of ``x [N, n, d]`` that are ``seen``; above zero."""
+    """``[N, 1]`` float64: the unbiased variance of all entries of ``x [N, n, d]`` that are ``seen``; above zero."""
     there = seen[..., None]
     size = (seen.sum(1, keepdim=True) * x.shape[2]).clamp(min=2)
-    mean = x.masked_fill(~there, 0.0).sum((1, 2))[:, None] / size
+    mean = x.masked_fill(~there, 0.0).sum((1, 2), dtype=torch.float64)[:, None] / size
     square = (x - mean[..., None]).masked_fill(~there, 0.0).square().sum((1, 2))[:, None]
     return (square / (size - 1)).clamp(min=torch.finfo(torch.float32).tiny)

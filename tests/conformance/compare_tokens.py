@@ -129,7 +129,7 @@ def visiontrim(params: Params, arrays: Arrays) -> None:
     same_set(kept_of(alone), arrays["kept"])
     # what the program computes and does not use
     local = local_importance(x[None], tokens, tokens.valid)
-    torch.testing.assert_close(local, arrays["local_importance"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(local.float(), arrays["local_importance"], rtol=1e-4, atol=1e-6)
     close(adaptive(attention[None, 0, 1:], local, tokens.valid), arrays["adaptive_importance"])
 
 

@@ -28,15 +28,19 @@ from mmaccel.merging.moviechat_memory import MovieChatMemory
 from mmaccel.merging.mustdrop import MustDropMerge
 from mmaccel.merging.progressive_pool import ProgressivePool
 from mmaccel.merging.prunevid import PruneVidMerge
+from mmaccel.merging.qg_vtc import QGVTC
 from mmaccel.merging.stc import StcPruner
 from mmaccel.merging.streamdvc import StreamDvc
 from mmaccel.merging.streamvln import StreamVln
+from mmaccel.merging.vflowopt import VFlowOptMerge
 from mmaccel.merging.vidcom2 import VidCom2
 from mmaccel.merging.vtm import Vtm
 from mmaccel.method import ProjectorMethod, TokenBatch, TokenMethod
 
 # checked by test_they_are_known_by_name
 METHODS: list[TokenMethod] = [
+    VFlowOptMerge(cell=2.5),
+    QGVTC(),
     AimMerge(),
     CenterClip(),
     CenterClip(frames=3, distance="cosine", aggregate="mean"),
