@@ -51,7 +51,7 @@ def request(name: str, prompt: Prompt, **processing: Any) -> dict[str, Any]:
     if prompt.clip is not None:
         metadata = {**prompt.clip.metadata(), "do_sample_frames": False}
         media["video"] = [(prompt.clip.frames, metadata)]
-    text = processor.apply_chat_template(prompt.messages(), tokenize=False, add_generation_prompt=True)
+    text = processor.apply_chat_template(list(prompt.chat().messages), tokenize=False, add_generation_prompt=True)
     return {
         "prompt": text,
         "multi_modal_data": media,
@@ -97,6 +97,20 @@ def watch(llm: LLM, into: list[torch.Tensor]) -> None:
         return forward(input_ids, positions, *args, **kwargs)
 
     model.forward = noted
+
+
+def encoded(llm: LLM) -> list[int]:
+    """The tokens that stay of every picture that is encoded from now on."""
+    model, found = model_of(llm), []
+    embed = model.embed_multimodal
+
+    def noted(**kwargs: Any) -> Any:
+        rows = embed(**kwargs)
+        found.extend(map(len, rows))
+        return rows
+
+    model.embed_multimodal = noted
+    return found
 
 
 def slow(prompt: Prompt, seconds: float) -> Prompt:

@@ -52,6 +52,22 @@ def test_clips_are_answered_as_on_transformers():
         assert shipped.served(llm, requests) == want
 
 
+def test_a_picture_is_encoded_once_for_every_budget():
+    first, second = shipped.prompts("existence", "colour", count=1)
+    again = shipped.Prompt(second.question, first.pictures)
+    with engine(QWEN, DIVPRUNE) as llm:
+        calls = shipped.encoded(llm)
+        for prompt, options, wanted in (
+            (first, {}, [12]),
+            (again, {}, [12]),
+            (again, {"retain": 0.1}, [12, 5]),
+            (first, {"retain": 0.1}, [12, 5]),
+            (first, {}, [12, 5]),
+        ):
+            shipped.served(llm, [shipped.request(QWEN, prompt, **options)])
+            assert calls == wanted
+
+
 def test_attention_of_the_tower_is_seen():
     asked = shipped.prompts("existence", "colour", "grounding", count=3)
     requests = [shipped.request(LLAVA, one) for one in asked]

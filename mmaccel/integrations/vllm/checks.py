@@ -13,6 +13,7 @@ from .architectures import ARCHITECTURES
 if TYPE_CHECKING:
     from .plan import ServingPlan
 
+_log = logging.getLogger("vllm.mmaccel")
 #: versions of vLLM that this is tested with: from the first, below the second
 TESTED = ((0, 32), (0, 33))
 
@@ -40,9 +41,7 @@ def guard() -> None:
     original = getattr(VllmConfig, "try_verify_and_update_config", None)
     if original is None:
         # some other vLLM, which must start without a recipe as if we were not there
-        logging.getLogger("vllm.mmaccel").warning(
-            "vLLM %s is not tested with mmaccel: recipes are not served", version()
-        )
+        _log.warning("vLLM %s is not tested with mmaccel: recipes are not served", version())
         return
 
     @functools.wraps(original)
@@ -77,6 +76,12 @@ def check(vllm_config: Any) -> None:
     plan = plan_of(vllm_config.model_config, name)
     if plan is None or not plan.reduces:
         return
+    for stage in plan.plan.projector:
+        if stage.method.foreseen == "limit":
+            _log.warning(
+                "%s may leave a part of its budget; here that is filled up with tokens in even distances",
+                stage.method.name,
+            )
     _check_encoding(vllm_config, plan)
     if plan.keeps_positions:
         _check_positions(vllm_config)
