@@ -44,6 +44,8 @@ def test_pictures_are_answered_as_on_transformers():
 
 def test_clips_are_answered_as_on_transformers():
     asked = shipped.prompts("motion", "needle", count=4)
+    # frames that stand later than the text behind them
+    asked += [shipped.slow(one, 120.0) for one in asked[::3]]
     want = shipped.expected(QWEN, asked, "divprune", retain=0.25)
     requests = [shipped.request(QWEN, one) for one in asked]
     with engine(QWEN, {**DIVPRUNE, "numbering": "transformers"}, max_num_batched_tokens=32) as llm:
@@ -162,3 +164,16 @@ def test_registering_again_changes_nothing():
     register()
     assert VllmConfig.try_verify_and_update_config is guarded
     assert digits.CHANNELS == 9 and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_positions_beyond_the_table_are_refused():
+    pictures = shipped.prompts("existence", count=1)[0].pictures
+    asked = shipped.Prompt("is there a red square ?", pictures * 80)
+    limit = {"limit_mm_per_prompt": {"image": 100}}
+    with engine(LLAVA, {"recipe": "divprune", "retain": 1}, max_model_len=1024, **limit) as llm:
+        with pytest.raises(ValueError, match="can keep its positions"):
+            shipped.served(llm, [shipped.request(LLAVA, asked)])
+        few = shipped.Prompt(asked.question, pictures * 2)
+        assert shipped.served(llm, [shipped.request(LLAVA, few)]) == shipped.expected(
+            LLAVA, [few], "divprune", retain=1
+        )

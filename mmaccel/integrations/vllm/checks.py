@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,13 @@ def guard() -> None:
     """Have every configuration that vLLM makes checked, where its overrides have ``mmaccel``."""
     from vllm.config import VllmConfig
 
-    original = VllmConfig.try_verify_and_update_config
+    original = getattr(VllmConfig, "try_verify_and_update_config", None)
+    if original is None:
+        # some other vLLM, which must start without a recipe as if we were not there
+        logging.getLogger("vllm.mmaccel").warning(
+            "vLLM %s is not tested with mmaccel: recipes are not served", version()
+        )
+        return
 
     @functools.wraps(original)
     def verify(self: Any) -> Any:

@@ -1,4 +1,10 @@
-"""The mix-in of vLLM's models: reduces what the encoder makes, and tells the language model where it stands."""
+"""The mix-in of vLLM's models: reduces what the encoder makes, and tells the language model where it stands.
+
+Under tensor parallelism every rank reduces by itself. The projector's sum over ranks, or the exchange of whole pictures where
+ranks encode different ones, leaves the same bits on all of them; methods are functions of those alone, with ties to the lower
+slot and seeds in their options; so all ranks keep the same tokens. Attention inside the tower is spread over ranks, and methods
+that look at it are refused there.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +198,7 @@ class ReducedModel:
             for place, start, less in zip(places, starts, earlier, strict=True):
                 ahead[start + len(place.whole) :] += less
             whole = whole - ahead
-            return whole, int(whole[:, -1].max()) + 1 - len(tokens)
+            return whole, self._next(tokens, whole) - len(tokens)
         return provisional(whole, places, starts, earlier)
 
     def _ahead(self, positions: Tensor) -> int:
@@ -218,7 +224,14 @@ class ReducedModel:
             filled = filled_in(mrope_positions, visual, num_computed_tokens, offsets.to(mrope_positions.device))
         else:
             rows, filled = [], mrope_positions
-        return rows, filled, int(filled.max()) + 1 - filled.shape[1]
+        return rows, filled, self._next(input_ids, filled) - filled.shape[1]
+
+    def _next(self, tokens: list[int] | Tensor, positions: Tensor) -> int:
+        """The position of the token behind a prompt ``tokens [n]`` with these ``positions [3, n]``; frames of a slow clip may
+        stand later than the text behind them."""
+        if int(tokens[-1]) in self.plan.placeholders:
+            return int(positions.max()) + 1
+        return int(positions[0, -1]) + 1
 
 
 def _parts(items: list[Item], most: int) -> Iterable[list[Item]]:

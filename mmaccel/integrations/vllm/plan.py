@@ -89,6 +89,11 @@ class ServingPlan:
         return bool(self.plan.projector)
 
     @property
+    def placeholders(self) -> set[int | None]:
+        """The ids that stand for visual tokens in a prompt."""
+        return {self.family.token_id(modality) for modality in self.family.modalities}
+
+    @property
     def turns(self) -> bool:
         """Whether the family has positions on three axes (M-RoPE) of its own."""
         return self.family.name.startswith("qwen")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...core.layout import Modality
-from ...errors import UnsupportedError
+from ...errors import MmaccelError, UnsupportedError
 from .plan import ServingPlan
 from .settings import as_integers
 
@@ -21,6 +21,8 @@ FIELD = "mmaccel_budget"
 APART = "mmaccel_apart"
 #: what a request may say in ``mm_processor_kwargs``
 ASKED = "retain"
+#: vLLM makes the table of M-RoPE so many times as long as the positions that a model was trained on
+_TABLE = 4
 
 
 class ReducedProcessor:
@@ -52,6 +54,30 @@ class ReducedProcessor:
         )
         return [self._shorter(update, out_mm_kwargs, retain, budget) for update in updates]
 
+    def _get_mm_prompt_updates(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._get_mm_prompt_updates(*args, **kwargs)  # type: ignore[misc]
+        # before new pictures are in the cache of this process, from which vLLM concludes that its engine has them
+        self._check_length(found)
+        return found
+
+    def _apply_prompt_updates(self, token_ids: list[int], mm_prompt_updates: Any) -> Any:
+        self._check_length(mm_prompt_updates)
+        return super()._apply_prompt_updates(token_ids, mm_prompt_updates)  # type: ignore[misc]
+
+    def _check_length(self, mm_prompt_updates: Any) -> None:
+        """Refuse a prompt whose kept positions are beyond vLLM's table of them; those of M-RoPE grow by sides of pictures."""
+        if not self.plan.keeps_positions or self.plan.turns:
+            return
+        updates = [update for items in mm_prompt_updates.values() for item in items for update in item]
+        dropped = sum(update.content.mmaccel_dropped for update in updates)
+        config = self.info.ctx.model_config
+        most = _TABLE * int(config.hf_config.get_text_config().max_position_embeddings) - int(config.max_model_len)
+        if dropped > most:
+            raise MmaccelError(
+                f"This prompt loses {dropped} visual tokens, and can keep its positions if it loses {most} at most; "
+                'show fewer pictures, or serve with "positions": "paper" beside the recipe.'
+            )
+
     def _shorter(self, update: Any, out_mm_kwargs: Any, retain: Any, budget: tuple[int, int]) -> Any:
         """The update of a prompt with the placeholders that stay; writes :data:`FIELD` into the items."""
         from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
@@ -73,9 +99,12 @@ class ReducedProcessor:
                 apart = torch.stack([full, visual.long()])
                 item[APART] = MultiModalFieldElem(data=apart, field=MultiModalBatchedField(keep_on_cpu=True))
                 length = len(full) - before + total
-                return PromptUpdateDetails([self.plan.placeholder(update.modality)] * length)
-            stays = ~visual | (visual.cumsum(0) <= total)
-            return PromptUpdateDetails(full[stays].tolist(), details.is_embed)
+                shorter = PromptUpdateDetails([self.plan.placeholder(update.modality)] * length)
+            else:
+                stays = ~visual | (visual.cumsum(0) <= total)
+                shorter = PromptUpdateDetails(full[stays].tolist(), details.is_embed)
+            shorter.mmaccel_dropped = before - total
+            return shorter
 
         return dataclasses.replace(update, replacement=content)
 

@@ -1,0 +1,103 @@
+"""``vllm serve`` with a recipe: server and engine in processes of their own, asked over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM, see benchmarks/vllm/environment.sh")
+
+import httpx
+import shipped
+
+pytestmark = pytest.mark.vllm
+
+MODEL = "mini-qwen-vl"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[httpx.Client]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    overrides = json.dumps({"mmaccel": {"recipe": "divprune", "retain": 0.25}})
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4"]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(shipped.MODELS / MODEL), *options]
+    command += [
+        "--trust-request-mm-kwargs",
+        "--served-model-name",
+        MODEL,
+        "--port",
+        str(port),
+        "--hf-overrides",
+        overrides,
+    ]
+    log = tmp_path_factory.mktemp("server") / "log"
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+    try:
+        for _ in range(400):
+            assert process.poll() is None, log.read_text()[-3000:]
+            try:
+                if client.get("/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(1)
+        yield client
+    finally:
+        client.close()
+        process.terminate()
+        process.wait(60)
+
+
+def chat(server: httpx.Client, prompt: shipped.Prompt, **processing: object) -> httpx.Response:
+    content = []
+    for picture in prompt.pictures:
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    messages = [{"role": "user", "content": [*content, {"type": "text", "text": prompt.question}]}]
+    body = {"model": MODEL, "messages": messages, "temperature": 0.0, "max_tokens": shipped.TOKENS}
+    return server.post("/v1/chat/completions", json={**body, "mm_processor_kwargs": processing} if processing else body)
+
+
+def answer(response: httpx.Response) -> tuple[str, int]:
+    assert response.status_code == 200, response.text
+    found = response.json()
+    return found["choices"][0]["message"]["content"].strip(), found["usage"]["prompt_tokens"]
+
+
+def test_answers_and_budgets_over_http(server):
+    asked = shipped.prompts("existence", "comparison", count=3)
+    for retain in (None, 0.1):
+        options = {} if retain is None else {"retain": retain}
+        want = shipped.expected(MODEL, asked, "divprune", retain=retain or 0.25)
+        assert [answer(chat(server, one, **options))[0] for one in asked] == want
+    lengths = [answer(chat(server, asked[0], **({"retain": r} if r else {})))[1] for r in (0.1, None, 0.5)]
+    assert lengths == sorted(set(lengths))
+
+
+@pytest.mark.parametrize("retain", [0, -1, 1.5, "much", None, [0.1], True, 5000])
+def test_a_bad_budget_is_an_http_400(server, retain):
+    (asked,) = shipped.prompts("existence", count=1)
+    if retain is None:
+        # as if nothing was said
+        assert chat(server, asked, retain=None).status_code == 200
+        return
+    refused = chat(server, asked, retain=retain)
+    assert refused.status_code == 400, refused.text
+    said = refused.json()["error"]["message"]
+    assert "retain=" in said or "budget keeps" in said
+    assert answer(chat(server, asked))[0] == shipped.expected(MODEL, [asked], "divprune", retain=0.25)[0]
