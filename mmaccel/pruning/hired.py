@@ -77,11 +77,7 @@ class HiRED(ProjectorMethod):
 
     @property
     def foreseen(self) -> Foreseen:
-<<<<<<< HEAD
         """Only the program's shares leave some of the budget."""
-=======
-        """Of the paper's shares nothing is left over."""
->>>>>>> vfam
         return "limit" if self.official else "budget"
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
