@@ -76,6 +76,7 @@ from .merging.everest import Everest as Everest
 from .merging.evs import Evs as Evs
 from .merging.fastvid import FastVID as FastVID
 from .merging.holitom import HoliTomMerge as HoliTomMerge
+from .merging.longvlm import LongVlm as LongVlm
 from .merging.moviechat import MovieChat as MovieChat
 from .merging.mustdrop import MustDropMerge as MustDropMerge
 from .merging.pool import Pool as Pool

@@ -23,6 +23,7 @@ from mmaccel.merging.everest import Everest
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
 from mmaccel.merging.holitom import HoliTomMerge
+from mmaccel.merging.longvlm import LongVlm
 from mmaccel.merging.moviechat import MovieChat
 from mmaccel.merging.mustdrop import MustDropMerge
 from mmaccel.merging.progressive_pool import ProgressivePool
@@ -49,6 +50,8 @@ METHODS: list[TokenMethod] = [
     HoliTomMerge(),
     HoliTomMerge(tau=0.2, contextual=0.5, beta=None),
     HoliTomMerge(strict=True),
+    LongVlm(),
+    LongVlm(frames=2, heads=1),
     MovieChat(),
     MovieChat(similarity="official_dot"),
     MustDropMerge(threshold=2.0, window=2),
