@@ -81,6 +81,7 @@ from .merging.everest import Everest as Everest
 from .merging.evs import Evs as Evs
 from .merging.fastvid import FastVID as FastVID
 from .merging.holitom import HoliTomMerge as HoliTomMerge
+from .merging.longvlm import LongVlm as LongVlm
 from .merging.moviechat import MovieChat as MovieChat
 from .merging.moviechat_memory import MovieChatMemory as MovieChatMemory
 from .merging.mustdrop import MustDropMerge as MustDropMerge

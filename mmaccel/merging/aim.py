@@ -75,8 +75,9 @@ def halvings(size: int, keep: int) -> list[int]:
     return out
 
 
-def merge_in_rounds(x: Tensor, removals: list[int]) -> tuple[Tensor, Tensor]:
-    """Merge tokens of ``x [F, m, D]``, at most half in a round.
+def merge_in_rounds(x: Tensor, removals: list[int], heads: int = 1, by_size: bool = False) -> tuple[Tensor, Tensor]:
+    """Merge tokens of ``x [F, m, D]``, at most half in a round; they are compared by the mean of ``heads`` slices of them, and
+    averaged ``by_size``, by how many tokens each stands for, or plainly.
 
     Returns the slot each token flows into, ``[F, m]`` long, and its weight there, ``[F, m]`` float32.
     """
@@ -85,24 +86,28 @@ def merge_in_rounds(x: Tensor, removals: list[int]) -> tuple[Tensor, Tensor]:
     home = torch.arange(size, device=x.device).expand(frames, -1)
     # for every original token the place it is merged into by now, and its weight there
     now, weight = home, torch.ones(frames, size, device=x.device)
+    mass = weight
     for remove in removals:
         left = x.shape[1]
         remove = min(remove, left // 2)
-        unit = normalize(x, dim=-1)
+        unit = normalize(x.unflatten(2, (heads, -1)).mean(2), dim=-1)
         flow = torch.arange(left, device=x.device).repeat(frames, 1)
         odd = flow[:, 1::2]
         best, partner = most_alike(unit, flow[:, 0::2], odd, first=first_copies(unit))
         ranked = best.argsort(dim=1, descending=True, stable=True)
         giver, stays = ranked[:, :remove], ranked[:, remove:]
         flow = flow.scatter(1, 2 * giver, 2 * partner.gather(1, giver) + 1)
-        members = torch.zeros_like(flow).scatter_add_(1, flow, torch.ones_like(flow))
+        # whole numbers, so that their sums do not depend on the order
+        total = torch.zeros_like(mass).scatter_add_(1, flow, mass)
         order = torch.cat([2 * stays, odd], 1)
         place = torch.zeros_like(flow).scatter_(
             1, order, torch.arange(order.shape[1], device=x.device).expand_as(order)
         )
-        x = Reduction.merge(flow, torch.ones_like(flow, dtype=torch.bool)).substitute(x)
+        x = Reduction.merge(flow, torch.ones_like(flow, dtype=torch.bool), mass).substitute(x)
         x = x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
+        weight = weight * mass.gather(1, now)
         now = flow.gather(1, now)
-        weight = weight / members.gather(1, now)
+        weight = weight / total.gather(1, now)
+        mass = total.gather(1, order) if by_size else mass[:, : order.shape[1]]
         now, home = place.gather(1, now), home.gather(1, order)
     return home.gather(1, now), weight

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from comparators import Arrays, Params, close, kept_of, same_set
+from comparators import Arrays, Params, close, kept_of, same_rows, same_set
 from compare_merging import film_of
 from harness import NotOffered, make
 
@@ -95,6 +95,23 @@ def streamdvc_adjacent(params: Params, arrays: Arrays) -> None:
     raise NotOffered("the memory that merges neighbours, one new token after the other")
 
 
+# --- segments ---------------------------------------------------------------------------------------------------------
+def longvlm(params: Params, arrays: Arrays) -> None:
+    """The program is told what to remove in each round, at most half; here it is given so."""
+    x, removals = arrays["x"], []
+    left = size = params["clips"] * x.shape[1]
+    for wanted in params["r_merge_list"]:
+        removals.append(min(wanted, left // 2))
+        left -= removals[-1]
+    method = make("longvlm", {"rounds": lambda *_: removals}, frames=params["clips"], heads=params["heads"])
+    clip, segments = film_of(x), x.shape[0] // params["clips"]
+    made = method.reduce(clip, torch.tensor([left * segments]))
+    out, kept = made.substitute(clip.features)[0], made.kept[0]
+    for i, theirs in enumerate(arrays["out"].unflatten(0, (segments, left))):
+        mine = slice(i * size, (i + 1) * size)
+        same_rows(out[mine][kept[mine]], theirs)
+
+
 # --- cells ------------------------------------------------------------------------------------------------------------
 def sttm(params: Params, arrays: Arrays) -> None:
     """Tokens in the order of their first places, the number of patches of each, and what becomes of rotary tables."""
@@ -144,5 +161,6 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         f"{_DVC}:kmeans, called per frame on [memory; frame] with carried weights",
     ): streamdvc_kmeans,
     ("google-research/scenic", f"{_DVC}:adjacent_merge"): streamdvc_adjacent,
+    ("ziplab/LongVLM", "longvlm/model/merge.py:merge_tokens"): longvlm,
     ("HYUNJS/STTM", "token_merging_utils/quadtree_builder.py:quadtree_build_video"): sttm,
 }

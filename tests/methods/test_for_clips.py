@@ -12,6 +12,7 @@ from torch import Tensor
 from mmaccel import MmaccelError
 from mmaccel.layers.sttm import Sttm
 from mmaccel.merging.evad import Evad
+from mmaccel.merging.longvlm import LongVlm
 from mmaccel.merging.progressive_pool import ProgressivePool
 from mmaccel.merging.stc import StcPruner
 from mmaccel.merging.streamdvc import StreamDvc, beginning, take_up
@@ -158,6 +159,7 @@ def test_evad_keeps_the_middle_frame() -> None:
         lambda: StreamDvc(iterations=0),
         lambda: ProgressivePool(group=0),
         lambda: StreamVln(recent=0),
+        lambda: LongVlm(frames=0),
         lambda: Sttm(root=-1),
     ],
 )

@@ -23,6 +23,7 @@ from mmaccel.merging.everest import Everest
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
 from mmaccel.merging.holitom import HoliTomMerge
+from mmaccel.merging.longvlm import LongVlm
 from mmaccel.merging.moviechat import MovieChat
 from mmaccel.merging.moviechat_memory import MovieChatMemory
 from mmaccel.merging.mustdrop import MustDropMerge
@@ -54,6 +55,9 @@ METHODS: list[TokenMethod] = [
     HoliTomMerge(),
     HoliTomMerge(tau=0.2, contextual=0.5, beta=None),
     HoliTomMerge().by("official"),
+    HoliTomMerge(strict=True),
+    LongVlm(),
+    LongVlm(frames=2, heads=1),
     MovieChat(),
     MovieChat().by("official"),
     MovieChatMemory(short=3, merge=1),
