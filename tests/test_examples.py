@@ -39,14 +39,14 @@ def around(text: str, folder: Path) -> dict[str, Any]:
     """What an example may use without saying where it comes from: what everybody has who uses transformers."""
     found: dict[str, Any] = {name: getattr(mmaccel, name) for name in mmaccel.__all__}
     found |= {name: getattr(mmaccel, name) for name in ("DivPrune", "FastV", "SnapKV")}
-    found |= {"torch": torch, "dataclass": dataclass, "ProjectorMethod": ProjectorMethod}
+    found |= {"folder": folder, "torch": torch, "dataclass": dataclass, "ProjectorMethod": ProjectorMethod}
     if "model" in text:
         model, processor = loaded("mini-llava")
         inputs = encode(processor, [Prompt("what is there?", (Image.fromarray(frames()[0]),))])
         found |= {"model": model, "processor": processor, "inputs": inputs}
     if "video_model" in text:
         found["video_model"], found["video_processor"] = loaded("mini-qwen-vl")
-        found |= {"frames": frames(), "folder": folder}
+        found["frames"] = frames()
         for number, frame in enumerate(frames()):
             Image.fromarray(frame).save(folder / f"{number}.png")
     if "clip" in text:

@@ -55,7 +55,6 @@ METHODS: list[TokenMethod] = [
     HoliTomMerge(),
     HoliTomMerge(tau=0.2, contextual=0.5, beta=None),
     HoliTomMerge().by("official"),
-    HoliTomMerge(strict=True),
     LongVlm(),
     LongVlm(frames=2, heads=1),
     MovieChat(),

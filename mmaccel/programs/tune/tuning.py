@@ -67,6 +67,14 @@ def tune(
     MmaccelError
         If samples are too few for the confidence, or cannot be read, the journal is that of another model or other samples, or
         optuna is missing.
+
+    Examples
+    --------
+    >>> from mmaccel.programs.evaluate import ask_suite
+    >>> some = ask_suite(["existence"], 20)
+    >>> found = tune(model, processor, some, keep=0.5, goal="tokens", recipes=["uniform"], trials=2, out=folder / "recipe.json")
+    >>> model = accelerate_vlm(model, folder / "recipe.json")
+    >>> model.mmaccel.remove()
     """
     _check(keep, goal, confidence, trials, out)
     if is_accelerated(model):
