@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from mmaccel_kernels.copies import of_first
@@ -27,7 +26,8 @@ class StcPruner(ProjectorMethod):
 
     *Accelerating Streaming Video Large Language Models via Hierarchical Token Compression*, arXiv 2512.00891; its pruner.
 
-    A clip is read in chunks of ``chunk`` frames. Half of the channels, those of lowest variance, are looked at. The memory of a
+    A clip is read in chunks of ``chunk`` frames. Half of the channels are looked at, those of lowest variance in the first
+    chunk, so that means can be compared. The memory of a
     chunk is the mean of the means of all chunks up to it, as a unit vector; tokens ``x`` are unit vectors too. Of every
     frame the tokens with the smallest ``g(x, mean of the frame) + g(x, memory)`` stay, ``g`` as in ``vidcom2``, the lower
     slot on a tie. No later frame is looked at, so the choice can be made while the frames come in.
@@ -38,11 +38,11 @@ class StcPruner(ProjectorMethod):
     Parameters
     ----------
     chunk : frames a chunk, 1 as in the program.
-    channels : ``first``: those of the first chunk, so that means can be compared; ``each``: of every chunk anew, as in the
-        program, whose memory therefore mixes channels.
 
     Paper and program: the program keeps its memory for as long as it runs; here it begins with the clip. It computes a score
     against the whole chunk too, which it does not use.
+
+    ``variant="official"``: channels are those of every chunk anew, so that the memory mixes channels.
     """
 
     name = "stc-pruner"
@@ -51,13 +51,10 @@ class StcPruner(ProjectorMethod):
     unit = "picture"
 
     chunk: int = 1
-    channels: Literal["first", "each"] = "first"
 
     def __post_init__(self) -> None:
-        if self.chunk < 1 or self.channels not in ("first", "each"):
-            raise MmaccelError(
-                f"stc-pruner needs chunk of 1 or more and channels 'first' or 'each', not {self.chunk}, {self.channels!r}."
-            )
+        if self.chunk < 1:
+            raise MmaccelError(f"stc-pruner needs chunk of 1 or more, not {self.chunk}.")
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the most unusual tokens of every frame."""
@@ -82,7 +79,7 @@ class StcPruner(ProjectorMethod):
 
     def _seen(self, features: Tensor, chunk: Tensor, chunks: int) -> Tensor:
         """``[N, n, D // 2]`` float32: the channels that are looked at."""
-        if self.channels == "each":
+        if self.official:
             own = quiet_channels(features, chunk, chunks)
             return features.gather(
                 2, own[torch.arange(len(own), device=own.device)[:, None], chunk.clamp(min=0)]

@@ -38,9 +38,7 @@ def stc_pruner(params: Params, arrays: Arrays) -> None:
     ends = torch.tensor(lengths).cumsum(0)
     number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     given = {"chunks": lambda self, frame: torch.where(frame < 0, -1, number[frame.clamp(min=0)])}
-    made = make("stc-pruner", given, channels="each").reduce(
-        film_of(frames), torch.tensor([params["keep_per_frame"] * len(frames)])
-    )
+    made = make("stc-pruner", given).reduce(film_of(frames), torch.tensor([params["keep_per_frame"] * len(frames)]))
     kept = kept_of(made)
     for i, (end, length) in enumerate(zip(ends.tolist(), lengths, strict=True)):
         first = (end - length) * places

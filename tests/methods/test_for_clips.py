@@ -155,7 +155,6 @@ def test_evad_keeps_the_middle_frame() -> None:
     [
         lambda: Vtm(targets="random"),  # type: ignore[arg-type]
         lambda: VidCom2(temperature=0.0),
-        lambda: StcPruner(channels="last"),  # type: ignore[arg-type]
         lambda: StreamDvc(iterations=0),
         lambda: ProgressivePool(group=0),
         lambda: StreamVln(recent=0),

@@ -67,7 +67,7 @@ METHODS: list[TokenMethod] = [
     PruneVidMerge(small=0),
     PruneVidMerge(tau=0.1, scenes=0.5, neighbours=2, small=0),
     StcPruner(),
-    StcPruner(chunk=3, channels="each"),
+    StcPruner(chunk=3).by("official"),
     StreamDvc(),
     StreamDvc(iterations=3),
     StreamVln(),
