@@ -25,6 +25,7 @@ from mmaccel import Recipe, Stage, UnsupportedError, accelerated, method, recipe
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
 from mmaccel.method import FramesMethod, LayerMethod, Method, Policy, TokenMethod
+from mmaccel.method.base import Variant
 
 STEPS = 6
 #: logits of the zoo have a standard deviation of about one; float32 kernels differ by up to 1.1e-5 on them
@@ -238,12 +239,12 @@ def shortens(name: str) -> bool:
 
 
 @functools.cache
-def fits(name: str, family: str) -> bool:
-    """Whether a family has what the methods of a recipe ask for."""
+def fits(name: str, family: str, variant: Variant = "exact") -> bool:
+    """Whether a family has what the methods of a recipe ask for in that variant."""
     try:
-        for _, made in recipes()[name].build():
+        for _, made in recipes()[name].override(variant=variant).build():
             if not isinstance(made, FramesMethod):
-                made.fit(adapter(family)).check(adapter(family))
+                made.fit(adapter(family)).by(variant).check(adapter(family))
     except UnsupportedError:
         return False
     return True
