@@ -9,9 +9,10 @@ A decode step reads the weights once and the cache of every row. Three questions
                of the thin shape: as many layers and hardly any width, so that the host is what a step waits for; what comes
                with each layer is the difference to half the layers. Means over the steps of an answer: what a cache packs,
                128 tokens at a time, falls into them or not. On a GPU torch.profiler counts, without one a simulated CUDA
-               device does (simulated.py), where an operation is one launch. Without a GPU the microseconds are CPU time of
-               Python, of PyTorch's dispatch and of what little arithmetic there is; packed and uneven heads then take plain
-               definitions instead of one kernel. They compare recipes, and are no figures of a GPU.
+               device does (simulated.py), where an operation is one launch. Without a GPU kernels, attention and the copies
+               of an ordinary cache do nothing (unlaunched.py), so that the microseconds are CPU time of Python and of
+               PyTorch's dispatch; and functions called are counted, which no other program disturbs. Steps are run as they
+               are; those that are replayed as a CUDA graph ask nothing of the host.
                steps: bytes read and held, computed from the cache as it is at the end of the answer, and tokens a second.
                Language model of the real size with random weights, a thin vision tower, equal rows. The bare model and all
                recipes take turns; ratios are of runs that followed each other, with the spread of their median.
@@ -36,7 +37,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,6 +212,22 @@ def _profiled(subject: ShapeSubject, inputs: Any, variant: Variant, steps: int) 
     return Counted(sum(name.startswith(starts) for name in names), sum(name in waits for name in names))
 
 
+def called(name: str, layers: int, variant: Variant, steps: int) -> float:
+    """Functions of Python and of C that the host calls in ``steps`` decode steps, without what a GPU would do."""
+    from unlaunched import calls, unlaunched
+
+    subject = thin_subject(name, layers, torch.device("cpu"))
+    inputs, found = shown_to(subject), []
+    with unlaunched():
+        # what is made once is made
+        generate(subject, inputs, variant, steps)
+        for length in (steps, 0):
+            with calls() as count:
+                generate(subject, inputs, variant, length)
+            found.append(count[0])
+    return (found[0] - found[1]) / steps
+
+
 def host(
     name: str, variants: Sequence[Variant], device: torch.device, repeats: int, steps: int
 ) -> list[dict[str, Any]]:
@@ -234,6 +251,9 @@ def host(
             continue
         row["step"] = vars(many)
         row["layer"] = vars((many - few).over(depths[1] - depths[0]))
+        if device.type == "cpu":
+            less, more = (called(name, layers, variant, steps) for layers in depths)
+            row["calls_layer"] = (more - less) / (depths[1] - depths[0])
     alive = [variant for variant, row in zip(variants, rows, strict=True) if row["problem"] is None]
     spreads = timed(name, depths, alive, device, repeats, steps) if repeats else {}
     for row in rows:
@@ -249,24 +269,29 @@ def timed(
     subjects = [thin_subject(name, layers, device) for layers in depths]
     inputs = [shown_to(subject) for subject in subjects]
     taken: dict[str, list[float]] = {variant.title: [] for variant in variants}
-    for repeat in range(repeats + 1):
-        # another one begins each time, so that none always follows the same
-        turn = repeat % len(variants)
-        for variant in [*variants[turn:], *variants[:turn]]:
-            ticks = [Ticks(device) for _ in depths]
-            for subject, given, seen in zip(subjects, inputs, ticks, strict=True):
-                generate(subject, given, variant, steps, seen)
-            if repeat:
-                taken[variant.title].append(1e6 * (ticks[1].step - ticks[0].step) / (depths[1] - depths[0]))
-        tell(f"{name}, host: round {repeat} of {repeats}" if repeat else f"{name}, host: warm")
+    with ExitStack() as stack:
+        if device.type == "cpu":
+            from unlaunched import unlaunched
+
+            stack.enter_context(unlaunched())
+        for repeat in range(repeats + 1):
+            # another one begins each time, so that none always follows the same
+            turn = repeat % len(variants)
+            for variant in [*variants[turn:], *variants[:turn]]:
+                ticks = [Ticks(device) for _ in depths]
+                for subject, given, seen in zip(subjects, inputs, ticks, strict=True):
+                    generate(subject, given, variant, steps, seen)
+                if repeat:
+                    taken[variant.title].append(1e6 * (ticks[1].step - ticks[0].step) / (depths[1] - depths[0]))
+            tell(f"{name}, host: round {repeat} of {repeats}" if repeat else f"{name}, host: warm")
     return {title: Spread(tuple(samples)) for title, samples in taken.items()}
 
 
 def host_table(rows: Sequence[dict[str, Any]], gpu: bool) -> str:
     """As Markdown."""
     how = "torch.profiler" if gpu else "a simulated CUDA device"
-    micro = "host us a layer" if gpu else "CPU us a layer"
-    table = [["recipe", micro, "launches a step", "a layer", "waits a step", "a layer"]]
+    micro = "host us a layer" if gpu else "host us a layer, nothing launched"
+    table = [["recipe", micro, "launches a step", "a layer", "waits a step", "a layer", "calls a layer"]]
     for row in rows:
         counts = ["-"] * 4
         if "step" in row:
@@ -275,7 +300,10 @@ def host_table(rows: Sequence[dict[str, Any]], gpu: bool) -> str:
         if "us_layer" in row:
             spread = Spread.of(row["us_layer"])
             told = f"{spread.median:.0f} ±{spread.notch:.0f}"
-        table.append([row["recipe"], told, *counts])
+        calls = f"{row['calls_layer']:.0f}" if "calls_layer" in row else "-"
+        table.append([row["recipe"], told, *counts, calls])
+    if not any("calls_layer" in row for row in rows):
+        table = [line[:-1] for line in table]
     if not any("us_layer" in row or row["problem"] for row in rows):
         table = [[line[0], *line[2:]] for line in table]
     told = f"Launches and waits by {how}, mean of {rows[0]['steps']} steps; {rows[0]['layers']} layers."
@@ -376,8 +404,13 @@ def uncaptured(variants: Sequence[Variant], device: torch.device) -> list[Varian
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
-def kernel_rows(name: str, args: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
-    """Decode attention of every batch and length, with the heads of a shape; beside it the copy bandwidth of this run."""
+#: packed caches that are timed, by their names in kernels.py
+PACKED = ("kivi 4 bit", "kivi 2 bit")
+
+
+def kernel_rows(name: str, args: argparse.Namespace) -> Iterator[tuple[float, list[dict[str, Any]]]]:
+    """Decode attention of every batch and length, with the heads of a shape: after each the copy bandwidth of this run, and all
+    rows so far."""
     import kernels
 
     text = shape(name).config().text_config
@@ -397,15 +430,15 @@ def kernel_rows(name: str, args: argparse.Namespace) -> tuple[float, list[dict[s
         dense = min(row["seconds"] for row in bench.rows[start:] if "seconds" in row)
         bench.release()
         kernels.decode_ragged(bench)
-        for code in ("int4", "int2"):
+        for codec in PACKED:
             bench.release()
-            kernels.decode_packed(bench, ours, code)
+            kernels.decode_packed(bench, ours, codec)
         bench.release()
         for row in bench.rows[start:]:
             row |= {"keys": keys, "batch": batch, "kind": row["name"].rsplit(",", 1)[0]}
             if "seconds" in row:
                 row["faster_than_the_fastest_dense_by"] = dense / row["seconds"]
-    return bench.copy, bench.rows
+        yield bench.copy, bench.rows
 
 
 def break_even(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -413,7 +446,7 @@ def break_even(rows: Sequence[dict[str, Any]]) -> list[str]:
     found: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for row in rows:
         kind = row["kind"].removeprefix("decode attention, ")
-        if kind in ("ragged", "int4", "int2") and "faster_than_the_fastest_dense_by" in row:
+        if kind in ("ragged", *PACKED) and "faster_than_the_fastest_dense_by" in row:
             found.setdefault((kind, row["batch"]), []).append((row["keys"], row["faster_than_the_fastest_dense_by"]))
     lines = []
     for (kind, batch), points in found.items():
@@ -540,10 +573,11 @@ def run(args: argparse.Namespace) -> None:
     if args.kernel or args.dry_run:
         kernels: dict[str, Any] = {}
         for name in args.shape:
-            copy, measured = kernel_rows(name, args)
-            told = break_even(measured)
-            kernels[name] = {"copy_bytes_per_s": copy, "rows": measured, "break_even": told}
-            report.put("kernels", kernels)
+            told: list[str] = []
+            for copy, measured in kernel_rows(name, args):
+                told = break_even(measured)
+                kernels[name] = {"copy_bytes_per_s": copy, "rows": measured, "break_even": told}
+                report.put("kernels", kernels)
             print("\n".join(told if device.type == "cuda" else ["In the interpreter times mean nothing."]), flush=True)
     if not args.arithmetic and not args.kernel:
         measure(args, report, device)

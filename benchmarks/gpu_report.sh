@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What one large GPU says about mmaccel, in ten minutes at most: decoding, the kernels, 7B shapes under real workloads, and the
-# accuracy of the models that come with mmaccel; first what was never measured. Leaves JSON and plots in FOLDER.
+# accuracy of the models that come with mmaccel; first whether every kernel is right here, then what was never measured. Leaves JSON and plots in FOLDER.
 #
 #   benchmarks/gpu_report.sh [--dry-run] [FOLDER]      PYTHON=python3.12 benchmarks/gpu_report.sh report
 #
@@ -58,10 +58,12 @@ bench() {
 has matplotlib || echo "No plots: matplotlib is not installed."
 has av || echo "Video decoding is not timed: PyAV is not installed."
 if [ -n "$dry" ]; then
+  step "kernels beside their definitions" 0 "$python" benchmarks/kernels.py --dry-run --check --out "$out/kernels-checked.json"
   step decode 0 "$python" benchmarks/decode.py --dry-run --out "$out/decode.json"
   step kernels 0 "$python" benchmarks/kernels.py --dry-run --out "$out/kernels.json"
   bench tiny --workload picture-336 video-32 --recipe divprune fastv --retain 0.25 --answer 4 --repeats 1
 else
+  step "kernels beside their definitions" 90 "$python" benchmarks/kernels.py --check --out "$out/kernels-checked.json"
   decode=("$python" benchmarks/decode.py --shape qwen2.5-vl-7b)
   step "decode attention" 80 "${decode[@]}" --kernel --keys 1024 4096 16384 65536 262144 --batch 1 16 --out "$out/decode-kernels.json"
   some=(--recipe none balanced snapkv kivi h2o-decode --keys 1024 16384 --batch 1 8 --repeats 3)

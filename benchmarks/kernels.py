@@ -1,11 +1,12 @@
 """How near do the kernels come to what the memory allows?
 
-On a GPU, in one call of a few minutes: first every kernel is compared with its definition, then decode attention over a cache
-as it is stored is timed beside the copy bandwidth measured in the same run, and beside ``scaled_dot_product_attention``, its
-flash attention and FlexAttention on the same dense cache; then attention importance beside eager attention, and the kernels of
-selection.
+On a GPU, in one call of a few minutes: first every kernel is compared with its definition (with --check that is all), then
+decode attention over a cache as it is stored is timed beside the copy bandwidth measured in the same run, and beside
+``scaled_dot_product_attention``, its flash attention and FlexAttention on the same dense cache; then attention importance
+beside eager attention, and the kernels of selection. What is wrong is told and marked, and the rest goes on.
 
     python benchmarks/kernels.py --out benchmarks/results/kernels-h200.json     # and a roofline plot, .png beside it
+    python benchmarks/kernels.py --check --out checked.json                     # are they right on this GPU?
     python benchmarks/kernels.py --dry-run                                      # tiny shapes, in the interpreter on a CPU
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -38,6 +40,8 @@ class Bench:
         self.gpu = self.device.type == "cuda"
         # the interpreter multiplies no bfloat16
         self.dtype = torch.bfloat16 if self.gpu else torch.float16
+        self.out: Path | None = getattr(args, "out", None)
+        self.began = time.perf_counter()
         self.copy = self.copy_bandwidth()
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -80,8 +84,30 @@ class Bench:
             row["share_of_copy"] = moved / seconds / self.copy
             text += f"{moved / seconds / 1e9:>10.1f} GB/s{100 * row['share_of_copy']:>8.1f} % of copying"
         print(text, flush=True)
-        self.rows.append(row)
+        self.put(row)
         return seconds
+
+    def put(self, row: dict[str, Any]) -> None:
+        """One result, written down at once: what stops this run later does not take it."""
+        self.rows.append(row)
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            draft = self.out.with_name(self.out.name + ".part")
+            draft.write_text(json.dumps(self.header() | {"results": self.rows}, indent=1) + "\n", encoding="utf-8")
+            os.replace(draft, self.out)
+
+    def header(self) -> dict[str, Any]:
+        """What the figures are of."""
+        a = self.args
+        return {
+            "command": origin.command("python", sys.argv[0]),
+            "date": origin.today(),
+            "gpu": torch.cuda.get_device_name() if self.gpu else None,
+            "versions": origin.versions(("torch", "triton")),
+            "minutes": (time.perf_counter() - self.began) / 60,
+            "copy_bytes_per_s": self.copy,
+            "model": {"query_heads": a.kv_heads * a.groups, "kv_heads": a.kv_heads, "head_size": a.head_size},
+        }
 
     def try_to_measure(self, name: str, run: Callable[[], Any]) -> float | None:
         """Time what is not ours; why it cannot run is a result too."""
@@ -90,7 +116,7 @@ class Bench:
         except Exception as error:
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             print(f"{name:<44} cannot run: {line[:100]}", flush=True)
-            self.rows.append({"name": name, "error": line})
+            self.put({"name": name, "error": line})
             return None
 
     def release(self) -> None:
@@ -100,13 +126,9 @@ class Bench:
 
 
 # --- right first ------------------------------------------------------------------------------------------------------
-def checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
-    """(kernel, its result, that of the definition, allowed difference) at small ragged shapes."""
-    from mmaccel_kernels.compact import compact_definition, compact_kernel
+def attention_checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
+    """Decode attention over all that is stored, and packing."""
     from mmaccel_kernels.decode import decode_attention_definition, decode_attention_kernel
-    from mmaccel_kernels.importance import importance_definition, importance_kernel
-    from mmaccel_kernels.matching import best_match_definition, best_match_kernel
-    from mmaccel_kernels.maxmin import max_min_definition, max_min_kernel
     from mmaccel_kernels.pack import quantise_definition, quantise_kernel
     from mmaccel_kernels.pages import Format, split
 
@@ -131,6 +153,72 @@ def checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
         mine, its = (run(x, start, count, form, 64, 16, x.dtype) for run in (quantise_kernel, quantise_definition))
         # a number half way between two codes may go either way
         yield f"quantise, {code}", (mine.codes != its.codes).float().mean(), torch.tensor(0.0), 1e-3
+    long = 1000 if bench.gpu else 300
+    for name in PACKED:
+        lengths = torch.tensor([[long, 300]], device=bench.device)
+        pages, newest = packed_by(bench, name, lengths, 128), bench.normal(1, 2, 5, 128)
+        query = bench.normal(1, 14, 1, 128)
+        for visible in (None, torch.rand(1, 2, 1, long + 5, device=bench.device) < 0.9):
+            own, want = (
+                run(query, newest, newest, 0.1, None, pages, visible)[0]
+                for run in (decode_attention_kernel, decode_attention_definition)
+            )
+            beside = "" if visible is None else ", masked"
+            yield f"decode attention, {name}, by {loop_of(pages, query, visible)}{beside}", own, want, 2e-2
+
+
+def loop_of(pages: Any, query: Tensor, visible: Tensor | None) -> str:
+    """What reads such pages here."""
+    from mmaccel_kernels.decode import paged
+
+    if paged.loop(pages, query, visible is not None) is not None:
+        return "CUDA C++"
+    return "Triton's loop over pages" if paged.fits(pages, query, query.shape[3]) else "Triton's general loop"
+
+
+def sparse_checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
+    """What sparse reads are made of, and the append of a step."""
+    from mmaccel_kernels.append import append_definition, append_kernel
+    from mmaccel_kernels.best import best_units_definition, best_units_kernel
+    from mmaccel_kernels.chosen import ChosenKeys, chosen_attention_definition, chosen_attention_kernel
+    from mmaccel_kernels.loki import low_rank_logits_definition, low_rank_logits_kernel
+    from mmaccel_kernels.quest import page_bounds_definition, page_bounds_kernel
+
+    query, (keys, values) = bench.normal(1, 14, 128), (bench.normal(1, 2, 80, 128) for _ in range(2))
+    extremes = bench.normal(1, 2, 40, 256)
+    own, want = (run(query, extremes, "max") for run in (page_bounds_kernel, page_bounds_definition))
+    yield "page bounds", own, want, 5e-2
+    basis, low = bench.normal(1, 2, 128, 32, dtype=torch.float32), bench.normal(1, 2, 40, 32)
+    own, want = (run(query, basis, low, "max") for run in (low_rank_logits_kernel, low_rank_logits_definition))
+    yield "low-rank logits, of the largest", own / want.abs().max(), want / want.abs().max(), 2e-2
+    ratings, count = bench.normal(1, 2, 40, dtype=torch.float32), torch.tensor([[7, 3]], device=bench.device).int()
+    (own, some), (want, all_) = (
+        run(ratings, count, 8, 1, None, None) for run in (best_units_kernel, best_units_definition)
+    )
+    yield "best units", torch.cat([own.flatten(), some.flatten()]), torch.cat([want.flatten(), all_.flatten()]), 0.0
+    units = torch.arange(64, device=bench.device).int().view(1, 1, 8, 8).expand(1, 2, 8, 8)
+    always = torch.arange(64, 72, device=bench.device).int().expand(1, 2, 8)
+    chosen = ChosenKeys(
+        always, units, torch.tensor([[[0, 3, 5, 7]] * 2], device=bench.device).int(), count.clamp(max=4), 72
+    )
+    given = (query[:, :, None], keys, values, chosen, 0.1, None)
+    own, want = (run(*given)[0] for run in (chosen_attention_kernel, chosen_attention_definition))
+    yield "attention over chosen keys", own, want, 2e-2
+    both = [[x.clone() for x in (keys, values)] for _ in range(2)]
+    new, at = bench.normal(1, 2, 3, 128), torch.tensor([70], device=bench.device).int()
+    for run, (k, v) in zip((append_kernel, append_definition), both, strict=True):
+        run(k, v, new, new, at, None, None)
+    yield "append", torch.cat(both[0]), torch.cat(both[1]), 0.0
+
+
+def selection_checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
+    """What chooses and moves tokens."""
+    from mmaccel_kernels.compact import compact_definition, compact_kernel
+    from mmaccel_kernels.dpp import greedy_dpp_definition, greedy_dpp_kernel
+    from mmaccel_kernels.importance import importance_definition, importance_kernel
+    from mmaccel_kernels.matching import best_match_definition, best_match_kernel
+    from mmaccel_kernels.maxmin import max_min_definition, max_min_kernel
+
     n = 300 if bench.gpu else 40
     q, k = bench.normal(1, 4, n, 64), bench.normal(1, 2, n, 64)
     yield "importance", *(run(q, k, 0.1, None, None, None) for run in (importance_kernel, importance_definition)), 2e-2
@@ -142,19 +230,31 @@ def checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
     x = F.normalize(bench.normal(2, n, 64, dtype=torch.float32), dim=-1)
     own, want = (run(x, valid, count, 0.0, None).float() for run in (max_min_kernel, max_min_definition))
     yield "max-min", own, want, 0.0
+    given = (x, torch.rand(2, n, device=bench.device) + 0.5, valid, count, 0.0, None)
+    own, want = (run(*given).float() for run in (greedy_dpp_kernel, greedy_dpp_definition))
+    yield "greedy dpp", own, want, 0.0
     kept = torch.rand(2, 2, n, device=bench.device) < 0.3
     k, v = bench.normal(2, 2, n, 64), bench.normal(2, 2, n, 64)
     own, want = (run(k, v, kept, None, None, None)[0] for run in (compact_kernel, compact_definition))
     yield "compact", own, want, 0.0
 
 
-def compare(bench: Bench) -> None:
-    for name, own, want, allowed in checks(bench):
-        worst = (own.float() - want.float().to(own.device)).abs().max().item() if own.numel() else 0.0
-        print(f"{name:<44} differs by {worst:.2g}", flush=True)
-        if not worst <= allowed:
-            sys.exit(f"{name} differs from its definition by {worst:.3g}, more than {allowed:g}: nothing was timed.")
-        bench.rows.append({"name": name, "check": worst, "allowed": allowed})
+def compare(bench: Bench) -> list[str]:
+    """Every kernel beside its definition; those that are wrong, or cannot be run."""
+    wrong = []
+    for part in (attention_checks, sparse_checks, selection_checks):
+        try:
+            for name, own, want, allowed in part(bench):
+                worst = (own.float() - want.float().to(own.device)).abs().max().item() if own.numel() else 0.0
+                print(f"{name:<72} differs by {worst:.2g}", flush=True)
+                right = worst <= allowed
+                bench.put({"name": name, "check": worst, "allowed": allowed, "right": right})
+                if not right:
+                    wrong.append(f"{name} differs from its definition by {worst:.3g}, more than {allowed:g}.")
+        except Exception as error:
+            wrong.append(f"{part.__name__} cannot go on: {type(error).__name__}: {str(error)[:300]}")
+            bench.put({"name": part.__name__, "error": wrong[-1], "right": False})
+    return wrong
 
 
 # --- decode attention -------------------------------------------------------------------------------------------------
@@ -237,31 +337,44 @@ def decode_ragged(bench: Bench) -> None:
     )
 
 
-#: codes, their page and tile, and the share of the copy bandwidth they are to reach
-PACKED: dict[str, tuple[int, int, float | None]] = {
-    "fp8": (128, 32, None),
-    "int8": (128, 32, None),
-    "int4": (128, 32, 0.7),
-    "int2": (128, 32, 0.6),
-    "ternary": (160, 32, None),
-    "int1": (128, 16, None),
+#: codecs as recipes have them, and the share of the copy bandwidth they are to reach
+PACKED: dict[str, tuple[str, dict[str, Any], float | None]] = {
+    "kivi 4 bit": ("kivi", {"bits": 4}, 0.7),
+    "kivi 2 bit": ("kivi", {}, 0.6),
+    "kivi 8 bit": ("kivi", {"bits": 8}, None),
+    "fp8": ("fp8", {}, None),
+    "think": ("think", {}, None),
+    "vidkv": ("vidkv", {}, None),
+    "calibquant": ("calibquant", {}, None),
 }
 
 
-def decode_packed(bench: Bench, dense: float, code: str) -> None:
-    """The same cache in one code of ``PACKED``; ``dense`` is the time of the dense one."""
+def packed_by(bench: Bench, name: str, lengths: Tensor, d: int) -> Any:
+    """Random keys and values of ``lengths [B, Hkv]`` tokens as a codec of ``PACKED`` stores them."""
+    from mmaccel.kv.codecs import Codec
+    from mmaccel.method.registry import method
+
+    kind, options, _ = PACKED[name]
+    codec, total = method(kind)(**options), int(lengths.sum())
+    assert isinstance(codec, Codec)
+    return codec.pack(bench.normal(total, d), bench.normal(total, d), lengths)
+
+
+def decode_packed(bench: Bench, dense: float, name: str) -> None:
+    """The same cache as a codec of ``PACKED`` stores it; ``dense`` is the time of the dense one."""
     from mmaccel_kernels.decode import decode_attention_cost, decode_attention_kernel
 
-    a, (page, tile, target) = bench.args, PACKED[code]
-    lengths = torch.full((a.batch * a.kv_heads,), a.keys, device=bench.device)
+    a, target = bench.args, PACKED[name][2]
+    lengths = torch.full((a.batch, a.kv_heads), a.keys, device=bench.device)
     query = bench.normal(a.batch, a.kv_heads * a.groups, 1, a.head_size)
     newest = bench.normal(a.batch, a.kv_heads, 1, a.head_size)
-    pages = packed(bench, lengths, a.kv_heads, a.head_size, code, page, tile)
+    pages = packed_by(bench, name, lengths, a.head_size)
     seconds = bench.measure(
-        f"decode attention, {code}, {a.batch} x {a.keys} keys",
+        f"decode attention, {name}, {a.batch} x {a.keys} keys",
         lambda: decode_attention_kernel(query, newest, newest, a.head_size**-0.5, None, pages),
         decode_attention_cost(query, newest, newest, None, pages),
         target=target,
+        loop=loop_of(pages, query, None),
     )
     bench.rows[-1]["faster_than_dense_by"] = dense / seconds
 
@@ -273,8 +386,8 @@ def decode(bench: Bench) -> None:
     decode_ragged(bench)
     bench.release()
     # in the interpreter, where times mean nothing, one is enough: all were compared before
-    for code in PACKED if bench.gpu else ("int4",):
-        decode_packed(bench, dense, code)
+    for name in PACKED if bench.gpu else ("kivi 4 bit",):
+        decode_packed(bench, dense, name)
         bench.release()
 
 
@@ -395,6 +508,7 @@ def roofline(bench: Bench, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes; without a GPU in Triton's interpreter")
+    parser.add_argument("--check", action="store_true", help="compare with the definitions, and time nothing")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--keys", type=int, default=32768, help="keys of each head")
     parser.add_argument("--kv-heads", type=int, default=4)
@@ -407,26 +521,20 @@ def main() -> None:
     if not torch.cuda.is_available() and not args.dry_run:
         sys.exit("There is no GPU here; --dry-run goes through everything at tiny shapes.")
     torch.manual_seed(0)
-    began = time.perf_counter()
     bench = Bench(args)
     print(f"copying: {bench.copy / 1e9:.1f} GB/s")
-    compare(bench)
-    for part in (decode, decode_lengths, importance, selection):
-        part(bench)
-    result = {
-        "command": origin.command("python", sys.argv[0]),
-        "date": origin.today(),
-        "gpu": torch.cuda.get_device_name() if bench.gpu else None,
-        "versions": origin.versions(("torch", "triton")),
-        "minutes": (time.perf_counter() - began) / 60,
-        "copy_bytes_per_s": bench.copy,
-        "model": {"query_heads": args.kv_heads * args.groups, "kv_heads": args.kv_heads, "head_size": args.head_size},
-        "results": bench.rows,
-    }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    wrong = compare(bench)
+    for part in () if args.check else (decode, decode_lengths, importance, selection):
+        try:
+            part(bench)
+        except Exception as error:
+            wrong.append(f"{part.__name__} was not measured whole: {type(error).__name__}: {str(error)[:300]}")
+        bench.release()
+    bench.put({"name": "wrong or not measured", "sentences": wrong})
+    if args.out and not args.check:
         roofline(bench, args.out.with_suffix(".png"))
+    if wrong:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def obstacle(device: torch.device) -> Obstacle | None:
 def run(kernel: Callable[..., T], definition: Callable[..., T], x: Tensor, *rest: Any) -> T:
     """``kernel(x, *rest)`` with the device of ``x`` as the current one where kernels work, else ``definition(x, *rest)``."""
     device = x.device
-    if not works(device):
+    if (device.type == "cpu" and torch.compiler.is_compiling()) or not works(device):
         return definition(x, *rest)
     with torch.cuda.device(device):
         return attempt(kernel, definition, x, *rest)

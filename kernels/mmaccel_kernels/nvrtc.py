@@ -7,22 +7,32 @@ refused, :class:`.launch.Unbuildable` says so, and the caller has another way.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .launch import Unbuildable
 
-#: of cuFuncSetAttribute: bytes of shared memory beyond those that every kernel may have
-_MOST_SHARED = 8
+#: of cuFuncSetAttribute: bytes of shared memory beyond those that every kernel may have, and how much of the memory that a
+#: multiprocessor shares out is no cache, in percent
+_MOST_SHARED, _NO_CACHE = 8, 9
 
 #: CUDA_ERROR_INVALID_CONTEXT
 _NO_CONTEXT = 201
 
 
+class Kernel(NamedTuple):
+    """A kernel on a device. resident : blocks that a multiprocessor runs at once. launch : see :func:`function`."""
+
+    resident: int
+    launch: Callable[[tuple[int, int], ctypes.Structure], None]
+
+
+@lru_cache(maxsize=256)
 def compiled(source: Path, macros: tuple[tuple[str, int], ...], target: str) -> tuple[bytes, str]:
     """Machine code of ``source`` for ``target``, such as ``sm_90``, and what the assembler says of it.
 
@@ -48,10 +58,19 @@ def compiled(source: Path, macros: tuple[tuple[str, int], ...], target: str) -> 
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def spills(said: str) -> int:
+    """Bytes that a thread stores to memory and loads again for want of registers, by what the assembler says."""
+    return sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+
+
 def version() -> tuple[int, int]:
     """Of the compiler."""
+    return _version(_compiler())
+
+
+def _version(nvrtc: Any) -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
-    _compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
 
 
@@ -66,29 +85,36 @@ def _text(nvrtc: ctypes.CDLL, what: str, program: ctypes.c_void_p, size: ctypes.
 
 @lru_cache(maxsize=256)
 def function(
-    source: Path, macros: tuple[tuple[str, int], ...], name: str, shared: int, device: torch.device
-) -> Callable[[tuple[int, int], int, ctypes.Structure], None]:
-    """The kernel ``name`` of ``source`` on ``device``, the current one: called with a grid, threads of a block and its one
-    argument it is launched on the current stream.
+    source: Path, macros: tuple[tuple[str, int], ...], name: str, threads: int, shared: int, device: torch.device
+) -> Kernel:
+    """The kernel ``name`` of ``source`` on ``device``, the current one: called with a grid and its one argument it is launched
+    on the current stream.
 
     Parameters
     ----------
-    shared : bytes of dynamic shared memory.
+    threads : of a block. shared : bytes of dynamic shared memory.
 
     Raises
     ------
     Unbuildable
         If it cannot be compiled or loaded.
     """
-    major, minor = torch.cuda.get_device_capability(device)
-    code, _ = compiled(source, macros, f"sm_{major}{minor}")
-    driver, module, kernel = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    code, _ = compiled(source, macros, target_of(device))
+    driver, module, kernel, resident = _driver(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
     _enter(driver, device)
     _asked(driver.cuModuleLoadData(ctypes.byref(module), code), "load a module")
     _asked(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()), f"find {name}")
     _asked(driver.cuFuncSetAttribute(kernel, _MOST_SHARED, shared), f"give {name} {shared} bytes of shared memory")
+    _asked(driver.cuFuncSetAttribute(kernel, _NO_CACHE, 100), f"share out its memory for {name}")
+    count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+    _asked(
+        count(ctypes.byref(resident), kernel, threads, ctypes.c_size_t(shared)),
+        f"say how many blocks of {name} it runs",
+    )
+    if resident.value < 1:
+        raise Unbuildable(f"no block of {name} fits a multiprocessor")
 
-    def launch(grid: tuple[int, int], threads: int, argument: ctypes.Structure) -> None:
+    def launch(grid: tuple[int, int], argument: ctypes.Structure) -> None:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         given = (kernel, *grid, 1, threads, 1, 1, shared, stream, pointers, None)
@@ -99,7 +125,13 @@ def function(
         if failed:
             raise RuntimeError(f"CUDA error {failed} at the launch of {name}.")
 
-    return launch
+    return Kernel(resident.value, launch)
+
+
+def target_of(device: torch.device) -> str:
+    """What is compiled for on a device."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def _enter(driver: Any, device: torch.device) -> None:
@@ -129,13 +161,24 @@ def _compiler() -> Any:
         raise Unbuildable("this torch was built without CUDA")
     major, minor = torch.version.cuda.split(".")[:2]
     name = f"libnvrtc.so.{major}" if int(major) > 11 else f"libnvrtc.so.11.{min(int(minor), 2)}"
-    beside = Path(torch.__file__).parents[1] / "nvidia"
-    for path in (name, *(str(beside / folder / "lib" / name) for folder in (f"cu{major}", "cuda_nvrtc"))):
+    beside = [Path(torch.__file__).parents[1] / "nvidia" / folder / "lib" for folder in (f"cu{major}", "cuda_nvrtc")]
+    nvrtc = _opened(name, *(folder / name for folder in beside))
+    if nvrtc is None:
+        raise Unbuildable(f"{name} is not there; it comes with torch")
+    # that of CUDA 13.0 does not look beside itself for the headers it comes with, and takes them where they are loaded
+    headers = f"libnvrtc-builtins.so.{'.'.join(map(str, _version(nvrtc)))}"
+    _opened(*(folder / headers for folder in beside))
+    return nvrtc
+
+
+def _opened(*paths: str | Path) -> ctypes.CDLL | None:
+    """The first library that is there."""
+    for path in paths:
         try:
-            return ctypes.CDLL(path)
+            return ctypes.CDLL(str(path))
         except OSError:
             continue
-    raise Unbuildable(f"{name} is not there; it comes with torch")
+    return None
 
 
-__all__ = ["compiled", "function", "version"]
+__all__ = ["Kernel", "compiled", "function", "spills", "target_of", "version"]

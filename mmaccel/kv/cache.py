@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from ..errors import UnsupportedError
 from .index import KeyIndex
 from .packed import QuantisedLayer
-from .pinned import Asks, Pinned
+from .pinned import Asks, Pinned, Reader
 from .shared import Shared
 
 
@@ -57,14 +57,20 @@ class CacheState:
         """The forward is over, as a ``whole`` or broken off."""
         self.shared.settle(whole)
 
-    def pin(self, steps: int, asks: Asks | None = None, before: Pinned | None = None) -> Pinned:
+    def pin(
+        self,
+        steps: int,
+        asks: Asks | None = None,
+        before: Pinned | None = None,
+        readers: Mapping[int, Reader] | None = None,
+    ) -> Pinned:
         """Let nothing move for ``steps`` tokens to come, until :meth:`unpin`; in the tensors of what it was pinned to
-        ``before``, where they serve. For ``asks`` see :class:`.pinned.Pinned`."""
+        ``before``, where they serve. For ``asks`` and ``readers`` see :class:`.pinned.Pinned`."""
         self.unpin()
         if self.offset is None:
             raise RuntimeError("a cache that holds no reduced prompt cannot be pinned")
         if before is None or not before.again(self.offset, steps, asks):
-            before = Pinned(self.layers, self.offset, steps, asks)
+            before = Pinned(self.layers, self.offset, steps, asks, readers)
         self.shared.pinned = before
         return before
 

@@ -61,4 +61,7 @@ class Incoming:
 
     def phase(self, layer: int) -> Phase:
         """The phase a layer belongs to."""
+        if len(self.phases) == 1:
+            # every decode step
+            return self.phases[0][1]
         return next(phase for first, phase in reversed(self.phases) if first <= layer)

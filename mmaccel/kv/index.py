@@ -46,18 +46,26 @@ class KeyIndex:
     def __init__(self, index: Tensor, padded: bool, upto: int, lengths: Tensor | None = None) -> None:
         self._index = index.to(torch.int32)
         self._behind: list[Tensor] = []
+        self._coming = 0
         self.padded = padded
         self.upto = upto
-        self._lengths = lengths
+        self._know(lengths)
         self._mask: tuple[Tensor, int | None, Tensor] | None = None
         self._slots: Tensor | None = None
 
+    def _know(self, lengths: Tensor | None) -> None:
+        """Lengths as they are now; they are kept, and what comes is counted, in whole numbers."""
+        self._lengths: list[list[int]] | None = None if lengths is None else lengths.tolist()
+        self._more = 0
+        if lengths is not None:
+            self._sum, self._many, self._own = int(lengths.sum()), lengths.numel(), lengths.shape[1]
+
     def clone(self) -> KeyIndex:
         """An index of its own with the same content."""
-        return KeyIndex(self.index, self.padded, self.upto, self._lengths)
+        return KeyIndex(self.index, self.padded, self.upto, None if self._lengths is None else self.lengths)
 
     def __len__(self) -> int:
-        return self._index.shape[-1] + sum(new.shape[1] for new in self._behind)
+        return self._index.shape[-1] + self._coming
 
     @property
     def index(self) -> Tensor:
@@ -68,7 +76,7 @@ class KeyIndex:
 
     @index.setter
     def index(self, index: Tensor) -> None:
-        self._index, self._behind = index, []
+        self._index, self._behind, self._coming = index, [], 0
 
     @property
     def of_heads(self) -> bool:
@@ -98,8 +106,14 @@ class KeyIndex:
         if not self.padded:
             return torch.full((len(self._index), self._index.shape[1] if self.of_heads else 1), len(self))
         if self._lengths is None:
-            self._lengths = (self.by_head >= 0).sum(-1).cpu()
-        return self._lengths
+            self._know((self.by_head >= 0).sum(-1).cpu())
+        return torch.tensor(self._lengths) + self._more
+
+    def held(self, heads: int) -> int:
+        """How many keys so many heads of all rows store together, where that is :attr:`known`."""
+        if not self.padded:
+            return len(self._index) * heads * len(self)
+        return (self._sum + self._more * self._many) * (heads // self._own)
 
     def extend(
         self, new: Tensor, padded: bool, upto: int, lengths: Tensor | None = None, coming: int | None = None
@@ -108,19 +122,25 @@ class KeyIndex:
         the first one counts. For ``coming`` see :func:`.room.append`."""
         if self.upto >= upto:
             return
-        if self.known and (lengths is not None or not padded):
-            self._lengths = self.lengths + (new.shape[1] if lengths is None else lengths[:, None])
+        if not self.known or (padded and lengths is None):
+            self._know(None)
+        elif padded and lengths is not None:
+            self._know(self.lengths + lengths[:, None])
         else:
-            self._lengths = None
-        self._behind.append(new.to(self._index))
+            # all of them are keys
+            self._more += new.shape[1]
+        same = new.dtype == self._index.dtype and new.device == self._index.device
+        self._behind.append(new if same else new.to(self._index))
+        self._coming += new.shape[1]
         if len(self._behind) == TOGETHER:
             self._join(coming)
         self.padded |= padded
         self.upto, self._slots = upto, None
 
-    def windowed(self, window: int | None) -> bool:
-        """Whether any key may be out of reach of a sliding window, which counts original places."""
-        return window is not None and self.upto > window
+    def windowed(self, window: int | None, coming: int = 0) -> bool:
+        """Whether any key may be out of reach of a sliding window, which counts original places; now, or when so many more
+        are ``coming``."""
+        return window is not None and self.upto + coming > window
 
     def mask(self, queries: Tensor, window: int | None) -> Tensor | None:
         """Who may attend to what: ``[B, 1 or Hkv, q, K]`` bool, or None where plain causal attention says it all.
@@ -148,9 +168,10 @@ class KeyIndex:
         self._mask = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor the index holds between two forwards."""
+        """Every tensor the index holds between two forwards, which keeps :attr:`lengths` as numbers."""
         yield self.index
-        yield from (x for x in (self._slots, self._lengths) if x is not None)
+        if self._slots is not None:
+            yield self._slots
 
     def rename(self, new: Tensor, upto: int) -> None:
         """Call place ``p`` from now on ``new[p]``, of ``upto`` places seen."""
@@ -160,8 +181,8 @@ class KeyIndex:
 
     def select(self, rows: Tensor, on_host: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch; ``on_host`` are the same on the CPU."""
+        self._know(None if self._lengths is None else self.lengths[on_host])
         self.index = self.index.index_select(0, rows.to(self.index.device))
-        self._lengths = None if self._lengths is None else self._lengths[on_host]
         self._mask = self._slots = None
 
     def crop(self, upto: int) -> Tensor:
@@ -173,7 +194,8 @@ class KeyIndex:
             stays = self.index < upto
             self._slots = stays.flatten(0, -2).any(0)
             self.index = self.index.masked_fill(~stays, -1)[..., self._slots]
-            self._lengths = (self.by_head >= 0).sum(-1).cpu()
-            self.padded |= bool((self._lengths < len(self)).any())
+            lengths = (self.by_head >= 0).sum(-1).cpu()
+            self._know(lengths)
+            self.padded |= bool((lengths < len(self)).any())
             self.upto, self._mask = upto, None
         return self._slots

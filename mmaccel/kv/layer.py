@@ -153,6 +153,8 @@ class CompressedLayer(DynamicLayer):
 
     Both have room for tokens to come behind them once one was added, see :func:`.room.append`.
     Only :meth:`update`, :meth:`stored`, :meth:`evict`, :meth:`crop` and the selection of rows know how they are stored.
+
+    window : places back that the attention of the layer reaches, as of the last forward; None for all.
     """
 
     keys: Any
@@ -162,6 +164,7 @@ class CompressedLayer(DynamicLayer):
         super().__init__()
         self.shared, self.number = shared, number
         self.seen = 0
+        self.window: int | None = None
         self.ragged: Ragged | None = None
         self.schedule = ScheduleState()
 
@@ -206,10 +209,8 @@ class CompressedLayer(DynamicLayer):
     @property
     def gapless(self) -> bool:
         """Whether the host knows that every place holds a key, so that lengths alone say what there is to attend to."""
-        if not self.index.known:
-            return False
-        lengths = self.index.lengths
-        return int(lengths.sum()) * (self.keys.shape[1] // lengths.shape[1]) == self.places
+        index = self.index
+        return index.known and index.held(self.keys.shape[1]) == self.places
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns all that are to be read, ``[B, Hkv, K, D]``."""

@@ -46,47 +46,72 @@ class PageSlots:
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """What the packed pages of one layer are called, so that a step can say in a table which of them it reads.
+    """What the packed pages of one layer are called, so that a step can say in a table which of them it reads: of every head
+    first those that every step reads, then those that are picked.
 
     names : ``[B, Hkv, P + 1]`` int32, the pages that compete; the last is none.
-    at : ``[B, Hkv, most]`` long, the places in the table of those that are picked. table : ``[T + 1]`` int32, the pages that
-    every step reads in their places; what is not listed is in the last. cu_pages : ``[B Hkv + 1]`` int32.
+    table : ``[T]`` int32, all pages.
+    head, place : ``[T + B Hkv most]`` of these, and behind them of as many as may be picked: whose they are, where among the
+        pages of their head; ``T`` for the place of those that compete.
+    always : ``[B, Hkv]`` int32, pages that every step reads.
+    fixed : the table but for what is picked, the places of that, and where heads begin, if every step picks as many.
     """
 
     names: Tensor
-    at: Tensor
     table: Tensor
-    cu_pages: Tensor
+    head: Tensor
+    place: Tensor
+    always: Tensor
+    fixed: tuple[Tensor, Tensor, Tensor] | None = None
 
     @staticmethod
-    def make(pages: Pages, rivals: Tensor, count: Tensor, most: int) -> Listing:
+    def make(pages: Pages, rivals: Tensor, most: int, count: Tensor | None) -> Listing:
         """Pages ``rivals [B, 1 or Hkv, P]`` long compete, by their numbers within heads, -1 for none; of these ``count [B, 1 or
-        Hkv]``, at most ``most``, are read. Nothing waits."""
+        Hkv]``, at most ``most``, are read in every step, or as many as a step says. Nothing waits."""
         cu, total, shape = pages.cu_pages.long(), len(pages.table), (pages.batch, pages.heads)
-        rivals, count = rivals.expand(*shape, -1), count.long().expand(shape)
+        rivals, device = rivals.expand(*shape, -1), pages.table.device
         at = torch.where(rivals >= 0, cu[:-1].view(*shape, 1) + rivals, total)
         names = pad(pages.table, (0, 1))[at]
-        fixed = torch.ones_like(pad(pages.table, (0, 1)), dtype=torch.bool)
-        fixed = fixed.scatter_(0, at.flatten(), False)[:total]
-        before = pad(fixed.cumsum(0), (1, 0))
-        always = (before[cu[1:]] - before[cu[:-1]]).view(shape)
-        ends = pad((always + count).flatten().cumsum(0), (1, 0))
+        stays = torch.ones(total + 1, dtype=torch.bool, device=device)
+        stays = stays.scatter_(0, at.flatten(), False)[:total]
+        before = pad(stays.cumsum(0), (1, 0))
+        always = before[cu[1:]] - before[cu[:-1]]
         head, _ = _numbered(pages)
-        own = torch.where(fixed, ends[head] + before[:-1] - before[cu[head]], total)
-        table = torch.zeros_like(pad(pages.table, (0, 1))).scatter_(0, own, pages.table)
-        place = torch.arange(most, device=count.device)
-        picked = torch.where(place < count[..., None], (ends[:-1].view(shape) + always)[..., None] + place, total)
-        return Listing(pad(names, (0, 1)), picked, table, ends.int())
+        place = torch.where(stays, before[:-1] - before[cu[head]], total)
+        heads = torch.arange(len(always), device=device)
+        behind = always[:, None] + torch.arange(most, device=device)
+        head = torch.cat([head, heads.repeat_interleave(most, output_size=most * len(always))])
+        place = torch.cat([place, behind.flatten()]).int()
+        made = Listing(pad(names, (0, 1)), pages.table, head, place, always.view(shape).int())
+        if count is None:
+            return made
+        at, begin = made.placed(count)
+        table = pages.table.new_zeros(total + 1).scatter_(0, at[:total], pages.table)
+        return replace(made, fixed=(table, at[total:], begin))
 
-    def read(self, pages: Pages, units: Tensor) -> Pages:
-        """Of ``pages`` those that a step reads, for the picked ``units [B, 1 or Hkv, most]`` int32."""
-        names = self.names.gather(2, units.long().expand_as(self.at))
-        table = self.table.scatter(0, self.at.flatten(), names.flatten())
-        return replace(pages, table=table, cu_pages=self.cu_pages, tokens=None)
+    def placed(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Where in a table all pages come of which every head picks so many, ``[T + B Hkv most]`` long, ``T`` for nowhere; and
+        where heads begin, ``[B Hkv + 1]`` int32."""
+        read = (self.always + counts).flatten()
+        begin = pad(read.cumsum(0, dtype=torch.int32), (1, 0))
+        at = torch.where(self.place < read[self.head], begin[self.head] + self.place, len(self.table))
+        return at.long(), begin
+
+    def read(self, pages: Pages, units: Tensor, counts: Tensor) -> Pages:
+        """Of ``pages`` those that a step reads, for the picked ``units [B, 1 or Hkv, most]`` int32, ``counts [B, 1 or Hkv]`` of
+        every head."""
+        names = self.names.gather(2, units.long().expand(*self.names.shape[:2], -1)).flatten()
+        if self.fixed is not None:
+            table, at, begin = self.fixed
+            table = table.scatter(0, at, names)
+        else:
+            at, begin = self.placed(counts)
+            table = self.table.new_zeros(len(self.table) + 1).scatter_(0, at, torch.cat([self.table, names]))
+        return replace(pages, table=table, cu_pages=begin, tokens=None)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that is kept."""
-        return [self.names, self.at, self.table, self.cu_pages]
+        return [self.names, self.table, self.head, self.place, self.always, *(self.fixed or ())]
 
 
 def _numbered(pages: Pages) -> tuple[Tensor, Tensor]:

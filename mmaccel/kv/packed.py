@@ -126,6 +126,7 @@ class QuantisedLayer(CompressedLayer):
         self.widths: tuple[int, ...] = ()
         self.held: tuple[Held | None, ...] = ()
         self.dequantised: Tensor | None = None
+        self._counted: tuple[tuple[Held | None, ...], int | None] | None = None
 
     @property
     def pages(self) -> Pages | None:
@@ -140,14 +141,25 @@ class QuantisedLayer(CompressedLayer):
     @property
     def packed(self) -> bool:
         """Whether anything is, or was and has left pages."""
-        return any(pages is not None for pages in self.packs)
+        for pages in self.packs:
+            if pages is not None:
+                return True
+        return False
 
     @property
     def places(self) -> int | None:
         """See :class:`.layer.CompressedLayer`; those of packed tokens are among them."""
-        places = super().places
+        # asked at every step; what is packed changes seldom
+        if self._counted is None or self._counted[0] is not self.held:
+            self._counted = self.held, self._packed_places()
+        places, packed = super().places, self._counted[1]
+        return None if places is None or packed is None else places + packed
+
+    def _packed_places(self) -> int | None:
+        """See :attr:`places`, of packed tokens alone."""
+        places = 0
         for held in self.held:
-            if held is None or places is None:
+            if held is None:
                 return None
             places += int(held.places.sum()) * (self.keys.shape[1] // held.places.shape[1])
         return places

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ class Layer(Protocol):
     packs: tuple[Pages | None, ...]
     widths: tuple[int, ...]
     seen: int
+    window: int | None
 
     @property
     def index(self) -> KeyIndex:
@@ -55,16 +56,28 @@ class End:
     visible : bool, the slots that hold a key; None where lengths alone say so.
     masked : whether torch's attention reads all there is room for under ``visible [B or 1, 1 or Hkv, 1, T]``, which the tokens
         to come are added to. Else :func:`.decoding.attend` reads what is ``filled``, and sees the tokens to come anyhow.
+    places, window : what is ``visible`` moves on with a sliding window of so many places; ``[B, 1 or Hkv, 1, T]`` int32, those
+        of all slots, far below zero where there is no key.
     """
 
     slot: Tensor
     filled: Tensor
     visible: Tensor | None
     masked: bool
+    places: Tensor | None = None
+    window: int = 0
+
+    def begin(self, place: Tensor) -> None:
+        """The token of a ``place [1]`` comes: everybody sees it."""
+        if self.visible is not None and self.places is not None:
+            near = self.places > place - self.window
+            torch.logical_and(near, self.places <= place, out=self.visible)
+        elif self.visible is not None and self.masked:
+            self.visible.index_fill_(3, self.slot, True)
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything held."""
-        yield from (x for x in (self.slot, self.filled, self.visible) if x is not None)
+        yield from (x for x in (self.slot, self.filled, self.visible, self.places) if x is not None)
 
 
 class Asks(NamedTuple):
@@ -81,10 +94,23 @@ class Asked(NamedTuple):
     slot: Tensor
 
 
+class Reader(Protocol):
+    """Chooses which keys of a layer a step reads, see :class:`.sparse.PinnedRead`."""
+
+    def attend(self, layer: PinnedLayer, query: Tensor, scaling: float) -> Tensor:
+        """See :meth:`PinnedLayer.attend`."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held."""
+
+    def carried(self) -> Iterator[Tensor]:
+        """What every token changes of that."""
+
+
 @dataclass(frozen=True)
 class PinnedLayer:
     """A layer while it is pinned: what ragged heads and pages hold is as it was, and tokens are added to ``keys`` and ``values
-    [B, Hkv, T, D]``, up to ``end``."""
+    [B, Hkv, T, D]``, up to ``end``. Where a step reads some keys only, the ``reader`` chooses them."""
 
     keys: Tensor
     values: Tensor
@@ -93,6 +119,7 @@ class PinnedLayer:
     widths: tuple[int, ...]
     end: End
     asked: Asked | None = None
+    reader: Reader | None = None
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put ``key`` and ``value [B, Hkv, 1, D]`` behind the others; returns all that were added, and the room behind them."""
@@ -104,8 +131,15 @@ class PinnedLayer:
         if self.asked is not None:
             self.asked.queries.index_copy_(2, self.asked.slot, query)
 
+    @property
+    def masked(self) -> bool:
+        """Whether torch's attention reads everything, see :class:`End`; else :meth:`attend` does."""
+        return self.end.masked and self.reader is None
+
     def attend(self, query: Tensor, scaling: float) -> Tensor:
-        """Attention of ``query [B, Hq, 1, D]`` over everything, ``[B, 1, Hq, D]``; see :func:`.decoding.attend`."""
+        """Attention of ``query [B, Hq, 1, D]`` over what is read, ``[B, 1, Hq, D]``; see :func:`.decoding.attend`."""
+        if self.reader is not None:
+            return self.reader.attend(self, query, scaling)
         return attend(self, query, self.end.visible, scaling, self.end.filled)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -117,21 +151,32 @@ class PinnedLayer:
             if pages is not None:
                 yield from pages.tensors()
         yield from self.asked or ()
+        if self.reader is not None:
+            yield from self.reader.tensors()
 
 
 class Pinned:
     """The layers of a cache, pinned for ``steps`` tokens to come.
 
     Where the next token is written and who sees it is known on the device; the host counts the tokens in ``added``.
-    ``asks``: where their queries are remembered, too.
+    ``asks``: where their queries are remembered, too. ``readers``: of the layers, by their numbers, of which a step reads some
+    keys only.
 
     owners, offset : layers of the cache, and what it knows of positions; see :class:`.shared.Shared`.
     layers : the same as they are read. ends : where they end; layers that store equally many share one.
     own : nobody else has seen the tensors that keys and values are in. serves : steps that they may be pinned for in all.
-    positions : ``[B, 1]`` long, of the next token. mask : ``[1, 1, 1, 1]`` bool, stands for one where nobody looks.
+    positions : ``[B, 1]`` long, of the next token. place : ``[1]`` long, how many came before it.
+    mask : ``[1, 1, 1, 1]`` bool, stands for one where nobody looks.
     """
 
-    def __init__(self, owners: Sequence[Layer], offset: Tensor, steps: int, asks: Asks | None = None) -> None:
+    def __init__(
+        self,
+        owners: Sequence[Layer],
+        offset: Tensor,
+        steps: int,
+        asks: Asks | None = None,
+        readers: Mapping[int, Reader] | None = None,
+    ) -> None:
         self.owners, self.steps, self.added, self.asks = owners, steps, 0, asks
         self.asked = [] if asks is None else [torch.zeros(1, dtype=torch.long, device=offset.device)]
         self.ends: list[End] = []
@@ -143,10 +188,11 @@ class Pinned:
         for owner in owners:
             width = _rounded(longest[_whole(owner)] + steps, ROUND)
             masked = _whole(owner) and not on_gpu(owner.keys)
-            hidden = not owner.gapless
-            name = owner.keys.shape[2], masked, id(owner.index) if hidden else None
+            window = owner.window if owner.index.windowed(owner.window, steps) else None
+            hidden = not owner.gapless or window is not None
+            name = owner.keys.shape[2], masked, id(owner.index) if hidden else None, window
             if name not in found:
-                found[name] = _end(owner, width, masked, hidden)
+                found[name] = _end(owner, width, masked, hidden, window)
                 self.ends.append(found[name])
             before = owner.keys.data_ptr()
             self.layers.append(_pinned(owner, width, found[name]))
@@ -155,7 +201,10 @@ class Pinned:
             self.layers = [
                 replace(layer, asked=_asked(layer.keys, asks.heads, steps, *self.asked)) for layer in self.layers
             ]
+        for number, reader in (readers or {}).items():
+            self.layers[number] = replace(self.layers[number], reader=reader)
         self.positions = (owners[0].seen - offset)[:, None].contiguous()
+        self.place = to_device(torch.tensor([owners[0].seen]), offset.device)
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=offset.device)
 
     @property
@@ -166,7 +215,7 @@ class Pinned:
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step reads or writes, beside the model's and its own token."""
         held = [x for layer in self.layers for x in layer.tensors()]
-        return [*held, *(x for end in self.ends for x in end.tensors()), self.positions, self.mask]
+        return [*held, *(x for end in self.ends for x in end.tensors()), self.positions, self.place, self.mask]
 
     def counted(self) -> None:
         """A step is over: the host counts its token."""
@@ -191,13 +240,14 @@ class Pinned:
     def again(self, offset: Tensor, steps: int, asks: Asks | None) -> bool:
         """Pin layers that were given back, and evicted from since, for ``steps`` tokens more, to the same tensors: what was
         captured goes on. False, and nothing is done, where they do not fit, or somebody may hold on to what is there."""
-        if not self.own or asks != self.asks:
+        if not self.own or asks != self.asks or any(layer.reader is not None for layer in self.layers):
             return False
         ends: dict[Any, End] = {}
         for owner, layer in zip(self.owners, self.layers, strict=True):
             end, length = layer.end, owner.keys.shape[2]
             # packed or ragged layers, and slots without a key, are pinned to tensors of other sizes
-            plain = _whole(owner) and owner.gapless and layer.ragged is None and (end.masked or end.visible is None)
+            plain = _whole(owner) and owner.gapless and layer.ragged is None and end.places is None
+            plain = plain and (end.masked or end.visible is None)
             fits = owner.keys.shape[:2] == layer.keys.shape[:2] and length + steps <= layer.keys.shape[2]
             moved = owner.keys.untyped_storage().data_ptr() != layer.keys.untyped_storage().data_ptr()
             if not (plain and fits and moved and ends.setdefault(length, end) is end):
@@ -214,6 +264,7 @@ class Pinned:
                 x.narrow(2, 0, stored.shape[2]).copy_(stored)
             owner.keys, owner.values = (shown(x, -2, owner.keys.shape[2]) for x in (layer.keys, layer.values))
         self.positions.copy_((self.owners[0].seen - offset)[:, None])
+        self.place.fill_(self.owners[0].seen)
         for slot in self.asked:
             slot.zero_()
         self.steps, self.added = steps, 0
@@ -222,8 +273,7 @@ class Pinned:
     def begin(self) -> None:
         """A token comes: everybody sees it."""
         for end in self.ends:
-            if end.masked and end.visible is not None:
-                end.visible.index_fill_(3, end.slot, True)
+            end.begin(self.place)
 
     def positions_like(self, given: Tensor | None) -> Tensor:
         """The positions of the token, for every axis that is ``given [axes, B, 1]``."""
@@ -237,21 +287,24 @@ class Pinned:
         for slot in self.asked:
             slot.add_(1)
         self.positions.add_(1)
+        self.place.add_(1)
 
     def counters(self) -> list[Tensor]:
         """What every token moves on."""
-        return [*(x for end in self.ends for x in (end.slot, end.filled)), *self.asked, self.positions]
+        return [*(x for end in self.ends for x in (end.slot, end.filled)), *self.asked, self.positions, self.place]
 
     def remember(self) -> Callable[[], None]:
         """What comes back takes out the tokens that have come since, of which there may be two: counters are what they are now,
         and so is what is stored in the next slot and in the one before it."""
-        counters = [x.clone() for x in self.counters()]
+        counters = [(x, x.clone()) for x in self.counters()]
+        for layer in self.layers:
+            counters += [(x, x.clone()) for x in (() if layer.reader is None else layer.reader.carried())]
         places = {id(end): torch.cat([(end.slot - 1).clamp(min=0), end.slot]) for end in self.ends}
         held = [(x, places[id(layer.end)]) for layer in self.layers for x in (layer.keys, layer.values)]
         stored = [x.index_select(2, at) for x, at in held]
 
         def restore() -> None:
-            for counter, x in zip(self.counters(), counters, strict=True):
+            for counter, x in counters:
                 counter.copy_(x)
             for (x, at), old in zip(held, stored, strict=True):
                 x.index_copy_(2, at, old)
@@ -273,21 +326,32 @@ def _rounded(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
 
-def _end(owner: Layer, width: int, masked: bool, hidden: bool) -> End:
-    """Where a layer ends for which there is room up to ``width``; ``hidden`` if some of its slots hold no key."""
-    device, length, visible = owner.keys.device, owner.keys.shape[2], None
+#: less than any place that a window may begin at
+_NOWHERE = -(1 << 30)
+
+
+def _end(owner: Layer, width: int, masked: bool, hidden: bool, window: int | None) -> End:
+    """Where a layer ends for which there is room up to ``width``; ``hidden`` if some of its slots are not to be seen, as they
+    hold no key or are beyond a ``window``."""
+    device, length, visible, places = owner.keys.device, owner.keys.shape[2], None, None
     if hidden:
-        there = owner.index.by_head[:, :, None] >= 0
-        before, more = there.shape[-1] - length, 0
+        known = owner.index.by_head[:, :, None]
+        before, more = known.shape[-1] - length, 0
         if owner.ragged is not None:
             more = _rounded(owner.ragged.longest, ROUND) - owner.ragged.longest
-        parts = pad(there[..., :before], (0, more)), pad(there[..., before:], (0, width - length), value=not masked)
-        visible = torch.cat(parts, dim=-1)
+        coming = torch.arange(owner.seen, owner.seen + width - length, dtype=known.dtype, device=device)
+        parts = pad(known[..., :before], (0, more), value=-1), known[..., before:], coming.expand(*known.shape[:3], -1)
+        places = torch.cat(parts, dim=-1)
+        visible = places >= 0
+        if masked:
+            visible[..., before + more + length :] = False
     elif masked:
         visible = torch.zeros(1, 1, 1, width, dtype=torch.bool, device=device)
         visible[..., :length] = True
     slot = to_device(torch.tensor([length]), device)
-    return End(slot, slot + 1, visible, masked)
+    if places is None or window is None:
+        return End(slot, slot + 1, visible, masked)
+    return End(slot, slot + 1, visible, masked, places.masked_fill(places < 0, _NOWHERE), window)
 
 
 def _pinned(owner: Layer, width: int, end: End) -> PinnedLayer:

@@ -23,7 +23,7 @@ def append(stored: Tensor, new: Tensor, dim: int, coming: int | None = None) -> 
         return torch.cat([stored, new], dim=dim)
     length, more = stored.shape[dim], new.shape[dim]
     # the room goes from one owner to the next
-    room = vars(stored).pop(_ROOM, None)
+    room = stored.__dict__.pop(_ROOM, None)
     if (
         room is None
         or room.shape[dim] < length + more
@@ -36,15 +36,16 @@ def append(stored: Tensor, new: Tensor, dim: int, coming: int | None = None) -> 
     else:
         room.narrow(dim, length, more).copy_(new)
         grown = room.narrow(dim, 0, length + more)
-    vars(grown)[_ROOM] = room
+    grown.__dict__[_ROOM] = room
     return grown
 
 
 def _alike(stored: Tensor, new: Tensor, dim: int) -> bool:
     """Whether two tensors differ in nothing but their length; of others ``torch.cat`` says what is wrong."""
-    if stored.dim() != new.dim() or stored.dtype != new.dtype or stored.device != new.device:
+    if stored.dtype != new.dtype or stored.device != new.device:
         return False
-    return all(a == b for axis, (a, b) in enumerate(zip(stored.shape, new.shape, strict=True)) if axis != dim)
+    a, b = stored.shape, new.shape
+    return a[:dim] == b[:dim] and a[dim + 1 :] == b[dim + 1 :]
 
 
 def trimmed(x: Tensor) -> Tensor:

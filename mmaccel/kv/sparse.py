@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -71,7 +71,7 @@ class Choices:
     all_there : whether no key is missing in any unit.
     everything : whether all are read.
     pages : ``[B, 1 or Hkv, P]`` long, the packed pages that are read as a whole, by their numbers within heads, -1 for none;
-        None where keys are not chosen by packed pages.
+        None where keys are not chosen by packed pages. fewer : whether a step may read fewer of them than ``count``.
     """
 
     index: weakref.ref[KeyIndex]
@@ -85,6 +85,7 @@ class Choices:
     everything: bool
     each: int = 1
     pages: Tensor | None = None
+    fewer: bool = False
 
     @staticmethod
     def make(index: KeyIndex, rivalry: Rivalry, unit: int, wanted: Wanted, partial: bool = False) -> Choices:
@@ -116,9 +117,12 @@ class Choices:
         )
 
     @staticmethod
-    def of_pages(index: KeyIndex, rivalry: Rivalry, unit: int, pages: Pages, width: int) -> Choices:
+    def of_pages(
+        index: KeyIndex, rivalry: Rivalry, unit: int, pages: Pages, width: int, most_keys: Wanted | None = None
+    ) -> Choices:
         """The same of keys that are packed in ``pages``, the first ``width`` slots, each of which is read as a whole or not at
-        all: as many as fit, at least one. Pages that hold text, and keys in full precision, are always read."""
+        all: as many as fit, at least one. Pages that hold text, and keys in full precision, are always read. Where a step may
+        leave out some of them, ``most_keys`` says of how many keys they may be."""
         known, page = index.by_head, pages.page
         there = known >= 0
         rivals = torch.zeros_like(there).scatter_(2, rivalry.order, rivalry.rivals)
@@ -127,9 +131,11 @@ class Choices:
         chosen = pad(whole.gather(2, packed.of.clamp(min=0)), (0, known.shape[2] - width), value=False) & there
         others = (there & ~chosen).gather(2, rivalry.order)
         left = rivalry.count[:, None] - (rivalry.seen & others).sum(-1)
-        size = whole.sum(-1)
-        units = torch.where(left >= chosen.sum(-1), size, torch.minimum((left // page).clamp(min=1), size))
-        told = torch.stack([size, others.sum(-1), units, (units < size).long()]).flatten(1).amax(1).tolist()
+        size, every = whole.sum(-1), chosen.sum(-1)
+        fit = left if most_keys is None else most_keys(left.clamp(min=0), every)
+        units = torch.where(left >= every, size, torch.minimum((fit // page).clamp(min=1), size))
+        chooses = units < size if most_keys is None else left.clamp(min=0) < every
+        told = torch.stack([size, others.sum(-1), units, chooses.long()]).flatten(1).amax(1).tolist()
         most_pages, most_others, most, any_chooses = told
         number, held = masks.leftmost(whole, most_pages)
         number = number.masked_fill(~held, -1)
@@ -145,7 +151,18 @@ class Choices:
         always = rivalry.slots(others, most_others)
         gone = (rated < 0).all(-1)
         return Choices(
-            weakref.ref(index), len(index), rated, always, gone, units.int(), most, False, not any_chooses, each, number
+            weakref.ref(index),
+            len(index),
+            rated,
+            always,
+            gone,
+            units.int(),
+            most,
+            False,
+            not any_chooses,
+            each,
+            number,
+            most_keys is not None,
         )
 
     def chosen(self, picked: Picked) -> ChosenKeys:
@@ -173,6 +190,12 @@ class LayerRead:
     carried: Mapping[str, Tensor]
     listed: Listing | None = None
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that is carried."""
+        yield from (*self.choices.tensors(), *self.summary.values(), *self.carried.values())
+        if self.listed is not None:
+            yield from self.listed.tensors()
+
 
 @dataclass
 class SparseMemory:
@@ -195,10 +218,7 @@ class SparseMemory:
     def tensors(self) -> list[Tensor]:
         """Every tensor that is carried."""
         held = [x for x in (self.count, self.paid, self.chosen, self.level) if x is not None]
-        for layer in self.layers.values():
-            held += [*layer.choices.tensors(), *layer.summary.values(), *layer.carried.values()]
-            held += [] if layer.listed is None else layer.listed.tensors()
-        return held
+        return held + [x for layer in self.layers.values() for x in layer.tensors()]
 
     def to(self, device: torch.device) -> SparseMemory:
         """The same on another device."""

@@ -94,7 +94,7 @@ class ReadingPolicy(Policy):
     All keys stay stored, and a prompt reads everything. A decode step reads, in every layer from ``layer`` on, the best
     visual keys of every KV head within the budget, and all text: prompt, question, and what was generated. ``retain`` is the
     share of the visual keys that is read; a count is a count for every picture, as the budgets of the papers are. What a codec
-    has packed is chosen by packed pages where :attr:`by_summary` says so, at least one, and read with any text in them. With
+    has packed is chosen by packed pages where :attr:`summarises` says so, at least one, and read with any text in them. With
     ``sinks`` and ``recent`` the visual keys at the start and at the end of the last prompt are always read, within the budget.
 
     Parameters
@@ -125,14 +125,9 @@ class ReadingPolicy(Policy):
         return 1
 
     @property
-    def by_summary(self) -> bool:
-        """Whether a step looks at no key before it has chosen, and reads as many as are :meth:`wanted`: what is packed can be
-        chosen by packed pages then, each as good as its best unit, and only these are read."""
-        return self.summarises and not self.partial
-
-    @property
     def summarises(self) -> bool:
-        """Whether :meth:`summarise` is to be called."""
+        """Whether :meth:`summarise` is to be called. A step looks at no key before it has chosen then: what is packed is chosen
+        by packed pages, each as good as its best unit, and only these are read."""
         return type(self).summarise is not ReadingPolicy.summarise
 
     def summarise(self, units: KeyUnits) -> dict[str, Tensor]:

@@ -18,15 +18,18 @@ from torch import Tensor, nn
 from ..kv.cache import CacheState, state_of
 from ..kv.decoding import on_gpu
 from ..kv.pinned import Pinned
+from ..method import ReadingPolicy
 from . import replay
 from .packing import coming_unpacked
 from .plan import ModelPlan
 from .schedule import asks_of, coming_kept
 from .scope import Scope, current
+from .sparse import pinned_reads, unpinnable
 
 Forward = Callable[..., Any]
 #: tokens that a cache is pinned for at once; more of them make fewer graphs, and attention reads them all
 CHUNK = 512
+_NOTHING = "the cache holds no prompt that was reduced"
 
 
 def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[..., bool]:
@@ -60,12 +63,14 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
             scope, ids, state = current(plan), kwargs.get("input_ids"), state_of(kwargs.get("past_key_values"))
             if state is not None and scope is not None and not args and ids is not None and ids.shape[1] == 1:
                 known = "" if scope.step is None else scope.step.obstacle
-                scope.stats.uncaptured = _obstacle_in_cache(state) or known
+                scope.stats.uncaptured = _obstacle_in_cache(plan, state) or known
                 pinned = None if scope.stats.uncaptured else _pinned(plan, scope, state)
                 if pinned is not None:
                     return _step(model, compiled, scope, pinned, kwargs)
             if state is not None:
                 _let_go(scope, state)
+            elif scope is not None:
+                scope.stats.uncaptured = _NOTHING
             return model(*args, **kwargs)
 
         return forward
@@ -117,10 +122,16 @@ def _pinned(plan: ModelPlan, scope: Scope[ModelPlan], state: CacheState) -> Pinn
     # with this token something may be packed or evicted, or it says whether text goes on behind a slow clip or its question
     if 0 in (unpacked, kept) or (state.ahead is not None and not scope.stats.decode_steps):
         return None
+    reads = None
+    if isinstance(policy, ReadingPolicy):
+        # the first step makes what each of them carries to the next
+        reads = pinned_reads(policy, state.layers) if scope.stats.decode_steps else None
+        if reads is None:
+            return None
     coming = CHUNK if coming is None else max(1, coming)
     steps = min(CHUNK, coming, CHUNK if unpacked is None else unpacked, kept)
     idle, scope.idle = scope.idle, None
-    pinned = state.pin(steps, asks, idle)
+    pinned = state.pin(steps, asks, idle, reads)
     if pinned is idle:
         return pinned
     if pinned.own and steps == kept:
@@ -165,8 +176,11 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return "disable_compile was given"
     if config.output_attentions or config.output_hidden_states:
         return "attention weights or hidden states are asked for"
-    if policy is not None and policy.method.decodes and not policy.method.scheduled:
+    reads = policy is not None and isinstance(policy.method, ReadingPolicy)
+    if policy is not None and policy.method.decodes and not (policy.method.scheduled or reads):
         return f"{policy.method.name} looks at the cache at every step"
+    if reads and config.compile_config is not None and on_gpu(next(family.text.parameters())):
+        return "torch.compile cannot follow the kernels that choose keys; leave out compile_config"
     if policy is not None and policy.method.every == 1 and not policy.method.growth and not policy.method.cap:
         return f"{policy.method.name} evicts at every step; give every=16 for fifteen of sixteen that can be captured"
     # on a GPU a pinned cache is read by a kernel of ours
@@ -179,12 +193,11 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
     return ""
 
 
-def _obstacle_in_cache(state: CacheState) -> str:
+def _obstacle_in_cache(plan: ModelPlan, state: CacheState) -> str:
     """Why a step on this cache cannot be captured; empty if it can."""
     if state.shared.pinned is not None:
         return ""
     if state.offset is None or any(layer.empty for layer in state.layers):
-        return "the cache holds no prompt that was reduced"
-    if state.shared.windowed:
-        return "the model has sliding windows"
-    return ""
+        return _NOTHING
+    method = None if plan.policy is None else plan.policy.method
+    return unpinnable(method, state.layers) if isinstance(method, ReadingPolicy) else ""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
-from mmaccel_kernels.chosen import ChosenKeys
+from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
 from mmaccel_kernels.pages import Pages
 from torch import Tensor
 
 from ..core.budget import layer_at
+from ..kv.decoding import attend
 from ..kv.layer import CompressedLayer
 from ..kv.listing import Listing
 from ..kv.packed import QuantisedLayer
+from ..kv.pinned import PinnedLayer
 from ..kv.shared import Shared
 from ..kv.sparse import Choices, LayerRead, Rivalry, SparseMemory, SparseRead
 from ..method import KeyUnits, LayerAttention, Observed, Policy, ReadingPolicy, ReadStep
@@ -74,12 +76,22 @@ def read_layer(
         keys = layer.stored()[0] if keys is None else keys
         (held,) = _looked_at(policy, [layer], memory, [keys], scaling)
         memory.layers[layer.number] = held
-    choices = held.choices
-    if choices.everything:
+    if held.choices.everything:
         return None
+    level = None if memory.level is None else memory.level.to(query.device)
+    chosen, carried = _chosen(policy, held, level, query, layer.keys if keys is None else keys, scaling)
+    memory.layers[layer.number] = replace(held, carried=carried)
+    return chosen
+
+
+def _chosen(
+    policy: ReadingPolicy, held: LayerRead, level: Tensor | None, query: Tensor, keys: Tensor, scaling: float
+) -> tuple[ChosenKeys, Mapping[str, Tensor]]:
+    """What a step reads, and what the next one is to be given."""
+    choices = held.choices
     step = ReadStep(
         query[:, :, 0],
-        layer.keys if keys is None else keys,
+        keys,
         choices.rated,
         choices.gone,
         held.summary,
@@ -88,12 +100,11 @@ def read_layer(
         choices.count,
         choices.most,
         choices.all_there,
-        None if memory.level is None else memory.level.to(query.device),
+        level,
         scaling,
     )
     picked, carried = policy.pick(step)
-    memory.layers[layer.number] = replace(held, carried=carried)
-    return choices.chosen(picked)
+    return choices.chosen(picked), carried
 
 
 def packed_read(layer: QuantisedLayer, chosen: ChosenKeys) -> Pages | None:
@@ -104,12 +115,90 @@ def packed_read(layer: QuantisedLayer, chosen: ChosenKeys) -> Pages | None:
     held = memory.layers[layer.number]
     if held.choices.pages is None or pages is None:
         return None
-    if held.listed is None:
-        choices = held.choices
-        listed = Listing.make(pages, held.choices.pages, choices.count, choices.most)
-        held = memory.layers[layer.number] = replace(held, listed=listed)
+    held = memory.layers[layer.number] = _listed(held, pages)
     assert held.listed is not None
-    return held.listed.read(pages, chosen.picked)
+    return held.listed.read(pages, chosen.picked, chosen.counts)
+
+
+def _listed(held: LayerRead, pages: Pages) -> LayerRead:
+    """The same, which knows how ``pages`` are listed where they are chosen."""
+    choices = held.choices
+    if held.listed is not None or choices.pages is None:
+        return held
+    count = None if choices.fewer else choices.count
+    return replace(held, listed=Listing.make(pages, choices.pages, choices.most, count))
+
+
+@dataclass(frozen=True, eq=False)
+class PinnedRead:
+    """How the steps of a pinned layer choose what they read, from what stays where it is.
+
+    held : what there is to choose from; what it ``carried`` is overwritten at every step. level : see :class:`ReadStep`.
+    pages : those of the layer, if it has some.
+    """
+
+    policy: ReadingPolicy
+    held: LayerRead
+    level: Tensor | None
+    pages: Pages | None
+
+    def attend(self, layer: PinnedLayer, query: Tensor, scaling: float) -> Tensor:
+        """Attention of ``query [B, Hq, 1, D]`` over what it chooses, ``[B, 1, Hq, D]``."""
+        chosen, carried = _chosen(self.policy, self.held, self.level, query, layer.keys, scaling)
+        for name, x in carried.items():
+            self.held.carried[name].copy_(x)
+        end = layer.end
+        if self.held.listed is not None and self.pages is not None:
+            pages = self.held.listed.read(self.pages, chosen.picked, chosen.counts)
+            return attend(layer, query, None, scaling, end.filled, pages)
+        seen = None if end.visible is None else end.visible.expand(len(query), -1, -1, -1)
+        read, _ = chosen_attention(
+            query, layer.keys, layer.values, chosen, scaling=scaling, visible=seen, tail=end.filled
+        )
+        return read.transpose(1, 2)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held, beside the pages, which are the layer's."""
+        yield from self.held.tensors()
+        if self.level is not None:
+            yield self.level
+
+    def carried(self) -> Iterator[Tensor]:
+        """What every token changes of that."""
+        yield from self.held.carried.values()
+
+
+def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dict[int, PinnedRead] | None:
+    """Of layers that read some keys only, by their numbers, how they do while they are pinned; None where a step must settle
+    first what there is to choose from."""
+    memory, made = layers[0].shared.sparse, {}
+    if memory is None or layers[0].shared.grid_table is None or (policy.window and memory.level is None):
+        return {}
+    for layer in layers[first_layer(policy, len(layers)) :]:
+        held = memory.layers.get(layer.number)
+        if held is None or held.choices.index() is not layer.index:
+            return None
+        if held.choices.everything:
+            continue
+        if layer.pages is not None:
+            held = _listed(held, layer.pages)
+        # what was carried so far may be remembered by somebody
+        held = replace(held, carried={name: x.clone() for name, x in held.carried.items()})
+        memory.layers[layer.number] = held
+        level = None if memory.level is None else memory.level.to(layer.keys.device)
+        made[layer.number] = PinnedRead(policy, held, level, layer.pages)
+    return made
+
+
+def unpinnable(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> str:
+    """Why steps cannot choose what they read of these layers while they are pinned; empty if they can."""
+    for layer in layers[first_layer(policy, len(layers)) :]:
+        if layer.ragged is not None:
+            return f"{policy.name} chooses from heads that store different counts"
+        whole = policy.summarises and len(layer.packs) == 1 and layer.gapless and layer.window is None
+        if layer.packed and not whole:
+            return f"{policy.name} decodes packed keys at every step before it reads them"
+    return ""
 
 
 def prepare_reads(
@@ -164,8 +253,9 @@ def _looked_at(
         assert table is not None
         visual, count = (x.to(layer.keys.device) for x in (table[..., 0] >= 0, memory.count))
         rivalry = Rivalry.make(layer.index, visual, count, policy.sinks, policy.recent)
-        if policy.by_summary and layer.pages is not None and len(layer.packs) == 1:
-            choices = Choices.of_pages(layer.index, rivalry, policy.unit, layer.pages, layer.width)
+        if policy.summarises and layer.pages is not None and len(layer.packs) == 1:
+            most = policy.wanted if policy.partial else None
+            choices = Choices.of_pages(layer.index, rivalry, policy.unit, layer.pages, layer.width, most)
         else:
             choices = Choices.make(layer.index, rivalry, policy.unit, policy.wanted, policy.partial)
     if choices.everything or not policy.summarises:

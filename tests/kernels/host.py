@@ -27,7 +27,7 @@ def loop(pages: Pages, query: Tensor, masked: bool) -> cuda.Loop | None:
     def start(grid: tuple[int, int], given: cuda.Arguments) -> None:
         library.run(ctypes.byref(given), *grid)
 
-    return cuda.Loop(made["PAGE"] // made["UNIT"], made["BLOCKS"], start)
+    return cuda.Loop(made["PAGE"] // made["UNIT"], 2, start)
 
 
 @cache

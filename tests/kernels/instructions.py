@@ -3,7 +3,7 @@
 A loop is bound by memory where its warp instructions a byte are fewer than a multiprocessor issues while that byte arrives: at
 most about .1 at full rate. Every codec's kernel is compiled as it is launched, disassembled with the nvdisasm that comes with
 Triton, and its page loop (the innermost one with most matrix instructions) counted. What is found must be what the table beside
-this file says; --update writes it down anew.
+this file says; --update writes it down anew, here and in docs/decoding.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from typing import Any, NamedTuple
 import compilers
 from shipped import loops, pages_of, tasks
 
+from mmaccel.cli.shared.text import put_between
+
 TABLE = compilers.HERE / "instructions.json"
+PAGE = compilers.ROOT / "docs" / "decoding.md"
 #: that of the machine the benchmarks were made for, and the one that is installed
 VERSIONS = ("3.6", "installed")
 #: in the place of a version of Triton: the compiler of CUDA C++ that comes with torch
@@ -94,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
                 kept = table.get(found["compiler"], {}) if options.only else {}
                 table[found["compiler"]] = {t: kept.get(t, {}) | found["counts"][t] for t in TARGETS}
                 TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8")
+                put_between(PAGE, "decode-instructions", published(table))
             problems = differences(found["compiler"], found["counts"], table, options.only is None)
             for problem in problems:
                 print(f"  {problem}", flush=True)
@@ -145,10 +149,10 @@ def count_loops(only: list[str] | None = None) -> dict[str, Any]:
         counts[target] = {}
         for name, (page_bytes, macros) in loops().items():
             if only is None or name in only:
+                macros = cuda.built(macros, target)
                 binary, said = nvrtc.compiled(cuda.SOURCE, tuple(macros.items()), target)
                 registers = int(re.findall(r"Used (\d+) registers", said)[-1])
-                spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
-                built = Built(registers, spills, cuda.shared(macros), "", binary)
+                built = Built(registers, nvrtc.spills(said), cuda.shared(macros), "", binary)
                 units = macros["PAGE"] // macros["UNIT"]
                 found = figures(disassembled(binary), target, cuda.THREADS // 32, page_bytes, built, units)
                 counts[target][name] = found._asdict()
@@ -184,8 +188,10 @@ def page_loop(code: str) -> list[str]:
     """The instructions of the innermost loop with most matrix instructions."""
     lines = [x for x in code.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/|\.L_", x)]
     at = {line.split(":")[0]: number for number, line in enumerate(lines) if line.startswith(".L_")}
+    # what lies behind the end serves warps that are apart, and goes back to where they came from
+    ends = [number for number, line in enumerate(lines) if re.search(r"\*/\s+EXIT\b", line)]
     loops = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines[: ends[-1]] if ends else lines):
         target = re.search(r"\bBRA\b.*?`\((\.L_\w+)\)", line)
         if target and at[target[1]] < number:
             loops.append((at[target[1]], number))
@@ -220,6 +226,25 @@ def listed(counts: Counts) -> list[str]:
         for case, found in cases.items():
             said.append(f"  {target} {case:{width}} " + " ".join(f"{found[name]:12g}" for name in names))
     return said
+
+
+def published(table: dict[str, Counts]) -> str:
+    """The figures for people: of every codec the loop in CUDA C++, and the instructions a byte of Triton's."""
+    tritons = sorted(
+        (name for name in table if name.startswith("Triton")), key=lambda x: [int(n) for n in x[7:].split(".")]
+    )
+    (cuda,) = sorted(name for name in table if name.startswith("NVRTC"))[-1:]
+    heads = ["codec", f"instructions a byte, {cuda}", "registers", "blocks", *(f"by {name}" for name in tritons)]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for case in table[cuda][TARGETS[-1]]:
+        mine = [table[cuda][target][case] for target in TARGETS]
+        cells = [" / ".join(f"{found[name]:g}" for found in mine) for name in ("instructions", "registers", "blocks")]
+        cells += [
+            " / ".join(f"{table[name][target][case]['instructions']:g}" for target in TARGETS) for name in tritons
+        ]
+        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    below = f"{' / '.join(TARGETS)}. Made by `python tests/kernels/instructions.py --update`; nothing here spills in CUDA C++."
+    return "\n".join([*lines, "", below])
 
 
 def differences(version: str, counts: Counts, table: dict[str, Counts], everything: bool) -> list[str]:

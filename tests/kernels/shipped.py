@@ -161,6 +161,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     for kind, d, groups, unit, masked in _CHOSEN:
         name = f"chosen {kind}, {d} channels, {groups} queries, units of {unit}{_beside(False, masked)}"
         made[name] = lambda t=DTYPES[kind], a=(d, groups, unit, masked): _chosen(t, *a)
+    made["chosen bf16, 128 channels, 7 queries, units of 16, with room"] = lambda: _chosen(
+        torch.bfloat16, 128, 7, 16, False, room=True
+    )
     for kind, d, groups, q, flat, masked in _DENSE:
         name = f"decode {kind}, {d} channels, {q} x {groups} queries{_beside(flat, masked)}"
         made[name] = lambda t=DTYPES[kind], a=(d, groups, q, flat, masked): _decode(t, *a)
@@ -295,11 +298,12 @@ def _decode(
     )
 
 
-def _chosen(dtype: torch.dtype, d: int, groups: int, unit: int, masked: bool) -> None:
+def _chosen(dtype: torch.dtype, d: int, groups: int, unit: int, masked: bool, room: bool = False) -> None:
     whole = (torch.zeros(1, 2, *shape, dtype=torch.int32) for shape in ((8,), (4, unit), (2,), ()))
     visible = torch.ones(1, 2, 1, 80, dtype=torch.bool) if masked else None
     cache = _zeros(2, 1, 2, 80, d, dtype=dtype)
-    chosen_attention(torch.zeros(1, 2 * groups, 1, d, dtype=dtype), *cache, ChosenKeys(*whole, 72), visible=visible)
+    query, tail = torch.zeros(1, 2 * groups, 1, d, dtype=dtype), torch.tensor([74]) if room else None
+    chosen_attention(query, *cache, ChosenKeys(*whole, 72), visible=visible, tail=tail)
 
 
 def _packed(dtype: torch.dtype, method: str, options: dict[str, Any], whole: bool) -> None:

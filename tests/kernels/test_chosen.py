@@ -123,6 +123,23 @@ def test_keys_that_are_not_contiguous_and_what_is_not_read(device):
         torch.testing.assert_close(lse, want[1], **EXACT)
 
 
+@pytest.mark.parametrize("case", ("no units", "pages", "single keys, one choice for all heads"))
+@pytest.mark.parametrize("left", (0, 1, 2))
+def test_the_device_says_how_many_keys_there_are(case, left, device):
+    """Behind them is room, in which NaN stands."""
+    query, keys, values, chosen, scaling, visible = on(device, drawn(*CASES[case], masked=True))
+    total = chosen.stored + (keys.shape[2] - chosen.stored) * left // 2
+    want = chosen_attention_definition(
+        query, keys[:, :, :total], values[:, :, :total], chosen, scaling, visible[..., :total]
+    )
+    tail = torch.tensor([total], device=device, dtype=torch.int32 if left else torch.long)
+    room = [torch.cat([x[:, :, :total], torch.full_like(x, math.nan)], dim=2) for x in (keys, values)]
+    seen = torch.cat([visible[..., :total], torch.ones_like(visible)], dim=3)
+    for attention in (chosen_attention_kernel, chosen_attention_definition):
+        for got, wanted in zip(attention(query, *room, chosen, scaling, seen, tail), want, strict=True):
+            torch.testing.assert_close(got, wanted, **EXACT)
+
+
 def test_a_query_that_sees_nothing(device):
     *given, _ = on(device, drawn(*CASES["pages"]))
     nothing = torch.zeros(2, 1, 1, 300, dtype=torch.bool, device=device)
@@ -158,3 +175,5 @@ def test_what_does_not_fit():
             chosen_attention(*bad)
     with pytest.raises(ValueError, match="visible must be bool"):
         chosen_attention(query, keys, values, chosen, visible=torch.ones(2, 1, 1, 299, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"tail must be \[1\] int32 or int64"):
+        chosen_attention(query, keys, values, chosen, tail=torch.tensor(300))

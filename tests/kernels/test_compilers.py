@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,8 @@ def test_every_configuration_compiles_and_spills_what_the_table_says(capsys: Any
 @pytest.mark.kernel
 def test_some_compile_and_spill_what_the_table_says(capsys: Any) -> None:
     assert compilers.main(["--triton", "installed", "--jobs", "1", "--only", *SOME]) == 0, capsys.readouterr().out
-    assert "15 compiled" in capsys.readouterr().out
+    # three targets, and importance is three kernels
+    assert "18 compiled" in capsys.readouterr().out
 
 
 @pytest.mark.kernel
@@ -116,6 +118,10 @@ def test_page_loops_cost_what_the_table_says(capsys: Any) -> None:
 #: instructions a byte at most, by the bits of keys and values
 MOST = {"kivi, 4 bit": 0.1, "think": 0.1, "calibquant, 4 bit": 0.1, "kivi, 8 bit": 0.1, "fp8": 0.1, "kivi, 2 bit": 0.15}
 MOST |= {"kivi, half precision": 0.15, "calibquant": 0.25, "vidkv": 0.25, "vidkv, protected tokens": 0.25}
+MOST |= {"kivi, all at once": 0.15}
+
+#: registers a thread at most
+REGISTERS = {"kivi, 4 bit": 128, "kivi, 2 bit": 128, "kivi, half precision": 128, "calibquant": 128, "fp8": 128}
 
 
 @pytest.mark.kernel
@@ -125,10 +131,10 @@ def test_loops_in_cuda_cost_what_the_table_says_and_no_more_than_memory_allows(c
     table = json.loads(instructions.TABLE.read_text(encoding="utf-8"))[version]
     for target in instructions.TARGETS:
         for case, most in MOST.items():
-            kind = "fp16" if case == "kivi, half precision" else "bf16"
-            found = table[target][f"{case} {kind}"]
+            found = next(of for name, of in table[target].items() if re.match(rf"{case} (bf|fp)16", name))
             assert found["instructions"] <= most and found["spills"] == 0 and found["blocks"] >= 2, (target, case)
             assert found["wide"] >= 0.85 and found["barriers"] == 0, (target, case)
+            assert found["registers"] <= REGISTERS.get(case, 255), (target, case)
 
 
 LOOPS = """

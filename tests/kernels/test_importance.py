@@ -95,22 +95,23 @@ def test_joins_and_defaults():
         assert torch.equal(importance(query, key, join=join), want)
 
 
-def test_what_the_launches_move(monkeypatch):
+@pytest.mark.parametrize("weighed", [False, True])
+def test_what_the_launches_move(weighed, monkeypatch):
     batch, heads, kv, queries, keys, width = 2, 6, 2, 40, 96, 32
     query, key, *_ = attention(batch, heads, kv, queries, keys, width, torch.float16)
     monkeypatch.setattr(kernel, "PROGRAMS", 1)
     with counted() as traffic:
-        importance_kernel(query, key, 0.2, None, None, None)
+        importance_kernel(query, key, 0.2, torch.ones(batch, queries) if weighed else None, None, None)
     moved, operations = importance_cost(batch, heads, kv, queries, keys, width, 2)
     tile = tiles(queries, width, 2)
     side_q, side_k = tile["BLOCK_Q"], tile["BLOCK_K"]
     assert traffic.launches == 2 and (side_q, side_k) == (64, 32)
     # the first pass reads the keys again for every block of queries, the second the queries for every block of keys,
-    # each query with its sum and weight
+    # each query with its sum, and its weight if it has one
     again = 2 * batch * width * kv * keys * (-(-heads // kv * queries // side_q) - 1)
     blocks = keys // side_k
     again += batch * heads * queries * (blocks - 1) * (2 * width + 4)
-    again += 4 * batch * queries * (heads * blocks - 1)
+    again += 4 * batch * queries * heads * blocks * weighed
     assert traffic.loaded + traffic.stored == moved + again
     # whole tiles, and what a block of queries may not see in the tiles on its edge
     whole = (
@@ -156,7 +157,8 @@ def test_heads_and_tokens_may_lie_anywhere(dtype, device):
     assert torch.equal(importance_kernel(turned, room[:, :, :70], 0.2, weight, valid, None), want)
     with counted() as traffic:
         importance_kernel(turned, room[:, :, :70], 0.2, weight, valid, None)
-    assert traffic.launches == 2
+    # keys are split, and one launch puts together what is found of their parts
+    assert traffic.launches == 3
 
 
 def test_more_queries_than_keys_where_it_is_said_what_they_see(device):

@@ -120,6 +120,7 @@ static void run(void (*which)(), int x, int y, int blocks, size_t shared) {
 }  // namespace machine
 
 DEVICE int thread() { return machine::current; }
+DEVICE int thread_again() { return thread(); }
 DEVICE int block(int axis) { return machine::at[axis]; }
 DEVICE int blocks() { return machine::grid; }
 DEVICE u8 *shared_memory() { return (u8 *)(((uintptr_t)machine::memory.data() + 15) & ~(uintptr_t)15); }
@@ -195,12 +196,11 @@ DEVICE u32 bytes(u32 x, u32 y, u32 which) {
     for (int i = 0; i < 4; i++) out |= (u32)(both >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
     return out;
 }
-DEVICE void apart(u32 &x, u32 &y, u64 pair) { x = (u32)pair, y = (u32)(pair >> 32); }
 DEVICE void keep(const u8 *&) {}
 
 #include SOURCE
 
-extern "C" int shared_bytes() { return SHARED + (POOLED ? FOUND * 4 : 0); }
+extern "C" int shared_bytes() { return QUERY + 256 * KEY_WORDS + 16; }
 extern "C" void run(const Args *arguments, int x, int y) {
     machine::arguments = arguments;
     for (int j = 0; j < y; j++)

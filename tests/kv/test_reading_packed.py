@@ -19,9 +19,10 @@ from mmaccel.runtime import attention, eviction
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-# by choice: those that rate keys by a summary; the others look at keys before they choose, and decode them
-POLICIES = ("quest", "loki")
+# by choice: those that rate keys by a summary; tokenselect looks at keys before it chooses, and decodes them
+POLICIES = ("quest", "loki", "squeezed-attention")
 SMALL: dict[str, dict[str, Any]] = {"quest": {"page": 3, "least": 1, "layer": 1}, "loki": {"layer": 1}}
+SMALL["squeezed-attention"] = {"clusters": 0.3, "layer": 1}
 CODECS = {
     "kivi": {"page": 16, "group": 16, "residual": 4, "bits": 4},
     "think": {"page": 16, "group": 16, "residual": 4},
@@ -173,4 +174,4 @@ def test_a_step_on_packed_pages_never_waits(name: str) -> None:
 
 #: launches a layer above those of the codec
 # checked by test_a_step_on_packed_pages_never_waits
-ABOVE = {"quest": 5, "loki": 5}
+ABOVE = {"quest": 5, "loki": 5, "squeezed-attention": 26}

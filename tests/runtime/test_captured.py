@@ -13,6 +13,8 @@ import simulated
 import torch
 import zoo
 from laws.helpers import cache, close, follow, generate, inputs, logits, model, recipe_of
+from laws.oracle import WINDOWED
+from tail import few
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 
@@ -51,10 +53,10 @@ class Watch(StoppingCriteria):
 
 
 def both(
-    family: str, recipe: str | Recipe, kind: str, steps: int, backend: str = "eager"
+    family: str, recipe: str | Recipe, kind: str, steps: int, backend: str = "eager", **text: int
 ) -> tuple[Any, Any, dict[str, Any], Watch]:
     """What ordinary and what captured steps make, the statistics of the latter, which ran in two calls, and what they read."""
-    tiny, feed, options = model(family), inputs(family, kind), {"new": steps + 1, "min_new_tokens": steps + 1}
+    tiny, feed, options = model(family, **text), inputs(family, kind), {"new": steps + 1, "min_new_tokens": steps + 1}
     made = recipe_of(recipe, family) if isinstance(recipe, str) else recipe
     with accelerated(tiny, made, processor=zoo.processor(family)):
         wanted = generate(tiny, feed, disable_compile=True, **options)
@@ -174,6 +176,10 @@ EVICTING = {
 }
 
 
+#: those of the book
+BOOK = tuple(name for name in EVICTING if name in mmaccel.recipes())
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "h2o-decode" else pytest.mark.full) for n in EVICTING]
 )
@@ -189,6 +195,14 @@ def test_steps_between_two_evictions_are_replayed(graphs: None, name: str) -> No
         assert stats["captured_steps"] >= 40 - 5 - 2
 
 
+@pytest.mark.parametrize("name", few(BOOK, ("h2o-decode",)))
+def test_recipes_that_evict_are_replayed_as_they_come(graphs: None, name: str) -> None:
+    """Nothing need be said for fifteen steps of sixteen."""
+    wanted, got, stats, _ = both("llava", name, "image", 66, "replay")
+    agree(wanted, got)
+    assert stats["uncaptured"] == "" and stats["captured_steps"] >= 66 - 4 - 2
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["image", "uneven"])
 @pytest.mark.parametrize("name", EVICTING)
@@ -198,6 +212,79 @@ def test_one_graph_serves_before_and_behind_evictions(name: str, kind: str) -> N
     agree(wanted, got)
     assert stats["captured_steps"] >= 60 - 8 and stats["uncaptured"] == ""
     assert kind == "uneven" or not same or counters["stats"]["unique_graphs"] <= 2
+
+
+# by choice: the policies that read some keys only, on pictures of few tokens; rows that begin with padding; packed keys
+#: by name: stages, a family and its inputs
+READING = {
+    "quest": ((("quest", 0.3, {"page": 3, "least": 1, "layer": 1}),), "llava", "uneven"),
+    "tokenselect": ((("tokenselect", 0.3, {"layer": 1}),), "llava", "uneven"),
+    "loki": ((("loki", 0.3, {"layer": 1}),), "qwen2_5_vl", "mixed"),
+    "squeezed-attention": ((("squeezed-attention", 0.3, {"clusters": 0.3, "layer": 1}),), "internvl", "image"),
+    "quest on pages": (
+        (("quest", 0.3, {"page": 3, "least": 1, "layer": 1}), ("kivi", None, PAGES)),
+        "llava",
+        "images",
+    ),
+    "loki on pages": ((("loki", 0.3, {"layer": 1}), ("kivi", None, PAGES)), "qwen2_5_vl", "video"),
+    "clusters on pages": (
+        (("squeezed-attention", 0.3, {"clusters": 0.3, "layer": 1}), ("kivi", None, PAGES)),
+        "llava",
+        "images",
+    ),
+}
+#: of 40 steps those that are ordinary: the first, and with pages those that pack and those behind them
+SETTLING = {name: 6 if "pages" in name else 1 for name in READING}
+
+
+def reading(name: str) -> tuple[str, Recipe, str]:
+    """A family, a recipe and inputs."""
+    stages, family, kind = READING[name]
+    return family, Recipe(name, tuple(Stage(*stage) for stage in stages)), kind
+
+
+@pytest.mark.parametrize("name", few(READING, ("tokenselect",)))
+def test_steps_that_read_some_keys_are_one_graph(name: str) -> None:
+    family, made, kind = reading(name)
+    wanted, got, stats, watch = both(family, made, kind, 40)
+    agree(wanted, got)
+    assert stats["captured_steps"] >= 40 - SETTLING[name] and stats["uncaptured"] == ""
+    assert len(list(itertools.groupby(watch.seen))) <= (1 if "pages" not in name else 4)
+    assert counters["stats"]["unique_graphs"] <= (1 if "pages" not in name else 3) and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", few(READING, ("tokenselect", "quest on pages")))
+def test_steps_that_read_some_keys_are_replayed(graphs: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(replay, "LEAST", 4)
+    family, made, kind = reading(name)
+    wanted, got, stats, _ = both(family, made, kind, 40, "replay")
+    agree(wanted, got)
+    stretches = 1 if "pages" not in name else 4
+    assert stats["captured_steps"] >= 40 - SETTLING[name] - 3 * stretches and stats["uncaptured"] == ""
+
+
+# by choice: layers stored in every way, and steps that read some keys, under windows in all layers and in some
+WINDOWS = {
+    "divprune": (("divprune", 0.3, {}),),
+    "heads": (("snapkv", 0.5, {"window": 8, "head_budget": "adaptive"}),),
+    "kivi": (("kivi", None, PAGES),),
+    "tokenselect": (("tokenselect", 0.3, {"layer": 1}),),
+}
+
+
+@pytest.mark.parametrize(("family", "overrides"), WINDOWED)
+@pytest.mark.parametrize("name", few(WINDOWS, ("divprune",)))
+def test_windows_move_on_with_the_steps(
+    graphs: None, monkeypatch: pytest.MonkeyPatch, family: str, overrides: dict[str, int], name: str
+) -> None:
+    """What is beyond them is no longer seen; nothing that is read moves."""
+    monkeypatch.setattr(replay, "LEAST", 4)
+    made = Recipe(name, tuple(Stage(*stage) for stage in WINDOWS[name]))
+    kind = "uneven" if family == "llava_next" else "image"
+    wanted, got, stats, watch = both(family, made, kind, 30, "replay", **overrides)
+    agree(wanted, got)
+    assert stats["uncaptured"] == "" and stats["captured_steps"] >= (24 if name != "kivi" else 16)
+    assert name == "kivi" or all(seen == watch.seen[0] for seen in watch.seen)
 
 
 def test_a_copy_of_the_cache_keeps_what_it_holds(graphs: None) -> None:
@@ -394,7 +481,7 @@ def test_a_gpu_captures_whatever_the_implementation_of_attention(monkeypatch: py
 
 # by choice: one for every reason
 REFUSED = {
-    "h2o-decode": ({}, "h2o evicts at every step; give every=16"),
+    "h2o-decode": ({}, "h2o evicts at every step; give every=16", {"every": 1}),
     "dycoke-cache": ({}, "dycoke-cache looks at the cache"),
     "divprune": ({"num_beams": 2}, "never those of beams"),
     "snapkv": ({"output_hidden_states": True}, "hidden states"),
@@ -404,8 +491,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("recipe", REFUSED)
 def test_what_is_not_captured_says_why(recipe: str) -> None:
-    tiny, feed, (options, why) = model("llava"), inputs("llava"), REFUSED[recipe]
-    with accelerated(tiny, recipe_of(recipe)):
+    tiny, feed, (options, why, *given) = model("llava"), inputs("llava"), REFUSED[recipe]
+    with accelerated(tiny, recipe_of(recipe, **dict(*given))):
         wanted = generate(tiny, feed, **options)
         assert "compile_config" in tiny.mmaccel.stats()["uncaptured"]
         got = generate(tiny, feed, **options, compile_config=config())

@@ -20,6 +20,7 @@ def chosen_attention(
     *,
     scaling: float | None = None,
     visible: Tensor | None = None,
+    tail: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest query over the keys that are ``chosen``, in two launches; by the kernel on a GPU, else by the
     definition.
@@ -30,6 +31,9 @@ def chosen_attention(
     keys, values : ``[B, Hkv, K, D]`` and ``[B, Hkv, K, Dv]``, all that are stored; ``Hq`` is a multiple of ``Hkv``.
     scaling : of the logits; by default ``D ** -0.5``.
     visible : ``[B, 1 or Hkv, 1, K]`` bool, what may be seen of the chosen ones; all by default.
+    tail : ``[1]`` int32 or int64 on the device of the query, how many keys there are, ``chosen.stored`` at least; all by
+        default. What lies behind them is room to spare and never looked at. The number is read on the device only: from step
+        to step nothing that the host passes changes.
 
     Returns
     -------
@@ -39,11 +43,12 @@ def chosen_attention(
     Raises
     ------
     ValueError
-        If shapes or types do not fit.
+        If shapes, types or devices do not fit.
     """
-    _check(query, keys, values, chosen, visible)
+    _check(query, keys, values, chosen, visible, tail)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return run(chosen_attention_kernel, chosen_attention_definition, query, keys, values, chosen, scaling, visible)
+    kernel, definition = chosen_attention_kernel, chosen_attention_definition
+    return run(kernel, definition, query, keys, values, chosen, scaling, visible, tail)
 
 
 def chosen_attention_cost(query: Tensor, keys: Tensor, values: Tensor, chosen: ChosenKeys) -> tuple[int, int]:
@@ -59,7 +64,9 @@ def chosen_attention_cost(query: Tensor, keys: Tensor, values: Tensor, chosen: C
     return moved, 2 * read * (query.shape[1] // keys.shape[1]) * each
 
 
-def _check(query: Tensor, keys: Tensor, values: Tensor, chosen: ChosenKeys, visible: Tensor | None) -> None:
+def _check(
+    query: Tensor, keys: Tensor, values: Tensor, chosen: ChosenKeys, visible: Tensor | None, tail: Tensor | None
+) -> None:
     if query.dim() != 4 or keys.dim() != 4 or values.dim() != 4 or query.shape[2] != 1:
         raise ValueError(
             "query must have the shape [batch, heads, 1, channels], keys and values [batch, heads, keys, channels]."
@@ -88,6 +95,10 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, chosen: ChosenKeys, visi
         raise ValueError(
             f"visible must be bool [{b}, 1 or {hkv}, 1, {total}], not {visible.dtype} {tuple(visible.shape)}."
         )
+    if tail is not None and (tail.shape != (1,) or tail.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(f"tail must be [1] int32 or int64, not {list(tail.shape)} {tail.dtype}.")
+    if tail is not None and tail.device != query.device:
+        raise ValueError(f"tail is on {tail.device} and query on {query.device}.")
 
 
 __all__ = [

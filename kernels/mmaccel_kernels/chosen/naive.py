@@ -23,10 +23,12 @@ class ChosenKeys(NamedTuple):
     counts: Tensor
     stored: int
 
-    def slots(self, total: int) -> Tensor:
-        """What is read of ``total`` slots, ``[B, 1 or Hkv, R]`` long."""
+    def slots(self, total: int, tail: Tensor | None = None) -> Tensor:
+        """What is read of ``total`` slots, ``[B, 1 or Hkv, R]`` long; of ``tail [1]`` of them where there are no more."""
         heads = max(x.shape[1] for x in self[:4])
-        later = torch.arange(self.stored, total, device=self.always.device).expand(len(self.always), heads, -1)
+        later = torch.arange(self.stored, total, device=self.always.device)
+        later = later if tail is None else later.masked_fill(later >= tail, -1)
+        later = later.expand(len(self.always), heads, -1)
         there = torch.arange(self.picked.shape[2], device=later.device) < self.counts[..., None]
         at = self.picked.long().masked_fill(~there, 0).expand(-1, heads, -1)[..., None]
         units = self.units.expand(-1, heads, -1, -1)
@@ -41,11 +43,17 @@ class ChosenKeys(NamedTuple):
 
 
 def chosen_attention_definition(
-    query: Tensor, keys: Tensor, values: Tensor, chosen: ChosenKeys, scaling: float, visible: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    chosen: ChosenKeys,
+    scaling: float,
+    visible: Tensor | None = None,
+    tail: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`.chosen_attention`: gathered, and in float32."""
     (b, hq, _, _), (hkv, total) = query.shape, keys.shape[1:3]
-    slots = chosen.slots(total).expand(-1, hkv, -1)
+    slots = chosen.slots(total, tail).expand(-1, hkv, -1)
     seen, slots = slots >= 0, slots.clamp(min=0)
     if visible is not None:
         seen = seen & visible[:, :, 0].expand(-1, hkv, -1).gather(2, slots)

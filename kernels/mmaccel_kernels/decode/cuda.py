@@ -1,9 +1,8 @@
 """The loop over packed pages in CUDA C++ (``paged.cu``): for which pages it is made, and how it is launched.
 
 The same algebra in Triton takes up to twice the instructions a byte (``tests/kernels/instructions.json``): its layouts have the
-pieces of an operand brought together by moves, and every page costs it barriers. Here blocks get 168 to 255 registers, two or
-three of them a multiprocessor. Held to 128 registers the loops spill: 8 bytes a thread at 2 bits (.152 instructions a byte in
-place of .137), 20 at 4 bits (.098, .087), 28 for narrowed keys, 140 at 1 bit.
+pieces of an operand brought together by moves, and every page costs it barriers. Here a thread gets 128 registers where nothing
+spills then, else 168 or 255: which of them, the compiler at hand is asked (:func:`built`).
 
 Not read here are five ternary digits a byte, whose bytes are whole together with those of 2-bit and sign channels only every
 640 tokens (in tiles of 16), where a unit is 32 or 64; nor float32, and heads of other than 64 and 128 channels.
@@ -30,8 +29,8 @@ COLUMNS, THREADS = 8, 128
 #: bytes of shared memory of a block of which two share a multiprocessor; a warp has two or three units of pages on their way
 _SHARED = 80 * 1024
 
-#: blocks of a multiprocessor that registers are shared out for by bits: as many as leave enough of them
-_BLOCKS = {2: 3}
+#: blocks of a multiprocessor that registers are shared out for, 128 a thread or more: the first with which nothing spills
+_BLOCKS = (4, 3, 2)
 
 
 class Arguments(ctypes.Structure):
@@ -91,9 +90,22 @@ def macros(pages: Pages, query: Tensor, masked: bool) -> dict[str, int] | None:
     made = {name: int(number) for name, number in made.items()}
     if shared(made) > _SHARED:
         made["STAGES"] = 2
-    # sums of a group beside those of all take a third of the registers
-    few = _grouped(pages, made["UNIT"])
-    return made | {"BLOCKS": 2 if few else _BLOCKS.get(made["BITS"], 2)}
+    return made
+
+
+def built(macros: dict[str, int], target: str) -> dict[str, int]:
+    """The macros with as many blocks to a multiprocessor as leave registers enough, by what the compiler makes of them.
+
+    Raises
+    ------
+    Unbuildable
+        If it cannot be compiled.
+    """
+    for blocks in _BLOCKS:
+        made = macros | {"BLOCKS": blocks}
+        if not nvrtc.spills(nvrtc.compiled(SOURCE, tuple(made.items()), target)[1]):
+            break
+    return made
 
 
 def _unit(pages: Pages) -> int:
@@ -155,14 +167,15 @@ def shared(macros: dict[str, int]) -> int:
     m = macros
     stage = m["UNIT"] * m["BITS"] // 8 * (m["KEY_WIDTH"] + m["OTHER_WIDTH"] + m["WIDTH"]) + 16
     found = 4 * (8 * m["WIDTH"] + 16)
+    query = 16 * (m["KEY_WIDTH"] + m["OTHER_WIDTH"]) + 16
     if m["VALUE_BY_CHANNEL"] and m["VALUE_GROUP"] == m["PAGE"]:
-        return 4 * max(m["STAGES"] * stage, found) + found
+        return 4 * max(m["STAGES"] * stage, found) + found + query
     spans = max(1, m["UNIT"] // m["KEY_GROUP"]) if m["KEY_BY_CHANNEL"] else 1
     stage += max(256, 2 * (m["KEY_WIDTH"] * spans if m["KEY_BY_CHANNEL"] else m["UNIT"])) * (1 + m["KEY_AFFINE"])
     stage += max(256, 2 * m["OTHER_WIDTH"] * spans) * (m["OTHER_WIDTH"] > 0)
     of_values = m["WIDTH"] * spans if m["VALUE_BY_CHANNEL"] else m["UNIT"] * (m["WIDTH"] // m["VALUE_GROUP"])
     stage += max(256, 2 * of_values) * (1 + m["VALUE_AFFINE"])
-    return 4 * max(m["STAGES"] * stage, found)
+    return 4 * max(m["STAGES"] * stage, found) + query
 
 
 def loop(pages: Pages, query: Tensor, masked: bool) -> Loop | None:
@@ -177,8 +190,9 @@ def loop(pages: Pages, query: Tensor, masked: bool) -> Loop | None:
     there = query.device.type == "cuda" and torch.version.hip is None
     if made is None or not there or torch.cuda.get_device_capability(query.device) < (8, 0):
         return None
-    launch = nvrtc.function(SOURCE, tuple(made.items()), "attend", shared(made), query.device)
-    return Loop(made["PAGE"] // made["UNIT"], made["BLOCKS"], lambda grid, given: launch(grid, THREADS, given))
+    macros_ = tuple(built(made, nvrtc.target_of(query.device)).items())
+    kernel = nvrtc.function(SOURCE, macros_, "attend", THREADS, shared(made), query.device)
+    return Loop(made["PAGE"] // made["UNIT"], kernel.resident, kernel.launch)
 
 
 def arguments(

@@ -49,6 +49,12 @@ struct alignas(8) Pair { u32 x, y; };
 #define KERNEL extern "C" __global__ void __launch_bounds__(128, BLOCKS)
 
 DEVICE int thread() { return threadIdx.x; }
+// what is made of it is not made before a loop for what comes behind it, to be kept in registers meanwhile
+DEVICE int thread_again() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
 DEVICE int block(int axis) { return axis ? blockIdx.y : blockIdx.x; }
 DEVICE int blocks() { return gridDim.x; }
 DEVICE u8 *shared_memory() {
@@ -111,8 +117,6 @@ DEVICE u32 times(u32 x, u32 y) {
     return z;
 }
 DEVICE u32 bytes(u32 x, u32 y, u32 which) { return __byte_perm(x, y, which); }
-// two words that stay a pair of registers, as the right operand of a product has to be
-DEVICE void apart(u32 &x, u32 &y, u64 pair) { asm volatile("mov.b64 {%0, %1}, %2;" : "=r"(x), "=r"(y) : "l"(pair)); }
 // an address that is kept, where the compiler would rather add it up again every time
 DEVICE void keep(const u8 *&x) { asm volatile("" : "+l"(x)); }
 DEVICE float number(u32 bits) { return __uint_as_float(bits); }
@@ -134,6 +138,8 @@ constexpr bool POOLED = VALUE_BY_CHANNEL && VALUE_GROUP == PAGE;
 static_assert(!POOLED || (KEY_BY_CHANNEL && KEY_GROUP == PAGE), "");
 // groups of tokens of a unit whose channels have scales of their own
 constexpr bool GROUPED = VALUE_BY_CHANNEL && !POOLED;
+// whether codes are multiplied by the query as it is loaded, and not by one with the scales of a group
+constexpr bool FOLDED = POOLED || !KEY_BY_CHANNEL;
 constexpr int SPANS = KEY_BY_CHANNEL && KEY_GROUP < UNIT ? UNIT / KEY_GROUP : 1;
 constexpr int SPAN = TILES / SPANS;          // tiles of one
 static_assert(!GROUPED || (KEY_BY_CHANNEL && KEY_GROUP == VALUE_GROUP && UNIT % KEY_GROUP == 0), "");
@@ -226,29 +232,55 @@ DEVICE float query_at(const Args &a, int head, int row, int word, int t, int c) 
     return query_number(a.query[((i64)head * a.rows + row) * CHANNELS + channel]);
 }
 
-// the query as float16 times a power of two, and what logits are to be multiplied by for it
-DEVICE float load_query(u32 (&q)[2 * KEY_WORDS], const Args &a, int head, int row, int t) {
+// two words of neighbours in the order of codes: of four channels the even ones and the odd ones
+DEVICE void in_order(u32 *out, u32 x, u32 y) { out[0] = bytes(x, y, 0x5410), out[1] = bytes(x, y, 0x7632); }
+
+// Where word ``i`` of the query stands, of those of a lane. Of four words in a run of 64 channels the even ones come first where
+// the scales of groups are yet to be multiplied in: so they are pairs of registers for products with zero points.
+DEVICE u32 &query_word(u32 *query, int i, int lane) {
+    const int from = i < 2 * Keys<true>::first ? 0 : 2 * Keys<true>::first, run = i - from;
+    const bool wide = run < 8 * (from ? Keys<true>::wide : Keys<false>::wide);
+    if (!wide) return query[(from + run / 2 * 2) * 32 + lane * 2 + i % 2];
+    const int at = FOLDED ? run % 4 : run % 2 * 2 + run % 4 / 2;
+    return query[(from + run / 4 * 4) * 32 + lane * 4 + at];
+}
+
+// The query as float16 times a power of two, for every lane in shared memory. What logits are to be multiplied by for it, and
+// with scales of a whole run what their zero points in row ``at`` add.
+DEVICE float load_query(u32 *query, float (&added)[2], const Args &a, int head, int first_row, i64 at, int lane) {
+    const int row = first_row + (lane >> 2), t = lane & 3;
     float top = 0;
-#pragma unroll
-    for (int i = 0; i < KEY_WORDS; i++)
-        for (int c = 0; c < 4; c++) {
-            float x = query_at(a, head, row, i, t, c);
-            top = most(top, x < 0 ? -x : x);
-        }
+#pragma unroll 1
+    for (int i = 0; i < 4 * KEY_WORDS; i++) {
+        const float x = query_at(a, head, row, i / 4, t, i % 4);
+        top = most(top, x < 0 ? -x : x);
+    }
     top = most(top, from_other(top, 1));
     top = most(top, from_other(top, 2));
     // a power of two of which all channels are at most a half, so that no scale carries one beyond float16
-    u32 exponent = bits(top) & 0x7f800000u;
-    float unit = number(exponent ? exponent : 0x3f800000u) * 4;
-    float over = 1 / unit;
-#pragma unroll
-    for (int i = 0; i < KEY_WORDS; i++)
-        for (int c = 0; c < 2; c++) {
-            float x = query_at(a, head, row, i, t, 2 * c);
-            float y = query_at(a, head, row, i, t, 2 * c + 1);
-            q[2 * i + c] = halves(x * over, y * over);
+    const u32 exponent = bits(top) & 0x7f800000u;
+    const float unit = number(exponent ? exponent : 0x3f800000u) * 4, over = 1 / unit;
+    float sums[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int i = 0; i < KEY_WORDS; i++) {
+        u32 q[2];
+        for (int c = 0; c < 2; c++)
+            q[c] = halves(query_at(a, head, row, i, t, 2 * c) * over, query_at(a, head, row, i, t, 2 * c + 1) * over);
+        if (POOLED) {
+            const i64 of = at * KEY_WIDTH + channel_of<false>(i, t);
+            const u32 scales[2] = {read_word((const u8 *)(a.key_scale + of)), read_word((const u8 *)(a.key_scale + of + 2))};
+            if (KEY_AFFINE) {
+                const u32 x = read_word((const u8 *)(a.key_zero + of)), y = read_word((const u8 *)(a.key_zero + of + 2));
+                multiply(sums, x, x, y, y, q[0], q[1]);
+            }
+            for (int c = 0; c < 2; c++) q[c] = times(q[c], scales[c]);
         }
-    return a.scale * unit;
+        if (FOLDED) in_order(q, q[0], q[1]);
+        for (int c = 0; c < 2; c++) query_word(query, 2 * i + c, lane) = q[c];
+    }
+    const float factor = a.scale * unit;
+    for (int c = 0; c < 2; c++) added[c] = sums[c] * from_lane(factor, 8 * t + 4 * c);
+    return factor;
 }
 
 // --- the loop --------------------------------------------------------------------------------------------------------
@@ -346,14 +378,10 @@ DEVICE void issue(u8 *stage, const Sources &from, u32 index, u32 at, int lane) {
     if (lane == 0) copy<4>(stage + COUNT, from.count + index);
 }
 
-// the query times the scales of a group of tokens, in the order of codes: of four channels the even ones and the odd ones
+// the query times the scales of a group of tokens, in the order of codes
 template <int COUNT_> DEVICE void fold(u32 (&out)[COUNT_], const u32 *q, const u32 *scales) {
 #pragma unroll
-    for (int i = 0; i < COUNT_; i += 2) {
-        u32 x = scales ? times(q[i], scales[i]) : q[i], y = scales ? times(q[i + 1], scales[i + 1]) : q[i + 1];
-        out[i] = bytes(x, y, 0x5410);
-        out[i + 1] = bytes(x, y, 0x7632);
-    }
+    for (int i = 0; i < COUNT_; i += 2) in_order(out + i, times(q[i], scales[i]), times(q[i + 1], scales[i + 1]));
 }
 
 // products of one word of every lane of keys, of all tokens of a unit, with words i and i + 1 of the query of every span
@@ -374,11 +402,11 @@ DEVICE void multiply_words(float (&s)[TILES][4], const u32 (&word)[EIGHTS], cons
 // from where they are looked for.
 template <bool OTHER>
 DEVICE void score(
-    float (&s)[TILES][4], float (&added)[SPANS][2], const u8 *stage, const u64 (&pairs)[KEY_WORDS], u32 shift, int lane
+    float (&s)[TILES][4], float (&added)[SPANS][2], const u8 *stage, const u32 *query, u32 shift, int lane
 ) {
     using K = Keys<OTHER>;
     // a sign is a number less than a half of a scale beside nought
-    constexpr bool scaled = KEY_BY_CHANNEL && !POOLED, affine = OTHER || KEY_AFFINE;
+    constexpr bool affine = OTHER || KEY_AFFINE;
     constexpr int zeros = OTHER ? 0 : KEY_SPACE;
     const int g = lane >> 2, t = lane & 3;
     const u8 *codes_at = stage + (OTHER ? OTHER_CODES : KEY_CODES), *scales_at = stage + (OTHER ? OTHER_SCALES : KEY_SCALES);
@@ -390,12 +418,12 @@ DEVICE void score(
         u32 folded[SPANS][8], q[8];
 #pragma unroll
         for (int i = 0; i < 8; i += 4) {
-            apart(q[i], q[i + 2], pairs[K::first + 4 * j + i / 2]);
-            apart(q[i + 1], q[i + 3], pairs[K::first + 4 * j + i / 2 + 1]);
+            const Words w = read((const u8 *)(query + (2 * K::first + 8 * j + i) * 32 + lane * 4));
+            q[i] = w.x, q[i + 1] = FOLDED ? w.y : w.z, q[i + 2] = FOLDED ? w.z : w.y, q[i + 3] = w.w;
         }
 #pragma unroll
         for (int span = 0; span < SPANS; span++) {
-            if (scaled) {
+            if (!FOLDED) {
                 const u8 *at = scales_at + span * K::line + (j * 64 + t * 16) * 2;
                 const Words low = read(at), high = read(at + 16);
                 const u32 scales[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -426,12 +454,13 @@ DEVICE void score(
     }
 #pragma unroll
     for (int r = 0; r < K::narrow; r++) {
-        u32 folded[SPANS][2], q[2];
-        apart(q[0], q[1], pairs[K::first + 4 * K::wide + r]);
+        u32 folded[SPANS][2];
+        const Pair pair = read_pair((const u8 *)(query + 2 * (K::first + 4 * K::wide + r) * 32 + lane * 2));
+        const u32 q[2] = {pair.x, pair.y};
 #pragma unroll
         for (int span = 0; span < SPANS; span++) {
             folded[span][0] = q[0], folded[span][1] = q[1];
-            if (scaled) {
+            if (!FOLDED) {
                 const u8 *at = scales_at + span * K::line + (K::wide * 64 + r * 16 + t * 4) * 2;
                 const Pair of_scales = read_pair(at);
                 const u32 scales[2] = {of_scales.x, of_scales.y};
@@ -462,7 +491,7 @@ DEVICE void score(
 
 // S^T of a unit, and what zero points add to it.
 DEVICE void scores(
-    float (&s)[TILES][4], float (&added)[SPANS][2], const u8 *stage, const u64 (&pairs)[KEY_WORDS], u32 shift, int lane
+    float (&s)[TILES][4], float (&added)[SPANS][2], const u8 *stage, const u32 *query, u32 shift, int lane
 ) {
 #pragma unroll
     for (int k = 0; k < TILES; k++)
@@ -470,23 +499,22 @@ DEVICE void scores(
         for (int i = 0; i < 4; i++) s[k][i] = 0;
     float more[SPANS][2];
     if (OTHER_WIDTH) {
-        score<true>(s, more, stage, pairs, shift, lane);
+        score<true>(s, more, stage, query, shift, lane);
         // a sign stands at half the bit that a code of two bits does
 #pragma unroll
         for (int k = 0; k < TILES; k++)
 #pragma unroll
             for (int i = 0; i < 4; i++) s[k][i] *= 1 << digit_of(2 * k + i / 2);
     }
-    score<false>(s, added, stage, pairs, 0, lane);
+    score<false>(s, added, stage, query, 0, lane);
     if (OTHER_WIDTH)
 #pragma unroll
         for (int span = 0; span < SPANS; span++) added[span][0] += more[span][0], added[span][1] += more[span][1];
 }
 
-// Which tokens are there and seen; the others have no logit. ``left`` of the unit's tokens are stored.
-DEVICE void hide(float (&s)[TILES][4], const Args &a, int head, int first_row, int column, int left, int lane) {
+// Which tokens are there and seen; the others have no logit. ``left`` of the unit's tokens are stored, ``mask`` is for them.
+DEVICE void hide(float (&s)[TILES][4], const Args &a, const u8 *mask, int first_row, int left, int lane) {
     const int g = lane >> 2, t = lane & 3;
-    const u8 *mask = a.mask + head / a.kv_heads * a.mask_b + head % a.kv_heads * a.mask_h;
 #pragma unroll
     for (int k = 0; k < TILES; k++)
 #pragma unroll
@@ -495,34 +523,48 @@ DEVICE void hide(float (&s)[TILES][4], const Args &a, int head, int first_row, i
             bool seen = token < left;
             if (MASKED) {
                 const int query = first_row + 2 * t + i % 2;
-                const int at = column + (seen ? token : 0);
-                seen &= mask[SINGLE ? at : at + query % a.queries * a.mask_q] != 0;
+                seen = seen && mask[SINGLE ? token : token + query % a.queries * a.mask_q] != 0;
             }
             if (!seen) s[k][i] = -number(0x7f800000u);
         }
+}
+
+// Whether every query sees all tokens of a unit that the lane looks at.
+DEVICE bool all_seen(const Args &a, const u8 *mask, int left, int lane) {
+    bool seen = true;
+    for (int query = 0; query < (SINGLE ? 1 : a.queries); query++)
+#pragma unroll
+        for (int token = 0; token < UNIT; token += 32)
+            if (token + lane < left) seen &= mask[query * a.mask_q + token + lane] != 0;
+    return seen;
 }
 
 // Of tokens of a digit: what their logits are multiplied by for its place, and what is added to the exponents of their weights.
 DEVICE constexpr float place_of(int eight) { return 1.f / (1 << (digit_of(eight) * BITS)); }
 DEVICE constexpr float lift_of(int eight) { return LIFT - digit_of(eight) * BITS; }
 
-// Exponents of weights, to base 2 and lifted.
-DEVICE void exponents(
-    float (&x)[TILES][4], const float (&s)[TILES][4], const float (&factor)[2], const float (&added)[SPANS][2]
-) {
+// Exponents of weights, to base 2 and lifted, in the place of logits; whether one is too large.
+DEVICE bool exponents(float (&x)[TILES][4], const State &state, const float (&factor)[2], const float (&added)[SPANS][2]) {
+    bool grown = false;
 #pragma unroll
     for (int k = 0; k < TILES; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            x[k][i] = s[k][i] * (factor[i % 2] * place_of(2 * k + i / 2)) + (added[k / SPAN][i % 2] + lift_of(2 * k + i / 2));
+        for (int i = 0; i < 4; i++) {
+            const float lift = lift_of(2 * k + i / 2), above = added[k / SPAN][i % 2] - state.highest[i % 2];
+            x[k][i] = x[k][i] * (factor[i % 2] * place_of(2 * k + i / 2)) + (above + lift);
+            grown = grown | (x[k][i] > RISE + lift);
+        }
+    return grown;
 }
 
-// The maximum has grown: all that was found is rescaled.
-DEVICE void rescale(State &state, const float (&s)[TILES][4], const float (&factor)[2], const float (&added)[SPANS][2]) {
+// Raise the maximum to that of these logits, if it is larger, and rescale all that was found.
+DEVICE void raise(State &state, const float (&s)[TILES][4], const float (&factor)[2], const float (&added)[SPANS][2]) {
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         float top = state.highest[c];
+#pragma unroll
         for (int k = 0; k < TILES; k++)
+#pragma unroll
             for (int i = c; i < 4; i += 2)
                 top = most(top, s[k][i] * (factor[c] * place_of(2 * k + i / 2)) + added[k / SPAN][c]);
         for (int step = 4; step < 32; step *= 2) top = most(top, from_other(top, step));
@@ -666,6 +708,8 @@ DEVICE void collect(State &state, const u32 (&p)[TILES][2], const u8 *stage, int
 constexpr int FOUND = 8 * WIDTH + 16;
 constexpr int SHARED = 4 * (STAGES * STAGE > FOUND * 4 ? STAGES * STAGE : FOUND * 4);
 
+constexpr int QUERY = SHARED + (POOLED ? FOUND * 4 : 0);
+
 DEVICE constexpr int channel_of_byte(int byte, int g) {
     const int each = WIDTH / GROUPS / 8;
     return byte / each * (WIDTH / GROUPS) + g * each + byte % each;
@@ -702,10 +746,11 @@ DEVICE void put(float *found, const State &state, const Args &a, i64 at, int lan
 // result.
 DEVICE void merge(const float *found, float *carried, bool first, bool last, const Args &a, int first_row, i64 slot) {
     constexpr int EACH = 8 * WIDTH / 128;
+    const int me = thread_again();
     float x[EACH], top[EACH], total[EACH];
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        const int i = thread() + 128 * j, column = i / WIDTH, parts = first ? 4 : 5;
+        const int i = me + 128 * j, column = i / WIDTH, parts = first ? 4 : 5;
         top[j] = NONE, total[j] = 0, x[j] = 0;
         for (int k = 0; k < parts; k++) top[j] = most(top[j], (k < 4 ? found + k * FOUND : carried)[8 * WIDTH + column]);
         for (int k = 0; k < parts; k++) {
@@ -718,7 +763,7 @@ DEVICE void merge(const float *found, float *carried, bool first, bool last, con
     wait_for_block();
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        const int i = thread() + 128 * j, column = i / WIDTH, row = first_row + column;
+        const int i = me + 128 * j, column = i / WIDTH, row = first_row + column;
         if (!last) {
             carried[i] = x[j];
             if (i % WIDTH == 0) carried[8 * WIDTH + column] = top[j], carried[8 * WIDTH + 8 + column] = total[j];
@@ -759,51 +804,24 @@ DEVICE int owner(const Args &a, int page) {
     return head;
 }
 
-template <bool VALUE> struct Truth { static constexpr bool value = VALUE; };
+// Units of a head that are read alike; whether they are the first and the last of the head in this share.
+struct Run { int head, first, stop; bool begins, ends; };
 
 // Units ``first`` to ``last`` of a head, every fourth of them for a warp.
-DEVICE void attend_units(State &state, u8 *ring, const Args &a, int head, int first_row, u32 first, u32 last) {
+DEVICE void attend_units(
+    State &state, u8 *ring, u32 *query, const Args &a, int head, int first_row, u32 first, u32 last
+) {
     const int lane = thread() % 32, warp = thread() / 32, g = lane >> 2, t = lane & 3;
-    u32 q[2 * KEY_WORDS];
-    const float by_row = load_query(q, a, head, first_row + g, t);
-    float unit[2], factor[2], constant[2] = {0, 0};
+    float constant[2];
+    const float by_row = load_query(query, constant, a, head, first_row, a.meta[a.table[first / UNITS]], lane);
+    float unit[2], factor[2];
 #pragma unroll
     for (int c = 0; c < 2; c++) {
         unit[c] = from_lane(by_row, 8 * t + 4 * c);
         factor[c] = unit[c] * SMALLEST;
     }
-    if (POOLED) {
-        const i64 row = (i64)a.meta[a.table[first / UNITS]] * KEY_WIDTH;
-        float sums[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int i = 0; i < KEY_WORDS; i++) {
-            const i64 at = row + channel_of<false>(i, t);
-            const u32 scales[2] = {read_word((const u8 *)(a.key_scale + at)), read_word((const u8 *)(a.key_scale + at + 2))};
-            if (KEY_AFFINE) {
-                const u32 x = read_word((const u8 *)(a.key_zero + at)), y = read_word((const u8 *)(a.key_zero + at + 2));
-                multiply(sums, x, x, y, y, q[2 * i], q[2 * i + 1]);
-            }
-            u32 folded[2];
-            fold(folded, q + 2 * i, scales);
-            q[2 * i] = folded[0], q[2 * i + 1] = folded[1];
-        }
-        for (int c = 0; c < 2; c++) constant[c] = sums[c] * unit[c];
-    } else if (!KEY_BY_CHANNEL) {
-        u32 folded[2 * KEY_WORDS];
-        fold(folded, q, nullptr);
-#pragma unroll
-        for (int i = 0; i < 2 * KEY_WORDS; i++) q[i] = folded[i];
-    }
-
-    // even and odd words of four apart, those of a narrow run together
-    u64 pairs[KEY_WORDS];
-#pragma unroll
-    for (int i = 0; i < KEY_WORDS; i++) {
-        const int first = i < Keys<true>::first ? 0 : Keys<true>::first, j = i - first;
-        const bool wide = j < 4 * (first ? Keys<true>::wide : Keys<false>::wide);
-        const int x = 2 * first + (wide ? j / 2 * 4 + j % 2 : 2 * j), y = wide ? x + 2 : x + 1;
-        pairs[i] = (u64)q[y] << 32 | q[x];
-    }
+    // every warp has written the same
+    wait_for_block();
 
     const u32 mine = first + warp;
     Sources from = {
@@ -824,28 +842,27 @@ DEVICE void attend_units(State &state, u8 *ring, const Args &a, int head, int fi
         index = a.table[mine / UNITS], next = a.table[at_most(mine + 4, last - 1) / UNITS];
         if (!POOLED) at = a.meta[index];
     }
-    u32 ahead = mine;
+#pragma unroll 1
     for (int i = 0; i < STAGES; i++) {
-        if (ahead < last) {
+        if (mine + 4 * i < last) {
             issue(ring + i * STAGE, from, index, at, lane);
             index = next;
             if (!POOLED) at = a.meta[index];
-            next = a.table[at_most(ahead + 8, last - 1) / UNITS];
+            next = a.table[at_most(mine + 4 * (i + 2), last - 1) / UNITS];
         }
         copies_end();
-        ahead += 4;
     }
     int slot = 0;
     u32 now = mine;
-    float s[TILES][4], sums[SPANS][2];
-    // whether a unit is done: not if its logits are too large, and the maximum has to be raised before
-    const auto unit_done = [&](u8 *stage, int left, auto hidden) {
-        float added[SPANS][2], x[TILES][4];
-        scores(s, added, stage, pairs, shift, lane);
+    const u8 *mask = a.mask + head / a.kv_heads * a.mask_b + head % a.kv_heads * a.mask_h + place * UNIT;
+    if (MASKED) keep(mask);
+    // logits of a unit but for place and query, and what is to be added to them
+    const auto score_unit = [&](float (&s)[TILES][4], float (&sums)[SPANS][2], const u8 *stage) {
+        scores(s, sums, stage, query, shift, lane);
 #pragma unroll
         for (int span = 0; span < SPANS; span++)
 #pragma unroll
-            for (int c = 0; c < 2; c++) sums[span][c] = KEY_BY_CHANNEL && !POOLED ? added[span][c] * unit[c] : constant[c];
+            for (int c = 0; c < 2; c++) sums[span][c] = FOLDED ? constant[c] : sums[span][c] * unit[c];
         if (!KEY_BY_CHANNEL) {
 #pragma unroll
             for (int k = 0; k < TILES; k++)
@@ -855,52 +872,48 @@ DEVICE void attend_units(State &state, u8 *ring, const Args &a, int head, int fi
                     s[k][2 * h] *= scale, s[k][2 * h + 1] *= scale;
                 }
         }
-        if (hidden.value)
-            hide(s, a, head, first_row, (MASKED ? a.columns[now / UNITS] : 0) + place * UNIT, left, lane);
-        float above[SPANS][2];
-#pragma unroll
-        for (int span = 0; span < SPANS; span++)
-#pragma unroll
-            for (int c = 0; c < 2; c++) above[span][c] = sums[span][c] - state.highest[c];
-        exponents(x, s, factor, above);
-        bool grown = false;
-#pragma unroll
-        for (int k = 0; k < TILES; k++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) grown = grown | (x[k][i] > RISE + lift_of(2 * k + i / 2));
-        if (any(grown)) return false;
+    };
+    // weights and values of a unit, and its place for the next one
+    const auto finish_unit = [&](u8 *stage, float (&x)[TILES][4]) {
         u32 p[TILES][2];
         weigh(p, x);
         collect(state, p, stage, lane);
         wait_for_warp();
-        if (ahead < last) issue(stage, from, index, at, lane);
+        if (now + 4 * STAGES < last) issue(stage, from, index, at, lane);
         copies_end();
         index = next;
         if (!POOLED) at = a.meta[index];
-        next = a.table[at_most(ahead + 8, last - 1) / UNITS];
-        ahead += 4, now += 4;
+        next = a.table[at_most(now + 4 * (STAGES + 2), last - 1) / UNITS];
+        now += 4;
         slot = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
-        return true;
     };
     while (now < last) {
         // what stands here keeps this loop and the one inside apart
         wait_for_warp();
-        bool grown = false;
-        u8 *stage = ring;
-        int left = UNIT;
-        // what is rare is done outside: to raise the maximum, and to read a unit of which a part is stored
         while (now < last) {
             wait_for_copies<STAGES - 1>();
             wait_for_warp();
-            stage = ring + slot;
-            left = *(const int *)(stage + COUNT) - (int)place * UNIT;
-            if (!MASKED && left < UNIT) break;
-            grown = !unit_done(stage, left, Truth<MASKED>());
-            if (grown) break;
+            u8 *stage = ring + slot;
+            const int left = *(const int *)(stage + COUNT) - (int)place * UNIT;
+            bool rare = left < UNIT;
+            if (MASKED) rare = rare || !all_seen(a, mask + a.columns[now / UNITS], left, lane);
+            float x[TILES][4], sums[SPANS][2];
+            score_unit(x, sums, stage);
+            rare = exponents(x, state, factor, sums) | rare;
+            if (any(rare)) break;
+            finish_unit(stage, x);
         }
-        if (grown) rescale(state, s, factor, sums);
-        else if (!MASKED && now < last)
-            while (!unit_done(stage, left, Truth<true>())) rescale(state, s, factor, sums);
+        if (now < last) {
+            // once more where tokens are hidden, or the maximum has to be raised
+            u8 *stage = ring + slot;
+            const int left = *(const int *)(stage + COUNT) - (int)place * UNIT;
+            float x[TILES][4], sums[SPANS][2];
+            score_unit(x, sums, stage);
+            hide(x, a, MASKED ? mask + a.columns[now / UNITS] : nullptr, first_row, left, lane);
+            raise(state, x, factor, sums);
+            exponents(x, state, factor, sums);
+            finish_unit(stage, x);
+        }
     }
     wait_for_copies<0>();
 }
@@ -908,31 +921,38 @@ DEVICE void attend_units(State &state, u8 *ring, const Args &a, int head, int fi
 KERNEL attend(const Args a) {
     u8 *memory = shared_memory();
     float *found = (float *)memory, *carried = (float *)(memory + SHARED);
-    const int warp = thread() / 32, program = block(0), first_row = block(1) * 8;
+    u32 *query = (u32 *)(memory + QUERY);
+    // what is only needed between runs is not kept in registers
+    Run *run = (Run *)(memory + QUERY + 256 * KEY_WORDS);
     const int units = a.cu_pages[a.heads] * UNITS, share = (units + blocks() - 1) / blocks();
-    int first = program * share;
-    const int last = at_most(first + share, units);
-    if (first >= last) return;
-    for (int head = owner(a, first / UNITS); first < last; head++) {
-        const int end = at_most(a.cu_pages[head + 1] * UNITS, last);
-        for (int begin = first; begin < end;) {
-            const int stop = POOLED ? at_most(run_of(a, memory, begin / UNITS, (end + UNITS - 1) / UNITS) * UNITS, end) : end;
-            State state;
-            state.highest[0] = state.highest[1] = NONE;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                state.sums[i] = 0;
-#pragma unroll
-                for (int j = 0; j < 2 * WORDS; j++) state.out[j][i] = 0;
-            }
-            attend_units(state, memory + warp * STAGES * STAGE, a, head, first_row, begin, stop);
-            wait_for_block();
-            put(found + warp * FOUND, state, a, a.meta[a.table[begin / UNITS]], thread() % 32);
-            wait_for_block();
-            merge(found, carried, begin == first, stop == end, a, first_row, (i64)program + head);
-            wait_for_block();
-            begin = stop;
+    int first = block(0) * share;
+    if (first >= units) return;
+    int head = owner(a, first / UNITS);
+    bool begins = true;
+    while (first < at_most((block(0) + 1) * share, units)) {
+        const int end = at_most(a.cu_pages[head + 1] * UNITS, at_most((block(0) + 1) * share, units));
+        if (first >= end) {
+            head++;
+            continue;
         }
-        first = end > first ? end : first;
+        const int stop = POOLED ? at_most(run_of(a, memory, first / UNITS, (end + UNITS - 1) / UNITS) * UNITS, end) : end;
+        if (thread() == 0) *run = {head, first, stop, begins, stop == end};
+        State state;
+        state.highest[0] = state.highest[1] = NONE;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            state.sums[i] = 0;
+#pragma unroll
+            for (int j = 0; j < 2 * WORDS; j++) state.out[j][i] = 0;
+        }
+        attend_units(state, memory + thread() / 32 * (STAGES * STAGE), query, a, head, block(1) * 8, first, stop);
+        wait_for_block();
+        const int me = thread_again();
+        put(found + me / 32 * FOUND, state, a, POOLED ? a.meta[a.table[run->first / UNITS]] : 0, me % 32);
+        wait_for_block();
+        head = run->head, first = run->stop;
+        merge(found, carried, run->begins, run->ends, a, block(1) * 8, (i64)block(0) + head);
+        begins = run->ends;
+        wait_for_block();
     }
 }

@@ -62,10 +62,10 @@ def importance_cost(
     batch: int, heads: int, kv: int, queries: int, keys: int, width: int, bytes_each: int
 ) -> tuple[int, int]:
     """Bytes that the two launches have to move at least, and the floating-point operations of their products, plain causal
-    attention."""
+    attention whose queries all count the same."""
     pairs = queries * (keys - queries) + queries * (queries + 1) // 2
     read = 2 * bytes_each * batch * width * (heads * queries + kv * keys)
-    return read + 4 * batch * (2 * heads * queries + queries + heads * keys), 4 * batch * heads * width * pairs
+    return read + 4 * batch * heads * (2 * queries + keys), 4 * batch * heads * width * pairs
 
 
 def _check(

@@ -1,7 +1,8 @@
 """Attention importance as two Triton programs, each a streamed pass over queries and keys.
 
-The first finds the logarithm of every query's sum of exponentials, the second sums the probabilities of every key. No part of
-the attention matrix is stored, and no sum depends on the order of arrival.
+The first finds the logarithm of every query's sum of exponentials, the second sums the probabilities of every key. Where there
+are few queries the first splits the keys, and a third puts its parts together in between. No part of the attention matrix is
+stored, and no sum depends on the order of arrival.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from ..launch import enqueue
 #: programs that keep a GPU busy; the first pass over few queries splits the keys to get there
 PROGRAMS = 512
 
+#: parts and queries that are put together at once
+PARTS, ROWS = 32, 64
+
 
 def importance_kernel(
     query: Tensor, key: Tensor, scaling: float, weight: Tensor | None, valid: Tensor | None, visible: Tensor | None
 ) -> Tensor:
-    """:func:`.importance` per query head in two launches."""
+    """:func:`.importance` per query head in two launches, or three for few queries."""
     (batch, heads, queries, width), (keys, kv) = query.shape, (key.shape[2], key.shape[1])
     # heads and tokens may lie anywhere; only their channels lie together
     query, key = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key.to(query.dtype)))
@@ -31,7 +35,6 @@ def importance_kernel(
     block_k = tile["BLOCK_K"]
     splits = min(triton.cdiv(keys, block_k), max(1, PROGRAMS // (batch * kv * triton.cdiv(rows, tile["BLOCK_Q"]))))
     share = triton.cdiv(triton.cdiv(keys, block_k), splits) * block_k
-    weight = query.new_ones(batch, queries, dtype=torch.float32) if weight is None else weight.contiguous()
     there = key if valid is None else valid.contiguous().view(torch.uint8)
     seen = key if visible is None else visible.contiguous().view(torch.uint8)
     seen_heads = 1 if visible is None else visible.shape[1]
@@ -40,13 +43,19 @@ def importance_kernel(
     partial = torch.empty(splits, batch * kv, rows, device=query.device)
     blocks = triton.cdiv(rows, tile["BLOCK_Q"])
     grid: tuple[int, ...] = (blocks, batch * kv, splits)
-    enqueue(_row_sums, grid, query, key, there, seen, partial, *sizes, share, *steps, **given, **tile)
-    total = partial[0] if splits == 1 else torch.logsumexp(partial * math.log(2.0), 0) / math.log(2.0)
-    # a query that sees no key pays nothing: every difference to it is minus infinity
-    total = total.masked_fill_(total < -1e29, torch.inf)
+    enqueue(
+        _row_sums, grid, query, key, there, seen, partial, *sizes, share, *steps, **given, **tile, WHOLE_ROW=splits == 1
+    )
+    total = partial[0]
+    if splits > 1:
+        enqueue(
+            _put_together, (triton.cdiv(total.numel(), ROWS),), partial, total.numel(), splits, PARTS=PARTS, ROWS=ROWS
+        )
     sums = torch.empty(batch, heads, keys, device=query.device)
     grid = (triton.cdiv(keys, block_k), batch * kv)
-    enqueue(_column_sums, grid, query, key, there, seen, total, weight, sums, *sizes, *steps, **given, **tile)
+    counts = total if weight is None else weight.contiguous()
+    mine = key, there, seen, total, counts, 0 if weight is None else queries, sums
+    enqueue(_column_sums, grid, query, *mine, *sizes, *steps, **given, **tile)
     return sums
 
 
@@ -127,6 +136,7 @@ def _row_sums(
     query_row, query_head, query_token, key_row, key_head, key_token,
     VALID: tl.constexpr, VISIBLE: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """Of every query head and query, the logarithm of the sum of exponentials over a share of the keys."""
     row = tl.program_id(1).to(tl.int64)
@@ -155,18 +165,42 @@ def _row_sums(
         )  # fmt: skip
         _, _, most, total = weighed(logits, most, total)
     out = (split * tl.num_programs(1) + row) * rows + r
-    tl.store(partial + out, most + tl.log2(total), mask=of)
+    found = most + tl.log2(total)
+    if WHOLE_ROW:
+        found = _settled(found)
+    tl.store(partial + out, found, mask=of)
 
 
-@jit(do_not_specialize=["queries", "keys"])
+@jit
+def _settled(total):
+    """A query that sees no key pays nothing: every difference to infinity is minus infinity."""
+    return tl.where(total < -1e29, float("inf"), total)
+
+
+@jit(do_not_specialize=["count", "splits"])
+def _put_together(partial, count, splits, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """Of parts ``[splits, count]``, logarithms of sums to base 2, that of the whole sum, in place of the first part."""
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = at < count
+    most, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    for first in range(0, splits, PARTS):
+        part = first + tl.arange(0, PARTS)
+        where = partial + at[:, None] + part[None, :].to(tl.int64) * count
+        found = tl.load(where, mask=there[:, None] & (part < splits)[None, :], other=float("-inf"))
+        _, _, most, total = weighed(found, most, total)
+    tl.store(partial + at, _settled(most + tl.log2(total)), mask=there)
+
+
+@jit(do_not_specialize=["given", "queries", "keys"])
 def _column_sums(
-    query, key, valid, visible, total, weight, sums,
+    query, key, valid, visible, total, weight, given, sums,
     queries, keys, kv, groups, seen_heads, width, scale,
     query_row, query_head, query_token, key_row, key_head, key_token,
     VALID: tl.constexpr, VISIBLE: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of every query head and key, the sum over queries of weight times probability."""
+    """Of every query head and key, the sum over queries of weight times probability; the first ``given`` have a weight, which
+    is 1 of the others."""
     row = tl.program_id(1).to(tl.int64)
     query += row // kv * query_row
     key += row // kv * key_row + row % kv * key_head
@@ -195,6 +229,6 @@ def _column_sums(
                 VALID, VISIBLE, WHOLE, BLOCK_Q, BLOCK_K, BLOCK_D,
             )  # fmt: skip
             sum_of = tl.load(total + head * queries + i, mask=of, other=float("inf"))
-            counts = tl.load(weight + i, mask=of, other=0.0)
+            counts = tl.load(weight + i, mask=of & (i < given), other=1.0)
             paid += tl.exp2(logits - sum_of[:, None]) * counts[:, None]
         tl.store(sums + head * keys + j, tl.sum(paid, 0), mask=j < keys)

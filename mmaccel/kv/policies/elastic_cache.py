@@ -24,9 +24,10 @@ class ElasticCache(Policy):
     *Efficient Inference of Vision Instruction-Following Models with Elastic Cache*, ECCV 2024, arXiv 2407.18121.
 
     At the end of the prompt ``s_k = sum_q mean_h A[h, q, k]``; the best keys are anchors, and every other key is merged
-    into the anchor nearest to it in the sequence, keys and values by their mean. While decoding (``every=1``; ``growth`` is
+    into the anchor nearest to it in the sequence, keys and values by their mean. While decoding (``growth`` is
     the share of new tokens by which the cache grows) the key ``distance`` slots from the end is evicted, whatever its score,
-    so that both the beginning and the newest keys stay.
+    so that both the beginning and the newest keys stay; as soon as there is one too many with ``every=1``, as in the paper,
+    and with ``every=16``, as in the recipe ``elastic-cache-decode``, eight neighbours around that slot at a time.
 
     ``variant="official"``: the scores are sorted, and the *places* in the sorted list, instead of ranks, are compared with the
     number to drop, so that the anchors are not the best keys.

@@ -54,8 +54,14 @@ class ExpectedAttention(Policy):
             raise MmaccelError("expected-attention scores the keys of a prompt when it ends; leave out every and cap.")
 
     def check(self, family: ModelFacts) -> None:
-        """Refuse models without a separate query projection, whose outputs are the queries before RoPE."""
+        """Refuse models without a separate query projection, whose outputs are the queries before RoPE, and another RoPE than
+        the one the rotation above is of."""
         super().check(family)
+        if not family.halves:
+            raise UnsupportedError(
+                f"expected-attention turns queries as two halves in every layer, and RoPE of {family.name} turns pairs, or "
+                "leaves layers out; use snapkv."
+            )
         if any(not hasattr(family.attention_in(layer), "q_proj") for layer in range(family.depth)):
             raise UnsupportedError(
                 "expected-attention looks at queries before RoPE, and this model has no q_proj where they come from; use "

@@ -29,8 +29,8 @@ class SqueezedAttention(ReadingPolicy):
     The visual keys of every KV head are clustered by cosine once a prompt has been read. A key's attention is estimated as that
     of its cluster's mean key, ``exp(q . c) / sum_j N_j exp(q . c_j)``. Keys above one threshold are read, which is the same for
     all layers and heads: that of which the estimates for the last queries of the prompt, averaged over these, exceed the
-    share ``retain``. So layers, heads and steps read more or less than that. The authors cluster a fixed context beforehand; a
-    video that is asked about in several turns is one.
+    share ``retain``. So layers, heads and steps read more or less than that, and more of packed pages, which are read as a
+    whole. The authors cluster a fixed context beforehand; a video that is asked about in several turns is one.
 
     Parameters
     ----------
@@ -86,11 +86,11 @@ class SqueezedAttention(ReadingPolicy):
         own = torch.full_like(size, int(self.clusters)) if isinstance(self.clusters, int) else None
         own = (self.clusters * size.double() + 0.5).long() if own is None else own
         own = torch.minimum(own.clamp(min=1, max=most), size)
-        # the keys that are there stand in front
         start = torch.arange(most, device=keys.device)
         absent = start >= own[..., None]
         at = (2 * start + 1) * size[..., None] // (2 * own[..., None].clamp(min=1))
-        at = at.clamp(max=keys.shape[2] - 1)[..., None].expand(-1, -1, -1, keys.shape[3])
+        at = there.byte().argsort(dim=-1, descending=True, stable=True).gather(2, at.clamp(max=keys.shape[2] - 1))
+        at = at[..., None].expand(-1, -1, -1, keys.shape[3])
         directions = torch.nn.functional.normalize(keys.float(), dim=-1)
         doubled, gone = 2 * directions, ~there
         centres = directions.gather(2, at)

@@ -26,8 +26,9 @@ class StreamingLLM(Policy):
     ----------
     sinks : keys at the start of the prompt that stay. 4 as in the paper.
 
-    Paper and program: the program evicts at every step, from text too (here ``every=1, joint=True``), and rotates the kept
-    keys anew, so that positions count cache slots and the text can grow without limit. Here keys keep their positions.
+    Paper and program: the program evicts at every step, from text too (here ``every=1, joint=True``; ``every=16`` in the recipe
+    ``streaming-llm-decode``), and rotates the kept keys anew, so that positions count cache slots and the text can grow without
+    limit. Here keys keep their positions.
     """
 
     name = "streaming-llm"
