@@ -21,6 +21,7 @@ from mmaccel.families import described, families, family_of
 from mmaccel.integrations import vllm
 from mmaccel.integrations.vllm import ARCHITECTURES, checks, digits
 from mmaccel.integrations.vllm.architectures import joined
+from mmaccel.integrations.vllm.model import ReducedModel
 from mmaccel.integrations.vllm.plan import ServingPlan
 from mmaccel.integrations.vllm.positions import Place, expanded, filled_in, provisional
 from mmaccel.integrations.vllm.settings import Settings, as_integers, from_integers, settings_of
@@ -55,7 +56,9 @@ def plan(family: str, which, **overrides) -> ServingPlan:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_positions_travel_exactly(dtype):
     # every frame of an hour of video at 24 a second, and the ends of the range
-    positions = torch.cat([torch.arange(24 * 3600), torch.tensor([digits.BASE**digits.DIGITS - 1])]).repeat(3, 1)
+    positions = torch.cat([torch.arange(24 * 3600), torch.tensor([digits.BASE**digits.DIGITS - 1])]).repeat(
+        digits.NUMBERS, 1
+    )
     positions[1] = positions[1].flip(0)
     written = digits.written(positions, dtype)
     assert written.dtype == dtype and written.shape == (positions.shape[1], digits.CHANNELS)
@@ -66,7 +69,7 @@ def test_positions_travel_exactly(dtype):
 def test_positions_out_of_range_are_refused():
     for wrong in (-1, digits.BASE**digits.DIGITS):
         with pytest.raises(ValueError, match="can be written"):
-            digits.written(torch.full((3, 1), wrong), torch.float32)
+            digits.written(torch.full((digits.NUMBERS, 1), wrong), torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------- positions
@@ -84,16 +87,19 @@ def mrope(lengths: list[tuple[str, tuple[int, int, int]]], step: int = 1) -> tup
     return torch.cat(parts, 1), at
 
 
+@pytest.mark.parametrize("tail", [5, 0])
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_kept_tokens_and_text_stand_where_they_stood(chunk):
+def test_kept_tokens_and_text_stand_where_they_stood(chunk, tail):
     shape = [("text", (4, 1, 1)), ("picture", (1, 8, 2)), ("text", (3, 1, 1)), ("picture", (3600, 2, 2))]
-    whole, at = mrope([*shape, ("text", (5, 1, 1))], step=2)
+    whole, at = mrope([*shape, *([("text", (tail, 1, 1))] if tail else [])], step=2)
     assert int(whole.max()) > 7000
     stays = torch.ones(whole.shape[1], dtype=torch.bool)
     for seed, part in enumerate(at):
         generator = torch.Generator().manual_seed(seed)
         stays[part] = torch.rand(part.stop - part.start, generator=generator) < 0.01
-        stays[part.stop - 1] = True
+        # the last token of a prompt that ends in a picture goes
+        stays[part.stop - 1] = tail > 0
+        stays[part.start] = not tail
     visual = torch.zeros_like(stays)
     for part in at:
         visual[part] = True
@@ -106,27 +112,60 @@ def test_kept_tokens_and_text_stand_where_they_stood(chunk):
         places.append(Place.of_one_run(start, reduced[start : start + len(run)], run, part.stop - part.start))
     tokens, starts = expanded(reduced, places)
     assert len(tokens) == whole.shape[1] and starts == [part.start for part in at]
-    positions, delta = provisional(whole, places, starts, [0, 0])
-    assert positions.shape[1] + delta == int(whole.max()) + 1
+    made = provisional(whole, places, starts, [0, 0])
+    positions, behind = made[:, :-1], int(whole.max()) + 1
+    assert made[:, -1].tolist() == [behind] * 3
     text = ~left
     assert torch.equal(positions[:, text], whole[:, stays][:, text])
     assert int(positions[:, left].max()) < 0
 
-    rows = torch.cat([(whole[:, part] - whole[0, part.start])[:, stays[part]] for part in at], 1)
+    rows = torch.cat([_rows(whole, part, stays) for part in at], 1)
     for again in range(2):  # the second time is a request that was preempted
         for start in range(0, positions.shape[1], chunk):
-            window = left[start : start + chunk]
-            first = int(left[:start].sum())
-            positions = filled_in(positions, left, start, rows[:, first : first + int(window.sum())])
+            first, window = int(left[:start].sum()), int(left[start : start + chunk].sum())
+            if window:
+                positions, said = filled_in(positions, left, start, rows[:, first : first + window])
         assert torch.equal(positions, whole[:, stays]), again
+        assert said == (behind - tail)
+
+
+def _rows(whole: torch.Tensor, part: slice, stays: torch.Tensor) -> torch.Tensor:
+    """What comes with the tokens that stay of a picture."""
+    from_its_start = whole[:, part] - whole[0, part.start]
+    behind = from_its_start.new_full((1, from_its_start.shape[1]), int(from_its_start.max()) + 1)
+    return torch.cat([from_its_start, behind])[:, stays[part]]
+
+
+@pytest.mark.parametrize("tail", [3, 0])
+def test_both_runners_of_vllm_are_told_the_same_positions(tail):
+    """One asks at every step, with what it was given before; the other where there are embeddings, without the last column."""
+    whole, (part,) = mrope([("text", (2, 1, 1)), ("picture", (1, 4, 6)), *([("text", (tail, 1, 1))] if tail else [])])
+    stays = torch.ones(whole.shape[1], dtype=torch.bool)
+    stays[part] = torch.arange(24) % 5 == 1
+    served = object.__new__(ReducedModel)
+    served.plan = plan("qwen2_5_vl", "divprune", retain=0.25)
+    token, count = served.plan.placeholder("image"), int(stays[part].sum())
+    ids = [1, 1] + [token] * count + [1] * tail
+    place = Place.of_one_run(2, [token] * count, torch.ones(count, dtype=torch.bool), 24)
+    made = provisional(whole, [place], [2], [0])
+    features = torch.randn(count, 8, generator=torch.Generator().manual_seed(0))
+    rows = torch.cat([features, digits.written(_rows(whole, part, stays), torch.float32)], 1)
+    next_less_n = int(whole.max()) + 1 - len(ids)
+
+    parts, filled, delta = served.recompute_mrope_positions(ids, [rows[:2]], made, 0)
+    parts, filled, delta = served.recompute_mrope_positions(ids, [rows[2:]], filled, 4)
+    assert torch.equal(parts[0], features[2:]) and torch.equal(filled[:, :-1], whole[:, stays]) and delta == next_less_n
+    assert served.recompute_mrope_positions(ids, [], filled, len(ids))[2] == next_less_n
+
+    _, narrow, delta = served.recompute_mrope_positions(torch.tensor(ids), [rows], made[:, :-1].int().long(), 0)
+    assert torch.equal(narrow, whole[:, stays]) and delta == next_less_n
 
 
 def test_text_may_be_numbered_as_transformers_numbers_it():
     whole, (part,) = mrope([("text", (2, 1, 1)), ("picture", (6, 2, 2)), ("text", (3, 1, 1))], step=4)
     place = Place.of_one_run(2, [9, 9], torch.ones(2, dtype=torch.bool), 24)
     ahead = int(whole[0, part].max() - whole[1:, part].max())
-    positions, delta = provisional(whole, [place], [2], [ahead])
-    assert positions[0].tolist() == [0, 1, -3, -3, 4, 5, 6] and delta == 0
+    assert provisional(whole, [place], [2], [ahead])[0].tolist() == [0, 1, -3, -3, 4, 5, 6, 7]
 
 
 # ------------------------------------------------------------------------------------------------------------- counts

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import zoo
+from serving import answers
 
 from mmaccel.errors import MmaccelError
 from mmaccel.integrations.vllm import ARCHITECTURES
@@ -36,3 +37,14 @@ def test_the_page_says_which_families_serve_which_recipes() -> None:
             here = where == "everywhere" or name in re.split(", ", where)
             for recipe in re.findall(r"`([\w-]+)`", recipes):
                 assert _serves(family, architecture, recipe) == here, (name, recipe)
+
+
+def test_the_page_says_how_many_answers_are_equal() -> None:
+    """Of a hundred questions or more about every kind of medium, and as many are equal as must be."""
+    lines = answers.kept(Path(__file__).parents[2] / answers.RESULTS)
+    assert {line.shown for line in lines} == set(answers.ASKED) and all(line.asked >= 100 for line in lines)
+    assert len(lines) == len(answers.ASKED) * (2 + len(answers.RECIPES)) and all(map(answers.agrees, lines))
+    for line in lines:
+        row = [line.shown, line.recipe, line.against, str(line.asked), str(line.equal)]
+        assert f"| {' | '.join(row)} |" in PAGE
+        assert all(f"- {sentence}" in PAGE for sentence in line.differ)

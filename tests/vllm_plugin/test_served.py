@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +16,7 @@ import tiny
 import torch
 from vllm.config import VllmConfig
 
-from mmaccel.integrations.vllm import checks, digits, register
+from mmaccel.integrations.vllm import checks, register
 
 pytestmark = pytest.mark.vllm
 
@@ -128,6 +131,26 @@ def test_kept_positions_are_those_of_the_unreduced_prompt():
     assert torch.equal(whole[:, -shipped.TOKENS :], kept[:, -shipped.TOKENS :])
 
 
+@pytest.mark.parametrize("numbering", ["vllm", "transformers"])
+def test_what_follows_a_prompt_that_ends_in_a_picture_stands_where_it_stood(numbering):
+    """Its last token, and those that say how large it is, may be among those that go."""
+    made = shipped.prompts("existence", "motion", count=1)
+    asked = [shipped.request(QWEN, one) for one in (made[0], shipped.slow(made[1], 120.0))]
+    for one in asked:
+        one["prompt"] = one["prompt"][: one["prompt"].rindex("_pad|>") + len("_pad|>")]
+    seen = []
+    for recipe in ({"recipe": "none"}, {"recipe": "divprune", "retain": 3}):
+        positions: list[torch.Tensor] = []
+        with engine(QWEN, {**recipe, "numbering": numbering}, max_model_len=4096, max_num_batched_tokens=64) as llm:
+            shipped.watch(llm, positions)
+            for one in asked:
+                positions.clear()
+                shipped.length(llm, one)
+                # of the tokens that were answered, the last of which nothing follows
+                seen.append(torch.cat(positions, 1)[0, 1 - shipped.TOKENS :].tolist())
+    assert seen[:2] == seen[2:]
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 @pytest.mark.parametrize(
     "recipe, options, said",
@@ -179,7 +202,26 @@ def test_registering_again_changes_nothing():
     register()
     register()
     assert VllmConfig.try_verify_and_update_config is guarded
-    assert digits.CHANNELS == 9 and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_what_vllm_remembers_of_a_class_does_not_outlive_an_upgrade(tmp_path):
+    """Not one of mmaccel, whichever of its modules changes, nor one of vLLM."""
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
+
+    registered = ModelRegistry.models["LlavaForConditionalGeneration"]
+    package = Path(importlib.util.find_spec(registered.module_name).origin)
+    copy = shutil.copytree(package.parent, tmp_path / "package")
+    hashed = _LazyRegisteredModel._get_modelinfo_module_hash
+    before = hashed(copy / package.name)
+    assert before == hashed(package)
+    for module in copy.glob("*.py"):
+        with module.open("a") as file:
+            file.write("#")
+        before, earlier = hashed(copy / package.name), before
+        assert before != earlier, module
+    assert "0-32" in registered._get_cache_filename()
+    assert registered.load_model_cls().__name__ == "LlavaForConditionalGeneration"
 
 
 def test_positions_beyond_the_table_are_refused():

@@ -7,10 +7,13 @@ place of some architectures, which are vLLM's own unless the overrides have ``mm
 
 from __future__ import annotations
 
+from typing import Any
+
 from .architectures import ARCHITECTURES
 from .checks import TESTED, guard, tested, version
 
 _registered = False
+_OF = "@"
 
 
 def register() -> None:
@@ -25,7 +28,21 @@ def register() -> None:
     from vllm import ModelRegistry
 
     for name in ARCHITECTURES:
-        ModelRegistry.register_model(name, f"{__name__}.models:{name}")
+        ModelRegistry.register_model(name, f"{__name__}:{name}{_OF}{version()}")
+
+
+def __getattr__(name: str) -> Any:
+    """The classes by the names that they are registered under.
+
+    vLLM keeps what it found out about a class in a file, by module and name, for as long as the module has the same text. That
+    must not outlive an upgrade of either: the text of a package is that of all its modules, and the name has vLLM's version.
+    """
+    architecture, of, _ = name.partition(_OF)
+    if of and architecture in ARCHITECTURES:
+        from . import models
+
+        return getattr(models, architecture)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = ["ARCHITECTURES", "TESTED", "register", "tested", "version"]

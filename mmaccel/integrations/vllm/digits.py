@@ -11,12 +11,13 @@ from torch import Tensor
 BASE = 128
 #: digits of one position, which may be up to 128**3 - 1
 DIGITS = 3
-#: channels of a position on three axes
-CHANNELS = 3 * DIGITS
+#: numbers of a token: a position on three axes, and one for what is behind its picture
+NUMBERS = 4
+CHANNELS = NUMBERS * DIGITS
 
 
 def written(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """``positions [3, n]`` long as channels ``[n, CHANNELS]``, exact in any floating point ``dtype`` of 16 bits or more.
+    """``positions [NUMBERS, n]`` long as channels ``[n, CHANNELS]``, exact in any floating point ``dtype`` of 16 bits or more.
 
     Raises
     ------
@@ -30,6 +31,6 @@ def written(positions: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def read(channels: Tensor) -> Tensor:
-    """The positions ``[3, n]`` long of ``channels [n, CHANNELS]``."""
+    """The positions ``[NUMBERS, n]`` long of ``channels [n, CHANNELS]``."""
     scale = BASE ** torch.arange(DIGITS, device=channels.device)
-    return (channels.long().view(-1, 3, DIGITS) * scale).sum(-1).T
+    return (channels.long().view(-1, NUMBERS, DIGITS) * scale).sum(-1).T

@@ -100,7 +100,7 @@ class ReducedModel:
     # --- encoding ---------------------------------------------------------------------------------------------
     def embed_multimodal(self, **kwargs: Any) -> tuple[Tensor, ...]:
         """Of every picture or clip the tokens that stay, ``[kept, D]``; where they keep their positions, with those of their
-        picture behind the embedding, ``[kept, D + CHANNELS]``."""
+        picture, and of what is behind it, as channels behind the embedding, ``[kept, D + CHANNELS]``."""
         architecture = self.plan.architecture
         modality = architecture.modality(kwargs)
         if modality is None:
@@ -174,17 +174,21 @@ class ReducedModel:
         return super().get_mrope_input_positions(tokens, features)[0]  # type: ignore[misc]
 
     def _offsets(self, modality: Modality, item: Item) -> Tensor:
-        """``[3, n]`` long: how far each token of a picture, or of a clip's range, stands behind its beginning."""
+        """``[4, n]`` long: how far each token of a picture, or of a clip's range, stands behind its beginning, and how far
+        what is behind all of it."""
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
         token = self.plan.placeholder(modality)
         tokens = [token] * item.before if item.tokens is None else item.tokens.tolist()
         data: Any = {name: SimpleNamespace(data=alone(value)) for name, value in item.arguments.items()}
         feature = MultiModalFeatureSpec(data, modality, "", PlaceholderRange(0, len(tokens)))
-        return self._positions(tokens, [feature])
+        positions = self._positions(tokens, [feature])
+        behind = int(positions.max()) + 1 - self._ahead(positions)
+        return torch.cat([positions, positions.new_full((1, len(tokens)), behind)])
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
-        """Positions ``[3, n]`` of a prompt as :mod:`.positions` says, and that of the next token less n."""
+        """Positions ``[3, n]`` of a prompt, or ``[3, n + 1]`` where :mod:`.positions` says so, and that of the next token
+        less n."""
         features = sorted(mm_features, key=lambda feature: feature.mm_position.offset)
         if not self.plan.settings.keeps_positions:
             return torch.arange(len(input_tokens)).repeat(3, 1), 0
@@ -197,9 +201,9 @@ class ReducedModel:
             ahead = torch.zeros(len(tokens), dtype=torch.long)
             for place, start, less in zip(places, starts, earlier, strict=True):
                 ahead[start + len(place.whole) :] += less
-            whole = whole - ahead
-            return whole, self._next(tokens, whole) - len(tokens)
-        return provisional(whole, places, starts, earlier)
+            return whole - ahead, int(whole.max()) + 1 - sum(earlier) - len(tokens)
+        positions = provisional(whole, places, starts, earlier)
+        return positions, int(positions[0, -1]) - len(input_tokens)
 
     def _ahead(self, positions: Tensor) -> int:
         """By how much earlier than vLLM transformers puts what is behind a picture with these ``positions [3, n]``."""
@@ -214,24 +218,26 @@ class ReducedModel:
         mrope_positions: Tensor,
         num_computed_tokens: int,
     ) -> tuple[Sequence[Tensor], Tensor, int]:
-        """The embeddings of one step of a request without the positions they carry, the positions ``[3, n]`` of its prompt with
-        those filled in, and the position of the token behind it less n."""
+        """The embeddings of one step of a request without the positions they carry, the positions ``[3, N]`` of its prompt with
+        those filled in, and the position of the token behind its ``input_ids [n]`` less n.
+
+        One of vLLM's two runners gives the positions as :meth:`get_mrope_input_positions` made them, at every step; the other
+        gives ``[3, n]`` of them, at steps with embeddings.
+        """
+        rows: list[Tensor] = []
+        filled, behind, length = mrope_positions, 0, len(input_ids)
         if len(multimodal_embeddings):
             rows = [row[:, : -digits.CHANNELS] for row in multimodal_embeddings]
             offsets = digits.read(torch.cat([row[:, -digits.CHANNELS :] for row in multimodal_embeddings]))
             ids = torch.as_tensor(input_ids).to(mrope_positions.device)
             visual = self.plan.family.visual(ids)
-            filled = filled_in(mrope_positions, visual, num_computed_tokens, offsets.to(mrope_positions.device))
-        else:
-            rows, filled = [], mrope_positions
-        return rows, filled, self._next(input_ids, filled) - filled.shape[1]
-
-    def _next(self, tokens: list[int] | Tensor, positions: Tensor) -> int:
-        """The position of the token behind a prompt ``tokens [n]`` with these ``positions [3, n]``; frames of a slow clip may
-        stand later than the text behind them."""
-        if int(tokens[-1]) in self.plan.placeholders:
-            return int(positions.max()) + 1
-        return int(positions[0, -1]) + 1
+            filled, behind = filled_in(mrope_positions, visual, num_computed_tokens, offsets.to(mrope_positions.device))
+        if filled.shape[1] > length:
+            behind = int(filled[0, length])
+        elif int(input_ids[-1]) not in self.plan.placeholders:
+            # frames of a slow clip may stand later than the text behind them
+            behind = int(filled[0, -1]) + 1
+        return rows, filled, behind - length
 
 
 def _parts(items: list[Item], most: int) -> Iterable[list[Item]]:

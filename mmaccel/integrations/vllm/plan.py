@@ -22,7 +22,7 @@ from ...core.stats import Stats
 from ...errors import UnsupportedError
 from ...families import described
 from ...kv.incoming import Incoming
-from ...method import ProjectorMethod, Tap
+from ...method import PreviewMethod, ProjectorMethod, Tap
 from ...runtime import tokens
 from ...runtime.encoded import Encoded
 from ...runtime.forward import Prompt
@@ -196,6 +196,11 @@ def _check(method: Any, recipe: str) -> None:
         raise UnsupportedError(
             f"Recipe {recipe!r} cannot be served by vLLM: {method.name} {_ELSEWHERE[method.site]}. Use a recipe of methods "
             "between the vision tower and the language model, such as 'divprune', or serve it with transformers."
+        )
+    if isinstance(method, PreviewMethod):
+        raise UnsupportedError(
+            f"Recipe {recipe!r} cannot be served by vLLM: {method.name} has a pass of its own through the language model, and "
+            "vLLM encodes a picture before the prompt is read; use 'divprune', or serve it with transformers."
         )
     if method.needs_question:
         raise UnsupportedError(

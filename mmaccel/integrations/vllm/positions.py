@@ -2,8 +2,9 @@
 
 A prompt's positions are known when its request arrives, but for those of the visual tokens that stay: which they are is known
 once the picture is encoded. Until then a placeholder holds ``-1 - base``, where ``base`` is the position at which its picture
-begins; a row of the encoder brings how far behind that its token stands. What is filled in gives the base again, so that a
-prompt may come in chunks, and again after it was preempted.
+begins; a row of the encoder brings how far behind that its token stands, and what is behind the picture. What is filled in
+gives the base again, so that a prompt may come in chunks, and again after it was preempted. One column more than the prompt is
+long holds the position of the first token that is generated, which does not depend on what stays.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def expanded(tokens: list[int], places: list[Place]) -> tuple[list[int], list[in
     return out + tokens[done:], starts
 
 
-def provisional(whole: Tensor, places: list[Place], starts: list[int], earlier: list[int]) -> tuple[Tensor, int]:
-    """Positions ``[3, n]`` of the reduced prompt, with placeholders as said above, and the position of the next token less n.
+def provisional(whole: Tensor, places: list[Place], starts: list[int], earlier: list[int]) -> Tensor:
+    """Positions ``[3, n + 1]`` of the reduced prompt and of the token behind it, with placeholders as said above.
 
     Parameters
     ----------
@@ -79,16 +80,16 @@ def provisional(whole: Tensor, places: list[Place], starts: list[int], earlier: 
         parts.append(here)
         moved += less
     parts.append(whole[:, done:] - moved)
-    out = torch.cat(parts, dim=1)
-    return out, int(whole.max()) + 1 - moved - out.shape[1]
+    return torch.cat([*parts, whole.new_full((len(whole), 1), int(whole.max()) + 1 - moved)], dim=1)
 
 
-def filled_in(positions: Tensor, visual: Tensor, start: int, offsets: Tensor) -> Tensor:
-    """``positions [3, n]`` with those of the placeholders ``visual [n]`` bool from ``start`` on, as many as ``offsets [3, k]``,
-    which say how far each stands behind the beginning of its picture."""
+def filled_in(positions: Tensor, visual: Tensor, start: int, offsets: Tensor) -> tuple[Tensor, int]:
+    """``positions [3, N]`` with those of the placeholders ``visual [n]`` bool from ``start`` on, as many as ``offsets [4, k]``,
+    which say how far each stands behind the beginning of its picture, and how far what is behind that picture; with the
+    position of what is behind the last."""
     at = visual[start:].nonzero()[: offsets.shape[1], 0] + start
     there = positions[0, at]
     base = torch.where(there < 0, -1 - there, there - offsets[0])
     out = positions.clone()
-    out[:, at] = base + offsets
-    return out
+    out[:, at] = base + offsets[:3]
+    return out, int(base[-1] + offsets[3, -1])
