@@ -1,0 +1,314 @@
+"""A small network that scores visual tokens as they enter the language model, its files, and the model that it belongs to.
+
+What the runtime needs of a selector is here; ``mmaccel distil`` trains it. The network is a few pre-norm transformer blocks
+over the visual tokens of a picture or clip. What enters are features (normalised, projected to a small width) and the place of
+the token in its grid, as sines of (t, row, column); a question-aware one also attends to the words of the question as the
+language model embeds them, each together with the word before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
+
+from ..errors import MmaccelError, UnsupportedError
+from .base import ModelFacts
+from .tokens import TokenBatch
+
+CONFIG, WEIGHTS = "selector.json", "selector.safetensors"
+#: where a model's folder has its own
+BESIDE = "selector"
+#: frequencies of the sines of a coordinate between 0 and 1
+_FREQUENCIES = 4
+#: tensors by which a model is told from others, and how many values of each
+_TENSORS, _VALUES = 32, 8
+#: relative and absolute difference that the rounding of a dtype may make
+_RELATIVE, _ABSOLUTE = 2**-7, 1e-6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a selector is made of.
+
+    features : width of what it reads, that of the language model.
+    width : its own. blocks : how many. heads : of attention.
+    question : whether it reads the question.
+    """
+
+    features: int
+    width: int = 32
+    blocks: int = 2
+    heads: int = 4
+    question: bool = True
+
+    def operations(self, tokens: int, words: int = 32) -> float:
+        """Multiplications and additions of scoring ``tokens`` of one picture or clip with a question of ``words``."""
+        w, d = self.width, self.features
+        asked = words * (d * w + 2 * w * w + self.blocks * 2 * w * w) if self.question else 0
+        each = d * w + 6 * _FREQUENCIES * w + self.blocks * 8 * w * w + w
+        pairs = self.blocks * 2 * tokens * w
+        if self.question:
+            each += self.blocks * (2 * w * w + 2 * words * w)
+        return 2.0 * (tokens * (each + pairs) + asked)
+
+
+class Selector(nn.Module):
+    """Scores of visual tokens, :class:`Shape` says of what it is made."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        if shape.width % shape.heads:
+            raise MmaccelError(
+                f"A selector of width {shape.width} cannot have {shape.heads} heads; give a multiple of them."
+            )
+        self.shape = shape
+        self.enter = nn.Linear(shape.features, shape.width)
+        self.place = nn.Linear(6 * _FREQUENCIES, shape.width, bias=False)
+        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.blocks))
+        self.score = nn.Linear(shape.width, 1, bias=False)
+        # all scores are equal before anything is learned
+        nn.init.zeros_(self.score.weight)
+        self.ask = nn.Linear(shape.features, shape.width) if shape.question else None
+        self.pair = nn.Linear(2 * shape.width, shape.width) if shape.question else None
+
+    def forward(self, tokens: TokenBatch) -> Tensor:
+        """``[N, n]`` float32, higher for tokens that are to stay; what padding has is of no meaning.
+
+        ``features [N, n, D]``, ``cells [N, n, 3]``, ``grid [N, 3]``, ``valid [N, n]``, and of one that reads the question
+        ``question [N, q, D]`` and ``question_valid [N, q]``.
+        """
+        x = _normed(tokens.features.masked_fill(~tokens.valid[..., None], 0.0))
+        x = self.enter(x) + self.place(_sines(tokens.cells, tokens.grid))
+        words, there = self._words(tokens)
+        for block in self.blocks:
+            x = block(x, tokens.valid, words, there)
+        found: Tensor = self.score(_normed(x))[..., 0]
+        return found
+
+    def _words(self, tokens: TokenBatch) -> tuple[Tensor | None, Tensor | None]:
+        """``[N, 1 + q, w]``: nothing, for who finds no word that concerns it, and every word with the one before it."""
+        if self.ask is None or self.pair is None:
+            return None, None
+        count = len(tokens.features)
+        if tokens.question is None or tokens.question_valid is None:
+            words, there = tokens.features.new_zeros(count, 0, self.shape.features), tokens.valid[:, :0]
+        else:
+            words, there = tokens.question, tokens.question_valid
+        # before the first word there is nothing, whatever the padding
+        words = self.ask(_normed(words.masked_fill(~there[..., None], 0.0))) * there[..., None]
+        before = nn.functional.pad(words, (0, 0, 1, 0))[:, : words.shape[1]]
+        words = words + self.pair(torch.cat([words, before], dim=-1))
+        return nn.functional.pad(words, (0, 0, 1, 0)), nn.functional.pad(there, (1, 0), value=True)
+
+    # --- files ------------------------------------------------------------------------------------------------
+    def save(self, folder: str | Path, belongs: Belongs, record: Mapping[str, Any]) -> None:
+        """Write weights (float32) and configuration into ``folder``, which is made where it is missing.
+
+        Parameters
+        ----------
+        belongs : the model that it was trained for.
+        record : how it was made and what was measured, for readers.
+        """
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: x.detach().float().cpu().contiguous() for name, x in self.state_dict().items()}
+        save_file(weights, str(folder / WEIGHTS))
+        config = {"shape": asdict(self.shape), "model": asdict(belongs), "record": dict(record)}
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(folder: str | Path, device: torch.device | str = "cpu") -> Selector:
+        """The selector of a folder, once for every device and version of its files; it is not to be changed.
+
+        Raises
+        ------
+        MmaccelError
+            If there is none, or it cannot be read.
+        """
+        path = Path(folder) / WEIGHTS
+        shape, _ = described(folder)
+        if not path.is_file():
+            raise MmaccelError(f"{str(folder)!r} lacks {WEIGHTS}; train the selector again with mmaccel distil.")
+        return _loaded(path.resolve(), path.stat().st_mtime_ns, shape, torch.device(device))
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(path: Path, changed: int, shape: Shape, device: torch.device) -> Selector:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    # weights that are not drawn leave the random numbers of the process alone
+    with torch.device("meta"):
+        made = Selector(shape)
+    try:
+        weights = {name: weight.to(device) for name, weight in load_file(str(path)).items()}
+        made.load_state_dict(weights, assign=True)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise MmaccelError(f"The selector {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    return made.eval().requires_grad_(False)
+
+
+def described(folder: str | Path) -> tuple[Shape, Belongs]:
+    """Of a selector's folder: what it is made of, and which model it belongs to.
+
+    Raises
+    ------
+    MmaccelError
+        If there is no selector.
+    """
+    path = Path(folder) / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name for field in fields(Shape)}
+        return Shape(**{k: v for k, v in config["shape"].items() if k in known}), Belongs(**config["model"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MmaccelError(
+            f"{str(folder)!r} is no selector ({path.name} is missing or cannot be read); give a folder that mmaccel distil "
+            "wrote."
+        ) from error
+
+
+def beside(family: ModelFacts) -> str:
+    """The folder of the selector that lies beside a model's weights; empty if there is none."""
+    name = getattr(getattr(getattr(family, "model", None), "config", None), "_name_or_path", "")
+    folder = Path(str(name)) / BESIDE
+    return str(folder) if name and (folder / CONFIG).is_file() else ""
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+@dataclass(frozen=True)
+class Belongs:
+    """The model that a selector was trained for.
+
+    family : its name. width : of its language model.
+    weights : the first values of some of its tensors; they tell it from others in whatever dtype it is loaded.
+    """
+
+    family: str
+    width: int
+    weights: Mapping[str, list[float]]
+
+    @staticmethod
+    def to(family: ModelFacts) -> Belongs:
+        """To a model with weights."""
+        known = _weights(family)
+        names = sorted(known)
+        step = max(1, len(names) // _TENSORS)
+        taken = {name: _first(known[name]) for name in names[::step]}
+        return Belongs(family.name, _width(family), taken)
+
+    def check(self, family: ModelFacts, folder: str) -> None:
+        """Raise :class:`UnsupportedError` for another model.
+
+        Where only the configuration is at hand, family and width are compared; weights that are quantised, or elsewhere, are
+        left out.
+        """
+        width = _width(family)
+        if (family.name, width) != (self.family, self.width):
+            raise UnsupportedError(
+                f"The selector {folder!r} was trained for a {self.family} model of width {self.width}, and this is a "
+                f"{family.name} of width {width}; train one for it with mmaccel distil."
+            )
+        known = _weights(family)
+        if known and not all(
+            _same(values, _first(known[name])) for name, values in self.weights.items() if name in known
+        ):
+            raise UnsupportedError(
+                f"The selector {folder!r} was trained for a model with other weights, and what it would keep of this one's "
+                "answers is not known; train one for it with mmaccel distil."
+            )
+
+
+def _weights(family: ModelFacts) -> dict[str, Tensor]:
+    """The tensors of a model that can be compared, by name."""
+    found: dict[str, Tensor] = family.model.state_dict() if isinstance(family.model, nn.Module) else {}
+    return {name: x for name, x in found.items() if x.is_floating_point() and not x.is_meta and x.numel() >= _VALUES}
+
+
+def _first(weight: Tensor) -> list[float]:
+    values: list[float] = weight.detach().reshape(-1)[:_VALUES].double().cpu().tolist()
+    return values
+
+
+def _same(values: list[float], others: list[float]) -> bool:
+    return all(abs(a - b) <= _RELATIVE * max(abs(a), abs(b)) + _ABSOLUTE for a, b in zip(values, others, strict=True))
+
+
+def _width(family: ModelFacts) -> int:
+    """Of what enters the language model."""
+    return int(family.model.config.get_text_config().hidden_size)
+
+
+# ---------------------------------------------------------------------------------------------------------- its blocks
+
+
+class _Block(nn.Module):
+    """What the question says about a token, what the other tokens are, and an MLP, each added to what was known."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        w = shape.width
+        self.heads = shape.heads
+        self.read = _Attention(w, shape.heads) if shape.question else None
+        self.look = _Attention(w, shape.heads)
+        self.mlp = nn.Sequential(nn.Linear(w, 2 * w), nn.GELU(), nn.Linear(2 * w, w))
+
+    def forward(self, x: Tensor, valid: Tensor, words: Tensor | None, there: Tensor | None) -> Tensor:
+        """``x [N, n, w]``, ``valid [N, n]``, ``words [N, q, w]``, ``there [N, q]``."""
+        if self.read is not None and words is not None and there is not None:
+            x = x + self.read(_normed(x), words, there)
+        normed = _normed(x)
+        x = x + self.look(normed, normed, valid)
+        added: Tensor = self.mlp(_normed(x))
+        return x + added
+
+
+class _Attention(nn.Module):
+    """Multi-head attention of ``x [N, n, w]`` to those of ``others [N, m, w]`` that are ``there [N, m]``."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, others: Tensor, there: Tensor) -> Tensor:
+        """``[N, n, w]``."""
+
+        def split(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+        key, value = self.key_value(others).chunk(2, dim=-1)
+        # of a unit without a token there is nothing to attend to
+        mask = there | ~there.any(1, keepdim=True)
+        found = scaled_dot_product_attention(split(self.query(x)), split(key), split(value), mask[:, None, None])
+        made: Tensor = self.out(found.transpose(1, 2).flatten(2))
+        return made
+
+
+def _normed(x: Tensor) -> Tensor:
+    return layer_norm(x.float(), x.shape[-1:])
+
+
+def _sines(cells: Tensor, grid: Tensor) -> Tensor:
+    """``[N, n, 6 * frequencies]``: sines and cosines of where a token is in its grid; zero for tokens without a cell."""
+    share = (cells + 0.5) / grid[:, None].clamp(min=1)
+    angles = share[..., None] * torch.pi * 2.0 ** torch.arange(_FREQUENCIES, device=cells.device)
+    found = torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(2)
+    return found * (cells >= 0).all(-1, keepdim=True)
+
+
+__all__ = ["BESIDE", "CONFIG", "WEIGHTS", "Belongs", "Selector", "Shape", "beside", "described"]

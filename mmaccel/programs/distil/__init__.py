@@ -1,0 +1,1 @@
+"""Training of small networks that say which visual tokens a frozen model needs."""

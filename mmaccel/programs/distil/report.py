@@ -1,0 +1,117 @@
+"""What a training has come to, as data, as a picture and in words."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import MmaccelError
+from ..tune.certain import SHOWN, interval
+from ..tune.judge import Measured
+
+REPORT, PICTURE = "report.json", "report.png"
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """What a training has made.
+
+    folder : of the selector. parameters : of it and, as a share, of the model.
+    signal : which one it learned, of a target with several: the layer whose attention it is.
+    log : a line every look at the watched questions.
+    held_out : by budget, the selector and ``divprune`` on questions that the training never saw.
+    """
+
+    folder: Path
+    parameters: int
+    share: float
+    signal: int
+    log: tuple[Mapping[str, Any], ...]
+    held_out: Mapping[str, Mapping[float, Measured]]
+    report: Mapping[str, Any]
+
+
+def figures(found: Mapping[str, Mapping[float, Measured]]) -> list[dict[str, Any]]:
+    """A line for every recipe and budget: answers kept of those that were asked, with the interval, and KL."""
+    return [
+        {
+            "recipe": name,
+            "retain": budget,
+            "asked": len(measured.kept),
+            "kept": measured.agreement,
+            f"kept, {SHOWN:.0%} interval": interval(sum(measured.kept), len(measured.kept)),
+            "kl": measured.divergence,
+        }
+        for name, budgets in found.items()
+        for budget, measured in budgets.items()
+    ]
+
+
+def rows(made: Distilled) -> list[list[str]]:
+    """The held-out figures as a table, the head first."""
+    body = []
+    for line in figures(made.held_out):
+        low, high = line[f"kept, {SHOWN:.0%} interval"]
+        within = f"{100 * low:.1f} to {100 * high:.1f}"
+        body.append(
+            [line["recipe"], f"{100 * line['retain']:g} %", f"{100 * line['kept']:.1f} %", within, f"{line['kl']:.4f}"]
+        )
+    return [["recipe", "tokens", "answers kept", f"{SHOWN:.0%} interval", "KL"], *body]
+
+
+def verdict(made: Distilled) -> str:
+    """What was made, in a sentence."""
+    asked = len(next(iter(made.held_out["learned"].values())).kept)
+    return (
+        f"A selector of {made.parameters:,} parameters ({100 * made.share:.2g} % of the model's); what it keeps of {asked} "
+        "held-out answers stands above."
+    )
+
+
+def write(made: Distilled) -> None:
+    """The report and the picture, in the selector's folder.
+
+    Raises
+    ------
+    MmaccelError
+        If matplotlib is missing.
+    """
+    (made.folder / REPORT).write_text(json.dumps(made.report, indent=1) + "\n", encoding="utf-8")
+    (made.folder / PICTURE).write_bytes(draw(made))
+
+
+def draw(made: Distilled) -> bytes:
+    """The curves of the training: the loss of the steps, and KL and answers kept on the watched questions. A PNG."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MmaccelError("Drawing needs matplotlib; run: pip install 'mmaccel[tune]'.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(10.5, 3.2), layout="constrained")
+    curves = {
+        "loss": ("loss", "watched"),
+        "KL, watched questions": ("kl",),
+        "answers kept, watched questions": ("kept",),
+    }
+    for axes, (title, names) in zip(panels, curves.items(), strict=True):
+        for name in names:
+            lines = [line for line in made.log if line[name] is not None]
+            axes.plot([line["step"] for line in lines], [line[name] for line in lines], label=name)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(("training", "watched"), frameon=False, fontsize=8)
+    made_png = io.BytesIO()
+    figure.savefig(made_png, dpi=120, format="png")
+    pyplot.close(figure)
+    return made_png.getvalue()
+
+
+__all__ = ["Distilled", "draw", "figures", "rows", "verdict", "write"]

@@ -1,0 +1,47 @@
+"""Selectors with random weights for the method `learned`: of any width, or for a model as if it were loaded."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmaccel.families import family_of
+from mmaccel.method.selector import BESIDE, Belongs, Selector, Shape
+
+
+@functools.cache
+def _root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="selectors-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+def network(features: int, question: bool = True, seed: int = 0) -> Selector:
+    """One whose scores differ."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = Selector(Shape(features, width=16, question=question))
+        torch.nn.init.normal_(made.score.weight, std=0.3)
+    return made
+
+
+@functools.cache
+def alone(features: int, question: bool = True) -> str:
+    """The folder of one that belongs to no model."""
+    folder = _root() / f"alone-{features}-{question}"
+    network(features, question).save(folder, Belongs("synthetic", features, {}), {})
+    return str(folder)
+
+
+def beside(model: Any) -> Path:
+    """The folder of a model in which nothing lies but a selector for it."""
+    folder = Path(tempfile.mkdtemp(dir=_root()))
+    belongs = Belongs.to(family_of(model))
+    network(belongs.width).save(folder / BESIDE, belongs, {})
+    return folder

@@ -1,0 +1,337 @@
+"""Selectors: what the training reads is what the model reads in use, what it learns, how it goes on, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import random_selectors
+import torch
+import zoo
+from PIL import Image
+from tail import few
+
+from mmaccel import Learned, MmaccelError, UnsupportedError, accelerate_vlm, accelerated, prepare, recipe
+from mmaccel.cli import main
+from mmaccel.families import family_of
+from mmaccel.integrations.vllm.architectures import ARCHITECTURES
+from mmaccel.integrations.vllm.plan import ServingPlan
+from mmaccel.integrations.vllm.settings import Settings
+from mmaccel.media.files import Clip, Prompt
+from mmaccel.method import TokenBatch
+from mmaccel.method.selector import CONFIG, WEIGHTS, Belongs, Selector, Shape, described
+from mmaccel.programs.distil import training
+from mmaccel.programs.distil.examples import Example, Frozen, Target
+from mmaccel.programs.distil.training import FEWEST, distil
+from mmaccel.programs.evaluate import Question, ask_folder, ask_suite, batches, inputs_of
+from mmaccel.pruning.learned import picked
+from mmaccel.recipe import Recipe
+
+
+def questions(count: int, video: bool = False) -> list[Question]:
+    """Questions of different lengths, about a picture or a clip each."""
+
+    def prompt(number: int) -> Prompt:
+        text = "what is it ?" + " and why is it there ?" * (number % 3)
+        if video:
+            return Prompt(text, clip=Clip(zoo.clip(8, 96, 64, number), list(range(8)), 8, 2.0))
+        return Prompt(text, (zoo.image(80, 60, number),))
+
+    return [Question(f"q{i}", "all", None, lambda i=i: prompt(i)) for i in range(count)]
+
+
+def example_of(family: str, video: bool = False, target: Target = "effect") -> tuple[Frozen, Example]:
+    frozen = Frozen(zoo.model(family), zoo.processor(family), target)
+    (batch,) = batches(questions(3, video), 3)
+    return frozen, frozen.example(batch, 5)
+
+
+# ------------------------------------------------------------------------------- what is trained is what is used
+CASES = [
+    (family, video) for family in zoo.FAMILIES for video in (False, True) if "video" in zoo.kinds(family) or not video
+]
+
+
+@pytest.mark.parametrize(("family", "video"), few(CASES, [("llava", False), ("qwen2_5_vl", True), ("qwen3_vl", False)]))
+def test_the_training_reads_what_the_model_reads(family, video):
+    """All tokens: the states behind its answers. A tenth: those of the accelerated model, which picks the same tokens."""
+    frozen, example = example_of(family, video)
+    model = frozen.model
+    with torch.no_grad():
+        torch.testing.assert_close(frozen.states(example, example.read), example.states, rtol=1e-4, atol=1e-4)
+        folder = family_of(model).model.config._name_or_path + "/selector"
+        scores = Selector.load(folder)(example.shown())
+        count = (example.valid.sum(1) * 0.3 + 0.5).long()
+        read = example.narrowed(picked(example.shown().features, scores, example.valid, count))
+        small = frozen.states(example, read)
+        assert int(read.visual.sum()) == int(count.sum()) < int(example.read.visual.sum())
+        seen: list[TokenBatch] = []
+        watching = Selector.load(folder).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        (batch,) = batches(questions(3, video), 3)
+        given = {}
+        note = frozen.text.register_forward_hook(
+            lambda module, args, kwargs, out: given.update(states=out.last_hidden_state), with_kwargs=True
+        )
+        inputs = inputs_of(model, frozen.processor, batch)
+        with accelerated(model, "learned", retain=0.3, processor=frozen.processor):
+            model(**inputs)
+        watching.remove()
+        note.remove()
+    # the first token of the answer; the rest is what law 2 is about
+    torch.testing.assert_close(small[:, 0], given["states"][:, -1], rtol=1e-4, atol=1e-4)
+    mine = example.shown()
+    assert torch.equal(mine.features, seen[0].features) and torch.equal(mine.cells, seen[0].cells)
+    assert torch.equal(mine.grid, seen[0].grid)
+    # padding may stand on either side
+    assert torch.equal(mine.question_valid.sum(1), seen[0].question_valid.sum(1))
+    assert torch.equal(mine.question[mine.question_valid], seen[0].question[seen[0].question_valid])
+    torch.testing.assert_close(Selector.load(folder)(seen[0])[mine.valid], scores[mine.valid], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_is_what_question_and_answer_pay():
+    frozen, example = example_of("llava", target="attention")
+    assert example.signals.shape == (3, frozen.family.depth, example.places.shape[1])
+    frozen.text.set_attn_implementation("eager")
+    read = example.read
+    with torch.no_grad():
+        out = frozen.text(
+            inputs_embeds=read.embeds,
+            attention_mask=read.there.long(),
+            position_ids=read.positions,
+            output_attentions=True,
+            use_cache=False,
+        )
+    row, length = 1, int(example.lengths[1])
+    asking = read.asked[row].clone()
+    asking[example.start : example.start + length] = True
+    paid = out.attentions[2][row][:, asking].mean(1).amax(0)[example.places[row]]
+    torch.testing.assert_close(example.signals[row, 2], paid, rtol=1e-4, atol=1e-6)
+
+
+def test_the_effect_of_a_token_is_what_dimming_it_moves():
+    """Against differences, of the answer's probability, one token at a time."""
+    frozen, example = example_of("llava")
+    row, length = 2, int(example.lengths[2])
+    tokens = example.tokens[row, :length]
+
+    def probability(slot: int, weight: float) -> float:
+        gates = torch.where(example.read.visual, 0.1, 1.0)
+        gates[row, example.places[row, slot]] *= weight
+        said = frozen.logits(frozen.states(example, example.read, gates.log())).log_softmax(-1)
+        return float(said[row, :length].gather(-1, tokens[:, None]).sum())
+
+    with torch.no_grad():
+        for slot in (0, 7, 13):
+            slope = (probability(slot, 1.01) - probability(slot, 0.99)) / 0.02
+            assert float(example.signals[row, 0, slot]) == pytest.approx(abs(slope), rel=0.05, abs=2e-3)
+    assert all(weight.requires_grad for weight in frozen.model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------ the training
+@pytest.fixture
+def trained(tmp_path):
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    options = {"steps": 3, "batch_size": 16, "max_new_tokens": 4, "retain": 0.2}
+
+    def train(name: str = "selector", **changes):
+        return distil(model, processor, questions(FEWEST), out=tmp_path / name, **{**options, **changes})
+
+    return model, train
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / WEIGHTS).read_bytes()
+
+
+def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkeypatch):
+    model, train = trained
+    monkeypatch.setattr(training, "_LOOK", 2)
+    whole = train()
+    assert described(whole.folder)[0] == Shape(64, 32, 2, 4, True)
+    assert {row["recipe"] for row in whole.report["held out"]} == {"learned", "divprune"}
+    assert [line["step"] for line in whole.log] == [0, 2, 3]
+    for file in ("report.json", "report.png", CONFIG):
+        assert (whole.folder / file).stat().st_size > 200
+    with accelerated(model, Learned(whole.folder), retain=0.2):
+        model(**zoo.inputs("llava", "image"))
+        stats = model.mmaccel.stats()
+    assert stats.visual_tokens_kept == round(0.2 * stats.visual_tokens)
+    # interrupted in the second step, and started again: nothing is read twice, and the same is learned
+    work = whole.folder.parent / "broken" / "work"
+    shutil.copytree(whole.folder / "work", work)
+    (work / "state.pt").unlink()
+    step = training.Learner._step
+
+    def breaks(self):
+        if self.state.step == 2:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(training.Learner, "_step", breaks)
+    monkeypatch.setattr(Frozen, "example", None)
+    with pytest.raises(KeyboardInterrupt):
+        train("broken")
+    assert (work / "state.pt").exists() and not (work.parent / WEIGHTS).exists()
+    monkeypatch.setattr(training.Learner, "_step", step)
+    assert weights(train("broken").folder) == weights(whole.folder)
+    with pytest.raises(MmaccelError, match="another retain"):
+        train("broken", retain=0.3)
+    with pytest.raises(MmaccelError, match="another longest answer"):
+        train("broken", max_new_tokens=5)
+
+
+@pytest.mark.full
+def test_attention_is_learned_without_the_model(trained):
+    _, train = trained
+    made = train(target="attention", steps=200)
+    assert 0 <= made.signal < 4 and made.log[-1]["loss"] < made.log[1]["loss"]
+
+
+def test_what_is_refused_before_anything_runs(trained, tmp_path):
+    model, train = trained
+    with pytest.raises(MmaccelError, match=f"31 questions or pictures, and a selector needs at least {FEWEST}"):
+        distil(model, zoo.processor("llava"), questions(FEWEST - 1), out=tmp_path)
+    for wrong, words in (
+        ({"target": "labels"}, "it can be effect or attention"),
+        ({"retain": 1.0}, "no share of the tokens"),
+        ({"steps": 0}, "no number of steps"),
+        ({"width": 30}, "a multiple of them"),
+    ):
+        with pytest.raises(MmaccelError, match=words):
+            train(**wrong)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MmaccelError, match="is a file, and a selector is a folder"):
+        train("file")
+    with accelerated(model, "divprune"), pytest.raises(MmaccelError, match=r"call model\.mmaccel\.remove\(\) first"):
+        train()
+
+
+# ------------------------------------------------------------------------------------------------------- the method
+def saved(model, folder: Path, question: bool = True) -> str:
+    belongs = Belongs.to(family_of(model))
+    random_selectors.network(belongs.width, question).save(folder, belongs, {})
+    return str(folder)
+
+
+def test_a_selector_is_that_of_one_model(tmp_path):
+    model = zoo.model("llava")
+    folder = saved(model, tmp_path / "mine")
+    for dtype in (torch.bfloat16, torch.float16):
+        accelerate_vlm(zoo.model("llava").to(dtype), Learned(folder))
+    with pytest.raises(UnsupportedError, match="a model with other weights"):
+        accelerate_vlm(zoo.model("llava", seed=1), Learned(folder))
+    with pytest.raises(UnsupportedError, match="a llava model of width 64, and this is a llava_next of width 64"):
+        accelerate_vlm(zoo.model("llava_next"), Learned(folder))
+    with pytest.raises(UnsupportedError, match="of width 64, and this is a llava of width 32"):
+        accelerate_vlm(zoo.model("llava", hidden_size=32, head_dim=8), Learned(folder))
+    model.config._name_or_path = ""
+    with pytest.raises(UnsupportedError, match="none lies beside its weights; run mmaccel distil"):
+        accelerate_vlm(model, "learned")
+    with pytest.raises(MmaccelError, match="is no selector"):
+        accelerate_vlm(model, Learned(tmp_path))
+    (tmp_path / "mine" / WEIGHTS).write_bytes(b"not weights")
+    with pytest.raises(MmaccelError, match="cannot be read"):
+        accelerate_vlm(model, Learned(folder))
+
+
+def test_a_selector_is_a_recipe_by_its_folder(tmp_path):
+    model, processor = zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl")
+    folder = saved(model, tmp_path / "mine")
+    chosen = recipe(tmp_path / "mine", retain=0.3)
+    assert chosen == recipe(folder, retain=0.3) and chosen.name == "mine"
+    assert Recipe.from_json(chosen.to_json()) == chosen
+    kept = []
+    for one in (chosen, recipe(Learned(tmp_path / "mine"), retain=0.3)):
+        prepared = prepare(processor, one)
+        with accelerated(model, one, processor=prepared):
+            model(**zoo.inputs("qwen2_5_vl", "video"))
+            kept.append(model.mmaccel.reduction.kept)
+    assert torch.equal(*kept)
+
+
+@pytest.mark.parametrize("question", [True, False])
+def test_a_selector_reads_the_question_or_not(tmp_path, question):
+    random = torch.Generator().manual_seed(0)
+    net = random_selectors.network(16, question)
+    cells = torch.stack([torch.zeros(20), torch.arange(20) // 5, torch.arange(20) % 5], -1).long()[None]
+    tokens = TokenBatch(
+        features=torch.randn(1, 20, 16, generator=random),
+        valid=torch.ones(1, 20, dtype=torch.bool),
+        cells=cells,
+        grid=torch.tensor([[1, 4, 5]]),
+        segment=torch.zeros(1, 20, dtype=torch.long),
+        question=torch.randn(1, 4, 16, generator=random),
+        question_valid=torch.ones(1, 4, dtype=torch.bool),
+    )
+    other = replace(tokens, question=tokens.question.flip(1))
+    moved = replace(tokens, cells=cells.flip(1))
+    assert torch.equal(net(tokens), net(other)) is not question
+    assert not torch.equal(net(tokens), net(moved))
+    assert net(replace(tokens, question=None, question_valid=None)).isfinite().all()
+    net.save(tmp_path, Belongs("llava", 16, {}), {})
+    assert Learned(tmp_path).needs_question is question
+
+
+def test_vllm_serves_one_that_does_not_read_the_question(tmp_path):
+    model = zoo.model("llava")
+    architecture = ARCHITECTURES["LlavaForConditionalGeneration"]
+
+    def plan(question: bool) -> ServingPlan:
+        chosen = recipe(saved(model, tmp_path / str(question), question), retain=0.3)
+        return ServingPlan(Settings(chosen), model.config, architecture)
+
+    assert plan(False).reduces
+    with pytest.raises(UnsupportedError, match="learned reads the question"):
+        plan(True)
+
+
+def test_scoring_costs_little():
+    """Under two percent of what is saved of a 7B model's prefill at a tenth and a quarter: 2,304 tokens, Qwen2.5-VL-7B."""
+    net = Shape(3584, 256, 2, 4)
+    tokens, weights_ = 2304, 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    assert sum(x.numel() for x in Selector(net).parameters()) < 0.01 * weights_
+    for retain in (0.1, 0.25):
+        count = round(retain * tokens)
+        picking = 2.0 * tokens * count * (3584 + count / 2)
+        saving = 2.0 * weights_ * (tokens - count)
+        assert net.operations(tokens) + picking < 0.002 * saving
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+def test_the_command_names_what_is_missing(tmp_path, capsys):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    assert main(["distil", "--data", str(tmp_path), "-o", str(tmp_path / "out")]) == 2
+    assert "give --ask QUESTION" in capsys.readouterr().err
+
+
+def test_a_folder_is_asked_one_question(tmp_path):
+    for name in ("b.png", "a.jpg"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("nothing to see")
+    (tmp_path / "clip").mkdir()
+    for number in range(3):
+        Image.new("RGB", (8, 8)).save(tmp_path / "clip" / f"{number}.png")
+    asked = ask_folder(tmp_path, "what is it ?", frames=2)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert [one.name for one in asked] == ["a.jpg", "b.png", "clip"]
+    assert len(asked[0].load().pictures) == 1 and len(asked[2].load().clip.frames) == 2
+    with pytest.raises(MmaccelError, match="holds no picture and no video"):
+        ask_folder(empty, "what ?")
+
+
+@pytest.mark.full
+def test_the_command_trains(tmp_path, capsys):
+    """On pictures in a folder, without the question; the report says what was measured."""
+    for number, one in enumerate(ask_suite(["colour"], FEWEST)):
+        one.load().pictures[0].save(tmp_path / f"{number:02d}.png")
+    out = tmp_path / "selector"
+    words = ["distil", "--data", str(tmp_path), "--ask", "how many objects are there ?", "--blind", "--steps", "2"]
+    assert main([*words, "-o", str(out), "--max-new-tokens", "4", "--json", str(tmp_path / "told.json")]) == 0
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert "answers kept" in capsys.readouterr().out and told["parameters"] < 40_000
+    assert not described(out)[0].question
+    assert main(["eval", "--suite", "colour", "--limit", "2", "--recipe", str(out), "--retain", "0.25"]) == 0
