@@ -1,0 +1,271 @@
+"""Which recipe keeps the answers, and at what cost?
+
+Asks a shipped model questions that nothing was trained or chosen on, with many recipes, and counts the answers that are kept:
+those whose every token stays the most likely one when the recipe reads what the bare model wrote, so that it would write the
+same. Vision towers and the bare model run once a question for all recipes, as in ``mmaccel tune``. Questions come in batches
+and each batch is asked of all recipes in the order of their list; results are written after every recipe, and the same command
+goes on where it was. Intervals are exact (Clopper and Pearson) at 95 %.
+
+``--show`` runs no model: table and picture anew from the JSON.
+
+    python benchmarks/answers.py clips --questions 200 --out benchmarks/results/answers-clips.json \\
+        --update docs/results/recipes.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mmaccel.accelerate.tuned import fingerprint
+from mmaccel.cli.ask import shipped
+from mmaccel.cli.shared.measure import percent
+from mmaccel.cli.shared.text import markdown, put_between
+from mmaccel.errors import MmaccelError
+from mmaccel.programs.bench import origin
+from mmaccel.programs.evaluate import Question, ask_suite, batches
+from mmaccel.programs.tune.certain import interval
+from mmaccel.programs.tune.judge import Exam, Goal, Measured
+from mmaccel.recipe import Recipe, Stage
+from mmaccel.recipe import recipe as find_recipe
+from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS
+
+#: number of the first question of each task: published tables use those from 0 on, searches those of the split "val"
+FIRST = 500_000
+#: a box that is off by one pixel is right and not the same, and two turns say nothing that their tasks do not
+PICTURES = tuple(task for task in IMAGE_TASKS if task not in ("grounding", "turns", "comparison"))
+
+#: a model, and tasks in turn; every batch has questions with equally many pictures or frames
+KINDS = {
+    "clips": ("mini-qwen-vl", VIDEO_TASKS),
+    "pictures": ("mini-llava", PICTURES),
+    "pictures-qwen": ("mini-qwen-vl", PICTURES),
+    "several": ("mini-llava", ("comparison",)),
+}
+
+_BUDGETS = (0.25, 0.1)
+_POLICIES = ("snapkv", "look-m", "infinipot-v", "vl-cache", "tova", "h2o", "streaming-llm", "keydiff")
+_CODECS = ("kivi", "vidkv", "think", "fp8", "calibquant")
+_BOTH = (
+    "uniform",
+    "divprune",
+    "aim-merge",
+    "random",
+    "pool",
+    "centerclip",
+    *_POLICIES[:5],
+)
+_ON_CLIPS = (
+    "holitom",
+    "framefusion",
+    "evs",
+    "fastvid",
+    "holitom-merge",
+    "vidcom2",
+    "sttm",
+    "moviechat",
+    "prunevid",
+    "dycoke",
+)
+_ON_PICTURES = ("tome", "cdpruner", "fastv", "vtc-cls", "dart", "fastervlm", "hiprune", "visiontrim", "visionzip")
+_TOGETHER = (
+    "aim-merge:0.5+vl-cache:0.2",
+    "aim-merge:0.25+vl-cache:0.4",
+    "divprune:0.5+vl-cache:0.2",
+    "aim-merge:0.5+vl-cache:0.2+kivi",
+    "uniform:0.5+h2o:0.2",
+)
+
+
+def titles(kind: str) -> list[str]:
+    """The rows of a table, first what says most."""
+    own = _ON_CLIPS if kind == "clips" else _ON_PICTURES
+    named = [f"{name}:{budget}" for name in (*_BOTH[:3], *own[:4], *_BOTH[3:], *own[4:]) for budget in _BUDGETS]
+    return [
+        "none",
+        *named,
+        *_CODECS,
+        *_TOGETHER,
+        *(f"{name}:{budget}" for name in _POLICIES[5:] for budget in _BUDGETS),
+    ]
+
+
+def recipe_of(title: str) -> Recipe:
+    """``NAME``, ``NAME:BUDGET``, or several such stages with ``+`` between them."""
+    parts = [part.partition(":") for part in title.split("+")]
+    if len(parts) > 1:
+        return Recipe(title, tuple(Stage(name, float(budget) if budget else None) for name, _, budget in parts))
+    ((name, _, budget),) = parts
+    found = find_recipe(name)
+    return found.override(retain=float(budget)) if budget else found
+
+
+def asked(kind: str, count: int) -> list[Question]:
+    """Questions of the kind's tasks in turn, so that every batch has all tasks."""
+    tasks = KINDS[kind][1]
+    each = -(-count // len(tasks))
+    by_task = [ask_suite([task], each, first=FIRST) for task in tasks]
+    return [question for turn in zip(*by_task, strict=True) for question in turn][:count]
+
+
+def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Ask batch by batch until all is asked or the minutes are over; ``report`` is filled and written after each recipe."""
+    torch.set_num_threads(args.threads)
+    folder = shipped().with_name(report["model"])
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    if report.setdefault("fingerprint", fingerprint(model)) != fingerprint(model):
+        raise MmaccelError(f"{args.out} was measured with another model; give another --out.")
+    end = time.monotonic() + 60 * args.minutes if args.minutes else None
+    rows, refused = report["rows"], report["refused"]
+    done = 0
+    for batch in batches(asked(args.kind, args.questions), args.batch_size):
+        done += len(batch)
+        exam = None
+        for title in args.recipes:
+            known = Measured.of(rows[title]) if title in rows else Measured()
+            if title in refused or len(known.kept) >= done:
+                continue
+            if end is not None and time.monotonic() > end:
+                return
+            exam = exam or Exam(model, processor, batch, 32, measure=False)
+            try:
+                rows[title] = (known + exam.judge(recipe_of(title))).as_dict()
+            except MmaccelError as error:
+                refused[title] = str(error)
+            write(args.out, report)
+            print(f"{done:5} questions  {title}", flush=True)
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def found(report: dict[str, Any]) -> Iterator[tuple[str, Measured]]:
+    """The rows, in the order of their list."""
+    for title, row in report["rows"].items():
+        yield title, Measured.of(row)
+
+
+def table(report: dict[str, Any]) -> str:
+    """One line a recipe, and where it comes from."""
+    lines = [
+        ["recipe", "questions", "answers kept", "95 % interval", "KL", "tokens a layer", "KV bytes", "computed TTFT"]
+    ]
+    for title, seen in sorted(found(report), key=lambda row: (row[1].share("cost"), row[0])):
+        low, high = interval(sum(seen.kept), len(seen.kept))
+        shares = [percent(seen.share(goal)) for goal in ("tokens", "kv", "ttft")]
+        kept = percent(seen.agreement)
+        among = f"{percent(low)} to {percent(high)}"
+        lines.append([f"`{title}`", str(len(seen.kept)), kept, among, f"{seen.divergence:.2g}", *shares])
+    said = [f"Left out: `{title}`: {why}" for title, why in report["refused"].items()]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    commands = "`, `".join(report["commands"])
+    made = f"`{commands}`, {report['date']}, {report['machine']}, {versions}."
+    return "\n\n".join([markdown(lines), *said, f"`{report['model']}`. {made}"])
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (cost, kept) those that nothing beats in both, from cheap to dear."""
+    best, along = -1.0, []
+    for cost, kept in sorted(points, key=lambda point: (point[0], -point[1])):
+        if kept > best:
+            best = kept
+            along.append((cost, kept))
+    return along
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Answers kept over tokens a layer, bytes of cache and computed TTFT, with the front of each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    goals: dict[Goal, str] = {
+        "tokens": "visual tokens a layer, %",
+        "kv": "bytes of the KV cache, %",
+        "ttft": "operations before the first token, %",
+    }
+    rows = list(found(report))
+    figure, panels = pyplot.subplots(1, 3, figsize=(14, 5), sharey=True, layout="constrained")
+    for axes, (goal, label) in zip(panels, goals.items(), strict=True):
+        points = {title: (100 * seen.share(goal), 100 * seen.agreement) for title, seen in rows}
+        low_high = [interval(sum(seen.kept), len(seen.kept)) for _, seen in rows]
+        spread = [
+            [point[1] - 100 * low, 100 * high - point[1]]
+            for point, (low, high) in zip(points.values(), low_high, strict=True)
+        ]
+        across, up = zip(*points.values(), strict=True)
+        bars = list(zip(*spread, strict=True))
+        axes.errorbar(across, up, yerr=bars, fmt="o", color="#56B4E9", ecolor="#cccccc", markersize=4, linewidth=0.8)
+        along = front(list(points.values()))
+        axes.step(*zip(*along, strict=True), where="post", color="#D55E00", linewidth=1.6)
+        for point in along:
+            names = "\n".join(title for title, here in points.items() if here == point)
+            axes.annotate(names, point, fontsize=7, va="top", xytext=(4, -4), textcoords="offset points")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("answers kept, %")
+    figure.suptitle(f"{report['kind']}, {report['model']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS, help="what the questions are about")
+    parser.add_argument(
+        "--recipes", nargs="+", metavar="NAME[:BUDGET][+...]", help="default: the rows of the published table"
+    )
+    parser.add_argument("--questions", type=int, default=200, help="default: 200")
+    parser.add_argument("--batch-size", type=int, default=20, help="default: 20")
+    parser.add_argument("--minutes", type=float, help="stop after so many; the same command goes on")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="JSON, written and read again; PNG beside it"
+    )
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table between the marks of this page")
+    parser.add_argument("--show", action="store_true", help="no model: table and picture from the JSON")
+    args = parser.parse_args()
+    args.recipes = args.recipes or titles(args.kind)
+    report: dict[str, Any] = {"kind": args.kind, "model": KINDS[args.kind][0], "rows": {}, "refused": {}}
+    if args.out.exists():
+        report = json.loads(args.out.read_text(encoding="utf-8"))
+        if report["kind"] != args.kind:
+            raise MmaccelError(f"{args.out} is about {report['kind']}; give another --out.")
+    if not args.show:
+        report |= {
+            "commands": list(dict.fromkeys((*report.get("commands", ()), origin.command("python", sys.argv[0])))),
+            "date": origin.today(),
+            "machine": f"a CPU ({origin.processor()})",
+            "versions": origin.versions(),
+        }
+        run(args, report)
+    if not report["rows"]:
+        raise MmaccelError(f"{args.out} has no rows yet.")
+    draw(report, args.out.with_suffix(".png"))
+    text = table(report)
+    if args.update:
+        put_between(args.update, args.out.stem, text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MmaccelError as error:
+        sys.exit(str(error))

@@ -1,0 +1,111 @@
+"""Which recipe keeps the answers: rows of the tables, their questions, and that pages say what the published results say."""
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mmaccel.errors import MmaccelError
+from mmaccel.programs.tune.judge import Measured
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import answers  # noqa: E402
+import negative  # noqa: E402
+import things  # noqa: E402
+
+
+@pytest.mark.parametrize("kind", answers.KINDS)
+def test_every_row_is_a_recipe(kind):
+    titles = answers.titles(kind)
+    assert len(titles) == len(set(titles)) > 30
+    for title in titles:
+        answers.recipe_of(title).build()
+
+
+def test_a_row_may_combine_stages():
+    together = answers.recipe_of("aim-merge:0.5+vl-cache:0.2+kivi")
+    assert [(stage.method, stage.retain) for stage in together.stages] == [
+        ("aim-merge", 0.5),
+        ("vl-cache", 0.2),
+        ("kivi", None),
+    ]
+
+
+def test_questions_are_no_others_and_stay_when_more_are_asked():
+    few, many = ([q.name for q in islice(answers.asked("clips", count), 7)] for count in (7, 40))
+    assert few == many and all(int(name.rsplit("-", 1)[1]) >= answers.FIRST for name in few)
+    assert len({name.rsplit("-", 1)[0] for name in few[:5]}) == 5
+
+
+def test_the_front_is_what_nothing_beats():
+    assert answers.front([(50, 90), (25, 90), (10, 60), (30, 80), (100, 100)]) == [(10, 60), (25, 90), (100, 100)]
+
+
+def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Of two batches and two recipes every one is asked once, however often the run is broken off; a refusal is told."""
+    asked = []
+
+    class Exam:
+        def __init__(self, model, processor, batch, longest, measure):
+            self.names = [question.name for question, _ in batch]
+
+        def judge(self, recipe):
+            if recipe.name == "vtc-cls":
+                raise MmaccelError("no CLS")
+            if len(asked) in stops:
+                stops.discard(len(asked))
+                raise KeyboardInterrupt
+            asked.append((recipe.name, self.names))
+            spent = {"ttft": 1.0, "tokens": 1.0, "kv": 1.0}
+            return Measured((True,) * 2, (0.0,) * 2, (0.0,) * 2, spent, spent)
+
+    stops = {1, 3}
+    shown = SimpleNamespace(from_pretrained=lambda folder: SimpleNamespace(eval=lambda: None))
+    monkeypatch.setattr(answers, "Exam", Exam)
+    monkeypatch.setattr(answers, "AutoModelForImageTextToText", shown)
+    monkeypatch.setattr(answers, "AutoProcessor", shown)
+    monkeypatch.setattr(answers, "fingerprint", lambda model: "one")
+    monkeypatch.setattr(answers, "asked", lambda kind, count: [_question(number) for number in range(count)])
+    args = SimpleNamespace(
+        kind="clips",
+        questions=4,
+        batch_size=2,
+        minutes=None,
+        threads=1,
+        out=tmp_path / "a.json",
+        recipes=["none", "vtc-cls", "pool"],
+    )
+    for _ in range(3):
+        report = {"model": "mini-qwen-vl", "kind": "clips", "rows": {}, "refused": {}}
+        if args.out.exists():
+            report = json.loads(args.out.read_text())
+        try:
+            answers.run(args, report)
+        except KeyboardInterrupt:
+            continue
+    assert asked == [(name, names) for names in (["0", "1"], ["2", "3"]) for name in ("none", "pool")]
+    assert report["refused"] == {"vtc-cls": "no CLS"} and len(report["rows"]["pool"]["kept"]) == 4
+    monkeypatch.setattr(answers, "fingerprint", lambda model: "another")
+    with pytest.raises(MmaccelError, match="another model"):
+        answers.run(args, report)
+
+
+def _question(number):
+    return SimpleNamespace(name=str(number), load=lambda: SimpleNamespace(pictures=(), clip=None))
+
+
+def test_pages_say_what_the_results_say():
+    page = (ROOT / "docs" / "results" / "recipes.md").read_text(encoding="utf-8")
+    for name, table in (
+        ("answers-clips", answers.table),
+        ("answers-pictures", answers.table),
+        ("things-cpu", things.table),
+    ):
+        report = json.loads((negative.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        assert f"<!-- {name} -->\n{table(report)}\n<!-- /{name} -->" in page, name
+    page = (ROOT / "docs" / "results" / "negative.md").read_text(encoding="utf-8")
+    assert f"<!-- negative -->\n{negative.table()}\n<!-- /negative -->" in page
