@@ -2,69 +2,164 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..core.budget import layer_at
 from ..core.masks import ranks
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
-from ..method import Grid, LayerMethod, TokenBatch
+from ..method import Grid, LayerMethod, ModelFacts, TokenBatch
 from ..method.blocks import cosine_to
 from ..method.registry import register
+
+#: a layer that merges less of the tokens is the last to merge
+LEAST = 0.1
 
 
 @register
 @dataclass(frozen=True)
 class FrameFusion(LayerMethod):
-    """Merge along time by hidden states, then prune by attention, in one step.
+    """Merge along time by hidden states, then prune by attention: in one step, or layer after layer as in the paper.
 
     *FrameFusion: Combining Similarity and Importance for Video Token Reduction on Large Vision Language Models*, ICCV
     2025, arXiv 2501.01986.
 
     Every token is compared with the previous one of its row and column (in the last earlier frame that still has it). Those
     whose hidden states have a cosine of at least ``similarity`` are merged, consecutive ones as one run: the first token
-    becomes the plain mean of the run. If more tokens are similar than must go, only the most similar are merged; if fewer,
-    the others to go are those that receive least attention from the last prompt token in layer ``layer - 1``, mean over
-    heads (for a run: mean over its tokens). So the count is met exactly. Newline tokens have no previous token: they are
-    never merged but may be dropped. In a single picture no token has one, so it is only pruned.
+    becomes the plain mean of the run. Newline tokens have no previous token: they are never merged but may be dropped. In a
+    single picture no token has one, so it is only pruned. The importance of a token is the attention it receives from the last
+    prompt token in the layer below, mean over heads (for a run: mean over its tokens).
 
-    ``variant="official"``: the number kept is rounded half to even.
+    **In one step**, at ``layer``, the count is met exactly. If more tokens are similar than must go, only the most similar
+    are merged; if fewer, the least important of the rest are dropped.
+
+    **With** ``through``, as in the recipe ``framefusion``, it works at every layer from ``layer`` to that one, and ``retain``
+    is what these layers have of a picture's tokens *on average*. Let the layers before have held shares ``a_i`` of the tokens;
+    then the next ones may drop ``d = 1 - (layers retain - sum_i a_i) / (layers left * a)`` of what is left
+    (:func:`sparsity_needed`). Similar tokens are merged, and if that reaches ``d``, only the ``d n`` most similar, and it is
+    over. Once a layer merges less than a tenth, the next prunes to ``n (1 - d)`` by importance, and it is over. A layer
+    that could not be followed by another within the budget prunes without waiting for that, so that the average is met. What
+    is left in the end depends on the content: less than ``retain``, the later the less.
+
+    ``variant="official"``: what merging drops is rounded down and what pruning keeps half to even; layer after layer, a budget
+    that merging has overrun is an error, and merging that never falls below a tenth may end above the budget.
 
     Parameters
     ----------
-    layer : the input of this layer, 1 or more.
+    layer : the input of this layer; with ``through`` 0 is possible, as in the paper: what enters the language model.
     similarity : 0.6 as in the program; above 1 nothing is merged.
+    through : the last layer at which it works; None is ``layer`` itself. 1.0 is the last of the model.
 
-    Paper and program: the authors merge before the attention of layer 0 and then after every layer's attention, until
-    fewer than a tenth of the tokens are similar, and prune once at the next layer; here both happen at one layer, by the
-    attention of the layer below. Merging before layer 0 is what methods at site ``projector`` do. The authors' budget is
-    ``cost``, the mean share of tokens per layer, 0.3 for 28 layers; :func:`sparsity_needed` turns it into a share to drop:
-    27.4 % stay from layer 1 on, the ``default_retain``. Their merging rounds the number dropped down, their pruning rounds
-    the number kept half to even; ``variant="official"`` does the latter.
+    Paper and program: the authors work on what enters layer 0 and between attention and MLP of every layer, here always at the
+    input of a layer, so that a cut falls half a layer later; counts and averages are the same. Their budget ``cost`` is
+    ``retain`` of the recipe, 0.3 of 28 layers. In models that add DeepStack features, the average is that of the layers behind
+    these. Their clip is all there is of visual tokens; here every picture and clip has its own budget.
     """
 
-    name = "framefusion"
+    name = "framefusion-step"
     summary = "similar tokens of neighbouring frames merged, then the attended ones kept"
     paper = "arXiv 2501.01986"
     default_retain = 0.274
+    lowest = 0
 
     layer: float = 1
     similarity: float = 0.6
+    through: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.through is None and isinstance(self.layer, int) and self.layer < 1:
+            raise MmaccelError(
+                f"{self.name} at one layer prunes by the attention before it; give a layer of 1 or more, or through=1.0."
+            )
+        if self.through is not None and not (0 < self.through <= 1 or isinstance(self.through, int)):
+            raise MmaccelError(f"{self.name}: through={self.through} is no layer; give a number, or a share up to 1.0.")
+
+    def fit(self, family: ModelFacts) -> FrameFusion:
+        """Replace shares of the depth by layers."""
+        made = super().fit(family)
+        assert isinstance(made, FrameFusion)
+        if self.through is None or isinstance(self.through, int):
+            return made
+        last = min(layer_at(self.through, family.depth), family.depth - 1)
+        return replace(made, through=max(int(made.layer), last))
+
+    @property
+    def spreads(self) -> bool:
+        """With ``through``."""
+        return self.through is not None
+
+    def layers(self) -> range:
+        """All from ``layer`` to ``through``."""
+        return range(int(self.layer), int(self.layer if self.through is None else self.through) + 1)
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """The program's pruning rounds the number kept half to even."""
         return round(retain * size)
 
+    def rests(self, left: Tensor, count: Tensor) -> bool:
+        """Whether no picture needs another step."""
+        return all(most == 0 and kept == there for most, kept, there in self.steps(left, count))
+
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``prompt_attention [N, n]``, ``count [N]`` -> runs and single tokens."""
         valid, count = tokens.valid, count.to(tokens.valid.device)
-        excess = (valid.sum(1) - count).clamp(min=0)
-        merged = merge_runs(tokens.features, valid, tokens.cells, self.similarity, excess)
-        attended = merged.substitute(tokens.signals["prompt_attention"].float())
-        return merged.then(Reduction.top(attended, merged.kept, count))
+        most = (valid.sum(1) - count).clamp(min=0)
+        if self.spreads:
+            steps = self.steps(tokens.left, count.cpu())
+            most, count, _ = torch.tensor(steps, device=valid.device).view(-1, 3).unbind(1)
+        merged = merge_runs(tokens.features, valid, tokens.cells, self.similarity, most)
+        attended = tokens.signals.get("prompt_attention")
+        if attended is None:
+            # of what enters the first layer nothing is known yet
+            return merged
+        return merged.then(Reduction.top(merged.substitute(attended.float()), merged.kept, count))
+
+    def steps(self, left: Tensor, count: Tensor) -> list[tuple[int, int, int]]:
+        """For every picture how many tokens may be merged away at this layer, how many are then to be left, and how many there
+        are, by how many there were at every layer so far, ``left [N, c]``, and on average ``count [N]`` may be."""
+        return [
+            self._step(row, share / max(row[0], 1)) for row, share in zip(left.tolist(), count.tolist(), strict=True)
+        ]
+
+    def _step(self, left: list[float], cost: float) -> tuple[int, int, int]:
+        layers, there, merging = len(self.layers()), round(left[-1]), True
+        done: list[float] = []
+        for before, after in itertools.pairwise(left):
+            if before - after >= self._going(before, cost, done) or not merging:
+                return 0, there, there
+            done.append(1 - after / before)
+            merging = done[-1] >= LEAST
+        if not there:
+            return 0, 0, 0
+        most = self._going(there, cost, done)
+        kept = max(1, there - most)
+        if not merging:
+            return 0, max(1, round(there * (1 - self._needed(cost, done)))) if self.official else kept, there
+        # if nothing merges here, and one token a picture is left from the next layer on
+        waiting = sum(left[1:]) + left[-1] + layers - len(left)
+        last = not self.official and waiting > layers * cost * left[0]
+        return most, kept if last else there, there
+
+    def _going(self, there: float, cost: float, done: list[float]) -> int:
+        """How many of ``there`` tokens the budget has no room for."""
+        most = self._needed(cost, done) * there
+        return int(most) if self.official else math.ceil(most - 1e-9)
+
+    def _needed(self, cost: float, done: list[float]) -> float:
+        """:func:`sparsity_needed`; everything, where the budget is spent."""
+        try:
+            return sparsity_needed(cost, len(self.layers()), done)
+        except MmaccelError:
+            if self.official:
+                raise
+            return 1.0
 
 
 def merge_runs(features: Tensor, valid: Tensor, cells: Tensor, similarity: float, most: Tensor) -> Reduction:

@@ -106,7 +106,7 @@ class MustDropFilter(LayerMethod):
         text = attention.text
         total = torch.zeros(len(text), attention.key.shape[2], device=attention.query.device)
         most = torch.zeros_like(total)
-        spoken = text.any(0).cpu()
+        spoken = attention.host_text.any(0)
         for start, stop in row_blocks(attention):
             rows = spoken[start:stop].nonzero()[:, 0].tolist()
             if not rows:

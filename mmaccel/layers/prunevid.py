@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..core.budget import apportion
-from ..core.masks import group_sizes, question, top_in_groups
+from ..core.masks import group_sizes, top_in_groups
 from ..core.reduction import Reduction
 from ..method import LayerAttention, LayerMethod, TokenBatch
-from ..method.blocks import row_blocks, upto
+from ..method.blocks import question_peak
 from ..method.registry import register
 
 
@@ -46,18 +46,7 @@ class PruneVidSelect(LayerMethod):
 
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``text_peak [B, K]``: the largest attention paid by text behind the pictures, over heads too."""
-        asked = question(attention.text, ~attention.text)
-        most = torch.zeros(len(asked), attention.key.shape[2], device=asked.device)
-        spoken = asked.any(0).cpu()
-        for start, stop in row_blocks(attention):
-            rows = spoken[start:stop].nonzero()[:, 0].tolist()
-            if not rows:
-                continue
-            start, stop = start + rows[0], start + rows[-1] + 1
-            paid = upto(attention, stop).attention(start, stop).amax(1).masked_fill(~asked[:, start:stop, None], 0.0)
-            seen = paid.shape[2]
-            most[:, :seen] = torch.maximum(most[:, :seen], paid.amax(1))
-        return {"text_peak": most}
+        return {"text_peak": question_peak(attention)}
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``text_peak [N, n]``, ``cells``, ``until``, ``count [N]`` -> the highest of every group."""

@@ -13,8 +13,8 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import AttentionGuided, Grid, TokenBatch
+from ..method.density_peaks import centres, density_peaks
 from ..method.registry import register
-from .density_peaks import centres, density_peaks
 from .film import Clip, Flat, by_clip, themselves
 from .segments import changing_segments
 

@@ -14,8 +14,8 @@ from torch.nn.functional import cosine_similarity
 from ..core.reduction import Reduction, top_mask
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, Tap, TokenBatch
+from ..method.density_peaks import centres, density_peaks, nearest_centre
 from ..method.registry import register
-from .density_peaks import centres, density_peaks, nearest_centre
 from .film import Clip, Flat, by_clip, themselves
 from .segments import static_segments
 

@@ -13,8 +13,8 @@ from torch.nn.functional import normalize
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
+from ..method.density_peaks import centres, density_peaks, nearest_centre
 from ..method.registry import register
-from .density_peaks import centres, density_peaks, nearest_centre
 from .film import Clip, Flat, by_clip
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 from ..core.budget import resolve
+from ..errors import UnsupportedError
 
 #: (t, h, w)
 Grid = tuple[int, int, int]
@@ -55,6 +56,10 @@ class TowerFacts(Protocol):
     """The facts of a vision tower that methods may depend on."""
 
     name: str
+    #: why methods cannot look into its layers, as the end of "the vision tower of ... "; None where they can
+    closed: str | None
+    #: why tokens cannot merge between its layers; None where they can
+    whole: str | None
 
     @property
     def has_cls(self) -> bool:
@@ -64,8 +69,12 @@ class TowerFacts(Protocol):
 class ModelFacts(TowerFacts, Protocol):
     """The facts of a model that methods may depend on; every family provides them."""
 
+    #: the model itself, or what stands for it where only its configuration is at hand
+    model: Any
     #: how many layers of the language model add visual features; tokens may be dropped only after them
     deepstack: int
+    #: whether RoPE turns queries and keys as two halves, in every layer
+    halves: bool
 
     @property
     def depth(self) -> int:
@@ -140,6 +149,15 @@ class Method(ABC):
 
     def check(self, family: ModelFacts) -> None:
         """Raise :class:`UnsupportedError` when the family lacks what the method needs."""
+
+    def suits(self, family: ModelFacts) -> None:
+        """Raise :class:`UnsupportedError` when :meth:`check` does, or the method taps a vision tower that is closed."""
+        if family.closed is not None and self.taps():
+            raise UnsupportedError(
+                f"{self.name} looks into the vision tower, and that of {family.name} {family.closed}; use 'divprune' or "
+                "another method that reads the visual tokens alone."
+            )
+        self.check(family)
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """How many of the ``size`` tokens of a picture or clip the authors' program keeps at the ratio ``retain``.

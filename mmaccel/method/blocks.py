@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..core.masks import question
 from .layers import LayerAttention
 from .tokens import TokenBatch
 
@@ -33,8 +34,26 @@ def upto(attention: LayerAttention, stop: int) -> LayerAttention:
         key=attention.full_key[:, :, :keys],
         visible=None if attention.visible is None else attention.visible[:, :, :stop, :keys],
         text=attention.text[:, :stop],
+        said=None if attention.said is None else attention.said[:, :stop],
+        prepared={name: figures[:, :stop] for name, figures in attention.prepared.items()},
         memo={},
     )
+
+
+def question_peak(attention: LayerAttention) -> Tensor:
+    """``[B, K]``: the largest attention that any head and any token of text behind the pictures pays to each key."""
+    asked = question(attention.text, ~attention.text)
+    most = torch.zeros(len(asked), attention.key.shape[2], device=asked.device)
+    spoken = question(attention.host_text, ~attention.host_text).any(0)
+    for start, stop in row_blocks(attention):
+        rows = spoken[start:stop].nonzero()[:, 0].tolist()
+        if not rows:
+            continue
+        start, stop = start + rows[0], start + rows[-1] + 1
+        paid = upto(attention, stop).attention(start, stop).amax(1).masked_fill(~asked[:, start:stop, None], 0.0)
+        seen = paid.shape[2]
+        most[:, :seen] = torch.maximum(most[:, :seen], paid.amax(1))
+    return most
 
 
 def cosine_to(features: Tensor, slots: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from .base import Method, TowerFacts
 
 
@@ -48,6 +49,15 @@ class EncoderMethod(Method):
 
     def check(self, family: TowerFacts) -> None:
         """As :meth:`Method.check`; the tower may be a stand-alone encoder."""
+
+    def suits(self, family: TowerFacts) -> None:
+        """Raise :class:`UnsupportedError` when :meth:`check` does, or tokens cannot merge in the tower."""
+        if (why := family.closed or family.whole) is not None:
+            raise UnsupportedError(
+                f"{self.name} merges tokens between the layers of the vision tower, and that of {family.name} {why}; use "
+                "'aim-merge' or another method that merges behind it."
+            )
+        self.check(family)
 
     @abstractmethod
     def schedule(self, tokens: int, layers: int, kept: int) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class LayerAttention(Layerwise):
     visible : ``[B, 1 or Hkv, q, K]`` bool, which keys each query may attend to, or None for plain causal attention.
     scaling : the factor of ``q . k``.
     text : ``[B, q]`` bool, the prompt tokens that are neither visual nor padding.
+    said : the same on the CPU; None where the host would wait for it.
+    prepared : what :meth:`LayerMethod.prepare` made of what entered the language model, ``[B, q]``.
     """
 
     query: Tensor
@@ -62,10 +64,17 @@ class LayerAttention(Layerwise):
     visible: Tensor | None
     scaling: float
     text: Tensor
+    said: Tensor | None = None
+    prepared: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def _tokens(self) -> Hashable:
         return self.query.shape[2], self.key.shape[2]
+
+    @cached_property
+    def host_text(self) -> Tensor:
+        """``text`` on the CPU; the host waits where it does not know."""
+        return self.text.cpu() if self.said is None else self.said
 
     @cached_property
     def full_key(self) -> Tensor:
@@ -92,25 +101,44 @@ class LayerAttention(Layerwise):
 class LayerMethod(TokenMethod):
     """A method between two layers of the language model: it reduces the input of layer ``layer``.
 
-    ``layer`` is counted from 0 and at least 1; a float is a share of the model's depth, rounded half up and moved to the
-    nearest layer at which tokens can be dropped, so that a recipe fits any model. A method's default layer is moved likewise;
-    a number given in a recipe is taken as it is, or refused.
+    ``layer`` is counted from 0 and at least :attr:`lowest`; a float is a share of the model's depth, rounded half up and moved
+    to the nearest layer at which tokens can be dropped, so that a recipe fits any model. A method's default layer is moved
+    likewise; a number given in a recipe is taken as it is, or refused.
 
-    What :meth:`look` returns for the attention of layer ``layer - 1`` reaches :meth:`reduce` as ``tokens.signals``, gathered
-    at the tokens of each unit.
+    What :meth:`look` returns for the attention of layer ``layer - 1`` (with :attr:`looks_ahead` of ``layer`` itself) reaches
+    :meth:`reduce` as ``tokens.signals``, gathered at the tokens of each unit.
     """
 
     site = "layers"
     unit = "picture"
+    #: the first layer at whose input it can work: 1, or 0 if it can do without the attention of a layer before
+    lowest: ClassVar[int] = 1
+    #: whether :meth:`look` is shown the attention that layer ``layer`` is about to pay, not that of the layer before
+    looks_ahead: ClassVar[bool] = False
     layer: float
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.layer, int)
-        if self.layer < 1 if whole else not 0 < self.layer < 1:
+        first = self.lowest
+        if self.layer < first if isinstance(self.layer, int) else not (0 < self.layer < 1 or self.layer == first == 0):
             raise MmaccelError(
-                f"{self.name} cannot work at layer={self.layer}; give a layer of 1 or more, or a share of the depth "
+                f"{self.name} cannot work at layer={self.layer}; give a layer of {first} or more, or a share of the depth "
                 "between 0 and 1."
             )
+
+    @property
+    def spreads(self) -> bool:
+        """Whether it works at several layers, and its budget is what these have on average; the content then decides how many
+        tokens are left in the end."""
+        return False
+
+    def layers(self) -> range:
+        """The layers at whose input it works; of a method that was fitted to a model."""
+        return range(int(self.layer), int(self.layer) + 1)
+
+    def rests(self, left: Tensor, count: Tensor) -> bool:
+        """Whether it has nothing to do any more at the layers that follow: ``left [N, c]`` are the tokens of every unit before
+        and behind each layer so far, ``count [N]`` its budget, both long on the CPU."""
+        return False
 
     def fit(self, family: ModelFacts) -> Method:
         """Replace a share of the depth by a layer."""
@@ -123,9 +151,15 @@ class LayerMethod(TokenMethod):
         return self._at(int(self.layer), family)
 
     def _at(self, layer: int, family: ModelFacts) -> LayerMethod:
-        layer = min(max(layer, 1, family.deepstack), family.depth - 1)
+        layer = min(max(layer, self.lowest, family.deepstack), family.depth - 1)
         # methods are frozen dataclasses with a field `layer`
         return self if layer == self.layer else dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
+
+    @classmethod
+    def prepare(cls, hidden: Tensor, text: Tensor, visual: Tensor) -> dict[str, Tensor]:
+        """Named figures ``[B, q]`` of what enters the language model, ``hidden [B, q, D]``, which :meth:`look` is shown of the
+        tokens that are left; ``text``, ``visual [B, q]`` bool, the rest is padding. By default none."""
+        return {}
 
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Named statistics per key, ``[B, K]`` float32 each. By default ``prompt_attention``: the attention paid by the last

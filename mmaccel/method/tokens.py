@@ -36,6 +36,8 @@ class TokenBatch:
     until : ``[N, n]`` long, the last frame of all that was merged into a token, by default its own; only for methods with
         ``needs_spans``.
     entered : ``[N]`` long, how many tokens of the unit entered the language model; by default the valid ones.
+    left : ``[N, c]`` long on the CPU, how many tokens of the unit there were before the method's first layer and behind every
+        layer at which it has worked; by default the valid ones.
     signals : by kind of tap, attention ``[N, layers, n]``, ``keys`` and ``features``
         ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
         At site ``layers``: what the method's ``look`` returned, ``[N, n]``.
@@ -55,6 +57,7 @@ class TokenBatch:
     entered: Tensor = None  # type: ignore[assignment]
     question_signals: Mapping[str, Tensor] = field(default_factory=dict)
     until: Tensor = None  # type: ignore[assignment]
+    left: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.tile is None:
@@ -65,6 +68,8 @@ class TokenBatch:
             object.__setattr__(self, "until", self.cells[..., 0])
         if self.entered is None:
             object.__setattr__(self, "entered", self.valid.sum(1))
+        if self.left is None:
+            object.__setattr__(self, "left", self.valid.sum(1, keepdim=True).cpu())
 
     @cached_property
     def celled(self) -> Tensor:

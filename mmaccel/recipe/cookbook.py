@@ -66,6 +66,14 @@ COOKBOOK = (
         anchor=0,
     ),
     Recipe(
+        "framefusion",
+        # the program's cost, 0.3 of 28 layers, is what all layers have on average
+        (Stage("framefusion-step", 0.3, {"layer": 0.0, "through": 1.0}),),
+        summary="similar tokens of neighbouring frames merged layer after layer, then the attended ones kept (retain: the mean "
+        "over the layers)",
+        paper="arXiv 2501.01986",
+    ),
+    Recipe(
         "holitom",
         # the paper names its budgets (25, 20, 15 and 10 %) after the outer merging, and half of that is left in the end:
         # `retain` means the end, as in most recipes, so the paper's 25 % is retain=0.125; merging leaves twice as much
@@ -88,6 +96,35 @@ COOKBOOK = (
         paper="arXiv 2411.10803",
     ),
     Recipe(
+        "pyramiddrop",
+        tuple(Stage("pyramiddrop-step", 0.5**i, {"layer": i / 4}) for i in (1, 2, 3)),
+        summary="half of the visual tokens dropped after every quarter of the layers (retain: what is left then)",
+        paper="arXiv 2410.17247",
+        anchor=2,
+    ),
+    Recipe(
+        "sparsevlm",
+        # the program's counts for 192 of 576 on average, 300, 200 and 110, each with its clusters
+        tuple(
+            Stage("sparsevlm-step", left / 576, {"layer": layer / 32})
+            for left, layer in ((309, 3), (204, 7), (113, 16))
+        ),
+        summary="at three layers the tokens that the question's words about the picture attend to, with means of what is "
+        "dropped (retain: what is left then)",
+        paper="arXiv 2410.04417",
+        anchor=2,
+    ),
+    Recipe(
+        "sparsevlm-plus",
+        tuple(
+            Stage("sparsevlm-step", left / 576, {"layer": layer / 32, "recycle": 0.0, "heads": 14 / 32})
+            for left, layer in ((300, 3), (200, 7), (118, 16))
+        ),
+        summary="sparsevlm by the heads that look at the picture most, without means (retain: what is left then)",
+        paper="arXiv 2410.04417",
+        anchor=2,
+    ),
+    Recipe(
         "vflowopt",
         # the authors' setting for a quarter of the tokens on average over the layers; `retain` is what enters the language
         # model, and the later stages keep their proportion to it
@@ -108,6 +145,13 @@ COOKBOOK = (
         ),
         summary="from the middle on a fifth of the visual tokens, and of the keys of every layer a fifth of what was there",
         paper="arXiv 2502.01068",
+    ),
+    Recipe(
+        "zipvl",
+        # the attention decides; `retain` puts a ceiling on what the last stage leaves
+        tuple(Stage("zipvl-tokens", 1.0, {"adaptive": True, "layer": layer / 32}) for layer in (2, 8, 16, 24)),
+        summary="before four layers as many visual tokens as hold nearly all attention (which decides how many)",
+        paper="arXiv 2410.08584",
     ),
     # --- the cache ---------------------------------------------------------------------------------------------------
     Recipe(
@@ -152,23 +196,23 @@ COOKBOOK = (
                     "sinks": 4,
                     "recent": 0.1,
                     "joint": True,
-                    "every": 1,
+                    "every": 16,
                 },
             ),
         ),
-        summary="budgets by how attention varies in a layer; what leaves, at every step, is merged if alike enough",
+        summary="budgets by how attention varies in a layer; what leaves, after every 16 steps, is merged if alike enough",
         paper="arXiv 2406.13035",
     ),
     Recipe(
         "h2o-decode",
-        (Stage("h2o", 0.2, {"recent": 0.1, "joint": True, "every": 1}),),
-        summary="heavy hitters and the newest keys, of text and pictures alike, at every step",
+        (Stage("h2o", 0.2, {"recent": 0.1, "joint": True, "every": 16}),),
+        summary="heavy hitters and the newest keys, of text and pictures alike, chosen again after every 16 steps",
         paper="arXiv 2306.14048",
     ),
     Recipe(
         "streaming-llm-decode",
-        (Stage("streaming-llm", 0.25, {"joint": True, "every": 1}),),
-        summary="four sinks and the newest keys, of text and pictures alike, at every step (baseline)",
+        (Stage("streaming-llm", 0.25, {"joint": True, "every": 16}),),
+        summary="four sinks and the newest keys, of text and pictures alike, again after every 16 steps (baseline)",
         paper="arXiv 2309.17453",
     ),
     Recipe(
@@ -177,10 +221,10 @@ COOKBOOK = (
             Stage(
                 "elastic-cache",
                 0.5,
-                {"joint": True, "sinks": 1, "recent": 1, "every": 1, "growth": 0.5, "distance": -25},
+                {"joint": True, "sinks": 1, "recent": 1, "every": 16, "growth": 0.5, "distance": -25},
             ),
         ),
-        summary="anchors take up their neighbours; then of two new tokens one key leaves, 25 from the end",
+        summary="anchors take up their neighbours; then of 16 new tokens eight keys leave, about 25 from the end",
         paper="arXiv 2407.18121",
     ),
 )

@@ -14,6 +14,8 @@ from .recipe import Positions, Recipe, Stage
 
 #: what says what runs: a name, a method or its class, a stage, a recipe, the content or the path of a JSON file
 Part: TypeAlias = "str | Path | Method | type[Method] | Stage | Recipe | Mapping[str, Any]"
+#: the method that takes the folder of a selector, and the file by which such a folder is known
+_LEARNED, _SELECTOR = "learned", "selector.json"
 #: or several of them, in the order of their sites
 RecipeLike: TypeAlias = "Part | Sequence[Part] | Iterator[Part]"
 
@@ -47,8 +49,8 @@ def recipe(
     Parameters
     ----------
     which : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, or its class; a
-        :class:`Stage`; a :class:`Recipe`; its content as a mapping, or a JSON file; or several of these, in the order of their
-        sites.
+        :class:`Stage`; a :class:`Recipe`; its content as a mapping, or a JSON file; the folder of a selector (see
+        :class:`~mmaccel.Learned`); or several of these, in the order of their sites.
     retain, positions, variant, text_retain, **options : see :func:`mmaccel.accelerate_vlm`; None is as the recipe says.
 
     Raises
@@ -80,6 +82,10 @@ def _recipe(which: Any) -> Recipe:
         except (TypeError, ValueError, RecursionError) as error:
             raise MmaccelError(f"The recipe holds what JSON has no word for ({error}); give plain values.") from error
         return Recipe.from_json(text)
+    if isinstance(which, (str, Path)) and _is_selector(which):
+        return Recipe(
+            Path(which).name, (Stage(_LEARNED, methods()[_LEARNED].default_retain, {"selector": str(which)}),)
+        )
     if isinstance(which, Path) or (isinstance(which, str) and which.endswith(".json")):
         try:
             return Recipe.from_json(Path(which).read_text(encoding="utf-8"))
@@ -100,6 +106,14 @@ def _recipe(which: Any) -> Recipe:
         f"{shown if len(shown) < 40 and shown.isprintable() else f'A {kind}'} is no recipe; give a name, a method such as "
         "FastV(layer=3), several of them, a Recipe, a mapping, or a path to JSON."
     )
+
+
+def _is_selector(which: str | Path) -> bool:
+    """Whether a path is the folder of a selector, as ``mmaccel distil`` writes it."""
+    try:
+        return (Path(which) / _SELECTOR).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _alone(method: type[Method], stage: Stage) -> Recipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 import warnings
@@ -116,7 +117,8 @@ class Recipe:
         changes). ``rounding`` is its name of earlier versions.
     text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
     anchor : the number of the stage that ``retain`` sets, if the others before and inside the language model keep their
-        proportion to it; by default ``retain`` sets the last of them, and stages before it leave at least as much.
+        proportion to it (where one of them would then keep everything, all shares are raised to one power instead); by default
+        ``retain`` sets the last of them, and stages before it leave at least as much.
 
     Examples
     --------
@@ -235,8 +237,13 @@ class Recipe:
         stages = list(self.stages)
         before = stages[self.primary].retain
         if self.anchor is not None and before is not None:
-            for i in self._token_stages:
-                stages[i] = dataclasses.replace(stages[i], retain=_in_proportion(stages[i].retain, before, retain))
+            shares = [_in_proportion(stages[i].retain, before, retain) for i in self._token_stages]
+            if retain < 1 and any(
+                stages[i].retain != share == 1.0 for i, share in zip(self._token_stages, shares, strict=True)
+            ):
+                shares = [_by_power(stages[i].retain, before, retain) for i in self._token_stages]
+            for i, share in zip(self._token_stages, shares, strict=True):
+                stages[i] = dataclasses.replace(stages[i], retain=share)
         stages[self.primary] = dataclasses.replace(stages[self.primary], retain=retain)
         return dataclasses.replace(self, stages=tuple(stages))
 
@@ -453,3 +460,10 @@ def _in_proportion(retain: Retain | None, before: Retain, after: Retain) -> Reta
         return retain
     share = Fraction(str(retain)) / Fraction(str(before)) * Fraction(str(after))
     return max(1, int(share + Fraction(1, 2))) if isinstance(after, int) else min(1.0, float(share))
+
+
+def _by_power(retain: Retain | None, before: Retain, after: Retain) -> Retain | None:
+    """The same where in proportion a stage would have nothing to drop: as where each stage drops the same share."""
+    if not (isinstance(retain, float) and 0 < retain < 1):
+        return retain
+    return round(retain ** (math.log(after) / math.log(before)), 6)

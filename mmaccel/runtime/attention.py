@@ -101,6 +101,7 @@ class Plug:
                 self._plugged[id(config)] = plugged
             self._modules.append((module, config))
         # asked before every forward
+        self._seen = [(module, self._plugged[id(config)]) for module, config in self._modules]
         self._configs = list({id(config): config for _, config in self._modules}.values())
         self.check_backend()
         self.on()
@@ -130,10 +131,12 @@ class Plug:
 
     def check(self) -> None:
         """Raise when a module no longer has the config that was plugged in, or that names what mmaccel cannot build on."""
-        if any(module.config is not self._plugged[id(config)] for module, config in self._modules):
-            raise UnsupportedError(
-                "The config of this model's attention was replaced after accelerate_vlm; call accelerate_vlm(model, ...) again."
-            )
+        for module, plugged in self._seen:
+            if module.config is not plugged:
+                raise UnsupportedError(
+                    "The config of this model's attention was replaced after accelerate_vlm; call accelerate_vlm(model, ...) "
+                    "again."
+                )
         self.check_backend()
 
 
@@ -188,10 +191,13 @@ def _text_attention(
         # a captured step
         pinned = scope.pinned.layers[number]
         pinned.ask(query)
-        if not pinned.end.masked:
+        if not pinned.masked:
             return pinned.attend(query, query.shape[-1] ** -0.5 if scaling is None else scaling), None
         attention_mask = pinned.end.visible
         attention_mask = None if attention_mask is None else _for_heads(attention_mask, query.shape[1] // key.shape[1])
+    if scope is not None and scope.preview is not None and number is not None:
+        scope.preview.see(number, query, key, scaling)
+        stages = None
     if stages is None or number is None:
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -199,6 +205,8 @@ def _text_attention(
     phase, index = forward.phase(number), forward.index(number)
     window = kwargs.get("sliding_window")
     layer = forward.state.layers[number] if forward.state is not None else None
+    if layer is not None:
+        layer.window = window
     as_stored = layer is not None and reads_as_stored(layer, forward.incoming, query)
     if layer is not None and as_stored and base == "eager":
         # eager attention returns its weights

@@ -111,6 +111,9 @@ class Prompt(Forward):
     total : ``[B, S]`` on the CPU, what is left, over all stages that have worked.
     history : the same stage by stage.
     arguments : per phase, arguments of the layers that replace the caller's.
+    passes : of every stage inside the language model that has worked, its budget per unit and how many tokens these had before
+        it and behind every layer, ``[N]`` long on the CPU.
+    prepared : per class of method, figures by place of what entered the language model, ``[B, S]``.
     looked : figures per key that the method at the next layer made of the attention before it, ``[B, q]``.
     """
 
@@ -120,6 +123,8 @@ class Prompt(Forward):
     total: Reduction
     history: list[StageResult] = field(default_factory=list)
     arguments: list[dict[str, Any]] = field(default_factory=list)
+    passes: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+    prepared: dict[type, dict[str, Tensor]] = field(default_factory=dict)
     looked: dict[str, Tensor] = field(default_factory=dict)
 
     def measured(

@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ..kv.incoming import Incoming
 from ..method import ReadingPolicy
-from . import continuation, prefill, tokens
+from . import continuation, lookahead, prefill, tokens
 from .forward import Continuation, Forward, Prompt, rows_at, sent
 from .plan import ModelPlan
 from .scope import Scope, current
@@ -64,7 +64,7 @@ class TextHooks:
                 "attention_mask": pinned.mask,
             }
         scope = current(self.plan)
-        if scope is None:
+        if scope is None or scope.preview is not None:
             return None
         scope.stages = None
         embeds, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
@@ -173,12 +173,13 @@ class TextHooks:
             scope.encoded,
             Reduction.identity(layout.valid),
         )
-        embeds, planes = prefill.reduce(prompt, self.taps, kwargs)
+        embeds, planes = prefill.reduce(prompt, self.taps, kwargs, scope)
         # from here on the cache is changed
         scope.stages = Stages(prompt)
         if scope.stages.packing is not None:
             scope.stages.packing.note_prompt(prompt, embeds)
         prefill.write(prompt, embeds, planes, kwargs)
+        tokens.prepare(prompt, kwargs["inputs_embeds"])
         return prompt
 
     def _continue(
@@ -187,7 +188,7 @@ class TextHooks:
         """New tokens without pictures on a reduced cache."""
         embeds, policy = kwargs["inputs_embeds"], scope.plan.policy
         method = None if policy is None else policy.method
-        looks = method is not None and method.recalls and not (isinstance(method, ReadingPolicy) and method.by_summary)
+        looks = method is not None and method.recalls and not (isinstance(method, ReadingPolicy) and method.summarises)
         length = embeds.shape[1]
         incoming = Incoming(seen, length, as_stored=not looks, coming=scope.coming(seen + length))
         forward = Continuation(scope.plan, scope.stats, state, incoming, embeds.device)
@@ -203,8 +204,11 @@ class TextHooks:
             if prompt is None:
                 return None
             hidden = args[0] if args else kwargs["hidden_states"]
-            if number in self.plan.stage_at_layer:
+            stage = prompt.plan.stage_at_layer.get(number)
+            if stage is not None and not tokens.rests(prompt, stage):
                 with prompt.measured("selection", hidden.device):
+                    if stage.method.looks_ahead:
+                        self._look_ahead(prompt, number, hidden, kwargs)
                     hidden = self._reduce(prompt, number, hidden, kwargs)
             kwargs = {**kwargs, **prompt.arguments[-1]}
             if args:
@@ -219,10 +223,19 @@ class TextHooks:
         forward = scope.stages.forward if scope is not None and scope.stages is not None else None
         return forward if isinstance(forward, Prompt) else None
 
+    def _look_ahead(self, prompt: Prompt, number: int, hidden: Tensor, kwargs: dict[str, Any]) -> None:
+        """Show the method at layer ``number`` what this layer is about to attend to."""
+        scope, layer = current(self.plan), self.layers[number]
+        assert scope is not None
+        attention = lookahead.own_attention(scope, prompt, number, layer, hidden, {**kwargs, **prompt.arguments[-1]})
+        prompt.looked = prompt.plan.stage_at_layer[number].method.look(attention)
+
     def _reduce(self, prompt: Prompt, number: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Run the method at layer ``number``: the tokens it drops are gone from here on."""
         slots = prompt.slots(prompt.chosen)
-        made = tokens.reduce(prompt, prompt.plan.stage_at_layer[number], self.taps, hidden, slots)
+        made = tokens.reduce(prompt, prompt.plan.stage_at_layer[number], self.taps, hidden, slots, number)
+        if made.is_identity:
+            return hidden
         chosen, padded = prompt.compacted(made.kept)
         slots, places = sent(hidden.device, slots, chosen.clamp(min=0))
         at = slots.gather(1, places)
@@ -258,7 +271,7 @@ class TextHooks:
             pinned.end()
             return None
         scope = current(self.plan)
-        if scope is None:
+        if scope is None or scope.preview is not None:
             return None
         stages = scope.stages
         if stages is not None and output is not None:

@@ -153,7 +153,7 @@ class ModelPlan(Plan):
         for stage, (asked, method) in zip(self.stages, recipe.build(), strict=True):
             if recipe.variant != self.recipe.variant:
                 method = _fit(asked, method, self.family, [])
-                method.check(self.family)
+                method.suits(self.family)
                 if method.taps() != stage.method.taps() or (isinstance(method, Codec) and method != stage.method):
                     raise UnsupportedError(
                         f"variant={recipe.variant!r} cannot be had for one call: {method.name!r} then asks something else of "
@@ -237,7 +237,7 @@ def plan_encoder(recipe: Recipe, towers: Towers, kernels: Kernels) -> EncoderPla
         raise MmaccelError(
             f"Recipe {recipe.name!r} is more than one method inside the encoder; use 'tome', 'pitome' or 'evit'."
         )
-    method.check(towers)
+    method.suits(towers)
     stage = PlannedStage(0, method, built[0][0].retain)
     return EncoderPlan(recipe, towers, (stage,), stage, kernels=checked_kernels(kernels))
 
@@ -259,7 +259,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
         for number, (stage, method) in enumerate(recipe.build())
     )
     for stage in stages:
-        stage.method.check(family)
+        stage.method.suits(family)
     if any(stage.method.site == "frames" for stage in stages) and getattr(processor, "mmaccel_recipe", None) is None:
         raise UnsupportedError(
             f"Recipe {recipe.name!r} works on pixels, which the model never sees; call "
@@ -310,8 +310,7 @@ def _stage_at_layer(
     """Which stage works at which layer. Shares of the depth may fall together in a shallow model: of stages of one method the
     last counts, which keeps least."""
     found: dict[int, PlannedStage[LayerMethod]] = {}
-    for stage in stages:
-        layer = int(stage.method.layer)
+    for stage, layer in ((one, layer) for one in stages for layer in one.method.layers()):
         if found and layer < max(found):
             raise MmaccelError(
                 f"Recipe {recipe.name!r}: in this model of {family.depth} layers {stage.method.name!r} comes to work at layer "
@@ -328,8 +327,8 @@ def _stage_at_layer(
                 f"{family.depth}: only stage {stage.number} works"
             )
         found[layer] = stage
-    least = max(1, family.deepstack)
-    for layer in found:
+    for layer, stage in found.items():
+        least = max(stage.method.lowest, family.deepstack)
         if not least <= layer < family.depth:
             why = ", since its first layers add DeepStack features" if family.deepstack else ""
             raise UnsupportedError(

@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..method import PreviewMethod
 from . import encoder_groups, tokens
 from .forward import Prompt, StageResult, rows_at, sent
+from .lookahead import first_pass
+from .plan import ModelPlan
+from .scope import Scope
 from .taps import Taps
 
 #: features ``[B, S, D]`` that layers of the language model add, laid out over the sequence
@@ -43,12 +47,12 @@ class Left:
     spots: Tensor
 
 
-def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any]) -> tuple[Tensor, Planes]:
+def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any], scope: Scope[ModelPlan]) -> tuple[Tensor, Planes]:
     """Run every stage before the language model: the embeddings ``[B, S, D]`` and DeepStack features in full length, kept slots
     holding their merged values."""
     embeds, plan = kwargs["inputs_embeds"], prompt.plan
-    deepstack = kwargs.get("deepstack_visual_embeds")
-    planes = _planes(kwargs["visual_pos_masks"], deepstack) if deepstack is not None else []
+    deepstack = plan.family.deep_features(kwargs)
+    planes = _planes(*deepstack) if deepstack is not None else []
     works = plan.encoder is not None or plan.projector
     with prompt.measured("selection", embeds.device) if works else nullcontext():
         found = encoder_groups.settle(plan, prompt.stats, prompt.layout, prompt.encoded, embeds)
@@ -62,7 +66,10 @@ def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any]) -> tuple[Tensor, 
             prompt.total = merged.beside(prompt.layout.valid & ~prompt.layout.visual)
             prompt.history.append(StageResult(plan.encoder.number, 0, prompt.total))
         for stage in plan.projector:
-            made = tokens.reduce(prompt, stage, taps, embeds, None)
+            if isinstance(stage.method, PreviewMethod):
+                positions = _everywhere(prompt, kwargs.get("position_ids"), embeds.device)
+                prompt.looked = first_pass(scope, prompt, stage.method, embeds, planes, positions)
+            made = tokens.reduce(prompt, stage, taps, plan.family.entering(embeds, planes), None)
             embeds = made.substitute(embeds)
             planes = [made.substitute(plane) for plane in planes]
     return embeds, planes
@@ -78,8 +85,9 @@ def write(prompt: Prompt, embeds: Tensor, planes: Planes, kwargs: dict[str, Any]
     kwargs["inputs_embeds"] = embeds if whole else rows_at(embeds, left.at)
     kwargs["position_ids"] = _positions(prompt, left, kwargs.get("position_ids"), embeds.device)
     if planes:
-        kwargs["visual_pos_masks"] = left.visual.to(embeds.device, non_blocking=True)
-        kwargs["deepstack_visual_embeds"] = [rows_at(plane, left.at).flatten(0, 1)[left.spots] for plane in planes]
+        visual = left.visual.to(embeds.device, non_blocking=True)
+        features = [rows_at(plane, left.at).flatten(0, 1)[left.spots] for plane in planes]
+        kwargs |= prompt.plan.family.deep_arguments(visual, features)
     prompt.stats.layer_tokens = [int(left.visual.sum())] * prompt.plan.family.depth
 
 
@@ -134,6 +142,12 @@ def _positions(prompt: Prompt, left: Left, given: Tensor | None, device: torch.d
         for layer in plan.stage_at_layer:
             state.shared.split(layer)
     return kept
+
+
+def _everywhere(prompt: Prompt, given: Tensor | None, device: torch.device) -> Tensor:
+    """Position ids of all places, ``[B, S]`` or ``[axes, B, S]``."""
+    every, padded = prompt.compacted(prompt.layout.valid)
+    return _given(prompt, _left(prompt, every, device), given, device)
 
 
 def _given(prompt: Prompt, left: Left, positions: Tensor | None, device: torch.device) -> Tensor:

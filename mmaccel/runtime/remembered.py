@@ -35,7 +35,9 @@ class Remembered:
         """Inside, a model of this family answers from here; to be entered before the model is accelerated."""
         inner = family.inner
         named = {f"get_{modality}_features": modality for modality in family.modalities}
-        named = {name: modality for name, modality in named.items() if hasattr(inner, name)}
+        if not all(hasattr(inner, name) for name in named):
+            # one function for pictures and clips: its answers are not told apart
+            named = {}
         own = {name: vars(inner)[name] for name in named if name in vars(inner)}
         for name, modality in named.items():
             setattr(inner, name, self._answering(modality, getattr(inner, name)))

@@ -22,6 +22,7 @@ from ..kv.pinned import Pinned
 from .encoded import Encoded
 from .forward import StageResult
 from .plan import Plan
+from .preview import Preview
 from .replay import ReplayedStep
 from .stages import Stages
 from .taps import Taps
@@ -35,10 +36,12 @@ class Scope(Generic[P]):
 
     opened_by : the module whose direct forward this is; None for a call of ``generate``.
     encoded, encoding : the pictures and clips that were encoded in this call, and those that are being encoded.
+    clips : the pixels of clips that the model was given, for families whose towers have one function for both.
     stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
     dropped : ``[B, S]`` bool, which rows of the logits stand for tokens that were dropped; set when the forward is over.
     new_tokens : how many ``generate`` makes at most, where it was told. until : the tokens that the cache has seen then.
     step : what replays decode steps on the cache as it is pinned. idle : what the cache was pinned to until an ordinary step.
+    preview : what a look ahead is to see, while one is being taken.
     layout, reduction, history : what became of the last prompt with pictures, in all and stage by stage.
     """
 
@@ -50,6 +53,7 @@ class Scope(Generic[P]):
     encoded: dict[Modality, Encoded] = field(default_factory=dict)
     encoding: Encoded | None = None
     input_ids: Tensor | None = None
+    clips: Tensor | None = None
     labels: Tensor | None = None
     dropped: Tensor | None = None
     stages: Stages | None = None
@@ -58,6 +62,7 @@ class Scope(Generic[P]):
     until: int | None = None
     step: ReplayedStep | None = None
     idle: Pinned | None = None
+    preview: Preview | None = None
     layout: Layout | None = None
     reduction: Reduction | None = None
     history: list[StageResult] = field(default_factory=list)
@@ -104,7 +109,7 @@ class Scope(Generic[P]):
             self.stats.kv_bytes = cache_bytes(self.cache)
             self.stats.kv_bytes_bare = bare_bytes(self.cache, config)
         self.encoded.clear()
-        self.cache = self.labels = self.stages = self.input_ids = self.encoding = self.dropped = None
+        self.cache = self.labels = self.stages = self.input_ids = self.clips = self.encoding = self.dropped = None
         self.step = self.idle = None
 
 

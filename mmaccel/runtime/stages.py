@@ -8,7 +8,8 @@ from torch import Tensor
 from ..core.stats import Stage as StageStats
 from ..kv.cache import CacheState
 from ..kv.codecs import TokenGroup
-from ..method import LayerAttention, Policy
+from ..method import LayerAttention, LayerMethod, Policy
+from . import tokens
 from .eviction import Eviction
 from .forward import Forward, Prompt, chosen_of
 from .packing import Packing
@@ -37,11 +38,18 @@ class Stages:
         """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``."""
         self.attended += 1
         forward, device = self.forward, query.device
-        if isinstance(forward, Prompt) and (stage := forward.plan.stage_at_layer.get(number + 1)):
+        stage = forward.plan.stage_at_layer.get(number + 1)
+        looks = stage is not None and not stage.method.looks_ahead
+        if isinstance(forward, Prompt) and stage is not None and looks and not tokens.rests(forward, stage):
             chosen = chosen_of(forward.phase(number))
             text = (chosen >= 0) & ~forward.layout.visual.gather(1, chosen.clamp(min=0))
             with forward.measured("selection", device):
-                attention = LayerAttention(query, key, visible, scaling, text.to(device, non_blocking=True))
+                prepared = {}
+                if known := forward.prepared.get(type(stage.method)):
+                    at = chosen.clamp(min=0).to(device, non_blocking=True)
+                    prepared = {name: figures.to(device).gather(1, at) for name, figures in known.items()}
+                there = text.to(device, non_blocking=True)
+                attention = LayerAttention(query, key, visible, scaling, there, text, prepared)
                 seen = stage.method.look(attention)
             forward.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
         if self.eviction is not None:
@@ -73,14 +81,27 @@ class Stages:
         self._packed.update(layers)
 
     def record(self) -> None:
-        """Add to the statistics what became of the keys of a prompt."""
+        """Add to the statistics what became of the keys of a prompt, and what methods have spread over layers."""
         forward = self.forward
+        for stage in {stage.number: stage for stage in forward.plan.stage_at_layer.values()}.values():
+            if stage.method.spreads:
+                _note_average(forward, stage)
         if self.eviction is not None and self.eviction.figures:
             _record_cache(forward, self.eviction.stage, self.eviction.figures)
         if forward.state is not None:
             for group in forward.plan.token_groups:
                 if group.of != "salient":
                     _record_codec(forward, forward.state, group)
+
+
+def _note_average(forward: Forward, stage: PlannedStage[LayerMethod]) -> None:
+    """Say what the layers at which a method works had on average."""
+    stats, at = forward.stats, stage.method.layers()
+    mean = sum(stats.layer_tokens[i] for i in at) / len(at)
+    stats.notes.append(
+        f"{stage.method.name} spreads its budget: layers {at[0]} to {at[-1]} have {mean:.4g} visual tokens on average, and the "
+        f"last {stats.layer_tokens[-1]}"
+    )
 
 
 def _record_cache(forward: Forward, stage: PlannedStage[Policy], layers: list[Tensor]) -> None:

@@ -10,14 +10,14 @@ from ..core.layout import Units
 from ..core.masks import question
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import LayerMethod, TokenBatch, TokenMethod
+from ..method import LayerMethod, PreviewMethod, TokenBatch, TokenMethod
 from .forward import Prompt, StageResult, rows_at, sent
 from .plan import PlannedStage, record
 from .taps import Taps
 
 
 def reduce(
-    prompt: Prompt, stage: PlannedStage[TokenMethod], taps: Taps, hidden: Tensor, slots: Tensor | None
+    prompt: Prompt, stage: PlannedStage[TokenMethod], taps: Taps, hidden: Tensor, slots: Tensor | None, layer: int = 0
 ) -> Reduction:
     """Run one method on what is left of a prompt, and note it; returns its reduction in place coordinates ``[B, S]``.
 
@@ -25,17 +25,19 @@ def reduce(
     ----------
     hidden : ``[B, q, D]``.
     slots : ``[B, S]`` long on the CPU, where each place stands in ``hidden``; None when ``hidden`` is not compacted yet.
+    layer : the layer of the language model whose input ``hidden`` is.
     """
     method, total = stage.method, prompt.total
     whole = prompt.layout.units(method.unit)
     units = whole.only(total.kept)
     present = units.valid.sum(1)
-    count = budget(prompt, stage, whole, present)
-    tokens, wanted = _shown(prompt, method, taps, hidden, slots, whole, units, count)
+    count, left = prompt.passes.setdefault(stage.number, (budget(prompt, stage, whole, present), [present]))
+    tokens, wanted = _shown(prompt, stage, taps, hidden, slots, whole, units)
     # a choice has no gradient; the values that are merged have theirs
     with torch.no_grad():
         made = _checked(method, method.reduce(tokens, wanted), units.valid, count)
-    _record(prompt, stage, int(present.sum()), int(count.sum()), made)
+    _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
+    left.append(made.kept.sum(1))
     made = made.relabel(units.places, units.row, total.kept.shape).beside(total.kept & ~prompt.layout.visual)
     prompt.total = total.then(made)
     # figures per token, not its keys and features: this outlives the call
@@ -44,9 +46,26 @@ def reduce(
         for name, x in tokens.signals.items()
         if x.dim() == 2 or "attention" in name
     }
-    layer = int(method.layer) if isinstance(method, LayerMethod) else 0
     prompt.history.append(StageResult(stage.number, layer, prompt.total, units, figures))
     return made
+
+
+def prepare(prompt: Prompt, embeds: Tensor) -> None:
+    """Let methods inside the language model look at what enters it, ``embeds [B, q, D]``."""
+    kinds = {type(stage.method) for stage in prompt.plan.stage_at_layer.values()}
+    for kind in (kind for kind in kinds if kind.prepare.__func__ is not LayerMethod.prepare.__func__):  # type: ignore[attr-defined]
+        with prompt.measured("selection", embeds.device), torch.no_grad():
+            chosen = prompt.chosen
+            visual = prompt.layout.visual.gather(1, chosen.clamp(min=0)) & (chosen >= 0)
+            seen, text, slots = sent(embeds.device, visual, (chosen >= 0) & ~visual, prompt.slots(chosen))
+            made = kind.prepare(embeds, text.bool(), seen.bool())
+            prompt.prepared[kind] = {name: figures.gather(1, slots) for name, figures in made.items()}
+
+
+def rests(prompt: Prompt, stage: PlannedStage[LayerMethod]) -> bool:
+    """Whether a method inside the language model has done with a prompt."""
+    known = prompt.passes.get(stage.number)
+    return known is not None and stage.method.rests(torch.stack(known[1], 1), known[0])
 
 
 def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
@@ -62,15 +81,15 @@ def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, prese
 
 def _shown(
     prompt: Prompt,
-    method: TokenMethod,
+    stage: PlannedStage[TokenMethod],
     taps: Taps,
     hidden: Tensor,
     slots: Tensor | None,
     whole: Units,
     units: Units,
-    count: Tensor,
 ) -> tuple[TokenBatch, Tensor]:
-    """What a method sees of ``units``, which are left of ``whole``, and ``count``, on the device of ``hidden``."""
+    """What a method sees of ``units``, which are left of ``whole``, and its budget, on the device of ``hidden``."""
+    method, (count, left) = stage.method, prompt.passes[stage.number]
     device, places = hidden.device, units.places.clamp(min=0)
     at, rows, real, cells, grid, segment, tile, tiles, entered, wanted = sent(
         device,
@@ -89,7 +108,7 @@ def _shown(
     if method.last_norm:
         hidden = _normed(prompt, hidden)
     signals = taps.signals(method.taps(), prompt.encoded, units) if method.taps() else {}
-    if isinstance(method, LayerMethod):
+    if isinstance(method, (LayerMethod, PreviewMethod)):
         for name, figures in prompt.looked.items():
             signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
     words, there, said = _question(prompt, method, hidden, slots, rows) if method.needs_question else (None, None, {})
@@ -108,6 +127,7 @@ def _shown(
         tile=tile,
         tiles=tiles,
         entered=entered,
+        left=torch.stack(left, 1),
         until=_until(prompt, whole, units).to(device) if method.needs_spans else None,  # type: ignore[arg-type]
         signals={name: x.to(device) for name, x in signals.items()},
     )
@@ -167,6 +187,8 @@ def _checked(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor)
     kept = made.kept.sum(1)
     empty = (kept == 0) & (count > 0)
     over = kept != count if method.budget == "exact" else kept > count if method.budget == "at_most" else empty
+    if isinstance(method, LayerMethod) and method.spreads:
+        over = empty
     if bool((over | empty).any()):
         i = int((over | empty).nonzero()[0])
         raise MmaccelError(
@@ -176,9 +198,17 @@ def _checked(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor)
     return made
 
 
-def _record(prompt: Prompt, stage: PlannedStage[TokenMethod], there: int, resolved: int, made: Reduction) -> None:
-    """Add to the figures of a stage that ``resolved`` of ``there`` tokens were to stay."""
+def _record(
+    prompt: Prompt, stage: PlannedStage[TokenMethod], there: int, resolved: int, made: Reduction, again: bool
+) -> None:
+    """Add to the figures of a stage that ``resolved`` of ``there`` tokens were to stay; it may work ``again`` on a prompt."""
     method, notes, left = stage.method, prompt.stats.notes, int(made.kept.sum())
+    if again:
+        prompt.stats.stages[stage.number].tokens_kept += left - there
+        return
+    if isinstance(method, LayerMethod) and method.spreads:
+        record(prompt.stats, stage, there, None, left)
+        return
     record(prompt.stats, stage, there, None if method.budget in ("adaptive", "none") else resolved, left)
     if method.budget == "adaptive":
         notes.append(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from comparators import Arrays, Params, close, kept_of, one_unit, same_set
-from harness import beneath, fault, make, paid, whole
+from comparators import Arrays, Params, close, kept_of, one_unit, rotate, same_rows, same_set
+from harness import NotOffered, fault, make, paid, whole
 from torch import Tensor
 
-from mmaccel.core.reduction import Reduction
-from mmaccel.errors import MmaccelError
-from mmaccel.layers.framefusion import merge_runs, sparsity_needed
-from mmaccel.method import KeyBatch
+from mmaccel.layers.framefusion import LEAST, sparsity_needed
+from mmaccel.method import KeyBatch, LayerAttention
 
 
 def aim_pagerank(params: Params, arrays: Arrays) -> None:
@@ -94,88 +93,81 @@ def holitom_inner(params: Params, arrays: Arrays) -> None:
 
 
 class Cascade:
-    """FrameFusion over several layers, which the product does not do: it merges, or prunes, at one.
+    """Layers of a model at which FrameFusion works, one after the other; between them tokens change.
 
     hidden, kind, place : of the tokens that are left ``[n, D]``, ``[n]`` and ``[n]``, the patch (-1 for text) and the place.
+    left : how many visual tokens there were before each step and are now. The program is told shares, which need not be those
+        of whole tokens.
     """
 
     def __init__(self, params: Params, arrays: Arrays) -> None:
         self.params = params
         self.hidden, self.kind = arrays["hidden0"][0], arrays["patch_type"][0]
         self.place = torch.arange(len(self.hidden))
-        # what the program was told, or has found out, before the first step
-        self.done = list(params.get("initial_sparsity_list") or [])
-        self.merging = not self.done or self.done[-1] >= params["ratio_lower_bound"]
-        self.pruning = True
-        self.method = make("framefusion", similarity=params["similarity_lower_bound"])
+        done = params.get("initial_sparsity_list") or []
+        # what the program was told before the first step
+        self.left = [float((self.kind != -1).sum())]
+        for share in reversed(done):
+            self.left.insert(0, self.left[0] / (1 - share))
+        self.method = make(
+            "framefusion-step", similarity=params["similarity_lower_bound"], layer=0, through=params["num_layers"] - 1
+        )
+        assert params["ratio_lower_bound"] == LEAST
 
     @property
-    def needed(self) -> float:
-        return sparsity_needed(self.params["cost"], self.params["num_layers"], self.done)
+    def asked(self) -> tuple[Tensor, Tensor]:
+        """The counts and the budget as a method is told them."""
+        return torch.tensor([self.left]), torch.tensor([self.params["cost"] * self.left[0]], dtype=torch.double)
+
+    @property
+    def done(self) -> list[float]:
+        """The shares that merging has taken so far."""
+        return [1 - after / before for before, after in itertools.pairwise(self.left)]
 
     def step(self, scores: Tensor | None) -> None:
         """One layer; ``scores [n]`` are the attention of the last prompt token."""
-        visual, size = self.kind != -1, int((self.kind != -1).sum())
-        kept, span = Reduction.identity(torch.ones(1, size, dtype=torch.bool)), self.hidden[visual]
-        if self.merging:
-            kept = self._merge(span, visual)
-        elif self.pruning:
-            assert scores is not None
-            count = max(1, self.method.official_count(1 - self.needed, size))
-            kept = self.method.reduce(one_unit(span, prompt_attention=scores[visual]), torch.tensor([count]))
-            self.pruning = False
+        visual = self.kind != -1
+        kind, span, (left, count) = self.kind[visual], self.hidden[visual], self.asked
+        # the cells of a patch are told apart by their order in time
+        cells = torch.stack([self.place[visual], kind.clamp(min=-1), torch.zeros(len(kind), dtype=torch.long)], 1)
+        cells[kind < 0] = -1
+        given = {} if scores is None else {"prompt_attention": scores[visual]}
+        kept = self.method.reduce(replace(one_unit(span, **given), cells=cells[None], left=left), count)
         stays = ~visual
         stays[visual.nonzero()[:, 0][kept.kept[0]]] = True
         self.hidden = self.hidden.clone()
         self.hidden[visual] = kept.substitute(span[None])[0]
         self.hidden, self.kind, self.place = self.hidden[stays], self.kind[stays], self.place[stays]
-
-    def _merge(self, span: Tensor, visual: Tensor) -> Reduction:
-        kind, size, needed = self.kind[visual], len(span), self.needed
-        # the cells of a patch are told apart by their order in time
-        cells = torch.stack([self.place[visual], kind.clamp(min=-1), torch.zeros(size, dtype=torch.long)], 1)
-        cells[kind < 0] = -1
-        valid, bound = torch.ones(1, size, dtype=torch.bool), self.params["similarity_lower_bound"]
-        free = merge_runs(span[None], valid, cells[None], bound, torch.tensor([size]))
-        share = (size - int(free.kept.sum())) / size
-        if share < needed:
-            self.done.append(share)
-            self.merging = share >= self.params["ratio_lower_bound"]
-            return free
-        self.merging = self.pruning = False
-        return merge_runs(span[None], valid, cells[None], bound, torch.tensor([int(needed * size)]))
+        self.left.append(float(kept.kept.sum()))
 
 
-@beneath("layers.framefusion.sparsity_needed")
 def framefusion(params: Params, arrays: Arrays) -> None:
     cascade = Cascade(params, arrays)
     for number, step in enumerate(params["steps"], 1):
         # the program averages over whatever query rows it gets
         scores = arrays["attn_rows"].mean((0, 1)) if "attn_rows" in arrays else None
         cascade.step(scores)
-        assert cascade.done == pytest.approx(step["sparsity_list"])
-        assert cascade.merging != step.get("finish_merging", not cascade.merging)
-        assert cascade.pruning != step.get("finish_pruning", not cascade.pruning)
+        pruned = len(cascade.done) > len(step["sparsity_list"])
+        assert cascade.done[: len(step["sparsity_list"])] == pytest.approx(step["sparsity_list"])
+        assert pruned == ("attn_rows" in arrays) == cascade.method.rests(*cascade.asked)
         same_set(cascade.place, arrays[f"pos{number}"])
         close(cascade.hidden, arrays[f"out{number}"][0])
 
 
-@beneath("layers.framefusion.sparsity_needed")
 def framefusion_cascade(params: Params, arrays: Arrays) -> None:
-    """Layer after layer; between them the tokens that are left change."""
-    cascade = Cascade(params, arrays)
+    cascade, recorded = Cascade(params, arrays), arrays["sparsity_list"].tolist()
     for layer in range(params["calls"]):
         cascade.hidden = cascade.hidden + arrays["delta"][layer][cascade.place]
-        if arrays["required"][layer] < 0:
-            with pytest.raises(MmaccelError, match="is spent"):
-                _ = cascade.needed
-        elif cascade.merging or cascade.pruning:
-            assert cascade.needed == pytest.approx(float(arrays["required"][layer]), abs=1e-5)
+        if cascade.method.rests(*cascade.asked):
+            assert arrays["flags"][layer].all()
+        else:
+            needed = sparsity_needed(params["cost"], params["num_layers"], cascade.done)
+            assert needed == pytest.approx(float(arrays["required"][layer]), abs=1e-5)
         cascade.step(arrays["attention"][layer][cascade.place])
         kept = arrays["kept"][layer]
         same_set(cascade.place, kept[kept >= 0])
-        assert [not cascade.merging, not cascade.pruning] == arrays["flags"][layer].tolist()
-    assert cascade.done == pytest.approx(arrays["sparsity_list"].tolist())
+        assert cascade.method.rests(*cascade.asked) == arrays["flags"][layer].all()
+    assert cascade.done[: len(recorded)] == pytest.approx(recorded)
     close(cascade.hidden, arrays["out"][0])
 
 
@@ -228,7 +220,89 @@ def prunevid(params: Params, arrays: Arrays) -> None:
     close(keys[0][stays].view(arrays["key0_out"].shape), arrays["key0_out"])
 
 
+def sparsevlm(params: Params, arrays: Arrays) -> None:
+    first, size, hidden = params["v_start"], params["v_num"], arrays["hidden"]
+    visual = torch.zeros(hidden.shape[:2], dtype=torch.bool)
+    visual[:, first : first + size] = True
+    method = make("sparsevlm-step", layer=params["layer"] + 1, recycle=params["recycle_fraction"])
+    prepared = method.prepare(hidden, ~visual, visual)
+    same_set(prepared["rater"][0].nonzero()[:, 0] - params["text_start"], arrays["raters"])
+
+    attention = replace(paid(arrays["attn"].log(), ~visual), prepared=prepared)
+    score = method.look(attention)["rater_attention"][0, first : first + size]
+    close(score, arrays["score"][0])
+    kept = arrays["mask"][0].nonzero()[:, 0]
+    span = hidden[0, first : first + size]
+    made = method.reduce(one_unit(span, rater_attention=score), torch.tensor([len(kept) + params["cluster_num"]]))
+    stays = torch.zeros(size, dtype=torch.bool)
+    stays[kept] = True
+    links = made.full_links()
+    same_set(links.source[~stays[links.source]], arrays["recycled_idx"])
+    assert made.kept[0][kept].all()
+    clusters = (made.kept[0] & ~stays).nonzero()[:, 0]
+    same_rows(made.substitute(span[None])[0, clusters], arrays["merged"][0])
+
+
+def pyramiddrop(params: Params, arrays: Arrays) -> None:
+    """From hidden states and projections, which stand for the layer that is about to run."""
+    heads = params["heads"]
+    for row, (x, first, size) in enumerate(
+        zip(arrays["features"], params["image_start"], params["current_image_tokens"], strict=True)
+    ):
+        x = x[arrays["attention_mask"][row]]
+        x = (x * (x.square().mean(-1, keepdim=True) + params["rms_eps"]).rsqrt())[None]
+        query, key = (
+            rotate((x @ arrays[name].T).unflatten(-1, (heads, -1)).transpose(1, 2), 0, params["rope_base"])
+            for name in ("wq", "wk")
+        )
+        text = torch.ones(x.shape[:2], dtype=torch.bool)
+        method = make("pyramiddrop-step")
+        seen = method.look(LayerAttention(query, key, None, query.shape[-1] ** -0.5, text))["prompt_attention"][0]
+        ratio, entered = params["ratios"][params["stage"] + 1], params["original_image_tokens"][row]
+        count = method.official_count(ratio, entered)
+        assert count == params["kept_image_tokens"][row]
+        image = seen[first : first + size]
+        ours = kept_of(method.reduce(one_unit(image[:, None], prompt_attention=image), torch.tensor([count])))
+        places = torch.cat([torch.arange(first), ours + first, torch.arange(first + size, x.shape[1])])
+        theirs = arrays["kept"][row]
+        same_set(places, theirs[theirs >= 0])
+
+
+def gemfilter(params: Params, arrays: Arrays) -> None:
+    """The vector ranks text and all; so here every place stands for a visual token."""
+    query, key = arrays["query"][None], arrays["keys"][None]
+    method, size = make("gemfilter", kernel=params["pool_kernel"]), key.shape[2]
+    text = torch.ones(1, 1, dtype=torch.bool)
+    match = method.look(LayerAttention(query, key, None, 1.0, text))["prompt_match"][0]
+    batch = one_unit(match[:, None], prompt_match=match)
+    same_set(kept_of(method.reduce(batch, torch.tensor([min(params["topk"], size)]))), arrays["idx_sorted"])
+    # where all are asked for, their order tells
+    for count in (1, len(arrays["idx"]) // 4, len(arrays["idx"]) // 2):
+        same_set(kept_of(method.reduce(batch, torch.tensor([count]))), arrays["idx"][:count])
+
+
+def flexselect(params: Params, arrays: Arrays) -> None:
+    first, size, hidden = params["vision_start"], params["vision_len"], arrays["hidden"]
+    query, key = (
+        (hidden @ arrays[name]).unflatten(-1, (heads, -1)).transpose(0, 1)[None]
+        for name, heads in (("Wq", params["num_heads"]), ("Wk", params["kv_heads"]))
+    )
+    text = torch.ones(1, len(hidden), dtype=torch.bool)
+    text[:, first : first + size] = False
+    method = make("flexselect")
+    seen = method.look(LayerAttention(query, key, None, params["head_dim"] ** -0.5, text))["text_peak"]
+    score = seen[0, first : first + size]
+    close(score, arrays["score"])
+    made = method.reduce(one_unit(score[:, None], text_peak=score), torch.tensor([params["tkn_number"]]))
+    same_set(kept_of(made), arrays["selected"].nonzero()[:, 0])
+
+
+def sparsevlm_plus(params: Params, arrays: Arrays) -> None:
+    raise NotOffered("attention divided by products of position codes, which change its sign")
+
+
 _FASTV = "src/FastV/llava-hf/transformers/src/transformers/models/llama/modeling_llama.py"
+_GEMFILTER = "my_baseline/GemFilter/gem_filter_utils.py"
 _PRUNEVID = "models/pllava/elastic_cache.py:VTPWindowCache.prompt_prefill, process_attention"
 
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
@@ -249,6 +323,24 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "cokeshao/HoliTom",
         "holitom/modeling_qwen2.py:Qwen2Model_holitom.forward (block at layer HOLITOM_k)",
     ): holitom_inner,
+    (
+        "Gumpest/SparseVLMs",
+        "llava/model/language_model/score.py:attn_postprocess_topk + utils.py:cluster_and_merge",
+    ): sparsevlm,
+    (
+        "Gumpest/SparseVLMs",
+        "llava/model/language_model/modelling_sparse_llama.py (V2 branch: bias division) + "
+        "score.py:select_attn_head_by_sum, attn_postprocess_topk",
+    ): sparsevlm_plus,
+    ("Cooperx521/PyramidDrop", "llava/model/modeling_llama_pdrop.py:pdrop_rank_drop"): pyramiddrop,
+    **{
+        ("SalesforceAIResearch/GemFilter", f"{_GEMFILTER}:{name}"): gemfilter
+        for name in ("standard_dis_index", "find_context")
+    },
+    (
+        "yunzhuzhang0918/flexselect",
+        "eval/llava/model/token_selector/qwen_selector.py:token_selection",
+    ): flexselect,
     ("thu-nics/FrameFusion", "framefusion/main.py:FrameFusion.forward"): framefusion,
     ("thu-nics/FrameFusion", "framefusion/main.py:FrameFusion.forward called once per layer"): framefusion_cascade,
     # one of the vectors bears the name of another repository

@@ -17,13 +17,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 import mmaccel
 from mmaccel.core.reduction import Reduction
+from mmaccel.families import family_of
 from mmaccel.method import KeyBatch, LayerMethod, Policy, ProjectorMethod, TokenBatch
 
 torch.set_num_threads(1)
 
 FAMILIES = zoo.FAMILIES
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-#: one representative of each mechanism, where all ten would be a slow test
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+#: one representative of each mechanism, where all of them would be a slow test
 SHORT = ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl")
 TOLERANCE = 2e-5
 
@@ -54,8 +55,9 @@ def recipe_of(name: str, family: str = "", retain: float | None = 0.3, **options
     made = mmaccel.recipe(name)
     if retain is not None and made.primary is not None:
         made = made.override(retain=retain)
-    if family == "qwen3_vl" and [mmaccel.method(stage.method).site for stage in made.stages] == ["layers"]:
-        options = {"layer": 3, **options}
+    deepstack = family_of(model(family)).deepstack if family else 0
+    if deepstack and [mmaccel.method(stage.method).site for stage in made.stages] == ["layers"]:
+        options = {"layer": deepstack, **options}
     return made.override(**options)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,8 +31,12 @@ STEPS = 6
 #: logits of the zoo have a standard deviation of about one; float32 kernels differ by up to 1.1e-5 on them
 TOLERANCE, POWER = 2e-5, 1e-2
 
-#: LLaMA and Qwen2 text models that can have sliding windows
-WINDOWED = (("llava_next", {"sliding_window": 24}), ("internvl", {"sliding_window": 24, "max_window_layers": 2}))
+#: LLaMA, Qwen2 and Cohere2 text models that can have sliding windows
+WINDOWED = (
+    ("llava_next", {"sliding_window": 24}),
+    ("internvl", {"sliding_window": 24, "max_window_layers": 2}),
+    ("aya_vision", {"sliding_window": 24}),
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -58,6 +62,8 @@ def adapter(family: str) -> Any:
 
 #: families whose vision tower has a CLS token
 CLS = tuple(family for family in zoo.FAMILIES if adapter(family).has_cls)
+#: families in whose vision tower tokens can merge
+MERGING = tuple(family for family in zoo.FAMILIES if adapter(family).closed is adapter(family).whole is None)
 
 
 @functools.cache
@@ -244,7 +250,7 @@ def fits(name: str, family: str, variant: Variant = "exact") -> bool:
     try:
         for _, made in recipes()[name].override(variant=variant).build():
             if not isinstance(made, FramesMethod):
-                made.fit(adapter(family)).by(variant).check(adapter(family))
+                made.fit(adapter(family)).by(variant).suits(adapter(family))
     except UnsupportedError:
         return False
     return True
@@ -329,13 +335,13 @@ def replay(
     forced: Tensor,
     seen: Seen | None = None,
     change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    merged: tuple[int, Reduction] | None = None,
+    merged: Sequence[tuple[int, Reduction]] = (),
     **overrides: Any,
 ) -> tuple[Tensor, Tensor]:
     """Logits of the prompt `[B, S, V]` and of the steps `[B, T, V]` of the bare model that sees only what is `seen`.
 
-    `change` may exchange what the text model is called with, and `merged` puts merged values at the kept places of what a
-    layer reads; 0 is the embeddings, with DeepStack's features.
+    `change` may exchange what the text model is called with, and `merged` puts merged values at the kept places of what
+    layers read; 0 is the embeddings, with DeepStack's features.
     """
     model = replayer(family, **overrides)
     seen = everything(model, feed) if seen is None else seen
@@ -389,33 +395,41 @@ def taken_up(x: Tensor, reduction: Reduction) -> Tensor:
 def merged_inputs(kwargs: dict[str, Any], reduction: Reduction) -> dict[str, Any]:
     """What a text model is called with when tokens are merged before it, DeepStack's features included."""
     kwargs = dict(kwargs, inputs_embeds=taken_up(kwargs["inputs_embeds"], reduction))
-    if kwargs.get("deepstack_visual_embeds") is not None:
-        mask, planes = kwargs["visual_pos_masks"][:, : reduction.kept.shape[1]], []
-        for features in kwargs["deepstack_visual_embeds"]:
-            plane = features.new_zeros(*mask.shape, features.shape[-1])
-            plane[mask] = features
-            planes.append(reduction.substitute(plane)[mask])
-        kwargs["deepstack_visual_embeds"] = planes
+    return with_planes(kwargs, reduction.kept.shape[1], reduction.substitute)
+
+
+def with_planes(kwargs: dict[str, Any], length: int, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The call of a text model with what DeepStack adds changed: ``change`` takes and returns it laid out over the ``length``
+    places of the prompt, `[B, length, D]`."""
+    for mask, name in (("visual_pos_masks", "deepstack_visual_embeds"), ("vision_mask", "deepstack_features")):
+        if (found := kwargs.get(name)) is None:
+            continue
+        visual = kwargs[mask].view(len(kwargs[mask]), -1)[:, :length]
+        layers = found if isinstance(found, dict) else dict(enumerate(found))
+        made = {}
+        for layer, features in layers.items():
+            plane = features.new_zeros(*visual.shape, features.shape[-1])
+            plane[visual] = features
+            made[layer] = change(plane)[visual]
+        kwargs[name] = made if isinstance(found, dict) else list(made.values())
     return kwargs
 
 
 @contextmanager
-def merging(model: Any, merged: tuple[int, Reduction] | None) -> Any:
-    """Let a layer of the text model read merged values at the kept places of the prompt."""
-    if merged is None:
+def merging(model: Any, merged: Sequence[tuple[int, Reduction]]) -> Any:
+    """Let layers of the text model read merged values at the kept places of the prompt."""
+    with ExitStack() as held:
+        for number, reduction in merged:
+            if number == 0:
+                held.enter_context(exchanged(model, functools.partial(merged_inputs, reduction=reduction)))
+                continue
+            hook = functools.partial(_taking_up, reduction)
+            held.callback(text_model(model).layers[number].register_forward_pre_hook(hook).remove)
         yield
-        return
-    number, reduction = merged
-    if number == 0:
-        with exchanged(model, lambda kwargs: merged_inputs(kwargs, reduction)):
-            yield
-        return
-    layer = text_model(model).layers[number]
-    handle = layer.register_forward_pre_hook(lambda module, args: (taken_up(args[0], reduction), *args[1:]))
-    try:
-        yield
-    finally:
-        handle.remove()
+
+
+def _taking_up(reduction: Reduction, module: nn.Module, args: Any) -> Any:
+    return (taken_up(args[0], reduction), *args[1:])
 
 
 def at_the_door(model: Any, feed: Any) -> dict[str, Any]:

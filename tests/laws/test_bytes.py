@@ -44,6 +44,8 @@ def held(root: Any) -> int:
             continue
         assert not isinstance(thing, nn.Module), "a cache holds on to a model"
         seen.add(id(thing))
+        # transformers keeps the width of a window as a tensor
+        seen.add(id(getattr(thing, "_sliding_window_tensor", None)))
         if isinstance(thing, Tensor):
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()

@@ -23,7 +23,7 @@ import zoo
 from torch import Tensor
 
 from mmaccel import Recipe, UnsupportedError, accelerated, prepare, recipe, recipes
-from mmaccel.method import FramesMethod, ReadingPolicy
+from mmaccel.method import FramesMethod, PreviewMethod, ReadingPolicy
 
 STEPS = 4
 FAMILIES = {
@@ -44,6 +44,8 @@ LAUNCHES = {
     "encoder": (0, 0),
     "projector": (0, 0),
     "layers": (60, 1),
+    # a pass of its own through layers, each of which costs what it costs
+    "preview": (36, 0),
     "cache": (200, 8),
     "scheduled": (200, 2),
     "reading": (300, 24),
@@ -143,13 +145,15 @@ def agrees(family: str, kind: str, name: str, device: str) -> Ran:
 
 def sites(name: str) -> set[str]:
     """The sites of a recipe; `scheduled` for a cache that goes on evicting while it decodes, `reading` for one of which every
-    step reads a part."""
+    step reads a part, `preview` for a method that has a pass of its own."""
     built = [stage.build() for stage in recipe(name).stages]
     return {
         "scheduled"
         if getattr(made, "scheduled", False)
         else "reading"
         if isinstance(made, ReadingPolicy)
+        else "preview"
+        if isinstance(made, PreviewMethod)
         else made.site
         for made in built
     }

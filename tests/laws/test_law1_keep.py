@@ -100,8 +100,10 @@ def test_keeping_everything_is_the_bare_model(family, name, kind):
     keeps_everything(family, kind, oracle.recipe(name, family, 1.0))
 
 
-@pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWED)
-@pytest.mark.parametrize("name", [name for name in KEEPERS if all(oracle.fits(name, f) for f, _ in oracle.WINDOWED)])
+@pytest.mark.parametrize(
+    ("family", "overrides", "name"),
+    [(family, given, name) for family, given in oracle.WINDOWED for name in KEEPERS if oracle.fits(name, family)],
+)
 def test_keeping_everything_with_sliding_windows(family, overrides, name):
     feed, what = zoo.inputs(family, "uneven"), oracle.recipe(name, family, 1.0)
     forced = oracle.force(family, 2)
@@ -135,7 +137,7 @@ def test_all_stages_keep_everything_in_batches_and_beams(family, name):
 def test_a_recipe_of_every_site_keeps_everything(family, turn):
     """Each method takes its turn among those of its site that the family has."""
     known = [[name for name in oracle.named(kind) if name in KEEPERS and oracle.fits(name, family)] for kind in SITES]
-    names = [names[(turn + shift) % len(names)] for shift, names in enumerate(known)]
+    names = [names[(turn + shift) % len(names)] for shift, names in enumerate(known) if names]
     stages = [oracle.recipe(name, family, 1.0).stages[0] for name in names]
     keeps_everything(family, "image", Recipe("all", tuple(stages)))
 

@@ -11,6 +11,7 @@ import zoo
 
 from mmaccel import Recipe, Stage, accelerated, method
 from mmaccel.method import LayerMethod, ProjectorMethod
+from mmaccel.runtime import tokens
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -52,9 +53,40 @@ def holds(family, feed, what, model=None, processor=True, **overrides):
 def merged(what, got):
     """Where one method has merged tokens, and how."""
     if got.reduction is None or got.reduction.links is None:
-        return None
+        return []
     (stage,) = what.stages
-    return stage.options.get("layer", 0), got.reduction
+    return [(stage.options.get("layer", 0), got.reduction)]
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("kind", ("video", "uneven"))
+def test_layer_after_layer(family, kind, monkeypatch):
+    """A method that works at several layers: what it drops or merges at each is hidden, or taken up, from there on."""
+    kind = kind if kind in zoo.kinds(family) else "images"
+    feed, layer = zoo.inputs(family, kind), max(1, oracle.adapter(family).deepstack)
+    model = oracle.subject(family)
+    # nothing else is like another at so low a bar
+    what = oracle.recipe("framefusion-step", family, 0.5, layer=layer, through=1.0, similarity=0.2)
+    forced = oracle.force(family, len(feed["input_ids"]))
+    reduce, made = tokens.reduce, []
+    monkeypatch.setattr(tokens, "reduce", lambda *given: made.append(reduce(*given)) or made[-1])
+    with accelerated(model, what, processor=zoo.processor(family)):
+        prompt = model(**feed).logits
+        made.clear()
+        steps, cache = oracle.decode(model, feed, forced)
+        seen, history = oracle.stored(model, feed, cache), model.mmaccel.history
+        units = len(model.mmaccel.layout.segments)
+    heads = oracle.Seen([held.any(1) for held in seen], seen)
+    merges = [(step.layer, own) for step, own in zip(history, made, strict=True)]
+    wanted = oracle.replay(family, feed, forced, heads, merged=merges)
+    kept = history[-1].reduction.kept
+    oracle.close(prompt[kept], wanted[0][kept])
+    oracle.close(steps, wanted[1])
+    visual = oracle.visual(family, feed)
+    held = [int((one.any(1) & visual).sum()) for one in seen]
+    assert held[:layer] == [int(visual.sum())] * layer and held[-1] < held[0]
+    # a picture's budget is rounded half up
+    assert sum(held[layer:]) <= 0.5 * (int(visual.sum()) + units) * len(held[layer:])
 
 
 @pytest.mark.parametrize(
@@ -83,8 +115,10 @@ def test_dropping_is_hiding(family, name, kind):
     assert all(torch.equal(held[i], got.kept) for i in range(layer, len(held)))
 
 
-@pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWED)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("family", "overrides", "name"),
+    [(family, given, name) for family, given in oracle.WINDOWED for name in NAMES if oracle.fits(name, family)],
+)
 @pytest.mark.parametrize("kind", ("image", "uneven"))
 def test_sliding_windows_count_original_places(family, overrides, kind, name):
     # the window must reach into the picture, or there is nothing to hide
@@ -127,8 +161,15 @@ def test_stages_of_all_sites_together(family, kind):
     assert counts[0] > counts[-1] == int(got.kept.sum())
 
 
-@pytest.mark.parametrize("family", ("internvl", "smolvlm"))
-@pytest.mark.parametrize("kind", ("image", "video"))
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        (family, kind)
+        for family in ("internvl", "smolvlm", "idefics3", "aya_vision", "cohere2_vision")
+        for kind in ("image", "video")
+        if kind in zoo.kinds(family)
+    ],
+)
 def test_without_a_processor(family, kind):
     holds(family, zoo.inputs(family, kind), oracle.recipe("random", family), processor=False)
 

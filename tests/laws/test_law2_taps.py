@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 import zoo
+from laws.helpers import QWEN
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -75,9 +76,7 @@ def is_top(family: str, feed, name: str, scores: Tensor) -> None:
         assert torch.equal(mine.nonzero()[:, 0], score.topk(int(mine.sum())).indices.sort().values)
 
 
-@pytest.mark.parametrize(
-    "family", ("llava", "video_llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm")
-)
+@pytest.mark.parametrize("family", ("llava", "video_llava", *QWEN, "internvl", "smolvlm", "idefics3"))
 def test_attention_received_is_the_towers(family):
     feed = zoo.inputs(family)
     is_top(family, feed, "attention-received", received(family, feed))

@@ -25,6 +25,9 @@ def ids_of(model: Any, feed: Any, forced: Tensor) -> list[Tensor]:
 
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         ids = kwargs["position_ids"]
+        if kwargs.get("use_cache") is False:
+            # a first pass, which stores nothing
+            return
         # a fourth axis in front is that of the text, for masks
         seen.append(ids[-3:] if ids.dim() == 3 else ids[None])
 

@@ -29,6 +29,7 @@ from mmaccel.method import (
     KeyBatch,
     LayerMethod,
     Policy,
+    PreviewMethod,
     TokenBatch,
     TokenMethod,
 )
@@ -46,10 +47,10 @@ SHARE = 0.3
 
 
 @functools.cache
-def fitted(name: str) -> Any:
-    """The method with its default options, on a model whose tower has a CLS token."""
+def fitted(name: str, width: int) -> Any:
+    """The method with its default options for tokens of a width, on a model whose tower has a CLS token."""
     model = zoo.model("llava")
-    return methods()[name]().fit(family_of(model))
+    return methods()[name](**synthetic.given(methods()[name], width)).fit(family_of(model))
 
 
 # --------------------------------------------------------------------------------------------------------- what they see
@@ -85,7 +86,7 @@ def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> T
             signals[kind] = features[:, None].expand(-1, layers, -1, -1).clone()
         else:
             signals[kind] = figures[..., :layers].transpose(1, 2).masked_fill(blank[:, None], torch.nan)
-    if isinstance(method, LayerMethod):
+    if isinstance(method, LayerMethod | PreviewMethod):
         names = method.look(attention_of(1, 9)).keys()
         signals |= {name: figures[..., i] for i, name in enumerate(names)}
         said = {name: figures[:, :3, i] for i, name in enumerate(names)}
@@ -159,7 +160,7 @@ def token_choices(
     name: str, width: int, copies: bool, seed: int = 0
 ) -> tuple[Callable[[], Choice], Callable[[], Choice]]:
     """A method on a batch of units, and on each alone."""
-    method = fitted(name)
+    method = fitted(name, width)
     tokens = tokens_of(method, width, copies, seed)
     singles = [alone(tokens, row) for row in range(len(UNITS))]
     return lambda: reduced(method, tokens), lambda: [reduced(method, one)[0] for one in singles]
@@ -169,7 +170,7 @@ def encoder_choices(
     name: str, width: int, copies: bool, seed: int = 0
 ) -> tuple[Callable[[], Choice], Callable[[], Choice]]:
     """Two steps of a method inside a tower, behind a CLS token."""
-    method, random = fitted(name), torch.Generator().manual_seed(seed)
+    method, random = fitted(name, width), torch.Generator().manual_seed(seed)
     keys = torch.randn(3, 41, width + 1, generator=random)
     if copies:
         keys[:, 1:] = torch.stack([copied(row, random) for row in keys[:, 1:]])
@@ -187,7 +188,7 @@ def policy_choices(
     name: str, width: int, copies: bool, seed: int = 0
 ) -> tuple[Callable[[], Choice], Callable[[], Choice]]:
     """A cache policy on two rows, the second with padding in front."""
-    policy, random = fitted(name), torch.Generator().manual_seed(seed)
+    policy, random = fitted(name, width), torch.Generator().manual_seed(seed)
     total, heads, pad = 60, 2, 7
     shape = (2, heads, total, width)
     x, y = torch.randn(*shape, generator=random), torch.randn(*shape, generator=random)

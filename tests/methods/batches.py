@@ -37,7 +37,13 @@ def batch_of(units=UNITS, seed: int = 0) -> TokenBatch:
         cells=cells,
         grid=torch.tensor([grid for grid, _ in units]),
         segment=torch.zeros_like(valid, dtype=torch.long),
-        signals={"cls_attention": attention, "received_attention": attention, "prompt_attention": noise(n)},
+        signals={
+            "cls_attention": attention,
+            "received_attention": attention,
+            "prompt_attention": noise(n),
+            "prompt_match": noise(n),
+            "text_peak": noise(n),
+        },
     )
 
 

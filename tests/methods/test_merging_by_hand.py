@@ -11,10 +11,10 @@ from mmaccel import MmaccelError
 from mmaccel.core.reduction import Reduction
 from mmaccel.encoders import pitome
 from mmaccel.encoders.pitome import PiToMe, energy, energy_bipartite_matching, energy_matching, text_matching
-from mmaccel.merging import centerclip, density_peaks, film
+from mmaccel.merging import centerclip, film
 from mmaccel.merging.aim import AimMerge, halvings, merge_in_rounds
 from mmaccel.merging.centerclip import k_medoids
-from mmaccel.method import EncoderTokens, blocks
+from mmaccel.method import EncoderTokens, blocks, density_peaks
 
 
 def test_aim_halves_and_names_its_weights() -> None:

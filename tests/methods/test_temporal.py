@@ -13,7 +13,7 @@ from torch import Tensor
 from mmaccel import accelerated
 from mmaccel.core.masks import even_in_groups, top_in_groups
 from mmaccel.core.reduction import Reduction
-from mmaccel.merging import density_peaks, film
+from mmaccel.merging import film
 from mmaccel.merging.dycoke import DyCokeTTM, references
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
@@ -23,6 +23,7 @@ from mmaccel.merging.moviechat import MovieChat, consolidate
 from mmaccel.merging.mustdrop import MustDropMerge, window_similarity, windows
 from mmaccel.merging.prunevid import PruneVidMerge, scenes_of
 from mmaccel.merging.segments import changing_segments, static_segments
+from mmaccel.method import density_peaks
 from mmaccel.method.blocks import frame_numbers
 
 

@@ -46,6 +46,7 @@ def batch_of(units=UNITS, seed: int = 0, width: int = 12) -> TokenBatch:
     attention = (2 * noise(2, n)).softmax(-1).masked_fill(blank, torch.nan)
     vectors = {name: noise(1, n, 6).masked_fill(blank[..., None], torch.nan) for name in ("keys", "features")}
     vectors["shift"] = vectors["features"][..., :1].abs()
+    first_pass = {name: noise(n) for name in ("prompt_match", "text_peak")}
     return TokenBatch(
         features=noise(n, width),
         valid=segment >= 0,
@@ -54,7 +55,7 @@ def batch_of(units=UNITS, seed: int = 0, width: int = 12) -> TokenBatch:
         segment=segment,
         question=noise(5, width),
         question_valid=torch.arange(5) < torch.arange(len(units))[:, None],
-        signals={"cls_attention": attention, "received_attention": attention.flip(1), **vectors},
+        signals={"cls_attention": attention, "received_attention": attention.flip(1), **vectors, **first_pass},
     )
 
 
@@ -71,7 +72,7 @@ def row_of(tokens: TokenBatch, row: int) -> TokenBatch:
         tiles=tokens.tiles[one],
         question=tokens.question[one],
         question_valid=tokens.question_valid[one],
-        signals={name: value[one, :, :n] for name, value in tokens.signals.items()},
+        signals={name: x[one, :n] if x.dim() == 2 else x[one, :, :n] for name, x in tokens.signals.items()},
     )
 
 

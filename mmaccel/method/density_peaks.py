@@ -6,7 +6,7 @@ import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
 
-from ..method.blocks import BLOCK
+from .blocks import BLOCK
 
 
 def density_peaks(x: Tensor, valid: Tensor, neighbours: int, strict: bool = False) -> Tensor:

@@ -1,0 +1,53 @@
+"""PyramidDrop: at the end of every group of layers a share of the visual tokens is dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..core.reduction import Reduction
+from ..method import Grid, LayerMethod, TokenBatch
+from ..method.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class PyramidDrop(LayerMethod):
+    """One stage of PyramidDrop: visual tokens by the attention that the last token is about to pay.
+
+    *PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy Reduction*, CVPR 2025,
+    arXiv 2410.17247.
+
+    ``s_j = mean_h A_l[h, last, j]``, where ``A_l`` is the attention of layer ``l = layer`` itself: its norm, projections and
+    RoPE are applied to its input before anything is dropped, and only the last row of the map is computed. The ``count``
+    highest stay. The recipe ``pyramiddrop`` has three such stages, a quarter of the depth apart, that each halve what there is;
+    their budgets are shares of what there was at first.
+
+    ``variant="official"``: the number kept is rounded down.
+
+    Parameters
+    ----------
+    layer : the input of this layer. The authors drop before layers 8, 16 and 24 of 32.
+
+    Paper and program: the program renumbers positions at every stage, so that a token has other positions in every layer's
+    cache, and takes one picture; here positions are original and every picture has its own budget. Keys of earlier turns take
+    no part in the ranking.
+    """
+
+    name = "pyramiddrop-step"
+    summary = "tokens the last prompt token is about to attend to, from layer 8 on"
+    paper = "arXiv 2410.17247"
+    renumbers_inside = True
+    default_retain = 0.5
+    looks_ahead = True
+
+    layer: float = 8
+
+    def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
+        """The program rounds down, always of the number there was at first."""
+        return int(retain * size)
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``prompt_attention [N, n]``, ``count [N]`` -> the highest."""
+        return Reduction.top(tokens.signals["prompt_attention"], tokens.valid, count)

@@ -1,0 +1,51 @@
+"""Methods before the language model that rank tokens by what the language model sees of them in a first pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..core.budget import layer_at
+from ..core.layout import Unit
+from ..errors import MmaccelError
+from .base import Method, ModelFacts
+from .layers import LayerAttention
+from .tokens import ProjectorMethod
+
+
+class PreviewMethod(ProjectorMethod):
+    """A method that is shown the attention of layer ``layer`` of a pass through the layers below it, made for this alone.
+
+    The whole prompt runs through layers 0 to ``layer - 1`` without a cache, and of layer ``layer`` queries and keys are made.
+    What :meth:`look` returns of them reaches :meth:`reduce` as ``tokens.signals``. Then everything starts anew with what is
+    left. Keys of earlier turns take no part in the first pass.
+
+    ``layer`` is counted from 0; a float is a share of the model's depth, rounded half up, and in a shallow model the last.
+    """
+
+    unit: ClassVar[Unit] = "picture"
+    layer: float
+
+    def __post_init__(self) -> None:
+        if self.layer < 0 or (isinstance(self.layer, float) and self.layer >= 1):
+            raise MmaccelError(
+                f"{self.name} cannot look at layer={self.layer}; give a layer of 0 or more, or a share of the depth below 1.0."
+            )
+
+    def fit(self, family: ModelFacts) -> Method:
+        """A share of the depth becomes a layer."""
+        layer = layer_at(self.layer, family.depth)
+        if isinstance(self.layer, int) and layer >= family.depth > 0:
+            raise MmaccelError(
+                f"{self.name} cannot look at layer={layer}: this model has {family.depth} layers; give "
+                f"layer={family.depth - 1} or less."
+            )
+        # methods are frozen dataclasses with a field `layer`
+        return dataclasses.replace(self, layer=max(0, min(layer, family.depth - 1)))  # type: ignore[type-var]
+
+    @abstractmethod
+    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+        """Named statistics per key, ``[B, K]`` float32 each."""

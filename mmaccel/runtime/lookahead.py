@@ -1,0 +1,89 @@
+"""A look ahead: queries and keys of a layer of the language model before it runs, or of a first pass to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.masks import true_last
+from ..method import LayerAttention, PreviewMethod
+from .forward import Prompt, rows_at, sent
+from .plan import ModelPlan
+from .preview import Enough, Preview
+from .scope import Scope
+
+
+def _attention(
+    scope: Scope[ModelPlan], prompt: Prompt, layer: int, run: Callable[[], Any], chosen: Tensor
+) -> LayerAttention:
+    """The attention of the ``layer`` that ``run`` comes to, over the places ``chosen [B, q]`` of a prompt (-1 padding), on the
+    CPU. Keys of earlier turns take no part."""
+    scope.preview = Preview(layer)
+    try:
+        with suppress(Enough), torch.no_grad():
+            run()
+    finally:
+        found, scope.preview = scope.preview.found, None
+    if found is None:
+        raise RuntimeError(f"layer {layer} was not reached")
+    query, key, scaling = found
+    real = chosen >= 0
+    text = real & ~prompt.layout.visual.gather(1, chosen.clamp(min=0))
+    there, spoken = (x.bool() for x in sent(query.device, real, text))
+    visible = None
+    if not bool(real.all()):
+        causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=query.device).tril()
+        visible = (causal & there[:, None] & there[..., None])[:, None]
+    return LayerAttention(query, key, visible, scaling, spoken)
+
+
+def own_attention(
+    scope: Scope[ModelPlan], prompt: Prompt, number: int, layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+) -> LayerAttention:
+    """The attention that a layer is about to pay, ``hidden [B, q, D]`` being its input."""
+    # layers may be spread over devices, and what enters one is brought to it later
+    device = next(layer.parameters()).device
+
+    def run() -> None:
+        layer.self_attn(  # type: ignore[operator]
+            hidden_states=layer.input_layernorm(hidden.to(device)),  # type: ignore[operator]
+            position_embeddings=tuple(x.to(device) for x in kwargs["position_embeddings"]),
+            attention_mask=None,
+        )
+
+    return _attention(scope, prompt, number, run, prompt.chosen)
+
+
+def first_pass(
+    scope: Scope[ModelPlan],
+    prompt: Prompt,
+    method: PreviewMethod,
+    embeds: Tensor,
+    planes: list[Tensor],
+    positions: Tensor,
+) -> dict[str, Tensor]:
+    """What ``method`` makes of the attention of its layer in a pass of its own, by place ``[B, S]``.
+
+    embeds ``[B, S, D]`` and DeepStack's ``planes``, at all places; positions ``[..., B, S]``.
+    """
+    chosen, padded = prompt.compacted(prompt.total.kept)
+    device, there = embeds.device, chosen >= 0
+    visual = there & prompt.layout.visual.gather(1, chosen.clamp(min=0))
+    at, real, seen, slots = sent(device, chosen.clamp(min=0), there, visual, prompt.slots(chosen))
+    rows = torch.arange(len(at), device=device)[:, None]
+    given: dict[str, Any] = {
+        "inputs_embeds": rows_at(embeds, at),
+        "position_ids": positions[..., rows, at],
+        "attention_mask": real if padded else None,
+        "use_cache": False,
+    }
+    if planes:
+        spots = true_last(visual.flatten()[None])[0, -int(visual.sum()) :].to(device)
+        features = [rows_at(plane, at).flatten(0, 1)[spots] for plane in planes]
+        given |= prompt.plan.family.deep_arguments(seen.bool(), features)
+    attention = _attention(scope, prompt, int(method.layer), lambda: prompt.plan.family.text(**given), chosen)
+    return {name: figures.to(device).gather(1, slots) for name, figures in method.look(attention).items()}
