@@ -70,9 +70,12 @@ from .layers.holitom import HoliTomInner as HoliTomInner
 from .layers.mustdrop import MustDropFilter as MustDropFilter
 from .layers.promptdistill import PromptDistill as PromptDistill
 from .layers.prunevid import PruneVidSelect as PruneVidSelect
+from .layers.pyramiddrop import PyramidDrop as PyramidDrop
+from .layers.sparsevlm import SparseVLM as SparseVLM
 from .layers.sttm import Sttm as Sttm
 from .layers.vasparse import VASparse as VASparse
 from .layers.vflowopt import VFlowOptInner as VFlowOptInner
+from .layers.zipvl import ZipVL as ZipVL
 from .merging.aim import AimMerge as AimMerge
 from .merging.centerclip import CenterClip as CenterClip
 from .merging.dycoke import DyCokeTTM as DyCokeTTM
@@ -99,9 +102,12 @@ from .pruning.attention_received import AttentionReceived as AttentionReceived
 from .pruning.cdpruner import CDPruner as CDPruner
 from .pruning.divprune import DivPrune as DivPrune
 from .pruning.fastervlm import FasterVLM as FasterVLM
+from .pruning.flexselect import FlexSelect as FlexSelect
 from .pruning.fopru import FoPru as FoPru
+from .pruning.gemfilter import GemFilter as GemFilter
 from .pruning.hiprune import HiPrune as HiPrune
 from .pruning.hired import HiRED as HiRED
+from .pruning.learned import Learned as Learned
 from .pruning.prumerge import PruMerge as PruMerge
 from .pruning.prumerge import PruMergePlus as PruMergePlus
 from .pruning.random import Random as Random

@@ -83,6 +83,19 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_methods_of_other_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A method that a file of tests registers is known in that file only, whatever else was collected."""
+    from mmaccel.method import registry
+
+    def known(kind: type) -> bool:
+        return kind.__module__ == request.module.__name__ or not kind.__module__.rpartition(".")[2].startswith("test_")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_methods", {name: kind for name, kind in registry.methods().items() if known(kind)})
+        yield
+
+
 @pytest.fixture
 def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a test registers is gone afterwards."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ def matrix() -> tuple[list[list[str]], list[str]]:
                     said = said.replace(f"the {family} tower", "the tower").replace(f"this {family} ", "this ")
                     said = said.replace(f" of {family} ", " ").replace(f"Method {name!r}", "The method")
                     said = said.replace(f"{name} needs", "The method needs")
+                    # of a recipe the first method that is refused
+                    said = re.sub(r"^\S+ (?=looks into|merges tokens)", "The method ", said)
                     if said not in reasons:
                         reasons.append(said)
                     said = str(reasons.index(said) + 1)

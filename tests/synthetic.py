@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import random_selectors
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from mmaccel.method import (
     LayerMethod,
     Method,
     Policy,
+    PreviewMethod,
     TokenBatch,
     TokenMethod,
 )
@@ -59,23 +61,27 @@ def offered(kind: type[M] = Method) -> dict[str, type[M]]:  # type: ignore[assig
 def model_with(cls: bool) -> Any:
     """What methods ask about a model, whose vision tower has a CLS token or none."""
     blocks = [SimpleNamespace(self_attn=SimpleNamespace(q_proj=None, o_proj=None)) for _ in range(8)]
-    return SimpleNamespace(name="synthetic", has_cls=cls, deepstack=0, text=SimpleNamespace(layers=blocks))
+    return SimpleNamespace(
+        name="synthetic", has_cls=cls, deepstack=0, depth=len(blocks), text=SimpleNamespace(layers=blocks)
+    )
 
 
 def built(kind: type[M]) -> Iterator[M]:
     """A method with its default options as a model with a CLS token and, if that is another one, one without would have it."""
     made: list[Any] = []
     for cls in (True, False):
-        one = kind(**_given(kind)).fit(model_with(cls))
+        one = kind(**given(kind)).fit(model_with(cls))
         if one not in made:
             made.append(one)
     yield from made
 
 
-def _given(kind: type[Method]) -> dict[str, Any]:
-    """Options that have to be given: a method that reads a CLIP model needs one, and something to look for."""
-    needed = {"clip_model": "stand-in", "query": "a dog"}
-    names = {f.name for f in dataclasses.fields(kind)} if issubclass(kind, FramesMethod) else set()  # type: ignore[arg-type]
+def given(kind: type[Method], width: int = WIDTH) -> dict[str, Any]:
+    """Options that have to be given: a method that reads a CLIP model needs one, and something to look for; a learned one what
+    it has learned."""
+    needed = {"selector": random_selectors.alone(width)}
+    needed |= {"clip_model": "stand-in", "query": "a dog"} if issubclass(kind, FramesMethod) else {}
+    names = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     return {name: value for name, value in needed.items() if name in names}
 
 
@@ -173,7 +179,7 @@ def tokens_of(
             signal = features.float()[:, None].expand(-1, len(tap.layers), -1, -1)
         hidden = blank[:, None].view(len(valid), 1, -1, *[1] * (signal.dim() - 3))
         signals[tap.kind] = signal.masked_fill(hidden, torch.nan)
-    if isinstance(method, LayerMethod):
+    if isinstance(method, (LayerMethod, PreviewMethod)):
         names = method.look(attention_of(1, 9)).keys()
         signals |= {name: figures[..., i].masked_fill(~valid, torch.nan) for i, name in enumerate(names)}
     if method.text_tower is not None:
@@ -222,7 +228,7 @@ def alone(tokens: TokenBatch, row: int) -> TokenBatch:
     return replace(
         tokens,
         **taken,
-        **{name: getattr(tokens, name)[one] for name in ("grid", "tiles", "entered")},
+        **{name: getattr(tokens, name)[one] for name in ("grid", "tiles", "entered", "left")},
         question=None if tokens.question is None else tokens.question[one, asked],
         question_valid=None if asked is None else asked[None, asked],
         question_signals={name: x[one][:, asked] for name, x in tokens.question_signals.items()},

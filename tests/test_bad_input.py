@@ -26,7 +26,9 @@ from mmaccel.method import KeyBatch, Policy, ProjectorMethod, TokenBatch, regist
 
 families = pytest.mark.parametrize("family", FAMILIES)
 SHIPPED = Path(mmaccel.__file__).parent / "models" / "mini-llava"
-NO_CLS = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+NO_CLS = tuple(
+    name for name, family in adapters().items() if not family.facts.cls and family.closed is family.whole is None
+)
 
 
 def one_sentence(message: str) -> None:
@@ -158,6 +160,25 @@ def test_cls_methods_need_a_cls_token(family: str) -> None:
         f"evit needs a CLS token, which the vision tower of {family} lacks; use 'tome' or 'pitome'",
         UnsupportedError,
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "why"),
+    [
+        (name, recipe, said)
+        for name, family in adapters().items()
+        for recipe, said in (("attention-received", family.closed), ("tome", family.closed or family.whole))
+        if said is not None
+    ],
+)
+def test_towers_that_are_closed_say_why(family: str, recipe: str, why: str) -> None:
+    """Methods that look into them, or merge in them, are refused before anything runs; others work."""
+    refused(lambda: accelerate_vlm(model(family), recipe), f"the vision tower, and that of {family} {why}; use ")
+    assert not is_accelerated(model(family))
+
+
+def test_another_rope_than_that_of_two_halves() -> None:
+    refused(lambda: accelerate_vlm(model("aya_vision"), "expected-attention"), "of aya_vision turns pairs.*use snapkv")
 
 
 def test_merging_more_than_a_tower_can() -> None:
@@ -313,7 +334,8 @@ def test_encoder_outputs_of_the_callers_own(family: str) -> None:
     wanted = tiny.model.get_image_features
     pixels = {("pixel_values" if key == "pixel_values_images" else key): value for key, value in given.items()}
     encoded = wanted(**pixels)
-    for recipe in ("random", "attention-received"):
+    closed = adapters()[family].closed is not None
+    for recipe in ("random",) if closed else ("random", "attention-received"):
         with accelerated(tiny, recipe):
             refused(
                 lambda: tiny.generate(**feed, mm_encoder_outputs={"image": encoded}, max_new_tokens=2),

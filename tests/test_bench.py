@@ -83,6 +83,8 @@ def test_weights_are_as_many_as_published(name):
         ("qwen3-vl-8b", 36, 32, 8, 128, 27, 16),
         ("internvl3-8b", 28, 28, 4, 128, 24, 16),
         ("smolvlm2-2.2b", 24, 32, 32, 64, 27, 16),
+        ("qwen3-vl-30b-a3b", 48, 32, 4, 128, 27, 16),
+        ("idefics3-8b", 32, 32, 8, 128, 27, 16),
     ],
 )
 def test_layers_and_heads(name, layers, heads, kv_heads, head, tower_layers, tower_heads):
@@ -133,8 +135,10 @@ FAMILIES = {
     "llava-onevision-7b": (729 + 27 * 28, 729 + 27 * 82, 4 * 196 + 1),
     "qwen2.5-vl-7b": (144, 2880, 2 * 144),
     "qwen3-vl-8b": (100, 2880, 2 * 100),
+    "qwen3-vl-30b-a3b": (100, 2880, 2 * 100),
     "internvl3-8b": (256, 11 * 256, 4 * 256),
     "smolvlm2-2.2b": (81, 36 * 81, 4 * 81),
+    "idefics3-8b": (169, 17 * 169, None),
 }
 
 
@@ -221,12 +225,18 @@ def test_an_unknown_name_lists_the_known(what, capsys):
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["tiny", "qwen2.5-vl-7b", "internvl3-8b"])
+@pytest.mark.parametrize(
+    "name",
+    few(["tiny", "qwen2.5-vl-7b", "internvl3-8b", "qwen3-vl-30b-a3b"], ["tiny", "qwen2.5-vl-7b", "internvl3-8b"]),
+)
 def test_operations_are_those_that_run(name):
     subject = ShapeSubject(build("tiny", CPU, torch.float32), SHAPES["tiny"]) if name == "tiny" else shrunk(name)
     model, work = subject.model, WORKLOADS["picture-336"]
     # written out, attention is a product that the counter sees, whole although half of it is masked
     model.set_attn_implementation("eager")
+    if "a3b" in name:
+        # and so are the products of experts
+        model.set_experts_implementation("eager")
     inputs = subject.inputs(work, [subject.pixels(work)])
     ours = count_operations(model, lambda: model(**inputs, logits_to_keep=1))
     config, tokens = model.config.text_config, inputs["input_ids"].shape[1]
@@ -628,11 +638,16 @@ def test_the_length_from_which_on_a_kernel_is_faster():
         kind = f"decode attention, {kind}"
         return {"kind": kind, "keys": keys, "batch": 1, "faster_than_the_fastest_dense_by": ratio}
 
-    rows = [row("int4", 4096, 1.5), row("int4", 1024, 0.7), row("int4", 64, 1.1), row("int2", 1024, 0.5)]
+    rows = [
+        row("kivi 4 bit", 4096, 1.5),
+        row("kivi 4 bit", 1024, 0.7),
+        row("kivi 4 bit", 64, 1.1),
+        row("kivi 2 bit", 1024, 0.5),
+    ]
     rows += [row("ragged", 1024, 1.0), row("ragged", 4096, 1.2), row("dense", 1024, 1.0)]
     assert decode.break_even(rows) == [
-        "int4, batch 1: faster than dense from 4,096 keys on (the lengths measured); 1.50x at 4,096",
-        "int2, batch 1: not faster than dense up to 1,024 keys; 0.50x at 1,024",
+        "kivi 4 bit, batch 1: faster than dense from 4,096 keys on (the lengths measured); 1.50x at 4,096",
+        "kivi 2 bit, batch 1: not faster than dense up to 1,024 keys; 0.50x at 1,024",
         "ragged, batch 1: faster than dense from 4,096 keys on (the lengths measured); 1.20x at 4,096",
     ]
 

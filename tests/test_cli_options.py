@@ -59,9 +59,10 @@ def test_the_same_option_has_one_name_and_takes_the_same_everywhere() -> None:
     assert not {"--recipes", "--batch", "--answer", "--families", "--summary"} & set(names)
     every = set(commands())
     assert names["--model"] == every - {"quickstart", "methods", "doctor", "selfcheck"}
-    assert names["--recipe"] == every - {"demo", "methods", "doctor"}
-    # budgets are what is searched there
-    assert names["--retain"] == names["--recipe"] - {"tune"}
+    # what is trained becomes a recipe
+    assert names["--recipe"] == every - {"demo", "methods", "doctor", "distil"}
+    # budgets are what is searched there; a selector is trained at one
+    assert names["--retain"] == names["--recipe"] - {"tune"} | {"distil"}
 
 
 def test_old_spellings_are_taken_for_the_new_ones() -> None:
@@ -193,7 +194,7 @@ def test_a_method_is_described_with_its_options(capsys: pytest.CaptureFixture[st
     assert main(["methods", "hired"]) == 0
     told = capsys.readouterr().out
     assert "paper    arXiv" in told and "needs    CLS attention" in told and "option" in told and "default" in told
-    assert "families llava, llava_next, " in told and "qwen" not in told.split("families")[1].splitlines()[0]
+    assert "families llava, vipllava, llava_next, " in told and "qwen" not in told.split("families")[1].splitlines()[0]
     for name, cls in mmaccel.methods().items():
         if cls.__module__.startswith("mmaccel."):
             one = describe(name)

@@ -76,15 +76,20 @@ def test_a_file_and_a_path(tmp_path: Path) -> None:
     assert recipe([tmp_path / "mine.json", "snapkv"]).name == "fastv+snapkv"
 
 
-@pytest.mark.parametrize("name", sorted(recipes()))
+#: of methods that are shipped
+SHIPPED = sorted(
+    name for name, made in recipes().items() if all(type(m).__module__.startswith("mmaccel.") for _, m in made.build())
+)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_what_methods_say_of_themselves_is_what_they_were_made_of(name: str) -> None:
     """Every stage of every recipe: given as an instance it is the same method, and its repr makes it again."""
     made = recipes()[name]
     for stage in made.stages:
         method = stage.build()
         assert recipe(method).stages[0].build() == method
-        if type(method).__module__.startswith("mmaccel."):
-            assert eval(repr(method), vars(mmaccel) | {type(method).__name__: type(method)}) == method
+        assert eval(repr(method), vars(mmaccel) | {type(method).__name__: type(method)}) == method
     again = eval(repr(made), {"Recipe": Recipe, "Stage": Stage})
     assert [getattr(again, key) for key in ("name", "stages", "positions", "variant", "text_retain", "anchor")] == [
         getattr(made, key) for key in ("name", "stages", "positions", "variant", "text_retain", "anchor")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_selectors
 import torch
 from transformers import DynamicCache
 
@@ -29,7 +30,9 @@ SIDE, TEXT, STEPS = 24, 32, 2
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return build(4, 192, SIDE, "cpu", torch.float32)
+    made = build(4, 192, SIDE, "cpu", torch.float32)
+    made.config._name_or_path = str(random_selectors.beside(made))
+    return made
 
 
 @pytest.fixture

@@ -260,6 +260,7 @@ def test_every_file_of_the_command_line_is_a_command() -> None:
             "eval",
             "compare",
             "bench",
+            "distil",
             "tune",
             "video-qa",
             "demo",

@@ -108,10 +108,10 @@ def test_every_test_belongs_to_a_run():
     )
     assert script.count("--deselect") == script.count(left_out) == 1 and "tests/kernels/compilers.py --jobs" in script
     # the long squares take turns from day to day
-    eighth, half = ' --part "$eighth"', ' --part "$half"'
-    assert script.count("--part") == 2 and script.count(eighth) == script.count(half) == 1
-    assert "eighth=$((day / 2 % 8 + 1))/8" in script and "half=$((day / 2 % 2 + 1))/2" in script
-    runs = re.findall(r"-m pytest -q(.*)", script.replace(left_out, "").replace(eighth, "").replace(half, ""))
+    sixteenth, half = ' --part "$sixteenth"', ' --part "$half"'
+    assert script.count("--part") == 2 and script.count(sixteenth) == script.count(half) == 1
+    assert "sixteenth=$((day / 2 % 16 + 1))/16" in script and "half=$((day / 2 % 2 + 1))/2" in script
+    runs = re.findall(r"-m pytest -q(.*)", script.replace(left_out, "").replace(sixteenth, "").replace(half, ""))
     assert "" in runs and {f" -m {mark}" for mark in marks} <= {run.split(" tests/")[0] for run in runs}
 
 

@@ -37,8 +37,10 @@ def test_every_family_takes_a_prepared_processor(family):
         mmaccel.method("resize")().picture(zoo.image(*spec.sizes[0], 0), 0.25),
     )
     text = spec.image + "what?"
-    out = prepare(bare, "resize", retain=0.25)(text=[text], images=[[picture]], return_tensors="pt")
-    expected = bare(text=[text], images=[[small]], return_tensors="pt")
+    by_row = spec.options is None
+    given = {"text": [text], "return_tensors": "pt", **(spec.options or {})}
+    out = prepare(bare, "resize", retain=0.25)(images=[[picture]] if by_row else [picture], **given)
+    expected = bare(images=[[small]] if by_row else [small], **given)
     assert set(out) == set(expected)
     for key in expected:
         assert torch.equal(torch.as_tensor(out[key]), torch.as_tensor(expected[key])), key

@@ -190,7 +190,7 @@ def test_stats(family: str) -> None:
     """The figures of the last call, as plain numbers that JSON can hold."""
     tiny, feed = model(family), inputs(family, "uneven")
     visual = int(zoo.visual_mask(family, tiny, feed["input_ids"]).sum())
-    layer = 3 if family == "qwen3_vl" else 2
+    layer = oracle.first_layer(family)
     stages = [Stage("random", 0.5), Stage("fastv", 0.25, {"layer": layer}), Stage("snapkv", 0.1)]
     with accelerated(tiny, stages, processor=zoo.processor(family)):
         assert tiny.mmaccel.stats() == {} and tiny.mmaccel.layout is None and tiny.mmaccel.reduction is None

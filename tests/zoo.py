@@ -1,4 +1,4 @@
-"""Ten tiny vision language models with random weights, real configurations, real processors, and inputs for them.
+"""Tiny vision language models with random weights, real configurations, real processors, and inputs for them.
 
 Nothing is downloaded. The weights depend on the seed and on the parameter's name alone, so every supported version of
 transformers gets the same model. Sequences are short: 16 to about 150 visual tokens a row.
@@ -8,6 +8,7 @@ transformers gets the same model. Sequences are short: 16 to about 150 visual to
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import string
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import random_selectors
 import torch
 import transformers
 from PIL import Image
@@ -58,6 +60,8 @@ class Family:
     clip: tuple[int, int, int] = (4, 64, 48)
     """Frames, width and height of a clip."""
     extra_tokens: tuple[str, ...] = ()
+    options: dict[str, Any] | None = None
+    """What the processor is given with pictures, which then are not listed by row; without pictures it is not asked."""
 
 
 # ---------------------------------------------------------------------------------------------------------- tokenizer
@@ -121,11 +125,13 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
     if overrides.get("sliding_window") is not None:
         if model_type == "llama":
             model_type = "mistral"
+        elif model_type == "cohere2":
+            pass
         elif "qwen2" in model_type:
             values = {"use_sliding_window": True, "max_window_layers": 0, **values}
         else:
             raise ValueError(f"the text model {model_type} has no sliding window")
-    if model_type in ("llama", "mistral", "qwen3_vl_text"):
+    if model_type in ("llama", "mistral", "qwen3_vl_text", "qwen3_vl_moe_text"):
         values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
     return transformers.AutoConfig.for_model(model_type, **values)
 
@@ -135,15 +141,9 @@ def _mrope(**extra: Any) -> dict[str, Any]:
 
 
 def _tower(model_type: str, image_size: Any, patch_size: Any, **extra: Any) -> PreTrainedConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
     return transformers.AutoConfig.for_model(
-        model_type,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        image_size=image_size,
-        patch_size=patch_size,
-        **extra,
+        model_type, **{**sizes, "image_size": image_size, "patch_size": patch_size, **extra}
     )
 
 
@@ -157,14 +157,14 @@ def _ids(family: str) -> dict[str, int]:
 
 
 def _llava_like(
-    family: str, config: str, image_size: int, pinpoints: list[list[int]] | None = None
+    family: str, config: str, image_size: int, pinpoints: list[list[int]] | None = None, **values: Any
 ) -> Callable[[dict[str, Any], int], PreTrainedConfig]:
-    """The configuration of a CLIP and LLaMA family."""
+    """The configuration of a CLIP and LLaMA family; ``values`` are further fields."""
 
     def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
         ids = _ids(family)
         tokens = (image_size // 7) ** 2
-        extra: dict[str, Any] = {"image_seq_length": tokens}
+        extra: dict[str, Any] = {"image_seq_length": tokens, **values}
         if pinpoints:
             extra["image_grid_pinpoints"] = pinpoints
         if "video_token" in ids:
@@ -179,6 +179,20 @@ def _llava_like(
     return build
 
 
+def _fast_vlm(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    width = 16
+    # four stages, the last of which attends; its map is a 32nd of the picture on each side
+    stages = {"layers": (1, 1, 1, 1), "embed_dims": (width // 2, width // 2, width, 2 * width), "inference_mode": True}
+    return transformers.FastVlmConfig(
+        vision_config=transformers.TimmWrapperConfig(
+            architecture="fastvit_mci0", hidden_size=4 * width, do_pooling=True, global_pool="avg", model_args=stages
+        ),
+        text_config=_text("qwen2", overrides, vocabulary),
+        image_token_index=_ids("fast_vlm")["image_token"],
+        image_seq_length=25,
+    )
+
+
 def _llava_onevision(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     ids = _ids("llava_onevision")
     return transformers.LlavaOnevisionConfig(
@@ -190,11 +204,13 @@ def _llava_onevision(overrides: dict[str, Any], vocabulary: int) -> PreTrainedCo
     )
 
 
-def _qwen(family: str, config: str, vision: dict[str, Any], **rope: Any) -> Callable[..., PreTrainedConfig]:
-    """The configuration of a Qwen family: patch 8, merge 2, temporal patch 2."""
+def _qwen(
+    family: str, config: str, vision: dict[str, Any], words: dict[str, Any] | None = None, **rope: Any
+) -> Callable[..., PreTrainedConfig]:
+    """The configuration of a Qwen family: patch 8, merge 2, temporal patch 2; ``words`` are fields of its text model."""
 
     def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
-        text = _text(f"{family}_text", overrides, vocabulary, rope_parameters=_mrope(**rope))
+        text = _text(f"{family}_text", overrides, vocabulary, rope_parameters=_mrope(**rope), **(words or {}))
         common = {"depth": 4, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
         return getattr(transformers, config)(
             vision_config={**common, **vision},
@@ -216,11 +232,95 @@ def _internvl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     )
 
 
-def _smolvlm(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
-    return transformers.SmolVLMConfig(
-        vision_config=_tower("smolvlm_vision", 48, 8),
+def _cohere(family: str, config: str, side: int, patch: int, **values: Any) -> Callable[..., PreTrainedConfig]:
+    """The configuration of Aya Vision or Cohere2 Vision: three layers with windows and RoPE, one without either."""
+    return lambda overrides, vocabulary: getattr(transformers, config)(
+        vision_config=_tower("siglip_vision_model", side, patch, vision_use_head=False),
+        text_config=_text("cohere2", overrides, vocabulary),
+        downsample_factor=2,
+        alignment_intermediate_size=64,
+        tie_word_embeddings=False,
+        **values,
+        image_token_id=_ids(family)["image_token"],
+    )
+
+
+def _granite4_vision(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Two tower layers for the first two layers of the language model, four corners of another for the third and fourth."""
+    words = {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.5,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    tower = _tower("siglip_vision_model", 32, 4, hidden_size=64, vision_use_head=False)
+    return transformers.Granite4VisionConfig(
+        vision_config=tower,
+        text_config=_text("granite4_vision_text", overrides, vocabulary, rope_parameters=rope, **words),
+        image_token_index=_ids("granite4_vision")["image_token"],
+        image_grid_pinpoints=GRANITE_PINPOINTS,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+        downsample_rate="2/4",
+        deepstack_layer_map=[[-2, 0], [2, 1]],
+        spatial_vision_layer=-1,
+        spatial_target_layers=[2],
+        # the widths follow from the tower since 5.20
+        qformer_config={
+            "model_type": "blip_2_qformer",
+            "num_hidden_layers": 1,
+            "intermediate_size": 32,
+            "hidden_size": 64,
+            "encoder_hidden_size": 64,
+            "num_attention_heads": 1,
+            "cross_attention_frequency": 1,
+            "use_qformer_text_input": False,
+        },
+        projector_dropout=0.0,
+    )
+
+
+def _got_ocr2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    tower = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "mlp_dim": 64}
+    return transformers.GotOcr2Config(
+        vision_config={**tower, "image_size": 64, "patch_size": 4, "window_size": 6, "global_attn_indexes": [1, 3]},
+        text_config=_text("qwen2", overrides, vocabulary).to_dict(),
+        image_token_index=_ids("got_ocr2")["image_token"],
+        tie_word_embeddings=False,
+    )
+
+
+def _perception_lm(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    ids = _ids("perception_lm")
+    tower = {
+        "img_size": (32, 32),
+        "patch_size": 4,
+        "embed_dim": 32,
+        "depth": 3,
+        "num_heads": 2,
+        "ref_feat_shape": (8, 8),
+    }
+    tower |= {"use_post_transformer_norm": False, "global_pool": "", "init_values": 0.1}
+    return transformers.PerceptionLMConfig(
+        vision_config=transformers.TimmWrapperConfig(
+            architecture="vit_pe_core_tiny_patch16_384", do_pooling=False, model_args=tower
+        ),
         text_config=_text("llama", overrides, vocabulary),
-        image_token_id=_ids("smolvlm")["image_token"],
+        vision_use_cls_token=True,
+        projector_pooling_ratio=2,
+        image_token_id=ids["image_token"],
+        video_token_id=ids["video_token"],
+        tie_word_embeddings=False,
+    )
+
+
+def _idefics3(family: str, config: str) -> Callable[[dict[str, Any], int], PreTrainedConfig]:
+    """The configuration of Idefics3 or SmolVLM."""
+    return lambda overrides, vocabulary: getattr(transformers, config)(
+        vision_config=_tower(f"{family}_vision", 48, 8),
+        text_config=_text("llama", overrides, vocabulary),
+        image_token_id=_ids(family)["image_token"],
         scale_factor=2,
         pad_token_id=0,
     )
@@ -244,7 +344,8 @@ def _real(family: str, name: str, **parts: Any) -> Callable[[], ProcessorMixin]:
     def build() -> ProcessorMixin:
         built = {key: part() if callable(part) else part for key, part in parts.items()}
         cls = getattr(transformers, name)
-        return cls(tokenizer=tokenizer(family), chat_template=_chat_template(family), **built)
+        # a copy, since Idefics3's says anew which tokens are special
+        return cls(tokenizer=copy.deepcopy(tokenizer(family)), chat_template=_chat_template(family), **built)
 
     return build
 
@@ -270,16 +371,18 @@ def _qwen_pixels(family: str, name: str, video: str, longest: int) -> Callable[[
     )
 
 
+SPLIT_SIZES = {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}
+
+
 def _smolvlm_processor() -> ProcessorMixin:
     if processing_smolvlm.num2words is None:  # not installed: the number of frames is then written in digits
         processing_smolvlm.num2words = str
     sampling = {"max_frames": 8, "fps": 1, "video_size": {"longest_edge": 48}}
-    sizes = {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}
     return _real(
         "smolvlm",
         "SmolVLMProcessor",
-        image_processor=_part("SmolVLMImageProcessor", **sizes),
-        video_processor=_part("SmolVLMVideoProcessor", **sizes, video_sampling=sampling),
+        image_processor=_part("SmolVLMImageProcessor", **SPLIT_SIZES),
+        video_processor=_part("SmolVLMVideoProcessor", **SPLIT_SIZES, video_sampling=sampling),
         image_seq_len=9,
     )()
 
@@ -288,6 +391,7 @@ def _smolvlm_processor() -> ProcessorMixin:
 
 
 NEXT_PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+GRANITE_PINPOINTS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]
 ONEVISION_PINPOINTS = [[35 * rows, 35 * columns] for rows in range(1, 5) for columns in range(1, 5)]
 CLIP_SELECTION = {"patch_size": 7, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
 IMAGE_TOKEN = {"image_token": "<image>"}
@@ -300,13 +404,52 @@ QWEN_TOKENS = {
 }
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+QWEN3_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
 QWEN_MEDIA: dict[str, Any] = {"mixed": True, "sizes": ((112, 80), (64, 96)), "clip": (6, 64, 48)}
+
+SPLIT_TOKENS = {
+    "image_token": "<image>",
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+    "end_of_utterance_token": "<end_of_utterance>",
+}
+SPLIT_PLACES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 
 _TABLE: dict[str, Family] = {
     "llava": Family(
         config=_llava_like("llava", "LlavaConfig", 42),
         processor=_real(
             "llava", "LlavaProcessor", image_processor=_part("CLIPImageProcessor", **_clip_sizes(42)), **CLIP_SELECTION
+        ),
+        tokens=IMAGE_TOKEN,
+        image="<image>\n",
+    ),
+    "vipllava": Family(
+        config=_llava_like("vipllava", "VipLlavaConfig", 42, vision_feature_layers=[-2, -3, 1]),
+        processor=_real(
+            "vipllava",
+            "LlavaProcessor",
+            image_processor=_part("CLIPImageProcessor", **_clip_sizes(42)),
+            **CLIP_SELECTION,
+        ),
+        tokens=IMAGE_TOKEN,
+        image="<image>\n",
+    ),
+    "fast_vlm": Family(
+        config=_fast_vlm,
+        processor=_real(
+            "fast_vlm",
+            "LlavaProcessor",
+            image_processor=_part("CLIPImageProcessor", **_clip_sizes(160)),
+            patch_size=32,
+            num_additional_image_tokens=0,
+            vision_feature_select_strategy="full",
         ),
         tokens=IMAGE_TOKEN,
         image="<image>\n",
@@ -398,23 +541,101 @@ _TABLE: dict[str, Family] = {
         **QWEN_MEDIA,
     ),
     "qwen3_vl": Family(
-        config=_qwen(
-            "qwen3_vl",
-            "Qwen3VLConfig",
-            {
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "out_hidden_size": 64,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0, 1, 2],
-            },
-            mrope_interleaved=True,
-        ),
+        config=_qwen("qwen3_vl", "Qwen3VLConfig", QWEN3_TOWER, mrope_interleaved=True),
         processor=_qwen_pixels("qwen3_vl", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 131072),
         tokens=QWEN_TOKENS,
         image=QWEN_IMAGE,
         video="<|video_pad|>",
         **QWEN_MEDIA,
+    ),
+    "qwen3_vl_moe": Family(
+        config=_qwen(
+            "qwen3_vl_moe",
+            "Qwen3VLMoeConfig",
+            QWEN3_TOWER,
+            {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            mrope_interleaved=True,
+        ),
+        processor=_qwen_pixels("qwen3_vl_moe", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 131072),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video="<|video_pad|>",
+        **QWEN_MEDIA,
+    ),
+    "aya_vision": Family(
+        config=_cohere("aya_vision", "AyaVisionConfig", 64, 8),
+        processor=_real(
+            "aya_vision",
+            "AyaVisionProcessor",
+            image_processor=_part("GotOcr2ImageProcessor", size=_square(64), min_patches=1, max_patches=4),
+            img_size=64,
+            patch_size=8,
+            downsample_factor=2,
+        ),
+        tokens={"image_token": "<|IMG_PATCH|>"},
+        image="<image>",
+        sizes=((130, 60), (50, 60)),
+        extra_tokens=("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"),
+    ),
+    "cohere2_vision": Family(
+        config=_cohere("cohere2_vision", "Cohere2VisionConfig", 32, 4),
+        processor=_real(
+            "cohere2_vision",
+            "Cohere2VisionProcessor",
+            image_processor=_part("Cohere2VisionImageProcessor", size=_square(32), patch_size=4, max_patches=4),
+        ),
+        tokens={
+            "image_token": "<|IMG_PATCH|>",
+            "boi_token": "<|START_OF_IMG|>",
+            "eoi_token": "<|END_OF_IMG|>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        },
+        image="<|IMG_PATCH|>",
+        sizes=((65, 30), (25, 30)),
+    ),
+    "perception_lm": Family(
+        config=_perception_lm,
+        processor=_real(
+            "perception_lm",
+            "PerceptionLMProcessor",
+            image_processor=_part(
+                "PerceptionLMImageProcessor", tile_size=32, max_num_tiles=4, vision_input_type="thumb+tile"
+            ),
+            video_processor=_part("PerceptionLMVideoProcessor", size=_square(32)),
+            patch_size=4,
+            pooling_ratio=2,
+        ),
+        tokens=MEDIA_TOKENS,
+        image="<image>",
+        video="<video>",
+        mixed=True,
+        # pictures of as many tiles, which is all that its processor can batch
+        sizes=((60, 30), (30, 60)),
+    ),
+    "got_ocr2": Family(
+        config=_got_ocr2,
+        processor=_real(
+            "got_ocr2", "GotOcr2Processor", image_processor=_part("GotOcr2ImageProcessor", size=_square(64))
+        ),
+        tokens={"image_token": "<imgpad>"},
+        image="<img><imgpad></img>\n",
+        sizes=((130, 60), (50, 60)),
+        extra_tokens=("<img>", "</img>", "<|im_start|>", "<|im_end|>"),
+        options={"num_image_tokens": 16, "crop_to_patches": True, "max_patches": 4},
+    ),
+    "granite4_vision": Family(
+        config=_granite4_vision,
+        processor=_real(
+            "granite4_vision",
+            "Granite4VisionProcessor",
+            image_processor=_part("LlavaNextImageProcessor", image_grid_pinpoints=GRANITE_PINPOINTS, **_clip_sizes(32)),
+            patch_size=4,
+            vision_feature_select_strategy="full",
+            downsample_rate="2/4",
+        ),
+        tokens=IMAGE_TOKEN,
+        image="<image>\n",
+        sizes=((60, 48), (30, 80)),
     ),
     "internvl": Family(
         config=_internvl,
@@ -439,18 +660,26 @@ _TABLE: dict[str, Family] = {
         sizes=((130, 60), (50, 60)),
     ),
     "smolvlm": Family(
-        config=_smolvlm,
+        config=_idefics3("smolvlm", "SmolVLMConfig"),
         processor=_smolvlm_processor,
-        tokens={
-            "image_token": "<image>",
-            "fake_image_token": "<fake_token_around_image>",
-            "global_image_token": "<global-img>",
-            "end_of_utterance_token": "<end_of_utterance>",
-        },
+        tokens=SPLIT_TOKENS,
         image="<image>",
         video="<video>",
         sizes=((90, 60), (40, 100)),
-        extra_tokens=tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+        extra_tokens=SPLIT_PLACES,
+    ),
+    "idefics3": Family(
+        config=_idefics3("idefics3", "Idefics3Config"),
+        processor=_real(
+            "idefics3",
+            "Idefics3Processor",
+            image_processor=_part("Idefics3ImageProcessor", **SPLIT_SIZES),
+            image_seq_len=9,
+        ),
+        tokens=SPLIT_TOKENS,
+        image="<image>",
+        sizes=((90, 60), (40, 100)),
+        extra_tokens=SPLIT_PLACES,
     ),
 }
 
@@ -488,7 +717,8 @@ def model(family: str, seed: int = 0, **text_overrides: Any) -> PreTrainedModel:
     """
     words = tokenizer(family)
     config = _family(family).config(text_overrides, len(words))
-    config._attn_implementation = "sdpa"
+    if family != "got_ocr2":  # whose tower knows one way only
+        config._attn_implementation = "sdpa"
     with torch.random.fork_rng(devices=[]):
         result = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     _fill(result, seed)
@@ -497,7 +727,9 @@ def model(family: str, seed: int = 0, **text_overrides: Any) -> PreTrainedModel:
     result.generation_config = GenerationConfig(
         pad_token_id=words.pad_token_id, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id
     )
-    return result.eval()
+    # the method `learned` needs a selector that lies beside the weights
+    result.config._name_or_path = str(random_selectors.beside(result.eval()))
+    return result
 
 
 @torch.no_grad()
@@ -514,7 +746,8 @@ def _fill(result: PreTrainedModel, seed: int) -> None:
         elif parameter.ndim < 4 and ("embed" in name or "cls_token" in name):
             noise *= 0.5
         else:
-            noise *= 1.2 / math.sqrt(parameter[0].numel())
+            # the matrices of experts lie one behind the other
+            noise *= 1.2 / math.sqrt(parameter.shape[-1] if "experts" in name else parameter[0].numel())
         parameter.copy_(noise)
 
 
@@ -589,7 +822,12 @@ def encode(
     text = [worker.tokenizer.apply_chat_template(messages(*row), **template) for row in rows]
     clips = [one for row in rows for one in row[1]]
     media: dict[str, Any] = {}
-    if any(row[0] for row in rows):
+    options = _family(family).options
+    if options is not None:
+        pictures = [one for row in rows for one in row[0]]
+        media = {"images": pictures, **options} if pictures else {}
+        worker = worker if pictures else worker.tokenizer
+    elif any(row[0] for row in rows):
         media["images"] = [row[0] for row in rows]
     if clips:
         media["videos"] = [row[1] for row in rows]
@@ -694,7 +932,7 @@ def single(family: str, batch_inputs: BatchFeature | dict[str, Any], row: int) -
         if name is None or token is None:
             continue
         pixels, counts = values[name], (ids == token).sum(-1).tolist()
-        if pixels.ndim == 5 and family == "smolvlm":  # [batch, tiles, ...], filled up with empty tiles
+        if pixels.ndim == 5 and family in ("smolvlm", "idefics3"):  # [batch, tiles, ...], filled up with empty tiles
             tiles = counts[row] // processor(family).image_seq_len
             if tiles:
                 result.update({key: values[key][row : row + 1, :tiles] for key in values if key.startswith("pixel_")})

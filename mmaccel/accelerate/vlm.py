@@ -261,7 +261,7 @@ class Accelerator(Handle):
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = kwargs.get("past_key_values")
-        scope.input_ids = ids
+        scope.input_ids, scope.clips = ids, kwargs.get("pixel_values_videos")
         scope.cache = cache if cache is not None else scope.cache
         embeds = kwargs.get("inputs_embeds")
         if ids is None and embeds is not None and scope.plan.active and (cache is None or cache.get_seq_length() == 0):
@@ -288,10 +288,9 @@ class Accelerator(Handle):
                     output = original(*args, **kwargs)
             finally:
                 scope.encoding = None
-            made = output.pooler_output
-            parts = [made] if isinstance(made, Tensor) else list(made)
-            encoded.tokens = sum(part.numel() // part.shape[-1] for part in parts)
-            scope.encoded[modality] = encoded
+            encoded.tokens = sum(part.numel() // part.shape[-1] for part in self.family.features(output))
+            of_clips = scope.clips is not None and encoded.arguments.get("pixel_values") is scope.clips
+            scope.encoded["video" if of_clips else modality] = encoded
             return output
 
         return features

@@ -34,6 +34,7 @@ _OPTIONAL = {
     "av": "video files (PyAV)",
     "torchcodec": "video files, and inside processors",
     "open_clip_torch": "open_clip models",
+    "timm": "FastVLM and Perception-LM",
     "gradio": "the demo",
     "uvicorn": "the server",
     "matplotlib": "plots of benchmarks",

@@ -145,9 +145,10 @@ def _families(cls: Any) -> list[str]:
     found = []
     for name, family in families().items():
         usual: Any = SimpleNamespace(name=name, has_cls=family.facts.cls, depth=0, deepstack=0)
+        usual.closed, usual.whole, usual.halves = family.closed, family.whole, family.halves
         try:
             made = cls()
-            made.fit(usual).check(usual)
+            made.fit(usual).suits(usual)
         except UnsupportedError:
             continue
         except TypeError:  # an option without a default
@@ -274,7 +275,7 @@ def _describe(cls: Any) -> dict[str, Any]:
 
 
 def _needs(cls: Any) -> list[str]:
-    from ..method import EncoderMethod, FramesMethod, LayerMethod, Policy, ReadingPolicy
+    from ..method import EncoderMethod, FramesMethod, LayerMethod, Policy, PreviewMethod, ReadingPolicy
 
     try:
         needs = [_TAPS[tap.kind] for tap in cls().taps()]
@@ -286,6 +287,8 @@ def _needs(cls: Any) -> list[str]:
         needs.append("CLS attention" if cls.needs_cls else "tower keys")
     if issubclass(cls, LayerMethod):
         needs.append("prompt attention" if cls.look is LayerMethod.look else "layer attention")
+    if issubclass(cls, PreviewMethod):
+        needs.append("attention in a first pass")
     if issubclass(cls, Policy) and cls.window:
         needs.append("last query" if cls.window == 1 else f"last {cls.window} queries")
     if issubclass(cls, Policy) and cls.future:

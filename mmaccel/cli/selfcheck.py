@@ -9,7 +9,8 @@ and on this device. It says nothing about how good answers are: random weights h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -51,7 +52,11 @@ def run(
     for name in family or ():
         if name not in TINY:
             raise MmaccelError(f"There is no family {name!r}; known are {', '.join(TINY)}.")
-    with working("checking families", len(family or TINY)) as bar:
+        if needed := missing(name):
+            raise MmaccelError(f"The tower of {name} is one of {needed}, which is not installed; pip install {needed}.")
+    left_out = [] if family else [name for name in TINY if missing(name)]
+    names = family or [name for name in TINY if name not in left_out]
+    with working("checking families", len(names)) as bar:
         import torch
         from transformers.utils import logging
 
@@ -59,13 +64,22 @@ def run(
 
         logging.set_verbosity_error()
         chosen, where, results = how.chosen(), str(place(device)), []
-        for name in family or TINY:
+        for name in names:
             with torch.no_grad():
                 results.append(check(name, chosen, where, getattr(torch, dtype)))
             bar.advance()
-    report = {"recipe": chosen.name, "retain": chosen.retain, "device": where, "dtype": dtype, "families": results}
+    how_run = {"recipe": chosen.name, "retain": chosen.retain, "device": where, "dtype": dtype}
+    report: dict[str, Any] = {**how_run, "families": results, "left_out": left_out}
     tell(report, output, lambda: render(report))
     return 1 if any(one["problem"] for one in results) else 0
+
+
+def missing(name: str) -> str | None:
+    """The package without which a family cannot be built, where it is not installed."""
+    from ..families import families
+
+    needed = families()[name].package
+    return needed if needed is not None and find_spec(needed) is None else None
 
 
 def render(report: dict[str, Any]) -> str:
@@ -93,6 +107,7 @@ def render(report: dict[str, Any]) -> str:
             table([head, *rows], numbers=(1, 2, 3, 4, 7)),
             "",
             *failed,
+            *(f"{name} was left out: {missing(name)} is not installed." for name in report["left_out"]),
             f"{len(rows) - len(failed)} of {len(rows)} families pass.",
         ]
     )
@@ -228,11 +243,19 @@ def _long(*values: Any) -> Tensor:
 Tiny = tuple[Any, int, int, dict[str, Any]]
 
 
-def _llava() -> Tiny:
-    config = _config(
-        "llava", vision_config=_tower("clip_vision_model", 42, 7), text_config=_text(), image_token_index=IMAGE
-    )
+def _llava(kind: str = "llava", **values: Any) -> Tiny:
+    tower = _tower("clip_vision_model", 42, 7)
+    config = _config(kind, vision_config=tower, text_config=_text(), image_token_index=IMAGE, **values)
     return config, IMAGE, 36, {"pixel_values": _noise(1, 3, 42, 42)}
+
+
+def _fast_vlm() -> Tiny:
+    stages = {"layers": (1, 1, 1, 1), "embed_dims": (8, 8, 16, 32), "inference_mode": True}
+    tower = _config("timm_wrapper", architecture="fastvit_mci0", hidden_size=64, model_args=stages)
+    config = _config(
+        "fast_vlm", vision_config=tower, text_config=_text("qwen2"), image_token_index=IMAGE, image_seq_length=25
+    )
+    return config, IMAGE, 25, {"pixel_values": _noise(1, 3, 160, 160)}
 
 
 def _llava_next(kind: str = "llava_next", **values: Any) -> Tiny:
@@ -246,6 +269,33 @@ def _llava_next(kind: str = "llava_next", **values: Any) -> Tiny:
     )
     # the base image, then two tiles side by side with a newline behind every row
     return config, IMAGE, 16 + 4 * 9, {"pixel_values": _noise(1, 3, 3, 28, 28), "image_sizes": _long([28, 56])}
+
+
+def _granite4_vision() -> Tiny:
+    tower = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = _config(
+        "granite4_vision",
+        vision_config=_config("siglip_vision_model", image_size=32, patch_size=4, vision_use_head=False, **tower),
+        text_config=_text("granite4_vision_text", rope_parameters=rope),
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[32, 64]],
+        vision_feature_select_strategy="full",
+        downsample_rate="2/4",
+        deepstack_layer_map=[[-2, 0], [2, 1]],
+        spatial_target_layers=[2],
+        qformer_config={
+            "model_type": "blip_2_qformer",
+            "num_hidden_layers": 1,
+            "intermediate_size": 32,
+            "hidden_size": 64,
+            "encoder_hidden_size": 64,
+            "num_attention_heads": 1,
+            "cross_attention_frequency": 1,
+            "use_qformer_text_input": False,
+        },
+    )
+    return config, IMAGE, 16 + 4 * 9, {"pixel_values": _noise(1, 3, 3, 32, 32), "image_sizes": _long([32, 64])}
 
 
 def _llava_next_video() -> Tiny:
@@ -277,12 +327,12 @@ def _video_llava() -> Tiny:
     return config, VIDEO, 4 * 17, {"pixel_values_videos": _noise(1, 4, 3, 28, 28)}
 
 
-def _qwen(kind: str, **vision: Any) -> Callable[[], Tiny]:
+def _qwen(kind: str, words: Mapping[str, Any] | None = None, **vision: Any) -> Callable[[], Tiny]:
     def build() -> Tiny:
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-        if kind == "qwen3_vl":
+        if kind.startswith("qwen3"):
             rope["mrope_interleaved"] = True
-        text = _text(f"{kind}_text", rope_parameters=rope, **({"head_dim": 16} if kind == "qwen3_vl" else {}))
+        text = _text(f"{kind}_text", rope_parameters=rope, **(words or {}))
         sizes = {"depth": 4, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
         config = _config(
             kind,
@@ -298,6 +348,50 @@ def _qwen(kind: str, **vision: Any) -> Callable[[], Tiny]:
     return build
 
 
+def _aya_vision(kind: str) -> Callable[[], Tiny]:
+    def build() -> Tiny:
+        config = _config(
+            kind,
+            vision_config=_tower("siglip_vision_model", 64, 8, vision_use_head=False),
+            text_config=_text("cohere2"),
+            image_token_id=IMAGE,
+            downsample_factor=2,
+            alignment_intermediate_size=64,
+        )
+        return config, IMAGE, 2 * 16, {"pixel_values": _noise(2, 3, 64, 64)}
+
+    return build
+
+
+def _got_ocr2() -> Tiny:
+    tower = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 64}
+    places = {"image_size": 64, "patch_size": 4, "window_size": 6, "global_attn_indexes": [1]}
+    text = _text("qwen2").to_dict()
+    config = _config("got_ocr2", vision_config={**tower, **places}, text_config=text, image_token_index=IMAGE)
+    return config, IMAGE, 2 * 16, {"pixel_values": _noise(2, 3, 64, 64)}
+
+
+def _perception_lm() -> Tiny:
+    sizes = {
+        "img_size": (32, 32),
+        "patch_size": 4,
+        "embed_dim": 32,
+        "depth": 3,
+        "num_heads": 2,
+        "ref_feat_shape": (8, 8),
+    }
+    tower = _config("timm_wrapper", architecture="vit_pe_core_tiny_patch16_384", do_pooling=False, model_args=sizes)
+    config = _config(
+        "perception_lm",
+        vision_config=tower,
+        text_config=_text(),
+        projector_pooling_ratio=2,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    return config, VIDEO, 4 * 16, {"pixel_values_videos": _noise(1, 4, 3, 32, 32)}
+
+
 def _internvl() -> Tiny:
     config = _config(
         "internvl",
@@ -310,28 +404,42 @@ def _internvl() -> Tiny:
     return config, IMAGE, 2 * 16, {"pixel_values": _noise(2, 3, 64, 64)}
 
 
-def _smolvlm() -> Tiny:
-    config = _config(
-        "smolvlm",
-        vision_config=_tower("smolvlm_vision", 64, 8),
-        text_config=_text(),
-        image_token_id=IMAGE,
-        scale_factor=2,
-        pad_token_id=0,
-    )
-    return config, IMAGE, 2 * 16, {"pixel_values": _noise(1, 2, 3, 64, 64)}
+def _idefics3(kind: str) -> Callable[[], Tiny]:
+    def build() -> Tiny:
+        config = _config(
+            kind,
+            vision_config=_tower(f"{kind}_vision", 64, 8),
+            text_config=_text(),
+            image_token_id=IMAGE,
+            scale_factor=2,
+            pad_token_id=0,
+        )
+        return config, IMAGE, 2 * 16, {"pixel_values": _noise(1, 2, 3, 64, 64)}
+
+    return build
 
 
-_QWEN_25 = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
+_QWEN_25: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
+_QWEN_3 = {**_QWEN_25, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]}
+_EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TINY: dict[str, Callable[[], Tiny]] = {
     "llava": _llava,
+    "vipllava": lambda: _llava("vipllava", vision_feature_layers=[-2, 1]),
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
     "llava_next_video": _llava_next_video,
     "video_llava": _video_llava,
     "qwen2_vl": _qwen("qwen2_vl", embed_dim=32, hidden_size=64, mlp_ratio=2),
     "qwen2_5_vl": _qwen("qwen2_5_vl", window_size=32, fullatt_block_indexes=[1, 3], **_QWEN_25),
-    "qwen3_vl": _qwen("qwen3_vl", num_position_embeddings=64, deepstack_visual_indexes=[0, 1, 2], **_QWEN_25),
+    "qwen3_vl": _qwen("qwen3_vl", {"head_dim": 16}, **_QWEN_3),
+    "qwen3_vl_moe": _qwen("qwen3_vl_moe", _EXPERTS, **_QWEN_3),
     "internvl": _internvl,
-    "smolvlm": _smolvlm,
+    "smolvlm": _idefics3("smolvlm"),
+    "idefics3": _idefics3("idefics3"),
+    "fast_vlm": _fast_vlm,
+    "aya_vision": _aya_vision("aya_vision"),
+    "cohere2_vision": _aya_vision("cohere2_vision"),
+    "got_ocr2": _got_ocr2,
+    "perception_lm": _perception_lm,
+    "granite4_vision": _granite4_vision,
 }

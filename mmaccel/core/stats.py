@@ -94,7 +94,7 @@ class Stats:
     notes: list[str] = field(default_factory=list)
     decode_steps: int = 0
     captured_steps: int = 0
-    uncaptured: str = "steps are captured on CUDA, elsewhere with compile_config, and never those of beams"
+    uncaptured: str = "steps are captured on CUDA, elsewhere with compile_config, and never those of beams or drafts"
     clock: Clock = field(default_factory=Clock)
 
     def as_dict(self) -> CallStats:

@@ -9,12 +9,17 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..core.budget import layer_at
 from ..core.layout import Layout, Modality, Picture
 from ..errors import UnsupportedError
 from .tower import EncoderCall, Towers
 
+#: why tokens cannot merge in towers of which several layers are read
+JOINED = "is read behind several layers, whose tokens must be the same"
+#: text models whose RoPE turns neighbours instead of halves, or leaves layers out
+_OTHER_ROPE = ("cohere", "cohere2", "smollm3")
 _TURN = re.compile(r"\bassistant\s*:\s*$", re.IGNORECASE)
 
 
@@ -86,6 +91,10 @@ class Family(Towers):
     tower_names: ClassVar[dict[Modality, str]] = {"image": "vision_tower", "video": "vision_tower"}
     #: text layers that add visual features (DeepStack), after which tokens may be dropped inside the language model
     deepstack: int = 0
+    #: a package beside transformers that its models are built with
+    package: ClassVar[str | None] = None
+    #: whether RoPE turns queries and keys as two halves, in every layer of the language models usual for it
+    halves: bool = True
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 
@@ -95,6 +104,9 @@ class Family(Towers):
         self.config: Any = model.config
         self.inner: Any = model.model
         self.text: Any = None if self.inner is None else getattr(self.inner, self.text_name)
+        self.halves = _turns_halves(model.config)
+        if len(self.read_layers) > 1:
+            self.whole = JOINED
 
     @property
     def depth(self) -> int:
@@ -140,29 +152,26 @@ class Family(Towers):
 
     @property
     def tower_depth(self) -> int:
-        """Layers of the vision tower."""
+        """Layers of the vision tower that can be looked into."""
+        if self.closed is not None:
+            return 0
         if self.inner is not None:
             return len(self.tower_layers(self.towers()[0]))
         # the name in Qwen's configurations
         return int(self.vision.depth if hasattr(self.vision, "depth") else self.vision.num_hidden_layers)
 
     @property
-    def feature_layer(self) -> int:
-        """The tower layer (counted from 0) whose output the language model reads.
-
-        Raises
-        ------
-        UnsupportedError
-            If features of several layers are joined.
-        """
+    def read_layers(self) -> list[int]:
+        """The layers of the tower whose outputs are read, as the configuration counts hidden states."""
         layer = getattr(self.config, "vision_feature_layer", -1)
+        return list(layer) if isinstance(layer, (list, tuple)) else [layer]
+
+    @property
+    def feature_layer(self) -> int:
+        """The tower layer (counted from 0) whose output the language model reads; where it reads several, the last of them."""
         depth = self.tower_depth
-        if isinstance(layer, (list, tuple)):
-            if len(layer) != 1:
-                raise UnsupportedError(f"{self.name}: the model joins features of several tower layers {list(layer)}.")
-            layer = layer[0]
         # hidden_states[i] is the output of layer i - 1
-        return layer - 1 if layer >= 0 else depth + layer
+        return max(layer - 1 if layer >= 0 else depth + layer for layer in self.read_layers)
 
     def tap_layer(self, layer: float | None) -> int:
         """The tower layer a tap means; None is the layer whose attention shaped the features."""
@@ -175,6 +184,26 @@ class Family(Towers):
         if not 0 <= number < depth:
             raise UnsupportedError(f"{self.name}: the vision tower has {depth} layers, there is no layer {layer}.")
         return number
+
+    # --- what comes out of the towers -------------------------------------------------------------------------
+    def features(self, output: Any) -> list[Tensor]:
+        """The features ``[..., D]`` in what ``get_image_features`` or ``get_video_features`` returned."""
+        made = output.pooler_output
+        return [made] if isinstance(made, Tensor) else list(made)
+
+    def deep_features(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]] | None:
+        """What layers of the language model add to visual tokens (DeepStack), read off the arguments of its call: their places
+        ``[B, S]`` bool, and the features ``[visual tokens, D]`` of every such layer; None where there are none."""
+        features = kwargs.get("deepstack_visual_embeds")
+        return None if features is None else (kwargs["visual_pos_masks"], features)
+
+    def deep_arguments(self, visual: Tensor, features: list[Tensor]) -> dict[str, Any]:
+        """The same, written as arguments."""
+        return {"visual_pos_masks": visual, "deepstack_visual_embeds": features}
+
+    def entering(self, embeds: Tensor, deep: list[Tensor]) -> Tensor:
+        """``[B, S, D]``: what enters the first layer, of ``embeds [B, S, D]`` and DeepStack features laid out like them."""
+        return embeds
 
     # --- layout -----------------------------------------------------------------------------------------------
     def token_id(self, modality: Modality) -> int | None:
@@ -241,6 +270,11 @@ class Family(Towers):
         return []
 
 
+def _turns_halves(config: Any) -> bool:
+    """See :attr:`Family.halves`."""
+    return config.text_config.model_type not in _OTHER_ROPE
+
+
 def clip_frames(encoded: EncoderCall) -> tuple[int, int]:
     """Clips, and frames of each, of ``pixel_values_videos [clips, frames, ...]``; in transformers 5.17 some families name
     the argument ``pixel_values``."""
@@ -257,6 +291,13 @@ def block_mean(values: Tensor, side: int, factor: int) -> Tensor:
     n, rest, m = len(values), values.shape[2:], side // factor
     grid = values.reshape(n, side, side, *rest)[:, : m * factor, : m * factor]
     return grid.reshape(n, m, factor, m, factor, *rest).mean((2, 4)).reshape(n, m * m, *rest)
+
+
+def resampled(values: Tensor, side: int, cells: int, mode: str) -> Tensor:
+    """Square rasters interpolated as models do it: ``[N, side * side, ...] -> [N * cells * cells, ...]`` float32."""
+    grid = values.reshape(len(values), side, side, -1).permute(0, 3, 1, 2).float()
+    grid = functional.interpolate(grid, size=(cells, cells), mode=mode)
+    return grid.permute(0, 2, 3, 1).reshape(-1, *values.shape[2:])
 
 
 def raster_blocks(side: int, factor: int) -> Tensor:

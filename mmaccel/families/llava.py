@@ -1,4 +1,4 @@
-"""LLaVA 1.5: one square image, CLIP tower, every patch a token."""
+"""LLaVA 1.5 and VipLLaVA: one square image, CLIP tower, every patch a token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
-from .base import Facts, Family
+from .base import JOINED, Facts, Family
 from .tower import EncoderCall
 
 
@@ -29,10 +29,27 @@ class Llava(Family):
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One tile an image."""
         n = self.side
-        leading = int(self.has_cls and self.config.vision_feature_select_strategy == "full")
+        # VipLLaVA has no choice of strategy
+        strategy = getattr(self.config, "vision_feature_select_strategy", "default")
+        leading = int(self.has_cls and strategy == "full")
         return [
             [with_cls(Tile.raster(1, n, n, i * n * n), leading)] for i in range(encoded.tokens // (n * n + leading))
         ]
+
+
+class VipLlava(Llava):
+    """As LLaVA; features of several layers of the tower are joined, and taps are those of the last of them."""
+
+    name = "vipllava"
+    model_types = ("vipllava",)
+    facts = Facts(clips=False, merging="-")
+    whole = JOINED
+
+    @property
+    def read_layers(self) -> list[int]:
+        """By the name that all releases know."""
+        layers = self.config.vision_feature_layers
+        return [layers] if isinstance(layers, int) else list(layers)
 
 
 def with_cls(tile: Tile, leading: int) -> Tile:

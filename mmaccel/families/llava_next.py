@@ -23,6 +23,11 @@ class LlavaNext(Family):
     place = 2
     facts = Facts("yes, tiled", clips=False)
 
+    @property
+    def cells(self) -> int:
+        """Tokens along one side of a tile."""
+        return self.side
+
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """From the images' original sizes and the pinpoints."""
         offset, pictures = 0, []
@@ -39,7 +44,7 @@ class LlavaNext(Family):
         resizing (LLaVA-OneVision). The prompt interleaves the tiles row by row, so all of them form one segment whose
         cells lie in the stitched grid.
         """
-        n, step = self.side, self.vision.image_size
+        n, step = self.cells, self.vision.image_size
         best = select_best_resolution(size, self.config.image_grid_pinpoints)
         gh, gw = best[0] // step, best[1] // step
         height, width = gh * n, gw * n

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..core.layout import Modality, Picture, Tile
-from .base import Facts, clip_frames
+from .base import Facts, clip_frames, resampled
 from .llava_next import LlavaNext, sizes
 from .tower import EncoderCall
 
@@ -54,7 +53,4 @@ class LlavaOneVision(LlavaNext):
         flat = torch.cat(values)
         if modality == "image":
             return flat.flatten(0, 1)
-        frames, rest = len(flat), flat.shape[2:]
-        grid = flat.reshape(frames, self.side, self.side, -1).permute(0, 3, 1, 2).float()
-        grid = functional.interpolate(grid, size=(self.pooled, self.pooled), mode="bilinear")
-        return grid.permute(0, 2, 3, 1).reshape(-1, *rest)
+        return resampled(flat, self.side, self.pooled, "bilinear")

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: dynamic resolution, 2x2 merger, M-RoPE; Qwen3-VL adds DeepStack."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE: dynamic resolution, 2x2 merger, M-RoPE; Qwen3-VL adds DeepStack."""
 
 from __future__ import annotations
 
@@ -146,6 +146,14 @@ class Qwen3VL(Qwen2VL):
     def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
         """One segment a frame."""
         return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
+
+
+class Qwen3VLMoe(Qwen3VL):
+    """As Qwen3-VL, with experts in the layers of the language model: every token goes its own way through them."""
+
+    name = "qwen3_vl_moe"
+    model_types = ("qwen3_vl_moe",)
+    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
 
 
 def _kept(call: Call | None, cache: Any = None) -> Continued | None:

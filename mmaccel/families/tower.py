@@ -28,6 +28,10 @@ class Towers(ABC):
     """The vision towers of one model, right for towers that run over ``[tiles, tokens, width]``."""
 
     name: str
+    #: why methods cannot look into its layers, as the end of "the vision tower of ... "; None where they can
+    closed: str | None = None
+    #: why tokens cannot merge between its layers; None where they can
+    whole: str | None = None
 
     @property
     @abstractmethod

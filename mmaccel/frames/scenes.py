@@ -67,7 +67,7 @@ def over_scenes(scenes: list[tuple[int, int]], count: int) -> np.ndarray:
     shares = np.ones(len(scenes), dtype=np.int64)
     for _ in range(count - len(scenes)):
         # where a frame now stands for most others; the earlier scene on a tie
-        shares[np.where(shares < lengths, lengths / shares, 0).argmax()] += 1
+        shares[np.argmax(np.where(shares < lengths, lengths / shares, 0))] += 1
     parts = [
         first + middles(int(length), int(share))
         for (first, _), length, share in zip(scenes, lengths, shares, strict=True)

@@ -28,7 +28,7 @@ def load_media(paths: list[Path], frames: int, fps: float) -> tuple[list[Any], C
     MmaccelError
         If something is missing or broken, or there are several clips.
     """
-    clips = [p for p in paths if _moves(p)]
+    clips = [p for p in paths if moves(p)]
     if len(clips) > 1:
         raise MmaccelError(f"One video at a time, please; {clips[0]} and {clips[1]} are two.")
     pictures = [load_picture(p) for p in paths if p not in clips]
@@ -37,7 +37,7 @@ def load_media(paths: list[Path], frames: int, fps: float) -> tuple[list[Any], C
     return pictures, decode(clips[0], frames, folder_fps=fps)
 
 
-def _moves(path: Path) -> bool:
+def moves(path: Path) -> bool:
     """Whether a path is a clip: a folder, a video by its name, or an animated GIF."""
     if path.suffix.lower() != ".gif":
         return path.is_dir() or path.suffix.lower() in VIDEO_SUFFIXES
@@ -46,6 +46,11 @@ def _moves(path: Path) -> bool:
             return bool(getattr(picture, "is_animated", False))
     except OSError:
         return False
+
+
+def is_media(path: Path) -> bool:
+    """Whether a path is a picture or a clip by its name."""
+    return moves(path) or path.suffix.lower() in Image.registered_extensions()
 
 
 def read_folder(folder: Path, count: int, fps: float) -> Clip:
@@ -181,4 +186,16 @@ def _text(processor: Any, chat: Chat) -> str:
     return " ".join([*turns, "ASSISTANT:"])
 
 
-__all__ = ["VIDEO_SUFFIXES", "Chat", "Clip", "Prompt", "encode", "load_media", "read_folder", "read_video", "spaced"]
+__all__ = [
+    "VIDEO_SUFFIXES",
+    "Chat",
+    "Clip",
+    "Prompt",
+    "encode",
+    "is_media",
+    "load_media",
+    "moves",
+    "read_folder",
+    "read_video",
+    "spaced",
+]

@@ -31,7 +31,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from ..accelerate import accelerated
 from ..accelerate.tuned import fingerprint as fingerprint
 from ..errors import MmaccelError
-from ..media.files import Clip, Prompt, encode, load_media
+from ..media.files import Clip, Prompt, encode, is_media, load_media, moves
 from ..media.prepare import prepare
 from ..recipe import Recipe
 from ..recipe import recipe as find_recipe
@@ -49,7 +49,13 @@ class Question:
 
 
 def ask_suite(
-    tasks: Iterable[str], per_task: int = 100, *, split: str = "test", frames: int = 16, pixels: int = 112
+    tasks: Iterable[str],
+    per_task: int = 100,
+    *,
+    split: str = "test",
+    frames: int = 16,
+    pixels: int = 112,
+    first: int = 0,
 ) -> list[Question]:
     """``per_task`` questions of every task of :mod:`mmaccel.suite`; pictures are drawn when they are loaded.
 
@@ -58,12 +64,13 @@ def ask_suite(
     tasks : of ``IMAGE_TASKS`` and ``VIDEO_TASKS``.
     frames : length of a clip, an even number of at least 8.
     pixels : side of a picture.
+    first : number of the first question of each task, where earlier ones have been used for choosing.
     """
 
     def question(item: Item) -> Question:
         return Question(item.name, item.task, item.answer, lambda: _drawn(item, pixels))
 
-    return [question(item) for item in make_suite(split, list(tasks), per_task, frames=frames)]
+    return [question(item) for item in make_suite(split, list(tasks), per_task, frames=frames, first=first)]
 
 
 def _drawn(item: Item, pixels: int) -> Prompt:
@@ -82,6 +89,29 @@ def ask_samples(samples: Iterable[Sample], *, frames: int = 16) -> list[Question
         return Question(sample.name, sample.task or "all", sample.answer, lambda: _read(sample, frames))
 
     return [question(sample) for sample in samples]
+
+
+def ask_folder(folder: str | Path, question: str, *, frames: int = 16) -> list[Question]:
+    """The same question about every picture and every video of a folder, in the order of their names; a folder inside it is a
+    clip of pictures.
+
+    Raises
+    ------
+    MmaccelError
+        If there is none.
+    """
+    found = sorted(path for path in Path(folder).iterdir() if is_media(path))
+    if not found:
+        raise MmaccelError(f"The folder {str(folder)!r} holds no picture and no video; give another.")
+    videos = [path for path in found if moves(path)]
+    pictures = [path for path in found if path not in videos]
+    return ask_samples(
+        [
+            *(Sample(question, images=(path,), name=path.name) for path in pictures),
+            *(Sample(question, video=path, name=path.name) for path in videos),
+        ],
+        frames=frames,
+    )
 
 
 def _read(sample: Sample, frames: int) -> Prompt:

@@ -89,11 +89,16 @@ def make_item(task: str, split: str, index: int, *, frames: int = 16) -> Item:
 
 
 def make_suite(
-    split: str = "test", tasks: Sequence[str] = IMAGE_TASKS, per_task: int = 100, *, frames: int = 16
+    split: str = "test",
+    tasks: Sequence[str] = IMAGE_TASKS,
+    per_task: int = 100,
+    *,
+    frames: int = 16,
+    first: int = 0,
 ) -> Iterator[Item]:
-    """``per_task`` items of every task, task by task."""
+    """``per_task`` items of every task from number ``first`` on, task by task."""
     for task in tasks:
-        for index in range(per_task):
+        for index in range(first, first + per_task):
             yield make_item(task, split, index, frames=frames)
 
 

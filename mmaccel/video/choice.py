@@ -64,6 +64,6 @@ def around_keyframes(keyframes: np.ndarray, inside: np.ndarray, count: int) -> n
     chosen = sorted({int(inside[0]), *keys.tolist()}) if not len(keys) else keys.tolist()
     edges = [int(inside[0]) - 1, *chosen, int(inside[-1]) + 1]
     while len(edges) - 2 < min(count, len(inside)):
-        widest = int(np.diff(edges).argmax())
+        widest = int(np.argmax(np.diff(edges)))
         edges.insert(widest + 1, (edges[widest] + edges[widest + 1]) // 2)
     return np.asarray(edges[1:-1])

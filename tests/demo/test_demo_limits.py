@@ -83,7 +83,9 @@ def test_recipes_are_not_read_from_files(name, tmp_path, monkeypatch):
         limits.recipe(name)
 
 
-@pytest.mark.parametrize(("method", "option"), [("cdpruner", "clip"), ("scenetilling", "clip_model")])
+@pytest.mark.parametrize(
+    ("method", "option"), [("cdpruner", "clip"), ("scenetilling", "clip_model"), ("learned", "selector")]
+)
 def test_recipes_name_no_models(method, option):
     refused("visitors cannot", limits.recipe, _stage(method, {option: "models"}))
 
@@ -169,6 +171,7 @@ def test_options_that_name_files_or_models():
         "layer_budget",
         "protect",
         "reduce",
+        "selector",
     }
     found = {
         field.name

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from clients import clip, data_url, picture, serving, user
 from PIL import Image
-from serving import clip, data_url, picture, serving, user
 
 from mmaccel.media import untrusted
 from mmaccel.media.files import Prompt

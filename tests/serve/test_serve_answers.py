@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from serving import chat, direct, streamed, text
+from clients import chat, direct, streamed, text
 from tail import few
 
 # by choice: of every kind of recipe one, before the model, in the cache, a codec, and nothing

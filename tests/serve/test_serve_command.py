@@ -12,7 +12,7 @@ import sys
 import threading
 
 import pytest
-from serving import MODELS, user
+from clients import MODELS, user
 
 from mmaccel.cli import main
 from mmaccel.cli import serve as command

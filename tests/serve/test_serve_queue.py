@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from clients import chat, direct, streamed, text, user
 from gate import Gate
-from serving import chat, direct, streamed, text, user
 from tail import few
 
 from mmaccel.programs import turns

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 import torch
 import zoo
+from clients import chat, clip, data_url, direct, picture, streamed, text, user
 from PIL import Image
-from serving import chat, clip, data_url, direct, picture, streamed, text, user
 from tokenizers import decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from serving import chat, picture, text, user
+from clients import chat, picture, text, user
 
 pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip install '.[test]'")
 

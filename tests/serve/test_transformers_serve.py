@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from serving import LONGEST, MODELS, direct
+from clients import LONGEST, MODELS, direct
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip install '.[test]'")
 pytest.importorskip("fastapi", reason="the server of transformers needs FastAPI: pip install '.[test]'")

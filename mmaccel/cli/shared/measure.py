@@ -72,19 +72,28 @@ def rows(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[Row]:
 class Run:
     """One run of ``eval`` or ``compare``: questions, model, settings, rows, complaints."""
 
-    def __init__(self, asked: Asked, which: ModelOptions, typed: list[str], path: Path | None) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        which: ModelOptions,
+        typed: list[str],
+        path: Path | None,
+        split: str = "test",
+        about: str | None = None,
+    ) -> None:
         """Read the questions and load the model.
 
         Parameters
         ----------
         typed : the words of the command line.
         path : the results' file, None for none.
+        split : of the generated suite. about : what is asked about the pictures and videos of a folder, if data may be one.
         """
         if asked.suite and asked.data is not None:
             raise MmaccelError("Give --suite or --data, not both.")
         from ...programs.evaluate import fingerprint
 
-        self.asked, self.typed, self.path = asked, typed, path
+        self.asked, self.typed, self.path, self.split, self.about = asked, typed, path, split, about
         self.complaints: list[str] = []
         self.video = False
         with working("making or reading the questions"):
@@ -108,7 +117,7 @@ class Run:
         self.earlier = self._earlier()
 
     def _questions(self) -> tuple[list[Question], dict[str, Any]]:
-        from ...programs.evaluate import ask_samples, ask_suite
+        from ...programs.evaluate import ask_folder, ask_samples, ask_suite
         from ...suite import IMAGE_TASKS, VIDEO_TASKS, read_samples
 
         options = self.asked
@@ -131,8 +140,11 @@ class Run:
                     )
                 self.video = True
             count = options.limit or _PER_TASK
-            found = ask_suite(tasks, count, frames=options.frames, pixels=options.pixels)
-            return found, {"suite": tasks, "split": "test", "questions_a_task": count, "pixels": options.pixels}
+            found = ask_suite(tasks, count, split=self.split, frames=options.frames, pixels=options.pixels)
+            return found, {"suite": tasks, "split": self.split, "questions_a_task": count, "pixels": options.pixels}
+        if self.about is not None and options.data.is_dir():
+            found = ask_folder(options.data, self.about, frames=options.frames)[: options.limit]
+            return found, {"data": str(options.data), "asked": self.about, "limit": options.limit}
         if not options.data.is_file():
             raise MmaccelError(f"There is no file {str(options.data)!r}; give a JSONL file with a question a line.")
         try:

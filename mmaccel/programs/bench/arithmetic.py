@@ -1,6 +1,7 @@
 """What operations and bytes promise, counted on the model as it runs.
 
-Operations are multiply-adds times two. Every ``nn.Linear`` counts by the rows it was given, attention by the pairs of tokens
+Operations are multiply-adds times two. Every ``nn.Linear`` counts by the rows it was given, experts by the tokens that were
+sent to them, attention by the pairs of tokens
 that see each other (half a square where it is causal), padding included, since the device does not know it. Norms,
 activations, the patch embedding and selection itself are left out: the first three are small, the last is a cost and no
 promise.
@@ -50,6 +51,11 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
         else:
             found.vision += spent
 
+    def experts(module: Any, args: Any, kwargs: Any) -> None:
+        # every token goes through as many experts as its router chose
+        chosen = next(x for x in (*args, *kwargs.values()) if not x.is_floating_point())
+        found.language += 2.0 * _one_expert(module) * chosen.numel()
+
     def text_layer(module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         found.language += 2.0 * width * hidden.shape[0] * hidden.shape[1] ** 2
@@ -68,6 +74,7 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
 
     handles = [module.register_forward_hook(linear) for module in model.modules() if isinstance(module, nn.Linear)]
     handles += [layer.register_forward_pre_hook(text_layer, with_kwargs=True) for layer in family.text.layers]
+    handles += [one.register_forward_pre_hook(experts, with_kwargs=True) for one in _experts(family.text)]
     for tower in family.towers():
         layers = family.tower_layers(tower)
         handles += [layer.register_forward_pre_hook(tower_layer, with_kwargs=True) for layer in layers]
@@ -80,10 +87,26 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
     return found
 
 
+def _experts(text: nn.Module) -> list[Any]:
+    """The modules that hold the experts of a layer, whose matrices lie one behind the other."""
+    return [module for module in text.modules() if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)]
+
+
+def _one_expert(module: Any) -> int:
+    """The weights of one expert."""
+    return int(module.gate_up_proj[0].numel() + module.down_proj[0].numel())
+
+
 def weight_bytes(model: Any) -> int:
-    """Bytes of weights that every decode step reads: the language model's layers and its head, not the embeddings."""
-    parts = [family_of(model).text.layers, model.lm_head]
-    return sum(p.nbytes for p in {id(p): p for part in parts for p in part.parameters()}.values())
+    """Bytes of weights that every decode step reads: the language model's layers and its head, not the embeddings. Of experts
+    those that one token goes through; a batch goes through more."""
+    text = family_of(model).text
+    parts = [text.layers, model.lm_head]
+    held = sum(p.nbytes for p in {id(p): p for part in parts for p in part.parameters()}.values())
+    for module in _experts(text):
+        unread = len(module.gate_up_proj) - text.config.num_experts_per_tok
+        held -= unread * _one_expert(module) * module.gate_up_proj.itemsize
+    return held
 
 
 def token_bytes(model: Any) -> int:

@@ -146,7 +146,7 @@ def _qwen(kind: str, vision: dict[str, Any], *text: Any, **values: Any) -> Calla
 
     def build() -> Any:
         rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
-        if kind == "qwen3_vl":
+        if kind.startswith("qwen3_vl"):
             rope |= {"mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_theta": 5e6}
         words = _text(f"{kind}_text", *text, rope_parameters=rope, **values)
         return _config(
@@ -205,6 +205,17 @@ def _internvl() -> Any:
         image_seq_length=256,
         downsample_ratio=0.5,
         tie_word_embeddings=False,
+    )
+
+
+def _idefics3() -> Any:
+    return _config(
+        "idefics3",
+        vision_config=_tower("idefics3_vision", 27, 1152, 4304, 16, 364, 14),
+        text_config=_text("llama", 32, 4096, 14336, (32, 8), 128259, theta=5e5),
+        image_token_id=IMAGE,
+        scale_factor=2,
+        pad_token_id=0,
     )
 
 
@@ -292,8 +303,27 @@ SHAPES: dict[str, Shape] = {
         8.77,
         **_QWEN3,
     ),
+    "qwen3-vl-30b-a3b": Shape(
+        _qwen(
+            "qwen3_vl_moe",
+            _qwen3_tower(27, 1152, 4304, [8, 16, 24], 2048),
+            48,
+            2048,
+            6144,
+            (32, 4),
+            151936,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+        ),
+        "Qwen/Qwen3-VL-30B-A3B-Instruct",
+        31.1,
+        **_QWEN3,
+    ),
     "internvl3-8b": Shape(_internvl, "OpenGVLab/InternVL3-8B-hf", 7.94, context=32768, tile=448),
     "smolvlm2-2.2b": Shape(_smolvlm, "HuggingFaceTB/SmolVLM2-2.2B-Instruct", 2.25, context=8192, tile=384),
+    "idefics3-8b": Shape(_idefics3, "HuggingFaceM4/Idefics3-8B-Llama3", 8.46, context=10240, tile=364),
     # two of ours with the plan of LLaVA-OneVision, which takes pictures, tiles and clips
     "tiny": Shape(
         _onevision(_little_siglip(64, 8, 2, 64), 64, 4, 64, 128, (4, 2), 512),
@@ -353,6 +383,8 @@ def thin(config: Any, layers: int) -> Any:
         "hidden_size": 4 * _THIN_HEAD,
         "intermediate_size": 64,
         "vocab_size": 2048,
+        "num_experts": 16,
+        "moe_intermediate_size": 32,
     }
     values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": _THIN_HEAD}
     values |= {"layer_types": ["full_attention"] * layers}

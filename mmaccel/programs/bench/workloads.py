@@ -215,7 +215,7 @@ class ShapeSubject:
         self.processor: Any = None
         if self.kind == "internvl":
             self.processor = Words("Frame{}: <img>", "<img>")
-        if self.kind == "smolvlm":
+        if self.kind in _SPLIT:
             self.processor = Words("Frame from 00:{:02d}:<fake_token_around_image><global-img>", "<row_1_col_{}>")
         self._show: Callable[[Workload, Tensor], Shown] = {
             "llava": self._square,
@@ -223,8 +223,10 @@ class ShapeSubject:
             "llava_onevision": self._anyres,
             "qwen2_5_vl": self._patches,
             "qwen3_vl": self._patches,
+            "qwen3_vl_moe": self._patches,
             "internvl": self._tiles,
             "smolvlm": self._tiles,
+            "idefics3": self._tiles,
         }[self.kind]
 
     def pixels(self, work: Workload) -> np.ndarray:
@@ -326,17 +328,19 @@ class ShapeSubject:
             return Shown([(None, tokens)] * len(raw), IMAGE, {"pixel_values": flat, "image_grid_thw": grid})
         grid = torch.tensor([[len(groups), h, w]])
         runs: list[tuple[int | None, int]] = [(None, len(groups) * tokens)]
-        if self.kind == "qwen3_vl":
+        if self.kind.startswith("qwen3_vl"):
             # a time stamp stands in front of every two frames
             runs = [(_FRAME_TEXT, tokens)] * len(groups)
         return Shown(runs, VIDEO, {"pixel_values_videos": flat, "video_grid_thw": grid})
 
     def _tiles(self, work: Workload, raw: Tensor) -> Shown:
-        """InternVL and SmolVLM: equal tiles, a smaller view behind them, and frames as pictures with text between."""
+        """InternVL, Idefics3 and SmolVLM: equal tiles, a smaller view behind them, and frames as pictures with text between."""
+        if work.frames and self.kind == "idefics3":
+            raise UnsupportedError("Idefics3 takes no video")
         side = self.shape.tile
         assert side is not None
         config = self.model.config
-        factor = config.scale_factor if self.kind == "smolvlm" else round(1 / config.downsample_ratio)
+        factor = config.scale_factor if self.kind in _SPLIT else round(1 / config.downsample_ratio)
         patch = config.vision_config.patch_size
         tokens = (side // (patch if isinstance(patch, int) else patch[0]) // factor) ** 2
         tiles, texts = resized(raw, side, side), list[int | None]([None] * len(raw))
@@ -350,11 +354,13 @@ class ShapeSubject:
         runs = [(text, tokens) for text in texts]
         if self.kind == "internvl" and work.tiled:
             runs = [(_TILE_TEXT, tokens * len(tiles))]
-        return Shown(runs, IMAGE, {"pixel_values": tiles[None] if self.kind == "smolvlm" else tiles})
+        return Shown(runs, IMAGE, {"pixel_values": tiles[None] if self.kind in _SPLIT else tiles})
 
 
 #: rows and columns of tiles that come nearest to 2,880 tokens
-_TILED = {"llava_next": (2, 2), "llava_onevision": (1, 3), "internvl": (2, 5), "smolvlm": (5, 7)}
+_TILED = {"llava_next": (2, 2), "llava_onevision": (1, 3), "internvl": (2, 5), "smolvlm": (5, 7), "idefics3": (4, 4)}
+#: those that name row and column of every tile, and take pixels by row of the batch
+_SPLIT = ("smolvlm", "idefics3")
 
 
 def resized(raw: Tensor, height: int, width: int) -> Tensor:

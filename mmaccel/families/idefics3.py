@@ -1,4 +1,4 @@
-"""SmolVLM (Idefics3-like): split images with row and column tokens, a global view, pixel shuffle; SigLIP tower."""
+"""Idefics3 and SmolVLM: split images with row and column tokens, a global view, pixel shuffle; SigLIP tower."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FRAME = re.compile(r"Frame from \d+:\d+:\s*(?:<fake_token_around_image>)?\s*(?:
 _NEXT = re.compile(r"\s*(?:<fake_token_around_image>)?\s*" + _FRAME.pattern)
 
 
-class SmolVLM(TiledByText):
-    """``L`` tokens a tile or frame. With a processor, tiles up to their global view are one picture and frames of a clip
-    belong together; without it every tile stands for itself."""
+class Idefics3(TiledByText):
+    """``L`` tokens a tile. With a processor, tiles up to their global view are one picture; without it every tile stands for
+    itself."""
 
-    name = "smolvlm"
-    model_types = ("smolvlm",)
-    place = 10
-    facts = Facts("yes, tiled", cls=False, merging="blocks of pixel shuffle")
+    name = "idefics3"
+    model_types = ("idefics3",)
+    place = 11
+    facts = Facts("yes, tiled", clips=False, cls=False, merging="blocks of pixel shuffle")
     text_name = "text_model"
     tower_names = {"image": "vision_model", "video": "vision_model"}
 
@@ -67,3 +67,13 @@ class SmolVLM(TiledByText):
             row_before, stop_before = row, stop
             offset += stop - start
         return pictures
+
+
+class SmolVLM(Idefics3):
+    """As Idefics3. With a processor, frames that follow "Frame from 00:00:", "Frame from 00:01:", ... are one clip; without it
+    every frame is a picture."""
+
+    name = "smolvlm"
+    model_types = ("smolvlm",)
+    place = 10
+    facts = Facts("yes, tiled", cls=False, merging="blocks of pixel shuffle")

@@ -1,0 +1,51 @@
+"""Aya Vision and Cohere2 Vision: tiles between marks, pixel shuffle; language models with windows and layers without RoPE."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..core.layout import Modality, Picture, Tile
+from .base import Facts
+from .internvl import TiledByText
+from .tower import EncoderCall
+
+#: the tokens around all tiles of a picture
+_ENDS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>")
+
+
+class AyaVision(TiledByText):
+    """``L`` tokens a tile, the whole picture last. With a processor, tiles between two marks are one picture; without it every
+    tile stands for itself."""
+
+    name = "aya_vision"
+    model_types = ("aya_vision",)
+    place = 13
+    facts = Facts("yes, tiled", clips=False, cls=False, merging="blocks of pixel shuffle")
+    halves = False
+
+    @property
+    def shuffle(self) -> int:
+        """The projector's factor."""
+        return int(self.config.downsample_factor)
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        """One segment a tile."""
+        m = self.side // self.shuffle
+        pictures: list[Picture] = []
+        offset, before = 0, (-1, 0)
+        for row, start, stop in self.runs(ids, encoded.tokens):
+            between = self.text_before(ids, row, start, start - before[1]) if row == before[0] else ""
+            # without a processor there is no text
+            if not between or any(mark in between for mark in _ENDS):
+                pictures.append([])
+            pictures[-1] += [Tile.raster(1, m, m, offset + i * m * m) for i in range((stop - start) // (m * m))]
+            offset, before = offset + stop - start, (row, stop)
+        return pictures
+
+
+class Cohere2Vision(AyaVision):
+    """As Aya Vision; every tile ends in a line break token."""
+
+    name = "cohere2_vision"
+    model_types = ("cohere2_vision",)
+    place = 14

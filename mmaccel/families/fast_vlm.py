@@ -1,0 +1,36 @@
+"""FastVLM: one image, a convolutional tower (FastViT of timm) that leaves few tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.layout import Modality, Picture, Tile
+from .base import Facts, Family
+from .tower import EncoderCall
+
+
+class FastVLM(Family):
+    """Every place of the last feature map is a token, raster order."""
+
+    name = "fast_vlm"
+    model_types = ("fast_vlm",)
+    place = 12
+    facts = Facts(clips=False, cls=False, merging="-")
+    closed = "is convolutional for the most part, without layers over patches"
+    package = "timm"
+    has_cls = False
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """None that run over patches alone."""
+        return []
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        """One tile an image, whose map has the shape of its pixels."""
+        pixels: Any = encoded.arguments["pixel_values"]
+        count, (height, width) = len(pixels), pixels.shape[-2:]
+        tokens = encoded.tokens // count
+        h = round(math.sqrt(tokens * height / width))
+        return [[Tile.raster(1, h, tokens // h, i * tokens)] for i in range(count)]
