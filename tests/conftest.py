@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What was imported stays: whoever collects garbage need not look at it."""
+    hide_methods_of_tests()
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -83,16 +86,25 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
+#: the methods that files of tests register, by the file's module
+of_tests: dict[str, dict[str, Any]] = {}
+
+
+def hide_methods_of_tests() -> None:
+    """What files of tests register when they are collected is not there for what serves all of them, as the demo does."""
+    registry = sys.modules.get("mmaccel.method.registry")
+    for name, kind in list(registry._methods.items()) if registry else ():
+        if kind.__module__.rpartition(".")[2].startswith("test_"):
+            of_tests.setdefault(kind.__module__, {})[name] = registry._methods.pop(name)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def no_methods_of_other_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+def methods_of_the_file(request: pytest.FixtureRequest) -> Iterator[None]:
     """A method that a file of tests registers is known in that file only, whatever else was collected."""
     from mmaccel.method import registry
 
-    def known(kind: type) -> bool:
-        return kind.__module__ == request.module.__name__ or not kind.__module__.rpartition(".")[2].startswith("test_")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_methods", {name: kind for name, kind in registry.methods().items() if known(kind)})
+        patch.setattr(registry, "_methods", registry.methods() | of_tests.get(request.module.__name__, {}))
         yield
 
 
