@@ -204,6 +204,7 @@ class SparseMemory:
     count : ``[B]`` long, visual keys to be read of each row.
     paid : ``[B, n]`` float32, attention that the places up to the end of the last prompt received at the last step.
     chosen : ``[B, n]`` bool, the visual places that were read.
+    left_out : of each row, how many stored visual places a step does not read, where the host knows.
     level : ``[B]``, the threshold that the last prompt has set, see :meth:`mmaccel.method.ReadingPolicy.level`.
     layers : what each layer carries by its number, where every layer chooses for itself. What is missing, or belongs to
         another index than the layer has now, is made anew in the next step.
@@ -212,6 +213,7 @@ class SparseMemory:
     count: Tensor
     paid: Tensor | None = None
     chosen: Tensor | None = None
+    left_out: list[int] | None = None
     level: Tensor | None = None
     layers: dict[int, LayerRead] = field(default_factory=dict)
 
@@ -235,6 +237,7 @@ class SparseMemory:
 
     def select(self, rows: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch."""
+        self.left_out = None
         for name in ("count", "paid", "chosen", "level"):
             tensor = getattr(self, name)
             if tensor is not None:
@@ -253,10 +256,18 @@ class SparseMemory:
 
 
 class SparseRead:
-    """The keys that layers from ``first`` on read in one step: those of ``places [B, n]`` bool, and of all later places."""
+    """The keys that layers from ``first`` on read in one step: those of ``places [B, n]`` bool, and of all later places.
 
-    def __init__(self, first: int, places: Tensor) -> None:
+    Parameters
+    ----------
+    counted, left_out : the index of which the host knows how many keys of each row are not read.
+    """
+
+    def __init__(
+        self, first: int, places: Tensor, counted: KeyIndex | None = None, left_out: list[int] | None = None
+    ) -> None:
         self.first, self.places = first, places
+        self._counted, self._left_out = counted, left_out
         self._made: dict[int, tuple[KeyIndex, KeyIndex, Tensor]] = {}
 
     def _of(self, index: KeyIndex) -> tuple[KeyIndex, KeyIndex, Tensor]:
@@ -266,7 +277,10 @@ class SparseRead:
             at = known.long().clamp(0, self.places.shape[1] - 1)
             read = self.places.to(known.device)[:, None].expand(-1, known.shape[1], -1).gather(2, at)
             read = (read | (known >= self.places.shape[1])) & (known >= 0)
-            order, there, lengths = leftmost(read)
+            lengths = None
+            if self._left_out is not None and index is self._counted and index.known:
+                lengths = index.lengths - torch.tensor(self._left_out)[:, None]
+            order, there, lengths = leftmost(read, lengths)
             made = known.gather(2, order).masked_fill(~there, -1)
             made = made if index.index.dim() == 3 else made[:, 0]
             padded = bool((lengths < order.shape[-1]).any())

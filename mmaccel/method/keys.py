@@ -263,6 +263,11 @@ class Policy(CacheOptions, Method):
         return type(self).recall is not Policy.recall
 
     @property
+    def steady(self) -> bool:
+        """Whether every :meth:`recall` of an answer chooses equally many keys of a row, so that the host asks only once."""
+        return False
+
+    @property
     def decodes(self) -> bool:
         """Whether it has work at every decode step, so that it looks at stored keys: it evicts by a schedule, or recalls."""
         return self.scheduled or self.recalls

@@ -60,7 +60,10 @@ def sparse_read(
     memory = shared.sparse = shared.sparse.to(device)
     chosen = policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen) & visual
     memory.paid, memory.chosen = by_place, chosen
-    return SparseRead(first, chosen | ~visual)
+    # heads that store different keys share no count
+    if policy.steady and index.shape[1] == 1 and memory.left_out is None:
+        memory.left_out = (visual & ~chosen).sum(1).tolist()
+    return SparseRead(first, chosen | ~visual, layer.index, memory.left_out)
 
 
 def read_layer(

@@ -113,7 +113,7 @@ STEP = {
     "d2o": (mmaccel.recipe("d2o"), 16, "image", (15.5, 0.125, 0)),
     "snapkv-8": (SCHEDULES["snapkv"].override(every=8), 8, "image", (20, 1, 0)),
     "text": (SCHEDULES["h2o-visual"], 1, "image", (85, 1, 1)),
-    "sparse read": (recipe(("dycoke-cache", 0.3, {})), 4, "image", (73.3, 2, 1)),
+    "sparse read": (recipe(("dycoke-cache", 0.3, {})), 4, "image", (73.3, 2, 0.25)),
     "heads": (SCHEDULES["adaptive"].override(every=8), 8, "image", (32, 5.4, 0)),
     "uneven": (SCHEDULES["h2o"].override(every=8), 8, "uneven", (32, 8.7, 0)),
 }

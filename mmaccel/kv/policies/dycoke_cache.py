@@ -56,6 +56,11 @@ class DyCokeCache(Policy):
         if self.scheduled or self.compact != "evict" or self.layer_budget != "uniform" or self.head_budget != "uniform":
             raise MmaccelError("dycoke-cache drops nothing for good; leave out budgets, compact, every and cap.")
 
+    @property
+    def steady(self) -> bool:
+        """As many as the budget says, but for the authors' variant, which now and then reads all."""
+        return not self.official
+
     def score(self, keys: KeyBatch) -> Tensor:
         """Zero for all keys: everything stays."""
         return torch.zeros(keys.keys.shape[:3], device=keys.keys.device)
