@@ -4,7 +4,8 @@ Asks a shipped model questions that nothing was trained or chosen on, with many 
 those whose every token stays the most likely one when the recipe reads what the bare model wrote, so that it would write the
 same. Vision towers and the bare model run once a question for all recipes, as in ``mmaccel tune``. Questions come in batches
 and each batch is asked of all recipes in the order of their list; results are written after every recipe, and the same command
-goes on where it was. Intervals are exact (Clopper and Pearson) at 95 %.
+goes on where it was. Intervals are exact (Clopper and Pearson) at 95 %; a recipe with a budget is compared with ``divprune`` at
+the same budget question by question, since both were asked the same ones (exact sign test).
 
 ``--show`` runs no model: table and picture anew from the JSON.
 
@@ -16,9 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,17 +160,38 @@ def found(report: dict[str, Any]) -> Iterator[tuple[str, Measured]]:
         yield title, Measured.of(row)
 
 
+def sign_test(better: int, worse: int) -> float:
+    """How likely a split at least so uneven is, of the questions that only one of two recipes keeps, if both are equally good."""
+    number = better + worse
+    tail = sum(math.comb(number, k) for k in range(min(better, worse) + 1))
+    return min(1.0, 2 * tail / 2**number)
+
+
+def against(title: str, rows: Mapping[str, Measured]) -> str:
+    """How many questions only this recipe keeps, how many only ``divprune`` at the same budget, and whether that is chance."""
+    name, _, budget = title.partition(":")
+    base = rows.get(f"divprune:{budget}")
+    if base is None or name == "divprune" or "+" in title:
+        return ""
+    both = list(zip(rows[title].kept, base.kept, strict=False))
+    better, worse = sum(a and not b for a, b in both), sum(b and not a for a, b in both)
+    p = sign_test(better, worse)
+    return f"+{better} -{worse}, " + (f"p {p:.2g}" if p < 0.05 else "may be chance")
+
+
 def table(report: dict[str, Any]) -> str:
     """One line a recipe, and where it comes from."""
-    lines = [
-        ["recipe", "questions", "answers kept", "95 % interval", "KL", "tokens a layer", "KV bytes", "computed TTFT"]
-    ]
-    for title, seen in sorted(found(report), key=lambda row: (row[1].share("cost"), row[0])):
+    heads = "recipe", "questions", "answers kept", "95 % interval", "against `divprune`", "KL"
+    lines = [[*heads, "tokens a layer", "KV bytes", "computed TTFT"]]
+    rows = dict(found(report))
+    for title, seen in sorted(rows.items(), key=lambda row: (row[1].share("cost"), row[0])):
         low, high = interval(sum(seen.kept), len(seen.kept))
         shares = [percent(seen.share(goal)) for goal in ("tokens", "kv", "ttft")]
         kept = percent(seen.agreement)
         among = f"{percent(low)} to {percent(high)}"
-        lines.append([f"`{title}`", str(len(seen.kept)), kept, among, f"{seen.divergence:.2g}", *shares])
+        lines.append(
+            [f"`{title}`", str(len(seen.kept)), kept, among, against(title, rows), f"{seen.divergence:.2g}", *shares]
+        )
     said = [f"Left out: `{title}`: {why}" for title, why in report["refused"].items()]
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     commands = "`, `".join(report["commands"])

@@ -94,6 +94,18 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
         answers.run(args, report)
 
 
+def test_recipes_are_compared_question_by_question():
+    def row(kept):
+        return Measured(tuple(map(bool, kept)), (0.0,) * len(kept), (0.0,) * len(kept), {}, {})
+
+    rows = {"divprune:0.1": row([1, 0, 0, 0, 0, 0, 0, 1]), "pool:0.1": row([0, 1, 1, 1, 1, 1, 1, 1, 1])}
+    rows |= {"tome:0.1": row([1] * 8), "pool:0.5": row([1]), "divprune:0.1+kivi": row([1])}
+    said = [answers.against(title, rows) for title in rows]
+    # 1 of 7 and 0 of 6: two tails of binomials by hand
+    assert answers.sign_test(6, 1) == 2 * (1 + 7) / 2**7 and answers.sign_test(2, 2) == 1
+    assert said == ["", "+6 -1, may be chance", f"+6 -0, p {2 / 2**6:.2g}", "", ""]
+
+
 def _question(number):
     return SimpleNamespace(name=str(number), load=lambda: SimpleNamespace(pictures=(), clip=None))
 
