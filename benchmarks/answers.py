@@ -161,7 +161,7 @@ def found(report: dict[str, Any]) -> Iterator[tuple[str, Measured]]:
 
 
 def sign_test(better: int, worse: int) -> float:
-    """How likely a split at least so uneven is, of the questions that only one of two recipes keeps, if both are equally good."""
+    """How likely at least so uneven a split of the questions that only one of two keeps is, if both are equally good."""
     number = better + worse
     tail = sum(math.comb(number, k) for k in range(min(better, worse) + 1))
     return min(1.0, 2 * tail / 2**number)
