@@ -178,11 +178,13 @@ def loop_of(pages: Any, query: Tensor, visible: Tensor | None) -> str:
 
 def sparse_checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
     """What sparse reads are made of, and the append of a step."""
+    from mmaccel_kernels.alike import keep_alike_definition, keep_alike_kernel
     from mmaccel_kernels.append import append_definition, append_kernel
     from mmaccel_kernels.best import best_units_definition, best_units_kernel
     from mmaccel_kernels.chosen import ChosenKeys, chosen_attention_definition, chosen_attention_kernel
     from mmaccel_kernels.loki import low_rank_logits_definition, low_rank_logits_kernel
     from mmaccel_kernels.quest import page_bounds_definition, page_bounds_kernel
+    from mmaccel_kernels.votes import votes_definition, votes_kernel
 
     query, (keys, values) = bench.normal(1, 14, 128), (bench.normal(1, 2, 80, 128) for _ in range(2))
     extremes = bench.normal(1, 2, 40, 256)
@@ -191,6 +193,14 @@ def sparse_checks(bench: Bench) -> Iterator[tuple[str, Any, Any, float]]:
     basis, low = bench.normal(1, 2, 128, 32, dtype=torch.float32), bench.normal(1, 2, 40, 32)
     own, want = (run(query, basis, low, "max") for run in (low_rank_logits_kernel, low_rank_logits_definition))
     yield "low-rank logits, of the largest", own / want.abs().max(), want / want.abs().max(), 2e-2
+    slots = torch.arange(79, -1, -1, device=bench.device).int().view(1, 1, 80)
+    own, want = (run(query, keys, slots, False) for run in (votes_kernel, votes_definition))
+    yield "votes of query heads", own, want, 2e-2
+    before = torch.nn.functional.normalize(query.flatten(1).float())
+    for name, asked in (("stands", query), ("does not", -query)):
+        own, want = (run(asked, slots, before, slots + 1, 0.9) for run in (keep_alike_kernel, keep_alike_definition))
+        yield f"an earlier choice that {name}: query", own[0], want[0], 1e-4
+        yield f"an earlier choice that {name}: units", own[1], want[1], 0.0
     ratings, count = bench.normal(1, 2, 40, dtype=torch.float32), torch.tensor([[7, 3]], device=bench.device).int()
     (own, some), (want, all_) = (
         run(ratings, count, 8, 1, None, None) for run in (best_units_kernel, best_units_definition)

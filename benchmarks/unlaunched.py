@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicLayer
 from mmaccel.kv import decoding
 
 # by choice: the operations of decode steps; what others find in a prompt is looked up there, so their definitions run
-SILENT = {"append", "best", "chosen", "compact", "decode", "loki", "pack", "quest"}
+SILENT = {"alike", "append", "best", "chosen", "compact", "decode", "loki", "pack", "quest", "votes"}
 
 
 class Nothing:

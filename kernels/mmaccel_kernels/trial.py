@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .alike import keep_alike
 from .append import append
 from .best import best_units
 from .chosen import ChosenKeys, chosen_attention
@@ -22,6 +23,7 @@ from .maxmin import max_min
 from .pack import quantise
 from .pages import Format
 from .quest import page_bounds
+from .votes import votes
 
 
 def trials(device: torch.device) -> dict[str, Obstacle | None]:
@@ -95,6 +97,15 @@ def _low_rank_logits(device: torch.device) -> None:
     low_rank_logits(_heads(device)[:, :, 0], _heads(device)[..., :16, :].mT, _heads(device)[..., :16])
 
 
+def _votes(device: torch.device) -> None:
+    votes(_heads(device)[:, :, 0], _heads(device), torch.zeros(1, 1, 4, dtype=torch.int32, device=device))
+
+
+def _keep_alike(device: torch.device) -> None:
+    units = torch.zeros(1, 1, 4, dtype=torch.int32, device=device)
+    keep_alike(_heads(device)[:, :, 0], units, _heads(device)[:, :, 0].flatten(1).float(), units, 0.9)
+
+
 def _best_units(device: torch.device) -> None:
     best_units(_heads(device)[..., 0], torch.ones(1, 1, dtype=torch.int32, device=device), 1)
 
@@ -118,6 +129,8 @@ _USES: dict[Callable[..., object], Callable[[torch.device], None]] = {
     append: _append,
     page_bounds: _page_bounds,
     low_rank_logits: _low_rank_logits,
+    votes: _votes,
+    keep_alike: _keep_alike,
     best_units: _best_units,
     chosen_attention: _chosen_attention,
 }

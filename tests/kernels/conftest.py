@@ -27,6 +27,8 @@ QUICK = {
     "test_paged_cuda.py::test_pages_are_read_as_the_definition_says[kivi 4-dtype1]",
     "test_quest.py::test_the_kernel_of_page_bounds[max-dtype1-(2, 6, 2, 70, 64)]",
     "test_pack.py::test_kernel_is_its_definition[int2-channel-(32, 16, 32)]",
+    "test_votes.py::test_the_kernel_of_keep_alike[dtype1-3-28-128-40]",
+    "test_votes.py::test_the_kernel_of_votes[(2, 6, 2, 300, 250, 64, True)-dtype1-True]",
 }
 
 

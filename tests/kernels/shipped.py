@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from mmaccel_kernels import launch
+from mmaccel_kernels.alike import keep_alike
 from mmaccel_kernels.append import append
 from mmaccel_kernels.best import best_units
 from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
@@ -27,6 +28,7 @@ from mmaccel_kernels.matching import best_match
 from mmaccel_kernels.maxmin import max_min
 from mmaccel_kernels.maxmin.triton import ONE_PROGRAM
 from mmaccel_kernels.quest import page_bounds
+from mmaccel_kernels.votes import votes
 from torch import Tensor
 
 from mmaccel.kv.codecs import Codec
@@ -149,6 +151,21 @@ def cases() -> dict[str, Callable[[], Any]]:
         made[name] = lambda t=DTYPES[kind], w=width, r=rank, j=join: low_rank_logits(
             torch.zeros(1, 14, w, dtype=t), torch.zeros(1, 2, w, r), torch.zeros(1, 2, 40, r, dtype=t), j
         )
+    for kind, width, own, apart in (("bf16", 128, 1, False), ("fp16", 80, 2, True), ("fp32", 256, 2, False)):
+        name = f"votes {kind}, {width} channels, {'heads alike' if own == 1 else 'each head its own'}{', interleaved' * apart}"
+        made[name] = lambda t=DTYPES[kind], w=width, o=own, a=apart: votes(
+            torch.zeros(1, 14, w, dtype=t),
+            torch.zeros(1, 2, 40, w, dtype=t),
+            torch.zeros(1, o, 40, dtype=torch.int32),
+            a,
+        )
+    made["keep_alike bf16"] = lambda: keep_alike(
+        torch.zeros(1, 14, 128, dtype=torch.bfloat16),
+        torch.zeros(1, 1, 40, dtype=torch.int32),
+        torch.zeros(1, 14 * 128),
+        torch.zeros(1, 1, 40, dtype=torch.int32),
+        0.9,
+    )
     made["best_units"] = lambda: best_units(torch.zeros(1, 2, 40), torch.ones(1, 1, dtype=torch.int32), 4)
     made["best_units, of eight parts, some gone or too low"] = lambda: best_units(
         torch.zeros(1, 2, 40),

@@ -27,6 +27,7 @@ import pytest
 import torch
 import zoo
 from mmaccel_kernels import launch, trial
+from mmaccel_kernels.alike import keep_alike
 from mmaccel_kernels.append import append
 from mmaccel_kernels.best import best_units
 from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
@@ -41,6 +42,7 @@ from mmaccel_kernels.maxmin import max_min
 from mmaccel_kernels.pack import quantise
 from mmaccel_kernels.pages import Format, Pages, split
 from mmaccel_kernels.quest import page_bounds
+from mmaccel_kernels.votes import votes
 from torch.nn.functional import normalize
 from torch.overrides import TorchFunctionMode
 
@@ -141,6 +143,11 @@ def chosen() -> torch.Tensor:
     return chosen_attention(numbers(1, 4, 1, 16), *numbers(2, 1, 2, 8, 16), keys)[0]
 
 
+def alike() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    units, before = torch.arange(3, dtype=torch.int32).view(1, 1, 3), numbers(1, 64)
+    return units, before / before.norm(), units + 1
+
+
 #: every operation, its kernels, and a use of it
 OPERATIONS = {
     "best_match": (["_best_match"], lambda: best_match(numbers(1, 5, 16), numbers(1, 7, 16))[0]),
@@ -160,6 +167,11 @@ OPERATIONS = {
         ["_low_rank_logits"],
         lambda: low_rank_logits(numbers(1, 4, 16), numbers(1, 2, 16, 4), numbers(1, 2, 5, 4)),
     ),
+    "votes": (
+        ["_logits", "_votes"],
+        lambda: votes(numbers(1, 4, 16), numbers(1, 2, 9, 16), torch.arange(5, dtype=torch.int32).view(1, 1, 5)),
+    ),
+    "keep_alike": (["_keep_alike"], lambda: keep_alike(numbers(1, 4, 16), *alike(), 0.9)[0]),
     "page_bounds": (["_page_bounds"], lambda: page_bounds(numbers(1, 4, 16), numbers(1, 2, 5, 32))),
 }
 operations = pytest.mark.parametrize("operation", OPERATIONS)

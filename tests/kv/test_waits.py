@@ -343,7 +343,7 @@ def replayed(made: Recipe, layers: int, kind: str, steps: int) -> list[tuple[int
 #: launches of a captured step above the bare model's, a layer: two that attend, and those that choose
 READS = {
     "quest": ((("quest", 0.3, {"page": 3, "least": 1}),), "image", 2),
-    "tokenselect": ((("tokenselect", 0.3, {}),), "image", 16),
+    "tokenselect": ((("tokenselect", 0.3, {}),), "image", 6),
     "loki": ((("loki", 0.3, {}),), "uneven", 2),
     "squeezed-attention": ((("squeezed-attention", 0.3, {"clusters": 0.3}),), "image", 11),
     "quest on pages": ((("quest", 0.3, {"page": 3, "least": 1}), ("kivi", None, PAGES)), "images", 5),

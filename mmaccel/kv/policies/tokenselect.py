@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from mmaccel_kernels.alike import keep_alike
+from mmaccel_kernels.votes import votes as votes_of
 from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import ReadingPolicy, ReadStep
-from ...method.reading import Picked, best, by_kv_head
+from ...method.reading import Picked, best
 from ...method.registry import register
 
 
@@ -50,16 +52,7 @@ class TokenSelect(ReadingPolicy):
 
     def rate(self, step: ReadStep) -> Tensor:
         """``[B, 1, P]`` float32: the votes of all heads; ``[B, Hkv, P]`` where heads store different keys."""
-        heads = step.keys.shape[1]
-        query = (
-            step.query.unflatten(1, (-1, heads)).transpose(1, 2) if self.interleaved else by_kv_head(step.query, heads)
-        )
-        logits = torch.einsum("bkgd,bkld->bkgl", query.float(), step.keys.float())
-        at = step.slots[..., 0].long() if step.all_there else step.slots[..., 0].clamp(min=0).long()
-        logits = logits.gather(3, at.expand(-1, heads, -1)[:, :, None].expand(-1, -1, query.shape[2], -1))
-        if not step.all_there:
-            logits = logits.masked_fill(step.gone[:, :, None], -torch.inf)
-        votes = logits.softmax(-1).sum((1, 2) if step.slots.shape[1] == 1 else 2).view(*step.gone.shape)
+        votes = votes_of(step.query, step.keys, step.slots[..., 0], self.interleaved)
         if self.pool:
             # what is not there is not the best of any
             votes = votes.masked_fill(step.gone, -torch.inf)
@@ -68,10 +61,10 @@ class TokenSelect(ReadingPolicy):
 
     def pick(self, step: ReadStep) -> tuple[Picked, dict[str, Tensor]]:
         """What an earlier step chose, in rows whose query is like its query, else the best."""
-        picked, query = best(self.rate(step), step), torch.nn.functional.normalize(step.query.flatten(1).float())
-        if step.carried:
-            before = step.carried["query"]
-            same = (query * before).sum(1, keepdim=True) >= self.alike
-            picked = picked._replace(units=torch.where(same[..., None], step.carried["picked"], picked.units))
-            query = torch.where(same, before, query)
-        return picked, {"query": query, "picked": picked.units}
+        picked = best(self.rate(step), step)
+        if not step.carried:
+            query = torch.nn.functional.normalize(step.query.flatten(1).float())
+            return picked, {"query": query, "picked": picked.units}
+        before, units = step.carried["query"], step.carried["picked"]
+        query, units = keep_alike(step.query, picked.units, before, units, self.alike)
+        return picked._replace(units=units), {"query": query, "picked": units}
