@@ -99,6 +99,7 @@ from .merging.vflowopt import VFlowOptMerge as VFlowOptMerge
 from .merging.vidcom2 import VidCom2 as VidCom2
 from .merging.vtm import Vtm as Vtm
 from .pruning.attention_received import AttentionReceived as AttentionReceived
+from .pruning.balanced import Balanced as Balanced
 from .pruning.cdpruner import CDPruner as CDPruner
 from .pruning.divprune import DivPrune as DivPrune
 from .pruning.fastervlm import FasterVLM as FasterVLM

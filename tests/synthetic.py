@@ -228,7 +228,7 @@ def alone(tokens: TokenBatch, row: int) -> TokenBatch:
     return replace(
         tokens,
         **taken,
-        **{name: getattr(tokens, name)[one] for name in ("grid", "tiles", "entered", "left")},
+        **{name: getattr(tokens, name)[one] for name in ("grid", "tiles", "entered", "left", "clips")},
         question=None if tokens.question is None else tokens.question[one, asked],
         question_valid=None if asked is None else asked[None, asked],
         question_signals={name: x[one][:, asked] for name, x in tokens.question_signals.items()},

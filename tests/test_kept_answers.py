@@ -115,6 +115,7 @@ def test_pages_say_what_the_results_say():
     for name, table in (
         ("answers-clips", answers.table),
         ("answers-pictures", answers.table),
+        ("answers-several", answers.table),
         ("things-cpu", things.table),
     ):
         report = json.loads((negative.RESULTS / f"{name}.json").read_text(encoding="utf-8"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -36,6 +36,7 @@ class TokenBatch:
     until : ``[N, n]`` long, the last frame of all that was merged into a token, by default its own; only for methods with
         ``needs_spans``.
     entered : ``[N]`` long, how many tokens of the unit entered the language model; by default the valid ones.
+    clips : of each unit, whether it is a clip, or several frames of one; by default those whose grid has more than one.
     left : ``[N, c]`` long on the CPU, how many tokens of the unit there were before the method's first layer and behind every
         layer at which it has worked; by default the valid ones.
     signals : by kind of tap, attention ``[N, layers, n]``, ``keys`` and ``features``
@@ -58,6 +59,7 @@ class TokenBatch:
     question_signals: Mapping[str, Tensor] = field(default_factory=dict)
     until: Tensor = None  # type: ignore[assignment]
     left: Tensor = None  # type: ignore[assignment]
+    clips: Sequence[bool] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.tile is None:
@@ -70,11 +72,25 @@ class TokenBatch:
             object.__setattr__(self, "entered", self.valid.sum(1))
         if self.left is None:
             object.__setattr__(self, "left", self.valid.sum(1, keepdim=True).cpu())
+        if self.clips is None:
+            object.__setattr__(self, "clips", (self.grid[:, 0] > 1).tolist())
 
     @cached_property
     def celled(self) -> Tensor:
         """``[N, n]`` bool: the valid tokens that have a cell; newlines and class tokens have none."""
         return self.valid & (self.cells >= 0).all(-1)
+
+    def select(self, rows: Sequence[int]) -> TokenBatch:
+        """Only these units."""
+
+        def of(held: Any) -> Any:
+            if isinstance(held, Tensor):
+                return held[rows]
+            if isinstance(held, Mapping):
+                return {name: of(x) for name, x in held.items()}
+            return None if held is None else [held[row] for row in rows]
+
+        return TokenBatch(**{one.name: of(getattr(self, one.name)) for one in fields(self)})
 
 
 class TokenMethod(Method):
@@ -104,6 +120,10 @@ class TokenMethod(Method):
         and ``grid`` and the features play no part in it; the budget is its ``limit``; or ``nothing``."""
         known: dict[str, Foreseen] = {"exact": "budget", "at_most": "limit"}
         return known.get(self.budget, "nothing")
+
+    def told(self, tokens: TokenBatch) -> str:
+        """What the notes of the statistics are to say of a call; mostly nothing."""
+        return ""
 
     @abstractmethod
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

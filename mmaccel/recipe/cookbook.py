@@ -19,11 +19,6 @@ _MUSTDROP = (
 COOKBOOK = (
     Recipe("none", summary="The unaccelerated model, with statistics."),
     Recipe(
-        "balanced",
-        (Stage("divprune", 0.25),),
-        summary="The default: a quarter of the visual tokens, chosen for diversity before the language model.",
-    ),
-    Recipe(
         "tinychart",
         # 84 of 2916 tokens go in each of 26 layers
         (Stage("tome", 732 / 2916),),

@@ -26,7 +26,7 @@ def recipes() -> dict[str, Recipe]:
     Examples
     --------
     >>> recipes()["balanced"]
-    Recipe('balanced', (Stage('divprune', 0.25),))
+    Recipe('balanced', (Stage('balanced', 0.25),))
     """
     # its recipes ask for their methods, which come from the packages of others too
     from .cookbook import COOKBOOK

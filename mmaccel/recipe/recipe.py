@@ -174,7 +174,7 @@ class Recipe:
         return f"Recipe({', '.join([repr(self.name), *([repr(self.stages)] if self.stages else []), *fields])})"
 
     def __str__(self) -> str:
-        """In words, as one line: ``balanced (divprune 25 %)``."""
+        """In words, as one line: ``dycoke (dycoke-ttm 47.5 %; dycoke-cache 30 %)``."""
         if [stage.method for stage in self.stages] == [self.name]:
             return str(self.stages[0])
         return f"{self.name} ({'; '.join(map(str, self.stages)) or 'nothing is dropped'})"

@@ -128,9 +128,12 @@ def _shown(
         tiles=tiles,
         entered=entered,
         left=torch.stack(left, 1),
+        clips=(units.grid[:, 0] > 1).tolist(),
         until=_until(prompt, whole, units).to(device) if method.needs_spans else None,  # type: ignore[arg-type]
         signals={name: x.to(device) for name, x in signals.items()},
     )
+    if remark := method.told(tokens):
+        prompt.stats.notes.append(remark)
     return tokens, wanted
 
 
