@@ -20,6 +20,7 @@ import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.cli import main
 from mmaccel.core.reduction import Reduction
+from mmaccel.families import REFUSED, described
 from mmaccel.families import families as adapters
 from mmaccel.families.load import load_model
 from mmaccel.method import KeyBatch, Policy, ProjectorMethod, TokenBatch, registry
@@ -219,6 +220,31 @@ def test_models_that_are_not_supported() -> None:
     )
     refused(lambda: accelerate_vlm(torch.nn.Linear(2, 2)), "'Linear'; it supports llava", UnsupportedError)
     assert set(FAMILIES) == set(adapters())
+
+
+def test_a_family_of_that_kind_comes_before_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REFUSED, "llava", "it is served")
+    assert not REFUSED.keys() - {"llava"} & {kind for family in adapters().values() for kind in family.model_types}
+    assert described(model("llava").config).name == "llava"
+
+
+#: what a configuration has no default of
+_INDEXER = {"n_heads": 2, "kv_heads": 1, "head_dim": 256, "budget": 64, "compress_ratio": 4}
+NEEDED = {"qwen4_exp": {"text_config": {f"indexer_{name}": value for name, value in _INDEXER.items()}}}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_are_refused(kind: str) -> None:
+    if kind not in transformers.CONFIG_MAPPING:
+        assert tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), f"{kind} is no model type"
+        pytest.skip("newer than this transformers")
+    config = transformers.AutoConfig.for_model(kind, **NEEDED.get(kind, {}))
+    why = re.escape(f"mmaccel does not accelerate {kind} models: {REFUSED[kind]}.")
+    refused(lambda: described(config), f"^{why}$", UnsupportedError)
+    with torch.device("meta"):
+        bare = transformers.AutoModelForImageTextToText.from_config(config)
+    refused(lambda: accelerate_vlm(bare), f"^{why}$", UnsupportedError)
+    assert not is_accelerated(bare)
 
 
 @pytest.mark.parametrize(

@@ -270,8 +270,9 @@ def test_doctor_reports(capsys):
     status = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert status == (1 if report["problems"] else 0)
-    from mmaccel.families import families
+    from mmaccel.families import REFUSED, families
 
+    assert report["refused"] == REFUSED and REFUSED["mllama"] in doctor.render(report)
     assert len(report["families"]) == sum(len(family.model_types) for family in families().values())
     assert report["versions"]["torch"]
     assert "families are ready" in doctor.render(report)

@@ -81,6 +81,7 @@ def examine() -> dict[str, Any]:
         "devices": _devices(),
         "triton": _triton(),
         "families": _families(problems),
+        "refused": _refused(),
         "video": _video(),
         "vllm": _vllm(problems),
         "problems": problems,
@@ -222,6 +223,15 @@ def _families(problems: list[str]) -> dict[str, str]:
     return ready
 
 
+def _refused() -> dict[str, str]:
+    """Model types that are refused, and why."""
+    try:
+        from ..families import REFUSED
+    except ImportError:  # without torch nothing of ours imports
+        return {}
+    return dict(REFUSED)
+
+
 def render(report: dict[str, Any]) -> str:
     """The report as text."""
     lines = [f"python          {report['python']}  ({report['platform']})"]
@@ -255,6 +265,8 @@ def render(report: dict[str, Any]) -> str:
         lines += [f"  serves        {name}" for name in served["architectures"]]
     for kind, found in report["families"].items():
         lines.append(f"family          {kind:<17} {found}")
+    for kind, why in report["refused"].items():
+        lines.append(f"refused         {kind:<17} {why}")
     lines += [f"PROBLEM         {problem}" for problem in report["problems"]]
     ready = sum(not found.startswith("not ready") for found in report["families"].values())
     count = len(report["problems"])

@@ -203,14 +203,14 @@ def render(one: dict[str, Any]) -> str:
 
 
 def update(page: Path) -> None:
-    """Write anew the tables of methods and of families that a Markdown file has markers for.
+    """Write anew the tables of methods, of families and of what is refused that a Markdown file has markers for.
 
     Raises
     ------
     MmaccelError
         If it has none.
     """
-    makers = {"methods": readme_tables, "families": family_table}
+    makers = {"methods": readme_tables, "families": family_table, "refused": refused_table}
     text = page.read_text(encoding="utf-8")
     for name in [name for name in makers if f"<!-- {name} -->" in text] or makers:
         put_between(page, name, makers[name]())
@@ -235,6 +235,16 @@ def family_table() -> str:
         if family.__module__.startswith("mmaccel.")
     ]
     return markdown([head, *rows])
+
+
+def refused_table() -> str:
+    """The model types that are refused, those of one reason together."""
+    from ..families import REFUSED
+
+    kinds: dict[str, list[str]] = {}
+    for kind, why in REFUSED.items():
+        kinds.setdefault(why, []).append(f"`{kind}`")
+    return markdown([["model types", "why not"], *([", ".join(found), why] for why, found in kinds.items())])
 
 
 def _yes(true: bool) -> str:

@@ -16,6 +16,24 @@ from .base import Description, Family
 #: the entry point group through which another package offers families
 ENTRY_POINTS = "mmaccel.families"
 
+_BOTH_WAYS = "visual tokens attend to those behind them, by masks that are made in front of the language model"
+_STATES = "layers between those that attend carry a state from token to token, out of which none can be dropped"
+_EMBEDDED = "every layer of the language model has an embedding of its own for every token of the prompt"
+_ENCODED = "an encoder of its own reads pictures and prompt together, and what decodes has no visual tokens"
+_CROSSING = "pictures are read by layers of cross-attention, and make no tokens of the prompt"
+
+#: model types that would answer wrongly or save nothing -> why, as the end of a sentence
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("gemma3", "gemma4_unified", "molmo2", "paligemma"), _BOTH_WAYS),
+    **dict.fromkeys(("florence2", "t5gemma2"), _ENCODED),
+    "gemma3n": f"{_EMBEDDED}, and the last of them read keys of others",
+    "gemma4": f"by its size, {_EMBEDDED}, or {_BOTH_WAYS}",
+    **dict.fromkeys(("idefics", "mllama"), _CROSSING),
+    **dict.fromkeys(("lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _STATES),
+    "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",
+    **dict.fromkeys(("nemotron_h_omni", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), _STATES),
+}
+
 _families: dict[str, type[Family]] = {}
 
 
@@ -42,7 +60,7 @@ def family_of(model: nn.Module, processor: Any = None) -> Family:
     Raises
     ------
     UnsupportedError
-        If the model is of no supported family; the message lists those that are.
+        If the model is of no supported family; the message lists those that are, or says why one like it cannot be.
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     for family in families().values():
@@ -52,7 +70,7 @@ def family_of(model: nn.Module, processor: Any = None) -> Family:
                     f"{type(model).__name__} cannot generate; give the ...ForConditionalGeneration model of {kind}."
                 )
             return family(model, processor)
-    raise UnsupportedError(f"mmaccel does not know the model type {kind!r}; it supports {', '.join(families())}.")
+    raise _unknown(kind)
 
 
 def described(config: Any) -> Family:
@@ -61,14 +79,19 @@ def described(config: Any) -> Family:
     Raises
     ------
     UnsupportedError
-        If the model is of no supported family; the message lists those that are.
+        If the model is of no supported family; the message lists those that are, or says why one like it cannot be.
     """
     for family in families().values():
         if config.model_type in family.model_types:
             return family(Description(config))
-    raise UnsupportedError(
-        f"mmaccel does not know the model type {config.model_type!r}; it supports {', '.join(families())}."
-    )
+    raise _unknown(config.model_type)
+
+
+def _unknown(kind: str) -> UnsupportedError:
+    """What is said of a model type that no family serves."""
+    if kind in REFUSED:
+        return UnsupportedError(f"mmaccel does not accelerate {kind} models: {REFUSED[kind]}.")
+    return UnsupportedError(f"mmaccel does not know the model type {kind!r}; it supports {', '.join(families())}.")
 
 
 def _in(found: type[Any] | ModuleType) -> list[type[Family]]:
