@@ -98,6 +98,7 @@ from .merging.streamvln import StreamVln as StreamVln
 from .merging.vflowopt import VFlowOptMerge as VFlowOptMerge
 from .merging.vidcom2 import VidCom2 as VidCom2
 from .merging.vtm import Vtm as Vtm
+from .patches.pixelprune import PixelPrune as PixelPrune
 from .pruning.attention_received import AttentionReceived as AttentionReceived
 from .pruning.cdpruner import CDPruner as CDPruner
 from .pruning.divprune import DivPrune as DivPrune

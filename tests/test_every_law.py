@@ -14,7 +14,16 @@ from torch import Tensor
 
 from mmaccel.core.reduction import Links, Reduction
 from mmaccel.kv.codecs.fp8 import FP8
-from mmaccel.method import EncoderMethod, FrameChoice, KeyBatch, Method, Policy, ProjectorMethod, TokenBatch
+from mmaccel.method import (
+    EncoderMethod,
+    FrameChoice,
+    KeyBatch,
+    Method,
+    PatchMethod,
+    Policy,
+    ProjectorMethod,
+    TokenBatch,
+)
 
 
 @dataclass(frozen=True)
@@ -207,6 +216,41 @@ class NotHalves(Halves):
         return super().match(tokens, remove - int(bool((tokens.keys == tokens.keys.bfloat16()).all())))
 
 
+class Copies(PatchMethod):
+    """Right: what is as the first patch of a tile."""
+
+    name = "laws-copies"
+
+    def predict(self, pixels: Tensor) -> Tensor:
+        flat = pixels.flatten(1, 2)
+        return torch.arange(flat.shape[1]).masked_fill((flat == flat[:, :1]).all(-1), 0)
+
+
+class CopiesDice(Copies):
+    def predict(self, pixels: Tensor) -> Tensor:
+        source = super().predict(pixels)
+        return torch.where(torch.rand(source.shape) < 0.5, source, torch.arange(source.shape[1]))
+
+
+class CopiesOfAll(Copies):
+    """By the first tile."""
+
+    def predict(self, pixels: Tensor) -> Tensor:
+        return super().predict(torch.where(pixels == pixels[:1], pixels[:1, :1, :1], pixels))
+
+
+class CopiesInChains(Copies):
+    """By the one before, encoded or not."""
+
+    def predict(self, pixels: Tensor) -> Tensor:
+        return (super().predict(pixels) * 0 + torch.arange(pixels[0, ..., 0].numel()) - 1).clamp(min=0)
+
+
+class NeverCopies(Copies):
+    def predict(self, pixels: Tensor) -> Tensor:
+        return torch.arange(pixels[0, ..., 0].numel()).expand(len(pixels), -1)
+
+
 @dataclass(frozen=True)
 class Norm(Policy):
     """Right: the keys with the largest first channel."""
@@ -359,6 +403,10 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.tokens_in_half_precision, Coarse),
     (every.equal_tokens_keep_the_first, High),
     (every.mass_is_conserved, Loses),
+    (every.predictions_repeat, CopiesDice),
+    (every.patches_of_a_tile_are_those_of_the_tile_alone, CopiesOfAll),
+    (every.what_predicts_is_encoded, CopiesInChains),
+    (every.what_predicts_is_encoded, NeverCopies),
     (every.merges_repeat, DiceTower),
     (every.a_tile_in_a_batch_is_the_tile_alone, OfAll),
     (every.as_many_merge_as_are_to_go, HalvesMore),
@@ -389,7 +437,7 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.frames_are_chosen_within_the_budget, FramesOther),
     (every.frames_of_other_clips_do_not_matter, FramesBeyond),
 ]
-RIGHT: tuple[type[Method], ...] = (Low, Halves, Norm, FP8, First)
+RIGHT: tuple[type[Method], ...] = (Low, Copies, Halves, Norm, FP8, First)
 
 
 @pytest.mark.parametrize(("law", "kind"), [(law, kind) for kind in RIGHT for law in laws_of(kind)])

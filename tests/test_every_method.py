@@ -27,6 +27,7 @@ from mmaccel.method import (
     FramesMethod,
     KeyBatch,
     Method,
+    PatchMethod,
     Policy,
     TokenBatch,
     TokenMethod,
@@ -255,6 +256,49 @@ def mass_is_conserved(method: TokenMethod) -> None:
         celled = tokens.valid & (tokens.cells >= 0).all(-1)
         assert (made.owner()[celled] >= 0).all(), "a token is lost"
         assert float(made.mass().sum()) == float((made.owner() >= 0).sum())
+
+
+# -------------------------------------------------------------------------------------------------- in front of the tower
+
+
+def tiles() -> list[Tensor]:
+    contents: tuple[synthetic.Content, ...] = ("noise", "copies", "flat")
+    return [synthetic.patches_of(content) for content in contents]
+
+
+def predicted(method: PatchMethod, pixels: Tensor) -> Tensor:
+    """What predicts others is encoded, so that something is of every tile."""
+    source = method.predict(pixels)
+    assert source.shape == (len(pixels), pixels.shape[1] * pixels.shape[2]) and source.dtype == torch.long
+    assert ((source >= 0) & (source < source.shape[1])).all()
+    assert torch.equal(source.gather(1, source), source), "a patch is predicted from one that is not encoded"
+    return source
+
+
+def predictions_repeat(method: PatchMethod) -> None:
+    for pixels in tiles():
+        repeats(
+            lambda pixels=pixels: method.predict(pixels),
+            lambda: method.predict(synthetic.patches_of("copies", seed=5)),
+            lambda pixels=pixels: [pixels],
+        )
+
+
+def patches_of_a_tile_are_those_of_the_tile_alone(method: PatchMethod) -> None:
+    for pixels in tiles():
+        source = predicted(method, pixels)
+        for row in range(len(source)):
+            assert torch.equal(predicted(method, pixels[row : row + 1])[0], source[row])
+
+
+def what_predicts_is_encoded(method: PatchMethod) -> None:
+    """In grids of any shape, and something is left out of a tile of one colour."""
+    assert method.budget == "none"
+    for shape in ((1, 1), (1, 7), (7, 1), (6, 9), (2, 2)):
+        for pixels in tiles():
+            predicted(method, pixels[:, : shape[0], : shape[1]].repeat(1, 2, 1, 1)[:, : shape[0]])
+    source = predicted(method, synthetic.patches_of("flat"))
+    assert (source != torch.arange(source.shape[1])).any(), "all of one colour is encoded"
 
 
 # ------------------------------------------------------------------------------------------------------- inside the tower
@@ -589,6 +633,11 @@ LAWS: dict[type[Method], tuple[Law, ...]] = {
         tokens_in_half_precision,
         equal_tokens_keep_the_first,
         mass_is_conserved,
+    ),
+    PatchMethod: (
+        predictions_repeat,
+        patches_of_a_tile_are_those_of_the_tile_alone,
+        what_predicts_is_encoded,
     ),
     EncoderMethod: (
         merges_repeat,

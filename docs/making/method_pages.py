@@ -30,6 +30,7 @@ FORMER = {"dycoke-ttm": "dycoke"}
 #: titles of the sites in the navigation, in the order in which a token passes them
 SITES = {
     "frames": "Pixels and frames",
+    "patches": "Before the vision tower",
     "encoder": "Inside the vision tower",
     "projector": "Before the language model",
     "layers": "Inside the language model",

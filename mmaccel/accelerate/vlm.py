@@ -25,6 +25,7 @@ from ..runtime.encoded import Encoded
 from ..runtime.encoder import EncoderMerging, hook_features
 from ..runtime.forward import StageResult
 from ..runtime.hooks import TextHooks, show_dropped
+from ..runtime.patches import PatchPruning
 from ..runtime.plan import Kernels, ModelPlan, plan_model, said
 from ..runtime.scope import Scope, current, pop, push
 from ..runtime.taps import Taps
@@ -123,6 +124,8 @@ class Accelerator(Handle):
         hook_features(plan, self.taps, self._hook)
         if plan.encoder is not None:
             self.merging = EncoderMerging(plan, plan.encoder, self._hook, language=True)
+        if plan.patches is not None:
+            self.pruning = PatchPruning(plan, self._hook)
         self.text = TextHooks(plan, self.taps, self.check_attached, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):
@@ -142,7 +145,7 @@ class Accelerator(Handle):
             for name in filter(functools.partial(hasattr, model), _CONTINUOUS):
                 self._wrap(model, name, _no_continuous_batching)
             self._plug(family.text, "text")
-            if self.taps.need_attention or plan.encoder is not None:
+            if self.taps.need_attention or plan.encoder is not None or plan.patches is not None:
                 for tower in family.towers():
                     self._plug(tower, "vision")
 

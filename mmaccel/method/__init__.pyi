@@ -6,6 +6,7 @@ from .frames import FrameChoice, FramesMethod
 from .guided import AttentionGuided
 from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
 from .layers import LayerAttention, LayerMethod, Layerwise
+from .patches import PatchMethod
 from .preview import PreviewMethod
 from .reading import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
@@ -28,6 +29,7 @@ __all__ = [
     "Method",
     "ModelFacts",
     "Observed",
+    "PatchMethod",
     "Picked",
     "Policy",
     "PreviewMethod",

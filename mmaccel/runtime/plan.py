@@ -14,7 +14,16 @@ from ..families import Family
 from ..families.text import TextTower
 from ..families.tower import Towers
 from ..kv.codecs import Codec, TokenGroup, token_groups
-from ..method import EncoderMethod, FramesMethod, LayerMethod, Method, Policy, ProjectorMethod, TokenMethod
+from ..method import (
+    EncoderMethod,
+    FramesMethod,
+    LayerMethod,
+    Method,
+    PatchMethod,
+    Policy,
+    ProjectorMethod,
+    TokenMethod,
+)
 from ..recipe import Recipe, Stage
 from ..recipe.recipe import renamed
 
@@ -66,6 +75,11 @@ class Plan:
         """Whether anything happens between pixels and the cache."""
         return any(stage.method.site != "frames" for stage in self.stages)
 
+    @property
+    def in_towers(self) -> bool:
+        """Whether the towers make something else of the same pixels."""
+        return any(stage.method.site in ("patches", "encoder") for stage in self.stages)
+
 
 @dataclass(frozen=True, eq=False)
 class EncoderPlan(Plan):
@@ -79,6 +93,7 @@ class ModelPlan(Plan):
     """A recipe on a model with a language model.
 
     towers : the model's family.
+    patches : the stage in front of the towers, if there is one.
     projector : the stages between the towers and the language model.
     stage_at_layer : the stage that works at the input of a decoder layer.
     policy : the stage that evicts keys. token_groups : the groups of tokens that codecs pack alike.
@@ -86,6 +101,7 @@ class ModelPlan(Plan):
     """
 
     towers: Family
+    patches: PlannedStage[PatchMethod] | None = None
     projector: tuple[PlannedStage[ProjectorMethod], ...] = ()
     stage_at_layer: Mapping[int, PlannedStage[LayerMethod]] = field(default_factory=dict)
     policy: PlannedStage[Policy] | None = None
@@ -142,6 +158,7 @@ class ModelPlan(Plan):
             stages=stages,
             encoder=next(iter(_of(EncoderMethod, stages)), None),
             origin=self,
+            patches=next(iter(_of(PatchMethod, stages)), None),
             projector=_of(ProjectorMethod, stages),
             stage_at_layer={at: stages[stage.number] for at, stage in self.stage_at_layer.items()},
             policy=next(iter(_of(Policy, stages)), None),
@@ -274,6 +291,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
         next(iter(_of(EncoderMethod, stages)), None),
         tuple(notes),
         checked_kernels(kernels),
+        patches=next(iter(_of(PatchMethod, stages)), None),
         projector=_of(ProjectorMethod, stages),
         stage_at_layer=at_layer,
         policy=policies[0] if policies else None,

@@ -39,7 +39,7 @@ def sites(name):
     return {methods()[stage.method].site for stage in recipes()[name].stages}
 
 
-NAMES = tuple(name for name in oracle.named_recipes() if sites(name) - {"frames", "codec"})
+NAMES = tuple(name for name in oracle.named_recipes() if sites(name) - {"frames", "patches", "codec"})
 
 
 def few(family, kind, name):
