@@ -27,6 +27,7 @@ from .version import __version__
 # isort: split
 from .encoders.evit import EViT as EViT
 from .encoders.pitome import PiToMe as PiToMe
+from .encoders.stc_cacher import StcCacher as StcCacher
 from .encoders.tome import ToMe as ToMe
 from .frames.distinct import DistinctFrames as DistinctFrames
 from .frames.query import QueryFrames as QueryFrames

@@ -290,6 +290,17 @@ def patches_of(content: Content = "noise", seed: int = 0) -> Tensor:
     return torch.full_like(x, 0.5) if content == "flat" else x
 
 
+def frames_of(content: Content = "noise", seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys of three frames of 30 tokens and of their references, ``[3, 30, 12]`` each: most of them hardly changed, half
+    of them copies of the reference's, or all equal."""
+    random = torch.Generator().manual_seed(seed)
+    stored = torch.randn(3, 30, 12, generator=random)
+    change = torch.randn(3, 30, 12, generator=random) * torch.rand(3, 30, 1, generator=random) ** 2
+    if content == "copies":
+        change = change * torch.randint(2, (3, 30, 1), generator=random)
+    return (stored, stored.clone()) if content == "flat" else (stored + change, stored)
+
+
 # ------------------------------------------------------------------------------------------------------------- the cache
 
 #: keys of a row, padding in front of each row, and where visual keys end

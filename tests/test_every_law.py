@@ -22,6 +22,7 @@ from mmaccel.method import (
     PatchMethod,
     Policy,
     ProjectorMethod,
+    ReuseMethod,
     TokenBatch,
 )
 
@@ -251,6 +252,62 @@ class NeverCopies(Copies):
         return torch.arange(pixels[0, ..., 0].numel()).expand(len(pixels), -1)
 
 
+class Moved(ReuseMethod):
+    """Right: the two tokens that moved most since the first frame."""
+
+    name = "laws-moved"
+
+    def references(self, frames: int) -> list[int]:
+        return [0] * frames
+
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        moved = (keys - stored).norm(dim=-1)
+        return moved.argsort(dim=1, descending=True, stable=True)[:, :2].sort().values
+
+
+class MovedDice(Moved):
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return super().recompute(torch.rand_like(keys), stored)
+
+
+class MovedOfAll(Moved):
+    """By the mean of all frames."""
+
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return super().recompute(keys - keys.mean((0, 1)), 0 * stored)
+
+
+class MovedTwice(Moved):
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return super().recompute(keys, stored)[:, :1].expand(-1, 2)
+
+
+class MovedLast(Moved):
+    """Of equal tokens the last."""
+
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return (keys.shape[1] - 1 - super().recompute(keys.flip(1), stored.flip(1))).flip(1)
+
+
+class MovedAll(Moved):
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return torch.arange(keys.shape[1]).expand(len(keys), -1)
+
+
+class FromBefore(Moved):
+    """Of the frame before, which has a reference of its own."""
+
+    def references(self, frames: int) -> list[int]:
+        return [max(0, frame - 1) for frame in range(frames)]
+
+
+class FromTheEnd(Moved):
+    """Of the middle of the clip, which nobody knows before its end."""
+
+    def references(self, frames: int) -> list[int]:
+        return [frames // 2 if frame > frames // 2 else frame for frame in range(frames)]
+
+
 @dataclass(frozen=True)
 class Norm(Policy):
     """Right: the keys with the largest first channel."""
@@ -407,6 +464,13 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.patches_of_a_tile_are_those_of_the_tile_alone, CopiesOfAll),
     (every.what_predicts_is_encoded, CopiesInChains),
     (every.what_predicts_is_encoded, NeverCopies),
+    (every.reuse_repeats, MovedDice),
+    (every.a_frame_in_a_batch_is_the_frame_alone, MovedOfAll),
+    (every.a_frame_in_a_batch_is_the_frame_alone, MovedTwice),
+    (every.references_come_before, FromBefore),
+    (every.references_come_before, FromTheEnd),
+    (every.a_part_is_computed, MovedAll),
+    (every.a_part_is_computed, MovedLast),
     (every.merges_repeat, DiceTower),
     (every.a_tile_in_a_batch_is_the_tile_alone, OfAll),
     (every.as_many_merge_as_are_to_go, HalvesMore),
@@ -437,7 +501,7 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.frames_are_chosen_within_the_budget, FramesOther),
     (every.frames_of_other_clips_do_not_matter, FramesBeyond),
 ]
-RIGHT: tuple[type[Method], ...] = (Low, Copies, Halves, Norm, FP8, First)
+RIGHT: tuple[type[Method], ...] = (Low, Copies, Moved, Halves, Norm, FP8, First)
 
 
 @pytest.mark.parametrize(("law", "kind"), [(law, kind) for kind in RIGHT for law in laws_of(kind)])

@@ -27,6 +27,7 @@ from ..runtime.forward import StageResult
 from ..runtime.hooks import TextHooks, show_dropped
 from ..runtime.patches import PatchPruning
 from ..runtime.plan import Kernels, ModelPlan, plan_model, said
+from ..runtime.reuse import FrameReuse
 from ..runtime.scope import Scope, current, pop, push
 from ..runtime.taps import Taps
 from .handle import Handle, check_model, exchange
@@ -126,6 +127,8 @@ class Accelerator(Handle):
             self.merging = EncoderMerging(plan, plan.encoder, self._hook, language=True)
         if plan.patches is not None:
             self.pruning = PatchPruning(plan, self._hook)
+        if plan.reuse is not None:
+            self.reuse = FrameReuse(plan, self._wrap)
         self.text = TextHooks(plan, self.taps, self.check_attached, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):
@@ -285,7 +288,7 @@ class Accelerator(Handle):
                 # no tap and no method looks at the tower
                 with scope.stats.clock.measure("encoder", device):
                     return original(*args, **kwargs)
-            scope.encoding = encoded = Encoded(dict(signature.bind(*args, **kwargs).arguments))
+            scope.encoding = encoded = Encoded(dict(signature.bind(*args, **kwargs).arguments), modality=modality)
             try:
                 with scope.stats.clock.measure("encoder", device):
                     output = original(*args, **kwargs)

@@ -275,7 +275,16 @@ def _describe(cls: Any) -> dict[str, Any]:
 
 
 def _needs(cls: Any) -> list[str]:
-    from ..method import EncoderMethod, FramesMethod, LayerMethod, PatchMethod, Policy, PreviewMethod, ReadingPolicy
+    from ..method import (
+        EncoderMethod,
+        FramesMethod,
+        LayerMethod,
+        PatchMethod,
+        Policy,
+        PreviewMethod,
+        ReadingPolicy,
+        ReuseMethod,
+    )
 
     try:
         needs = [_TAPS[tap.kind] for tap in cls().taps()]
@@ -285,6 +294,8 @@ def _needs(cls: Any) -> list[str]:
         needs.append("pixels (prepare)")
     if issubclass(cls, PatchMethod):
         needs.append("pixels")
+    if issubclass(cls, ReuseMethod):
+        needs.append("tower keys")
     if issubclass(cls, EncoderMethod):
         needs.append("CLS attention" if cls.needs_cls else "tower keys")
     if issubclass(cls, LayerMethod):

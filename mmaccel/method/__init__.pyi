@@ -9,6 +9,7 @@ from .layers import LayerAttention, LayerMethod, Layerwise
 from .patches import PatchMethod
 from .preview import PreviewMethod
 from .reading import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
+from .reuse import ReuseMethod
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "ProjectorMethod",
     "ReadStep",
     "ReadingPolicy",
+    "ReuseMethod",
     "Site",
     "Tap",
     "TokenBatch",

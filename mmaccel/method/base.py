@@ -77,6 +77,10 @@ class ModelFacts(TowerFacts, Protocol):
     halves: bool
 
     @property
+    def modalities(self) -> tuple[str, ...]:
+        """What it is shown as such, ``image`` and ``video``."""
+
+    @property
     def depth(self) -> int:
         """Number of layers of the language model."""
 

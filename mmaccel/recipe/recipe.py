@@ -160,8 +160,8 @@ class Recipe:
             )
         if {_SITES.index("patches"), _SITES.index("encoder")} <= set(order):
             raise MmaccelError(
-                f"Recipe {self.name!r}: patches are left out of the tower or tokens are merged in it, not both; leave out the "
-                "stage at site 'patches' or the one at site 'encoder'."
+                f"Recipe {self.name!r}: patches are left out of the tower, or tokens are merged or reused in it, not both; "
+                "leave out the stage at site 'patches' or the one at site 'encoder'."
             )
         for stage in self.stages:
             if stage.retain is not None:

@@ -23,7 +23,7 @@ from .encoder_groups import targets
 from .forward import Prompt, StageResult
 from .plan import ModelPlan, PlannedStage, record
 from .scope import Scope, current
-from .shortened import Shortened
+from .shortened import Shortened, Subsequence
 
 
 class Pruned(Shortened):
@@ -40,8 +40,7 @@ class Pruned(Shortened):
         self.place = self.place[stays]
         rank = stays.cumsum(0) - 1
         self.owner = rank[target]
-        self._bounds: list[tuple[Tensor, Tensor]] = []
-        self._rotary: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        self.sequence = Subsequence(self.place)
         if packed:
             return
         count = stays.view(tiles, -1).sum(1)
@@ -67,24 +66,6 @@ class Pruned(Shortened):
         if self.packed:
             return hidden[self.owner]
         return hidden.flatten(0, 1)[self._at[self.owner]].view(self.tiles, -1, hidden.shape[-1])
-
-    def bounds(self, given: Tensor) -> Tensor:
-        """Where frames or windows begin, ``[n + 1]``, among the tokens that are left; empty ones are gone. Layers share it."""
-        for known, made in self._bounds:
-            if known is given:
-                return made
-        made = torch.searchsorted(self.place, given.to(self.place)).to(given.dtype).unique_consecutive()
-        self._bounds.append((given, made))
-        return made
-
-    def rotary(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Rotary positions ``[S0, d]`` of the tokens that are left. Layers share them."""
-        for known, made in self._rotary:
-            if known is given[0]:
-                return made
-        made = tuple(x[self.place] for x in given)
-        self._rotary.append((given[0], made))
-        return made
 
     def attention(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
         """Hide padding."""
@@ -180,8 +161,12 @@ class PatchPruning:
         if not pruned.open:
             hidden, pruned.open = pruned.take(hidden), True
         if pruned.packed:
-            rotary = pruned.rotary(kwargs["position_embeddings"])
-            kwargs = {**kwargs, "cu_seqlens": pruned.bounds(kwargs["cu_seqlens"]), "position_embeddings": rotary}
+            rotary = pruned.sequence.rotary(kwargs["position_embeddings"])
+            kwargs = {
+                **kwargs,
+                "cu_seqlens": pruned.sequence.bounds(kwargs["cu_seqlens"]),
+                "position_embeddings": rotary,
+            }
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:

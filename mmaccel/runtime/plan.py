@@ -22,6 +22,7 @@ from ..method import (
     PatchMethod,
     Policy,
     ProjectorMethod,
+    ReuseMethod,
     TokenMethod,
 )
 from ..recipe import Recipe, Stage
@@ -93,7 +94,7 @@ class ModelPlan(Plan):
     """A recipe on a model with a language model.
 
     towers : the model's family.
-    patches : the stage in front of the towers, if there is one.
+    patches : the stage in front of the towers, if there is one. reuse : that between frames inside them.
     projector : the stages between the towers and the language model.
     stage_at_layer : the stage that works at the input of a decoder layer.
     policy : the stage that evicts keys. token_groups : the groups of tokens that codecs pack alike.
@@ -102,6 +103,7 @@ class ModelPlan(Plan):
 
     towers: Family
     patches: PlannedStage[PatchMethod] | None = None
+    reuse: PlannedStage[ReuseMethod] | None = None
     projector: tuple[PlannedStage[ProjectorMethod], ...] = ()
     stage_at_layer: Mapping[int, PlannedStage[LayerMethod]] = field(default_factory=dict)
     policy: PlannedStage[Policy] | None = None
@@ -159,6 +161,7 @@ class ModelPlan(Plan):
             encoder=next(iter(_of(EncoderMethod, stages)), None),
             origin=self,
             patches=next(iter(_of(PatchMethod, stages)), None),
+            reuse=next(iter(_of(ReuseMethod, stages)), None),
             projector=_of(ProjectorMethod, stages),
             stage_at_layer={at: stages[stage.number] for at, stage in self.stage_at_layer.items()},
             policy=next(iter(_of(Policy, stages)), None),
@@ -282,6 +285,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
             f"Recipe {recipe.name!r} works on pixels, which the model never sees; call "
             f"processor = prepare(processor, {recipe.name!r}), use that processor, and give it as processor=."
         )
+    _check_reuse(stages)
     policies = _of(Policy, stages)
     at_layer = _stage_at_layer(recipe, _of(LayerMethod, stages), family, notes)
     return ModelPlan(
@@ -292,6 +296,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
         tuple(notes),
         checked_kernels(kernels),
         patches=next(iter(_of(PatchMethod, stages)), None),
+        reuse=next(iter(_of(ReuseMethod, stages)), None),
         projector=_of(ProjectorMethod, stages),
         stage_at_layer=at_layer,
         policy=policies[0] if policies else None,
@@ -302,6 +307,17 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
             if (name := stage.method.text_tower)
         },
     )
+
+
+def _check_reuse(stages: tuple[PlannedStage[Method], ...]) -> None:
+    """Refuse methods that look at what a tower does not compute of every frame."""
+    for reuse in _of(ReuseMethod, stages):
+        for method in (stage.method for stage in stages):
+            if any(tap.kind != "features" for tap in method.taps()):
+                raise UnsupportedError(
+                    f"{method.name} looks at the attention inside the vision tower, of which {reuse.method.name} computes a "
+                    "part only; use 'divprune' or another method that reads the visual tokens alone, or leave out one of them."
+                )
 
 
 def _of(kind: type, stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage[Any], ...]:

@@ -8,6 +8,37 @@ import torch
 from torch import Tensor
 
 
+class Subsequence:
+    """A part of a packed sequence of frames.
+
+    place : ``[S]`` long, ascending, the tokens of the whole sequence ``[S0]`` that are in it.
+    """
+
+    def __init__(self, place: Tensor) -> None:
+        self.place = place
+        # layers are given the same tensors one after the other, and whoever looks at lengths waits for the device
+        self._bounds: list[tuple[Tensor, Tensor]] = []
+        self._rotary: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+
+    def bounds(self, given: Tensor) -> Tensor:
+        """Where frames or windows begin, ``[n + 1]``, among the tokens that are left; empty ones are gone."""
+        for known, made in self._bounds:
+            if known is given:
+                return made
+        made = torch.searchsorted(self.place, given.to(self.place)).to(given.dtype).unique_consecutive()
+        self._bounds.append((given, made))
+        return made
+
+    def rotary(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Rotary positions ``[S0, d]`` of the tokens that are left."""
+        for known, made in self._rotary:
+            if known is given[0]:
+                return made
+        made = tuple(x[self.place] for x in given)
+        self._rotary.append((given[0], made))
+        return made
+
+
 class Shortened(ABC):
     """What became of the ``S0`` tokens of a run, CLS tokens included, counted in one flat sequence, tile after tile.
 

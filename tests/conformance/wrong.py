@@ -25,6 +25,7 @@ from mmaccel.method import (
     Policy,
     ReadingPolicy,
     ReadStep,
+    ReuseMethod,
     TokenBatch,
     TokenMethod,
     registry,
@@ -43,6 +44,9 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
 
     def predict(self: PatchMethod, pixels: Tensor) -> Tensor:
         return kind.predict(self, pixels).roll(1, -1)  # type: ignore[attr-defined]
+
+    def recompute(self: ReuseMethod, keys: Tensor, stored: Tensor) -> Tensor:
+        return ((kind.recompute(self, keys, stored) + 1) % keys.shape[1]).sort().values  # type: ignore[attr-defined]
 
     def match(self: EncoderMethod, tokens: EncoderTokens, remove: int) -> Tensor:
         def roll(x: Tensor) -> Tensor:
@@ -82,6 +86,8 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         return {"recall": recall, "score": score} if kind.recall is not Policy.recall else {"score": score}
     if issubclass(kind, TokenMethod):
         return {"reduce": reduce}
+    if issubclass(kind, ReuseMethod):
+        return {"recompute": recompute}
     if issubclass(kind, PatchMethod):
         return {"predict": predict}
     if issubclass(kind, EncoderMethod):

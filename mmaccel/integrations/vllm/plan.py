@@ -35,7 +35,7 @@ from .settings import Settings
 _ELSEWHERE = {
     "frames": "works on pixels before the processor; use mmaccel.prepare on transformers",
     "patches": "leaves patches out of the vision tower, which is vLLM's own",
-    "encoder": "merges tokens inside the vision tower, which is vLLM's own",
+    "encoder": "works inside the vision tower, which is vLLM's own",
     "layers": "works inside the language model, and vLLM has no hook there",
     "cache": "works on the KV cache, which vLLM manages in blocks of its own",
     "codec": "packs the KV cache, which vLLM manages in blocks of its own",
