@@ -27,6 +27,7 @@ from .version import __version__
 # isort: split
 from .encoders.evit import EViT as EViT
 from .encoders.pitome import PiToMe as PiToMe
+from .encoders.stc_cacher import StcCacher as StcCacher
 from .encoders.tome import ToMe as ToMe
 from .frames.distinct import DistinctFrames as DistinctFrames
 from .frames.query import QueryFrames as QueryFrames
@@ -98,6 +99,7 @@ from .merging.streamvln import StreamVln as StreamVln
 from .merging.vflowopt import VFlowOptMerge as VFlowOptMerge
 from .merging.vidcom2 import VidCom2 as VidCom2
 from .merging.vtm import Vtm as Vtm
+from .patches.pixelprune import PixelPrune as PixelPrune
 from .pruning.attention_received import AttentionReceived as AttentionReceived
 from .pruning.balanced import Balanced as Balanced
 from .pruning.cdpruner import CDPruner as CDPruner

@@ -40,6 +40,8 @@ from tqdm import tqdm
 
 import mmaccel
 from mmaccel import Recipe, Stage, accelerated, accelerated_encoder, methods, prepare, recipe, recipes
+from mmaccel.kv.codecs import Codec
+from mmaccel.method import EncoderMethod
 
 Record = dict[str, Any]
 Task = tuple[str, str]
@@ -431,7 +433,7 @@ def tasks() -> list[Task]:
     shown = {stage.method for stages in PAGES.values() for stage in stages} | {
         option.split(",")[0] for option in INSIDE
     }
-    every = {name for name, kind in methods().items() if kind.site in ("codec", "encoder")}
+    every = {name for name, kind in methods().items() if issubclass(kind, (Codec, EncoderMethod))}
     assert shown == every, f"PAGES and INSIDE lack a method of their kinds, or have one too many: {shown ^ every}"
     found = [(family, name) for family in zoo.FAMILIES for name in recipes()]
     found += [(family, name) for family in WAYS_ON for name in ways()]

@@ -68,7 +68,7 @@ def attempt(name: str, family: str, kind: str) -> str:
 
 def own_recipes() -> list[str]:
     """The recipes that come with mmaccel, in the order of their sites."""
-    order = ("frames", "encoder", "projector", "layers", "cache", "codec")
+    order = ("frames", "patches", "encoder", "projector", "layers", "cache", "codec")
     known = methods()
     chosen = {
         name: [order.index(known[stage.method].site) for stage in made.stages]

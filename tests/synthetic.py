@@ -278,6 +278,29 @@ def tile_of(tokens: EncoderTokens, row: int) -> EncoderTokens:
     return replace(tokens, keys=tokens.keys[one], size=tokens.size[one], cls_attention=seen)
 
 
+def patches_of(content: Content = "noise", seed: int = 0) -> Tensor:
+    """Three tiles of 6 x 9 patches, ``[3, 6, 9, 12]``: colours from 0 to 1, or few that stand in areas, or one."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.rand(3, 6, 9, 12, generator=random)
+    if content == "copies":
+        coarse = torch.rand(3, 2, 3, 12, generator=random).repeat_interleave(3, 1).repeat_interleave(3, 2)
+        # of eight colours, so that near ones are there too
+        shade = torch.randint(8, (3, 6, 9, 1), generator=random) < 1
+        return torch.where(shade, x, (coarse * 7).round() / 7)
+    return torch.full_like(x, 0.5) if content == "flat" else x
+
+
+def frames_of(content: Content = "noise", seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys of three frames of 30 tokens and of their references, ``[3, 30, 12]`` each: most of them hardly changed, half
+    of them copies of the reference's, or all equal."""
+    random = torch.Generator().manual_seed(seed)
+    stored = torch.randn(3, 30, 12, generator=random)
+    change = torch.randn(3, 30, 12, generator=random) * torch.rand(3, 30, 1, generator=random) ** 2
+    if content == "copies":
+        change = change * torch.randint(2, (3, 30, 1), generator=random)
+    return (stored, stored.clone()) if content == "flat" else (stored + change, stored)
+
+
 # ------------------------------------------------------------------------------------------------------------- the cache
 
 #: keys of a row, padding in front of each row, and where visual keys end

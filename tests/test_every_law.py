@@ -14,7 +14,17 @@ from torch import Tensor
 
 from mmaccel.core.reduction import Links, Reduction
 from mmaccel.kv.codecs.fp8 import FP8
-from mmaccel.method import EncoderMethod, FrameChoice, KeyBatch, Method, Policy, ProjectorMethod, TokenBatch
+from mmaccel.method import (
+    EncoderMethod,
+    FrameChoice,
+    KeyBatch,
+    Method,
+    PatchMethod,
+    Policy,
+    ProjectorMethod,
+    ReuseMethod,
+    TokenBatch,
+)
 
 
 @dataclass(frozen=True)
@@ -207,6 +217,97 @@ class NotHalves(Halves):
         return super().match(tokens, remove - int(bool((tokens.keys == tokens.keys.bfloat16()).all())))
 
 
+class Copies(PatchMethod):
+    """Right: what is as the first patch of a tile."""
+
+    name = "laws-copies"
+
+    def predict(self, pixels: Tensor) -> Tensor:
+        flat = pixels.flatten(1, 2)
+        return torch.arange(flat.shape[1]).masked_fill((flat == flat[:, :1]).all(-1), 0)
+
+
+class CopiesDice(Copies):
+    def predict(self, pixels: Tensor) -> Tensor:
+        source = super().predict(pixels)
+        return torch.where(torch.rand(source.shape) < 0.5, source, torch.arange(source.shape[1]))
+
+
+class CopiesOfAll(Copies):
+    """By the first tile."""
+
+    def predict(self, pixels: Tensor) -> Tensor:
+        return super().predict(torch.where(pixels == pixels[:1], pixels[:1, :1, :1], pixels))
+
+
+class CopiesInChains(Copies):
+    """By the one before, encoded or not."""
+
+    def predict(self, pixels: Tensor) -> Tensor:
+        return (super().predict(pixels) * 0 + torch.arange(pixels[0, ..., 0].numel()) - 1).clamp(min=0)
+
+
+class NeverCopies(Copies):
+    def predict(self, pixels: Tensor) -> Tensor:
+        return torch.arange(pixels[0, ..., 0].numel()).expand(len(pixels), -1)
+
+
+class Moved(ReuseMethod):
+    """Right: the two tokens that moved most since the first frame."""
+
+    name = "laws-moved"
+
+    def references(self, frames: int) -> list[int]:
+        return [0] * frames
+
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        moved = (keys - stored).norm(dim=-1)
+        return moved.argsort(dim=1, descending=True, stable=True)[:, :2].sort().values
+
+
+class MovedDice(Moved):
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return super().recompute(torch.rand_like(keys), stored)
+
+
+class MovedOfAll(Moved):
+    """By the mean of all frames."""
+
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return super().recompute(keys - keys.mean((0, 1)), 0 * stored)
+
+
+class MovedTwice(Moved):
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return super().recompute(keys, stored)[:, :1].expand(-1, 2)
+
+
+class MovedLast(Moved):
+    """Of equal tokens the last."""
+
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return (keys.shape[1] - 1 - super().recompute(keys.flip(1), stored.flip(1))).flip(1)
+
+
+class MovedAll(Moved):
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return torch.arange(keys.shape[1]).expand(len(keys), -1)
+
+
+class FromBefore(Moved):
+    """Of the frame before, which has a reference of its own."""
+
+    def references(self, frames: int) -> list[int]:
+        return [max(0, frame - 1) for frame in range(frames)]
+
+
+class FromTheEnd(Moved):
+    """Of the middle of the clip, which nobody knows before its end."""
+
+    def references(self, frames: int) -> list[int]:
+        return [frames // 2 if frame > frames // 2 else frame for frame in range(frames)]
+
+
 @dataclass(frozen=True)
 class Norm(Policy):
     """Right: the keys with the largest first channel."""
@@ -359,6 +460,17 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.tokens_in_half_precision, Coarse),
     (every.equal_tokens_keep_the_first, High),
     (every.mass_is_conserved, Loses),
+    (every.predictions_repeat, CopiesDice),
+    (every.patches_of_a_tile_are_those_of_the_tile_alone, CopiesOfAll),
+    (every.what_predicts_is_encoded, CopiesInChains),
+    (every.what_predicts_is_encoded, NeverCopies),
+    (every.reuse_repeats, MovedDice),
+    (every.a_frame_in_a_batch_is_the_frame_alone, MovedOfAll),
+    (every.a_frame_in_a_batch_is_the_frame_alone, MovedTwice),
+    (every.references_come_before, FromBefore),
+    (every.references_come_before, FromTheEnd),
+    (every.a_part_is_computed, MovedAll),
+    (every.a_part_is_computed, MovedLast),
     (every.merges_repeat, DiceTower),
     (every.a_tile_in_a_batch_is_the_tile_alone, OfAll),
     (every.as_many_merge_as_are_to_go, HalvesMore),
@@ -389,7 +501,7 @@ WRONG: list[tuple[Law, type[Method]]] = [
     (every.frames_are_chosen_within_the_budget, FramesOther),
     (every.frames_of_other_clips_do_not_matter, FramesBeyond),
 ]
-RIGHT: tuple[type[Method], ...] = (Low, Halves, Norm, FP8, First)
+RIGHT: tuple[type[Method], ...] = (Low, Copies, Moved, Halves, Norm, FP8, First)
 
 
 @pytest.mark.parametrize(("law", "kind"), [(law, kind) for kind in RIGHT for law in laws_of(kind)])

@@ -27,7 +27,9 @@ from mmaccel.method import (
     FramesMethod,
     KeyBatch,
     Method,
+    PatchMethod,
     Policy,
+    ReuseMethod,
     TokenBatch,
     TokenMethod,
 )
@@ -255,6 +257,101 @@ def mass_is_conserved(method: TokenMethod) -> None:
         celled = tokens.valid & (tokens.cells >= 0).all(-1)
         assert (made.owner()[celled] >= 0).all(), "a token is lost"
         assert float(made.mass().sum()) == float((made.owner() >= 0).sum())
+
+
+# -------------------------------------------------------------------------------------------------- in front of the tower
+
+
+def tiles() -> list[Tensor]:
+    contents: tuple[synthetic.Content, ...] = ("noise", "copies", "flat")
+    return [synthetic.patches_of(content) for content in contents]
+
+
+def predicted(method: PatchMethod, pixels: Tensor) -> Tensor:
+    """What predicts others is encoded, so that something is of every tile."""
+    source = method.predict(pixels)
+    assert source.shape == (len(pixels), pixels.shape[1] * pixels.shape[2]) and source.dtype == torch.long
+    assert ((source >= 0) & (source < source.shape[1])).all()
+    assert torch.equal(source.gather(1, source), source), "a patch is predicted from one that is not encoded"
+    return source
+
+
+def predictions_repeat(method: PatchMethod) -> None:
+    for pixels in tiles():
+        repeats(
+            lambda pixels=pixels: method.predict(pixels),
+            lambda: method.predict(synthetic.patches_of("copies", seed=5)),
+            lambda pixels=pixels: [pixels],
+        )
+
+
+def patches_of_a_tile_are_those_of_the_tile_alone(method: PatchMethod) -> None:
+    for pixels in tiles():
+        source = predicted(method, pixels)
+        for row in range(len(source)):
+            assert torch.equal(predicted(method, pixels[row : row + 1])[0], source[row])
+
+
+def what_predicts_is_encoded(method: PatchMethod) -> None:
+    """In grids of any shape, and something is left out of a tile of one colour."""
+    assert method.budget == "none"
+    for shape in ((1, 1), (1, 7), (7, 1), (6, 9), (2, 2)):
+        for pixels in tiles():
+            predicted(method, pixels[:, : shape[0], : shape[1]].repeat(1, 2, 1, 1)[:, : shape[0]])
+    source = predicted(method, synthetic.patches_of("flat"))
+    assert (source != torch.arange(source.shape[1])).any(), "all of one colour is encoded"
+
+
+# ---------------------------------------------------------------------------------------------- between frames in the tower
+
+
+def pairs() -> list[tuple[Tensor, Tensor]]:
+    contents: tuple[synthetic.Content, ...] = ("noise", "copies", "flat")
+    return [synthetic.frames_of(content) for content in contents]
+
+
+def recomputed(method: ReuseMethod, keys: Tensor, stored: Tensor) -> Tensor:
+    """Tokens that there are, none twice."""
+    made = method.recompute(keys, stored)
+    assert made.dtype == torch.long and made.dim() == 2 and made.shape[0] == len(keys) and made.shape[1] >= 1
+    assert (made[:, 0] >= 0).all() and (made[:, -1] < keys.shape[1]).all() and (made.diff(dim=1) > 0).all()
+    return made
+
+
+def reuse_repeats(method: ReuseMethod) -> None:
+    for keys, stored in pairs():
+        repeats(
+            lambda given=(keys, stored): [method.recompute(*given), method.references(7)],
+            lambda: method.recompute(*synthetic.frames_of(seed=5)),
+            lambda given=(keys, stored): list(given),
+        )
+
+
+def a_frame_in_a_batch_is_the_frame_alone(method: ReuseMethod) -> None:
+    for keys, stored in pairs():
+        made = recomputed(method, keys, stored)
+        for row in range(len(made)):
+            one = slice(row, row + 1)
+            assert torch.equal(recomputed(method, keys[one], stored[one])[0], made[row])
+
+
+def references_come_before(method: ReuseMethod) -> None:
+    """The first frame has none but itself, a later one does not change those before it, and some frame has another."""
+    assert method.budget == "none"
+    for frames in range(1, 9):
+        made = method.references(frames)
+        assert len(made) == frames and all(0 <= at <= frame and made[at] == at for frame, at in enumerate(made))
+        assert method.references(frames + 1)[:frames] == made
+    assert method.references(8) != list(range(8)), "nothing is reused"
+
+
+def a_part_is_computed(method: ReuseMethod) -> None:
+    """As much of every frame, whatever is in it; of equal tokens the first."""
+    sizes = {recomputed(method, keys, stored).shape[1] for keys, stored in pairs()}
+    assert len(sizes) == 1 and max(sizes) < pairs()[0][0].shape[1], "everything is computed"
+    ones = torch.ones_like(pairs()[0][0])
+    made = recomputed(method, ones, ones)
+    assert torch.equal(made, torch.arange(made.shape[1]).expand_as(made)), "of equal tokens others are computed"
 
 
 # ------------------------------------------------------------------------------------------------------- inside the tower
@@ -589,6 +686,17 @@ LAWS: dict[type[Method], tuple[Law, ...]] = {
         tokens_in_half_precision,
         equal_tokens_keep_the_first,
         mass_is_conserved,
+    ),
+    PatchMethod: (
+        predictions_repeat,
+        patches_of_a_tile_are_those_of_the_tile_alone,
+        what_predicts_is_encoded,
+    ),
+    ReuseMethod: (
+        reuse_repeats,
+        a_frame_in_a_batch_is_the_frame_alone,
+        references_come_before,
+        a_part_is_computed,
     ),
     EncoderMethod: (
         merges_repeat,

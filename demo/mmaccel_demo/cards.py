@@ -19,7 +19,7 @@ Table = dict[str, list[Any]]
 
 _STATES = {"waits": "waits", "runs": "is answering ...", "stopped": "stopped", "refused": "not with this model"}
 #: where a recipe works first, in the order of a token's way
-SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
+SITES = ("frames", "patches", "encoder", "projector", "layers", "cache", "codec")
 #: what is offered first, as far as the model can do it: one of each kind of work
 CURATED = {
     "balanced": "a quarter, all different",

@@ -22,7 +22,7 @@ from mmaccel.method.registry import method
 from mmaccel.suite import make_item
 
 QUESTION = "what colour is the circle ?"
-SITES = ("encoder", "projector", "layers")
+SITES = ("patches", "encoder", "projector", "layers")
 RETAIN = 0.25
 #: pixels along a picture and along a frame, and between them
 LARGE, SMALL, BETWEEN = 224, 112, 6

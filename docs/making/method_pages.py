@@ -15,6 +15,7 @@ from docstrings import markdown
 from mmaccel import Recipe, recipes
 from mmaccel.cli.methods import describe_methods, option_docs
 from mmaccel.cli.shared.text import markdown as table
+from mmaccel.method import EncoderMethod
 from mmaccel.method.registry import methods
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,7 @@ FORMER = {"dycoke-ttm": "dycoke"}
 #: titles of the sites in the navigation, in the order in which a token passes them
 SITES = {
     "frames": "Pixels and frames",
+    "patches": "Before the vision tower",
     "encoder": "Inside the vision tower",
     "projector": "Before the language model",
     "layers": "Inside the language model",
@@ -105,7 +107,7 @@ def usage(made: Recipe) -> str:
     retain = "" if made.retain is None else f", retain={made.retain:g}"
     if made.stages and all(known[stage.method].site == "frames" for stage in made.stages):
         return f'```python\nprocessor = prepare(processor, "{made.name}"{retain})\n```'
-    if made.stages and all(known[stage.method].site == "encoder" for stage in made.stages):
+    if made.stages and all(issubclass(known[stage.method], EncoderMethod) for stage in made.stages):
         more = f'clip = accelerate_encoder(clip, "{made.name}"{retain})  # an image encoder alone'
         return f'```python\naccelerate_vlm(model, "{made.name}"{retain})\n{more}\n```'
     return f'```python\naccelerate_vlm(model, "{made.name}"{retain})\n```'

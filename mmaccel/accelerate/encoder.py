@@ -16,7 +16,7 @@ from ..families.alone import encoder_of
 from ..recipe import Recipe, RecipeLike
 from ..recipe import recipe as find_recipe
 from ..runtime.encoded import Encoded
-from ..runtime.encoder import EncoderMerging
+from ..runtime.encoder import EncoderMerging, merged_of
 from ..runtime.hooks import in_training
 from ..runtime.merged import Merged
 from ..runtime.plan import EncoderPlan, Kernels, plan_encoder
@@ -79,7 +79,7 @@ class EncoderAccelerator(Handle):
 
     def _running(self) -> Merged | None:
         scope = current(self.plan)
-        return scope.encoding.merged if scope is not None and scope.encoding is not None else None
+        return merged_of(scope.encoding) if scope is not None else None
 
     def _open(self, module: nn.Module, args: Any) -> None:
         self.check_attached()
@@ -98,7 +98,7 @@ class EncoderAccelerator(Handle):
         pop(scope)
         scope.stats.clock.stop(scope.timer[1], scope.timer[0])
         if scope.stats.stages:
-            self._last, self._merged = scope.stats, scope.encoding.merged
+            self._last, self._merged = scope.stats, merged_of(scope.encoding)
 
 
 def accelerate_encoder(

@@ -25,7 +25,9 @@ from ..runtime.encoded import Encoded
 from ..runtime.encoder import EncoderMerging, hook_features
 from ..runtime.forward import StageResult
 from ..runtime.hooks import TextHooks, show_dropped
+from ..runtime.patches import PatchPruning
 from ..runtime.plan import Kernels, ModelPlan, plan_model, said
+from ..runtime.reuse import FrameReuse
 from ..runtime.scope import Scope, current, pop, push
 from ..runtime.taps import Taps
 from .handle import Handle, check_model, exchange
@@ -123,6 +125,10 @@ class Accelerator(Handle):
         hook_features(plan, self.taps, self._hook)
         if plan.encoder is not None:
             self.merging = EncoderMerging(plan, plan.encoder, self._hook, language=True)
+        if plan.patches is not None:
+            self.pruning = PatchPruning(plan, self._hook)
+        if plan.reuse is not None:
+            self.reuse = FrameReuse(plan, self._wrap)
         self.text = TextHooks(plan, self.taps, self.check_attached, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):
@@ -142,7 +148,7 @@ class Accelerator(Handle):
             for name in filter(functools.partial(hasattr, model), _CONTINUOUS):
                 self._wrap(model, name, _no_continuous_batching)
             self._plug(family.text, "text")
-            if self.taps.need_attention or plan.encoder is not None:
+            if self.taps.need_attention or plan.encoder is not None or plan.patches is not None:
                 for tower in family.towers():
                     self._plug(tower, "vision")
 
@@ -282,7 +288,7 @@ class Accelerator(Handle):
                 # no tap and no method looks at the tower
                 with scope.stats.clock.measure("encoder", device):
                     return original(*args, **kwargs)
-            scope.encoding = encoded = Encoded(dict(signature.bind(*args, **kwargs).arguments))
+            scope.encoding = encoded = Encoded(dict(signature.bind(*args, **kwargs).arguments), modality=modality)
             try:
                 with scope.stats.clock.measure("encoder", device):
                     output = original(*args, **kwargs)

@@ -48,7 +48,7 @@ def run(
         str | None, typer.Argument(metavar="[NAME]", help="A method or recipe, to see its options.")
     ] = None,
     site: Annotated[
-        Literal["frames", "encoder", "projector", "layers", "cache", "codec"] | None,
+        Literal["frames", "patches", "encoder", "projector", "layers", "cache", "codec"] | None,
         typer.Option(help="Only this site."),
     ] = None,
     in_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
@@ -261,7 +261,7 @@ def describe_methods(site: str | None = None) -> list[dict[str, Any]]:
     """Each method as plain data, in the order of sites, then names."""
     from ..method.registry import methods
 
-    order = ("frames", "encoder", "projector", "layers", "cache", "codec")
+    order = ("frames", "patches", "encoder", "projector", "layers", "cache", "codec")
     chosen = sorted((order.index(m.site), name) for name, m in methods().items() if site in (None, m.site))
     return [_describe(methods()[name]) for _, name in chosen]
 
@@ -285,7 +285,16 @@ def _describe(cls: Any) -> dict[str, Any]:
 
 
 def _needs(cls: Any) -> list[str]:
-    from ..method import EncoderMethod, FramesMethod, LayerMethod, Policy, PreviewMethod, ReadingPolicy
+    from ..method import (
+        EncoderMethod,
+        FramesMethod,
+        LayerMethod,
+        PatchMethod,
+        Policy,
+        PreviewMethod,
+        ReadingPolicy,
+        ReuseMethod,
+    )
 
     try:
         needs = [_TAPS[tap.kind] for tap in cls().taps()]
@@ -293,6 +302,10 @@ def _needs(cls: Any) -> list[str]:
         needs = []
     if issubclass(cls, FramesMethod):
         needs.append("pixels (prepare)")
+    if issubclass(cls, PatchMethod):
+        needs.append("pixels")
+    if issubclass(cls, ReuseMethod):
+        needs.append("tower keys")
     if issubclass(cls, EncoderMethod):
         needs.append("CLS attention" if cls.needs_cls else "tower keys")
     if issubclass(cls, LayerMethod):

@@ -19,7 +19,8 @@ class Stage:
 
     ``tokens_in`` reached it, the budget resolved to ``resolved`` (None where the content decides, see the notes), and
     ``tokens_kept`` stayed. At site ``cache`` these are keys of a layer, mean over layers and heads; for a stand-alone encoder
-    the patches of all pictures.
+    the patches of all pictures, and where frames reuse parts of others, the patches of the clips and how many a
+    layer of the tower computes.
     """
 
     site: str

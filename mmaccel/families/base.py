@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from .tower import EncoderCall, Towers
 JOINED = "is read behind several layers, whose tokens must be the same"
 #: text models whose RoPE turns neighbours instead of halves, or leaves layers out
 _OTHER_ROPE = ("cohere", "cohere2", "smollm3")
+#: deviations of the colours of large sets of pictures, by which towers are trained
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 _TURN = re.compile(r"\bassistant\s*:\s*$", re.IGNORECASE)
 
 
@@ -167,11 +171,16 @@ class Family(Towers):
         return list(layer) if isinstance(layer, (list, tuple)) else [layer]
 
     @property
-    def feature_layer(self) -> int:
-        """The tower layer (counted from 0) whose output the language model reads; where it reads several, the last of them."""
+    def read_at(self) -> list[int]:
+        """The same, as tower layers are counted from 0."""
         depth = self.tower_depth
         # hidden_states[i] is the output of layer i - 1
-        return max(layer - 1 if layer >= 0 else depth + layer for layer in self.read_layers)
+        return [layer - 1 if layer >= 0 else depth + layer for layer in self.read_layers]
+
+    @property
+    def feature_layer(self) -> int:
+        """The tower layer (counted from 0) whose output the language model reads; where it reads several, the last of them."""
+        return max(self.read_at)
 
     def tap_layer(self, layer: float | None) -> int:
         """The tower layer a tap means; None is the layer whose attention shaped the features."""
@@ -184,6 +193,39 @@ class Family(Towers):
         if not 0 <= number < depth:
             raise UnsupportedError(f"{self.name}: the vision tower has {depth} layers, there is no layer {layer}.")
         return number
+
+    # --- what goes into the towers ------------------------------------------------------------------------------
+    @property
+    def image_std(self) -> tuple[float, ...]:
+        """By what the processor divided the colours; without a processor, as usual for the tower."""
+        given = getattr(getattr(self.processor, "image_processor", None), "image_std", None)
+        return tuple(given) if given else self.usual_std
+
+    @property
+    def usual_std(self) -> tuple[float, ...]:
+        """What models with such a tower divide by."""
+        kind = str(self.vision.model_type)
+        return CLIP_STD if "clip" in kind else IMAGENET_STD if "internvl" in kind else (0.5, 0.5, 0.5)
+
+    def unit_pixels(self, encoded: EncoderCall, pixels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The pixels of the patches that the projector joins (see :meth:`units`) in what a tower is given: per size of tiles or
+        frames ``[N, h, w, d]`` float32, and ``[N, h * w, u]`` long, which patches these are, counted tile by tile."""
+        n, colours, height, width = pixels.shape
+        size = self.vision.patch_size
+        down, across = (size, size) if isinstance(size, int) else size
+        rows, columns = height // down, width // across
+        scaled = pixels.float() * pixels.new_tensor(self.image_std, dtype=torch.float32).view(-1, 1, 1)
+        cut = scaled.view(n, colours, rows, down, columns, across).permute(0, 2, 4, 1, 3, 5)
+        units = self.units(encoded, rows * columns).to(pixels.device)
+        factor = math.isqrt(units.shape[1])
+        values = cut.reshape(n, rows * columns, -1)[:, units].flatten(2)
+        first = torch.arange(n, device=pixels.device)[:, None, None] * (rows * columns)
+        return [(values.view(n, rows // factor, columns // factor, -1), first + units)]
+
+    def tower_order(self, encoded: EncoderCall) -> Tensor | None:
+        """``[patches]`` long: which of the patches that it is given stands at each place of a tower's sequence; None where they
+        stand as they are given."""
+        return None
 
     # --- what comes out of the towers -------------------------------------------------------------------------
     def features(self, output: Any) -> list[Tensor]:

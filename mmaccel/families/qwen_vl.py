@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
-from .base import Call, Continued, Description, Facts, Family, Wrapper
+from .base import CLIP_STD, Call, Continued, Description, Facts, Family, Wrapper
 from .tower import EncoderCall
 
 
@@ -54,14 +54,37 @@ class Qwen2VL(Family):
 
     def frames(self, encoded: EncoderCall) -> list[list[int]]:
         """The tower packs the frames of all pictures; attention stays inside a frame."""
+        return [[h * w] * t for t, h, w in self._given_grids(encoded)]
+
+    def _given_grids(self, encoded: EncoderCall) -> list[tuple[int, int, int]]:
+        """(t, h, w) of every picture or clip in patches, whichever the tower is given."""
         given: Any = next(value for name, value in encoded.arguments.items() if name.endswith("grid_thw"))
-        return [[h * w] * t for t, h, w in given.tolist()]
+        return [(t, h, w) for t, h, w in given.tolist()]
+
+    @property
+    def usual_std(self) -> tuple[float, ...]:
+        """That of CLIP."""
+        return CLIP_STD
+
+    def unit_pixels(self, encoded: EncoderCall, pixels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A row of ``pixels`` is a patch, those of a block stand one behind the other; every frame by itself."""
+        colours = torch.tensor(self.image_std, device=pixels.device)[:, None]
+        scaled = (pixels.float().view(len(pixels), len(colours), -1) * colours).flatten(1)
+        first, joined, of_size = 0, self.merge**2, dict[tuple[int, int], list[Tensor]]()
+        for t, h, w in self._given_grids(encoded):
+            frames = torch.arange(first, first + t * h * w).view(t, -1, joined)
+            of_size.setdefault((h // self.merge, w // self.merge), []).append(frames)
+            first += t * h * w
+        found = []
+        for (h, w), places in of_size.items():
+            at = torch.cat(places).to(pixels.device)
+            found.append((scaled[at].view(len(at), h, w, -1), at))
+        return found
 
     def grids(self, modality: Modality, encoded: EncoderCall) -> list[tuple[int, int, int]]:
         """(t, h, w) of every picture in tokens."""
-        # Qwen3-VL encodes clips with the function for images
-        given: Any = encoded.arguments.get(f"{modality}_grid_thw", encoded.arguments.get("image_grid_thw"))
-        return [(int(t), int(h) // self.merge, int(w) // self.merge) for t, h, w in given.tolist()]
+        # Qwen3-VL encodes clips with the function for images, so the argument's name says nothing
+        return [(t, h // self.merge, w // self.merge) for t, h, w in self._given_grids(encoded)]
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """From the grids the tower was given."""
@@ -114,6 +137,11 @@ class Qwen25VL(Qwen2VL):
         order = torch.cat(self.window_order(modality, encoded)).to(merged.device)
         return torch.empty_like(merged).index_copy_(0, order, merged)
 
+    def tower_order(self, encoded: EncoderCall) -> Tensor:
+        """Windows one behind the other."""
+        blocks = torch.cat(self.window_order("image", encoded))
+        return (blocks[:, None] * self.merge**2 + torch.arange(self.merge**2)).flatten()
+
     def window_order(self, modality: Modality, encoded: EncoderCall) -> list[Tensor]:
         """Which token stands at each place of the tower's sequence: windows in raster order, cells in raster order in
         each; one tensor a picture."""
@@ -134,6 +162,8 @@ class Qwen3VL(Qwen2VL):
     model_types = ("qwen3_vl",)
     place = 8
     facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
+
+    usual_std = (0.5, 0.5, 0.5)
 
     def __init__(self, model: nn.Module | Description, processor: Any = None) -> None:
         super().__init__(model, processor)

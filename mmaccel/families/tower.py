@@ -83,6 +83,12 @@ class Towers(ABC):
         """Modules that read the tokens between layers, and need the full grid."""
         return []
 
+    def first_norm(self, layer: nn.Module) -> nn.Module:
+        """The norm before the attention of a pre-norm layer."""
+        norms = ("layer_norm1", "layernorm_before", "norm1", "ln_1")
+        found: nn.Module = next(getattr(layer, name) for name in norms if hasattr(layer, name))
+        return found
+
     def second_half(self, layer: nn.Module) -> tuple[nn.Module, nn.Module]:
         """The norm before the MLP of a pre-norm layer, whose input is the sum behind the attention, and the MLP."""
         norms = ("layer_norm2", "layernorm_after", "norm2", "ln_2")

@@ -6,8 +6,10 @@ from .frames import FrameChoice, FramesMethod
 from .guided import AttentionGuided
 from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
 from .layers import LayerAttention, LayerMethod, Layerwise
+from .patches import PatchMethod
 from .preview import PreviewMethod
 from .reading import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
+from .reuse import ReuseMethod
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
 
 __all__ = [
@@ -28,12 +30,14 @@ __all__ = [
     "Method",
     "ModelFacts",
     "Observed",
+    "PatchMethod",
     "Picked",
     "Policy",
     "PreviewMethod",
     "ProjectorMethod",
     "ReadStep",
     "ReadingPolicy",
+    "ReuseMethod",
     "Site",
     "Tap",
     "TokenBatch",

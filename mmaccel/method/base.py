@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 
 #: (t, h, w)
 Grid = tuple[int, int, int]
-Site = Literal["frames", "encoder", "projector", "layers", "cache", "codec"]
+Site = Literal["frames", "patches", "encoder", "projector", "layers", "cache", "codec"]
 #: ``exact``: what the paper says, and budgets that are met; ``official``: what the authors' program does
 Variant = Literal["exact", "official"]
 
@@ -75,6 +75,10 @@ class ModelFacts(TowerFacts, Protocol):
     deepstack: int
     #: whether RoPE turns queries and keys as two halves, in every layer
     halves: bool
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """What it is shown as such, ``image`` and ``video``."""
 
     @property
     def depth(self) -> int:

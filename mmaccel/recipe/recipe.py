@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from ..method.keys import Policy
 
 Positions = Literal["keep", "gap", "paper"]
-_SITES = ("frames", "encoder", "projector", "layers", "cache", "codec")
+#: sites at which tokens are dropped
+_BEFORE_CACHE = ("patches", "encoder", "projector", "layers")
+_SITES = ("frames", "patches", "encoder", "projector", "layers", "cache", "codec")
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,8 +108,8 @@ class Recipe:
     Parameters
     ----------
     name : what it is called.
-    stages : at most one ``encoder`` stage; any number at ``projector``; ``layers`` stages at rising layers; at most one
-        ``cache`` stage; one ``codec`` stage, or two of which one is ``visual_only`` and the other ``text_only``.
+    stages : at most one stage at ``patches`` or ``encoder``; any number at ``projector``; ``layers`` stages at rising layers;
+        at most one ``cache`` stage; one ``codec`` stage, or two of which one is ``visual_only`` and the other ``text_only``.
     positions : ``keep`` (kept tokens keep their original order and position ids, text its own, and decoding continues after
         the unreduced prompt), which is the adjustment of GAP (*Grounding-Aware Token Pruning*, arXiv 2506.21873) and may
         be called ``gap`` where a recipe drops tokens; or ``paper`` (what the authors did: most renumber what enters
@@ -152,8 +154,15 @@ class Recipe:
             raise MmaccelError(
                 f"Recipe {self.name!r}: stages must follow the order of the sites, {' -> '.join(_SITES)}."
             )
-        if any(order.count(_SITES.index(site)) > 1 for site in ("encoder", "cache")):
-            raise MmaccelError(f"Recipe {self.name!r}: one method each at sites 'encoder' and 'cache' is the most.")
+        if any(order.count(_SITES.index(site)) > 1 for site in ("patches", "encoder", "cache")):
+            raise MmaccelError(
+                f"Recipe {self.name!r}: one method each at sites 'patches', 'encoder' and 'cache' is the most."
+            )
+        if {_SITES.index("patches"), _SITES.index("encoder")} <= set(order):
+            raise MmaccelError(
+                f"Recipe {self.name!r}: patches are left out of the tower, or tokens are merged or reused in it, not both; "
+                "leave out the stage at site 'patches' or the one at site 'encoder'."
+            )
         for stage in self.stages:
             if stage.retain is not None:
                 check_retain(stage.retain)
@@ -188,7 +197,7 @@ class Recipe:
     @property
     def _token_stages(self) -> list[int]:
         """The stages before and inside the language model."""
-        return [i for i, s in enumerate(self.stages) if method(s.method).site in ("encoder", "projector", "layers")]
+        return [i for i, s in enumerate(self.stages) if method(s.method).site in _BEFORE_CACHE]
 
     @property
     def primary(self) -> int | None:
@@ -276,7 +285,7 @@ class Recipe:
         at = [m.layer for _, m in built if isinstance(m, LayerMethod)]
         if len({type(layer) for layer in at}) == 1 and at != sorted(set(at)):
             raise MmaccelError(f"Recipe {self.name!r}: methods inside the language model need rising layers, not {at}.")
-        if self.positions == "gap" and not any(m.site in ("encoder", "projector", "layers") for _, m in built):
+        if self.positions == "gap" and not any(m.site in _BEFORE_CACHE for _, m in built):
             raise MmaccelError(
                 f"positions='gap' is about tokens that are dropped before or inside the language model, and recipe "
                 f"{self.name!r} drops none there; leave it out."

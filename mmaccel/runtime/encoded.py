@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..core.layout import Modality
 from ..families.tower import EncoderCall
-from .merged import Merged
+from .reused import Frames
+from .shortened import Shortened
 
 
 @dataclass
@@ -15,8 +17,12 @@ class Encoded(EncoderCall):
     """One call of ``get_image_features`` or ``get_video_features``, and what was seen of it.
 
     taps : per (kind, tower layer) what each attention call of that layer delivered, in order.
-    merged : the merge inside the tower, if the recipe has one.
+    modality : which of the two functions it was.
+    merged : what is left in the tower, if the recipe merges tokens there or leaves patches out.
+    reused : which frames take parts of others, if the recipe reuses some.
     """
 
     taps: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
-    merged: Merged | None = None
+    merged: Shortened | None = None
+    modality: Modality = "image"
+    reused: Frames | None = None

@@ -49,6 +49,12 @@ def hook_features(plan: Plan, taps: Taps, hook: Callable[..., None]) -> None:
         hook(plan.towers.second_half(layer)[1].register_forward_hook(functools.partial(see_shift, number)))
 
 
+def merged_of(encoded: Encoded | None) -> Merged | None:
+    """The merge in the run of a tower, if there is one."""
+    found = None if encoded is None else encoded.merged
+    return found if isinstance(found, Merged) else None
+
+
 class EncoderMerging:
     """The hooks of an encoder-site method on the towers of one model.
 
@@ -88,8 +94,7 @@ class EncoderMerging:
             hidden = args[0] if args else kwargs["hidden_states"]
             if number == 0:
                 scope.encoding.merged = self._start(scope, scope.encoding, hidden)
-            merged = scope.encoding.merged
-            if merged is None:
+            if (merged := self._merged()) is None:
                 return None
             merged.enter(self.layers.index(number) if number in self.layers else None)
             if hidden.dim() == 3 or len(merged.place) == len(merged.owner):
@@ -141,7 +146,7 @@ class EncoderMerging:
 
     def _merged(self) -> Merged | None:
         scope = current(self.plan)
-        return None if scope is None or scope.encoding is None else scope.encoding.merged
+        return None if scope is None else merged_of(scope.encoding)
 
     def _between(self, depth: float) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -19,8 +19,8 @@ from ..families.tower import Towers
 from ..merging.aim import AimMerge
 from ..method import TokenBatch
 from .encoded import Encoded
-from .merged import Merged
 from .plan import Plan, record
+from .shortened import Shortened
 
 
 def settle(
@@ -40,7 +40,7 @@ def settle(
     there, rows = units.valid, units.row
     size = there.sum(1).tolist()
     count = counts(stage.budget, size, size, units.picture)
-    target = _targets(plan.towers, layout, encoded)
+    target = targets(plan.towers, layout, encoded)
     for row, places, valid, wanted in zip(rows.tolist(), units.places, there, count.tolist(), strict=True):
         at = places[valid]
         more = at[_further(target[row, at], at, wanted)]
@@ -68,8 +68,8 @@ def settle(
     return merged, rest.relabel(left.places, left.row, target.shape)
 
 
-def _targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, Encoded]) -> Tensor:
-    """What the merge in the towers makes of the places, ``[B, S]`` long on the CPU: where each token flows, -1 if dropped.
+def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, Encoded]) -> Tensor:
+    """What became of the places in the towers, ``[B, S]`` long on the CPU: where each token flows, -1 if dropped.
 
     A group stays at the place its merged token has in the tower, or at its first place if that one was cropped. Where a
     token is a blend of patches that do not merge as one (pooled clips), it stays if any of them stands for its group.
@@ -92,7 +92,7 @@ def _targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, Encoded]
     return target
 
 
-def _held(towers: Towers, modality: Modality, encoded: Encoded, merged: Merged) -> tuple[Tensor, Tensor]:
+def _held(towers: Towers, modality: Modality, encoded: Encoded, merged: Shortened) -> tuple[Tensor, Tensor]:
     """Of every token the tower delivers for, ``[tokens]`` on the CPU: the number of its group, and whether it stands for
     it. Blends have groups of their own, negative."""
     own = torch.arange(len(merged.owner), device=merged.owner.device)

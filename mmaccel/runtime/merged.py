@@ -9,6 +9,7 @@ from ..core.masks import true_first
 from ..core.reduction import Reduction, segment_sum
 from ..errors import MmaccelError, UnsupportedError
 from ..method import EncoderMethod, EncoderTokens
+from .shortened import Shortened
 
 
 class Flow:
@@ -45,28 +46,23 @@ class Run:
         self.slots, self.plan = slots, plan
 
 
-class Merged:
-    """The merging state of one run of a tower; its tokens are counted in one flat sequence, tile after tile.
+class Merged(Shortened):
+    """The merging state of one run of a tower.
 
     size : ``[S]`` float, patches (or blocks of patches) that each remaining token stands for.
-    owner : ``[S0]`` long, the remaining token that each original token (CLS included) is part of.
-    place : ``[S]`` long, the original token in whose place each remaining one stands; ascending.
     """
 
     def __init__(self, method: EncoderMethod, cls: int, tiles: int, tokens: int, device: torch.device) -> None:
-        self.method, self.cls, self.tiles = method, cls, tiles
+        super().__init__(cls, tiles, tokens, device)
+        self.method = method
         self.size = torch.ones(tokens, device=device)
-        self.owner = torch.arange(tokens, device=device)
-        self.place = torch.arange(tokens, device=device)
         self.runs: list[Run] = []
         #: which of the merging layers runs, if it removes anything; the merge it decides on
         self.layer: int | None = None
         self.flow: Flow | None = None
-        self.open = True
         self.seen = 0
         self._keys: list[Tensor] = []
         self._attention: list[Tensor] = []
-        self._parts: dict[tuple[str, int], list[Tensor]] = {}
 
     def enter(self, layer: int | None) -> None:
         """A layer begins; ``layer`` is its number among the merging layers."""
@@ -75,10 +71,7 @@ class Merged:
         self._keys, self._attention = [], []
 
     def attention(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
-        """Note what decides the merge behind this attention; weigh merged tokens by the patches they stand for.
-
-        ``query [N, H, 1 or T, d]`` and ``key [N, H, T, d]`` are those of the next ``N T`` tokens.
-        """
+        """Note what decides the merge behind this attention; weigh merged tokens by the patches they stand for."""
         if not self.open:
             return mask
         first, self.seen = self.seen, self.seen + key.shape[0] * key.shape[2]
@@ -138,27 +131,8 @@ class Merged:
         """``[S, C]`` in the shape the tower works in."""
         return flat if like.dim() == 2 else flat.view(self.tiles, -1, flat.shape[-1])
 
-    def restore(self, key: tuple[str, int], values: Tensor) -> Tensor | None:
-        """Tapped values ``[N, T - cls, ...]`` on the full grid, ``[N, T0 - cls, ...]``, once all calls of a layer delivered
-        theirs; None before."""
-        if not self.open:
-            return values
-        parts = self._parts.setdefault(key, [])
-        parts.append(values)
-        flat = torch.cat([part.flatten(0, 1) for part in parts])
-        if len(flat) < len(self.place) - self.cls * self.tiles:
-            return None
-        del self._parts[key]
-        owner = self.patches(self.owner)
-        width = len(self.place) // self.tiles
-        return flat[owner - self.cls * (owner // width + 1)]
-
     def reduction(self) -> Reduction:
         """The same as data, over the patches of each tile: ``[tiles, T0 - cls]``."""
         first = torch.arange(self.tiles, device=self.owner.device)[:, None] * (len(self.owner) // self.tiles) + self.cls
         target = self.patches(self.place[self.owner]) - first
         return Reduction.merge(target, torch.ones_like(target, dtype=torch.bool))
-
-    def patches(self, values: Tensor) -> Tensor:
-        """``[S0] -> [tiles, T0 - cls]``."""
-        return values.view(self.tiles, -1)[:, self.cls :]

@@ -14,7 +14,17 @@ from ..families import Family
 from ..families.text import TextTower
 from ..families.tower import Towers
 from ..kv.codecs import Codec, TokenGroup, token_groups
-from ..method import EncoderMethod, FramesMethod, LayerMethod, Method, Policy, ProjectorMethod, TokenMethod
+from ..method import (
+    EncoderMethod,
+    FramesMethod,
+    LayerMethod,
+    Method,
+    PatchMethod,
+    Policy,
+    ProjectorMethod,
+    ReuseMethod,
+    TokenMethod,
+)
 from ..recipe import Recipe, Stage
 from ..recipe.recipe import renamed
 
@@ -66,6 +76,11 @@ class Plan:
         """Whether anything happens between pixels and the cache."""
         return any(stage.method.site != "frames" for stage in self.stages)
 
+    @property
+    def in_towers(self) -> bool:
+        """Whether the towers make something else of the same pixels."""
+        return any(stage.method.site in ("patches", "encoder") for stage in self.stages)
+
 
 @dataclass(frozen=True, eq=False)
 class EncoderPlan(Plan):
@@ -79,6 +94,7 @@ class ModelPlan(Plan):
     """A recipe on a model with a language model.
 
     towers : the model's family.
+    patches : the stage in front of the towers, if there is one. reuse : that between frames inside them.
     projector : the stages between the towers and the language model.
     stage_at_layer : the stage that works at the input of a decoder layer.
     policy : the stage that evicts keys. token_groups : the groups of tokens that codecs pack alike.
@@ -86,6 +102,8 @@ class ModelPlan(Plan):
     """
 
     towers: Family
+    patches: PlannedStage[PatchMethod] | None = None
+    reuse: PlannedStage[ReuseMethod] | None = None
     projector: tuple[PlannedStage[ProjectorMethod], ...] = ()
     stage_at_layer: Mapping[int, PlannedStage[LayerMethod]] = field(default_factory=dict)
     policy: PlannedStage[Policy] | None = None
@@ -142,6 +160,8 @@ class ModelPlan(Plan):
             stages=stages,
             encoder=next(iter(_of(EncoderMethod, stages)), None),
             origin=self,
+            patches=next(iter(_of(PatchMethod, stages)), None),
+            reuse=next(iter(_of(ReuseMethod, stages)), None),
             projector=_of(ProjectorMethod, stages),
             stage_at_layer={at: stages[stage.number] for at, stage in self.stage_at_layer.items()},
             policy=next(iter(_of(Policy, stages)), None),
@@ -265,6 +285,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
             f"Recipe {recipe.name!r} works on pixels, which the model never sees; call "
             f"processor = prepare(processor, {recipe.name!r}), use that processor, and give it as processor=."
         )
+    _check_reuse(stages)
     policies = _of(Policy, stages)
     at_layer = _stage_at_layer(recipe, _of(LayerMethod, stages), family, notes)
     return ModelPlan(
@@ -274,6 +295,8 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
         next(iter(_of(EncoderMethod, stages)), None),
         tuple(notes),
         checked_kernels(kernels),
+        patches=next(iter(_of(PatchMethod, stages)), None),
+        reuse=next(iter(_of(ReuseMethod, stages)), None),
         projector=_of(ProjectorMethod, stages),
         stage_at_layer=at_layer,
         policy=policies[0] if policies else None,
@@ -284,6 +307,17 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
             if (name := stage.method.text_tower)
         },
     )
+
+
+def _check_reuse(stages: tuple[PlannedStage[Method], ...]) -> None:
+    """Refuse methods that look at what a tower does not compute of every frame."""
+    for reuse in _of(ReuseMethod, stages):
+        for method in (stage.method for stage in stages):
+            if any(tap.kind != "features" for tap in method.taps()):
+                raise UnsupportedError(
+                    f"{method.name} looks at the attention inside the vision tower, of which {reuse.method.name} computes a "
+                    "part only; use 'divprune' or another method that reads the visual tokens alone, or leave out one of them."
+                )
 
 
 def _of(kind: type, stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage[Any], ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..method import PreviewMethod
-from . import encoder_groups, tokens
+from . import encoder_groups, patches, tokens
 from .forward import Prompt, StageResult, rows_at, sent
 from .lookahead import first_pass
 from .plan import ModelPlan
@@ -53,8 +53,10 @@ def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any], scope: Scope[Mode
     embeds, plan = kwargs["inputs_embeds"], prompt.plan
     deepstack = plan.family.deep_features(kwargs)
     planes = _planes(*deepstack) if deepstack is not None else []
-    works = plan.encoder is not None or plan.projector
+    works = plan.patches is not None or plan.encoder is not None or plan.projector
     with prompt.measured("selection", embeds.device) if works else nullcontext():
+        if plan.patches is not None:
+            patches.leave_out(prompt, plan.patches)
         found = encoder_groups.settle(plan, prompt.stats, prompt.layout, prompt.encoded, embeds)
         if plan.encoder is not None and found is not None:
             # the tokens hold their merged values already; DeepStack features were taken while groups were smaller

@@ -19,7 +19,7 @@ from .scope import current
 class Remembered:
     """What the vision towers made of the pixels of one batch: features by modality, and every tap that was asked for so far.
 
-    A recipe that asks for a tap that none before it did makes the towers run once more. Recipes that merge inside the towers,
+    A recipe that asks for a tap that none before it did makes the towers run once more. Recipes that work inside the towers,
     or work on pixels, cannot be answered from here: the first run as if nothing were remembered, with the others
     :meth:`on` is not to be used.
 
@@ -53,7 +53,7 @@ class Remembered:
         def features(*args: Any, **kwargs: Any) -> Any:
             scope = current()
             encoded = scope.encoding if scope is not None else None
-            if scope is not None and scope.plan.encoder is not None:
+            if scope is not None and scope.plan.in_towers:
                 return original(*args, **kwargs)
             wanted = set()
             if scope is not None and encoded is not None:

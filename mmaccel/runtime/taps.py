@@ -65,6 +65,7 @@ class Taps:
         number = self.numbers.get(id(module))
         if encoded.merged is not None:
             mask = encoded.merged.attention(query, key, mask, scaling)
+        real = None if encoded.merged is None else encoded.merged.real
         cls = int(self.towers.has_cls)
         for kind in sorted(self.layers.get(number, ()) if number is not None else ()):
             if kind == "cls_attention":
@@ -80,9 +81,10 @@ class Taps:
             elif kind == "keys_unsplit":
                 self._put(encoded, kind, number, key.transpose(1, 2).flatten(2)[:, cls:])
             elif kind == "received_attention":
-                self._put(encoded, kind, number, received_attention(query, key, mask, scaling)[:, cls:])
+                self._put(encoded, kind, number, received_attention(query, key, mask, scaling, real=real)[:, cls:])
             elif kind == "patch_attention":
-                found = received_attention(query[:, :, cls:], key, mask, scaling, first=cls)
+                rows = None if real is None else real[:, cls:]
+                found = received_attention(query[:, :, cls:], key, mask, scaling, first=cls, real=rows)
                 self._put(encoded, kind, number, found[:, cls:])
             elif kind == "keys":
                 self._put(encoded, kind, number, key.mean(1)[:, cls:])
@@ -128,11 +130,17 @@ def additive(mask: Tensor) -> Tensor:
 
 
 def received_attention(
-    query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, first: int | None = None
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    first: int | None = None,
+    real: Tensor | None = None,
 ) -> Tensor:
     """``[N, T]`` float32: attention each key receives, mean over heads and queries, in blocks of query rows.
 
-    With ``first`` the queries are those from that place on, and what a token pays itself does not count.
+    With ``first`` the queries are those from that place on, and what a token pays itself does not count. ``real [N, rows]``
+    says which queries are no padding.
     """
     total, rows = torch.zeros(key.shape[0], key.shape[2], device=key.device), query.shape[2]
     for start in range(0, rows, BLOCK):
@@ -143,5 +151,7 @@ def received_attention(
         paid = logits.softmax(-1).mean(1)
         if first is not None:
             paid.diagonal(start + first, 1, 2).zero_()
-        total += paid.sum(1)
+        total += (paid if real is None else paid * real[:, start : start + BLOCK, None]).sum(1)
+    if real is not None:
+        return total / (real.sum(1, keepdim=True) - int(first is not None)).clamp(min=1)
     return total / max(1, rows if first is None else rows - 1)

@@ -21,9 +21,11 @@ from mmaccel.method import (
     KeyBatch,
     Method,
     Observed,
+    PatchMethod,
     Policy,
     ReadingPolicy,
     ReadStep,
+    ReuseMethod,
     TokenBatch,
     TokenMethod,
     registry,
@@ -39,6 +41,12 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         if links is not None:
             links = Links(links.batch, (links.slot + 1) % n, (links.source + 1) % n, links.weight).sorted(n)
         return Reduction(made.kept.roll(1, 1), made.valid, links)
+
+    def predict(self: PatchMethod, pixels: Tensor) -> Tensor:
+        return kind.predict(self, pixels).roll(1, -1)  # type: ignore[attr-defined]
+
+    def recompute(self: ReuseMethod, keys: Tensor, stored: Tensor) -> Tensor:
+        return ((kind.recompute(self, keys, stored) + 1) % keys.shape[1]).sort().values  # type: ignore[attr-defined]
 
     def match(self: EncoderMethod, tokens: EncoderTokens, remove: int) -> Tensor:
         def roll(x: Tensor) -> Tensor:
@@ -78,6 +86,10 @@ def shifted(kind: type[Method]) -> dict[str, Any]:
         return {"recall": recall, "score": score} if kind.recall is not Policy.recall else {"score": score}
     if issubclass(kind, TokenMethod):
         return {"reduce": reduce}
+    if issubclass(kind, ReuseMethod):
+        return {"recompute": recompute}
+    if issubclass(kind, PatchMethod):
+        return {"predict": predict}
     if issubclass(kind, EncoderMethod):
         return {"match": match, "schedule": schedule}
     return {"pack": pack} if issubclass(kind, Codec) else {"pick": pick}

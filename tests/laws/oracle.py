@@ -241,7 +241,7 @@ def families_in_turn(names: Sequence[str], each: int = 1, of: Sequence[str] = zo
 
 def shortens(name: str) -> bool:
     """Whether a recipe has tokens reach fewer layers, and not only their keys leave the cache."""
-    return any(has_site(name, site) for site in ("encoder", "projector", "layers"))
+    return any(has_site(name, site) for site in ("patches", "encoder", "projector", "layers"))
 
 
 @functools.cache

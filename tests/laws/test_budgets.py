@@ -16,7 +16,7 @@ from PIL import Image
 import mmaccel
 from mmaccel import UnsupportedError, accelerated, prepare, recipes
 from mmaccel.frames.clip import FrameEncoder
-from mmaccel.method import EncoderMethod, FramesMethod, LayerMethod, Policy, ProjectorMethod
+from mmaccel.method import EncoderMethod, FramesMethod, LayerMethod, Policy, ProjectorMethod, TokenMethod
 from mmaccel.method.registry import methods
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -39,7 +39,13 @@ def sites(name):
     return {methods()[stage.method].site for stage in recipes()[name].stages}
 
 
-NAMES = tuple(name for name in oracle.named_recipes() if sites(name) - {"frames", "codec"})
+#: where something has a budget in tokens or keys
+KINDS = (EncoderMethod, TokenMethod, Policy)
+NAMES = tuple(
+    name
+    for name in oracle.named_recipes()
+    if any(issubclass(methods()[stage.method], KINDS) for stage in recipes()[name].stages)
+)
 
 
 def few(family, kind, name):

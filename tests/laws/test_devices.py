@@ -41,6 +41,7 @@ WAITS_A_CUT = 4
 #: launches a layer above those of the bare model, at the prompt and in a step, by the sites of a recipe
 LAUNCHES = {
     "frames": (0, 0),
+    "patches": (0, 0),
     "encoder": (0, 0),
     "projector": (0, 0),
     "layers": (60, 1),

@@ -24,7 +24,16 @@ from mmaccel.kv.policies.streaming_llm import StreamingLLM
 from mmaccel.layers.fastv import FastV
 from mmaccel.media.draw import overlay
 from mmaccel.merging.pool import Pool, window_grid
-from mmaccel.method import EncoderMethod, EncoderTokens, FramesMethod, KeyBatch, Policy, TokenMethod
+from mmaccel.method import (
+    EncoderMethod,
+    EncoderTokens,
+    FramesMethod,
+    KeyBatch,
+    PatchMethod,
+    Policy,
+    ReuseMethod,
+    TokenMethod,
+)
 from mmaccel.pruning.attention_received import AttentionReceived
 from mmaccel.pruning.divprune import DivPrune, max_min_diverse
 from mmaccel.pruning.random import Random
@@ -115,7 +124,9 @@ def test_every_built_in_method_describes_itself() -> None:
         assert name == method.name and method.summary and cls.__doc__
         with pytest.raises(AttributeError):
             method.name = "another"  # type: ignore[misc]
-        assert isinstance(method, TokenMethod | EncoderMethod | Policy | Codec | FramesMethod)
+        assert isinstance(
+            method, TokenMethod | PatchMethod | EncoderMethod | ReuseMethod | Policy | Codec | FramesMethod
+        )
     with pytest.raises(MmaccelError, match="divprune"):
         mmaccel.method("div-prune")
 

@@ -34,7 +34,8 @@ from .settings import Settings
 #: why a recipe with a method of this site is refused
 _ELSEWHERE = {
     "frames": "works on pixels before the processor; use mmaccel.prepare on transformers",
-    "encoder": "merges tokens inside the vision tower, which is vLLM's own",
+    "patches": "leaves patches out of the vision tower, which is vLLM's own",
+    "encoder": "works inside the vision tower, which is vLLM's own",
     "layers": "works inside the language model, and vLLM has no hook there",
     "cache": "works on the KV cache, which vLLM manages in blocks of its own",
     "codec": "packs the KV cache, which vLLM manages in blocks of its own",

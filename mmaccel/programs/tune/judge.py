@@ -152,7 +152,7 @@ class Exam:
         own = processor is self.processor
         inputs = self.inputs if own else inputs_of(self.model, processor, self.batch)
         built = [method for _, method in recipe.build()]
-        remembers = own and all(method.site != "encoder" for method in built)
+        remembers = own and all(method.site not in ("patches", "encoder") for method in built)
         memory = self.memory.on(self.family) if remembers else nullcontext()
         at_every_step = any(isinstance(method, Policy) and method.decodes for method in built)
         seen: list[Any] = []

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 #: slots in the order of their sites; merging inside the tower and pruning behind it stand for each other
 SLOTS: Mapping[str, str] = {
     "frames": "pixels",
+    "patches": "tokens",
     "encoder": "tokens",
     "projector": "tokens",
     "layers": "layers",

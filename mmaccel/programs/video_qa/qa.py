@@ -33,7 +33,7 @@ from ...families.load import load_model
 from ...kv.cache import CacheState, adopt
 from ...media.files import Prompt, encode
 from ...media.prepare import prepare
-from ...method import EncoderMethod, FrameChoice, FramesMethod, ProjectorMethod
+from ...method import EncoderMethod, FrameChoice, FramesMethod, PatchMethod, ProjectorMethod, ReuseMethod
 from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage
 from ...recipe import recipe as find_recipe
@@ -235,7 +235,7 @@ def needs_own_prefill(recipe: Recipe) -> str | None:
     for _, method in recipe.build():
         if getattr(method, "needs_question", False):
             return f"{method.name} looks at the question"
-        if not isinstance(method, (FramesMethod, EncoderMethod, ProjectorMethod)):
+        if not isinstance(method, (FramesMethod, PatchMethod, EncoderMethod, ReuseMethod, ProjectorMethod)):
             return f"{method.name} works while the question is read"
     return "positions='paper' renumbers what stands before the question" if recipe.positions == "paper" else None
 

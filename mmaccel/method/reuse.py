@@ -1,0 +1,59 @@
+"""Methods that take what a vision tower made of an earlier frame in place of what it would make of this one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from .base import Method, ModelFacts
+
+
+class ReuseMethod(Method):
+    """Reuse between the frames of a clip, inside the vision tower; see :mod:`mmaccel.runtime.reuse`.
+
+    In every layer a part of the tokens of a frame is computed, the others take what attention and MLP gave the tokens at the
+    same places of its reference frame, which is computed whole. No token is dropped, and pictures are left as they are; it has
+    no budget.
+
+    Examples
+    --------
+    >>> class ByTurns(ReuseMethod):
+    ...     '''The first frame is the reference of all; every other token is computed.'''
+    ...
+    ...     name = "by-turns"
+    ...
+    ...     def references(self, frames):
+    ...         return [0] * frames
+    ...
+    ...     def recompute(self, keys, stored):
+    ...         return torch.arange(0, keys.shape[1], 2, device=keys.device).expand(len(keys), -1)
+    """
+
+    site = "encoder"
+    budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "none"
+    default_retain: ClassVar[float | None] = None
+
+    def suits(self, family: ModelFacts) -> None:
+        """Raise :class:`UnsupportedError` when :meth:`check` does, or the tower is not shown clips as such."""
+        why = family.closed or ("is not shown clips as such" if "video" not in family.modalities else None)
+        if why is not None:
+            raise UnsupportedError(
+                f"{self.name} reuses between frames what the vision tower made of them, and that of {family.name} {why}; use "
+                "'stc-pruner' or another method that reduces clips behind it."
+            )
+        self.check(family)
+
+    @abstractmethod
+    def references(self, frames: int) -> list[int]:
+        """The reference of each of the ``frames`` of a clip: itself, or an earlier frame that is its own reference."""
+
+    @abstractmethod
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        """``[N, u]`` long, ascending: the tokens of ``N`` frames that a layer computes.
+
+        ``keys [N, T, d]`` float32 are the layer's keys of these frames before rotary positions, all heads side by side, and
+        ``stored [N, T, d]`` those of their references. A CLS token is the first.
+        """

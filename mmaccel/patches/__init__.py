@@ -1,0 +1,1 @@
+"""Methods that leave patches out of a vision tower, one a file."""

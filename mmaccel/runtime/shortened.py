@@ -1,0 +1,89 @@
+"""The tokens that are left in one run of a vision tower, and the full grid that they stand for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Subsequence:
+    """A part of a packed sequence of frames.
+
+    place : ``[S]`` long, ascending, the tokens of the whole sequence ``[S0]`` that are in it.
+    """
+
+    def __init__(self, place: Tensor) -> None:
+        self.place = place
+        # layers are given the same tensors one after the other, and whoever looks at lengths waits for the device
+        self._bounds: list[tuple[Tensor, Tensor]] = []
+        self._rotary: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+
+    def bounds(self, given: Tensor) -> Tensor:
+        """Where frames or windows begin, ``[n + 1]``, among the tokens that are left; empty ones are gone."""
+        for known, made in self._bounds:
+            if known is given:
+                return made
+        made = torch.searchsorted(self.place, given.to(self.place)).to(given.dtype).unique_consecutive()
+        self._bounds.append((given, made))
+        return made
+
+    def rotary(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Rotary positions ``[S0, d]`` of the tokens that are left."""
+        for known, made in self._rotary:
+            if known is given[0]:
+                return made
+        made = tuple(x[self.place] for x in given)
+        self._rotary.append((given[0], made))
+        return made
+
+
+class Shortened(ABC):
+    """What became of the ``S0`` tokens of a run, CLS tokens included, counted in one flat sequence, tile after tile.
+
+    owner : ``[S0]`` long, the remaining token that each original token is part of, or is predicted from.
+    place : ``[S]`` long, the original token in whose place each remaining one stands; ascending.
+    open : whether the tower holds the remaining tokens only, and not the full grid.
+    """
+
+    def __init__(self, cls: int, tiles: int, tokens: int, device: torch.device) -> None:
+        self.cls, self.tiles = cls, tiles
+        self.owner = torch.arange(tokens, device=device)
+        self.place = torch.arange(tokens, device=device)
+        self.open = True
+        self._parts: dict[tuple[str, int], list[Tensor]] = {}
+
+    @abstractmethod
+    def attention(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
+        """The mask of an attention call with ``query [N, H, 1 or T, d]`` and ``key [N, H, T, d]``, those of the next ``N T``
+        tokens."""
+
+    @property
+    def real(self) -> Tensor | None:
+        """``[tiles, T]`` bool: which of the tokens that the tower holds are no padding; None where none are."""
+        return None
+
+    def restore(self, key: tuple[str, int], values: Tensor) -> Tensor | None:
+        """Tapped values ``[N, T - cls, ...]`` on the full grid, ``[N, T0 - cls, ...]``, once all calls of a layer delivered
+        theirs; None before."""
+        if not self.open:
+            return values
+        parts = self._parts.setdefault(key, [])
+        parts.append(self._there(values))
+        flat = torch.cat(parts)
+        if len(flat) < len(self.place) - self.cls * self.tiles:
+            return None
+        del self._parts[key]
+        # tokens are counted with CLS, values without
+        width = len(self.owner) // self.tiles
+        rank = (self.place % width >= self.cls).cumsum(0) - 1
+        return flat[rank[self.patches(self.owner)]]
+
+    def _there(self, values: Tensor) -> Tensor:
+        """``[N, T - cls, ...] -> [n, ...]``, without padding."""
+        return values.flatten(0, 1)
+
+    def patches(self, values: Tensor) -> Tensor:
+        """``[S0] -> [tiles, T0 - cls]``."""
+        return values.view(self.tiles, -1)[:, self.cls :]
