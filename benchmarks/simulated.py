@@ -30,6 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from mmaccel.families import draft
+from mmaccel.families.load import load_model
+
 #: operations that start no kernel beside views
 FREE = {"detach", "alias", "_unsafe_view", "lift_fresh", "_reshape_alias", "empty", "empty_like", "new_empty"}
 FREE |= {"empty_strided", "new_empty_strided", "_local_scalar_dense", "is_pinned"}
@@ -465,6 +468,13 @@ def _both(machine: Machine, kernel: Callable[..., Any], definition: Callable[...
     return run
 
 
+def _loaded(machine: Machine, name: str, device: str, dtype: str) -> Any:
+    """A draft on a simulated device."""
+    with _disable_current_modes(), machine.quiet():
+        model, _ = load_model(name, device="cpu", dtype=dtype)
+    return machine.put(model.requires_grad_(False), device)
+
+
 @contextmanager
 def machine(devices: int = 1) -> Iterator[Machine]:
     """A machine with so many devices, for as long as the block runs."""
@@ -474,6 +484,7 @@ def machine(devices: int = 1) -> Iterator[Machine]:
         for name, value in _patches(made).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         _kernels(made, stack)
+        stack.enter_context(mock.patch.object(draft, "_loaded", lambda *given: _loaded(made, *given)))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Functions(made))
         stack.enter_context(_Dispatch(made))

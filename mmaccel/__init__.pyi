@@ -115,6 +115,8 @@ from .pruning.prumerge import PruMerge as PruMerge
 from .pruning.prumerge import PruMergePlus as PruMergePlus
 from .pruning.random import Random as Random
 from .pruning.representation_shift import RepresentationShift as RepresentationShift
+from .pruning.specpc import SpecPC as SpecPC
+from .pruning.specprefill import SpecPrefill as SpecPrefill
 from .pruning.tokencorr import TokenCorr as TokenCorr
 from .pruning.uniform import Uniform as Uniform
 from .pruning.visiontrim import VisionTrim as VisionTrim

@@ -24,6 +24,7 @@ from torch import Tensor
 from mmaccel.core.layout import Layout, Segment, Tile, Units
 from mmaccel.kv.codecs.base import Codec
 from mmaccel.method import (
+    DraftMethod,
     EncoderMethod,
     EncoderTokens,
     FramesMethod,
@@ -182,6 +183,8 @@ def tokens_of(
     if isinstance(method, (LayerMethod, PreviewMethod)):
         names = method.look(attention_of(1, 9)).keys()
         signals |= {name: figures[..., i].masked_fill(~valid, torch.nan) for i, name in enumerate(names)}
+    if isinstance(method, DraftMethod):
+        signals["draft_match"] = figures[..., 0].masked_fill(~valid, torch.nan)
     if method.text_tower is not None:
         signals["patches"] = features.float().masked_fill(blank[..., None], torch.nan)
     question = torch.randn(len(valid), 5, width, generator=random).to(dtype) if method.needs_question else None

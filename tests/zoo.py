@@ -8,14 +8,18 @@ transformers gets the same model. Sequences are short: 16 to about 150 visual to
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import math
+import shutil
 import string
 import sys
+import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -715,6 +719,25 @@ def model(family: str, seed: int = 0, **text_overrides: Any) -> PreTrainedModel:
         Fields of the text configuration. `sliding_window=24` makes the text model of a LLaMA family a Mistral and
         turns on the windows of a Qwen2 in all layers (`max_window_layers=2` for half of them).
     """
+    result = _made(family, seed, text_overrides)
+    # methods may need a selector, or a draft, that lies beside the weights
+    folder = random_selectors.beside(result)
+    (folder / "draft").symlink_to(draft(family), target_is_directory=True)
+    result.config._name_or_path = str(folder)
+    return result
+
+
+@functools.cache
+def draft(family: str) -> Path:
+    """The folder of a model with other weights that reads the same prompts."""
+    folder = Path(tempfile.mkdtemp(prefix="drafts-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _made(family, 1, {}).save_pretrained(folder)
+    processor(family).save_pretrained(folder)
+    return folder
+
+
+def _made(family: str, seed: int, text_overrides: Mapping[str, Any]) -> PreTrainedModel:
     words = tokenizer(family)
     config = _family(family).config(text_overrides, len(words))
     if family != "got_ocr2":  # whose tower knows one way only
@@ -727,9 +750,7 @@ def model(family: str, seed: int = 0, **text_overrides: Any) -> PreTrainedModel:
     result.generation_config = GenerationConfig(
         pad_token_id=words.pad_token_id, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id
     )
-    # the method `learned` needs a selector that lies beside the weights
-    result.config._name_or_path = str(random_selectors.beside(result.eval()))
-    return result
+    return result.eval()
 
 
 @torch.no_grad()

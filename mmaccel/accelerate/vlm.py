@@ -203,6 +203,10 @@ class Accelerator(Handle):
             scope = self._scope(mmaccel, kwargs.get("past_key_values"))
             scope.plan.check_generation(*configs)
             scope.new_tokens = said("max_new_tokens", *configs)
+            if scope.plan.drafts:
+                # what generate makes of them may be encoded already
+                first = args[0] if args else kwargs.get("inputs")
+                scope.given = {"input_ids": first, **kwargs}
             push(scope)
             try:
                 made = original(*args, **kwargs)
@@ -268,6 +272,8 @@ class Accelerator(Handle):
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = kwargs.get("past_key_values")
         scope.input_ids, scope.clips = ids, kwargs.get("pixel_values_videos")
+        if scope.plan.drafts and not scope.generating:
+            scope.given = {**kwargs, "input_ids": ids}
         scope.cache = cache if cache is not None else scope.cache
         embeds = kwargs.get("inputs_embeds")
         if ids is None and embeds is not None and scope.plan.active and (cache is None or cache.get_seq_length() == 0):

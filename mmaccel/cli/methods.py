@@ -286,6 +286,7 @@ def _describe(cls: Any) -> dict[str, Any]:
 
 def _needs(cls: Any) -> list[str]:
     from ..method import (
+        DraftMethod,
         EncoderMethod,
         FramesMethod,
         LayerMethod,
@@ -312,6 +313,8 @@ def _needs(cls: Any) -> list[str]:
         needs.append("prompt attention" if cls.look is LayerMethod.look else "layer attention")
     if issubclass(cls, PreviewMethod):
         needs.append("attention in a first pass")
+    if issubclass(cls, DraftMethod):
+        needs.append("a smaller model of the family")
     if issubclass(cls, Policy) and cls.window:
         needs.append("last query" if cls.window == 1 else f"last {cls.window} queries")
     if issubclass(cls, Policy) and cls.future:

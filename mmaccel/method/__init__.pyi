@@ -1,6 +1,7 @@
 """The base classes of methods, one file per site: the one list of their names."""
 
 from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
+from .draft import DraftMethod
 from .encoder import EncoderMethod, EncoderTokens
 from .frames import FrameChoice, FramesMethod
 from .guided import AttentionGuided
@@ -17,6 +18,7 @@ __all__ = [
     "LIMITS",
     "AttentionGuided",
     "CacheOptions",
+    "DraftMethod",
     "EncoderMethod",
     "EncoderTokens",
     "FrameChoice",

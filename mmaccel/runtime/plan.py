@@ -11,10 +11,12 @@ from ..core.stats import Stage as StageStats
 from ..core.stats import Stats
 from ..errors import MmaccelError, UnsupportedError
 from ..families import Family
+from ..families.draft import load_draft
 from ..families.text import TextTower
 from ..families.tower import Towers
 from ..kv.codecs import Codec, TokenGroup, token_groups
 from ..method import (
+    DraftMethod,
     EncoderMethod,
     FramesMethod,
     LayerMethod,
@@ -99,6 +101,7 @@ class ModelPlan(Plan):
     stage_at_layer : the stage that works at the input of a decoder layer.
     policy : the stage that evicts keys. token_groups : the groups of tokens that codecs pack alike.
     text_towers : by name, for methods that read the question with CLIP.
+    drafts : by the number of the stage, the smaller models that read the prompt first.
     """
 
     towers: Family
@@ -109,6 +112,7 @@ class ModelPlan(Plan):
     policy: PlannedStage[Policy] | None = None
     token_groups: tuple[TokenGroup, ...] = ()
     text_towers: Mapping[str, TextTower] = field(default_factory=dict)
+    drafts: Mapping[int, Family] = field(default_factory=dict)
 
     @property
     def family(self) -> Family:
@@ -305,6 +309,10 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
             name: _text_tower(stage.method, name, family, processor)
             for stage in _of(TokenMethod, stages)
             if (name := stage.method.text_tower)
+        },
+        drafts={
+            stage.number: load_draft(stage.method.name, stage.method.draft, family)
+            for stage in _of(DraftMethod, stages)
         },
     )
 

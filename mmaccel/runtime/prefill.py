@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..method import PreviewMethod
-from . import encoder_groups, patches, tokens
+from ..method import DraftMethod, PreviewMethod
+from . import draft, encoder_groups, patches, tokens
 from .forward import Prompt, StageResult, rows_at, sent
 from .lookahead import first_pass
 from .plan import ModelPlan
@@ -71,6 +71,9 @@ def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any], scope: Scope[Mode
             if isinstance(stage.method, PreviewMethod):
                 positions = _everywhere(prompt, kwargs.get("position_ids"), embeds.device)
                 prompt.looked = first_pass(scope, prompt, stage.method, embeds, planes, positions)
+            if isinstance(stage.method, DraftMethod):
+                seen = draft.read(scope, stage.method, plan.drafts[stage.number], len(embeds), prompt.length)
+                prompt.looked = {"draft_match": seen.to(embeds.device)}
             made = tokens.reduce(prompt, stage, taps, plan.family.entering(embeds, planes), None)
             embeds = made.substitute(embeds)
             planes = [made.substitute(plane) for plane in planes]

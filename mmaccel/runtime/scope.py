@@ -6,6 +6,7 @@ call (original positions, logical lengths) moves to the KV cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, overload
@@ -36,6 +37,7 @@ class Scope(Generic[P]):
 
     opened_by : the module whose direct forward this is; None for a call of ``generate``.
     encoded, encoding : the pictures and clips that were encoded in this call, and those that are being encoded.
+    given : the arguments of the call, where a draft is to read them.
     clips : the pixels of clips that the model was given, for families whose towers have one function for both.
     stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
     dropped : ``[B, S]`` bool, which rows of the logits stand for tokens that were dropped; set when the forward is over.
@@ -54,6 +56,7 @@ class Scope(Generic[P]):
     encoding: Encoded | None = None
     input_ids: Tensor | None = None
     clips: Tensor | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
     labels: Tensor | None = None
     dropped: Tensor | None = None
     stages: Stages | None = None
@@ -111,6 +114,7 @@ class Scope(Generic[P]):
         self.encoded.clear()
         self.cache = self.labels = self.stages = self.input_ids = self.clips = self.encoding = self.dropped = None
         self.step = self.idle = None
+        self.given = {}
 
 
 _scopes: ContextVar[tuple[Scope[Any], ...]] = ContextVar("mmaccel_scopes", default=())

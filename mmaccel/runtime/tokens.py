@@ -10,7 +10,7 @@ from ..core.layout import Units
 from ..core.masks import question
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import LayerMethod, PreviewMethod, TokenBatch, TokenMethod
+from ..method import DraftMethod, LayerMethod, PreviewMethod, TokenBatch, TokenMethod
 from .forward import Prompt, StageResult, rows_at, sent
 from .plan import PlannedStage, record
 from .taps import Taps
@@ -108,7 +108,7 @@ def _shown(
     if method.last_norm:
         hidden = _normed(prompt, hidden)
     signals = taps.signals(method.taps(), prompt.encoded, units) if method.taps() else {}
-    if isinstance(method, (LayerMethod, PreviewMethod)):
+    if isinstance(method, (LayerMethod, PreviewMethod, DraftMethod)):
         for name, figures in prompt.looked.items():
             signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
     words, there, said = _question(prompt, method, hidden, slots, rows) if method.needs_question else (None, None, {})

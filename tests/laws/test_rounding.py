@@ -24,6 +24,7 @@ from mmaccel.kv.choose import choose, rank
 from mmaccel.kv.merge import merge
 from mmaccel.method import (
     CHOICES,
+    DraftMethod,
     EncoderMethod,
     EncoderTokens,
     KeyBatch,
@@ -86,6 +87,8 @@ def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> T
             signals[kind] = features[:, None].expand(-1, layers, -1, -1).clone()
         else:
             signals[kind] = figures[..., :layers].transpose(1, 2).masked_fill(blank[:, None], torch.nan)
+    if isinstance(method, DraftMethod):
+        signals["draft_match"] = figures[..., 0]
     if isinstance(method, LayerMethod | PreviewMethod):
         names = method.look(attention_of(1, 9)).keys()
         signals |= {name: figures[..., i] for i, name in enumerate(names)}

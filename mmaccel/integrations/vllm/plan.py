@@ -22,7 +22,7 @@ from ...core.stats import Stats
 from ...errors import UnsupportedError
 from ...families import described
 from ...kv.incoming import Incoming
-from ...method import PreviewMethod, ProjectorMethod, Tap
+from ...method import DraftMethod, PreviewMethod, ProjectorMethod, Tap
 from ...runtime import tokens
 from ...runtime.encoded import Encoded
 from ...runtime.forward import Prompt
@@ -202,6 +202,11 @@ def _check(method: Any, recipe: str) -> None:
         raise UnsupportedError(
             f"Recipe {recipe!r} cannot be served by vLLM: {method.name} has a pass of its own through the language model, and "
             "vLLM encodes a picture before the prompt is read; use 'divprune', or serve it with transformers."
+        )
+    if isinstance(method, DraftMethod):
+        raise UnsupportedError(
+            f"Recipe {recipe!r} cannot be served by vLLM: {method.name} has a smaller model read the prompt first, and vLLM "
+            "encodes a picture before the prompt is read; use 'divprune', or serve it with transformers."
         )
     if method.needs_question:
         raise UnsupportedError(

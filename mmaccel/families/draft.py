@@ -1,0 +1,61 @@
+"""A smaller model of the same family, which reads a prompt before the large one does."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnsupportedError
+from .base import Family
+from .load import load_model
+from .registry import family_of
+
+#: where a draft lies beside the weights of a model
+BESIDE = "draft"
+
+
+def load_draft(method: str, name: str, family: Family) -> Family:
+    """The adapter of the draft called ``name`` for models of ``family``, on their device; of an empty name that beside the
+    model's weights. ``method`` is who asks.
+
+    Raises
+    ------
+    UnsupportedError
+        If none is named, or it cannot read the same prompts.
+    MmaccelError
+        If it does not load.
+    """
+    if not name:
+        folder = Path(str(family.config._name_or_path)) / BESIDE
+        if not folder.is_dir():
+            raise UnsupportedError(
+                f"{method} needs a smaller model of the same family, and none lies beside this model's weights; name one, such "
+                "as draft='Qwen/Qwen2.5-VL-3B-Instruct' for Qwen2.5-VL-7B."
+            )
+        name = str(folder)
+    # weights that wait elsewhere for their turn are on no device
+    weight = next(x for x in family.text.parameters() if x.device.type != "meta")
+    made = family_of(_loaded(name, str(weight.device), str(weight.dtype).removeprefix("torch.")))
+    if type(made) is not type(family):
+        raise UnsupportedError(
+            f"The draft {name!r} is of family {made.name}, and this model of {family.name}; name another."
+        )
+    for what, mine, its in (
+        ("words", family.text.config.vocab_size, made.text.config.vocab_size),
+        *((f"{one} placeholder", family.token_id(one), made.token_id(one)) for one in family.modalities),
+    ):
+        if mine != its:
+            raise UnsupportedError(
+                f"The draft {name!r} has other prompts than this model: {what} {its}, not {mine}; name one of the same series."
+            )
+    return made
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(name: str, device: str, dtype: str) -> Any:
+    """Loaded once for the plans that are made of one model; the next draft takes its place."""
+    return load_model(name, device=device, dtype=dtype)[0]
+
+
+__all__ = ["BESIDE", "load_draft"]

@@ -1,0 +1,71 @@
+"""Methods that a smaller model looks for, beside their authors' programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comparators import Arrays, Params, close, kept_of, one_unit, same_set
+from harness import make
+from torch import Tensor
+
+from mmaccel.method import LayerAttention
+
+
+def attention(logits: Tensor) -> LayerAttention:
+    """Of which :meth:`LayerAttention.logits` are these ``[heads, rows, keys]``."""
+    keys = logits.shape[2]
+    visible = torch.ones(1, 1, logits.shape[1], keys, dtype=torch.bool)
+    return LayerAttention(logits[None], torch.eye(keys)[None, None], visible, 1.0, torch.zeros(1, 1, dtype=torch.bool))
+
+
+def specprefill(params: Params, arrays: Arrays) -> None:
+    scores, options = arrays["scores"], {"chunk": params["chunk_size"] or 0, "kernel": params["pool_kernel_size"] or 0}
+    method, size = make("specprefill", lookahead=params["look_ahead"], **options), scores.shape[3]
+    steps = [
+        torch.stack([method.see(attention(layer[:, step : step + 1]), size) for layer in scores]).amax(0)
+        for step in range(params["look_ahead"])
+    ]
+    importance = method.settle(torch.stack(steps, 1), torch.ones(1, len(steps), dtype=torch.bool))[0]
+    close(importance, arrays["importance"])
+    count = method.official_count(params["percentage"], size)
+    made = method.reduce(one_unit(importance[:, None], draft_match=importance), torch.tensor([count]))
+    same_set(kept_of(made), arrays["kept"])
+
+
+def specpc(params: Params, arrays: Arrays) -> None:
+    """The vector ranks all tokens and keeps the window; so here what stands before the window are visual tokens."""
+    options: dict[str, Any] = {name: params[f"{name}_size"] for name in ("window", "kernel")}
+    options |= {"pool": {"avg": "mean"}.get(params["pool_type"], params["pool_type"])}
+    options |= {"join": "sum" if params["reduction_type"] == "mean" else "max", "weighted": params["weighted_query"]}
+    options |= {"neighbours": -1 if params["neighbor_tokens"] is None else params["neighbor_tokens"]}
+    lookahead = params["lookahead_tokens"]
+    method = make("specpc", lookahead=lookahead, layer=params["starting_layer_index"], **options)
+    prefill = arrays["prefill"]
+    size, first = prefill.shape[3], method.begin(len(prefill))
+    seen = [prefill, *(arrays[f"step{step}"][:, :, None] for step in range(1, lookahead))]
+    # a softmax of logarithms is what they are the logarithms of
+    layers = [[method.see(attention(one.clamp(min=1e-38).log()), size) for one in step[first:]] for step in seen]
+    join = torch.amax if method.joined == "max" else torch.sum
+    steps = torch.stack([join(torch.stack(step), 0) for step in layers], 1)
+    there = torch.ones(1, lookahead, dtype=torch.bool)
+    close(method.over(steps, there), arrays["aggregated"])
+    score = method.settle(steps, there)
+    before = size - params["window_size"]
+    count = torch.tensor([params["max_capacity_prompt"] - params["window_size"]])
+    made = method.reduce(one_unit(score[0, :before, None], draft_match=score[0, :before]), count)
+    same_set(torch.cat([kept_of(made), torch.arange(before, size)]), arrays["kept"][0])
+
+
+COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
+    (
+        "Jingyu6/speculative_prefill",
+        "speculative_prefill/vllm_patch/worker/look_ahead_spec_worker.py:_token_importance_from_attn_scores, "
+        "_get_kept_indices_from_token_importance",
+    ): specprefill,
+    (
+        "furiosa-ai/draft-based-approx-llm",
+        "draft_approx_llm/specpc/specpc_utils.py:AttentionCache; specpc.py:specpc_select_input_token_indices",
+    ): specpc,
+}
