@@ -1,4 +1,4 @@
-"""A smaller model reads the prompt first: what it attends to is what it attends to by itself, and what cannot read is refused."""
+"""A smaller model reads the prompt first: what it attends to by itself is what is seen, and what cannot read is refused."""
 
 from __future__ import annotations
 
