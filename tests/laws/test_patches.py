@@ -366,6 +366,12 @@ def test_not_together_with_merging_in_the_tower(name: str, inside: str) -> None:
         recipe([name, inside])
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_budget_is_refused(name: str) -> None:
+    with pytest.raises(MmaccelError, match="has no budget to set.*; leave it out"):
+        recipe(name, retain=0.5)
+
+
 def test_what_is_predicted_by_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drawn, "predict", lambda self, pixels: torch.ones(pixels.shape[0], 3, dtype=torch.long))
     with accelerated(oracle.subject("llava"), "test-drawn") as model, pytest.raises(MmaccelError, match="must give"):
