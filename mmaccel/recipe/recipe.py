@@ -242,7 +242,8 @@ class Recipe:
 
     def _with_retain(self, retain: Retain) -> Recipe:
         if self.primary is None:
-            raise MmaccelError(f"Recipe {self.name!r} drops nothing, so retain={retain} has no meaning; leave it out.")
+            why = "has no budget to set" if self._token_stages else "drops nothing"
+            raise MmaccelError(f"Recipe {self.name!r} {why}, so retain={retain} has no meaning; leave it out.")
         stages = list(self.stages)
         before = stages[self.primary].retain
         if self.anchor is not None and before is not None:

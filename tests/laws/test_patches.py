@@ -220,7 +220,8 @@ def test_tokens_of_encoded_blocks_stay(family: str) -> None:
 
 
 def flat(feed: Any) -> Any:
-    """The same with the lower part of every tile or frame in one colour, and the last patches of a packed sequence."""
+    """The same with the lower part of every tile in one colour, less of every other one, and the last patches of a packed
+    sequence."""
     feed = dict(feed)
     for name in [name for name in feed if name.startswith("pixel_values")]:
         x = feed[name].clone()
@@ -228,7 +229,9 @@ def flat(feed: Any) -> Any:
             x[len(x) // 3 :] = x[:1, :1]
         else:
             # tiles that are padding are zero and stay so
-            x[..., x.shape[-2] // 2 :, :] = x[..., :1, :1]
+            tiles = x.view(-1, *x.shape[-3:])
+            for number, tile in enumerate(tiles):
+                tile[:, tile.shape[1] // (4 - 2 * (number % 2)) :] = tile[:, :1, :1]
         feed[name] = x
     return feed
 
@@ -301,6 +304,54 @@ def test_with_a_method_behind_the_tower_that_looks_into_it(family: str, name: st
     assert figures[left].nan_to_num(1.0).min() >= 0 and figures[left].isfinite().any()
 
 
+@pytest.mark.parametrize(("family", "name"), SQUARE)
+def test_figures_of_the_tower_do_not_know_other_tiles(family: str, name: str) -> None:
+    """Tiles that keep less than others are padded, and padding attends to nothing."""
+    feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
+    rows = [flat(zoo.single(family, feed, row)) for row in range(len(feed["input_ids"]))]
+    figures = []
+    with accelerated(model, [name, "attention-received"], retain=0.9, processor=zoo.processor(family)):
+        for one in (_together(family, feed, rows), *rows):
+            model(**one)
+            figures.append(model.mmaccel.history[1].scores()["received_attention"])
+    for mine, alone in zip(figures[0], figures[1:], strict=True):
+        oracle.close(mine[-alone.shape[1] :].nan_to_num(-1.0), alone[0].nan_to_num(-1.0), 1e-5, "figures")
+
+
+PLAIN = ("llava", "vipllava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "aya_vision", "idefics3", "smolvlm")
+
+
+# by choice: families where a token is a block of pixels that can be found by its number
+@pytest.mark.parametrize("family", PLAIN)
+def test_exactly_what_is_a_copy_is_left_out(family: str) -> None:
+    """One block in noise is made equal to the one on its left, and another nearly."""
+    feed, model = zoo.inputs(family), oracle.subject(family)
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.rand(feed["pixel_values"].shape, generator=random) + 0.1
+    if pixels.dim() == 2:
+        across, wanted = int(feed["image_grid_thw"][0, 2]) // 2, [1]
+        copy, near = slice(4, 8), slice(4 * across + 8, 4 * across + 12)
+        pixels[copy] = pixels[:4]
+        pixels[near] = pixels[4 * across + 4 : 4 * across + 8] + 0.01
+    else:
+        tiles, total = pixels.shape[:-3].numel(), int(oracle.visual(family, feed).sum())
+        side = math.isqrt(total // tiles)
+        size, row, column = pixels.shape[-1] // side, 1, 2
+        at = slice(row * size, (row + 1) * size)
+        pixels[..., at, column * size : (column + 1) * size] = pixels[..., at, (column - 1) * size : column * size]
+        pixels[..., :size, size : 2 * size] = pixels[..., :size, :size] + 0.01
+        wanted = [tile * side * side + row * side + column for tile in range(tiles)]
+    feed["pixel_values"] = pixels
+    with accelerated(model, "pixelprune", processor=zoo.processor(family)):
+        model(**feed)
+        kept = model.mmaccel.reduction.kept
+    assert (~kept[oracle.visual(family, feed)]).nonzero()[:, 0].tolist() == wanted
+    with accelerated(model, "pixelprune", threshold=0.011, processor=zoo.processor(family)):
+        model(**feed)
+        more = model.mmaccel.reduction.kept
+    assert int(kept.sum()) - int(more.sum()) == len(wanted), "what is nearly a copy stays"
+
+
 @pytest.mark.parametrize("family", [family for family in zoo.FAMILIES if family not in OPEN])
 @pytest.mark.parametrize("name", METHODS)
 def test_closed_towers_are_refused_in_one_sentence(family: str, name: str) -> None:
@@ -313,6 +364,12 @@ def test_closed_towers_are_refused_in_one_sentence(family: str, name: str) -> No
 def test_not_together_with_merging_in_the_tower(name: str, inside: str) -> None:
     with pytest.raises(MmaccelError, match="not both; leave out"):
         recipe([name, inside])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_budget_is_refused(name: str) -> None:
+    with pytest.raises(MmaccelError, match="has no budget to set.*; leave it out"):
+        recipe(name, retain=0.5)
 
 
 def test_what_is_predicted_by_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

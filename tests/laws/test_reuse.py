@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import oracle
@@ -17,13 +18,29 @@ import zoo
 from torch import Tensor
 from torch.nn import functional
 
-from mmaccel import MmaccelError, UnsupportedError, accelerated, methods, recipe
+from mmaccel import MmaccelError, UnsupportedError, accelerated, methods, recipe, register
 from mmaccel.families import family_of
 from mmaccel.method import EncoderMethod, PatchMethod, ProjectorMethod, ReuseMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 METHODS = oracle.named(ReuseMethod)
+
+
+@register
+@dataclass(frozen=True)
+class FromTheFirst(ReuseMethod):
+    """Test: the first frame is the reference of all, and of the others every third token is computed."""
+
+    name = "test-from-the-first"
+
+    def references(self, frames: int) -> list[int]:
+        return [0] * frames
+
+    def recompute(self, keys: Tensor, stored: Tensor) -> Tensor:
+        return torch.arange(0, keys.shape[1], 3).expand(len(keys), -1)
+
+
 SQUARE = [(family, name) for family in zoo.FAMILIES for name in METHODS if oracle.fits(name, family)]
 square = pytest.mark.parametrize(("family", "name"), SQUARE)
 KINDS = ("video", "mixed")
@@ -116,7 +133,13 @@ def entering(door: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "kind"), [(*case, kind) for case in SQUARE for kind in KINDS if kind in zoo.kinds(case[0])]
+    ("family", "name", "kind"),
+    [
+        (*case, kind)
+        for case in [*SQUARE, *((family, FromTheFirst.name) for family in dict(SQUARE))]
+        for kind in KINDS
+        if kind in zoo.kinds(case[0])
+    ],
 )
 @pytest.mark.parametrize("batch", (1, 2))
 def test_what_is_reused_is_as_if_exchanged(family: str, name: str, kind: str, batch: int) -> None:
