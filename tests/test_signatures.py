@@ -231,6 +231,8 @@ FEATURES = {
     "got_ocr2": ["pixel_values"],
     "perception_lm": ["pixel_values"],
     "granite4_vision": ["pixel_values", "image_sizes"],
+    "ovis2": ["pixel_values"],
+    "deepseek_ocr2": ["pixel_values", "pixel_values_local", "num_local_patches"],
     "fast_vlm": ["pixel_values"],
     "llava_next": ["pixel_values", "image_sizes"],
     "llava_onevision": ["pixel_values", "image_sizes", "batch_num_images", "vision_aspect_ratio"],

@@ -64,6 +64,8 @@ class Family:
     clip: tuple[int, int, int] = (4, 64, 48)
     """Frames, width and height of a clip."""
     extra_tokens: tuple[str, ...] = ()
+    change: Callable[[PreTrainedModel], None] = lambda model: None
+    """Makes small what the configuration cannot, before the weights are filled."""
     options: dict[str, Any] | None = None
     """What the processor is given with pictures, which then are not listed by row; without pictures it is not asked."""
 
@@ -319,6 +321,43 @@ def _perception_lm(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConf
     )
 
 
+def _deepseek_ocr2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """A tower like that of SAM in front of one like a language model, and experts in all layers but the first."""
+    pixels = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 64}
+    pixels |= {"image_size": 64, "patch_size": 4, "window_size": 6, "global_attn_indexes": [1]}
+    queries = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    kinds = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_group": 1, "topk_group": 1}
+    return transformers.DeepseekOcr2Config(
+        vision_config={
+            "sam_config": {**pixels, "downsample_channels": [24, 32]},
+            "encoder_config": {**queries, "num_key_value_heads": 1, "max_position_embeddings": 64},
+        },
+        text_config=_text("deepseek_ocr2_text", overrides, vocabulary, **experts, **kinds).to_dict(),
+        image_token_id=_ids("deepseek_ocr2")["image_token"],
+    )
+
+
+def _fewer_queries(model: PreTrainedModel) -> None:
+    """One for each of the patches that are left of a view, instead of 144."""
+    model.model.vision_tower.query_768_resolution = torch.nn.Embedding(16, 32)
+
+
+def _ovis2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    tower |= {"image_size": 32, "patch_size": 4, "vocab_size": 29, "hidden_stride": 2}
+    words = _text("qwen2", overrides, vocabulary)
+    return transformers.Ovis2Config(
+        vision_config=tower,
+        text_config=words,
+        image_token_id=_ids("ovis2")["image_token"],
+        visual_indicator_token_ids=tokenizer("ovis2").convert_tokens_to_ids(list(OVIS_MARKS)),
+        vocab_size=vocabulary,
+        hidden_size=words.hidden_size,
+        tie_word_embeddings=False,
+    )
+
+
 def _idefics3(family: str, config: str) -> Callable[[dict[str, Any], int], PreTrainedConfig]:
     """The configuration of Idefics3 or SmolVLM."""
     return lambda overrides, vocabulary: getattr(transformers, config)(
@@ -423,6 +462,7 @@ SPLIT_TOKENS = {
     "global_image_token": "<global-img>",
     "end_of_utterance_token": "<end_of_utterance>",
 }
+OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 SPLIT_PLACES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 
 _TABLE: dict[str, Family] = {
@@ -641,6 +681,34 @@ _TABLE: dict[str, Family] = {
         image="<image>\n",
         sizes=((60, 48), (30, 80)),
     ),
+    "deepseek_ocr2": Family(
+        config=_deepseek_ocr2,
+        processor=_real(
+            "deepseek_ocr2",
+            "DeepseekOcr2Processor",
+            image_processor=_part("DeepseekOcr2ImageProcessor", size=_square(64), tile_size=64),
+            patch_size=4,
+        ),
+        tokens=IMAGE_TOKEN,
+        image="<image>\n",
+        # two tiles, and none
+        sizes=((130, 60), (50, 60)),
+        change=_fewer_queries,
+        options={},
+    ),
+    "ovis2": Family(
+        config=_ovis2,
+        processor=_real(
+            "ovis2",
+            "Ovis2Processor",
+            image_processor=_part("Ovis2ImageProcessor", size=_square(32), crop_to_patches=True, max_patches=4),
+            image_seq_length=16,
+        ),
+        tokens={"image_token": "<IMG_ATOM>"},
+        image="<image>\n",
+        sizes=((65, 30), (25, 30)),
+        extra_tokens=("<image>", *OVIS_MARKS),
+    ),
     "internvl": Family(
         config=_internvl,
         processor=_real(
@@ -744,6 +812,7 @@ def _made(family: str, seed: int, text_overrides: Mapping[str, Any]) -> PreTrain
         config._attn_implementation = "sdpa"
     with torch.random.fork_rng(devices=[]):
         result = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    _family(family).change(result)
     _fill(result, seed)
     with torch.no_grad():  # special tokens never win: no early end, no stray placeholder
         result.lm_head.weight[words.all_special_ids] = 0.0
@@ -921,7 +990,10 @@ def _placeholder(family: str, modality: str) -> int | None:
 
 
 _PIXELS = {"image": ("pixel_values", "pixel_values_images"), "video": ("pixel_values_videos",)}
-_PER_ITEM = {"image": ("image_sizes", "image_grid_thw"), "video": ("video_grid_thw", "second_per_grid_ts")}
+_PER_ITEM = {
+    "image": ("image_sizes", "image_grid_thw", "num_local_patches"),
+    "video": ("video_grid_thw", "second_per_grid_ts"),
+}
 
 
 def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels: torch.Tensor, total: int) -> list[int]:
@@ -929,6 +1001,8 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
     grids = values.get(f"{modality}_grid_thw")
     if grids is not None:
         return (grids.prod(-1) // 4).tolist()
+    if "num_local_patches" in values:
+        return [16 * (1 + tiles) + 1 for tiles in values["num_local_patches"].tolist()]
     if modality == "video" or "image_sizes" not in values:
         return [total // len(pixels)] * len(pixels)
     worker, side = processor(family), pixels.shape[-1]
@@ -967,6 +1041,10 @@ def single(family: str, batch_inputs: BatchFeature | dict[str, Any], row: int) -
         edges = np.cumsum([0, *grids.prod(-1).tolist()]) if grids is not None else np.arange(len(pixels) + 1)
         result[name] = pixels[edges[first] : edges[last]]
         result.update({key: values[key][first:last] for key in _PER_ITEM[modality] if key in values})
+        if "pixel_values_local" in values:
+            starts = np.cumsum([0, *values["num_local_patches"].tolist()])
+            if starts[first] < starts[last]:
+                result["pixel_values_local"] = values["pixel_values_local"][starts[first] : starts[last]]
         if modality == "image" and "batch_num_images" in values:
             result["batch_num_images"] = values["batch_num_images"].new_tensor([last - first])
     return result

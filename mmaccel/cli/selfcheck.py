@@ -404,6 +404,46 @@ def _internvl() -> Tiny:
     return config, IMAGE, 2 * 16, {"pixel_values": _noise(2, 3, 64, 64)}
 
 
+def _deepseek_ocr2() -> Tiny:
+    pixels: dict[str, Any] = {
+        "hidden_size": 32,
+        "output_channels": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "mlp_dim": 64,
+    }
+    pixels |= {"image_size": 192, "patch_size": 4, "window_size": 12, "global_attn_indexes": []}
+    queries = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    kinds: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_group": 1, "topk_group": 1}
+    config = _config(
+        "deepseek_ocr2",
+        vision_config={
+            "sam_config": {**pixels, "downsample_channels": [24, 32]},
+            "encoder_config": {**queries, "num_key_value_heads": 1},
+        },
+        text_config=_text("deepseek_ocr2_text", **experts, **kinds).to_dict(),
+        image_token_id=IMAGE,
+    )
+    # 12 x 12 patches are left, and the class has as many queries; the last token separates
+    return config, IMAGE, 145, {"pixel_values": _noise(1, 3, 192, 192), "num_local_patches": _long(0)}
+
+
+def _ovis2() -> Tiny:
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = _config(
+        "ovis2",
+        vision_config={**tower, "image_size": 32, "patch_size": 4, "vocab_size": 29, "hidden_stride": 2},
+        text_config=_text("qwen2"),
+        image_token_id=IMAGE,
+        visual_indicator_token_ids=[START, END, 7, 8, 9],
+        vocab_size=64,
+        hidden_size=64,
+        tie_word_embeddings=False,
+    )
+    return config, IMAGE, 16, {"pixel_values": _noise(1, 3, 32, 32)}
+
+
 def _idefics3(kind: str) -> Callable[[], Tiny]:
     def build() -> Tiny:
         config = _config(
@@ -442,4 +482,6 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "got_ocr2": _got_ocr2,
     "perception_lm": _perception_lm,
     "granite4_vision": _granite4_vision,
+    "ovis2": _ovis2,
+    "deepseek_ocr2": _deepseek_ocr2,
 }

@@ -29,7 +29,7 @@ from mmaccel.suite import make_item
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "ovis2"])
 def test_the_tower_really_shortens(family: str) -> None:
     """Tokens that enter the last MLP: those that are kept, not the full grid."""
     tiny, widths = model(family), []
@@ -37,7 +37,7 @@ def test_the_tower_really_shortens(family: str) -> None:
     with accelerated(tiny, "tome", retain=0.5, processor=zoo.processor(family)):
         tower = tiny.mmaccel.family.towers()[0]
         block = tiny.mmaccel.family.tower_layers(tower)[layer]
-        handle = block.get_submodule("mlp").register_forward_hook(
+        handle = tiny.mmaccel.family.second_half(block)[1].register_forward_hook(
             lambda module, args, out: widths.append(args[0].numel() // args[0].shape[-1])
         )
         tiny(**inputs(family, "images"))

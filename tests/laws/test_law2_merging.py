@@ -182,7 +182,7 @@ def averaging_tower(family: str, merges: list[Merge], handles: list) -> list[Mer
     for tower in adapter.towers():
         for number, layer in enumerate(adapter.tower_layers(tower)[: adapter.feature_layer + 1]):
             handles.append(layer.register_forward_pre_hook(partial(enter, number=number), with_kwargs=True))
-            norm = next(m for n, m in layer.named_children() if n in ("layer_norm2", "layernorm_after", "norm2"))
+            norm = adapter.second_half(layer)[0]
             handles.append(norm.register_forward_pre_hook(partial(between, number=number)))
             handles.append(layer.register_forward_hook(leave, prepend=True))
     return left

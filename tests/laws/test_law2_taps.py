@@ -65,7 +65,7 @@ def received(family: str, feed) -> Tensor:
         return torch.cat(maps)[:, 1:]
     if family == "internvl":
         return blocks(torch.cat(maps)[:, 1:], 8)
-    return blocks(torch.cat(maps), 6)
+    return blocks(torch.cat(maps), {"ovis2": 8}.get(family, 6))
 
 
 def is_top(family: str, feed, name: str, scores: Tensor) -> None:
@@ -76,7 +76,7 @@ def is_top(family: str, feed, name: str, scores: Tensor) -> None:
         assert torch.equal(mine.nonzero()[:, 0], score.topk(int(mine.sum())).indices.sort().values)
 
 
-@pytest.mark.parametrize("family", ("llava", "video_llava", *QWEN, "internvl", "smolvlm", "idefics3"))
+@pytest.mark.parametrize("family", ("llava", "video_llava", *QWEN, "internvl", "smolvlm", "idefics3", "ovis2"))
 def test_attention_received_is_the_towers(family):
     feed = zoo.inputs(family)
     is_top(family, feed, "attention-received", received(family, feed))

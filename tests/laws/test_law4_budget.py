@@ -159,7 +159,10 @@ def test_late_frames_are_pooled_like_early_ones(family):
 
 @pytest.mark.parametrize(
     "family",
-    ("llava_next", "llava_onevision", "internvl", "smolvlm", "idefics3", "aya_vision", "got_ocr2", "granite4_vision"),
+    (
+        *("llava_next", "llava_onevision", "internvl", "smolvlm", "idefics3", "aya_vision", "got_ocr2"),
+        *("granite4_vision", "ovis2"),
+    ),
 )
 @pytest.mark.parametrize("retain", (0.25, 0.5, 10))
 def test_moviechat_pools_every_tile_on_its_own_grid(family, retain):

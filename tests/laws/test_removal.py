@@ -263,7 +263,7 @@ def test_two_models_of_one_process(family: str) -> None:
     one, other = used(family), used(family)
     feed, before = inputs(family), snapshot(other)
     bare = logits(generate(other, feed))
-    with accelerated(one, EVERYTHING, processor=zoo.processor(family)):
+    with accelerated(one, recipe("everything", family), processor=zoo.processor(family)):
         assert snapshot(other) == before
         assert not is_accelerated(other)
         reduced = logits(generate(one, feed))
