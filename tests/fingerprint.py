@@ -37,10 +37,12 @@ import transformers
 import zoo
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers.cache_utils import LinearAttentionLayer
 
 import mmaccel
 from mmaccel import Recipe, Stage, accelerated, accelerated_encoder, methods, prepare, recipe, recipes
 from mmaccel.kv.codecs import Codec
+from mmaccel.kv.recurrent import states_of
 from mmaccel.method import EncoderMethod
 
 Record = dict[str, Any]
@@ -95,6 +97,9 @@ def of_cache(cache: Any) -> Record:
     held: Record = {"seen": int(cache.get_seq_length())}
     for number, layer in enumerate(cache.layers):
         index = getattr(getattr(layer, "index", None), "index", None)
+        if isinstance(layer, LinearAttentionLayer):
+            held[f"layer {number}"] = {"states": [digest(x) for x in states_of(layer)]}
+            continue
         if index is None:
             held[f"layer {number}"] = {"keys": digest(layer.keys), "values": digest(layer.values)}
             continue

@@ -62,8 +62,9 @@ def offered(kind: type[M] = Method) -> dict[str, type[M]]:  # type: ignore[assig
 def model_with(cls: bool) -> Any:
     """What methods ask about a model, whose vision tower has a CLS token or none."""
     blocks = [SimpleNamespace(self_attn=SimpleNamespace(q_proj=None, o_proj=None)) for _ in range(8)]
+    words = SimpleNamespace(layers=blocks)
     return SimpleNamespace(
-        name="synthetic", has_cls=cls, deepstack=0, depth=len(blocks), text=SimpleNamespace(layers=blocks)
+        name="synthetic", has_cls=cls, deepstack=0, depth=len(blocks), attending=range(len(blocks)), text=words
     )
 
 

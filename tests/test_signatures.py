@@ -162,11 +162,13 @@ def test_attention_is_called_as_expected(family: str) -> None:
     feed = inputs(family)
     length = feed["input_ids"].shape[1]
     generate(tiny, feed, new=2)
-    assert [call[0] for call in calls] == [0, 1, 2, 3] * 2
-    assert all(query == (1, 4, length, 16) and key == (1, 2, length, 16) for _, query, key, _ in calls[:4])
-    assert all(query == (1, 4, 1, 16) and key == (1, 2, length + 1, 16) for _, query, key, _ in calls[4:])
+    layers = list(family_of(tiny).attending)
+    size, half = 64 if family_of(tiny).stateful else 16, len(layers)
+    assert [call[0] for call in calls] == layers * 2
+    assert all(query == (1, 4, length, size) and key == (1, 2, length, size) for _, query, key, _ in calls[:half])
+    assert all(query == (1, 4, 1, size) and key == (1, 2, length + 1, size) for _, query, key, _ in calls[half:])
     assert all({"scaling", "dropout"} <= names for *_, names in calls)
-    module = text_model(tiny).layers[0].self_attn
+    module = family_of(tiny).attention_in(layers[0])
     assert callable(getattr(inspect.getmodule(type(module)), "eager_attention_forward", None))
 
 
@@ -240,6 +242,8 @@ FEATURES = {
     "video_llava": ["pixel_values_images"],
     "qwen2_vl": ["pixel_values", "image_grid_thw"],
     "qwen2_5_vl": ["pixel_values", "image_grid_thw"],
+    "qwen3_5": ["pixel_values", "image_grid_thw"],
+    "qwen3_5_moe": ["pixel_values", "image_grid_thw"],
     "qwen3_vl": ["pixel_values", "image_grid_thw"],
     "qwen3_vl_moe": ["pixel_values", "image_grid_thw"],
     "internvl": ["pixel_values"],
@@ -304,6 +308,26 @@ def test_the_door(family: str) -> None:
     output = text(inputs_embeds=door[0][1]["inputs_embeds"])
     # that of Granite leaves it to its caller to make a cache
     assert output.last_hidden_state is not None and ("past_key_values" in output or family == "granite4_vision")
+
+
+@families
+def test_layers_with_a_state(family: str) -> None:
+    """They are called by keyword, the net alone changes with padding, and states lie where the cache says."""
+    tiny, called = zoo.model(family), []
+    known = family_of(tiny)
+    for number in known.recurrent:
+        net = known.text.layers[number].linear_attn
+        assert net.layer_idx == number and {"hidden_states", "cache_params", "attention_mask"} <= set(
+            parameters(net.forward)
+        )
+        net.register_forward_pre_hook(lambda _, args, kwargs: called.append((args, set(kwargs))), with_kwargs=True)
+    cache = generate(tiny, inputs(family, "uneven"), new=2).past_key_values
+    assert len(called) == 2 * len(known.recurrent) and known.stateful == bool(called)
+    assert all(args == () and {"hidden_states", "cache_params", "attention_mask"} <= names for args, names in called)
+    for number in known.recurrent:
+        layer = cache.layers[number]
+        assert isinstance(layer, cache_utils.LinearAttentionLayer) and layer.has_previous_state == {0: True}
+        assert layer.conv_states[0].shape[0] == layer.recurrent_states[0].shape[0] == 2
 
 
 @families

@@ -454,6 +454,17 @@ QWEN3_TOWER = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1, 2],
 }
+QWEN35_TOWER = {name: value for name, value in QWEN3_TOWER.items() if name != "deepstack_visual_indexes"}
+#: RoPE turns a quarter of 64 channels; two layers attend, and in one model the last does not
+QWEN35_TEXT = {
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+QWEN35_ROPE = {"mrope_interleaved": True, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25}
+LINEAR, FULL = "linear_attention", "full_attention"
 QWEN_MEDIA: dict[str, Any] = {"mixed": True, "sizes": ((112, 80), (64, 96)), "clip": (6, 64, 48)}
 
 SPLIT_TOKENS = {
@@ -601,6 +612,41 @@ _TABLE: dict[str, Family] = {
             mrope_interleaved=True,
         ),
         processor=_qwen_pixels("qwen3_vl_moe", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 131072),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video="<|video_pad|>",
+        **QWEN_MEDIA,
+    ),
+    "qwen3_5": Family(
+        config=_qwen(
+            "qwen3_5",
+            "Qwen3_5Config",
+            QWEN35_TOWER,
+            {**QWEN35_TEXT, "layer_types": [LINEAR, FULL, LINEAR, FULL]},
+            **QWEN35_ROPE,
+        ),
+        processor=_qwen_pixels("qwen3_5", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 131072),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video="<|video_pad|>",
+        **QWEN_MEDIA,
+    ),
+    "qwen3_5_moe": Family(
+        config=_qwen(
+            "qwen3_5_moe",
+            "Qwen3_5MoeConfig",
+            QWEN35_TOWER,
+            {
+                **QWEN35_TEXT,
+                "layer_types": [LINEAR, FULL, FULL, LINEAR],
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 32,
+            },
+            **QWEN35_ROPE,
+        ),
+        processor=_qwen_pixels("qwen3_5_moe", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 131072),
         tokens=QWEN_TOKENS,
         image=QWEN_IMAGE,
         video="<|video_pad|>",
@@ -829,8 +875,10 @@ def _fill(result: PreTrainedModel, seed: int) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
-            if name.endswith("weight") or "lambda" in name:  # norms and layer scales
-                noise = 1 + 0.1 * noise
+            if name.endswith("weight") or "lambda" in name:  # norms, some of which add one themselves, and layer scales
+                noise = float(parameter.any()) + 0.1 * noise
+            elif name.endswith("A_log"):  # states that remember some ten tokens
+                noise = 0.5 * noise - 3
             else:  # biases, class and newline embeddings
                 noise *= 0.1 if name.endswith("bias") else 0.5
         elif parameter.ndim < 4 and ("embed" in name or "cls_token" in name):

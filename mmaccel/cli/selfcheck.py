@@ -327,9 +327,15 @@ def _video_llava() -> Tiny:
     return config, VIDEO, 4 * 17, {"pixel_values_videos": _noise(1, 4, 3, 28, 28)}
 
 
-def _qwen(kind: str, words: Mapping[str, Any] | None = None, **vision: Any) -> Callable[[], Tiny]:
+def _qwen(
+    kind: str, words: Mapping[str, Any] | None = None, quarter: bool = False, **vision: Any
+) -> Callable[[], Tiny]:
+    """``words``: fields of the text model, of whose heads RoPE turns a ``quarter``, or all."""
+
     def build() -> Tiny:
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        if quarter:
+            rope["partial_rotary_factor"] = 0.25
         if kind.startswith("qwen3"):
             rope["mrope_interleaved"] = True
         text = _text(f"{kind}_text", rope_parameters=rope, **(words or {}))
@@ -462,6 +468,15 @@ def _idefics3(kind: str) -> Callable[[], Tiny]:
 _QWEN_25: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
 _QWEN_3 = {**_QWEN_25, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]}
 _EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_QWEN_35 = {name: value for name, value in _QWEN_3.items() if name != "deepstack_visual_indexes"}
+_NETS: dict[str, Any] = {
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 TINY: dict[str, Callable[[], Tiny]] = {
     "llava": _llava,
     "vipllava": lambda: _llava("vipllava", vision_feature_layers=[-2, 1]),
@@ -471,6 +486,10 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "video_llava": _video_llava,
     "qwen2_vl": _qwen("qwen2_vl", embed_dim=32, hidden_size=64, mlp_ratio=2),
     "qwen2_5_vl": _qwen("qwen2_5_vl", window_size=32, fullatt_block_indexes=[1, 3], **_QWEN_25),
+    "qwen3_5": _qwen("qwen3_5", _NETS, quarter=True, **_QWEN_35),
+    "qwen3_5_moe": _qwen(
+        "qwen3_5_moe", {**_EXPERTS, "shared_expert_intermediate_size": 32, **_NETS}, quarter=True, **_QWEN_35
+    ),
     "qwen3_vl": _qwen("qwen3_vl", {"head_dim": 16}, **_QWEN_3),
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", _EXPERTS, **_QWEN_3),
     "internvl": _internvl,

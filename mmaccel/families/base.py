@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -99,6 +99,8 @@ class Family(Towers):
     package: ClassVar[str | None] = None
     #: whether RoPE turns queries and keys as two halves, in every layer of the language models usual for it
     halves: bool = True
+    #: whether some layers of its language models keep a recurrent state where others have attention
+    stateful: bool = False
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 
@@ -116,6 +118,25 @@ class Family(Towers):
     def depth(self) -> int:
         """Layers of the language model."""
         return len(self.text.layers)
+
+    @property
+    def recurrent(self) -> Sequence[int]:
+        """Layers of the language model that keep a recurrent state, and neither keys nor values."""
+        return ()
+
+    @property
+    def attending(self) -> Sequence[int]:
+        """Layers of the language model with attention, rising; the layers of a kept cache are these, counted from 0."""
+        return range(self.depth)
+
+    def stored_from(self, layer: int) -> int:
+        """The first layer of a kept cache that belongs to ``layer`` of the language model, or to one above it."""
+        return layer
+
+    def mask_argument(self, real: Tensor | None) -> Any:
+        """The attention mask that the text model is called with where mmaccel's attention function makes the masks; ``real
+        [B, q]`` bool says which tokens are no padding, None where none is."""
+        return None
 
     def attention_in(self, layer: int) -> Any:
         """The self-attention of a layer of the language model."""

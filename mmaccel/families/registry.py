@@ -31,7 +31,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
     **dict.fromkeys(("lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _STATES),
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",
-    **dict.fromkeys(("nemotron_h_omni", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), _STATES),
+    **dict.fromkeys(("nemotron_h_omni", "qwen4_exp"), _STATES),
 }
 
 _families: dict[str, type[Family]] = {}

@@ -8,27 +8,44 @@ lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from ..errors import UnsupportedError
 from .index import KeyIndex
 from .packed import QuantisedLayer
 from .pinned import Asks, Pinned, Reader
+from .recurrent import RecurrentLayer, states_of
 from .shared import Shared
 
 
 class CacheState:
-    """The layers of one cache, and what they share. Layers know what is shared, and nothing knows a layer but this."""
+    """The layers of one cache, and what they share. Layers know what is shared, and nothing knows a layer but this.
 
-    def __init__(self, layers: int) -> None:
-        self.shared = Shared([None] * layers)
-        self.layers = [QuantisedLayer(self.shared, number) for number in range(layers)]
+    Parameters
+    ----------
+    layers : how many layers the language model has.
+    recurrent : those of them that keep a recurrent state. All that is said of ``layers`` here and by methods counts the others
+        alone; ``every`` has both, in the order of the model.
+    """
+
+    def __init__(self, layers: int, recurrent: Collection[int] = ()) -> None:
+        self.shared = Shared([None] * (layers - len(recurrent)))
+        self.layers = [QuantisedLayer(self.shared, number) for number in range(layers - len(recurrent))]
+        self.recurrent = [RecurrentLayer() for _ in recurrent]
+        kept, states = iter(self.layers), iter(self.recurrent)
+        self.every = [next(states) if number in recurrent else next(kept) for number in range(layers)]
 
     @property
     def seen(self) -> int:
@@ -86,16 +103,18 @@ class CacheState:
             index.trim()
 
     def snapshot(self) -> Callable[[], None]:
-        """Remember what is stored. The function that comes back restores it; nothing is copied, since what a tensor shows is
-        never changed in place."""
+        """Remember what is stored. The function that comes back restores it; no keys and values are copied, since what a
+        tensor of them shows is never changed in place."""
         self.unpin()
-        shared = self.shared.copy()
+        shared, states = self.shared.copy(), [layer.snapshot() for layer in self.recurrent]
         layers = [dict(vars(layer), schedule=replace(layer.schedule)) for layer in self.layers]
 
         def restore() -> None:
             self.shared.__dict__.update(vars(shared))
             for layer, attributes in zip(self.layers, layers, strict=True):
                 layer.__dict__.update(attributes)
+            for restored in states:
+                restored()
 
         return restore
 
@@ -114,10 +133,7 @@ class CacheState:
 
     def nbytes(self) -> int:
         """Bytes held, counted on unique storages; room for tokens to come is among them."""
-        tensors = [*self.shared.tensors(), *(t for layer in self.layers for t in layer.tensors())]
-        return sum(
-            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values()
-        )
+        return _nbytes([*self.shared.tensors(), *(t for layer in self.every for t in layer.tensors())])
 
 
 def state_of(cache: Any) -> CacheState | None:
@@ -136,8 +152,15 @@ def cache_bytes(cache: Any) -> int:
     state = state_of(cache)
     if state is not None:
         return state.nbytes()
-    tensors = [t for layer in getattr(cache, "layers", ()) for t in (layer.keys, layer.values) if t is not None]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    tensors: list[Tensor] = []
+    for layer in getattr(cache, "layers", ()):
+        tensors += states_of(layer) if isinstance(layer, LinearAttentionLayer) else (layer.keys, layer.values)
+    return _nbytes([t for t in tensors if t is not None])
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    """Bytes of unique storages."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
 def bare_bytes(cache: Any, config: Any) -> int:
@@ -146,8 +169,9 @@ def bare_bytes(cache: Any, config: Any) -> int:
     state = state_of(cache)
     if state is None:
         return cache_bytes(cache)
-    total = 0
-    for layer, plain in zip(state.layers, DynamicCache(config=config).layers, strict=False):
+    total = _nbytes([x for layer in state.recurrent for x in layer.tensors()])
+    plainly = [layer for layer in DynamicCache(config=config).layers if isinstance(layer, DynamicLayer)]
+    for layer, plain in zip(state.layers, plainly, strict=False):
         if layer.is_initialized:
             window = getattr(plain, "sliding_window", None)
             tokens = layer.seen if window is None else min(layer.seen, window - 1)
@@ -159,7 +183,8 @@ def bare_bytes(cache: Any, config: Any) -> int:
 
 def check_plain(cache: Cache) -> None:
     """Raise :class:`UnsupportedError` unless the layers of this cache can be adopted."""
-    if getattr(cache, "offloading", False) or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+    plain = (DynamicLayer, LinearAttentionLayer)
+    if getattr(cache, "offloading", False) or not all(isinstance(layer, plain) for layer in cache.layers):
         kinds = {type(layer).__name__ for layer in cache.layers}
         raise UnsupportedError(
             f"mmaccel needs a plain DynamicCache, not {type(cache).__name__} with {', '.join(sorted(kinds)) or 'offloading'}; "
@@ -167,12 +192,12 @@ def check_plain(cache: Cache) -> None:
         )
 
 
-def adopt(cache: Cache, layers: int, valid: Tensor | None) -> CacheState:
+def adopt(cache: Cache, layers: int, valid: Tensor | None, recurrent: Collection[int] = ()) -> CacheState:
     """Swap the layers of a dynamic cache in place; what it already holds stays.
 
     Parameters
     ----------
-    layers : how many layers the language model has.
+    layers, recurrent : how many layers the language model has, and which of them keep a recurrent state.
     valid : ``[B, stored]`` bool, which of the stored tokens are no padding; None if none is.
 
     Raises
@@ -181,10 +206,14 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None) -> CacheState:
         If the cache is static, quantised, offloaded, or has slid already.
     """
     check_plain(cache)
-    state, first = CacheState(layers), None
+    state, first = CacheState(layers, recurrent), None
     held: list[Any] = list(cache.layers)
     state.shared.windowed = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in held)
-    for old, new in zip(held, state.layers, strict=False):
+    for old, new in zip(held, state.every, strict=False):
+        if isinstance(new, RecurrentLayer):
+            if isinstance(old, LinearAttentionLayer):
+                new.take(old)
+            continue
         if not old.is_initialized or old.get_seq_length() == 0:
             continue
         slid = isinstance(old, DynamicSlidingWindowLayer)
@@ -201,7 +230,7 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None) -> CacheState:
             state.offset = stored - lengths.to(old.keys.device)
         new.keys, new.values, new.dtype, new.device = old.keys, old.values, old.dtype, old.device
         new.is_initialized, new.seen, new.index = True, stored, first
-    cache.layers = list(state.layers)
+    cache.layers = list(state.every)
     cache.layer_class_to_replicate = None
     cache.__dict__["mmaccel"] = state
     return state

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self
 
@@ -75,6 +75,8 @@ class ModelFacts(TowerFacts, Protocol):
     deepstack: int
     #: whether RoPE turns queries and keys as two halves, in every layer
     halves: bool
+    #: whether some layers of the language model keep a recurrent state where others have attention
+    stateful: bool
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -83,6 +85,10 @@ class ModelFacts(TowerFacts, Protocol):
     @property
     def depth(self) -> int:
         """Number of layers of the language model."""
+
+    @property
+    def attending(self) -> Sequence[int]:
+        """Layers of the language model that have attention, rising."""
 
     def attention_in(self, layer: int) -> Any:
         """The self-attention module of a layer of the language model, with its projections."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.budget import layer_at
-from ..errors import MmaccelError
+from ..errors import MmaccelError, UnsupportedError
 from .base import Method, ModelFacts
 from .tokens import TokenMethod
 
@@ -151,9 +151,29 @@ class LayerMethod(TokenMethod):
         return self._at(int(self.layer), family)
 
     def _at(self, layer: int, family: ModelFacts) -> LayerMethod:
-        layer = min(max(layer, self.lowest, family.deepstack), family.depth - 1)
+        # of two the lower one
+        layer = min(self.reach(family), key=lambda one: abs(one - layer), default=layer)
         # methods are frozen dataclasses with a field `layer`
         return self if layer == self.layer else dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
+
+    def reach(self, family: ModelFacts) -> list[int]:
+        """The layers of a model at whose input it can work, rising: not below those that add DeepStack features, and where the
+        layer whose attention it looks at has any."""
+        first = max(self.lowest, family.deepstack)
+        found = [layer + (not self.looks_ahead) for layer in family.attending]
+        if self.spreads and not self.lowest:
+            # before the first layer nothing is known, and nothing asked
+            found = [0, *found]
+        return [layer for layer in found if first <= layer < family.depth]
+
+    def suits(self, family: ModelFacts) -> None:
+        """Refuse models of which only some layers attend, where it looks at the attention of layer after layer."""
+        super().suits(family)
+        if self.spreads and family.stateful:
+            raise UnsupportedError(
+                f"{self.name} with these options looks at the attention of every layer, and most layers of {family.name} have "
+                "none; let it work at one layer, or use 'fastv'."
+            )
 
     @classmethod
     def prepare(cls, hidden: Tensor, text: Tensor, visual: Tensor) -> dict[str, Tensor]:

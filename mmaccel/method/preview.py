@@ -23,7 +23,8 @@ class PreviewMethod(ProjectorMethod):
     What :meth:`look` returns of them reaches :meth:`reduce` as ``tokens.signals``. Then everything starts anew with what is
     left. Keys of earlier turns take no part in the first pass.
 
-    ``layer`` is counted from 0; a float is a share of the model's depth, rounded half up, and in a shallow model the last.
+    ``layer`` is counted from 0; a float is a share of the model's depth, rounded half up, and in a shallow model the last. In a
+    model of which only some layers attend it is the nearest of these, the lower of two.
     """
 
     unit: ClassVar[Unit] = "picture"
@@ -43,8 +44,9 @@ class PreviewMethod(ProjectorMethod):
                 f"{self.name} cannot look at layer={layer}: this model has {family.depth} layers; give "
                 f"layer={family.depth - 1} or less."
             )
+        near = min(family.attending, key=lambda one: abs(one - layer), default=layer)
         # methods are frozen dataclasses with a field `layer`
-        return dataclasses.replace(self, layer=max(0, min(layer, family.depth - 1)))  # type: ignore[type-var]
+        return dataclasses.replace(self, layer=near)  # type: ignore[type-var]
 
     @abstractmethod
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:

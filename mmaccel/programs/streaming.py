@@ -81,7 +81,7 @@ class VideoSession:
             raise UnsupportedError(
                 f"A session needs a processor= that takes videos, which {type(processor).__name__} does not."
             )
-        self._layers = len(family_of(model, processor).text.layers)
+        self._family = family_of(model, processor)
         if "sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
             raise UnsupportedError("A model with sliding windows cannot follow a stream; use one with full attention.")
         self.model, self.processor = model, processor
@@ -227,7 +227,7 @@ class VideoSession:
             self._tail = length - _alike(shown, other)
             self._prefix = _alike(shown, plain)
             self._cache = DynamicCache()
-            adopt(self._cache, self._layers, None).shared.stream = True
+            adopt(self._cache, self._family.depth, None, self._family.recurrent).shared.stream = True
         self._last = Clip(stretch[:2], places[:2], self._frames, self.fps)
         inputs = self._tokens(shown, slice(self._prefix if first else 0, length - self._tail))
         pixels = {

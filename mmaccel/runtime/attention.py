@@ -202,6 +202,8 @@ def _text_attention(
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward = stages.forward
+    # from here on as the cache counts
+    number = forward.plan.family.stored_from(number)
     phase, index = forward.phase(number), forward.index(number)
     window = kwargs.get("sliding_window")
     layer = forward.state.layers[number] if forward.state is not None else None

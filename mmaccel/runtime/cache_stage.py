@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.budget import Retain
+from ..families.base import Family
 from ..kv.merge import merge
 from ..kv.scoring.importance import outgoing_norm
 from ..kv.together import Together
@@ -21,26 +21,27 @@ class CacheStage:
     """A policy with all that a recipe says about it.
 
     retain, text_retain : the budgets of visual keys (of all keys if the policy is ``joint``) and of text; None: no budget.
-    text : the text model. depth : how many layers it has.
+    family : of the model. depth : how many of its layers have attention, and keys in the cache.
     """
 
     policy: Policy
     retain: Retain | None
     text_retain: Retain | None
-    text: Any
+    family: Family
     depth: int
 
     @staticmethod
     def of(plan: ModelPlan, stage: PlannedStage[Policy], depth: int) -> CacheStage:
         """The cache stage of a plan, for a cache of ``depth`` layers."""
         recipe = plan.recipe
-        return CacheStage(stage.method, stage.retain, recipe.text_retain, plan.family.text, depth)
+        return CacheStage(stage.method, stage.retain, recipe.text_retain, plan.family, depth)
 
     def outgoing(self, number: int, values: Tensor) -> Tensor | None:
-        """Norms of ``values [B, Hkv, K, D]`` behind the output projection of layer ``number``, if the policy looks at them."""
+        """Norms of ``values [B, Hkv, K, D]`` of layer ``number`` of the cache behind its output projection, if the policy looks
+        at them."""
         if not self.policy.needs_outgoing:
             return None
-        weight: Tensor = self.text.layers[number].self_attn.o_proj.weight
+        weight: Tensor = self.family.attention_in(self.family.attending[number]).o_proj.weight
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
     def evict(self, together: Together, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> None:

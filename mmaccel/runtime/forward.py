@@ -54,7 +54,7 @@ class Forward:
     """One forward of the text model.
 
     state : of the cache, if there is one.
-    incoming : what the cache is told of this forward.
+    incoming : what the cache is told of this forward; its layers are those of the cache.
     device : of the embeddings.
     """
 
@@ -74,12 +74,18 @@ class Forward:
         """Tokens of this forward before any reduction."""
         return self.incoming.length
 
+    @property
+    def real(self) -> Tensor | None:
+        """``[B, q]`` bool, which of the tokens that are left are no padding; None where none is."""
+        _, phase = self.incoming.phases[-1]
+        return phase.places >= 0 if phase.padded else None
+
     def phase(self, layer: int) -> Phase:
-        """The tokens that a layer sees."""
+        """The tokens that a layer of the cache sees."""
         return self.incoming.phase(layer)
 
     def index(self, layer: int) -> KeyIndex:
-        """Where the keys that a layer attends to came from."""
+        """Where the keys that a layer of the cache attends to came from."""
         if self.state is None:
             phase = self.phase(layer)
             return phase.shared_index(self.seen + self.length, phase.places.device)
@@ -133,7 +139,7 @@ class Prompt(Forward):
         """The time of a stage."""
         if layers is None or device.type != "cuda":
             return self.stats.clock.measure(name, device)
-        depth = self.plan.family.depth
+        depth = len(self.plan.family.attending)
         return self.stats.clock.measure(name, device, depth / len(layers)) if depth // 2 in layers else nullcontext()
 
     @property
@@ -149,9 +155,11 @@ class Prompt(Forward):
         return order.masked_fill(~there, -1), not bool(there.all())
 
     def begin(self, first: int, chosen: Tensor, padded: bool, device: torch.device, **arguments: Any) -> None:
-        """From layer ``first`` on the tokens at ``chosen [B, q]`` (places of this forward on the CPU, -1 padding) are left."""
+        """From layer ``first`` of the language model on the tokens at ``chosen [B, q]`` (places of this forward on the CPU, -1
+        padding) are left."""
         places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
-        self.incoming.phases.append((first, Phase(places.to(device, non_blocking=True), padded, chosen)))
+        phase = Phase(places.to(device, non_blocking=True), padded, chosen)
+        self.incoming.phases.append((self.plan.family.stored_from(first), phase))
         self.arguments.append(arguments)
 
     def slots(self, chosen: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class TextHooks:
         for number in range(min(plan.stage_at_layer, default=len(self.layers)), len(self.layers)):
             hook(self.layers[number].register_forward_pre_hook(self._layer(number), with_kwargs=True))
         if plan.policy is not None and plan.policy.method.future:
-            for layer in self.layers:
-                last = getattr(layer.self_attn, "q_norm", None) or layer.self_attn.q_proj
+            for attention in map(plan.family.attention_in, plan.family.attending):
+                last = getattr(attention, "q_norm", None) or attention.q_proj
                 hook(last.register_forward_hook(self._note_queries))
 
     # --- into the text model ----------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class TextHooks:
         if self.plan.family.model.training:
             raise UnsupportedError(in_training(self.plan.family.model))
         self.check()
-        if cache is not None and state is not None and cache.layers != state.layers:
+        if cache is not None and state is not None and cache.layers != state.every:
             raise UnsupportedError(
                 "The layers of this cache were exchanged after mmaccel reduced its prompt; start again with a new cache."
             )
@@ -93,7 +93,7 @@ class TextHooks:
             forward: Forward = self._prefill(scope, kwargs, ids, valid, state, seen)
         elif state is not None:
             forward = self._continue(scope, kwargs, valid, state, seen)
-        kwargs["attention_mask"] = None
+        kwargs["attention_mask"] = self.plan.family.mask_argument(forward.real)
         if state is not None:
             state.shared.incoming = forward.incoming
         return args, kwargs
@@ -142,7 +142,8 @@ class TextHooks:
                 return None
             cache = kwargs["past_key_values"] = DynamicCache(config=config)
         mask = kwargs.get("attention_mask")
-        return adopt(cache, len(self.layers), mask[:, :seen].bool() if mask is not None and seen else None)
+        valid = mask[:, :seen].bool() if mask is not None and seen else None
+        return adopt(cache, len(self.layers), valid, self.plan.family.recurrent)
 
     def _prefill(
         self,
@@ -211,6 +212,8 @@ class TextHooks:
                         self._look_ahead(prompt, number, hidden, kwargs)
                     hidden = self._reduce(prompt, number, hidden, kwargs)
             kwargs = {**kwargs, **prompt.arguments[-1]}
+            if number in prompt.plan.family.recurrent:
+                kwargs["attention_mask"] = prompt.real
             if args:
                 return (hidden, *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": hidden}
@@ -288,9 +291,9 @@ class TextHooks:
         scope.cache = cache if cache is not None else scope.cache
         if stages is None:
             return None
-        if stages.attended != len(self.layers):
+        if stages.attended != (attending := len(self.plan.family.attending)):
             raise UnsupportedError(
-                f"mmaccel saw the attention of {stages.attended} of {len(self.layers)} layers, so this result is wrong: "
+                f"mmaccel saw the attention of {stages.attended} of {attending} layers, so this result is wrong: "
                 "something replaced the attention function of the model (other kernels, a patched forward); undo that, or "
                 "call model.mmaccel.remove() first."
             )

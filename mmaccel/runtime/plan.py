@@ -291,6 +291,12 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
         )
     _check_reuse(stages)
     policies = _of(Policy, stages)
+    at_work = [stage.method.name for stage in _of((Policy, Codec), stages)]
+    if family.recurrent and at_work:
+        notes.append(
+            f"{', '.join(at_work)}: at work in the {len(family.attending)} of {family.depth} layers that have attention; the "
+            "others keep no keys, and what was evicted stays in their states"
+        )
     at_layer = _stage_at_layer(recipe, _of(LayerMethod, stages), family, notes)
     return ModelPlan(
         recipe,
@@ -328,7 +334,7 @@ def _check_reuse(stages: tuple[PlannedStage[Method], ...]) -> None:
                 )
 
 
-def _of(kind: type, stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage[Any], ...]:
+def _of(kind: type | tuple[type, ...], stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage[Any], ...]:
     """The stages whose method is of a kind."""
     return tuple(stage for stage in stages if isinstance(stage.method, kind))
 
@@ -370,12 +376,19 @@ def _stage_at_layer(
             )
         found[layer] = stage
     for layer, stage in found.items():
-        least = max(stage.method.lowest, family.deepstack)
-        if not least <= layer < family.depth:
+        reach = stage.method.reach(family)
+        if layer not in reach:
+            if not reach:
+                raise UnsupportedError(
+                    f"{stage.method.name} looks at the attention of a layer, and no layer that it could look at in this "
+                    f"{family.name} model has one; use a recipe that works before the language model."
+                )
             why = ", since its first layers add DeepStack features" if family.deepstack else ""
+            why = f", next to those with attention, which {stage.method.name} looks at" if family.stateful else why
+            where = ", ".join(map(str, reach)) if family.stateful else f"{reach[0]} to {reach[-1]}"
             raise UnsupportedError(
                 f"layer={layer} is out of reach: in this {family.name} model tokens can be dropped before layers "
-                f"{least} to {family.depth - 1}{why}; give layer={min(max(layer, least), family.depth - 1)}."
+                f"{where}{why}; give layer={min(reach, key=lambda one: abs(one - layer))}."
             )
     return found
 

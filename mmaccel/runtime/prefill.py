@@ -145,7 +145,7 @@ def _positions(prompt: Prompt, left: Left, given: Tensor | None, device: torch.d
         ahead = ahead if ahead is not None and positions.dim() == 3 and bool((ahead > 0).any()) else None
         state.offset, state.ahead = prompt.seen + prompt.length - after, ahead
         for layer in plan.stage_at_layer:
-            state.shared.split(layer)
+            state.shared.split(plan.family.stored_from(layer))
     return kept
 
 

@@ -376,7 +376,7 @@ class PromptEviction:
 
     def _future(self, keys: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[B, n, D]`` of RoPE at the positions behind the prompt."""
-        text, device = self.stage.text, keys.device
+        text, device = self.stage.family.text, keys.device
         position = torch.arange(self.policy.future, device=device)
         position = (self.prompt.seen + self.prompt.length - offset.to(device))[:, None] + position
         if "mrope_section" in (text.config.rope_parameters or {}):

@@ -35,10 +35,11 @@ class Stages:
     def after_attention(
         self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float, window: int | None
     ) -> None:
-        """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number``."""
+        """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number`` of the
+        cache."""
         self.attended += 1
         forward, device = self.forward, query.device
-        stage = forward.plan.stage_at_layer.get(number + 1)
+        stage = forward.plan.stage_at_layer.get(forward.plan.family.attending[number] + 1)
         looks = stage is not None and not stage.method.looks_ahead
         if isinstance(forward, Prompt) and stage is not None and looks and not tokens.rests(forward, stage):
             chosen = chosen_of(forward.phase(number))

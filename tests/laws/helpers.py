@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 import zoo
+from laws.nets import run_over
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
@@ -19,11 +20,12 @@ import mmaccel
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
 from mmaccel.method import KeyBatch, LayerMethod, Policy, ProjectorMethod, TokenBatch
+from mmaccel.runtime.plan import plan_model
 
 torch.set_num_threads(1)
 
 FAMILIES = zoo.FAMILIES
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 #: one representative of each mechanism, where all of them would be a slow test
 SHORT = ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl")
 TOLERANCE = 2e-5
@@ -59,6 +61,13 @@ def recipe_of(name: str, family: str = "", retain: float | None = 0.3, **options
     if deepstack and [mmaccel.method(stage.method).site for stage in made.stages] == ["layers"]:
         options = {"layer": deepstack, **options}
     return made.override(**options)
+
+
+def drops_at(name: str, family: str) -> int:
+    """The layer at whose input :func:`recipe_of` drops its first tokens; 0 for what does not work inside the language model."""
+    reader = zoo.processor(family)
+    plan = plan_model(recipe_of(name, family), family_of(model(family), reader), reader, "auto")
+    return min(plan.stage_at_layer, default=0)
 
 
 def generate(tiny: Any, feed: Inputs, new: int = 4, **options: Any) -> Any:
@@ -122,9 +131,9 @@ def _join(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([a, b])
 
 
-def cache() -> DynamicCache:
-    """An empty cache of the caller's own."""
-    return DynamicCache()
+def cache(tiny: Any = None) -> DynamicCache:
+    """An empty cache of the caller's own; without a model its layers are those of nobody yet, as mmaccel takes them."""
+    return DynamicCache(config=None if tiny is None else tiny.config.get_text_config())
 
 
 @contextmanager
@@ -220,10 +229,19 @@ AttentionMaskInterface.register("test_hiding", lambda *args, **kwargs: None)
 
 
 @torch.no_grad()
-def hide(tiny: Any, feed: Inputs, visible: Callable[[int], Tensor], **options: Any) -> Tensor:
-    """Logits of one full forward of the bare model, ``[B, S, V]``, where each layer sees ``visible(layer)`` only.
+def hide(
+    tiny: Any,
+    feed: Inputs,
+    visible: Callable[[int], Tensor],
+    kept: Tensor | None = None,
+    dropped_at: int = 0,
+    **options: Any,
+) -> Tensor:
+    """Logits of one full forward of the bare model, ``[B, S, V]``, where each layer with attention, counted from 0, sees
+    ``visible(layer)`` only.
 
-    ``visible`` gives ``[B, 1 or Hkv, S, S]`` bool, queries by keys; causality and padding are added here.
+    ``visible`` gives ``[B, 1 or Hkv, S, S]`` bool, queries by keys; causality and padding are added here. From layer
+    ``dropped_at`` on those with a recurrent state run over what is ``kept [B, n]`` of the first ``n`` tokens.
     """
     global _visible
     real = feed["attention_mask"].bool()
@@ -231,13 +249,22 @@ def hide(tiny: Any, feed: Inputs, visible: Callable[[int], Tensor], **options: A
     causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None] & real[:, None, None]
     # a padded query sees itself, so that no row is empty
     causal = causal | torch.eye(length, dtype=torch.bool)
-    _visible = lambda layer: causal & (visible(layer) | torch.eye(length, dtype=torch.bool))  # noqa: E731
+    known = family_of(tiny)
+    _visible = lambda layer: causal & (visible(known.stored_from(layer)) | torch.eye(length, dtype=torch.bool))  # noqa: E731
     tiny.set_attn_implementation({"text_config": "test_hiding"})
+    nets = {number: known.text.layers[number].linear_attn for number in known.recurrent}
+    for number, net in nets.items():
+        net.there = real.clone()
+        if kept is not None and number >= dropped_at:
+            net.there[:, : kept.shape[1]] &= kept
+        net.forward = functools.partial(run_over, net, net.forward)
     try:
         return tiny(**feed, **options).logits
     finally:
         tiny.set_attn_implementation({"text_config": "sdpa"})
         _visible = None
+        for net in nets.values():
+            del net.forward, net.there
 
 
 def stored(kept: Any, length: int) -> list[Tensor]:

@@ -3,6 +3,9 @@
 The replay runs prompt and continuation in one forward, without a cache, through an attention function of its own: a
 float32 softmax under an explicit mask `[B, Hq, q, K]` that is built here from places, windows and the recorded
 selection. None of mmaccel's masks, caches or positions takes part.
+
+A layer with a recurrent state cannot be shown a token and have it hidden: there the law is that a token that was dropped has
+never been there. The replay runs such a layer row by row over the tokens that it is to see, closed up, and over nothing else.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import synthetic
 import torch
 import zoo
+from laws.nets import run_over
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 from transformers.masking_utils import AttentionMaskInterface
@@ -71,6 +75,9 @@ def replayer(family: str, **overrides: Any) -> Any:
     """The same model with the replay's attention in its text model."""
     model = zoo.model(family, **overrides)
     model.set_attn_implementation({"text_config": "laws_replay"})
+    for number in adapter(family).recurrent:
+        net = text_model(model).layers[number].linear_attn
+        net.forward = functools.partial(run_over, net, net.forward)
     return model
 
 
@@ -105,21 +112,36 @@ AttentionMaskInterface.register("laws_replay", lambda *args, **kwargs: None)
 
 @dataclass
 class Seen:
-    """Which keys of the prompt are to be seen, per layer.
+    """Which keys of the prompt are to be seen, per layer with attention.
 
     prompt : by the queries of the prompt, `[B, S]` bool each.
     later : by the queries behind it, `[B, Hkv, S]` bool each.
+    states : per layer with a recurrent state, which tokens of the prompt it runs over; by default those that the next layer
+        with attention sees, or behind the last of these the same as that.
     """
 
     prompt: list[Tensor]
     later: list[Tensor]
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+    def reaching(self, family: str, number: int) -> Tensor:
+        """`[B, S]` bool, the tokens of the prompt that a layer with a recurrent state runs over."""
+        above = adapter(family).stored_from(number)
+        return self.states[number] if number in self.states else self.prompt[min(above, len(self.prompt) - 1)]
+
+
+def below(family: str, name: str, feed: Any) -> dict[int, Tensor]:
+    """What layers with a recurrent state run over below the one at which a method inside the language model drops tokens."""
+    at = first_layer(family, name) if issubclass(method(name), LayerMethod) else 0
+    return {number: feed["attention_mask"].bool() for number in adapter(family).recurrent if number < at}
 
 
 def everything(model: Any, feed: Any) -> Seen:
     """All keys but padding."""
     config, valid = model.config.get_text_config(), feed["attention_mask"].bool()
     heads = valid[:, None].expand(-1, config.num_key_value_heads, -1)
-    return Seen([valid] * config.num_hidden_layers, [heads] * config.num_hidden_layers)
+    layers = len(family_of(model).attending)
+    return Seen([valid] * layers, [heads] * layers)
 
 
 def stored(model: Any, feed: Any, cache: Any) -> list[Tensor]:
@@ -168,15 +190,16 @@ def recipe(name: str, family: str, retain: float | None = 0.3, **options: Any) -
     kind = method(name)
     known = {option.name for option in fields(kind)}
     if issubclass(kind, LayerMethod):
-        options = {"layer": first_layer(family), **options}
+        options = {"layer": first_layer(family, name), **options}
     if issubclass(kind, Policy) and "window" in known:
         options = {"window": min(8, kind.window), **options}
     return Recipe(name, (Stage(name, None if kind.budget == "none" else retain, options),))
 
 
-def first_layer(family: str) -> int:
-    """The layer at which the laws drop tokens: the second, or behind the last that DeepStack reaches."""
-    return max(2, adapter(family).deepstack)
+def first_layer(family: str, name: str = "fastv") -> int:
+    """The layer at which the laws let a method drop tokens: the second, or the next at which it can."""
+    kind: Any = method(name)
+    return int(kind(layer=2).within(adapter(family)).layer)
 
 
 # ------------------------------------------------------------------------------------------------------------ the registry
@@ -272,11 +295,14 @@ def record(
         prompt = model(**feed).logits
         direct = model.mmaccel.reduction
         steps, cache = decode(model, feed, forced)
-        reduction = model.mmaccel.reduction
+        reduction, states = model.mmaccel.reduction, {}
+        for number in adapter(family).recurrent:
+            there = [step.reduction.kept for step in model.mmaccel.history if step.layer <= number]
+            states[number] = (there or [feed["attention_mask"].bool()])[-1]
     later = stored(model, feed, cache)
     if direct is not None:
         assert torch.equal(direct.kept, reduction.kept), "forward and generate chose differently"
-    seen = Seen([heads.any(1) for heads in (before or later)], later)
+    seen = Seen([heads.any(1) for heads in (before or later)], later, states)
     if before is None and reduction is not None:
         assert torch.equal(seen.prompt[-1], reduction.kept), "the last layer holds other keys than were kept"
     return Record(prompt, steps, reduction, seen)
@@ -350,13 +376,18 @@ def replay(
     place = torch.arange(valid.shape[1])
     config = model.config.get_text_config()
     groups = config.num_attention_heads // config.num_key_value_heads
-    for number, layer in enumerate(text_model(model).layers):
+    for number in adapter(family).recurrent:
+        text_model(model).layers[number].linear_attn.there = torch.cat(
+            [seen.reaching(family, number), valid[:, length:]], dim=1
+        )
+    for at, number in enumerate(family_of(model).attending):
+        layer = text_model(model).layers[number]
         mask = place[None, :] <= place[:, None]
         if (window := window_of(config, number)) is not None:
             mask = mask & (place[:, None] - place[None, :] < window)
         mask = (mask & valid[:, None])[:, None].repeat(1, config.num_key_value_heads, 1, 1)
-        mask[:, :, :length, :length] &= seen.prompt[number][:, None, None]
-        mask[:, :, length:, :length] &= seen.later[number][:, :, None]
+        mask[:, :, :length, :length] &= seen.prompt[at][:, None, None]
+        mask[:, :, length:, :length] &= seen.later[at][:, :, None]
         # rows that see nothing (padding, dropped tokens) must stay finite; nobody looks at them
         layer.self_attn.visible = (mask | torch.eye(len(place), dtype=torch.bool)).repeat_interleave(groups, dim=1)
     with exchanged(model, change), merging(model, merged):

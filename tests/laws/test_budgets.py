@@ -154,7 +154,7 @@ def keys(handle, stats, held, shown, reaches):
     layout, depth = handle.layout, len(held)
     rows = range(len(layout.valid))
     record = next(s for s in stats["stages"] if s["site"] == "cache")
-    arrived = [reaches[max(layer for layer in reaches if layer <= number)] for number in range(depth)]
+    arrived = [reaches[max(layer for layer in reaches if layer <= at)] for at in handle.family.attending]
     for heads in held:
         if not policy.joint:
             text = (layout.valid & ~layout.visual)[:, None].expand_as(heads)

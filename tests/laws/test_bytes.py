@@ -13,10 +13,13 @@ import torch
 import zoo
 from laws.helpers import FAMILIES, cache, follow, generate, inputs, model, recipe_of
 from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
 
 import mmaccel
 from mmaccel import accelerated, recipe
+from mmaccel.families import family_of
 from mmaccel.kv.layer import CompressedLayer
+from mmaccel.kv.recurrent import states_of
 from mmaccel.method import LayerMethod, Policy, ProjectorMethod
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -55,10 +58,10 @@ def held(root: Any) -> int:
 
 
 def sizes(tiny: Any) -> tuple[int, int, int]:
-    """Layers, bytes of one key and value of one layer, and heads."""
+    """Layers with keys and values, bytes of one of each in one layer, and heads."""
     text = tiny.config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return text.num_hidden_layers, 2 * 4 * size, text.num_key_value_heads
+    return len(family_of(tiny).attending), 2 * 4 * size, text.num_key_value_heads
 
 
 @pytest.mark.parametrize(("family", "method", "kind"), oracle.in_turn(SQUARE, lambda _: ("image", "uneven")))
@@ -92,20 +95,23 @@ def test_pruned_is_less_in_proportion(family: str, method: str) -> None:
     tiny, feed, new = model(family), inputs(family), 2
     layers, unit, heads = sizes(tiny)
     visual = int(zoo.visual_mask(family, tiny, feed["input_ids"]).sum())
-    bare = held(generate(tiny, feed, new=new).past_key_values)
+    full = generate(tiny, feed, new=new).past_key_values
+    states = sum(x.nbytes for layer in full.layers if isinstance(layer, LinearAttentionLayer) for x in states_of(layer))
+    assert (states > 0) == family_of(tiny).stateful
+    bare = held(full) - states
     assert bare == layers * unit * heads * (feed["input_ids"].shape[1] + new - 1)
     with accelerated(tiny, recipe_of(method, family, retain=0.25), processor=zoo.processor(family)):
         out = generate(tiny, feed, new=new)
         stats, chosen = tiny.mmaccel.stats(), tiny.mmaccel.plan.stages[0].method
     kept = stats["stages"][-1]["tokens_kept"]
     assert kept == stats["stages"][-1]["resolved"] <= 0.35 * visual
-    reduced_layers = layers - (chosen.layer if isinstance(chosen, LayerMethod) else 0)
+    reduced_layers = layers - (family_of(tiny).stored_from(chosen.layer) if isinstance(chosen, LayerMethod) else 0)
     keys = bare - reduced_layers * unit * heads * (visual - kept)
-    stored = [layer.stored() for layer in out.past_key_values.layers]
+    stored = [layer.stored() for layer in out.past_key_values.mmaccel.layers]
     assert sum(4 * (k.numel() + v.numel()) for k, v in stored) == keys
     # beside keys and values: their places, four bytes each, shared by layers unless heads differ
     places = 4 * (bare // (unit * heads)) * (heads if isinstance(chosen, Policy) and not chosen.shared else 1)
-    assert keys <= stats["kv_bytes"] <= keys + places + 1024
+    assert keys <= stats["kv_bytes"] - states <= keys + places + 1024
 
 
 @families
@@ -126,9 +132,9 @@ def test_evicted_keys_are_gone(family: str, monkeypatch: pytest.MonkeyPatch) -> 
         out = generate(tiny, feed)
         kept = tiny.mmaccel.stats()["stages"][0]["tokens_kept"]
     gc.collect()
-    assert len(full) == 8 and all(ref() is None for ref in full)
+    assert len(full) == 2 * sizes(tiny)[0] and all(ref() is None for ref in full)
     assert kept < 0.3 * visual
-    for layer in out.past_key_values.layers:
+    for layer in out.past_key_values.mmaccel.layers:
         keys, values = layer.stored()
         assert keys.shape[2] == values.shape[2] == length - visual + kept + 3
         for tensor in (layer.keys, layer.values):
@@ -157,7 +163,7 @@ def test_the_handle_keeps_no_cache_alive(family: str) -> None:
     tiny = model(family)
     with accelerated(tiny, recipe_of("snapkv"), processor=zoo.processor(family)):
         out = generate(tiny, inputs(family))
-        watched = [weakref.ref(out.past_key_values), *(weakref.ref(x.keys) for x in out.past_key_values.layers)]
+        watched = [weakref.ref(out.past_key_values), *(weakref.ref(x.keys) for x in out.past_key_values.mmaccel.layers)]
         del out
         gc.collect()
         assert [ref() for ref in watched] == [None] * len(watched)

@@ -27,7 +27,10 @@ def run(tiny: Any, feed: dict[str, Any]) -> tuple[Any, ...]:
     out = generate(tiny, feed)
     made = tiny.mmaccel.reduction
     links = made.full_links()
-    stored = [(layer.index.index, *layer.stored()) for layer in out.past_key_values.layers]
+    cache = out.past_key_values.mmaccel
+    stored = [(layer.index.index, *layer.stored()) for layer in cache.layers] + [
+        tuple(layer.tensors()) for layer in cache.recurrent
+    ]
     return made.kept, links.source, links.slot, links.weight, out.sequences, logits(out), *sum(stored, ())
 
 

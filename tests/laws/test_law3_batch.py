@@ -50,10 +50,12 @@ def agrees(family, feed, what, **overrides):
         for held, lone in zip(got.seen.later, other.seen.later, strict=True):
             assert torch.equal(held[row, :, pads:], lone[0]), "other keys"
             assert not held[row, :, :pads].any()
+        # the products of a recurrent state follow one from another, and what was rounded grows on the way
+        tolerance = 4 * TOLERANCE if oracle.adapter(family).stateful else TOLERANCE
         # the last position and four steps
-        oracle.close(got.steps[row], other.steps[0], TOLERANCE)
+        oracle.close(got.steps[row], other.steps[0], tolerance)
         where = got.kept[row, pads:]
-        oracle.close(got.prompt[row, pads:][where], other.prompt[0][where], TOLERANCE)
+        oracle.close(got.prompt[row, pads:][where], other.prompt[0][where], tolerance)
     return got
 
 

@@ -38,7 +38,7 @@ def test_weights_sum_to_one_and_masses_to_the_tokens(family: str, name: str, kin
     tiny, feed = model(family), inputs(family, kind)
     if SITES[name] == "encoder":
         return _encoder(family, name, kind)
-    layer = {"layer": 3} if SITES[name] == "layers" else {}
+    layer = {"layer": oracle.first_layer(family, name)} if SITES[name] == "layers" else {}
     with accelerated(tiny, [Stage(name, 0.3, layer)], processor=zoo.processor(family)):
         generate(tiny, feed, new=1)
         made, layout = tiny.mmaccel.reduction, tiny.mmaccel.layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -65,9 +66,11 @@ def test_decoding_attends_to_what_is_stored(family: str, codec: str) -> None:
         out = generate(tiny, feed, new=3)
         state = out.past_key_values.mmaccel
         assert all(layer.width > 0 for layer in state.layers)
-        plain = DynamicCache()
-        for number, layer in enumerate(state.layers):
+        plain = DynamicCache(config=tiny.config.get_text_config())
+        for number, layer in zip(tiny.mmaccel.family.attending, state.layers, strict=True):
             plain.update(*by_place(layer), number)
+        for number, layer in zip(tiny.mmaccel.family.recurrent, state.recurrent, strict=True):
+            plain.layers[number] = copy.deepcopy(layer)
         position = (state.seen - state.offset)[:, None]
         ours = tiny(input_ids=out.sequences[:, -1:], past_key_values=out.past_key_values).logits
     if family in QWEN:

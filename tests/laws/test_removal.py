@@ -24,7 +24,7 @@ EVERYTHING: dict[str, Any] = {
     "stages": [
         {"method": "attention-received", "retain": 0.8},
         {"method": "test-features", "retain": 0.7},
-        {"method": "fastv", "retain": 0.6, "options": {"layer": 3}},
+        {"method": "fastv", "retain": 0.6},
         {"method": "snapkv", "retain": 0.5},
     ],
 }

@@ -54,7 +54,7 @@ class CriticalKV(SnapKV):
         """Refuse models whose output projections are not plain weights."""
         super().check(family)
         usable: dict[type, bool] = {nn.Parameter: True}
-        for layer in range(family.depth):
+        for layer in family.attending:
             weight = getattr(getattr(family.attention_in(layer), "o_proj", None), "weight", None)
             there = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()
             if isinstance(weight, Tensor) and there and type(weight) not in usable:

@@ -60,9 +60,9 @@ class ExpectedAttention(Policy):
         if not family.halves:
             raise UnsupportedError(
                 f"expected-attention turns queries as two halves in every layer, and RoPE of {family.name} turns pairs, or "
-                "leaves layers out; use snapkv."
+                "leaves layers or channels out; use snapkv."
             )
-        if any(not hasattr(family.attention_in(layer), "q_proj") for layer in range(family.depth)):
+        if any(not hasattr(family.attention_in(layer), "q_proj") for layer in family.attending):
             raise UnsupportedError(
                 "expected-attention looks at queries before RoPE, and this model has no q_proj where they come from; use "
                 "snapkv."

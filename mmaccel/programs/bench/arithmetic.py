@@ -73,7 +73,10 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
         found.vision += 4.0 * hidden.shape[-1] * pairs
 
     handles = [module.register_forward_hook(linear) for module in model.modules() if isinstance(module, nn.Linear)]
-    handles += [layer.register_forward_pre_hook(text_layer, with_kwargs=True) for layer in family.text.layers]
+    handles += [
+        family.text.layers[number].register_forward_pre_hook(text_layer, with_kwargs=True)
+        for number in family.attending
+    ]
     handles += [one.register_forward_pre_hook(experts, with_kwargs=True) for one in _experts(family.text)]
     for tower in family.towers():
         layers = family.tower_layers(tower)
@@ -111,9 +114,10 @@ def weight_bytes(model: Any) -> int:
 
 def token_bytes(model: Any) -> int:
     """Bytes of the keys and values of one token in all layers, in full precision."""
-    config = family_of(model).text.config
+    family = family_of(model)
+    config = family.text.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head * model.dtype.itemsize
+    return 2 * len(family.attending) * config.num_key_value_heads * head * model.dtype.itemsize
 
 
 def stored_bytes(cache: Any) -> tuple[int, int]:
@@ -121,7 +125,7 @@ def stored_bytes(cache: Any) -> tuple[int, int]:
     where they came from and what policies carry."""
     state = state_of(cache)
     if state is None:
-        layers = [layer for layer in cache.layers if layer.keys is not None]
+        layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
         return _once(x for layer in layers for x in (layer.keys, layer.values)), 0
     beside = [*state.shared.tensors(), *(x for layer in state.layers for x in layer.schedule.tensors())]
     every = [*beside, *(x for layer in state.layers for x in layer.tensors())]
@@ -137,7 +141,8 @@ def stored_tokens(cache: Any) -> float:
     """Tokens that a layer of a cache stores, over all rows; the mean of layers and heads where they differ."""
     state = state_of(cache)
     if state is None:
-        counts = [float(len(layer.keys) * layer.keys.shape[2]) for layer in cache.layers if layer.keys is not None]
+        held = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        counts = [float(len(keys) * keys.shape[2]) for keys in held]
     else:
         counts = [float(layer.index.lengths.double().mean(1).sum()) for layer in state.layers if not layer.empty]
     return sum(counts) / max(1, len(counts))
@@ -147,7 +152,7 @@ def unread_bytes(model: Any, recipe: Recipe, stats: Mapping[str, Any], token: fl
     """Bytes of stored keys and values that a step leaves unread where a policy of the ``recipe`` chooses what it reads; what
     the choice itself reads of them is not counted. A stored ``token`` takes so many bytes in all
     layers, few where it is packed."""
-    depth, spared = family_of(model).text.config.num_hidden_layers, 0.0
+    depth, spared = len(family_of(model).attending), 0.0
     for _, method in recipe.build():
         if isinstance(method, Policy) and method.recalls:
             (stage,) = (one for one in stats["stages"] if one["method"] == method.name)

@@ -199,8 +199,8 @@ class Frozen:
         # weights can be seen in this one alone
         self.text.set_attn_implementation("eager")
         hooks = [
-            layer.self_attn.register_forward_hook(lambda _, __, out: paid.append(self._paid(example, out[1])))
-            for layer in self.text.layers
+            layer.register_forward_hook(lambda _, __, out: paid.append(self._paid(example, out[1])))
+            for layer in map(self.family.attention_in, self.family.attending)
         ]
         try:
             self.states(example, example.read)

@@ -531,7 +531,7 @@ class VideoAnswerer:
         # all rows are padded on the left and end in the same question
         end = int(visual.any(0).nonzero().max()) + 1
         cache = DynamicCache()
-        state = adopt(cache, len(family.text.layers), None)
+        state = adopt(cache, family.depth, None, family.recurrent)
         with self._working(self.settings.recipe, self._prepared):
             positions = model._prepare_position_ids_for_generation(ids, dict(inputs))
             positions = positions[-3:] if positions.dim() == 3 else positions
