@@ -6,6 +6,7 @@ acceleration: it masks keys. Where a layer is read, a patch that was left out ho
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 import oracle
 import pytest
+import simulated
 import torch
 import zoo
 from torch import Tensor, nn
@@ -376,3 +378,22 @@ def test_what_is_predicted_by_nothing_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Drawn, "predict", lambda self, pixels: torch.ones(pixels.shape[0], 3, dtype=torch.long))
     with accelerated(oracle.subject("llava"), "test-drawn") as model, pytest.raises(MmaccelError, match="must give"):
         model(**zoo.inputs("llava"))
+
+
+# what counts the tokens of experts does not run on the simulated machine
+@pytest.mark.parametrize(("family", "name"), [case for case in SQUARE if not case[0].endswith("_moe")])
+def test_on_a_device_as_on_the_cpu(family: str, name: str) -> None:
+    """Nothing mixes devices where patches are left out, and the same are."""
+    feed, reader = flat(zoo.inputs(family, "uneven")), zoo.processor(family)
+    found = []
+    for device in (None, "cuda:0"):
+        model = zoo.model(family).requires_grad_(False)
+        with contextlib.ExitStack() as held:
+            given = feed
+            if device is not None:
+                gpu = held.enter_context(simulated.machine())
+                model, given = gpu.put(model, device), gpu.put(feed, device)
+            held.enter_context(accelerated(model, [name, "attention-received"], retain=0.3, processor=reader))
+            model.generate(**given, max_new_tokens=2, do_sample=False)
+            found.append(model.mmaccel.history[0].reduction.kept)
+    assert torch.equal(*found) and not found[0].all()
