@@ -34,6 +34,11 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("nemotron_h_omni", "qwen3_5", "qwen3_5_moe", "qwen4_exp"), _STATES),
 }
 
+#: kinds of layers of a language model that only attend, as its configuration names them
+_ATTENDING = {"full_attention", "sliding_attention"}
+#: language models whose attention has a term that ours has not -> which
+_SINKS = {"gpt_oss": "its attention has learned sinks, which no key stands for"}
+
 _families: dict[str, type[Family]] = {}
 
 
@@ -69,6 +74,7 @@ def family_of(model: nn.Module, processor: Any = None) -> Family:
                 raise UnsupportedError(
                     f"{type(model).__name__} cannot generate; give the ...ForConditionalGeneration model of {kind}."
                 )
+            _fits(kind, model.config)
             return family(model, processor)
     raise _unknown(kind)
 
@@ -83,8 +89,20 @@ def described(config: Any) -> Family:
     """
     for family in families().values():
         if config.model_type in family.model_types:
+            _fits(config.model_type, config)
             return family(Description(config))
     raise _unknown(config.model_type)
+
+
+def _fits(kind: str, config: Any) -> None:
+    """Raise when the language model of a family's model is none of those that can be accelerated rightly."""
+    text = config.get_text_config()
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENDING)
+    why = f"it has layers of {' and '.join(others)}" if others else _SINKS.get(text.model_type)
+    if why:
+        raise UnsupportedError(
+            f"mmaccel does not accelerate {kind} models with the language model {text.model_type}: {why}."
+        )
 
 
 def _unknown(kind: str) -> UnsupportedError:
