@@ -228,6 +228,28 @@ def test_a_family_of_that_kind_comes_before_the_refusal(monkeypatch: pytest.Monk
     assert described(model("llava").config).name == "llava"
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ({"model_type": "gpt_oss"}, "gpt_oss: its attention has learned sinks, which no key stands for."),
+        ({"model_type": "qwen3_5_text"}, "qwen3_5_text: it has layers of linear_attention."),
+        (
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2},
+            "lfm2: it has layers of conv.",
+        ),
+    ],
+)
+def test_language_models_that_are_refused(text: dict[str, Any], why: str) -> None:
+    """A family that takes any language model does not take these."""
+    config = zoo._family("internvl").config(text, 100)
+    said = f"^mmaccel does not accelerate internvl models with the language model {re.escape(why)}$"
+    refused(lambda: described(config), said, UnsupportedError)
+    with torch.device("meta"):
+        config._attn_implementation = "eager"
+        bare = transformers.AutoModelForImageTextToText.from_config(config)
+    refused(lambda: accelerate_vlm(bare), said, UnsupportedError)
+
+
 #: what a configuration has no default of
 _INDEXER = {"n_heads": 2, "kv_heads": 1, "head_dim": 256, "budget": 64, "compress_ratio": 4}
 NEEDED = {"qwen4_exp": {"text_config": {f"indexer_{name}": value for name, value in _INDEXER.items()}}}

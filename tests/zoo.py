@@ -113,7 +113,10 @@ def _chat_template(family: str) -> str:
 
 
 def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_defaults: Any) -> PreTrainedConfig:
-    """A text configuration of 4 layers; `sliding_window` turns on windows where the text model can have them."""
+    """A text configuration of 4 layers; `sliding_window` turns on windows where the text model can have them, and
+    `model_type` takes another text model."""
+    overrides = {"model_type": model_type, **overrides}
+    model_type = overrides.pop("model_type")
     values: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": 64,
@@ -831,7 +834,8 @@ def model(family: str, seed: int = 0, **text_overrides: Any) -> PreTrainedModel:
         Of the weights. The same seed gives the same weights in every process and version of transformers.
     text_overrides
         Fields of the text configuration. `sliding_window=24` makes the text model of a LLaMA family a Mistral and
-        turns on the windows of a Qwen2 in all layers (`max_window_layers=2` for half of them).
+        turns on the windows of a Qwen2 in all layers (`max_window_layers=2` for half of them); `model_type="qwen3"` makes
+        the language model of a family that takes any of them a Qwen3.
     """
     result = _made(family, seed, text_overrides)
     # methods may need a selector, or a draft, that lies beside the weights

@@ -34,6 +34,13 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("nemotron_h_omni", "qwen4_exp"), _STATES),
 }
 
+#: kinds of layers of a language model that only attend, as its configuration names them
+_ATTENDING = {"full_attention", "sliding_attention"}
+#: and those that carry a state, which families that know them have
+_STATEFUL = {"linear_attention"}
+#: language models whose attention has a term that ours has not -> which
+_SINKS = {"gpt_oss": "its attention has learned sinks, which no key stands for"}
+
 _families: dict[str, type[Family]] = {}
 
 
@@ -69,6 +76,7 @@ def family_of(model: nn.Module, processor: Any = None) -> Family:
                 raise UnsupportedError(
                     f"{type(model).__name__} cannot generate; give the ...ForConditionalGeneration model of {kind}."
                 )
+            _fits(family, model.config)
             return family(model, processor)
     raise _unknown(kind)
 
@@ -83,8 +91,21 @@ def described(config: Any) -> Family:
     """
     for family in families().values():
         if config.model_type in family.model_types:
+            _fits(family, config)
             return family(Description(config))
     raise _unknown(config.model_type)
+
+
+def _fits(family: type[Family], config: Any) -> None:
+    """Raise when the language model of a family's model is none of those that can be accelerated rightly."""
+    text = config.get_text_config()
+    known = _ATTENDING | _STATEFUL if family.stateful else _ATTENDING
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - known)
+    why = f"it has layers of {' and '.join(others)}" if others else _SINKS.get(text.model_type)
+    if why:
+        raise UnsupportedError(
+            f"mmaccel does not accelerate {config.model_type} models with the language model {text.model_type}: {why}."
+        )
 
 
 def _unknown(kind: str) -> UnsupportedError:

@@ -41,6 +41,20 @@ WINDOWED = (
     ("internvl", {"sliding_window": 24, "max_window_layers": 2}),
     ("aya_vision", {"sliding_window": 24}),
 )
+#: InternVL 3.5 has language models of Qwen3, which normalise queries and keys, and with experts
+RENEWED = (
+    ("internvl", {"model_type": "qwen3", "head_dim": 16}),
+    (
+        "internvl",
+        {
+            "model_type": "qwen3_moe",
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- models

@@ -52,6 +52,16 @@ def test_replay_knows_sliding_windows(family, overrides):
     oracle.apart(steps, oracle.replay(family, feed, forced)[1])
 
 
+@pytest.mark.parametrize(("family", "overrides"), oracle.RENEWED)
+@pytest.mark.parametrize("kind", ("uneven", "video"))
+def test_none_with_other_language_models(family, overrides, kind):
+    feed, bare, model = zoo.inputs(family, kind), oracle.bare(family, **overrides), oracle.subject(family, **overrides)
+    wanted = greedy(bare, feed)
+    with accelerated(model, "none"):
+        for mine, one in zip(greedy(model, feed), wanted, strict=True):
+            assert torch.equal(mine, one)
+
+
 @cases
 def test_none_is_the_bare_model_to_the_bit(family, kind):
     feed, bare, model = zoo.inputs(family, kind), oracle.bare(family), oracle.subject(family)

@@ -128,6 +128,12 @@ def test_sliding_windows_count_original_places(family, overrides, kind, name):
     holds(family, feed, oracle.recipe(name, family, 0.05 if name in KEYS else 0.5), **overrides)
 
 
+@pytest.mark.parametrize(("overrides", "name"), [(given, name) for _, given in oracle.RENEWED for name in NAMES])
+@pytest.mark.parametrize("kind", ("uneven", "video"))
+def test_other_language_models(overrides, kind, name):
+    holds("internvl", zoo.inputs("internvl", kind), oracle.recipe(name, "internvl"), **overrides)
+
+
 @pytest.mark.parametrize(("family", "name", "kind"), square(("image", "uneven"), families=("llava", "qwen2_5_vl")))
 def test_on_top_of_eager_attention(family, name, kind):
     model = zoo.model(family)

@@ -79,6 +79,11 @@ def test_with_sliding_windows(family, overrides, name):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe(name, family), **overrides)
 
 
+@pytest.mark.parametrize(("overrides", "name"), [(given, name) for _, given in oracle.RENEWED for name in METHODS])
+def test_with_other_language_models(overrides, name):
+    agrees("internvl", zoo.inputs("internvl", "uneven"), oracle.recipe(name, "internvl"), **overrides)
+
+
 @pytest.mark.parametrize(("family", "name"), [case for case in SQUARE if method(case[1]).site == "projector"])
 def test_with_paper_positions(family, name):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe(name, family).override(positions="paper"))
