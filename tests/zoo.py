@@ -64,8 +64,6 @@ class Family:
     clip: tuple[int, int, int] = (4, 64, 48)
     """Frames, width and height of a clip."""
     extra_tokens: tuple[str, ...] = ()
-    change: Callable[[PreTrainedModel], None] = lambda model: None
-    """Makes small what the configuration cannot, before the weights are filled."""
     options: dict[str, Any] | None = None
     """What the processor is given with pictures, which then are not listed by row; without pictures it is not asked."""
 
@@ -326,6 +324,7 @@ def _perception_lm(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConf
 
 def _deepseek_ocr2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     """A tower like that of SAM in front of one like a language model, and experts in all layers but the first."""
+    _fewer_queries()
     pixels = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 64}
     pixels |= {"image_size": 64, "patch_size": 4, "window_size": 6, "global_attn_indexes": [1]}
     queries = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -341,9 +340,20 @@ def _deepseek_ocr2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConf
     )
 
 
-def _fewer_queries(model: PreTrainedModel) -> None:
-    """One for each of the patches that are left of a view, instead of 144."""
-    model.model.vision_tower.query_768_resolution = torch.nn.Embedding(16, 32)
+@functools.cache
+def _fewer_queries() -> None:
+    """Tiny towers have one for each of the patches that are left of a view, instead of 144, also where they are loaded."""
+    from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2VisionModel
+
+    made = DeepseekOcr2VisionModel.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, config: Any) -> None:
+        made(self, config)
+        if config.sam_config.image_size == 64:
+            self.query_768_resolution = torch.nn.Embedding(16, 32)
+
+    DeepseekOcr2VisionModel.__init__ = init
 
 
 def _ovis2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
@@ -742,7 +752,6 @@ _TABLE: dict[str, Family] = {
         image="<image>\n",
         # two tiles, and none
         sizes=((130, 60), (50, 60)),
-        change=_fewer_queries,
         options={},
     ),
     "ovis2": Family(
@@ -862,7 +871,6 @@ def _made(family: str, seed: int, text_overrides: Mapping[str, Any]) -> PreTrain
         config._attn_implementation = "sdpa"
     with torch.random.fork_rng(devices=[]):
         result = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    _family(family).change(result)
     _fill(result, seed)
     with torch.no_grad():  # special tokens never win: no early end, no stray placeholder
         result.lm_head.weight[words.all_special_ids] = 0.0
