@@ -108,10 +108,10 @@ def test_every_test_belongs_to_a_run():
     )
     assert script.count("--deselect") == script.count(left_out) == 1 and "tests/kernels/compilers.py --jobs" in script
     # the long squares take turns from day to day
-    sixteenth, half = ' --part "$sixteenth"', ' --part "$half"'
-    assert script.count("--part") == 2 and script.count(sixteenth) == script.count(half) == 1
-    assert "sixteenth=$((day / 2 % 16 + 1))/16" in script and "half=$((day / 2 % 2 + 1))/2" in script
-    runs = re.findall(r"-m pytest -q(.*)", script.replace(left_out, "").replace(sixteenth, "").replace(half, ""))
+    part, third = ' --part "$part"', ' --part "$third"'
+    assert script.count("--part") == 2 and script.count(part) == script.count(third) == 1
+    assert "part=$((day / 2 % 32 + 1))/32" in script and "third=$((day / 2 % 3 + 1))/3" in script
+    runs = re.findall(r"-m pytest -q(.*)", script.replace(left_out, "").replace(part, "").replace(third, ""))
     assert "" in runs and {f" -m {mark}" for mark in marks} <= {run.split(" tests/")[0] for run in runs}
 
 

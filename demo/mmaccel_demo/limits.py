@@ -34,7 +34,7 @@ FRAMES, ANSWER = 32, 256
 #: frames of a clip that comes as if live, and how many a second of it
 STREAMED, STREAM_FPS = 256, 4.0
 #: options of methods that name files or models
-_NAMES = ("clip", "clip_model", "selector")
+_NAMES = ("clip", "clip_model", "draft", "selector")
 
 
 def question(text: str | None) -> str:

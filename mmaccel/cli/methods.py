@@ -146,7 +146,7 @@ def _families(cls: Any) -> list[str]:
     for name, family in families().items():
         usual: Any = SimpleNamespace(name=name, has_cls=family.facts.cls, depth=0, deepstack=0)
         usual.closed, usual.whole, usual.halves = family.closed, family.whole, family.halves
-        usual.stateful, usual.attending = family.stateful, ()
+        usual.stateful, usual.attending, usual.modalities = family.stateful, (), family.modalities
         try:
             made = cls()
             made.fit(usual).suits(usual)

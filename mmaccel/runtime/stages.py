@@ -39,9 +39,15 @@ class Stages:
         cache."""
         self.attended += 1
         forward, device = self.forward, query.device
-        stage = forward.plan.stage_at_layer.get(forward.plan.family.attending[number] + 1)
-        looks = stage is not None and not stage.method.looks_ahead
-        if isinstance(forward, Prompt) and stage is not None and looks and not tokens.rests(forward, stage):
+        stage = None
+        if isinstance(forward, Prompt) and forward.plan.stage_at_layer:
+            stage = forward.plan.stage_at_layer.get(forward.plan.family.attending[number] + 1)
+        if (
+            isinstance(forward, Prompt)
+            and stage is not None
+            and not stage.method.looks_ahead
+            and not tokens.rests(forward, stage)
+        ):
             chosen = chosen_of(forward.phase(number))
             text = (chosen >= 0) & ~forward.layout.visual.gather(1, chosen.clamp(min=0))
             with forward.measured("selection", device):

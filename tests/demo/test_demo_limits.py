@@ -84,7 +84,8 @@ def test_recipes_are_not_read_from_files(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "option"), [("cdpruner", "clip"), ("scenetilling", "clip_model"), ("learned", "selector")]
+    ("method", "option"),
+    [("cdpruner", "clip"), ("scenetilling", "clip_model"), ("learned", "selector"), ("specpc", "draft")],
 )
 def test_recipes_name_no_models(method, option):
     refused("visitors cannot", limits.recipe, _stage(method, {option: "models"}))
@@ -167,6 +168,7 @@ def test_options_that_name_files_or_models():
         "query",
         "text_policy",
         "compact",
+        "draft",
         "head_budget",
         "layer_budget",
         "protect",
