@@ -43,7 +43,6 @@ def batch_of(units=UNITS, seed: int = 0) -> TokenBatch:
             "prompt_attention": noise(n),
             "prompt_match": noise(n),
             "text_peak": noise(n),
-            "draft_match": noise(n),
         },
     )
 

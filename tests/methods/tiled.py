@@ -46,7 +46,7 @@ def batch_of(units=UNITS, seed: int = 0, width: int = 12) -> TokenBatch:
     attention = (2 * noise(2, n)).softmax(-1).masked_fill(blank, torch.nan)
     vectors = {name: noise(1, n, 6).masked_fill(blank[..., None], torch.nan) for name in ("keys", "features")}
     vectors["shift"] = vectors["features"][..., :1].abs()
-    first_pass = {name: noise(n) for name in ("prompt_match", "text_peak")}
+    first_pass = {name: noise(n) for name in ("prompt_match", "text_peak", "draft_match")}
     return TokenBatch(
         features=noise(n, width),
         valid=segment >= 0,
