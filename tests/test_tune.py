@@ -174,8 +174,8 @@ def test_parts_of_all_recipes():
     }
     found = space.Space.found(judge, "tokens", known)
     offered = set(known) - {"none"}
-    # these are a method and its budget
-    assert set(found.names) | set(found.left_out) == offered - {"balanced", "tinychart"}
+    # this is a method and its budget
+    assert set(found.names) | set(found.left_out) == offered - {"tinychart"}
     assert not set(found.names) & set(found.left_out)
     assert "cache" not in found.parts and "saves nothing" in found.left_out["snapkv"]
     assert {"tokens", "layers"} <= set(found.parts)

@@ -2,8 +2,8 @@
 
 Every law lists its whole square: families, inputs, and the methods of the registry that it is about. By default a law runs
 one case for every site of its methods, or one if it lists none, drawn by a hash of the case's name: families, inputs and
-methods take turns from law to law, a new method is in the square by itself, and what is drawn stays drawn. All other cases
-are marked `full`.
+methods take turns from law to law, a new method is in the square by itself, and what is drawn stays drawn. A family that is
+drawn less than three times in all gets more, where all laws are collected. All other cases are marked `full`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 
 from mmaccel import Recipe, Stage, recipes
 from mmaccel.method.registry import methods
+
+#: how often a family is drawn at least
+LEAST = 3
 
 
 @pytest.fixture
@@ -36,11 +40,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if hasattr(item, "callspec") and item.get_closest_marker("full") is None:
             laws.setdefault((item.path, item.originalname, site_of(item.callspec.params, known)), []).append(item)
-    for cases in laws.values():
-        drawn = min(cases, key=lambda case: zlib.crc32(f"{case.path.name} {case.name}".encode()))
-        for case in cases:
-            if case is not drawn:
-                case.add_marker(pytest.mark.full)
+    drawn = {min(cases, key=rank) for cases in laws.values()}
+    every = [case for cases in laws.values() for case in cases]
+    if len({path for path, _, _ in laws}) > 1:
+        for family in zoo.FAMILIES:
+            mine = sorted((case for case in every if family in case.callspec.params.values()), key=rank)
+            lacking = max(0, LEAST - len(drawn.intersection(mine)))
+            drawn.update([case for case in mine if case not in drawn][:lacking])
+    for case in every:
+        if case not in drawn:
+            case.add_marker(pytest.mark.full)
+
+
+def rank(case: pytest.Function) -> int:
+    """The hash that a case is drawn by."""
+    return zlib.crc32(f"{case.path.name} {case.name}".encode())
 
 
 def site_of(params: dict[str, Any], known: dict[str, Recipe]) -> str:

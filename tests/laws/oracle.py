@@ -277,8 +277,10 @@ def families_in_turn(names: Sequence[str], each: int = 1, of: Sequence[str] = zo
 
 
 def shortens(name: str) -> bool:
-    """Whether a recipe has tokens reach fewer layers, and not only their keys leave the cache."""
-    return any(has_site(name, site) for site in ("patches", "encoder", "projector", "layers"))
+    """Whether a recipe has tokens reach fewer layers, whatever they show, and not only their keys leave the cache."""
+    sites = "encoder", "projector", "layers"
+    made = [method(stage.method) for stage in recipes()[name].stages]
+    return any(one.site in sites and one.budget != "none" for one in made)
 
 
 @functools.cache
