@@ -16,7 +16,7 @@ from tail import few
 
 from mmaccel import Learned, MmaccelError, UnsupportedError, accelerate_vlm, accelerated, prepare, recipe
 from mmaccel.cli import main
-from mmaccel.families import family_of
+from mmaccel.families import families, family_of
 from mmaccel.integrations.vllm.architectures import ARCHITECTURES
 from mmaccel.integrations.vllm.plan import ServingPlan
 from mmaccel.integrations.vllm.settings import Settings
@@ -50,9 +50,19 @@ def example_of(family: str, video: bool = False, target: Target = "effect") -> t
 
 
 # ------------------------------------------------------------------------------- what is trained is what is used
+STATEFUL = [name for name, kind in families().items() if kind.stateful]
 CASES = [
-    (family, video) for family in zoo.FAMILIES for video in (False, True) if "video" in zoo.kinds(family) or not video
+    (family, video)
+    for family in zoo.FAMILIES
+    for video in (False, True)
+    if family not in STATEFUL and ("video" in zoo.kinds(family) or not video)
 ]
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_layers_with_a_state_are_refused(family, tmp_path):
+    with pytest.raises(MmaccelError, match=f"No selector is trained for {family}"):
+        distil(zoo.model(family), zoo.processor(family), questions(3), out=tmp_path)
 
 
 @pytest.mark.parametrize(("family", "video"), few(CASES, [("llava", False), ("qwen2_5_vl", True), ("qwen3_vl", False)]))

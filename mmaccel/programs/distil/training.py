@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ...accelerate import is_accelerated
 from ...accelerate.tuned import fingerprint
-from ...errors import MmaccelError
+from ...errors import MmaccelError, UnsupportedError
+from ...families import family_of
 from ...method.selector import Belongs, Selector, Shape
 from ...pruning.learned import Learned, picked
 from ...recipe import RecipeLike
@@ -304,6 +305,11 @@ def _check(model: Any, questions: Sequence[Question], target: str, retain: float
     """See that what is asked makes sense."""
     if is_accelerated(model):
         raise MmaccelError("A selector is trained on the bare model; call model.mmaccel.remove() first.")
+    if (family := family_of(model)).stateful:
+        raise UnsupportedError(
+            f"No selector is trained for {family.name}: the training packs prompts of several lengths, which layers with a "
+            "recurrent state would mix; use 'divprune' or another method without training."
+        )
     if target not in get_args(Target):
         raise MmaccelError(f"target={target!r} is unknown; it can be {' or '.join(get_args(Target))}.")
     if not 0 < retain < 1:
