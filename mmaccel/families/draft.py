@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ..errors import UnsupportedError
 from .base import Family
@@ -52,10 +52,16 @@ def load_draft(method: str, name: str, family: Family) -> Family:
     return made
 
 
-@functools.lru_cache(maxsize=1)
+#: drafts that somebody uses
+_used: WeakValueDictionary[tuple[str, str, str], Any] = WeakValueDictionary()
+
+
 def _loaded(name: str, device: str, dtype: str) -> Any:
-    """Loaded once for the plans that are made of one model; the next draft takes its place."""
-    return load_model(name, device=device, dtype=dtype)[0]
+    """Loaded once for all models that it drafts for, and gone with the last of them."""
+    made = _used.get((name, device, dtype))
+    if made is None:
+        made = _used[name, device, dtype] = load_model(name, device=device, dtype=dtype)[0]
+    return made
 
 
 __all__ = ["BESIDE", "load_draft"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import zoo
 from transformers import AutoModelForImageTextToText
 
 from mmaccel import SpecPC, SpecPrefill, UnsupportedError, accelerate_vlm, accelerated
+from mmaccel.families import draft as families_draft
 from mmaccel.runtime import draft as drafts
 
 FAMILY = "qwen2_5_vl"
@@ -94,3 +97,19 @@ def test_what_cannot_draft(tmp_path):
     assert not hasattr(model, "mmaccel")
     # a folder of the user's own
     accelerate_vlm(model, "specprefill", draft=str(tmp_path / "draft")).mmaccel.remove()
+
+
+def test_a_draft_is_loaded_once_and_goes_with_the_handle():
+    first, second = zoo.model("llava"), zoo.model("llava")
+    named = {"draft": str(zoo.draft("llava"))}
+    gc.collect()
+    before = len(families_draft._used)
+    accelerate_vlm(first, "specpc", **named)
+    accelerate_vlm(second, "specprefill", **named)
+    assert len(families_draft._used) == before + 1
+    draft = weakref.ref(first.mmaccel.plan.drafts[0].model)
+    assert draft() is second.mmaccel.plan.drafts[0].model
+    for model in (first, second):
+        model.mmaccel.remove()
+    gc.collect()
+    assert draft() is None and len(families_draft._used) == before
