@@ -48,10 +48,13 @@ PICTURES = tuple(task for task in IMAGE_TASKS if task not in ("grounding", "turn
 #: a model, and tasks in turn; every batch has questions with equally many pictures or frames
 KINDS = {
     "clips": ("mini-qwen-vl", VIDEO_TASKS),
+    "long-clips": ("mini-qwen-vl", VIDEO_TASKS),
     "pictures": ("mini-llava", PICTURES),
     "pictures-qwen": ("mini-qwen-vl", PICTURES),
     "several": ("mini-llava", ("comparison",)),
 }
+#: frames of a clip; the model was trained on clips of up to 16
+FRAMES = {"clips": 16, "long-clips": 48}
 
 _BUDGETS = (0.25, 0.1)
 _POLICIES = ("snapkv", "look-m", "infinipot-v", "vl-cache", "tova", "h2o", "streaming-llm", "keydiff")
@@ -66,6 +69,7 @@ _BOTH = (
     *_POLICIES[:5],
 )
 _ON_CLIPS = (
+    "spacetime",
     "holitom",
     "framefusion",
     "evs",
@@ -89,8 +93,8 @@ _TOGETHER = (
 
 def titles(kind: str) -> list[str]:
     """The rows of a table, first what says most."""
-    own = _ON_CLIPS if kind == "clips" else _ON_PICTURES
-    named = [f"{name}:{budget}" for name in (*_BOTH[:3], *own[:4], *_BOTH[3:], *own[4:]) for budget in _BUDGETS]
+    own = _ON_CLIPS if kind in FRAMES else _ON_PICTURES
+    named = [f"{name}:{budget}" for name in (*_BOTH[:3], *own[:5], *_BOTH[3:], *own[5:]) for budget in _BUDGETS]
     return [
         "none",
         *named,
@@ -114,7 +118,7 @@ def asked(kind: str, count: int) -> list[Question]:
     """Questions of the kind's tasks in turn, so that every batch has all tasks."""
     tasks = KINDS[kind][1]
     each = -(-count // len(tasks))
-    by_task = [ask_suite([task], each, first=FIRST) for task in tasks]
+    by_task = [ask_suite([task], each, first=FIRST, frames=FRAMES.get(kind, 16)) for task in tasks]
     return [question for turn in zip(*by_task, strict=True) for question in turn][:count]
 
 

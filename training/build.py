@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
@@ -28,7 +29,7 @@ SPECIAL = ("<pad>", "<s>", "<unk>", "<image>", "<|user|>", "<|assistant|>", "<|e
 PAD, BOS, UNKNOWN, IMAGE, USER, ASSISTANT, END = range(len(SPECIAL))
 PIXELS, PATCH = 112, 8
 GRID = PIXELS // PATCH
-TOKENS = GRID * GRID
+DEEP_PIXELS, DEEP_LAYERS = 160, 12
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 VOCABULARY_SIZE = 192
 VISION_SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -55,11 +56,11 @@ def prefix(model: str, places: list[int], clip: bool = False) -> list[int]:
     """The ids before the first question: beginning, user, ``places[i]`` placeholders for the i-th picture or clip."""
     ids, words = [BOS, USER], word_ids()
     for count in places:
-        if model == "mini-llava":
-            ids += [IMAGE] * count
-        else:
+        if model == "mini-qwen-vl":
             pad = words["<|video_pad|>" if clip else "<|image_pad|>"]
             ids += [words["<|vision_start|>"], *[pad] * count, words["<|vision_end|>"]]
+        else:
+            ids += [IMAGE] * count
     return ids
 
 
@@ -89,10 +90,10 @@ def build_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     )
 
 
-def build_llava_processor() -> LlavaProcessor:
-    """The processor of ``mini-llava``: 112 pixels, patches of 8, 196 visual tokens a picture."""
+def build_llava_processor(pixels: int = PIXELS) -> LlavaProcessor:
+    """The processor of ``mini-llava``: pictures of ``pixels`` a side in patches of 8, each a visual token."""
     pictures = CLIPImageProcessor(
-        size={"height": PIXELS, "width": PIXELS},
+        size={"height": pixels, "width": pixels},
         do_center_crop=False,
         image_mean=list(MEAN),
         image_std=list(STD),
@@ -120,14 +121,14 @@ def lattice(rows: int, columns: int, width: int) -> torch.Tensor:
     return torch.cat(halves, 2).reshape(rows * columns, width)
 
 
-def build_llava() -> LlavaForConditionalGeneration:
+def build_llava(pixels: int = PIXELS, layers: int = 5) -> LlavaForConditionalGeneration:
     """``mini-llava`` with random weights: a CLIP tower with CLS, its last layer but one, and a grouped-query Llama."""
     vision = CLIPVisionConfig(
         hidden_size=160,
         intermediate_size=480,
         num_hidden_layers=6,
         num_attention_heads=5,
-        image_size=PIXELS,
+        image_size=pixels,
         patch_size=PATCH,
         projection_dim=128,
         hidden_act="gelu",
@@ -136,7 +137,7 @@ def build_llava() -> LlavaForConditionalGeneration:
         vocab_size=VOCABULARY_SIZE,
         hidden_size=192,
         intermediate_size=448,
-        num_hidden_layers=5,
+        num_hidden_layers=layers,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,
@@ -158,7 +159,7 @@ def build_llava() -> LlavaForConditionalGeneration:
     )
     places = model.model.vision_tower.embeddings.position_embedding.weight
     with torch.no_grad():
-        places[1:] = 0.25 * lattice(GRID, GRID, vision.hidden_size)
+        places[1:] = 0.25 * lattice(pixels // PATCH, pixels // PATCH, vision.hidden_size)
     settings = model.generation_config
     settings.pad_token_id, settings.bos_token_id, settings.eos_token_id = PAD, BOS, END
     settings.max_new_tokens, settings.do_sample = 64, False
@@ -243,5 +244,9 @@ def build_qwen() -> Qwen2_5_VLForConditionalGeneration:
     return model
 
 
-BUILDERS = {"mini-llava": (build_llava, build_llava_processor), "mini-qwen-vl": (build_qwen, build_qwen_processor)}
+BUILDERS = {
+    "mini-llava": (build_llava, build_llava_processor),
+    "mini-llava-deep": (partial(build_llava, DEEP_PIXELS, DEEP_LAYERS), partial(build_llava_processor, DEEP_PIXELS)),
+    "mini-qwen-vl": (build_qwen, build_qwen_processor),
+}
 """Name of a mini model -> how to build it with random weights, and its processor."""

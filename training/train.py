@@ -36,6 +36,7 @@ from mmaccel.suite.scene import CHARACTERS, COLOURS, SHAPES
 from training.build import (
     ASSISTANT,
     BUILDERS,
+    DEEP_PIXELS,
     END,
     MEAN,
     PAD,
@@ -59,6 +60,9 @@ _SIZES = {"model": "mini-qwen-vl", "pixels": (112, 128, 144, 176), "cell": QWEN_
 _LARGE = {"pixels": (112, 144, 176, 224, 224)}
 STAGES: dict[str, dict[str, Plan]] = {
     "mini-llava": _LLAVA,
+    "mini-llava-deep": {
+        name: replace(plan, model="mini-llava-deep", pixels=(DEEP_PIXELS,)) for name, plan in _LLAVA.items()
+    },
     "mini-qwen-vl": {
         **{name: replace(plan, **_SIZES) for name, plan in _LLAVA.items()},
         "compare": replace(_LLAVA["compare"], **_SIZES | _LARGE),
@@ -100,8 +104,8 @@ AttentionInterface.register("plain", plain_attention)
 
 
 POINTING_LAYERS = {1: False, 2: False, 3: True}
-"""Layers of the language model whose first head learns to look at what the question names: from the very word, or
-(True) from where the answer begins."""
+"""Layers of a language model of five whose first head learns to look at what the question names: from the very word, or
+(True) from where the answer begins. A deeper one has them where `Trainee.at` says."""
 PLACED = 2
 """So many layers of the language model must do to know the box of the thing that a visual token shows."""
 LOOKING_BACK = 0
@@ -226,6 +230,8 @@ class Trainee(nn.Module):
     """A model with its probes."""
 
     name = "mini-llava"
+    at: tuple[int, ...] = (0, 1, 2, 3, 4)
+    """Where the five layers that losses and weights of others speak of lie in the language model."""
     weights: torch.Tensor
     nouns: torch.Tensor
     colours: torch.Tensor
@@ -241,13 +247,17 @@ class Trainee(nn.Module):
         self.model = BUILDERS[self.name][0]()
         self.model.set_attn_implementation("plain")
         for layer in (LOOKING_BACK, *POINTING_LAYERS):
-            self.model.model.language_model.layers[layer].self_attn.watched = None
+            self.attention(layer).watched = None
         self.probes = Probes(self.width, self.model.config.text_config.hidden_size)
 
     @property
     def width(self) -> int:
         """Width of the features that the probes read."""
         return self.model.config.vision_config.hidden_size
+
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of one of the five layers."""
+        return self.model.model.language_model.layers[self.at[layer]].self_attn
 
     def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
         """Pictures uint8 ``[..., 3, height, width]`` as the processor hands them to the tower."""
@@ -309,7 +319,7 @@ class Trainee(nn.Module):
         for layer, opens in POINTING_LAYERS.items():
             row, place = (meant.any(2) & (~naming if opens else naming)).nonzero(as_tuple=True)
             columns = places[row].nonzero()[:, 1].view(len(row), meant.shape[2])
-            logits = self.model.model.language_model.layers[layer].self_attn.watched[row, 0, place]
+            logits = self.attention(layer).watched[row, 0, place]
             logits = logits.gather(1, columns)
             each = functional.log_softmax(logits.float(), -1).masked_fill(~meant[row, place], -torch.inf).logsumexp(-1)
             loss = loss - each.sum() / max(1, len(row))
@@ -321,7 +331,7 @@ class Trainee(nn.Module):
         cells, count = batch["shape"].shape[-1] ** 2, int(places[0].sum())
         first = int(places[0].int().argmax())
         seen = slice(first, first + count)
-        logits = self.model.model.language_model.layers[LOOKING_BACK].self_attn.watched[:, -1, seen, seen].float()
+        logits = self.attention(LOOKING_BACK).watched[:, -1, seen, seen].float()
         return -logits.log_softmax(-1).diagonal(-cells, 1, 2).mean()
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -344,7 +354,7 @@ class Trainee(nn.Module):
         hidden = read.last_hidden_state
         between, later = (
             states[places].view(len(ids), -1, states.shape[-1])
-            for states in (read.hidden_states[PLACED], read.hidden_states[COUNTED])
+            for states in (read.hidden_states[self.at[number - 1] + 1] for number in (PLACED, COUNTED))
         )
         placed = self.probes.placed(between, batch)
         asked = batch["labels"] != IGNORED
@@ -369,6 +379,13 @@ class Trainee(nn.Module):
             pointing = pointing + back + 4 * self.probes.remembered(between, batch) + 4 * tally
         scores["box error"] = placed.item()
         return 2 * answers + 0.25 * pointing + 2 * placed + 0.5 * loss, scores
+
+
+class DeepTrainee(Trainee):
+    """``mini-llava-deep``: the same tower over larger pictures, and a language model of twelve layers."""
+
+    name = "mini-llava-deep"
+    at = (1, 3, 5, 7, 9)
 
 
 class QwenTrainee(Trainee):
@@ -423,7 +440,30 @@ class QwenTrainee(Trainee):
         return text
 
 
-TRAINEES = {trainee.name: trainee for trainee in (Trainee, QwenTrainee)}
+TRAINEES = {trainee.name: trainee for trainee in (Trainee, DeepTrainee, QwenTrainee)}
+
+
+def grown(shipped: nn.Module, own: nn.Module, at: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The weights of a shipped model in one for larger pictures, whose language model has its layers at ``at``.
+
+    Learned positions are interpolated. The layers between add nothing at first: their outputs are zero, so the language
+    model begins as the one that it was.
+    """
+    weights = own.state_dict()
+    for name in weights:
+        if name.startswith("model.language_model.layers.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name].zero_()
+    for name, part in shipped.state_dict().items():
+        if name.endswith("position_embedding.weight"):
+            sides = [round((len(places) - 1) ** 0.5) for places in (part, weights[name])]
+            grid = part[1:].T.unflatten(1, (sides[0], sides[0]))[None]
+            wider = functional.interpolate(grid, (sides[1], sides[1]), mode="bicubic", align_corners=False)
+            part = torch.cat((part[:1], wider[0].flatten(1).T))
+        if name.startswith("model.language_model.layers."):
+            number, _, rest = name.removeprefix("model.language_model.layers.").partition(".")
+            name = f"model.language_model.layers.{at[int(number)]}.{rest}"
+        weights[name] = part
+    return weights
 
 
 def progress(stage: str, average: dict[str, float]) -> float:
@@ -484,7 +524,8 @@ class Run:
         own = self.trainee.model
         if type(shipped) is type(own):
             if not self.checkpoint.exists():
-                own.load_state_dict(shipped.state_dict())
+                same = shipped.config.text_config.num_hidden_layers == own.config.text_config.num_hidden_layers
+                own.load_state_dict(shipped.state_dict() if same else grown(shipped, own, self.trainee.at))
                 self.state["blind"] = 150
         else:
             text = {name: part for name, part in shipped.state_dict().items() if ".language_model." in name}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from mmaccel_kernels.maxmin import max_min
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -56,4 +57,4 @@ class DivPrune(ProjectorMethod):
 def max_min_diverse(features: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     """``[N, n]`` bool: ``count [N]`` slots picked greedily, each farthest from those before it (see :class:`DivPrune`)."""
     x = normalize(features.float().masked_fill(~valid[..., None], 0.0), dim=-1)
-    return max_min(x, valid, count.to(valid.device), _NOISE)
+    return max_min(x, valid, count.to(valid.device), _NOISE) > -torch.inf

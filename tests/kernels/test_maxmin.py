@@ -34,18 +34,28 @@ def slots_of(mask):
     return mask.nonzero()[:, 0].tolist()
 
 
-def dense_max_min(x, valid, count):
-    """One row, from the whole matrix of distances."""
+def dense_max_min(x, valid, count, limit):
+    """One row, from the whole matrix of distances: what each slot was picked by, minus infinity for what was not."""
     there = valid.nonzero()[:, 0]
     away = 1.0 - x[there].double() @ x[there].double().T
     away[away < NOISE] = 0.0
-    first = away + torch.eye(len(there)) * 9
-    picks = [int(first.amin(1).argmax())]
-    while len(picks) < count:
-        far = away[picks].amin(0)
-        far[picks] = -1.0
-        picks.append(int(far.argmax()))
-    return sorted(there[picks].tolist())
+    first, most = (away + torch.eye(len(there)) * 9).amin(1), limit[there].double()
+    free = most.isinf()
+    pick = int((first.masked_fill(~free, -1.0) if free.any() else most).argmax())
+    made = torch.full(valid.shape, -torch.inf)
+    for _ in range(count):
+        made[there[pick]] = most[pick]
+        most = torch.minimum(most, away[pick])
+        most[pick] = -torch.inf
+        pick = int(most.argmax())
+    return made
+
+
+def limits(n, slots, kind, device="cpu"):
+    """No token has a limit, all have one, or some."""
+    limit = 2 * torch.rand(n, slots, generator=torch.Generator().manual_seed(slots + 1))
+    free = {"none": slots, "all": 0, "some": slots // 2}[kind]
+    return limit.masked_fill(torch.arange(slots) < free, torch.inf).to(device)
 
 
 def dense_dpp(x, quality, valid, count):
@@ -64,13 +74,17 @@ def dense_dpp(x, quality, valid, count):
     return sorted(there[picks].tolist())
 
 
+@pytest.mark.parametrize("kind", ["none", "all", "some"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_max_min_is_what_all_distances_say(shape, monkeypatch):
+def test_max_min_is_what_all_distances_say(shape, kind, monkeypatch):
     x, _, valid, count = units(*shape)
+    limit = limits(*valid.shape, kind)
     monkeypatch.setattr(naive, "BLOCK", 500)
-    kept = max_min(x, valid, count, NOISE)
+    far = max_min(x, valid, count, NOISE, limit=limit)
     for row in range(len(x)):
-        assert slots_of(kept[row]) == dense_max_min(x[row], valid[row], int(count[row]))
+        torch.testing.assert_close(far[row], dense_max_min(x[row], valid[row], int(count[row]), limit[row]))
+    if kind == "none":
+        assert torch.equal(far, max_min(x, valid, count, NOISE))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 30, 9), (3, 24, 40)], ids=str)
@@ -83,14 +97,16 @@ def test_greedy_dpp_is_what_the_determinants_say(shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("one_program", [0, 4096])
-def test_the_kernel_of_max_min(shape, one_program, device, monkeypatch):
+@pytest.mark.parametrize("kind", ["none", "some"])
+def test_the_kernel_of_max_min(shape, kind, one_program, device, monkeypatch):
     monkeypatch.setattr(kernel, "ONE_PROGRAM", one_program)
     x, _, valid, count = units(*shape, device)
-    want = max_min_definition(x, valid, count, NOISE, None)
-    assert torch.equal(max_min_kernel(x, valid, count, NOISE, None), want)
+    limit = limits(*valid.shape, kind, device)
+    want = max_min_definition(x, valid, count, NOISE, None, limit)
     # more turns than any row needs
-    assert torch.equal(max_min_kernel(x, valid, count, NOISE, int(count.max()) + 2), want)
-    assert torch.equal(want.sum(1), count)
+    for most in (None, int(count.max()) + 2):
+        torch.testing.assert_close(max_min_kernel(x, valid, count, NOISE, most, limit), want)
+    assert torch.equal((want > -torch.inf).sum(1), count)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -107,7 +123,8 @@ def test_ties_go_to_the_lower_slot_and_nothing_is_picked_twice(device):
     valid, count = torch.ones(1, 9, dtype=torch.bool, device=device), torch.tensor([4], device=device)
     quality = torch.ones(1, 9, device=device)
     for run in (max_min_definition, max_min_kernel):
-        assert slots_of(run(x, valid, count, NOISE, None)[0]) == [0, 1, 2, 3]
+        far = run(x, valid, count, NOISE, None, torch.full_like(quality, torch.inf))
+        assert far[0, :4].tolist() == [torch.inf, 0, 0, 0] and (far[0, 4:] == -torch.inf).all()
     for run in (greedy_dpp_definition, greedy_dpp_kernel):
         assert slots_of(run(x, quality, valid, count, NOISE, None)[0]) == [0, 1, 2, 3]
 
@@ -120,16 +137,17 @@ def test_distances_below_the_noise_are_ties(width, one_program, device, monkeypa
     angle = torch.tensor([0.0, 0.002, 0.004])
     x = torch.nn.functional.pad(torch.stack([angle.cos(), angle.sin()], -1), (0, width - 2))[None].to(device)
     valid, count = torch.ones(1, 3, dtype=torch.bool, device=device), torch.tensor([2], device=device)
+    limit = torch.full((1, 3), torch.inf, device=device)
     for run in (max_min_definition, max_min_kernel):
-        assert slots_of(run(x, valid, count, NOISE, None)[0]) == [0, 1]
-        assert slots_of(run(x, valid, count, 1e-6, None)[0]) != [0, 1]
+        assert slots_of(run(x, valid, count, NOISE, None, limit)[0] >= 0) == [0, 1]
+        assert slots_of(run(x, valid, count, 1e-6, None, limit)[0] >= 0) != [0, 1]
 
 
 def test_empty_sets():
     for shape, counts in (((2, 0, 4), [0, 0]), ((0, 5, 4), []), ((1, 5, 4), [0])):
         x, valid = torch.zeros(shape), torch.ones(shape[:2], dtype=torch.bool)
         count = torch.tensor(counts, dtype=torch.long)
-        assert not max_min(x, valid, count).any() and not greedy_dpp(x, x.sum(2), valid, count).any()
+        assert not (max_min(x, valid, count) >= 0).any() and not greedy_dpp(x, x.sum(2), valid, count).any()
 
 
 @pytest.mark.kernel
@@ -138,16 +156,17 @@ def test_what_a_pick_moves(monkeypatch):
     x, quality, valid, count = units(n, slots, width)
     # each block reads the picked vector, the bests of all blocks before it and its own state
     blocks = -(-slots // kernel.TILE["BLOCK"])
+    limit = limits(n, slots, "none")
     turns = int(count.max())
 
     with counted() as first:
-        max_min_kernel(x, valid, count, NOISE, turns)
+        max_min_kernel(x, valid, count, NOISE, turns, limit)
     with counted() as second:
-        max_min_kernel(x, valid, count - 1, NOISE, turns - 1)
+        max_min_kernel(x, valid, count - 1, NOISE, turns - 1, limit)
     moved, _ = max_min_cost(n, slots, width)
-    beside = blocks * 4 * (width + 1 + blocks + 1) + 1 + blocks * (4 + 4)
+    beside = blocks * 4 * (width + 1 + blocks + 1) + blocks * (4 + 4)
     assert first.launches - second.launches == 1
-    assert first.loaded + first.stored - second.loaded - second.stored == moved + beside
+    assert first.loaded + first.stored - second.loaded - second.stored == moved + beside + 4
 
     with counted() as first:
         greedy_dpp_kernel(x, quality, valid, count, NOISE, turns)
@@ -155,16 +174,16 @@ def test_what_a_pick_moves(monkeypatch):
         greedy_dpp_kernel(x, quality, valid, count - 1, NOISE, turns - 1)
     moved, _ = greedy_dpp_cost(n, slots, width, turns - 1)
     # and the quality and coefficients of the pick
-    beside += blocks * 4 * (1 + turns - 1)
+    beside += blocks * 4 * (1 + turns - 1) + 1
     assert first.launches - second.launches == 1
     assert first.loaded + first.stored - second.loaded - second.stored == moved + beside
 
     # with all distances at hand, a row of distances is all that a pick reads
     x, _, valid, count = units(2, 40, 64)
     with counted() as traffic:
-        max_min_kernel(x, valid, count, NOISE, None)
+        max_min_kernel(x, valid, count, NOISE, None, limits(2, 40, "none"))
     assert traffic.launches == 1
-    assert traffic.loaded == 4 * (40 * int(count.sum()) + 2 * 40 + 2) and traffic.stored == 2 * 40
+    assert traffic.loaded == 4 * (40 * int(count.sum()) + 2 * 2 * 40 + 2) and traffic.stored == 4 * int(count.sum())
 
 
 @pytest.mark.parametrize("name", ["max_min", "greedy_dpp"])
@@ -182,6 +201,13 @@ def test_wrong_shapes_are_refused_by_name(name, wrong, says):
     x, valid, count = wrong(torch.ones(2, 5, 4), torch.ones(2, 5) > 0, torch.tensor([1, 1]))
     with pytest.raises(ValueError, match=f"{name} takes .*{says}"):
         max_min(x, valid, count) if name == "max_min" else greedy_dpp(x, torch.ones(2, 5), valid, count)
+
+
+def test_a_wrong_limit_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"max_min takes limit \[N, n\] = \(2, 5\) float32, not \(2, 4\) torch.float32"
+    ):
+        max_min(torch.ones(2, 5, 4), torch.ones(2, 5) > 0, torch.tensor([1, 1]), limit=torch.ones(2, 4))
 
 
 def test_wrong_quality_is_refused_by_name():

@@ -9,6 +9,8 @@ import pytest
 import torch
 from PIL import Image
 from tail import few
+from torch.nn import functional
+from transformers import AutoModelForImageTextToText
 
 from mmaccel.suite import Dice, item_seed, make_item, render, sample_scene, vocabulary
 from mmaccel.suite.clip import CLIP_TASKS
@@ -16,9 +18,10 @@ from mmaccel.suite.questions import Turn
 from mmaccel.suite.scene import COLOURS, SHAPES
 from training.build import (
     ASSISTANT,
+    BUILDERS,
     END,
+    GRID,
     PIXELS,
-    TOKENS,
     build_llava,
     build_llava_processor,
     build_qwen_processor,
@@ -77,7 +80,7 @@ def test_packed_questions_are_the_conversations_that_the_processor_makes():
     dice = Dice(item_seed("val", 3))
     scene = sample_scene(dice)
     turns, picture = choose(scene, dice, 4), render(scene, PIXELS)
-    packed = pack([turns, turns], prefix("mini-llava", [TOKENS]), [False, True], words)
+    packed = pack([turns, turns], prefix("mini-llava", [GRID**2]), [False, True], words)
     pixels = processor.image_processor(images=Image.fromarray(picture), return_tensors="pt")["pixel_values"]
     inner = trainee.model.model
     visual = inner.multi_modal_projector(inner.vision_tower(pixels, output_hidden_states=True).hidden_states[-2][:, 1:])
@@ -302,6 +305,26 @@ def test_curves_of_clips_are_drawn_where_there_are_any(tmp_path):
         with Image.open(tmp_path / "curves.png") as drawn:
             sizes.append(drawn.height)
     assert sizes == [720, 1170]
+
+
+def test_a_deep_model_begins_as_the_one_it_grows_from(tmp_path):
+    torch.manual_seed(0)
+    BUILDERS["mini-llava"][0]().save_pretrained(tmp_path / "small")
+    run = Run("mini-llava-deep", tmp_path / "deep", 1e-3, 1.0, start=tmp_path / "small")
+    small, deep = AutoModelForImageTextToText.from_pretrained(tmp_path / "small"), run.trainee.model
+    ids = torch.randint(7, 150, (2, 12))
+    with torch.no_grad():
+        was, now = (model.eval().model.language_model(input_ids=ids) for model in (small, deep))
+        torch.testing.assert_close(now.last_hidden_state, was.last_hidden_state, atol=1e-5, rtol=1e-4)
+        grids = [
+            model.model.vision_tower.embeddings.position_embedding.weight[1:].T.unflatten(1, (side, side))
+            for model, side in ((small, 14), (deep, 20))
+        ]
+    # a place of the larger grid is like the same place of the smaller one
+    at = (torch.arange(20) + 0.5) / 20 * 14
+    alike = functional.cosine_similarity(grids[1], grids[0][:, at.long()][:, :, at.long()], dim=0)
+    assert len(deep.model.language_model.layers) == 12 and alike.mean() > 0.9
+    assert run.trainee.attention(2) is deep.model.language_model.layers[5].self_attn
 
 
 @pytest.mark.full

@@ -11,12 +11,20 @@ from .naive import max_min_definition
 from .triton import max_min_kernel
 
 
-def max_min(x: Tensor, valid: Tensor, count: Tensor, noise: float = 0.0, most: int | None = None) -> Tensor:
+def max_min(
+    x: Tensor,
+    valid: Tensor,
+    count: Tensor,
+    noise: float = 0.0,
+    most: int | None = None,
+    limit: Tensor | None = None,
+) -> Tensor:
     """Greedy max-min selection (Gonzalez 1985; DivPrune, arXiv 2503.02175).
 
     With ``d(i, j) = 1 - x_i . x_j`` the first pick is ``argmax_i min_{j != i} d(i, j)``, each next one
-    ``argmax_i min_{j picked} d(i, j)``. Equal distances go to the lower slot. Vectors that are equal to the bit are at a
-    distance of zero, and have the same distances to all others, however the device rounds products.
+    ``argmax_i min_{j picked} d(i, j)``. With a ``limit`` no measure is larger than that of its token, and the first pick is the
+    token with the largest, of several without one as above. Equal distances go to the lower slot. Vectors that are equal to
+    the bit are at a distance of zero, and have the same distances to all others, however the device rounds products.
 
     All distances are made once where they take no more memory than the vectors (``n <= D``); else a pick costs one product
     ``[n, D] @ [D]``. On a GPU nothing is fetched from the device if ``most`` is given or all distances are made, so the
@@ -29,10 +37,12 @@ def max_min(x: Tensor, valid: Tensor, count: Tensor, noise: float = 0.0, most: i
     count : ``[N]`` whole numbers, how many to pick; at most the valid ones.
     noise : distances below it count as zero.
     most : the largest ``count``, where it is known without asking the device.
+    limit : ``[N, n]`` float32, zero or more; infinity for a token without one, as all are by default.
 
     Returns
     -------
-    ``[N, n]`` bool.
+    ``[N, n]`` float32: the measure by which each token was picked, infinity for a first one without a limit, minus infinity
+    for what was not picked. A later pick never has a larger one.
 
     Raises
     ------
@@ -40,9 +50,14 @@ def max_min(x: Tensor, valid: Tensor, count: Tensor, noise: float = 0.0, most: i
         If shapes or types do not fit.
     """
     check("max_min", x, valid, count)
+    limit = x.new_full(valid.shape, torch.inf) if limit is None else limit
+    if limit.shape != valid.shape or limit.dtype != torch.float32:
+        raise ValueError(
+            f"max_min takes limit [N, n] = {tuple(valid.shape)} float32, not {tuple(limit.shape)} {limit.dtype}."
+        )
     if not x.numel():
-        return torch.zeros_like(valid)
-    return run(max_min_kernel, max_min_definition, x, valid, count, noise, most)
+        return torch.full_like(limit, -torch.inf)
+    return run(max_min_kernel, max_min_definition, x, valid, count, noise, most, limit)
 
 
 def max_min_cost(rows: int, slots: int, width: int) -> tuple[int, int]:

@@ -12,27 +12,37 @@ from ..greedy import has_room, largest
 BLOCK = 1 << 22
 
 
-def max_min_definition(x: Tensor, valid: Tensor, count: Tensor, noise: float, most: int | None) -> Tensor:
+def max_min_definition(
+    x: Tensor, valid: Tensor, count: Tensor, noise: float, most: int | None, limit: Tensor
+) -> Tensor:
     """:func:`.max_min` in plain torch: a pick is one row of distances, a minimum and an argmax."""
     first = first_copies(x, valid)
     all_pairs = all_distances(x, first, noise) if has_room(x) else None
     nearest = of_copies(_nearest(x, valid, noise), first) if all_pairs is None else nearest_of(all_pairs, valid)
-    picked, rows = torch.zeros_like(valid), torch.arange(len(x), device=x.device)
+    far, rows = torch.full_like(limit, -torch.inf), torch.arange(len(x), device=x.device)
+    merit = opening(nearest, valid, limit)
     # minus infinity is the smaller of any two: what is picked or padding stays out
-    nearest = nearest.masked_fill(~valid, -torch.inf)
+    left = limit.masked_fill(~valid, -torch.inf)
     for i in range(largest(count, most)):
-        pick = nearest.argmax(1)
-        picked[rows, pick] |= i < count
+        pick = merit.argmax(1)
+        far[rows, pick] = torch.where(i < count, left[rows, pick], far[rows, pick])
         if all_pairs is None:
             away = of_first(distance(torch.bmm(x, x[rows, pick, :, None])[..., 0], noise), first)
             if first is not None:
                 away = away.masked_fill(first == first[rows, pick][:, None], 0.0)
         else:
             away = all_pairs[rows, pick]
-        nearest[rows, pick] = -torch.inf
-        # the first pick's own measure is not a distance to a picked one
-        nearest = torch.where(nearest > -torch.inf, away, nearest) if i == 0 else torch.minimum(nearest, away)
-    return picked
+        left[rows, pick] = -torch.inf
+        merit = left = torch.minimum(left, away)
+    return far
+
+
+def opening(nearest: Tensor, valid: Tensor, limit: Tensor) -> Tensor:
+    """``[N, n]``: by what the first pick is made: the ``limit``, or ``nearest`` among those without one; all ``[N, n]``."""
+    free = valid & limit.isinf()
+    return torch.where(free.any(1, keepdim=True), nearest.masked_fill(~free, -1.0), limit).masked_fill(
+        ~valid, -torch.inf
+    )
 
 
 def distance(cosine: Tensor, noise: float) -> Tensor:

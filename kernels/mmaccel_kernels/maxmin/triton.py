@@ -11,7 +11,7 @@ from ..greedy import block_best, has_room, largest
 from ..greedy.triton import beside, best_of, leave_best
 from ..launch import enqueue
 from ..matching import best_match
-from .naive import all_distances, distance, nearest_of, of_copies
+from .naive import all_distances, distance, nearest_of, of_copies, opening
 
 #: the most tokens whose distances one program keeps in registers
 ONE_PROGRAM = 4096
@@ -20,51 +20,50 @@ ONE_PROGRAM = 4096
 TILE = {"BLOCK": 32, "BLOCK_D": 256}
 
 
-def max_min_kernel(x: Tensor, valid: Tensor, count: Tensor, noise: float, most: int | None) -> Tensor:
+def max_min_kernel(x: Tensor, valid: Tensor, count: Tensor, noise: float, most: int | None, limit: Tensor) -> Tensor:
     """:func:`.max_min` in one launch if all distances are made and fit one program, else in one launch a pick."""
     rows, slots, width = x.shape
     x, count = x.contiguous(), count.to(device=x.device, dtype=torch.int32)
-    picked, first = torch.zeros(rows, slots, dtype=torch.uint8, device=x.device), first_copies(x, valid)
+    first, far = first_copies(x, valid), torch.full_like(limit, -torch.inf, memory_format=torch.contiguous_format)
+    # minus infinity is the smaller of any two: what is picked or padding stays out
+    left = limit.masked_fill(~valid, -torch.inf).contiguous()
     if has_room(x) and slots <= ONE_PROGRAM:
         away = all_distances(x, first, noise)
-        nearest = nearest_of(away, valid).masked_fill(~valid, -torch.inf)
+        merit = opening(nearest_of(away, valid), valid, limit)
         size = triton.next_power_of_2(slots)
         warps = max(1, min(16, size // 128))
-        enqueue(_pick_all, (rows,), away, nearest, count, picked, slots, BLOCK=size, num_warps=warps)
-        return picked.bool()
+        enqueue(_pick_all, (rows,), away, merit, left, count, far, slots, BLOCK=size, num_warps=warps)
+        return far
     cosine, place = best_match(x, x, valid, others=True)
     cosine = cosine.scatter_reduce(1, place, cosine.masked_fill(~valid, -torch.inf), "amax")
-    nearest = of_copies(distance(cosine, noise), first)
-    nearest = nearest.masked_fill(~valid, -torch.inf)
-    value, place = block_best(nearest, TILE["BLOCK"])
+    merit = opening(of_copies(distance(cosine, noise), first), valid, limit)
+    value, place = block_best(merit, TILE["BLOCK"])
     blocks = value.shape[-1]
     for turn in range(largest(count, most)):
         enqueue(
-            _step, (blocks, rows), x, nearest, value, place, count, picked, turn, slots, width, blocks, noise,
+            _step, (blocks, rows), x, left, value, place, count, far, turn, slots, width, blocks, noise,
             BLOCKS=triton.next_power_of_2(blocks), **TILE,
         )  # fmt: skip
-    return picked.bool()
+    return far
 
 
 @jit(do_not_specialize=["slots"])
-def _pick_all(away, nearest, count, picked, slots, BLOCK: tl.constexpr):
+def _pick_all(away, merit, left, count, far, slots, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    near = tl.load(nearest + row * slots + i, mask=i < slots, other=float("-inf"))
-    taken = tl.zeros([BLOCK], tl.int32)
-    for turn in range(0, tl.load(count + row)):
-        pick = tl.argmax(near, 0)
-        taken = tl.where(i == pick, 1, taken)
-        far = tl.load(away + (row * slots + pick) * slots + i, mask=i < slots, other=0.0)
-        # the first pick's own measure is not a distance to a picked one
-        left = tl.where(turn == 0, far, tl.minimum(near, far))
-        near = tl.where((i == pick) | (near == float("-inf")), float("-inf"), left)
-    tl.store(picked + row * slots + i, taken, mask=i < slots)
+    best = tl.load(merit + row * slots + i, mask=i < slots, other=float("-inf"))
+    near = tl.load(left + row * slots + i, mask=i < slots, other=float("-inf"))
+    for _ in range(0, tl.load(count + row)):
+        pick = tl.argmax(best, 0)
+        tl.store(far + row * slots + i, near, mask=i == pick)
+        apart = tl.load(away + (row * slots + pick) * slots + i, mask=i < slots, other=0.0)
+        near = tl.where(i == pick, float("-inf"), tl.minimum(near, apart))
+        best = near
 
 
 @jit(do_not_specialize=["turn", "slots", "blocks"])
 def _step(
-    x, nearest, value, place, count, picked, turn, slots, width, blocks, noise,
+    x, left, value, place, count, far, turn, slots, width, blocks, noise,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row, rows, block = tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.program_id(0)
@@ -73,9 +72,8 @@ def _step(
         i = block * BLOCK + tl.arange(0, BLOCK)
         cosine, apart = beside(x, pick, row, i, slots, width, True, BLOCK, BLOCK_D)
         away = tl.where((1.0 - cosine < noise) | (apart == 0.0), 0.0, 1.0 - cosine)
-        near = tl.load(nearest + row * slots + i, mask=i < slots, other=float("-inf"))
-        left = tl.where(turn == 0, away, tl.minimum(near, away))
-        near = tl.where((i == pick) | (near == float("-inf")), float("-inf"), left)
-        tl.store(nearest + row * slots + i, near, mask=i < slots)
-        tl.store(picked + row * slots + i, 1, mask=i == pick)
+        near = tl.load(left + row * slots + i, mask=i < slots, other=float("-inf"))
+        tl.store(far + row * slots + i, near, mask=i == pick)
+        near = tl.where(i == pick, float("-inf"), tl.minimum(near, away))
+        tl.store(left + row * slots + i, near, mask=i < slots)
         leave_best(near, value, place, turn, row, rows, block, blocks, BLOCK)
