@@ -55,6 +55,7 @@ from .kv.policies.mustdrop_cache import MustDropCache as MustDropCache
 from .kv.policies.observed_attention import ObservedAttention as ObservedAttention
 from .kv.policies.quest import Quest as Quest
 from .kv.policies.snapkv import SnapKV as SnapKV
+from .kv.policies.speckv import SpecKV as SpecKV
 from .kv.policies.squeezed_attention import SqueezedAttention as SqueezedAttention
 from .kv.policies.streaming_llm import StreamingLLM as StreamingLLM
 from .kv.policies.tokenselect import TokenSelect as TokenSelect
