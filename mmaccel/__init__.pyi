@@ -29,6 +29,7 @@ from .encoders.evit import EViT as EViT
 from .encoders.pitome import PiToMe as PiToMe
 from .encoders.stc_cacher import StcCacher as StcCacher
 from .encoders.tome import ToMe as ToMe
+from .frames.clip_crop import ClipCrop as ClipCrop
 from .frames.distinct import DistinctFrames as DistinctFrames
 from .frames.query import QueryFrames as QueryFrames
 from .frames.resize import Resize as Resize
