@@ -1,9 +1,10 @@
-"""What do methods in front of and inside the vision tower save in it?
+"""What do methods on pixels, in front of and inside the vision tower save in it?
 
 A vision tower with the layers of Qwen2.5-VL-7B's (four of its 32, random weights) reads a drawn page of text, a page of noise,
 of which nothing can be predicted, and a clip of a still scene in which a square moves. Counted are the patches that a layer of
 the tower computes, timed is the whole call on a language model that is next to nothing. Seconds are those of the process, all
-threads together, so that other processes on the machine do not count; those of the choice are of a clock on the wall.
+threads together, so that other processes on the machine do not count; those of a choice in the call are of a clock on the wall.
+Methods on pixels keep a quarter of a page, and choose before the call; CLIP is as large as ViT-B-32, its weights random.
 
     python benchmarks/towers.py --threads 1 --out benchmarks/results/towers-cpu.json --update benchmarks/README.md
 """
@@ -11,6 +12,7 @@ threads together, so that other processes on the machine do not count; those of 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -26,7 +28,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mmaccel import accelerated
 from mmaccel.cli.shared.text import markdown, put_between
-from mmaccel.method import PatchMethod, ReuseMethod
+from mmaccel.frames.clip import FrameEncoder
+from mmaccel.method import FramesMethod, PatchMethod, ReuseMethod
 from mmaccel.method.registry import methods
 from mmaccel.programs.bench import origin
 
@@ -101,6 +104,30 @@ def feed(frames: np.ndarray) -> dict[str, Tensor]:
     return given | dict(zip(names, (rows, grid), strict=True))
 
 
+def smaller(name: str, pixels: np.ndarray) -> tuple[np.ndarray, float]:
+    """A quarter of a page ``[H, W, 3]`` uint8 as a method on pixels chooses it, its sides rounded as the processor does, and
+    the seconds of the choice."""
+    kind, options = methods()[name], {}
+    if "clip_model" in {one.name for one in dataclasses.fields(kind)}:  # type: ignore[arg-type]
+        options = {"clip_model": "ViT-B-32", "query": "the lazy dog"}
+    method: Any = kind(**options)
+    start = time.process_time()
+    made = method.picture(Image.fromarray(pixels), 0.25)
+    seconds, side = time.process_time() - start, MERGE * PATCH
+    return np.asarray(made.resize([max(side, round(x / side) * side) for x in made.size])), seconds
+
+
+def clip() -> FrameEncoder:
+    """A CLIP model that was not trained."""
+    import open_clip
+
+    model, _, transform = open_clip.create_model_and_transforms("ViT-B-32")
+    made = FrameEncoder(model.eval(), transform, open_clip.get_tokenizer("ViT-B-32"), torch.device("cpu"))
+    # warmed up
+    made.frames([page()])
+    return made
+
+
 def figures(model: Any, given: dict[str, Tensor], name: str, runs: int) -> dict[str, float]:
     """Patches in and computed, and seconds of the whole call and of the choice."""
     taken, chosen, computed, rows = [], [], 0, next(len(x) for key, x in given.items() if key.startswith("pixel"))
@@ -164,16 +191,24 @@ def main() -> None:
     model = tower(args.layers)
     known = {name: kind for name, kind in methods().items() if kind.__module__.startswith("mmaccel.")}
     pictures = [name for name, kind in known.items() if issubclass(kind, PatchMethod)]
+    pixelwise = [name for name, kind in known.items() if issubclass(kind, FramesMethod) and not kind.only_chooses]
+    encoder = clip()
+    FrameEncoder.load = staticmethod(lambda name: encoder)  # type: ignore[method-assign, assignment]
     clips = [*pictures, *(name for name, kind in known.items() if issubclass(kind, ReuseMethod))]
     rows = []
     for content, pixels, names in (
-        ("page of text", page(), pictures),
+        ("page of text", page(), [*pictures, *pixelwise]),
         ("page of noise", noise(), pictures),
         ("clip of a still scene", scene(), clips),
     ):
         given, bare = feed(pixels), None
         for name in ("none", *names):
-            made = figures(model, given, name, args.runs)
+            if issubclass(known.get(name, type(None)), FramesMethod):
+                small, chosen = smaller(name, pixels)
+                made = figures(model, feed(small), "none", args.runs)
+                made |= {"patches": rows[-1]["patches"], "selection_s": chosen}
+            else:
+                made = figures(model, given, name, args.runs)
             bare = made["seconds"] if bare is None else bare
             rows.append({"content": content, "method": name, **made, "bare_s": bare})
             print(rows[-1], flush=True)

@@ -29,6 +29,7 @@ from .encoders.evit import EViT as EViT
 from .encoders.pitome import PiToMe as PiToMe
 from .encoders.stc_cacher import StcCacher as StcCacher
 from .encoders.tome import ToMe as ToMe
+from .frames.clip_crop import ClipCrop as ClipCrop
 from .frames.distinct import DistinctFrames as DistinctFrames
 from .frames.query import QueryFrames as QueryFrames
 from .frames.resize import Resize as Resize
@@ -55,6 +56,7 @@ from .kv.policies.mustdrop_cache import MustDropCache as MustDropCache
 from .kv.policies.observed_attention import ObservedAttention as ObservedAttention
 from .kv.policies.quest import Quest as Quest
 from .kv.policies.snapkv import SnapKV as SnapKV
+from .kv.policies.speckv import SpecKV as SpecKV
 from .kv.policies.squeezed_attention import SqueezedAttention as SqueezedAttention
 from .kv.policies.streaming_llm import StreamingLLM as StreamingLLM
 from .kv.policies.tokenselect import TokenSelect as TokenSelect

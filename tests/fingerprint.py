@@ -56,6 +56,7 @@ REPEATING = "it is: a: b: c a b c: d e f "
 """Ends of the prompt stand in it, and no placeholder behind them: what is looked up there can be fed."""
 CLIP = Path(mmaccel.__file__).parent / "models" / "mini-clip"
 BY_CLIP: dict[str, dict[str, str]] = {
+    "clip-crop": {"clip_model": str(CLIP), "query": "a red circle"},
     "query-frames": {"clip_model": str(CLIP), "query": "a red circle"},
     "scenetilling": {"clip_model": str(CLIP)},
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -432,9 +432,9 @@ def clip_of(total: int, content: Content = "noise", seed: int = 0) -> np.ndarray
 class StandIn:
     """In place of a CLIP model: a few pixels are the embedding."""
 
-    def frames(self, frames: np.ndarray) -> np.ndarray:
-        """``[T, H, W, 3]`` uint8 -> ``[T, 3]`` float32 of length one."""
-        found = frames.reshape(len(frames), -1, 3).mean(1) + 1.0
+    def frames(self, frames: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+        """Pictures ``[H, W, 3]`` uint8 -> ``[T, 3]`` float32 of length one."""
+        found = np.stack([frame.reshape(-1, 3).mean(0) for frame in frames]) + 1.0
         made: np.ndarray = (found / np.linalg.norm(found, axis=-1, keepdims=True)).astype(np.float32)
         return made
 

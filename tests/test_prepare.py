@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import synthetic
 import torch
 import zoo
 from PIL import Image
@@ -16,6 +17,7 @@ from transformers.video_utils import VideoMetadata
 
 import mmaccel
 from mmaccel import MmaccelError, prepare
+from mmaccel.frames.clip import FrameEncoder
 from mmaccel.method import FramesMethod
 from mmaccel.recipe import Stage
 
@@ -28,18 +30,21 @@ def tokens(out) -> int:
     return int(out["image_grid_thw"].prod(-1).sum()) // 4
 
 
+@pytest.mark.parametrize("name", ("resize", "clip-crop"))  # by choice: both that make pictures smaller
 @pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_every_family_takes_a_prepared_processor(family):
+def test_every_family_takes_a_prepared_processor(family, name, monkeypatch):
     """The prepared processor makes of a picture what the bare one makes of the smaller picture."""
-    bare, spec = zoo.processor(family), zoo._TABLE[family]
+    monkeypatch.setattr(FrameEncoder, "load", lambda name: synthetic.StandIn())
+    bare, spec, kind = zoo.processor(family), zoo._TABLE[family], mmaccel.method(name)
+    options = synthetic.given(kind)
     picture, small = (
         zoo.image(*spec.sizes[0], 0),
-        mmaccel.method("resize")().picture(zoo.image(*spec.sizes[0], 0), 0.25),
+        kind(**options).picture(zoo.image(*spec.sizes[0], 0), 0.25),
     )
     text = spec.image + "what?"
     by_row = spec.options is None
     given = {"text": [text], "return_tensors": "pt", **(spec.options or {})}
-    out = prepare(bare, "resize", retain=0.25)(images=[[picture]] if by_row else [picture], **given)
+    out = prepare(bare, name, retain=0.25, **options)(images=[[picture]] if by_row else [picture], **given)
     expected = bare(images=[[small]] if by_row else [small], **given)
     assert set(out) == set(expected)
     for key in expected:

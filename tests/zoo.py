@@ -864,6 +864,11 @@ def draft(family: str) -> Path:
     return folder
 
 
+def loaded_draft(family: str, seed: int = 1) -> PreTrainedModel:
+    """A model of a family with other weights, those of :func:`draft` by default."""
+    return _made(family, seed, {})
+
+
 def _made(family: str, seed: int, text_overrides: Mapping[str, Any]) -> PreTrainedModel:
     words = tokenizer(family)
     config = _family(family).config(text_overrides, len(words))

@@ -287,7 +287,7 @@ def _describe(cls: Any) -> dict[str, Any]:
 
 def _needs(cls: Any) -> list[str]:
     from ..method import (
-        DraftMethod,
+        Drafted,
         EncoderMethod,
         FramesMethod,
         LayerMethod,
@@ -314,7 +314,7 @@ def _needs(cls: Any) -> list[str]:
         needs.append("prompt attention" if cls.look is LayerMethod.look else "layer attention")
     if issubclass(cls, PreviewMethod):
         needs.append("attention in a first pass")
-    if issubclass(cls, DraftMethod):
+    if issubclass(cls, Drafted):
         needs.append("a smaller model of the family")
     if issubclass(cls, Policy) and cls.window:
         needs.append("last query" if cls.window == 1 else f"last {cls.window} queries")

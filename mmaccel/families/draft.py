@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ..errors import UnsupportedError
+from ..method.loaded import Loaded
 from .base import Family
 from .load import load_model
 from .registry import family_of
@@ -15,31 +16,31 @@ from .registry import family_of
 BESIDE = "draft"
 
 
-def load_draft(method: str, name: str, family: Family) -> Family:
-    """The adapter of the draft called ``name`` for models of ``family``, on their device; of an empty name that beside the
-    model's weights. ``method`` is who asks.
+def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
+    """The adapter of a draft for models of ``family``: of the model of that name, on their device, of an empty name of that
+    beside the model's weights; or of a loaded model, which is used as it is and where it is. ``method`` is who asks.
 
     Raises
     ------
     UnsupportedError
-        If none is named, or it cannot read the same prompts.
+        If none is named, it is accelerated itself, or it cannot read the same prompts.
     MmaccelError
         If it does not load.
     """
-    if not name:
-        folder = Path(str(family.config._name_or_path)) / BESIDE
-        if not folder.is_dir():
-            raise UnsupportedError(
-                f"{method} needs a smaller model of the same family, and none lies beside this model's weights; name one, such "
-                "as draft='Qwen/Qwen2.5-VL-3B-Instruct' for Qwen2.5-VL-7B."
-            )
-        name = str(folder)
-    # weights that wait elsewhere for their turn are on no device
-    weight = next(x for x in family.text.parameters() if x.device.type != "meta")
-    made = family_of(_loaded(name, str(weight.device), str(weight.dtype).removeprefix("torch.")))
+    if isinstance(draft, Loaded):
+        model = draft.model.get_base_model() if hasattr(draft.model, "get_base_model") else draft.model
+        if model is family.model:
+            raise UnsupportedError(f"The draft {draft!r} is the model that it would draft for; give a smaller one.")
+    else:
+        draft = draft or _beside(method, family)
+        # weights that wait elsewhere for their turn are on no device
+        weight = next(x for x in family.text.parameters() if x.device.type != "meta")
+        model = _loaded(draft, str(weight.device), str(weight.dtype).removeprefix("torch."))
+    made = family_of(model)
+    check_free(made)
     if type(made) is not type(family):
         raise UnsupportedError(
-            f"The draft {name!r} is of family {made.name}, and this model of {family.name}; name another."
+            f"The draft {draft!r} is of family {made.name}, and this model of {family.name}; name another."
         )
     for what, mine, its in (
         ("words", family.text.config.vocab_size, made.text.config.vocab_size),
@@ -47,12 +48,31 @@ def load_draft(method: str, name: str, family: Family) -> Family:
     ):
         if mine != its:
             raise UnsupportedError(
-                f"The draft {name!r} has other prompts than this model: {what} {its}, not {mine}; name one of the same series."
+                f"The draft {draft!r} has other prompts than this model: {what} {its}, not {mine}; name one of the same "
+                "series."
             )
     return made
 
 
-#: drafts that somebody uses
+def check_free(draft: Family) -> None:
+    """Raise when a draft is accelerated itself, or being trained."""
+    if getattr(draft.model, "mmaccel", None) is not None:
+        raise UnsupportedError("The draft is an accelerated model itself; call draft.mmaccel.remove() first.")
+    if draft.model.training:
+        raise UnsupportedError("The draft is in training mode; call draft.eval() first.")
+
+
+def _beside(method: str, family: Family) -> str:
+    folder = Path(str(family.config._name_or_path)) / BESIDE
+    if not folder.is_dir():
+        raise UnsupportedError(
+            f"{method} needs a smaller model of the same family, and none lies beside this model's weights; name one, such as "
+            "draft='Qwen/Qwen2.5-VL-3B-Instruct' for Qwen2.5-VL-7B."
+        )
+    return str(folder)
+
+
+#: drafts that were loaded here, and that somebody uses
 _used: WeakValueDictionary[tuple[str, str, str], Any] = WeakValueDictionary()
 
 
@@ -64,4 +84,4 @@ def _loaded(name: str, device: str, dtype: str) -> Any:
     return made
 
 
-__all__ = ["BESIDE", "load_draft"]
+__all__ = ["BESIDE", "check_free", "load_draft"]

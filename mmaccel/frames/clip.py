@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,8 @@ class FrameEncoder:
         return FrameEncoder(model.eval(), transform, tokenizer, device)
 
     @torch.no_grad()
-    def frames(self, frames: np.ndarray) -> np.ndarray:
-        """``[T, H, W, 3]`` uint8 -> ``[T, d]`` float32 of length one."""
+    def frames(self, frames: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+        """``[T, H, W, 3]`` uint8, or ``T`` pictures of any sizes ``[H, W, 3]`` -> ``[T, d]`` float32 of length one."""
         parts = []
         for start in range(0, len(frames), _BATCH):
             pixels = [self.transform(Image.fromarray(frame)) for frame in frames[start : start + _BATCH]]

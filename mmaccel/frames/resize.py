@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
 
 #: no side is made shorter than this
-_SHORTEST = 16
+SHORTEST = 16
 
 
 @register
@@ -46,7 +46,7 @@ class Resize(FramesMethod):
 
     def picture(self, image: PILImage, retain: float) -> PILImage:
         """One picture; palettes become RGB, as they cannot be interpolated."""
-        size = _shrunk(image.size, retain)
+        size = shrunk(image.size, retain)
         if size == image.size:
             return image
         image = image.convert("RGB") if image.mode in ("P", "1") else image
@@ -67,8 +67,8 @@ class Resize(FramesMethod):
         return np.stack([np.asarray(self.picture(Image.fromarray(frame), area)) for frame in frames[stay]])
 
 
-def _shrunk(size: tuple[int, int], retain: float) -> tuple[int, int]:
+def shrunk(size: tuple[int, int], retain: float) -> tuple[int, int]:
     """(width, height) with ``retain`` of the area, no side below the shortest unless it was."""
     side = retain**0.5
-    width, height = (min(s, max(_SHORTEST, int(s * side + 0.5))) for s in size)
+    width, height = (min(s, max(SHORTEST, int(s * side + 0.5))) for s in size)
     return width, height

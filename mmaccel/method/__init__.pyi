@@ -1,12 +1,13 @@
 """The base classes of methods, one file per site: the one list of their names."""
 
 from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
-from .draft import DraftMethod
+from .draft import Drafted, DraftMethod, DraftPolicy
 from .encoder import EncoderMethod, EncoderTokens
 from .frames import FrameChoice, FramesMethod
 from .guided import AttentionGuided
 from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
 from .layers import LayerAttention, LayerMethod, Layerwise
+from .loaded import Loaded
 from .patches import PatchMethod
 from .preview import PreviewMethod
 from .reading import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
@@ -19,6 +20,8 @@ __all__ = [
     "AttentionGuided",
     "CacheOptions",
     "DraftMethod",
+    "DraftPolicy",
+    "Drafted",
     "EncoderMethod",
     "EncoderTokens",
     "FrameChoice",
@@ -29,6 +32,7 @@ __all__ = [
     "LayerAttention",
     "LayerMethod",
     "Layerwise",
+    "Loaded",
     "Method",
     "ModelFacts",
     "Observed",

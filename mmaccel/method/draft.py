@@ -1,4 +1,4 @@
-"""Methods before the language model that rank tokens by what a smaller model attends to in the same prompt."""
+"""Methods that a smaller model helps: what it attends to in the same prompt ranks tokens, what it writes ranks keys."""
 
 from __future__ import annotations
 
@@ -9,31 +9,51 @@ from torch import Tensor
 
 from ..core.layout import Unit
 from ..errors import MmaccelError
+from .keys import Policy
 from .layers import LayerAttention
+from .loaded import Loaded
 from .tokens import ProjectorMethod
 
 
-class DraftMethod(ProjectorMethod):
-    """A method that is shown the attention of a draft: a smaller model of the same family, with the same vocabulary and as many
-    tokens a picture, which reads the prompt first and writes ``lookahead - 1`` tokens behind it.
+class Drafted:
+    """What methods with a draft have in common: a smaller model of the same family, with the same vocabulary and as many tokens
+    a picture, which reads the new part of a prompt and writes behind it.
+
+    ``draft`` is a folder or hub id, or a model that is loaded already, which stays the caller's; by default the folder
+    ``draft`` beside the model's weights.
+    """
+
+    name: ClassVar[str]
+    draft: str | Loaded
+    lookahead: int
+
+    def check_draft(self) -> None:
+        """Called when a method is made.
+
+        Raises
+        ------
+        MmaccelError
+            If it would write nothing.
+        """
+        given = Loaded.of(self.draft)
+        object.__setattr__(self, "draft", given if isinstance(given, Loaded) else str(given))
+        if self.lookahead < 1:
+            raise MmaccelError(f"{self.name} looks lookahead={self.lookahead} tokens ahead; give 1 or more.")
+
+
+class DraftMethod(Drafted, ProjectorMethod):
+    """A method that is shown the attention of a draft, which reads the prompt first and writes ``lookahead - 1`` tokens.
 
     What :meth:`see` makes of every layer is joined over layers (:attr:`joined`), and what :meth:`settle` makes of all steps
-    reaches :meth:`reduce` as ``tokens.signals["draft_match"]``. The draft reads the new part of a prompt only: keys of earlier
-    turns take no part.
-
-    ``draft`` is a folder or hub id; by default the folder ``draft`` beside the model's weights.
+    reaches :meth:`reduce` as ``tokens.signals["draft_match"]``. Keys of earlier turns take no part.
     """
 
     unit: ClassVar[Unit] = "picture"
-    draft: str
-    lookahead: int
     #: how layers are joined
     joined: ClassVar[Literal["max", "sum"]] = "max"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "draft", str(self.draft))
-        if self.lookahead < 1:
-            raise MmaccelError(f"{self.name} looks lookahead={self.lookahead} tokens ahead; give 1 or more.")
+        self.check_draft()
 
     @property
     def rows(self) -> int:
@@ -57,3 +77,17 @@ class DraftMethod(ProjectorMethod):
     def settle(self, steps: Tensor, there: Tensor) -> Tensor:
         """``[B, S]`` float32 of ``steps [B, lookahead, S]``; those are ``there [B, lookahead]`` bool that come before an end of
         the draft's answer."""
+
+
+class DraftPolicy(Drafted, Policy):
+    """A cache policy that scores the keys of a prompt by the queries of a text that a draft has written behind it.
+
+    The model reads the ``lookahead`` tokens that the draft writes when the prompt is over, once and without storing them:
+    :meth:`score` is shown their queries behind those of the prompt's window, and their keys behind those of the prompt, whose
+    scores are not looked at. A row whose draft ends its answer has fewer (``places`` and ``index`` of -1). Keys of all
+    layers wait for the end of the forward.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_draft()

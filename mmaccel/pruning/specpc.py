@@ -13,6 +13,7 @@ from ..core.budget import layer_at
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import DraftMethod, LayerAttention, TokenBatch
+from ..method.loaded import Loaded
 from ..method.registry import register
 
 
@@ -31,7 +32,8 @@ class SpecPC(DraftMethod):
 
     Parameters
     ----------
-    draft : folder or hub id of a smaller model of the same family; by default ``draft`` beside the model's weights.
+    draft : folder or hub id of a smaller model of the same family, or the model, loaded; by default ``draft`` beside the
+        model's weights.
     lookahead, window, kernel : 1, 64 and 64 as in the program.
     layer : the first layer of the draft that is looked at, a number or a share of its depth. 0 as in the program; the paper's
         configuration for Qwen2.5 has 8.
@@ -50,7 +52,7 @@ class SpecPC(DraftMethod):
     )
     paper = "arXiv 2506.08373"
 
-    draft: str = ""
+    draft: str | Loaded = ""
     lookahead: int = 1
     window: int = 64
     kernel: int = 64

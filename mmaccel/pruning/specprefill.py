@@ -12,6 +12,7 @@ from torch.nn.functional import avg_pool1d
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import DraftMethod, Grid, LayerAttention, TokenBatch
+from ..method.loaded import Loaded
 from ..method.registry import register
 
 
@@ -30,7 +31,8 @@ class SpecPrefill(DraftMethod):
 
     Parameters
     ----------
-    draft : folder or hub id of a smaller model of the same family; by default ``draft`` beside the model's weights.
+    draft : folder or hub id of a smaller model of the same family, or the model, loaded; by default ``draft`` beside the
+        model's weights.
     lookahead : steps that are looked at; 8 as in the program's class, whose configurations have 1, 4 and 8.
     kernel : odd width of the average, 13 as in the program's "full" configurations; 0 for none.
     chunk : tokens of a run, 32 as in the program; 0 for single tokens.
@@ -45,7 +47,7 @@ class SpecPrefill(DraftMethod):
     summary = "tokens that a smaller model of the same family attends to while it begins to answer"
     paper = "arXiv 2502.02789"
 
-    draft: str = ""
+    draft: str | Loaded = ""
     lookahead: int = 8
     kernel: int = 13
     chunk: int = 32

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError, no_json, short_int
 from ..method.base import Method, Variant
+from ..method.loaded import Loaded
 from ..method.registry import method
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Stage:
 
     def __post_init__(self) -> None:
         # JSON knows no tuples
-        options = {key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()}
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()}
+        options = {key: Loaded.of(value) for key, value in given.items()}
         object.__setattr__(self, "options", options)
 
     def __repr__(self) -> str:
@@ -312,7 +314,20 @@ class Recipe:
 
     # --- as data ----------------------------------------------------------------------------------------------
     def to_json(self) -> str:
-        """JSON that :meth:`from_json` reads back to an equal recipe."""
+        """JSON that :meth:`from_json` reads back to an equal recipe.
+
+        Raises
+        ------
+        MmaccelError
+            If an option is a loaded model.
+        """
+        for stage in self.stages:
+            for option, value in stage.options.items():
+                if isinstance(value, Loaded):
+                    raise MmaccelError(
+                        f"{option}={value!r} of {stage.method!r} is a loaded model, for which JSON has no word; save it and "
+                        "name the folder."
+                    )
         return json.dumps(dataclasses.asdict(self), indent=2, default=dict)
 
     @staticmethod

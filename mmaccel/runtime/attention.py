@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..errors import UnsupportedError
 from ..kv.decoding import attend, reads_as_stored
+from .preview import Behind
 from .scope import current
 from .sparse import packed_read
 
@@ -196,6 +197,11 @@ def _text_attention(
         attention_mask = pinned.end.visible
         attention_mask = None if attention_mask is None else _for_heads(attention_mask, query.shape[1] // key.shape[1])
     if scope is not None and scope.preview is not None and number is not None:
+        if isinstance(scope.preview, Behind):
+            key, value, seen = scope.preview.attend(number, query, key, value, kwargs.get("sliding_window"))
+            seen = _for_heads(seen, query.shape[1] // key.shape[1])
+            base, seen = ("eager", _added(seen, query.dtype)) if base == "eager" else ("sdpa", seen)
+            return base_function(base, module)(module, query, key, value, seen, scaling=scaling, **kwargs)
         scope.preview.see(number, query, key, scaling)
         stages = None
     if stages is None or number is None:
@@ -256,10 +262,15 @@ def _text_attention(
             # eager attention is causal by its mask alone; without one all keys are those of the queries
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
         if mask is not None and base == "eager":
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+            mask = _added(mask, query.dtype)
     out = base_function(base, module)(module, query, key, value, mask, scaling=scaling, **kwargs)
     stages.after_attention(number, query, key, visible, scaling, window)
     return out
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What eager attention adds to its logits, of a ``mask`` that says who sees what."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _for_heads(mask: Tensor, groups: int) -> Tensor:

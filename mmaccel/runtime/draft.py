@@ -1,4 +1,4 @@
-"""A draft reads a prompt before the large model does: what it attends to says which visual tokens the other one reads."""
+"""A draft reads a prompt: what it attends to says which visual tokens the large model reads, what it writes which keys stay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 from ..core.masks import true_last
 from ..errors import UnsupportedError
 from ..families import Family
-from ..method import DraftMethod, LayerAttention
+from ..families.draft import check_free
+from ..method import Drafted, DraftMethod, LayerAttention
 from .attention import Plug
 from .scope import Scope
 
@@ -80,8 +81,44 @@ def read(scope: Scope[Any], method: DraftMethod, draft: Family, batch: int, leng
     Raises
     ------
     UnsupportedError
-        If the draft makes another number of tokens of the pictures.
+        If the draft makes another number of tokens of the pictures, or is accelerated or trained by now.
     """
+    told, order = _shown(scope, draft, length)
+    watched = Watched(method, told["attention_mask"].bool(), method.begin(draft.depth))
+    with _one:
+        plug = Plug(draft.text, "text")
+        hook = draft.model.register_forward_pre_hook(lambda *_: watched.begin())
+        scope.preview = watched  # type: ignore[assignment]
+        try:
+            written = _written(method, draft, told)
+        finally:
+            scope.preview = None
+            hook.remove()
+            plug.off()
+    # what was written before a step: the last token is seen by none
+    goes_on = _goes_on(draft, written[:, : len(watched.steps) - 1])
+    seen = method.settle(torch.stack(watched.steps, 1), pad(goes_on, (1, 0), value=True))
+    seen = torch.zeros_like(seen).scatter(1, order, seen)
+    return seen.repeat_interleave(batch // len(seen), 0)
+
+
+def write(
+    scope: Scope[Any], method: Drafted, draft: Family, batch: int, length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """What the draft writes behind the last ``length`` tokens of the prompt that the call was given, ``[B, n]`` long with ``n``
+    at most the method's ``lookahead``, and which of it comes before the end of the answer, ``[B, n]`` bool; both on ``device``.
+    For ``batch`` and what is raised see :func:`read`."""
+    told, _ = _shown(scope, draft, length)
+    with _one:
+        written = _written(method, draft, told)
+    there = _goes_on(draft, written)
+    return tuple(x.to(device).repeat_interleave(batch // len(x), 0) for x in (written, there))  # type: ignore[return-value]
+
+
+def _shown(scope: Scope[Any], draft: Family, length: int) -> tuple[dict[str, Tensor], Tensor]:
+    """What the draft is shown of the call, on its device, padding in front; and the place that each of its tokens has among
+    those of the call, ``[b, S]`` long."""
+    check_free(draft)
     given, device = scope.given, next(draft.inner.parameters()).device
     ids, mask = given["input_ids"][:, -length:], given.get("attention_mask")
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, -length:].bool()
@@ -91,27 +128,22 @@ def read(scope: Scope[Any], method: DraftMethod, draft: Family, batch: int, leng
     told |= {"input_ids": ids, "attention_mask": valid.long()}
     by_token = given["input_ids"].shape, ids.shape
     told = {name: x[:, -length:].gather(1, order) if x.shape in by_token else x for name, x in told.items()}
-    told = {name: x.to(device) for name, x in told.items()}
-    watched = Watched(method, told["attention_mask"].bool(), method.begin(draft.depth))
-    with _one:
-        plug = Plug(draft.text, "text")
-        hook = draft.model.register_forward_pre_hook(lambda *_: watched.begin())
-        scope.preview = watched  # type: ignore[assignment]
-        try:
-            written = draft.model.generate(**told, max_new_tokens=method.lookahead, do_sample=False, num_beams=1)
-        except ValueError as error:
-            raise UnsupportedError(
-                f"{method.name}: the draft cannot read this prompt ({str(error).splitlines()[0]}); name one of the same series."
-            ) from error
-        finally:
-            scope.preview = None
-            hook.remove()
-            plug.off()
+    return {name: x.to(device) for name, x in told.items()}, order.to(device)
+
+
+def _written(method: Drafted, draft: Family, told: dict[str, Tensor]) -> Tensor:
+    """The tokens that the draft writes, ``[b, n]`` long."""
+    try:
+        written: Tensor = draft.model.generate(**told, max_new_tokens=method.lookahead, do_sample=False, num_beams=1)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"{method.name}: the draft cannot read this prompt ({str(error).splitlines()[0]}); name one of the same series."
+        ) from error
+    return written[:, told["input_ids"].shape[1] :]
+
+
+def _goes_on(draft: Family, written: Tensor) -> Tensor:
+    """``[b, n]`` bool: the tokens of ``written [b, n]`` that come before the end of the answer."""
     ends = draft.model.generation_config.eos_token_id
-    ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=device)
-    # what was written before a step: the last token is seen by none
-    written = written[:, ids.shape[1] :][:, : len(watched.steps) - 1]
-    goes_on = (~torch.isin(written, ends)).cumprod(1).bool()
-    seen = method.settle(torch.stack(watched.steps, 1), pad(goes_on, (1, 0), value=True))
-    seen = torch.zeros_like(seen).scatter(1, order.to(device), seen)
-    return seen.repeat_interleave(batch // len(seen), 0)
+    ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=written.device)
+    return (~torch.isin(written, ends)).cumprod(1).bool()

@@ -16,7 +16,7 @@ from ..core.reduction import Reduction
 from ..errors import UnsupportedError
 from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ..kv.incoming import Incoming
-from ..method import ReadingPolicy
+from ..method import DraftPolicy, ReadingPolicy
 from . import continuation, lookahead, prefill, tokens
 from .forward import Continuation, Forward, Prompt, rows_at, sent
 from .plan import ModelPlan
@@ -278,6 +278,7 @@ class TextHooks:
             return None
         stages = scope.stages
         if stages is not None and output is not None:
+            self._look_behind(scope, stages, kwargs)
             stages.finish()
         scope.stages = None
         if scope.timer is not None:
@@ -305,6 +306,16 @@ class TextHooks:
         if not scope.generating:
             output.last_hidden_state = self._widen(scope, prompt, output.last_hidden_state)
         return output
+
+    def _look_behind(self, scope: Scope[ModelPlan], stages: Stages, kwargs: dict[str, Any]) -> None:
+        """Show a policy that scores by the text of a draft what the layers make of it behind a prompt."""
+        forward, stage = stages.forward, scope.plan.policy
+        if stage is None or not isinstance(stage.method, DraftPolicy) or not isinstance(forward, Prompt):
+            return
+        assert stages.eviction is not None and stages.eviction.prompt is not None
+        with forward.measured("selection", forward.device):
+            found = lookahead.text_behind(scope, forward, stage, kwargs.get("position_ids"))  # type: ignore[arg-type]
+        stages.eviction.prompt.behind = found
 
     def _widen(self, scope: Scope[ModelPlan], prompt: Prompt, hidden: Tensor) -> Tensor:
         """Back to the caller's length: zero where there was no token, NaN where one was dropped.

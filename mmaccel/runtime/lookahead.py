@@ -1,4 +1,5 @@
-"""A look ahead: queries and keys of a layer of the language model before it runs, or of a first pass to it."""
+"""A look ahead: queries and keys of a layer of the language model before it runs, of a first pass to it, or of a text that a
+draft has written behind the prompt."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.masks import true_last
-from ..method import LayerAttention, PreviewMethod
+from ..method import DraftPolicy, LayerAttention, PreviewMethod
+from . import draft
 from .forward import Prompt, rows_at, sent
-from .plan import ModelPlan
-from .preview import Enough, Preview
+from .plan import ModelPlan, PlannedStage
+from .preview import Behind, Enough, Preview
 from .scope import Scope
 
 
@@ -87,3 +90,60 @@ def first_pass(
         given |= prompt.plan.family.deep_arguments(seen.bool(), features)
     attention = _attention(scope, prompt, int(method.layer), lambda: prompt.plan.family.text(**given), chosen)
     return {name: figures.to(device).gather(1, slots) for name, figures in method.look(attention).items()}
+
+
+class _Passing(DynamicLayer):
+    """Stands for a layer that has ``seen`` so many tokens, and stores no new ones."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Those that were given."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks are made by who attends."""
+        return query_length, self.seen
+
+
+def text_behind(
+    scope: Scope[ModelPlan], prompt: Prompt, stage: PlannedStage[DraftPolicy], positions: Tensor | None
+) -> Behind:
+    """What the layers of the language model make of the text that the draft of ``stage`` writes behind a prompt, whose keys the
+    cache holds; nothing of it is stored. ``positions`` are those that the text model was given."""
+    state, family, device = prompt.state, prompt.plan.family, prompt.device
+    assert state is not None and state.offset is not None
+    model, held, batch = prompt.plan.drafts[stage.number], scope.stages, len(prompt.layout.valid)
+    scope.stages = None
+    undo = [layer.snapshot() for layer in state.recurrent]
+    try:
+        written, there = draft.write(scope, stage.method, model, batch, prompt.length, device)
+        end = prompt.seen + prompt.length
+        at = torch.arange(end, end + written.shape[1], device=device).expand_as(written)
+        # an answer goes on behind all frames
+        begins = state.offset.to(device) - (0 if state.ahead is None else state.ahead.to(device))
+        places = at - begins[:, None]
+        if positions is not None and positions.dim() == 3:
+            places = places.expand(len(positions), -1, -1)
+        states = iter(state.recurrent)
+        cache = Cache([next(states) if n in family.recurrent else _Passing(end) for n in range(family.depth)])
+        behind = scope.preview = Behind(state.layers, family.stored_from, at.masked_fill(~there, -1))
+        with torch.no_grad():
+            family.text(
+                input_ids=written,
+                position_ids=places,
+                attention_mask=family.mask_argument(None),
+                past_key_values=cache,
+                use_cache=False,
+            )
+    finally:
+        scope.preview, scope.stages = None, held
+        for restore in undo:
+            restore()
+    return behind

@@ -17,6 +17,7 @@ from ..families.tower import Towers
 from ..kv.codecs import Codec, TokenGroup, token_groups
 from ..method import (
     DraftMethod,
+    DraftPolicy,
     EncoderMethod,
     FramesMethod,
     LayerMethod,
@@ -318,7 +319,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
         },
         drafts={
             stage.number: load_draft(stage.method.name, stage.method.draft, family)
-            for stage in _of(DraftMethod, stages)
+            for stage in _of((DraftMethod, DraftPolicy), stages)
         },
     )
 

@@ -13,7 +13,7 @@ all layers wait for the end of the forward.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -26,12 +26,13 @@ from ..kv.index import to_device
 from ..kv.packed import QuantisedLayer
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, mean_rotation, share_seen
 from ..kv.together import Together, batches, size
-from ..method import KeyBatch, LayerAttention, Policy
+from ..method import DraftPolicy, KeyBatch, LayerAttention, Policy
 from ..recipe.recipe import text_policy
 from .cache_stage import CacheStage
 from .forward import Prompt, chosen_of
 from .layer_budgets import KNOWN, Waiting, by_content, known, prompt_budget
 from .places import Tokens, prompt_grid, question_span
+from .preview import Behind
 from .schedule import Schedule
 from .sparse import note_prompt
 
@@ -71,7 +72,9 @@ class PromptEviction:
         self.prompt, self.layout, self.schedule = prompt, prompt.layout, schedule
         self.split = self.policy.choice("layer_budget")[0]
         #: whether all layers wait for the end of the forward
-        self.late = self.policy.deferred or self.split not in KNOWN
+        self.late = self.policy.deferred or isinstance(self.policy, DraftPolicy) or self.split not in KNOWN
+        #: the text that a draft has written, for policies that score by it
+        self.behind: Behind | None = None
         self.figures: list[Tensor] = []
         self.pictured: dict[int, Tensor] = {}
         self.done: list[int] = []
@@ -199,7 +202,7 @@ class PromptEviction:
             layers += [self.waiting[layer.number] for layer in group.layers]
             each += found.split(group.rows)
             if self.policy.official and self.split == "prefix":
-                raw += self.policy.score(keys).split(group.rows)
+                raw += self._score(together, keys).split(group.rows)
         counts = by_content(self.stage, self.budget, layers, each, raw)
         return {one.layer.number: count for one, count in zip(layers, counts, strict=True)}, scores
 
@@ -250,12 +253,18 @@ class PromptEviction:
 
     def _ranked(self, together: Together, keys: KeyBatch, tokens: Tokens, by: Policy | None = None) -> Tensor:
         """The scores ``[R, Hkv, K]`` of ``keys``, those of ``together``, by the policy or another one."""
-        policy, scores = by or self.policy, None
+        policy = by or self.policy
         if policy.by_layer and len(together.layers) > 1:
             scores = torch.cat([policy.score(self._batch(Together([layer]))[0]) for layer in together.layers])
-        elif by is not None:
-            scores = by.score(keys)
+        else:
+            scores = self._score(together, keys) if by is None else by.score(keys)
         return self._rank(keys, tokens, scores)
+
+    def _score(self, together: Together, keys: KeyBatch) -> Tensor:
+        """What the policy says of ``keys``, those of ``together``, ``[R, Hkv, K]``."""
+        if self.behind is None:
+            return self.policy.score(keys)
+        return self.policy.score(_followed(keys, self.behind, together))[..., : keys.keys.shape[2]]
 
     def _rank(self, keys: KeyBatch, tokens: Tokens, scores: Tensor | None = None) -> Tensor:
         return rank(self.policy, keys, self.prompt.seen == 0, tokens.question, scores)
@@ -384,6 +393,27 @@ class PromptEviction:
         # in full precision, as half precision does not tell late positions apart
         cos, sin = (x[0] if x.dim() == 4 else x for x in text.rotary_emb(keys[..., :0].float(), position))
         return cos.to(device), sin.to(device)
+
+
+def _followed(keys: KeyBatch, behind: Behind, together: Together) -> KeyBatch:
+    """The keys of some layers with those of the text behind the prompt, and its queries behind the last ones of the prompt."""
+    found = [behind.found[layer.number] for layer in together.layers]
+    query, key, value = (joined(parts) for parts in zip(*found, strict=True))
+    places = behind.places.to(key.device).repeat(len(found), 1)
+    none = torch.full_like(places, -1)
+    return replace(
+        keys,
+        keys=torch.cat([keys.keys, key], 2),
+        values=torch.cat([keys.values, value], 2),
+        queries=torch.cat([keys.queries, query], 2),
+        places=torch.cat([keys.places, places], 1),
+        valid=torch.cat([keys.valid, places >= 0], 1),
+        visual=torch.cat([keys.visual, torch.zeros_like(places, dtype=torch.bool)], 1),
+        index=torch.cat([keys.index, places], 1),
+        picture=None if keys.picture is None else torch.cat([keys.picture, none], 1),
+        cells=None if keys.cells is None else torch.cat([keys.cells, none[..., None].expand(-1, -1, 3)], 1),
+        memo={},
+    )
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

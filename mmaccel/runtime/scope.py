@@ -23,7 +23,7 @@ from ..kv.pinned import Pinned
 from .encoded import Encoded
 from .forward import StageResult
 from .plan import Plan
-from .preview import Preview
+from .preview import Behind, Preview
 from .replay import ReplayedStep
 from .stages import Stages
 from .taps import Taps
@@ -65,7 +65,7 @@ class Scope(Generic[P]):
     until: int | None = None
     step: ReplayedStep | None = None
     idle: Pinned | None = None
-    preview: Preview | None = None
+    preview: Preview | Behind | None = None
     layout: Layout | None = None
     reduction: Reduction | None = None
     history: list[StageResult] = field(default_factory=list)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmaccel.kv.scoring.importance import by_group
 from mmaccel.method import LayerAttention, Policy
+from mmaccel.runtime.preview import Behind
 
 
 # --- building inputs, comparing outputs -------------------------------------------------------------------------------
@@ -395,6 +396,34 @@ def snapkv(params: Params, arrays: Arrays) -> None:
     same_pairs(run, positions, arrays["out_k"], arrays["out_v"])
 
 
+def speckv(params: Params, arrays: Arrays) -> None:
+    """Of the window the second half was written by the draft: theirs stores its keys, and crops them afterwards."""
+    queries, keys, values = (arrays[x] if x in arrays else arrays[f"in_{x}"] for x in "qkv")
+    window, capacity = params["window_size"], params["max_capacity_prompt"]
+    written, size = window // 2, keys.shape[2]
+    policy = make(
+        "speckv",
+        window=window - written,
+        lookahead=written,
+        kernel=params["kernel_size"],
+        reduce=params["reduction_type"],
+        pooling={"mean": "avg", "max": "max"}[params["pool_type"]],
+        joint=True,
+    )
+    prompt, behind = size - written, slice(size - written, size)
+    run = CacheRun(policy, capacity - written)
+    stage = run.begin(prompt).prompt
+    assert stage is not None
+    stage.behind = Behind(run.state.layers, int, torch.arange(prompt, size)[None])
+    stage.behind.found[0] = queries[:, :, window - written :], keys[:, :, behind], values[:, :, behind]
+    asked = torch.nn.functional.pad(queries[:, :, : window - written], (0, 0, prompt - (window - written), 0))
+    run.feed(keys[:, :, :prompt], values[:, :, :prompt], asked)
+    chosen = (arrays["indices"] if "indices" in arrays else arrays["out_indices"])[..., : capacity - window]
+    last = torch.arange(size - window, prompt).expand(*chosen.shape[:2], -1)
+    stored = (arrays["k_out"], arrays["v_out"]) if "k_out" in arrays else (arrays["out_k"], arrays["out_v"])
+    same_pairs(run, torch.cat([chosen, last], -1), *(x[:, :, : capacity - written] for x in stored))
+
+
 def copies(keys: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Of the kept keys that are equal to the bit, the places as they come in ``positions [n]``, and ascending."""
     _, group = keys[positions].unique(dim=0, return_inverse=True)
@@ -599,6 +628,8 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
     ("AIoT-MLSys-Lab/D2O", "D2O_LayerKVCache.__call__"): d2o,
     ("liuzuyan/ElasticCache", "ElasticCache.__call__"): elastic_cache,
     ("aiha-lab/InfiniPot-V", "process_kv_cache"): infinipot_v,
+    ("furiosa-ai/draft-based-approx-llm", "draft_approx_llm/speckv/util.py:compress_kv"): speckv,
+    ("furiosa-ai/draft-based-approx-llm", "compress_kv"): speckv,
     ("FasterDecoding/SnapKV", "SnapKVCluster.update_kv"): snapkv,
     ("Zefan-Cai/KVCache-Factory", "SnapKVCluster.update_kv (kv_head granularity) [+ merge_kv]"): snapkv,
     ("Zefan-Cai/KVCache-Factory", "PyramidKVCluster.update_kv"): pyramid_lengths,

@@ -30,6 +30,7 @@ from mmaccel.kv.policies.knorm import KNorm
 from mmaccel.kv.policies.lagkv import LagKV
 from mmaccel.kv.policies.observed_attention import ObservedAttention
 from mmaccel.kv.policies.snapkv import SnapKV
+from mmaccel.kv.policies.speckv import SpecKV
 from mmaccel.kv.policies.streaming_llm import StreamingLLM
 from mmaccel.kv.policies.tova import Tova
 from mmaccel.kv.policies.vatp import VATP
@@ -43,6 +44,8 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 # checked by test_every_policy_is_tested_here
 POLICIES = [
     SnapKV(window=4),
+    SpecKV(window=4),
+    SpecKV(window=4, reduce="mean"),
     StreamingLLM(),
     H2O(),
     ObservedAttention(),

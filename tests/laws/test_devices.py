@@ -67,10 +67,16 @@ class Ran:
 
 @pytest.fixture(autouse=True)
 def _without_clip(monkeypatch):
-    """Some choose frames by a CLIP model of their own, before the processor; tests/test_frames.py has one for them."""
+    """Some choose frames, or a region, by a CLIP model of their own, before the processor; tests/test_frames.py has one for
+    them."""
+    chosen = {
+        "pick": lambda self, frames, count: np.arange(count),
+        "region": lambda self, frames, retain: (0, 0, 32, 32),
+    }
     for kind in synthetic.offered(FramesMethod).values():
         if "clip_model" in {option.name for option in fields(kind)}:
-            monkeypatch.setattr(kind, "pick", lambda self, frames, count: np.arange(count))
+            for name in chosen.keys() & dir(kind):
+                monkeypatch.setattr(kind, name, chosen[name])
 
 
 def feed(family: str, kind: str, worker: Any) -> Any:

@@ -12,8 +12,11 @@ import zoo
 
 import mmaccel
 from mmaccel import MmaccelError, UnsupportedError, prepare
+from mmaccel.frames.clip import FrameEncoder
+from mmaccel.frames.clip_crop import ClipCrop, windows
 from mmaccel.frames.distinct import DistinctFrames
 from mmaccel.frames.query import QueryFrames
+from mmaccel.frames.resize import shrunk
 from mmaccel.frames.scenes import SceneFrames, between, over_scenes
 from mmaccel.frames.scenetilling import SceneTilling, boundaries, depths
 from mmaccel.frames.uniform import UniformFrames, middles
@@ -146,6 +149,72 @@ def test_scenes_as_an_encoder_sees_them():
     method = SceneTilling(str(CLIP))
     assert method.choose(frames, 3 / 16).tolist() == [3, 8, 12]
     assert len(method.choose(frames, 0.5)) == 8
+
+
+def test_windows_all_over_a_picture():
+    """By hand: three places a side at a quarter of the area; of a strip as long as two windows, three."""
+    assert windows((50, 20), (100, 40)) == [(x, y, x + 50, y + 20) for y in (0, 10, 20) for x in (0, 25, 50)]
+    assert windows((40, 16), (80, 16)) == [(0, 0, 40, 16), (20, 0, 60, 16), (40, 0, 80, 16)]
+    assert windows((8, 8), (8, 8)) == [(0, 0, 8, 8)]
+    for retain in (0.01, 0.1, 0.3, 0.7):
+        found = windows(shrunk((640, 480), retain), (640, 480))
+        assert all(0 <= a < c <= 640 and 0 <= b < d <= 480 for a, b, c, d in found)
+        assert max(c for _, _, c, _ in found) == 640 and max(d for *_, d in found) == 480
+        lefts = sorted({a for a, *_ in found})
+        assert max(np.diff(lefts)) <= (found[0][2] - found[0][0]) / 2 + 1
+
+
+def test_regions_as_the_paper_cuts_them(monkeypatch):
+    """A stand-in that likes red, on a picture that grows redder to the right and more so downwards: the cuts by hand."""
+    monkeypatch.setattr(FrameEncoder, "load", lambda name: synthetic.StandIn())
+    rows, columns = np.mgrid[0:100, 0:100]
+    frame = np.stack([rows + columns * 9 // 20, np.full_like(rows, 90), np.full_like(rows, 90)], -1).astype(np.uint8)
+    method = ClipCrop("red", "stand-in", cut=0.1)
+    # a cut above of t rows makes the mean redder by t / 2, one of as many columns by .225: 10, 9, 8, 7, 7, 6 rows and 3
+    assert method.region(frame[None], 0.81) == (0, 19, 100, 100)
+    assert method.region(frame[None], 0.5) == (0, 50, 100, 100)
+    # 5 and 5 rows more, and 10 columns are more than the 4 rows that would come
+    assert method.region(frame[None], 0.387) == (10, 57, 100, 100)
+    left, top, right, bottom = method.region(frame[None], 0.1)
+    assert (right, bottom) == (100, 100) and (right - left) * (bottom - top) / 10000 == pytest.approx(0.1, rel=0.05)
+    assert ClipCrop("red", "stand-in").region(frame[None], 0.25) == (50, 50, 100, 100)
+    # no side is cut below the shortest
+    assert method.region(frame[None, :17], 1e-6) == (84, 0, 100, 17)
+
+
+def test_a_region_of_a_picture_and_of_a_clip(monkeypatch):
+    monkeypatch.setattr(FrameEncoder, "load", lambda name: synthetic.StandIn())
+    picture, method = zoo.image(64, 48, 0), ClipCrop("red", "stand-in")
+    assert method.picture(picture, 1.0) is picture
+    box = method.region(np.asarray(picture)[None], 0.25)
+    assert np.array_equal(np.asarray(method.picture(picture, 0.25)), np.asarray(picture.crop(box)))
+    assert method.picture(picture.convert("P"), 0.25).mode == "P" and method.picture(picture, 0.25).size == (32, 24)
+    clip = zoo.clip(7, 64, 48, 1)
+    left, top, right, bottom = method.region(clip[[0, 2, 4, 6]], 0.25)
+    assert np.array_equal(method.clip(clip, 0.25), clip[:, top:bottom, left:right])
+    assert method.choose(clip, 0.25).tolist() == list(range(7))
+    with pytest.raises(MmaccelError, match="share up to 0.5"):
+        ClipCrop(cut=0.7)
+
+
+@needs_clip
+def test_the_question_chooses_the_region():
+    pytest.importorskip("open_clip")
+    dice, at = Dice(1), {"red circle": (0.1, 0.1), "blue star": (0.6, 0.1), "green square": (0.1, 0.6)}
+    boxes = {name: (x, y, x + 0.3, y + 0.3) for name, (x, y) in at.items()}
+    things = [
+        repaint(Thing(name.split()[1], name.split()[0], box), name.split()[0], dice) for name, box in boxes.items()
+    ]
+    frame = render(Scene(tuple(things), None, sample_ground(Dice(3))), 112)
+    for name, (x, y, right, bottom) in boxes.items():
+        box = ClipCrop(f"a {name}", str(CLIP)).region(frame[None], 0.25)
+        assert box[0] <= 112 * x and box[1] <= 112 * y and box[2] >= 112 * right and box[3] >= 112 * bottom, name
+
+
+@pytest.mark.parametrize("method", (ClipCrop(), ClipCrop("what?"), ClipCrop(" ", str(CLIP))))
+def test_what_a_region_needs_is_said(method):
+    with pytest.raises(UnsupportedError, match="needs a question and a CLIP model"):
+        method.picture(zoo.image(64, 48, 0), 0.5)
 
 
 @pytest.mark.parametrize("method", (QueryFrames(), QueryFrames("what?"), QueryFrames("", str(CLIP)), SceneTilling()))

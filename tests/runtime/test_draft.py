@@ -1,4 +1,4 @@
-"""A smaller model reads the prompt first: what it attends to by itself is what is seen, and what cannot read is refused."""
+"""A smaller model reads the prompt: what it attends to, and writes, by itself is what is seen; what cannot read is refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import weakref
 import pytest
 import torch
 import zoo
-from transformers import AutoModelForImageTextToText
+from tail import in_turn
+from transformers import AutoModelForImageTextToText, LogitsProcessor
 
-from mmaccel import SpecPC, SpecPrefill, UnsupportedError, accelerate_vlm, accelerated
+from mmaccel import MmaccelError, SpecKV, SpecPC, SpecPrefill, UnsupportedError, accelerate_vlm, accelerated, recipe
 from mmaccel.families import draft as families_draft
 from mmaccel.runtime import draft as drafts
+from mmaccel.runtime import lookahead
 
 FAMILY = "qwen2_5_vl"
 
@@ -74,6 +76,107 @@ def test_padding_changes_nothing(side, monkeypatch):
     wide = {n: torch.nn.functional.pad(x, width, value=values[n]) if n in values else x for n, x in feed.items()}
     got = seen(method, wide, monkeypatch)
     torch.testing.assert_close(got[:, width[0] : got.shape[1] - width[1]], alone, rtol=1e-4, atol=1e-6)
+
+
+class Forced(LogitsProcessor):
+    """Writes ``words [B, n]``, whatever the model says."""
+
+    def __init__(self, words):
+        self.words = iter(words.T)
+
+    def __call__(self, ids, scores):
+        wanted = next(self.words, None)
+        return scores if wanted is None else torch.full_like(scores, -1e9).scatter(1, wanted[:, None], 0.0)
+
+
+# by choice: positions on three axes, and layers with states
+@pytest.mark.parametrize(("kind", "family"), in_turn(("uneven", "image"), zoo.FAMILIES, of=(FAMILY, "qwen3_5")))
+def test_a_text_behind_the_prompt_is_what_an_answer_would_be(family, kind, monkeypatch):
+    """The keys of what the draft writes are those of the same answer by the bare model; and nothing of it stays."""
+    model, feed, found, text_behind = zoo.model(family), zoo.inputs(family, kind), [], lookahead.text_behind
+    monkeypatch.setattr(lookahead, "text_behind", lambda *given: found.append(text_behind(*given)) or found[-1])
+    loaded = AutoModelForImageTextToText.from_pretrained(zoo.draft(family)).eval()
+    with torch.no_grad():
+        words = loaded.generate(**feed, max_new_tokens=3, do_sample=False)[:, feed["input_ids"].shape[1] :]
+        bare = model.generate(
+            **feed, max_new_tokens=4, logits_processor=[Forced(words)], do_sample=False, return_dict_in_generate=True
+        )
+        with accelerated(model, SpecKV(lookahead=3, window=2), retain=0.5, processor=zoo.processor(family)):
+            kept = model.generate(**feed, max_new_tokens=1, return_dict_in_generate=True, output_logits=True)
+            seen = feed["input_ids"].shape[1]
+            figures = model.mmaccel.stats()["stages"][0]
+            assert figures["tokens_kept"] < figures["tokens_in"]
+    assert kept.past_key_values.get_seq_length() == seen
+    layers = [layer for layer in bare.past_key_values.layers if getattr(layer, "keys", None) is not None]
+    # the words before an end of the answer
+    there = found[0].places >= 0
+    assert len(layers) == len(found[0].found) and there.any()
+    for layer, (_, keys, values) in zip(layers, found[0].found.values(), strict=True):
+        for mine, theirs in ((keys, layer.keys), (values, layer.values)):
+            mine, theirs = (x.transpose(1, 2)[there] for x in (mine, theirs[:, :, -words.shape[1] :]))
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5)
+
+
+def test_the_written_text_decides():
+    """Another text behind the same prompt keeps other keys; a text of nothing keeps what the window asks for."""
+    feed = zoo.inputs(FAMILY, "image")
+    kept = []
+    for seed in (1, 2):
+        model = zoo.model(FAMILY)
+        policy = SpecKV(draft=zoo.loaded_draft(FAMILY, seed), lookahead=6, window=1)
+        with torch.no_grad(), accelerated(model, policy, retain=0.3):
+            out = model(**feed)
+        kept.append([layer.index.index.tolist() for layer in out.past_key_values.layers])
+    assert kept[0] != kept[1]
+
+
+def test_a_loaded_draft_is_the_callers():
+    feed, loaded, model = zoo.inputs(FAMILY, "image"), zoo.loaded_draft(FAMILY), zoo.model(FAMILY)
+    config, held = loaded.config, dict(vars(loaded))
+    with torch.no_grad():
+        before = loaded.generate(**feed, max_new_tokens=4, do_sample=False)
+        named = answer(model, feed, SpecPC(draft=str(zoo.draft(FAMILY))))
+        assert answer(model, feed, SpecPC(draft=loaded)) == named
+        accelerate_vlm(model, "specpc", draft=loaded)
+        assert model.mmaccel.plan.drafts[0].model is loaded
+        assert all(one is not loaded for one in families_draft._used.values())
+        assert "draft=<Qwen2_5_VLForConditionalGeneration>" in repr(model.mmaccel)
+        model.mmaccel.remove()
+        assert torch.equal(loaded.generate(**feed, max_new_tokens=4, do_sample=False), before)
+    assert loaded.config is config and vars(loaded) == held
+    gone = weakref.ref(loaded)
+    del loaded, held, config
+    gc.collect()
+    assert gone() is None
+
+
+def answer(model, feed, method):
+    with accelerated(model, method, retain=0.5):
+        return model.generate(**feed, max_new_tokens=4, do_sample=False).tolist()
+
+
+def test_what_cannot_be_given_as_a_loaded_draft():
+    model, loaded = zoo.model(FAMILY), zoo.loaded_draft(FAMILY)
+    with pytest.raises(UnsupportedError, match="is the model that it would draft for; give a smaller one"):
+        accelerate_vlm(model, "specpc", draft=model)
+    with pytest.raises(UnsupportedError, match="<Llava.*is of family llava, and this model of qwen2_5_vl"):
+        accelerate_vlm(model, "specpc", draft=zoo.loaded_draft("llava"))
+    with pytest.raises(MmaccelError, match="clip=<Qwen2_5_VL.*is of the wrong type"):
+        accelerate_vlm(model, "cdpruner", clip=loaded)
+    with pytest.raises(
+        MmaccelError, match="is a loaded model, for which JSON has no word; save it and name the folder"
+    ):
+        recipe("specpc", draft=loaded).to_json()
+    with pytest.raises(UnsupportedError, match=r"training mode; call draft.eval\(\) first"):
+        accelerate_vlm(model, "speckv", draft=loaded.train())
+    accelerate_vlm(loaded.eval(), "divprune")
+    with pytest.raises(UnsupportedError, match=r"an accelerated model itself; call draft.mmaccel.remove\(\) first"):
+        accelerate_vlm(model, "speckv", draft=loaded)
+    loaded.mmaccel.remove()
+    accelerate_vlm(model, "speckv", draft=loaded)
+    accelerate_vlm(loaded, "divprune")
+    with pytest.raises(UnsupportedError, match="an accelerated model itself"):
+        model(**zoo.inputs(FAMILY, "image"))
 
 
 def test_what_cannot_draft(tmp_path):

@@ -75,14 +75,19 @@ def window_attention(keys: KeyBatch) -> tuple[Tensor, Tensor]:
     """The attention paid by the last queries, mean over them and zero for their own keys, ``[B, Hq, K]`` float32; and which
     keys are their own, ``[B, K]`` bool."""
     # queries of padding do not count
-    votes, own = keys.places >= 0, keys.once(_own)
-    seen = keys.valid[:, None, :] & (keys.index[:, None, :] <= keys.places[:, :, None]) & votes[:, :, None]
-    sums = importance(keys.queries, keys.keys, scaling=keys.scaling, visible=seen[:, None])
+    votes, own = keys.places >= 0, keys.once(own_keys)
+    sums = importance(keys.queries, keys.keys, scaling=keys.scaling, visible=window_sight(keys)[:, None])
     paid = (sums / votes.sum(1).clamp(min=1)[:, None, None]).masked_fill(own[:, None], 0.0)
     return of_first_keys(paid, keys.keys, keys.valid & ~own), own
 
 
-def _own(keys: KeyBatch) -> Tensor:
+def window_sight(keys: KeyBatch) -> Tensor:
+    """``[B, W, K]`` bool: which keys each of the last queries sees; padding sees none."""
+    causal = keys.index[:, None, :] <= keys.places[:, :, None]
+    return keys.valid[:, None, :] & causal & (keys.places >= 0)[:, :, None]
+
+
+def own_keys(keys: KeyBatch) -> Tensor:
     """``[B, K]`` bool: the keys of the last queries."""
     first = keys.places.masked_fill(keys.places < 0, torch.iinfo(keys.places.dtype).max).amin(1, keepdim=True)
     return keys.index >= first
