@@ -371,6 +371,22 @@ def _ovis2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     )
 
 
+def _pixtral(family: str, config: str, words: str, **values: Any) -> Callable[..., PreTrainedConfig]:
+    """The configuration of a family with the tower of Pixtral, whose token is 8 pixels wide."""
+
+    def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+        vision = _tower("pixtral", 64, 8 // values.get("spatial_merge_size", 1))
+        return getattr(transformers, config)(
+            vision_config=vision,
+            text_config=_text(words, overrides, vocabulary, head_dim=16, sliding_window=None),
+            image_token_id=_ids(family)["image_token"],
+            tie_word_embeddings=False,
+            **values,
+        )
+
+    return build
+
+
 def _idefics3(family: str, config: str) -> Callable[[dict[str, Any], int], PreTrainedConfig]:
     """The configuration of Idefics3 or SmolVLM."""
     return lambda overrides, vocabulary: getattr(transformers, config)(
@@ -424,6 +440,17 @@ def _qwen_pixels(family: str, name: str, video: str, longest: int) -> Callable[[
             cap_pixels_per_frame=False,
             **grid,
         ),
+    )
+
+
+def _pixtral_processor(family: str, patch: int, merge: int) -> Callable[[], ProcessorMixin]:
+    """One token is 8 x 8 pixels, 64 tokens a picture at most."""
+    return _real(
+        family,
+        "PixtralProcessor",
+        image_processor=_part("PixtralImageProcessor", size={"longest_edge": 64}, patch_size=_square(patch)),
+        patch_size=patch,
+        spatial_merge_size=merge,
     )
 
 
@@ -487,6 +514,8 @@ SPLIT_TOKENS = {
     "end_of_utterance_token": "<end_of_utterance>",
 }
 OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+PIXTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+EVERY_PATCH = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 SPLIT_PLACES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 
 _TABLE: dict[str, Family] = {
@@ -739,6 +768,30 @@ _TABLE: dict[str, Family] = {
         tokens=IMAGE_TOKEN,
         image="<image>\n",
         sizes=((60, 48), (30, 80)),
+    ),
+    "mistral3": Family(
+        config=_pixtral("mistral3", "Mistral3Config", "mistral", spatial_merge_size=2),
+        processor=_pixtral_processor("mistral3", 4, 2),
+        tokens=PIXTRAL_TOKENS,
+        image="[IMG]\n",
+    ),
+    "pixtral": Family(
+        config=_pixtral("pixtral", "LlavaConfig", "mistral", **EVERY_PATCH),
+        processor=_pixtral_processor("pixtral", 8, 1),
+        tokens=PIXTRAL_TOKENS,
+        image="[IMG]\n",
+    ),
+    "lighton_ocr": Family(
+        config=_pixtral("lighton_ocr", "LightOnOcrConfig", "qwen3", spatial_merge_size=2),
+        processor=_real(
+            "lighton_ocr",
+            "LightOnOcrProcessor",
+            image_processor=_part("PixtralImageProcessor", size={"longest_edge": 64}, patch_size=_square(8)),
+            patch_size=4,
+            spatial_merge_size=2,
+        ),
+        tokens=PIXTRAL_TOKENS,
+        image="[IMG]\n",
     ),
     "deepseek_ocr2": Family(
         config=_deepseek_ocr2,
@@ -1071,6 +1124,8 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
     if modality == "video" or "image_sizes" not in values:
         return [total // len(pixels)] * len(pixels)
     worker, side = processor(family), pixels.shape[-1]
+    if hasattr(worker, "image_break_token"):
+        return (values["image_sizes"] // (worker.patch_size * worker.spatial_merge_size)).prod(-1).tolist()
     alone = [worker._get_number_of_features(*size, side, side) for size in values["image_sizes"].tolist()]
     if worker.vision_feature_select_strategy == "default":
         alone = [count - 1 for count in alone]

@@ -450,6 +450,21 @@ def _ovis2() -> Tiny:
     return config, IMAGE, 16, {"pixel_values": _noise(1, 3, 32, 32)}
 
 
+def _pixtral(kind: str, text: str, **values: Any) -> Callable[[], Tiny]:
+    def build() -> Tiny:
+        patch = 8 // values.get("spatial_merge_size", 1)
+        config = _config(
+            kind,
+            vision_config=_tower("pixtral", 64, patch),
+            text_config=_text(text, head_dim=16, sliding_window=None),
+            image_token_id=IMAGE,
+            **values,
+        )
+        return config, IMAGE, 6 * 8, {"pixel_values": _noise(1, 3, 64, 64), "image_sizes": _long([48, 64])}
+
+    return build
+
+
 def _idefics3(kind: str) -> Callable[[], Tiny]:
     def build() -> Tiny:
         config = _config(
@@ -502,5 +517,8 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "perception_lm": _perception_lm,
     "granite4_vision": _granite4_vision,
     "ovis2": _ovis2,
+    "mistral3": _pixtral("mistral3", "mistral", spatial_merge_size=2),
+    "pixtral": _pixtral("llava", "mistral", vision_feature_layer=-1, vision_feature_select_strategy="full"),
+    "lighton_ocr": _pixtral("lighton_ocr", "qwen3", spatial_merge_size=2),
     "deepseek_ocr2": _deepseek_ocr2,
 }

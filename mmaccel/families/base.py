@@ -114,6 +114,11 @@ class Family(Towers):
         if len(self.read_layers) > 1:
             self.whole = JOINED
 
+    @classmethod
+    def of(cls, config: Any) -> type[Family]:
+        """The adapter of a model of one of its types, where others serve some of them."""
+        return cls
+
     @property
     def depth(self) -> int:
         """Layers of the language model."""

@@ -25,7 +25,7 @@ class TiledByText(Family):
         """Patches along one side of the block that becomes one token."""
         return int(round(1 / self.config.downsample_ratio))
 
-    def units(self, encoded: EncoderCall, patches: int) -> Tensor:
+    def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
         """The blocks that pixel shuffle joins."""
         return raster_blocks(self.side, self.shuffle)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
 from .base import JOINED, Facts, Family
+from .pixtral import Pixtral
 from .tower import EncoderCall
 
 
@@ -23,8 +26,13 @@ class Llava(Family):
         super().__init__(model, processor)  # type: ignore[arg-type]
         if self.vision.model_type not in ("clip_vision_model", "siglip_vision_model"):
             raise UnsupportedError(
-                f"LLaVA with a {self.vision.model_type} tower is not supported; CLIP and SigLIP towers are."
+                f"LLaVA with a {self.vision.model_type} tower is not supported; CLIP, SigLIP and Pixtral towers are."
             )
+
+    @classmethod
+    def of(cls, config: Any) -> type[Family]:
+        """Pixtral has another tower, and is a family of its own."""
+        return Pixtral if config.vision_config.model_type == "pixtral" else cls
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One tile an image."""

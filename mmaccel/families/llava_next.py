@@ -90,7 +90,7 @@ class LlavaNextVideo(LlavaNext):
         m = self.side // 2
         return [[Tile.raster(frames, m, m, i * frames * m * m)] for i in range(clips)]
 
-    def units(self, encoded: EncoderCall, patches: int) -> Tensor:
+    def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
         """The blocks that pooling joins in clips; with an odd side pooling leaves patches out, and they merge singly."""
         if "image_sizes" in encoded.arguments or self.side % 2:
             return super().units(encoded, patches)

@@ -48,13 +48,13 @@ class Qwen2VL(Family):
         """The last block."""
         return self.tower_depth - 1
 
-    def units(self, encoded: EncoderCall, patches: int) -> Tensor:
+    def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
         """The blocks that the merger joins stand one behind the other."""
         return torch.arange(patches).view(-1, self.merge**2)
 
-    def frames(self, encoded: EncoderCall) -> list[list[int]]:
+    def frames(self, encoded: EncoderCall) -> list[list[tuple[int, int]]]:
         """The tower packs the frames of all pictures; attention stays inside a frame."""
-        return [[h * w] * t for t, h, w in self._given_grids(encoded)]
+        return [[(h, w)] * t for t, h, w in self._given_grids(encoded)]
 
     def _given_grids(self, encoded: EncoderCall) -> list[tuple[int, int, int]]:
         """(t, h, w) of every picture or clip in patches, whichever the tower is given."""

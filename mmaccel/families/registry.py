@@ -77,7 +77,7 @@ def family_of(model: nn.Module, processor: Any = None) -> Family:
                     f"{type(model).__name__} cannot generate; give the ...ForConditionalGeneration model of {kind}."
                 )
             _fits(family, model.config)
-            return family(model, processor)
+            return family.of(model.config)(model, processor)
     raise _unknown(kind)
 
 
@@ -92,7 +92,7 @@ def described(config: Any) -> Family:
     for family in families().values():
         if config.model_type in family.model_types:
             _fits(family, config)
-            return family(Description(config))
+            return family.of(config)(Description(config))
     raise _unknown(config.model_type)
 
 

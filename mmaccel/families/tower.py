@@ -32,6 +32,8 @@ class Towers(ABC):
     closed: str | None = None
     #: why tokens cannot merge between its layers; None where they can
     whole: str | None = None
+    #: whether frames that are packed attend in one call, which a mask keeps apart, instead of a call each
+    one_call: bool = False
 
     @property
     @abstractmethod
@@ -71,13 +73,26 @@ class Towers(ABC):
         """The layers in which tokens are merged."""
         return list(range(self.feature_layer + 1))
 
-    def units(self, encoded: EncoderCall, patches: int) -> Tensor:
-        """``[units, u]`` long: the patches of a tile that the projector joins into one token; they merge as one."""
+    def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
+        """``[units, u]`` long: the patches of a tile that the projector joins into one token; they merge as one. ``width``
+        is that of a frame in a packed sequence."""
         return torch.arange(patches)[:, None]
 
-    def frames(self, encoded: EncoderCall) -> list[list[int]] | None:
-        """Patches of every frame of every picture of a tower that packs them into one sequence; None for other towers."""
+    def frames(self, encoded: EncoderCall) -> list[list[tuple[int, int]]] | None:
+        """Rows and columns of patches of every frame of every picture of a tower that packs them into one sequence; None for
+        other towers."""
         return None
+
+    def blocks(self, encoded: EncoderCall, patches: int) -> Tensor:
+        """``[units, u]`` long: the units of all ``patches`` of a tile, or of a packed sequence."""
+        packed = self.frames(encoded)
+        if packed is None:
+            return self.units(encoded, patches)
+        found, first = [], 0
+        for height, width in (frame for picture in packed for frame in picture):
+            found.append(first + self.units(encoded, height * width, width))
+            first += height * width
+        return torch.cat(found)
 
     def readers(self, tower: Any) -> list[nn.Module]:
         """Modules that read the tokens between layers, and need the full grid."""

@@ -291,11 +291,24 @@ def _vision_attention(
 ) -> tuple[Tensor, Tensor | None]:
     scope = current()
     encoded = scope.encoding if scope is not None else None
-    if scope is not None and encoded is not None:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        weighed = scope.taps.see(encoded, module, query, key, attention_mask, scale)
-        if weighed is not attention_mask and "flash" in base:
-            # flash attention cannot add the weight of merged tokens to its logits
-            base = "sdpa"
-        attention_mask = weighed
-    return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if scope is None or encoded is None:
+        return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+
+    def attended(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        weighed = scope.taps.see(encoded, module, query, key, mask, scale)
+        # flash attention cannot add the weight of merged tokens to its logits
+        name = "sdpa" if weighed is not mask and "flash" in base else base
+        return base_function(name, module)(module, query, key, value, weighed, scaling=scaling, **kwargs)
+
+    towers = scope.taps.towers
+    if not towers.one_call:
+        return attended(query, key, value, attention_mask, **kwargs)
+    # a call a frame needs neither the mask nor the positions that keep frames apart
+    kwargs = {name: kwargs[name] for name in ("dropout",) if name in kwargs}
+    lengths = encoded.lengths(towers)
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    made = [attended(q, k, v, None, **kwargs)[0] for q, k, v in parts if q.shape[2]]
+    return torch.cat(made, 1), None

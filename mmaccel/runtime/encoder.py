@@ -27,6 +27,7 @@ from .encoded import Encoded
 from .merged import Merged, Run
 from .plan import Plan, PlannedStage, record
 from .scope import Scope, current
+from .shortened import Subsequence
 from .taps import Taps
 
 
@@ -97,13 +98,10 @@ class EncoderMerging:
             if (merged := self._merged()) is None:
                 return None
             merged.enter(self.layers.index(number) if number in self.layers else None)
-            if hidden.dim() == 3 or len(merged.place) == len(merged.owner):
+            if len(merged.place) == len(merged.owner) or not (hidden.dim() == 2 or self.towers.one_call):
                 return None
             # a packed sequence: its boundaries and rotary positions follow the tokens that are left
-            bounds = kwargs["cu_seqlens"]
-            bounds = torch.searchsorted(merged.place, bounds.to(merged.place)).to(bounds.dtype)
-            rotary = tuple(x[merged.place] for x in kwargs["position_embeddings"])
-            return args, {**kwargs, "cu_seqlens": bounds.unique_consecutive(), "position_embeddings": rotary}
+            return args, {**kwargs, **Subsequence(merged.place).arguments(kwargs)}
 
         return hook
 
@@ -112,22 +110,25 @@ class EncoderMerging:
         if (stage := scope.plan.encoder) is None:
             return None
         cls = int(self.towers.has_cls)
-        pictures = self.towers.frames(encoded)
-        tiles = 1 if pictures is not None else len(hidden)
-        pictures = pictures if pictures is not None else [[hidden.shape[1] - cls]] * tiles
-        starts: dict[tuple[int, int], list[int]] = {}
+        packed = self.towers.frames(encoded)
+        tiles = len(hidden) if packed is None else 1
+        # patches of every frame, and the width of those that are packed
+        pictures: list[list[tuple[int, int | None]]] = [[(hidden.shape[1] - cls, None)]] * tiles
+        if packed is not None:
+            pictures = [[(h * w, w) for h, w in frames] for frames in packed]
+        starts: dict[tuple[tuple[int, int | None], int], list[int]] = {}
         start = 0
         for frames in pictures:
-            sizes = [len(self.towers.units(encoded, patches)) for patches in frames]
+            sizes = [len(self.towers.units(encoded, *frame)) for frame in frames]
             budget = self._budget(sizes, stage.budget)
-            for patches, kept in zip(frames, budget, strict=True):
-                starts.setdefault((patches, kept), []).append(start)
-                start += cls + patches
+            for frame, kept in zip(frames, budget, strict=True):
+                starts.setdefault((frame, kept), []).append(start)
+                start += cls + frame[0]
             if not self.language:
                 record(scope.stats, stage, sum(sizes), sum(budget), sum(budget))
         merged = Merged(self.method, cls, tiles, start, hidden.device)
-        for (patches, kept), at in starts.items():
-            units = self.towers.units(encoded, patches)
+        for (frame, kept), at in starts.items():
+            units = self.towers.units(encoded, *frame)
             entries = torch.cat([torch.zeros(cls, units.shape[1], dtype=torch.long), units + cls])
             slots = (torch.tensor(at)[:, None, None] + entries).to(hidden.device)
             plan = self.method.schedule(len(units), len(self.layers), kept)

@@ -97,7 +97,7 @@ def _held(towers: Towers, modality: Modality, encoded: Encoded, merged: Shortene
     it. Blends have groups of their own, negative."""
     own = torch.arange(len(merged.owner), device=merged.owner.device)
     # a block is known by its first patch
-    units = towers.units(encoded, merged.patches(own).shape[1])
+    units = towers.blocks(encoded, merged.patches(own).shape[1])
     own, group = merged.patches(own).clone(), merged.patches(merged.place[merged.owner]).clone()
     for ids in (own, group):
         ids[:, units] = ids[:, units[:, :1]].expand(-1, -1, units.shape[1]).clone()

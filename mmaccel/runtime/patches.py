@@ -58,13 +58,13 @@ class Pruned(Shortened):
         return None if self.packed or self.full or not self.open else self._real
 
     def take(self, hidden: Tensor) -> Tensor:
-        """``[tiles, T0, C] -> [tiles, T, C]``, or ``[S0, C] -> [S, C]``."""
-        return hidden[self.place] if self.packed else hidden.flatten(0, 1)[self._slots]
+        """``[tiles, T0, C] -> [tiles, T, C]``, or ``[..., S0, C] -> [..., S, C]``."""
+        return hidden[..., self.place, :] if self.packed else hidden.flatten(0, 1)[self._slots]
 
     def give(self, hidden: Tensor) -> Tensor:
         """What :meth:`take` made back on the full grid."""
         if self.packed:
-            return hidden[self.owner]
+            return hidden[..., self.owner, :]
         return hidden.flatten(0, 1)[self._at[self.owner]].view(self.tiles, -1, hidden.shape[-1])
 
     def attention(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
@@ -161,12 +161,7 @@ class PatchPruning:
         if not pruned.open:
             hidden, pruned.open = pruned.take(hidden), True
         if pruned.packed:
-            rotary = pruned.sequence.rotary(kwargs["position_embeddings"])
-            kwargs = {
-                **kwargs,
-                "cu_seqlens": pruned.sequence.bounds(kwargs["cu_seqlens"]),
-                "position_embeddings": rotary,
-            }
+            kwargs = {**kwargs, **pruned.sequence.arguments(kwargs)}
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -143,7 +143,7 @@ class FrameReuse:
             return []
         packed = self.family.frames(encoded)
         if packed is not None:
-            return packed
+            return [[h * w for h, w in frames] for frames in packed]
         clips, frames = clip_frames(encoded)
         return [[hidden.shape[1]] * frames] * clips if clips * frames == len(hidden) else []
 

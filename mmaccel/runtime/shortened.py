@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,12 @@ class Subsequence:
         self._bounds.append((given, made))
         return made
 
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a layer's arguments that follow the tokens; a tower without boundaries has a mask, which its attention
+        is not given."""
+        made = {"position_embeddings": self.rotary(given["position_embeddings"])}
+        return {**made, "cu_seqlens": self.bounds(given["cu_seqlens"])} if "cu_seqlens" in given else made
+
     def rotary(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Rotary positions ``[S0, d]`` of the tokens that are left."""
         for known, made in self._rotary:
@@ -53,6 +61,7 @@ class Shortened(ABC):
         self.place = torch.arange(tokens, device=device)
         self.open = True
         self._parts: dict[tuple[str, int], list[Tensor]] = {}
+        self._lengths: tuple[Tensor, list[int]] | None = None
 
     @abstractmethod
     def attention(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
@@ -63,6 +72,14 @@ class Shortened(ABC):
     def real(self) -> Tensor | None:
         """``[tiles, T]`` bool: which of the tokens that the tower holds are no padding; None where none are."""
         return None
+
+    def lengths(self, whole: Sequence[int]) -> list[int]:
+        """Tokens that are left of each frame of a packed sequence, of as many as there were of the ``whole``."""
+        if self._lengths is None or self._lengths[0] is not self.place:
+            ends = torch.tensor(whole).cumsum(0).to(self.place)
+            left = torch.searchsorted(self.place, ends).diff(prepend=ends.new_zeros(1))
+            self._lengths = self.place, left.tolist()
+        return self._lengths[1]
 
     def restore(self, key: tuple[str, int], values: Tensor) -> Tensor | None:
         """Tapped values ``[N, T - cls, ...]`` on the full grid, ``[N, T0 - cls, ...]``, once all calls of a layer delivered

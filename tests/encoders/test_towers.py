@@ -29,7 +29,7 @@ from mmaccel.suite import make_item
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "ovis2"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "ovis2", "mistral3"])
 def test_the_tower_really_shortens(family: str) -> None:
     """Tokens that enter the last MLP: those that are kept, not the full grid."""
     tiny, widths = model(family), []

@@ -12,6 +12,7 @@ import torch
 import zoo
 from laws.nets import run_over
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -124,10 +125,15 @@ def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
 
 
 def _join(a: Tensor, b: Tensor) -> Tensor:
-    """Pictures of one turn behind those of another; rows of tiles are filled up with zeros, as processors do."""
-    if a.ndim >= 4 and a.shape[1] != b.shape[1]:
-        wide = max(a.shape[1], b.shape[1])
-        a, b = (torch.cat([x, x.new_zeros(len(x), wide - x.shape[1], *x.shape[2:])], dim=1) for x in (a, b))
+    """Pictures of one turn behind those of another; tiles and sides are filled up with zeros, as processors do."""
+    if a.ndim >= 4 and a.shape[1:] != b.shape[1:]:
+        most = [max(sides) for sides in zip(a.shape[1:], b.shape[1:], strict=True)]
+        a, b = (
+            functional.pad(
+                x, [n for side, had in zip(most[::-1], x.shape[:0:-1], strict=True) for n in (0, side - had)]
+            )
+            for x in (a, b)
+        )
     return torch.cat([a, b])
 
 

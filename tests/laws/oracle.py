@@ -80,6 +80,8 @@ def adapter(family: str) -> Any:
 
 #: families whose vision tower has a CLS token
 CLS = tuple(family for family in zoo.FAMILIES if adapter(family).has_cls)
+#: families whose vision tower packs pictures into one call of its attention
+ONE_CALL = tuple(family for family in zoo.FAMILIES if adapter(family).one_call)
 #: families in whose vision tower tokens can merge
 MERGING = tuple(family for family in zoo.FAMILIES if adapter(family).closed is adapter(family).whole is None)
 

@@ -153,11 +153,14 @@ def averaging_tower(family: str, merges: list[Merge], handles: list) -> list[Mer
             # runs in which everything stays are not watched
             at.update(run=at["run"] + 1, holder=None)
         at["merges"], at["order"] = False, None
-        if args[0].dim() == 3 or at["holder"] is None:
+        if at["holder"] is None or (args[0].dim() == 3 and not adapter.one_call):
             return None
         holder = at["holder"]
         at["order"] = order = holder.argsort(stable=True)
         kwargs = dict(kwargs, position_embeddings=tuple(x[holder][order] for x in kwargs["position_embeddings"]))
+        if adapter.one_call:
+            # members of a group are of one picture, so that the mask stays what it is
+            return (args[0][:, order], *args[1:]), kwargs
         bounds = [int((holder < bound).sum()) for bound in kwargs["cu_seqlens"].tolist()]
         kwargs["cu_seqlens"] = torch.tensor(sorted(set(bounds)), dtype=torch.int32)
         return (args[0][order],), kwargs
@@ -169,13 +172,13 @@ def averaging_tower(family: str, merges: list[Merge], handles: list) -> list[Mer
         if at["order"] is None:
             return (grouped(args[0], at["holder"]),)
         hidden = torch.empty_like(args[0])
-        hidden[at["order"]] = args[0]
-        return (grouped(hidden, at["holder"])[at["order"]],)
+        hidden[..., at["order"], :] = args[0]
+        return (grouped(hidden, at["holder"])[..., at["order"], :],)
 
     def leave(module, args, output):
         hidden = output[0] if isinstance(output, tuple) else output
         if at["order"] is not None:
-            hidden = torch.empty_like(hidden).index_copy(0, at["order"], hidden)
+            hidden = torch.empty_like(hidden).index_copy(-2, at["order"], hidden)
         hidden = grouped(hidden, at["holder"]) if at["merges"] else hidden
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
@@ -260,7 +263,7 @@ def test_the_door_keeps_one_token_of_each_group(family, kind, name):
     for segment in layout.segments:
         celled[segment.row, segment.places] = segment.tile.cells[:, 0] >= 0
     # half of a tile is a whole number, and none is cropped
-    grids = family in ("llava", "video_llava", "internvl", *QWEN) and celled[visual].all()
+    grids = family in ("llava", "video_llava", "internvl", *QWEN, *oracle.ONE_CALL) and celled[visual].all()
     blends = kind in ("video", "mixed") and family in ("llava_onevision", "llava_next_video")
     for row, place in dropped.nonzero().tolist():
         # what was dropped is held, value by value, by the token it is said to flow into
@@ -298,7 +301,12 @@ def looked(family, feed):
     return tokens.signals["features"][:, 0][celled], tokens.signals["keys"][:, 0][celled], kept, merges
 
 
-TAPPED = ("llava", *QWEN, "internvl", "smolvlm")
+TAPPED = ("llava", *QWEN, *oracle.ONE_CALL, "internvl", "smolvlm")
+
+
+def asked(feed) -> Encoded:
+    """What the tower of pictures was given of their sizes."""
+    return Encoded({name: feed[name] for name in ("image_grid_thw", "image_sizes") if name in feed})
 
 
 @pytest.mark.parametrize("family", TAPPED)
@@ -317,8 +325,7 @@ def test_taps_behind_a_merge_see_the_full_grid(family):
             handle.remove()
     hidden = caught[0][0] if isinstance(caught[0], tuple) else caught[0]
     hidden = hidden[None] if hidden.dim() == 2 else hidden[:, int(adapter.has_cls) :]
-    asked = Encoded({"image_grid_thw": feed.get("image_grid_thw")})
-    wanted = adapter.to_tokens("image", asked, [hidden])[kept[oracle.visual(family, feed)]]
+    wanted = adapter.to_tokens("image", asked(feed), [hidden])[kept[oracle.visual(family, feed)]]
     oracle.close(got, wanted, what="features")
 
 
@@ -337,10 +344,9 @@ def test_a_group_stands_where_its_merged_token_stood(family):
     feed, adapter = zoo.inputs(family, "images"), family_of(oracle.bare(family), zoo.processor(family))
     _, _, kept, merges = looked(family, feed)
     holder, cls = merges[-1].holder, int(adapter.has_cls)
-    tile = len(holder) if family.startswith("qwen") else adapter.side**2 + cls
+    tile = len(holder) if family in (*QWEN, *oracle.ONE_CALL) else adapter.side**2 + cls
     stands = (holder == torch.arange(len(holder))).double().view(-1, tile)[:, cls:]
-    asked = Encoded({"image_grid_thw": feed.get("image_grid_thw")})
-    wanted = adapter.to_tokens("image", asked, [stands])
+    wanted = adapter.to_tokens("image", asked(feed), [stands])
     assert set(wanted.tolist()) == {0.0, 1.0}, "blocks do not merge as one"
     found = kept[oracle.visual(family, feed)]
     assert not (found & (wanted == 0)).any()

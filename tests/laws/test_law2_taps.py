@@ -46,8 +46,8 @@ def attention(family: str, feed, layer: int) -> list[Tensor]:
 
 
 def blocks(scores: Tensor, side: int) -> Tensor:
-    """Means of 2 x 2 patches, `[N, side * side] -> [N, side * side / 4]`."""
-    return scores.reshape(-1, side // 2, 2, side // 2, 2).mean((2, 4)).flatten(1)
+    """Means of 2 x 2 patches in rows of `side`, `[N, patches] -> [N, patches / 4]`."""
+    return scores.reshape(len(scores), -1, 2, side // 2, 2).mean((2, 4)).flatten(1)
 
 
 def received(family: str, feed) -> Tensor:
@@ -63,9 +63,11 @@ def received(family: str, feed) -> Tensor:
         return merged[None]
     if family in ("llava", "video_llava"):
         return torch.cat(maps)[:, 1:]
+    if family == "pixtral":
+        return torch.cat(maps)
     if family == "internvl":
         return blocks(torch.cat(maps)[:, 1:], 8)
-    return blocks(torch.cat(maps), {"ovis2": 8}.get(family, 6))
+    return blocks(torch.cat(maps), {"ovis2": 8, "mistral3": 16, "lighton_ocr": 16}.get(family, 6))
 
 
 def is_top(family: str, feed, name: str, scores: Tensor) -> None:
@@ -76,7 +78,9 @@ def is_top(family: str, feed, name: str, scores: Tensor) -> None:
         assert torch.equal(mine.nonzero()[:, 0], score.topk(int(mine.sum())).indices.sort().values)
 
 
-@pytest.mark.parametrize("family", ("llava", "video_llava", *QWEN, "internvl", "smolvlm", "idefics3", "ovis2"))
+@pytest.mark.parametrize(
+    "family", ("llava", "video_llava", *QWEN, *oracle.ONE_CALL, "internvl", "smolvlm", "idefics3", "ovis2")
+)
 def test_attention_received_is_the_towers(family):
     feed = zoo.inputs(family)
     is_top(family, feed, "attention-received", received(family, feed))

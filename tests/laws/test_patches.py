@@ -68,6 +68,8 @@ def _hidden(
     there = module.left[module.seen : module.seen + tokens].view(len(key), 1, 1, -1)
     module.seen = (module.seen + tokens) % len(module.left)
     logits = (query.float() @ key.float().transpose(-1, -2)) * scaling
+    # that of a packed tower keeps pictures apart
+    logits = logits if attention_mask is None else logits + attention_mask
     # a window of which nothing is left is nobody's
     weight = logits.masked_fill(~there, -1e30).softmax(-1)
     return (weight @ value.float()).to(query.dtype).transpose(1, 2).contiguous(), None
@@ -85,6 +87,8 @@ def sequences(family: str, model: Any, feed: Any) -> list[tuple[Tensor, Tensor]]
         for name in ("image_grid_thw", "video_grid_thw"):
             if name in feed:
                 found.append(_packed(model, feed[name], queue))
+    elif family in oracle.ONE_CALL:
+        found.append(_ragged(model, feed["image_sizes"], queue))
     else:
         cls = int(oracle.adapter(family).has_cls)
         for (n, h, w, d), source in queue:
@@ -120,6 +124,21 @@ def _packed(model: Any, grids: Tensor, queue: list[Any]) -> tuple[Tensor, Tensor
         rank = order.argsort()
         target = rank[target[order]]
     flat = (4 * target[:, None] + torch.arange(4)).flatten()
+    return flat == torch.arange(len(flat)), flat
+
+
+def _ragged(model: Any, sizes: Tensor, queue: list[Any]) -> tuple[Tensor, Tensor]:
+    side = getattr(model.config, "spatial_merge_size", 1)
+    grids = [tuple(one) for one in (sizes // model.config.vision_config.patch_size).tolist()]
+    drawn = {size: list(queue.pop(0)[1]) for size in dict.fromkeys(grids)}
+    found, first = [], 0
+    for h, w in grids:
+        place = torch.arange(h * w).view(h // side, side, w // side, side).transpose(1, 2).reshape(-1, side * side)
+        target = torch.empty(h * w, dtype=torch.long)
+        target[place] = place[drawn[h, w].pop(0)]
+        found.append(first + target)
+        first += h * w
+    flat = torch.cat(found)
     return flat == torch.arange(len(flat)), flat
 
 
