@@ -30,6 +30,7 @@ from mmaccel.merging.mustdrop import MustDropMerge
 from mmaccel.merging.progressive_pool import ProgressivePool
 from mmaccel.merging.prunevid import PruneVidMerge
 from mmaccel.merging.qg_vtc import QGVTC
+from mmaccel.merging.spacetime import SpaceTime
 from mmaccel.merging.stc import StcPruner
 from mmaccel.merging.streamdvc import StreamDvc
 from mmaccel.merging.streamvln import StreamVln
@@ -66,6 +67,8 @@ METHODS: list[TokenMethod] = [
     ProgressivePool(group=3, detail=2),
     PruneVidMerge(small=0),
     PruneVidMerge(tau=0.1, scenes=0.5, neighbours=2, small=0),
+    SpaceTime(),
+    SpaceTime(change=0.5),
     StcPruner(),
     StcPruner(chunk=3).by("official"),
     StreamDvc(),
