@@ -228,6 +228,23 @@ def _qwen(
     return build
 
 
+def _glm(family: str, config: str, **words: Any) -> Callable[..., PreTrainedConfig]:
+    """The configuration of a GLM: RoPE turns half of each head; ``words`` are fields of its text model."""
+
+    def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+        kind = "glm4v_moe" if family == "glm4v_moe" else "glm4v"
+        rope = _mrope(mrope_section=[2, 1, 1], partial_rotary_factor=0.5)
+        text = _text(f"{kind}_text", overrides, vocabulary, rope_parameters=rope, **words)
+        sizes = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "depth": 4, "num_heads": 2}
+        return getattr(transformers, config)(
+            vision_config={"model_type": f"{kind}_vision", "image_size": 64, "patch_size": 8, **sizes},
+            text_config=text.to_dict(),
+            **{f"{name}_id": token for name, token in _ids(family).items()},
+        )
+
+    return build
+
+
 def _internvl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     return transformers.InternVLConfig(
         vision_config=_tower("internvl_vision", [64, 64], [8, 8]),
@@ -426,6 +443,23 @@ def _part(name: str, **values: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, name)(**values)
 
 
+def _glm_pixels(family: str, name: str) -> Callable[[], ProcessorMixin]:
+    """A GLM processor: one token is 16 x 16 pixels, 4 to 64 tokens a picture, whose size counts for two frames."""
+    grid = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
+    sizes = {"shortest_edge": 2048, "longest_edge": 32768}
+    return _real(
+        family,
+        name,
+        image_processor=_part(f"{name.removesuffix('Processor')}ImageProcessor", size=sizes, **grid),
+        video_processor=_part(
+            f"{name.removesuffix('Processor')}VideoProcessor",
+            size={**sizes, "longest_edge": 131072},
+            do_sample_frames=False,
+            **grid,
+        ),
+    )
+
+
 def _qwen_pixels(family: str, name: str, video: str, longest: int) -> Callable[[], ProcessorMixin]:
     """A Qwen processor: one token is 16 x 16 pixels, 4 to 64 tokens a picture."""
     grid = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
@@ -506,6 +540,21 @@ QWEN35_TEXT = {
 QWEN35_ROPE = {"mrope_interleaved": True, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25}
 LINEAR, FULL = "linear_attention", "full_attention"
 QWEN_MEDIA: dict[str, Any] = {"mixed": True, "sizes": ((112, 80), (64, 96)), "clip": (6, 64, 48)}
+
+GLM_TOKENS = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "image_start_token": "<|begin_of_image|>",
+    "image_end_token": "<|end_of_image|>",
+    "video_start_token": "<|begin_of_video|>",
+    "video_end_token": "<|end_of_video|>",
+}
+GLM_PROMPT: dict[str, Any] = {
+    "tokens": GLM_TOKENS,
+    "image": "<|begin_of_image|><|image|><|end_of_image|>",
+    "video": "<|begin_of_video|><|video|><|end_of_video|>",
+    **{name: value for name, value in QWEN_MEDIA.items() if name != "mixed"},
+}
 
 SPLIT_TOKENS = {
     "image_token": "<image>",
@@ -658,6 +707,25 @@ _TABLE: dict[str, Family] = {
         image=QWEN_IMAGE,
         video="<|video_pad|>",
         **QWEN_MEDIA,
+    ),
+    "glm4v": Family(
+        config=_glm("glm4v", "Glm4vConfig"), processor=_glm_pixels("glm4v", "Glm4vProcessor"), **GLM_PROMPT
+    ),
+    "glm46v": Family(
+        config=_glm("glm46v", "Glm46VConfig"), processor=_glm_pixels("glm46v", "Glm46VProcessor"), **GLM_PROMPT
+    ),
+    "glm4v_moe": Family(
+        config=_glm(
+            "glm4v_moe",
+            "Glm4vMoeConfig",
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            first_k_dense_replace=1,
+            head_dim=16,
+        ),
+        processor=_glm_pixels("glm4v_moe", "Glm4vProcessor"),
+        **GLM_PROMPT,
     ),
     "qwen3_5": Family(
         config=_qwen(
@@ -1100,8 +1168,10 @@ def visual_mask(family: str, model: PreTrainedModel, input_ids: torch.Tensor) ->
 
 
 def _placeholder(family: str, modality: str) -> int | None:
-    """The id that this modality's pixels fill; InternVL's frames and SmolVLM's travel as pictures."""
+    """The id that this modality's pixels fill; InternVL's frames and SmolVLM's travel as pictures, GLM's are written so."""
     ids = _ids(family)
+    if "video_start_token" in ids:
+        return ids["image_token"]
     if "context_image_token" in ids:
         return ids["context_image_token"] if modality == "image" else None
     return ids.get(f"{modality}_token")

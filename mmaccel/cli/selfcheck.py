@@ -193,11 +193,11 @@ def build(name: str, device: str = "cpu", dtype: Any = None) -> tuple[Any, dict[
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(pad_token_id=0)
     visual = [token] * count
-    if "qwen" in name:
+    if "image_grid_thw" in pixels:
         visual = [START, *visual, END]
     ids = torch.tensor([[1, *range(10, 20), *visual, *range(20, 30)]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
-    if "qwen" in name:
+    if "image_grid_thw" in pixels:
         inputs["mm_token_type_ids"] = (ids == token).long()
     dtype = dtype or torch.float32
     return model.eval().to(device, dtype), {
@@ -348,6 +348,26 @@ def _qwen(
             video_token_id=VIDEO,
             vision_start_token_id=START,
             vision_end_token_id=END,
+        )
+        return config, IMAGE, 4 * 6, {"pixel_values": _noise(8 * 12, 384), "image_grid_thw": _long([1, 8, 12])}
+
+    return build
+
+
+def _glm(kind: str, part: str = "glm4v", **words: Any) -> Callable[[], Tiny]:
+    """``part`` begins the names of tower and text model, ``words`` are fields of the latter."""
+
+    def build() -> Tiny:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+        sizes = {"depth": 4, "num_heads": 2, "patch_size": 8, "hidden_size": 32, "out_hidden_size": 64}
+        config = _config(
+            kind,
+            vision_config={"model_type": f"{part}_vision", "intermediate_size": 64, "image_size": 64, **sizes},
+            text_config=_text(f"{part}_text", rope_parameters=rope, **words).to_dict(),
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            image_start_token_id=START,
+            image_end_token_id=END,
         )
         return config, IMAGE, 4 * 6, {"pixel_values": _noise(8 * 12, 384), "image_grid_thw": _long([1, 8, 12])}
 
@@ -507,6 +527,17 @@ TINY: dict[str, Callable[[], Tiny]] = {
     ),
     "qwen3_vl": _qwen("qwen3_vl", {"head_dim": 16}, **_QWEN_3),
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", _EXPERTS, **_QWEN_3),
+    "glm4v": _glm("glm4v"),
+    "glm46v": _glm("glm46v"),
+    "glm4v_moe": _glm(
+        "glm4v_moe",
+        "glm4v_moe",
+        head_dim=16,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
     "internvl": _internvl,
     "smolvlm": _idefics3("smolvlm"),
     "idefics3": _idefics3("idefics3"),

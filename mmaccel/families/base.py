@@ -300,6 +300,8 @@ class Family(Towers):
             if not bool(((ids == token) & valid).any()):
                 continue
             seen = encoded.get(modality)
+            if seen is None and any(self.token_id(other) == token for other in encoded):
+                continue
             if seen is None:
                 raise UnsupportedError(
                     f"The prompt has {modality} placeholders, but no {modality} was encoded in this call; pass the pixels "

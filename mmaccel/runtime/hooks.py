@@ -250,7 +250,10 @@ class TextHooks:
             )
         if isinstance(previous.get("position_ids"), Tensor):
             positions = previous["position_ids"]
-            arguments["position_ids"] = positions.expand(len(hidden), -1).gather(1, at.to(positions.device))
+            # GLM-4.5V shows its layers all three axes
+            axes = positions.shape[:-2]
+            there = at.to(positions.device).expand(*axes, -1, -1)
+            arguments["position_ids"] = positions.expand(*axes, len(hidden), -1).gather(-1, there)
         prompt.begin(number, chosen, padded, hidden.device, **arguments)
         counted = prompt.stats.layer_tokens
         left = int((made.kept & prompt.layout.visual).sum())

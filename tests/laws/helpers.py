@@ -26,7 +26,11 @@ from mmaccel.runtime.plan import plan_model
 torch.set_num_threads(1)
 
 FAMILIES = zoo.FAMILIES
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+#: towers that pack frames in the way of Qwen
+QWEN = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("glm4v", "glm46v", "glm4v_moe"),
+)
 #: one representative of each mechanism, where all of them would be a slow test
 SHORT = ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl")
 TOLERANCE = 2e-5

@@ -398,7 +398,7 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
             extra = door.deep_arguments(there, [features[mine][stays] for features in deep[1]])
             done = mine.stop
         positions = torch.arange(length)[None]
-        if family.startswith("qwen"):
+        if family in QWEN:
             positions = positions.expand(3, 1, -1)
         out = oracle.text_model(bare)(inputs_embeds=embeds, position_ids=positions, use_cache=False, **extra)
         logits = bare.lm_head(out.last_hidden_state)[0] / scale

@@ -54,7 +54,7 @@ def received(family: str, feed) -> Tensor:
     """Attention every token receives, `[segments, tokens]`, mapped by hand."""
     layer = {"llava": 2, "video_llava": 2}.get(family, 3)
     maps = [w.mean((1, 2)) for w in attention(family, feed, layer)]
-    if family.startswith("qwen"):
+    if family in QWEN:
         merged = torch.cat(maps, dim=1).reshape(-1, 4).mean(1)
         if family == "qwen2_5_vl":
             vision = watched(family).config.vision_config

@@ -18,6 +18,7 @@ import pytest
 import simulated
 import torch
 import zoo
+from laws.helpers import QWEN
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -83,7 +84,7 @@ def sequences(family: str, model: Any, feed: Any) -> list[tuple[Tensor, Tensor]]
     """Per run of a tower: which tokens of its sequence are encoded, and the token that each is predicted from, as
     :class:`Drawn` has chosen; from grids and sides alone."""
     queue, found = list(Drawn.made), []
-    if family.startswith("qwen"):
+    if family in QWEN:
         for name in ("image_grid_thw", "video_grid_thw"):
             if name in feed:
                 found.append(_packed(model, feed[name], queue))

@@ -86,7 +86,8 @@ def exchanged(model: Any, feed: Any, method: ReuseMethod) -> Iterator[None]:
         if not of_clips[0]:
             return
         if hasattr(module, "qkv"):
-            weight, bias = module.qkv.weight.chunk(3)[1], module.qkv.bias.chunk(3)[1]
+            weight = module.qkv.weight.chunk(3)[1]
+            bias = None if module.qkv.bias is None else module.qkv.bias.chunk(3)[1]
         else:
             weight, bias = module.k_proj.weight, module.k_proj.bias
         keys = functional.linear(flat, weight, bias)

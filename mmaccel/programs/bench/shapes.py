@@ -194,6 +194,13 @@ def _qwen3_tower(depth: int, width: int, inner: int, deepstack: list[int], out: 
     }
 
 
+def _glm() -> Any:
+    """The class's own sizes, with a rotary embedding of half of each head."""
+    rope = {"rope_type": "default", "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5, "rope_theta": 1e4}
+    marks = {"image_start_token_id": START, "image_end_token_id": END}
+    return _config("glm4v", text_config={"rope_parameters": rope}, image_token_id=IMAGE, video_token_id=VIDEO, **marks)
+
+
 def _internvl() -> Any:
     return _config(
         "internvl",
@@ -321,6 +328,7 @@ SHAPES: dict[str, Shape] = {
         31.1,
         **_QWEN3,
     ),
+    "glm-4.1v-9b": Shape(_glm, "zai-org/GLM-4.1V-9B-Thinking", 10.3, context=65536, cell=28, frame=336),
     "internvl3-8b": Shape(_internvl, "OpenGVLab/InternVL3-8B-hf", 7.94, context=32768, tile=448),
     "smolvlm2-2.2b": Shape(_smolvlm, "HuggingFaceTB/SmolVLM2-2.2B-Instruct", 2.25, context=8192, tile=384),
     "idefics3-8b": Shape(_idefics3, "HuggingFaceM4/Idefics3-8B-Llama3", 8.46, context=10240, tile=364),
@@ -389,8 +397,9 @@ def thin(config: Any, layers: int) -> Any:
     values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": _THIN_HEAD}
     values |= {"layer_types": ["full_attention"] * layers}
     if sections := text.rope_parameters.get("mrope_section"):
-        half = sum(sections)
-        text.rope_parameters["mrope_section"] = [part * _THIN_HEAD // 2 // half for part in sections]
+        width = int(_THIN_HEAD * text.rope_parameters.get("partial_rotary_factor", 1)) // 2
+        parts = [part * width // sum(sections) for part in sections]
+        text.rope_parameters["mrope_section"] = [width - sum(parts[1:]), *parts[1:]]
     if hasattr(config.vision_config, "out_hidden_size"):
         config.vision_config.out_hidden_size = 4 * _THIN_HEAD
     return thin_tower(_change(config, text, values))

@@ -212,6 +212,8 @@ class ShapeSubject:
     def __init__(self, model: Any, shape: Shape) -> None:
         self.model, self.shape = model, shape
         self.kind: str = model.config.model_type
+        #: whether the tower packs patches of grids that the model is told of, for its positions too
+        self.packed = self.kind.startswith(("glm", "qwen"))
         self.processor: Any = None
         if self.kind == "internvl":
             self.processor = Words("Frame{}: <img>", "<img>")
@@ -224,6 +226,7 @@ class ShapeSubject:
             "qwen2_5_vl": self._patches,
             "qwen3_vl": self._patches,
             "qwen3_vl_moe": self._patches,
+            "glm4v": self._patches,
             "internvl": self._tiles,
             "smolvlm": self._tiles,
             "idefics3": self._tiles,
@@ -256,8 +259,8 @@ class ShapeSubject:
         ids = torch.tensor([self._prompt(one) for one in shown])
         inputs = {name: torch.cat([one.tensors[name] for one in shown]) for name in shown[0].tensors}
         inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if self.kind.startswith("qwen"):
-            inputs["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+        if self.packed:
+            inputs["mm_token_type_ids"] = ((ids == IMAGE) | (ids == VIDEO)).long() * (1 + ("video_grid_thw" in inputs))
         return inputs
 
     def _prompt(self, one: Shown) -> list[int]:
@@ -265,7 +268,7 @@ class ShapeSubject:
         for text, count in one.runs:
             ids += [] if text is None else [text]
             run = [one.token] * count
-            ids += [START, *run, END] if self.kind.startswith("qwen") else run
+            ids += [START, *run, END] if self.packed else run
         return ids + list(range(WORDS, WORDS + _BEHIND))
 
     def _tokens(self, modality: str, tensors: dict[str, Tensor]) -> list[int]:
@@ -328,10 +331,12 @@ class ShapeSubject:
             return Shown([(None, tokens)] * len(raw), IMAGE, {"pixel_values": flat, "image_grid_thw": grid})
         grid = torch.tensor([[len(groups), h, w]])
         runs: list[tuple[int | None, int]] = [(None, len(groups) * tokens)]
-        if self.kind.startswith("qwen3_vl"):
-            # a time stamp stands in front of every two frames
+        if self.kind.startswith(("glm", "qwen3_vl")):
+            # a time stamp stands in front of every two frames, or behind them
             runs = [(_FRAME_TEXT, tokens)] * len(groups)
-        return Shown(runs, VIDEO, {"pixel_values_videos": flat, "video_grid_thw": grid})
+        return Shown(
+            runs, IMAGE if self.kind.startswith("glm") else VIDEO, {"pixel_values_videos": flat, "video_grid_thw": grid}
+        )
 
     def _tiles(self, work: Workload, raw: Tensor) -> Shown:
         """InternVL, Idefics3 and SmolVLM: equal tiles, a smaller view behind them, and frames as pictures with text between."""

@@ -1,0 +1,46 @@
+"""GLM-4.1V, GLM-4.5V and GLM-4.6V: dynamic resolution, blocks of 2x2 patches, M-RoPE, time stamps between frames."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..core.layout import Modality, Picture, Tile
+from .base import Description, Facts
+from .qwen_vl import Qwen2VL
+
+
+class Glm4v(Qwen2VL):
+    """Pictures and positions as in Qwen2-VL. A clip's frames are runs of their own, with time stamps between them and the
+    placeholder of pictures, so a prompt has pictures or clips. RoPE turns half of each head, as neighbours."""
+
+    name = "glm4v"
+    model_types = ("glm4v",)
+    place = 9
+    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
+    halves = False
+
+    def __init__(self, model: nn.Module | Description, processor: object = None) -> None:
+        super().__init__(model, processor)
+        self.halves = False
+
+    def token_id(self, modality: Modality) -> int | None:
+        """Frames are written as pictures are."""
+        return super().token_id("image")
+
+    def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
+        """One segment a frame."""
+        return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
+
+
+class Glm46V(Glm4v):
+    """The same around any vision tower and language model that its configuration names, by default those of GLM-4.1V."""
+
+    name = "glm46v"
+    model_types = ("glm46v",)
+
+
+class Glm4vMoe(Glm4v):
+    """GLM-4.5V, with experts in all but the first layers of the language model; RoPE turns half of each head, as halves."""
+
+    name = "glm4v_moe"
+    model_types = ("glm4v_moe",)
