@@ -51,10 +51,13 @@ KINDS = {
     "long-clips": ("mini-qwen-vl", VIDEO_TASKS),
     "pictures": ("mini-llava", PICTURES),
     "pictures-qwen": ("mini-qwen-vl", PICTURES),
+    "pictures-deep": ("mini-llava-deep", PICTURES),
     "several": ("mini-llava", ("comparison",)),
 }
 #: frames of a clip; the model was trained on clips of up to 16
 FRAMES = {"clips": 16, "long-clips": 48}
+#: pixels along a side of pictures and frames, where these are not 112
+SIDES = {"pictures-deep": 160}
 
 _BUDGETS = (0.25, 0.1)
 _POLICIES = ("snapkv", "look-m", "infinipot-v", "vl-cache", "tova", "h2o", "streaming-llm", "keydiff")
@@ -118,7 +121,7 @@ def asked(kind: str, count: int) -> list[Question]:
     """Questions of the kind's tasks in turn, so that every batch has all tasks."""
     tasks = KINDS[kind][1]
     each = -(-count // len(tasks))
-    by_task = [ask_suite([task], each, first=FIRST, frames=FRAMES.get(kind, 16)) for task in tasks]
+    by_task = [ask_suite([task], each, first=FIRST, frames=FRAMES.get(kind, 16), pixels=SIDES.get(kind, 112)) for task in tasks]
     return [question for turn in zip(*by_task, strict=True) for question in turn][:count]
 
 

@@ -22,7 +22,7 @@ from mmaccel.programs.bench.claims import claims_table
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "docs" / "results" / "index.md", ROOT / "training" / "README.md", ROOT / "benchmarks" / "README.md")
-MODELS = ("mini-llava", "mini-qwen-vl", "mini-clip")
+MODELS = ("mini-llava", "mini-llava-deep", "mini-qwen-vl", "mini-clip")
 _BLOCK = re.compile(r"(<!-- ((?:mini|prefill|bench|video-qa)-[\w-]+|shipped) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 

@@ -31,7 +31,7 @@ def recorded(folder: Path) -> dict:
     return json.loads((RESULTS / f"{folder.name}-quality.json").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module", params=few(["mini-llava", "mini-qwen-vl"], ["mini-llava"]))
+@pytest.fixture(scope="module", params=few(["mini-llava", "mini-llava-deep", "mini-qwen-vl"], ["mini-llava"]))
 def shipped(request):
     """Folder, model, processor, and the model's answers to the sample questions."""
     folder = folder_of(request.param)
