@@ -52,6 +52,21 @@ def test_every_family_takes_a_prepared_processor(family, name, monkeypatch):
 
 
 @pytest.mark.parametrize("family", zoo.VIDEO_FAMILIES)
+def test_every_video_family_shows_one_region(family, monkeypatch):
+    """All frames of a clip are cut alike, and grids are those of the region."""
+    monkeypatch.setattr(FrameEncoder, "load", lambda name: synthetic.StandIn())
+    bare, spec, kind = zoo.processor(family), zoo._TABLE[family], mmaccel.method("clip-crop")
+    clip, options = zoo.clip(*spec.clip, seed=0), synthetic.given(kind)
+    video = {"do_sample_frames": False, "video_metadata": [zoo._metadata(clip)]}
+    given = {"text": [spec.video + "what?"], "return_tensors": "pt", "videos_kwargs": video}
+    out = prepare(bare, "clip-crop", retain=0.25, **options)(videos=[[clip]], **given)
+    expected = bare(videos=[[kind(**options).clip(clip, 0.25)]], **given)
+    assert set(out) == set(expected)
+    for key in expected:
+        assert torch.equal(torch.as_tensor(out[key]), torch.as_tensor(expected[key])), key
+
+
+@pytest.mark.parametrize("family", zoo.VIDEO_FAMILIES)
 def test_every_video_family_shows_half_of_the_frames(family):
     bare, spec = zoo.processor(family), zoo._TABLE[family]
     clip = zoo.clip(*spec.clip, seed=0)

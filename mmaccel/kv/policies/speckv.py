@@ -44,7 +44,8 @@ class SpecKV(DraftPolicy):
     Paper and program: the program reads what was written together with the prompt, here the model reads it when the prompt is
     over, which gives the same queries; the first step of the answer does without it in both. Kept keys stay in their order.
     The program's sparse prefill, which reads only the keys chosen this way and a window, is not offered. While decoding
-    (``every``, ``cap``) the window alone scores.
+    (``every``, ``cap``) the window alone scores. Nothing is evicted before the prompt is over, so that for a moment the whole
+    cache is held.
     """
 
     name = "speckv"
