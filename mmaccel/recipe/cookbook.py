@@ -98,6 +98,16 @@ COOKBOOK = (
         anchor=2,
     ),
     Recipe(
+        "lazyllm-prefill",
+        # the paper's three points on Llama 2, behind layers 9, 19 and 28 of 32, of which every one drops three tenths of what
+        # reaches it by the attention of the layer before, which is FastV's score
+        tuple(Stage("fastv", 0.7**i, {"layer": layer / 32}) for i, layer in enumerate((9, 19, 28), 1)),
+        summary="visual tokens the last prompt token attends to, 0.7 of them after each of three layers (retain: what is left "
+        "then); none comes back while decoding",
+        paper="arXiv 2407.14057",
+        anchor=2,
+    ),
+    Recipe(
         "sparsevlm",
         # the program's counts for 192 of 576 on average, 300, 200 and 110, each with its clusters
         tuple(

@@ -692,6 +692,27 @@ def test_papers_keep_their_numbers() -> None:
     assert stages[-1].retain == 1
     assert layers_at("mustdrop", 32) == [3, 7, 11, 15]
     assert layers_at("holitom", 28) == [18]
+    assert layers_at("lazyllm-prefill", 32) == [9, 19, 28]
+    assert [stage.retain for stage in mmaccel.recipe("lazyllm-prefill").stages] == pytest.approx([0.7, 0.49, 0.343])
+
+
+@pytest.mark.parametrize(("retain", "shares"), [(None, (0.7, 0.49, 0.343)), (0.5, (0.793701, 0.629961, 0.5))])
+def test_lazyllm_drops_the_same_share_at_every_stage(retain: float | None, shares: tuple[float, ...]) -> None:
+    """Of what reached a stage stays what the last token attends to most in the layer before."""
+    model, feed = tiny("llava", num_hidden_layers=8), dict(zoo.inputs("llava", "image"))
+    visual = zoo.visual_mask("llava", model, feed["input_ids"])
+    with accelerated(model, "lazyllm-prefill", retain=retain):
+        last_logits(model, feed)
+        history, stats = model.mmaccel.history, model.mmaccel.stats()
+    assert [result.layer for result in history] == [2, 5, 7]
+    before = visual
+    for result, share, stage in zip(history, shares, stats["stages"], strict=True):
+        paid, after = result.scores()["prompt_attention"], result.reduction.kept & visual
+        for there, left, figures in zip(before, after, paid, strict=True):
+            assert figures[left].min() >= figures[there & ~left].max()
+        assert not (after & ~before).any() and stage["tokens_kept"] == int(after.sum())
+        assert int(after[0].sum()) == int(int(visual[0].sum()) * share + 0.5)
+        before = after
 
 
 # --- sparsevlm --------------------------------------------------------------------------------------------------------
