@@ -70,6 +70,7 @@ from .layers.fastkv import FastKVTokens as FastKVTokens
 from .layers.fastv import FastV as FastV
 from .layers.framefusion import FrameFusion as FrameFusion
 from .layers.holitom import HoliTomInner as HoliTomInner
+from .layers.metok import METokPrune as METokPrune
 from .layers.mustdrop import MustDropFilter as MustDropFilter
 from .layers.promptdistill import PromptDistill as PromptDistill
 from .layers.prunevid import PruneVidSelect as PruneVidSelect
@@ -88,6 +89,7 @@ from .merging.evs import Evs as Evs
 from .merging.fastvid import FastVID as FastVID
 from .merging.holitom import HoliTomMerge as HoliTomMerge
 from .merging.longvlm import LongVlm as LongVlm
+from .merging.metok import METokMerge as METokMerge
 from .merging.moviechat import MovieChat as MovieChat
 from .merging.moviechat_memory import MovieChatMemory as MovieChatMemory
 from .merging.mustdrop import MustDropMerge as MustDropMerge

@@ -85,7 +85,8 @@ def pool_by(tokens: TokenBatch, part: Tensor, kept: Tensor, count: Tensor) -> Re
     corner = place.masked_fill(~mine[..., None], int(tokens.cells.max()) + 1).amin(1)
     place = (place - corner[:, None]).masked_fill(~mine[..., None], -1)
     each = TokenBatch(
-        features=tokens.features[unit],
+        # windows are a matter of cells, and a copy for every part would be large
+        features=tokens.features[unit, :, :0],
         valid=mine,
         cells=torch.cat([torch.where(mine, 0, -1)[..., None], place], -1),
         grid=torch.cat([torch.ones_like(corner[:, :1]), place.amax(1) + 1], 1),

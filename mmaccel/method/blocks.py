@@ -3,6 +3,7 @@ the frames of a unit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -40,20 +41,35 @@ def upto(attention: LayerAttention, stop: int) -> LayerAttention:
     )
 
 
-def question_peak(attention: LayerAttention) -> Tensor:
-    """``[B, K]``: the largest attention that any head and any token of text behind the pictures pays to each key."""
+def question_rows(attention: LayerAttention) -> Iterator[tuple[Tensor, Tensor]]:
+    """``[B, H, r, k]``, what rows of the text behind the pictures pay to the first ``k`` keys, in blocks of rows, and
+    ``[B, 1, r, 1]`` bool, which of the rows are such text; what others pay may be NaN."""
     asked = question(attention.text, ~attention.text)
-    most = torch.zeros(len(asked), attention.key.shape[2], device=asked.device)
     spoken = question(attention.host_text, ~attention.host_text).any(0)
     for start, stop in row_blocks(attention):
         rows = spoken[start:stop].nonzero()[:, 0].tolist()
         if not rows:
             continue
         start, stop = start + rows[0], start + rows[-1] + 1
-        paid = upto(attention, stop).attention(start, stop).amax(1).masked_fill(~asked[:, start:stop, None], 0.0)
+        yield upto(attention, stop).attention(start, stop), asked[:, None, start:stop, None]
+
+
+def question_peak(attention: LayerAttention) -> Tensor:
+    """``[B, K]``: the largest attention that any head and any token of text behind the pictures pays to each key."""
+    most = torch.zeros(len(attention.text), attention.key.shape[2], device=attention.text.device)
+    for paid, asked in question_rows(attention):
+        paid = paid.amax(1).masked_fill(~asked[:, 0], 0.0)
         seen = paid.shape[2]
         most[:, :seen] = torch.maximum(most[:, :seen], paid.amax(1))
     return most
+
+
+def question_mean(attention: LayerAttention) -> Tensor:
+    """``[B, K]``: the attention that text behind the pictures pays to each key, mean over heads and its tokens."""
+    total = torch.zeros(len(attention.text), attention.key.shape[2], device=attention.text.device)
+    for paid, asked in question_rows(attention):
+        total[:, : paid.shape[3]] += paid.mean(1).masked_fill(~asked[:, 0], 0.0).sum(1)
+    return total / question(attention.text, ~attention.text).sum(1, keepdim=True).clamp(min=1)
 
 
 def cosine_to(features: Tensor, slots: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class TokenBatch:
     signals : by kind of tap, attention ``[N, layers, n]``, ``keys`` and ``features``
         ``[N, layers, n, d]``; NaN for tokens without a source in the tower.
         At site ``layers``: what the method's ``look`` returned, ``[N, n]``.
+        Marks, ``[N, n]``: NaN where there is none.
         ``patches`` ``[N, n, d]``: with a text tower, the features of the (first) tapped layer in its space.
     """
 
@@ -107,6 +108,8 @@ class TokenMethod(Method):
     last_norm: ClassVar[bool] = False
     #: whether :attr:`TokenBatch.until` is to be filled
     needs_spans: ClassVar[bool] = False
+    #: marks of earlier stages that are to be among :attr:`TokenBatch.signals`, where a stage has made them
+    reads: ClassVar[tuple[str, ...]] = ()
 
     @property
     def text_tower(self) -> str | None:
@@ -120,6 +123,11 @@ class TokenMethod(Method):
         and ``grid`` and the features play no part in it; the budget is its ``limit``; or ``nothing``."""
         known: dict[str, Foreseen] = {"exact": "budget", "at_most": "limit"}
         return known.get(self.budget, "nothing")
+
+    def marks(self, tokens: TokenBatch) -> dict[str, Tensor]:
+        """Named figures ``[N, n]`` of the tokens, float32, which :meth:`reduce` is shown among the signals, and so is every
+        later stage that :attr:`reads` them. By default none."""
+        return {}
 
     def told(self, tokens: TokenBatch) -> str:
         """What the notes of the statistics are to say of a call; mostly nothing."""

@@ -46,6 +46,22 @@ COOKBOOK = (
         anchor=1,
     ),
     Recipe(
+        "metok",
+        # what strides of 2, 4, 4 and 8 leave of 64 frames in five events, beside a stride of 2; then the program keeps 0.76 of
+        # a key event twice and half as much of others once, and caches hold no more than what is left from its layer 3 on
+        (
+            Stage("metok-merge", 0.42),
+            Stage("metok-prune", 0.296, {"layer": 3 / 28, "others": 0.5}),
+            Stage("metok-prune", 0.208, {"layer": 10 / 28, "others": 0.0}),
+            Stage("metok-prune", 1, {"layer": 19 / 28, "others": 0.0}),
+            Stage("mustdrop-cache", None, {"layer": 3 / 28}),
+        ),
+        summary="events the question asks for pooled least (retain), then kept longest, to one token a clip; later caches hold "
+        "that alone",
+        paper="arXiv 2506.02850",
+        anchor=0,
+    ),
+    Recipe(
         "aim",
         # the paper's budget is what merging leaves, and pruning goes on from there to nothing: so `retain` is the share that
         # enters the language model, of which every further stage leaves an eighth less

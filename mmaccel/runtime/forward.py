@@ -120,6 +120,7 @@ class Prompt(Forward):
     passes : of every stage inside the language model that has worked, its budget per unit and how many tokens these had before
         it and behind every layer, ``[N]`` long on the CPU.
     prepared : per class of method, figures by place of what entered the language model, ``[B, S]``.
+    marks : by name what stages said of tokens, by place, ``[B, S]`` float32; NaN where they said nothing.
     looked : figures per key that the method at the next layer made of the attention before it, ``[B, q]``.
     """
 
@@ -131,6 +132,7 @@ class Prompt(Forward):
     arguments: list[dict[str, Any]] = field(default_factory=list)
     passes: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
     prepared: dict[type, dict[str, Tensor]] = field(default_factory=dict)
+    marks: dict[str, Tensor] = field(default_factory=dict)
     looked: dict[str, Tensor] = field(default_factory=dict)
 
     def measured(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,9 @@ def reduce(
     tokens, wanted = _shown(prompt, stage, taps, hidden, slots, whole, units)
     # a choice has no gradient; the values that are merged have theirs
     with torch.no_grad():
+        if marks := method.marks(tokens):
+            tokens = replace(tokens, signals={**tokens.signals, **marks})
+            prompt.marks |= _by_place(marks, units, prompt.total.kept.shape)
         made = _checked(method, method.reduce(tokens, wanted), units.valid, count)
     _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
     left.append(made.kept.sum(1))
@@ -111,6 +116,10 @@ def _shown(
     if isinstance(method, (LayerMethod, PreviewMethod, DraftMethod)):
         for name, figures in prompt.looked.items():
             signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
+    if known := [name for name in method.reads if name in prompt.marks]:
+        (placed,) = sent(device, places)
+        for name in known:
+            signals[name] = prompt.marks[name].to(device)[rows[:, None], placed].masked_fill(~valid, torch.nan)
     words, there, said = _question(prompt, method, hidden, slots, rows) if method.needs_question else (None, None, {})
     if method.text_tower is not None:
         tower = prompt.plan.text_towers[method.text_tower]
@@ -135,6 +144,18 @@ def _shown(
     if remark := method.told(tokens):
         prompt.stats.notes.append(remark)
     return tokens, wanted
+
+
+def _by_place(marks: dict[str, Tensor], units: Units, shape: torch.Size) -> dict[str, Tensor]:
+    """Figures ``[N, n]`` of units at the places of the prompt, ``[B, S]``."""
+    # what is no token goes behind all places
+    at = (units.row[:, None] * shape[1] + units.places).masked_fill(~units.valid, shape.numel()).flatten()
+    found = {}
+    for name, figures in marks.items():
+        flat = torch.full((shape.numel() + 1,), torch.nan, device=figures.device)
+        (onto,) = sent(figures.device, at)
+        found[name] = flat.scatter_(0, onto, figures.flatten())[:-1].view(shape)
+    return found
 
 
 def _until(prompt: Prompt, whole: Units, units: Units) -> Tensor:

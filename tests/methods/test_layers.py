@@ -75,6 +75,7 @@ def tokens_of(units=UNITS, seed: int = 0) -> TokenBatch:
             "rater_rank",
             "probe_attention",
             "probe_mean",
+            "text_mean",
         )
     }
     features = tokens.features.clone()
