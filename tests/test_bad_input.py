@@ -237,6 +237,10 @@ def test_a_family_of_that_kind_comes_before_the_refusal(monkeypatch: pytest.Monk
             {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2},
             "lfm2: it has layers of conv.",
         ),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+            "deepseek_v3: the cache holds latents, of which every layer makes keys and values anew at each step.",
+        ),
     ],
 )
 def test_language_models_that_are_refused(text: dict[str, Any], why: str) -> None:

@@ -112,7 +112,7 @@ def _chat_template(family: str) -> str:
 
 def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_defaults: Any) -> PreTrainedConfig:
     """A text configuration of 4 layers; `sliding_window` turns on windows where the text model can have them, and
-    `model_type` takes another text model."""
+    `model_type` takes another text model. `rope_parameters` may be given as pairs, which are hashable."""
     overrides = {"model_type": model_type, **overrides}
     model_type = overrides.pop("model_type")
     values: dict[str, Any] = {
@@ -129,6 +129,8 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
         **family_defaults,
         **overrides,
     }
+    if isinstance(overrides.get("rope_parameters"), tuple):
+        values["rope_parameters"] = dict(overrides["rope_parameters"])
     if overrides.get("sliding_window") is not None:
         if model_type == "llama":
             model_type = "mistral"

@@ -294,7 +294,9 @@ class Accelerator(Handle):
                 # no tap and no method looks at the tower
                 with scope.stats.clock.measure("encoder", device):
                     return original(*args, **kwargs)
-            scope.encoding = encoded = Encoded(dict(signature.bind(*args, **kwargs).arguments), modality=modality)
+            given = dict(signature.bind(*args, **kwargs).arguments)
+            # transformers 5.17 does not name all that it hands on
+            scope.encoding = encoded = Encoded(given | given.pop("kwargs", {}), modality=modality)
             try:
                 with scope.stats.clock.measure("encoder", device):
                     output = original(*args, **kwargs)

@@ -20,6 +20,7 @@ _BOTH_WAYS = "visual tokens attend to those behind them, by masks that are made 
 _STATES = "layers between those that attend carry a state from token to token, out of which none can be dropped"
 _EMBEDDED = "every layer of the language model has an embedding of its own for every token of the prompt"
 _ENCODED = "an encoder of its own reads pictures and prompt together, and what decodes has no visual tokens"
+_LATENTS = "the cache holds latents, of which every layer makes keys and values anew at each step"
 _CROSSING = "pictures are read by layers of cross-attention, and make no tokens of the prompt"
 
 #: model types that would answer wrongly or save nothing -> why, as the end of a sentence
@@ -30,6 +31,7 @@ REFUSED: dict[str, str] = {
     "gemma4": f"by its size, {_EMBEDDED}, or {_BOTH_WAYS}",
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
     **dict.fromkeys(("lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _STATES),
+    "kimi_k25": _LATENTS,
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",
     **dict.fromkeys(("nemotron_h_omni", "qwen4_exp"), _STATES),
 }
@@ -102,6 +104,8 @@ def _fits(family: type[Family], config: Any) -> None:
     known = _ATTENDING | _STATEFUL if family.stateful else _ATTENDING
     others = sorted(set(getattr(text, "layer_types", None) or ()) - known)
     why = f"it has layers of {' and '.join(others)}" if others else _SINKS.get(text.model_type)
+    if getattr(text, "kv_lora_rank", None):
+        why = _LATENTS
     if why:
         raise UnsupportedError(
             f"mmaccel does not accelerate {config.model_type} models with the language model {text.model_type}: {why}."

@@ -3,6 +3,7 @@ draft has written behind the prompt."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -50,9 +51,13 @@ def own_attention(
     """The attention that a layer is about to pay, ``hidden [B, q, D]`` being its input."""
     # layers may be spread over devices, and what enters one is brought to it later
     device = next(layer.parameters()).device
+    # some scale queries by their positions
+    takes = "position_ids" in inspect.signature(layer.self_attn.forward).parameters  # type: ignore[union-attr]
+    places = {"position_ids": kwargs["position_ids"].to(device)} if takes and "position_ids" in kwargs else {}
 
     def run() -> None:
         layer.self_attn(  # type: ignore[operator]
+            **places,
             hidden_states=layer.input_layernorm(hidden.to(device)),  # type: ignore[operator]
             position_embeddings=tuple(x.to(device) for x in kwargs["position_embeddings"]),
             attention_mask=None,

@@ -41,6 +41,15 @@ WINDOWED = (
     ("internvl", {"sliding_window": 24, "max_window_layers": 2}),
     ("aya_vision", {"sliding_window": 24}),
 )
+#: Ministral 3 is a Mistral 3 whose queries grow with their positions, here early, in published models behind 16,384 of them
+GROWING = tuple(
+    {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 24,
+        "llama_4_scaling_beta": 0.3,
+    }.items()
+)
 #: InternVL 3.5 has language models of Qwen3, which normalise queries and keys, and with experts
 RENEWED = (
     ("internvl", {"model_type": "qwen3", "head_dim": 16}),

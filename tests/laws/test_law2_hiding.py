@@ -134,6 +134,14 @@ def test_other_language_models(overrides, kind, name):
     holds("internvl", zoo.inputs("internvl", kind), oracle.recipe(name, "internvl"), **overrides)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if oracle.fits(name, "mistral3")])
+@pytest.mark.parametrize("kind", ("image", "images"))
+def test_queries_that_grow_with_their_positions(kind, name):
+    """One row: without relative positions padding would move what the bare model answers, too."""
+    growing = {"model_type": "ministral3", "rope_parameters": oracle.GROWING}
+    holds("mistral3", zoo.inputs("mistral3", kind), oracle.recipe(name, "mistral3"), **growing)
+
+
 @pytest.mark.parametrize(("family", "name", "kind"), square(("image", "uneven"), families=("llava", "qwen2_5_vl")))
 def test_on_top_of_eager_attention(family, name, kind):
     model = zoo.model(family)

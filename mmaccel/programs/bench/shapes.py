@@ -238,6 +238,18 @@ def _smolvlm() -> Any:
     )
 
 
+def _pixtral(kind: str, image: int, patch: int, inner: int, **values: Any) -> Callable[[], Any]:
+    """The tower of Pixtral and a language model of 40 layers."""
+    return lambda: _config(
+        kind,
+        vision_config=_tower("pixtral", 24, 1024, 4096, 16, image, patch, hidden_act="silu"),
+        text_config=_text("mistral", 40, 5120, inner, (32, 8), 131072, theta=1e9, head_dim=128, sliding_window=None),
+        image_token_id=IMAGE,
+        tie_word_embeddings=False,
+        **values,
+    )
+
+
 def _little_siglip(side: int, patch: int, layers: int, width: int) -> Callable[[], Any]:
     return lambda: _tower(
         "siglip_vision_model", layers, width, 4 * width, width // 64 or 1, side, patch, vision_use_head=False
@@ -332,6 +344,20 @@ SHAPES: dict[str, Shape] = {
     "internvl3-8b": Shape(_internvl, "OpenGVLab/InternVL3-8B-hf", 7.94, context=32768, tile=448),
     "smolvlm2-2.2b": Shape(_smolvlm, "HuggingFaceTB/SmolVLM2-2.2B-Instruct", 2.25, context=8192, tile=384),
     "idefics3-8b": Shape(_idefics3, "HuggingFaceM4/Idefics3-8B-Llama3", 8.46, context=10240, tile=364),
+    "mistral-small-3.1-24b": Shape(
+        _pixtral("mistral3", 1540, 14, 32768, spatial_merge_size=2),
+        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+        24.0,
+        context=131072,
+        cell=28,
+    ),
+    "pixtral-12b": Shape(
+        _pixtral("llava", 1024, 16, 14336, vision_feature_layer=-1, vision_feature_select_strategy="full"),
+        "mistral-community/pixtral-12b",
+        12.7,
+        context=131072,
+        cell=16,
+    ),
     # two of ours with the plan of LLaVA-OneVision, which takes pictures, tiles and clips
     "tiny": Shape(
         _onevision(_little_siglip(64, 8, 2, 64), 64, 4, 64, 128, (4, 2), 512),
@@ -379,6 +405,8 @@ def thin_tower(config: Any) -> Any:
         values |= {"deepstack_visual_indexes": [0, 1, 2]} if deep else {"fullatt_block_indexes": [3]}
     else:
         values = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1}
+        # that of Pixtral is written into its configuration
+        values |= {"head_dim": 32}
     return _change(config, vision, values)
 
 

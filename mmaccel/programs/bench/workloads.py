@@ -211,7 +211,7 @@ class ShapeSubject:
 
     def __init__(self, model: Any, shape: Shape) -> None:
         self.model, self.shape = model, shape
-        self.kind: str = model.config.model_type
+        self.kind = family_of(model).name
         #: whether the tower packs patches of grids that the model is told of, for its positions too
         self.packed = self.kind.startswith(("glm", "qwen"))
         self.processor: Any = None
@@ -230,6 +230,8 @@ class ShapeSubject:
             "internvl": self._tiles,
             "smolvlm": self._tiles,
             "idefics3": self._tiles,
+            "mistral3": self._rows,
+            "pixtral": self._rows,
         }[self.kind]
 
     def pixels(self, work: Workload) -> np.ndarray:
@@ -238,7 +240,7 @@ class ShapeSubject:
         side = round(work.side * self.shape.scale)
         height, width = side, side
         if work.tiled and self.shape.cell:
-            height, width = 48 * self.shape.cell, 60 * self.shape.cell
+            height, width = (side * self.shape.cell for side in _CELLS.get(self.kind, (48, 60)))
         elif work.tiled:
             height, width = _TILED.get(self.kind, (1, 1))
             height, width = height * (self.shape.tile or 0), width * (self.shape.tile or 0)
@@ -314,6 +316,17 @@ class ShapeSubject:
             tensors["batch_num_images"] = torch.tensor([len(raw)])
         return Shown([(None, n) for n in self._tokens("image", tensors)], IMAGE, tensors)
 
+    def _rows(self, work: Workload, raw: Tensor) -> Shown:
+        """Pixtral and Mistral 3: sides are whole cells, and a mark stands behind every row."""
+        if work.frames:
+            raise UnsupportedError(f"{self.kind} takes no video")
+        cell = self.shape.cell
+        rows, columns = (max(1, round(side / cell)) for side in raw.shape[1:3])
+        size = rows * cell, columns * cell
+        picture = [(None, columns), *[(START, columns)] * (rows - 1), (END, 0)]
+        tensors = {"pixel_values": resized(raw, *size), "image_sizes": torch.tensor([size] * len(raw))}
+        return Shown(picture * len(raw), IMAGE, tensors)
+
     def _patches(self, work: Workload, raw: Tensor) -> Shown:
         """Qwen: sides are whole cells; a picture is two equal frames, and two frames share their tokens."""
         cell = self.shape.cell
@@ -362,6 +375,8 @@ class ShapeSubject:
         return Shown(runs, IMAGE, {"pixel_values": tiles[None] if self.kind in _SPLIT else tiles})
 
 
+#: rows and columns of tokens that come nearest to 2,880, where a side may not have 60
+_CELLS = {"mistral3": (53, 54)}
 #: rows and columns of tiles that come nearest to 2,880 tokens
 _TILED = {"llava_next": (2, 2), "llava_onevision": (1, 3), "internvl": (2, 5), "smolvlm": (5, 7), "idefics3": (4, 4)}
 #: those that name row and column of every tile, and take pixels by row of the batch
