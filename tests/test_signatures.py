@@ -237,6 +237,7 @@ FEATURES = {
     "granite4_vision": ["pixel_values", "image_sizes"],
     "ovis2": ["pixel_values"],
     "deepseek_ocr2": ["pixel_values", "pixel_values_local", "num_local_patches"],
+    "paddleocr_vl": ["pixel_values", "image_grid_thw"],
     "fast_vlm": ["pixel_values"],
     "llava_next": ["pixel_values", "image_sizes"],
     "llava_onevision": ["pixel_values", "image_sizes", "batch_num_images", "vision_aspect_ratio"],

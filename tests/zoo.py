@@ -371,6 +371,17 @@ def _ovis2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     )
 
 
+def _paddleocr_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    values = {"head_dim": 16, "tie_word_embeddings": False}
+    words = _text("paddleocr_vl_text", overrides, vocabulary, rope_parameters=_mrope(), **values)
+    return transformers.PaddleOCRVLConfig(
+        vision_config=_tower("paddleocr_vl_vision", 48, 8).to_dict(),
+        text_config=words.to_dict(),
+        image_token_id=_ids("paddleocr_vl")["image_token"],
+        tie_word_embeddings=False,
+    )
+
+
 def _idefics3(family: str, config: str) -> Callable[[dict[str, Any], int], PreTrainedConfig]:
     """The configuration of Idefics3 or SmolVLM."""
     return lambda overrides, vocabulary: getattr(transformers, config)(
@@ -766,6 +777,24 @@ _TABLE: dict[str, Family] = {
         image="<image>\n",
         sizes=((65, 30), (25, 30)),
         extra_tokens=("<image>", *OVIS_MARKS),
+    ),
+    "paddleocr_vl": Family(
+        config=_paddleocr_vl,
+        processor=_real(
+            "paddleocr_vl",
+            "PaddleOCRVLProcessor",
+            image_processor=_part(
+                "PaddleOCRVLImageProcessor",
+                size={"shortest_edge": 1024, "longest_edge": 16384},
+                patch_size=8,
+                temporal_patch_size=1,
+                merge_size=2,
+            ),
+        ),
+        tokens={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        image="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        sizes=((112, 80), (64, 96)),
+        extra_tokens=("<|IMAGE_START|>", "<|IMAGE_END|>"),
     ),
     "internvl": Family(
         config=_internvl,

@@ -197,7 +197,7 @@ def build(name: str, device: str = "cpu", dtype: Any = None) -> tuple[Any, dict[
         visual = [START, *visual, END]
     ids = torch.tensor([[1, *range(10, 20), *visual, *range(20, 30)]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
-    if "qwen" in name:
+    if "image_grid_thw" in pixels:
         inputs["mm_token_type_ids"] = (ids == token).long()
     dtype = dtype or torch.float32
     return model.eval().to(device, dtype), {
@@ -354,6 +354,19 @@ def _qwen(
     return build
 
 
+def _paddleocr_vl() -> Tiny:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    config = _config(
+        "paddleocr_vl",
+        vision_config=_tower("paddleocr_vl_vision", 64, 8).to_dict(),
+        text_config=_text("paddleocr_vl_text", head_dim=16, rope_parameters=rope).to_dict(),
+        image_token_id=IMAGE,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    return config, IMAGE, 4 * 6, {"pixel_values": _noise(8 * 12, 3, 8, 8), "image_grid_thw": _long([1, 8, 12])}
+
+
 def _aya_vision(kind: str) -> Callable[[], Tiny]:
     def build() -> Tiny:
         config = _config(
@@ -503,4 +516,5 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "granite4_vision": _granite4_vision,
     "ovis2": _ovis2,
     "deepseek_ocr2": _deepseek_ocr2,
+    "paddleocr_vl": _paddleocr_vl,
 }

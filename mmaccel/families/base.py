@@ -363,7 +363,9 @@ def resampled(values: Tensor, side: int, cells: int, mode: str) -> Tensor:
     return grid.permute(0, 2, 3, 1).reshape(-1, *values.shape[2:])
 
 
-def raster_blocks(side: int, factor: int) -> Tensor:
-    """``[blocks, factor * factor]`` long: the places in a square raster of every ``factor`` x ``factor`` block."""
-    places = torch.arange(side * side).view(side // factor, factor, side // factor, factor)
+def raster_blocks(rows: int, factor: int, columns: int | None = None) -> Tensor:
+    """``[blocks, factor * factor]`` long: the places in a raster, by default a square one, of every ``factor`` x ``factor``
+    block."""
+    columns = rows if columns is None else columns
+    places = torch.arange(rows * columns).view(rows // factor, factor, columns // factor, factor)
     return places.transpose(1, 2).reshape(-1, factor * factor)

@@ -72,7 +72,8 @@ class Towers(ABC):
         return list(range(self.feature_layer + 1))
 
     def units(self, encoded: EncoderCall, patches: int) -> Tensor:
-        """``[units, u]`` long: the patches of a tile that the projector joins into one token; they merge as one."""
+        """``[units, u]`` long: the patches that the projector joins into one token; they merge as one. Those of a tile, or
+        those of all frames, one behind the other, where the tower packs them into one sequence of ``patches``."""
         return torch.arange(patches)[:, None]
 
     def frames(self, encoded: EncoderCall) -> list[list[int]] | None:

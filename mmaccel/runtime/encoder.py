@@ -111,27 +111,27 @@ class EncoderMerging:
         """The state of a new run of the tower; None if everything stays."""
         if (stage := scope.plan.encoder) is None:
             return None
-        cls = int(self.towers.has_cls)
-        pictures = self.towers.frames(encoded)
-        tiles = 1 if pictures is not None else len(hidden)
-        pictures = pictures if pictures is not None else [[hidden.shape[1] - cls]] * tiles
-        starts: dict[tuple[int, int], list[int]] = {}
-        start = 0
+        cls, packed = int(self.towers.has_cls), self.towers.frames(encoded)
+        tiles = 1 if packed is not None else len(hidden)
+        pictures = packed if packed is not None else [[hidden.shape[1] - cls]] * tiles
+        units = self.towers.units(encoded, pictures[0][0] if packed is None else sum(map(sum, pictures)))
+        # frames or tiles of as many units, of which as many stay, are matched together
+        slots: dict[tuple[int, int], list[Tensor]] = {}
+        start, joined = 0, units.shape[1]
         for frames in pictures:
-            sizes = [len(self.towers.units(encoded, patches)) for patches in frames]
+            sizes = [patches // joined for patches in frames]
             budget = self._budget(sizes, stage.budget)
-            for patches, kept in zip(frames, budget, strict=True):
-                starts.setdefault((patches, kept), []).append(start)
-                start += cls + patches
+            for size, kept in zip(sizes, budget, strict=True):
+                mine = units[start // joined :][:size] if packed is not None else units + start + cls
+                own = torch.full((cls, joined), start)
+                slots.setdefault((size, kept), []).append(torch.cat([own, mine]))
+                start += cls + size * joined
             if not self.language:
                 record(scope.stats, stage, sum(sizes), sum(budget), sum(budget))
         merged = Merged(self.method, cls, tiles, start, hidden.device)
-        for (patches, kept), at in starts.items():
-            units = self.towers.units(encoded, patches)
-            entries = torch.cat([torch.zeros(cls, units.shape[1], dtype=torch.long), units + cls])
-            slots = (torch.tensor(at)[:, None, None] + entries).to(hidden.device)
-            plan = self.method.schedule(len(units), len(self.layers), kept)
-            merged.runs.append(Run(slots, plan))
+        for (size, kept), entries in slots.items():
+            plan = self.method.schedule(size, len(self.layers), kept)
+            merged.runs.append(Run(torch.stack(entries).to(hidden.device), plan))
         return merged if any(sum(run.plan) for run in merged.runs) else None
 
     def _budget(self, sizes: list[int], retain: Retain) -> list[int]:

@@ -18,14 +18,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 import mmaccel
 from mmaccel.core.reduction import Reduction
-from mmaccel.families import family_of
+from mmaccel.families import families, family_of
+from mmaccel.families.qwen_vl import Qwen2VL
 from mmaccel.method import KeyBatch, LayerMethod, Policy, ProjectorMethod, TokenBatch
 from mmaccel.runtime.plan import plan_model
 
 torch.set_num_threads(1)
 
 FAMILIES = zoo.FAMILIES
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+#: those with positions in three axes, Qwen's and others made like them
+QWEN = tuple(name for name in FAMILIES if issubclass(families()[name], Qwen2VL))
+#: packed towers that are given patches row by row
+RASTER = ("paddleocr_vl",)  # by choice: said anew, beside the adapters
 #: one representative of each mechanism, where all of them would be a slow test
 SHORT = ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl")
 TOLERANCE = 2e-5
@@ -34,6 +38,20 @@ Inputs = dict[str, Any]
 
 
 # ------------------------------------------------------------------------------------------------ models and inputs
+
+
+def joined(family: str, grids: Tensor) -> Tensor:
+    """``[blocks, 4]``: the patches of every block of 2x2 in the order in which a packed tower of pictures of these sizes is
+    given them; in most such families they stand one behind the other."""
+    if family not in RASTER:
+        return torch.arange(int(grids.prod(1).sum())).view(-1, 4)
+    found, first = [], 0
+    for t, h, w in grids.tolist():
+        cells = torch.cartesian_prod(*(torch.arange(n) for n in (t, h // 2, w // 2)))
+        corner = first + cells[:, 0] * h * w + 2 * cells[:, 1] * w + 2 * cells[:, 2]
+        found.append(corner[:, None] + torch.tensor([0, 1, w, w + 1]))
+        first += t * h * w
+    return torch.cat(found)
 
 
 @functools.cache

@@ -337,7 +337,7 @@ def test_a_group_stands_where_its_merged_token_stood(family):
     feed, adapter = zoo.inputs(family, "images"), family_of(oracle.bare(family), zoo.processor(family))
     _, _, kept, merges = looked(family, feed)
     holder, cls = merges[-1].holder, int(adapter.has_cls)
-    tile = len(holder) if family.startswith("qwen") else adapter.side**2 + cls
+    tile = len(holder) if family in QWEN else adapter.side**2 + cls
     stands = (holder == torch.arange(len(holder))).double().view(-1, tile)[:, cls:]
     asked = Encoded({"image_grid_thw": feed.get("image_grid_thw")})
     wanted = adapter.to_tokens("image", asked, [stands])
@@ -392,7 +392,7 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
             extra = door.deep_arguments(there, [features[mine][stays] for features in deep[1]])
             done = mine.stop
         positions = torch.arange(length)[None]
-        if family.startswith("qwen"):
+        if family in QWEN:
             positions = positions.expand(3, 1, -1)
         out = oracle.text_model(bare)(inputs_embeds=embeds, position_ids=positions, use_cache=False, **extra)
         logits = bare.lm_head(out.last_hidden_state)[0] / scale

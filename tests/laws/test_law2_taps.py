@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 import zoo
-from laws.helpers import QWEN
+from laws.helpers import QWEN, joined
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -54,8 +54,8 @@ def received(family: str, feed) -> Tensor:
     """Attention every token receives, `[segments, tokens]`, mapped by hand."""
     layer = {"llava": 2, "video_llava": 2}.get(family, 3)
     maps = [w.mean((1, 2)) for w in attention(family, feed, layer)]
-    if family.startswith("qwen"):
-        merged = torch.cat(maps, dim=1).reshape(-1, 4).mean(1)
+    if family in QWEN:
+        merged = torch.cat(maps, dim=1)[0, joined(family, feed["image_grid_thw"])].mean(1)
         if family == "qwen2_5_vl":
             vision = watched(family).config.vision_config
             sizes = vision.spatial_merge_size, vision.window_size, vision.patch_size
