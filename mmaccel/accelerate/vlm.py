@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -425,6 +426,8 @@ def accelerate_vlm(
 def _put_on(target: Any, recipe: Recipe, processor: Any, kernels: Kernels) -> None:
     warn_of_another(target, recipe)
     exchange(Accelerator.on(target), lambda: Accelerator(target, recipe, processor, kernels))
+    if (caution := target.mmaccel.plan.caution) is not None:
+        warnings.warn(f"{caution}.", stacklevel=3)
 
 
 @contextmanager

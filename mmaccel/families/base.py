@@ -101,6 +101,8 @@ class Family(Towers):
     halves: bool = True
     #: whether some layers of its language models keep a recurrent state where others have attention
     stateful: bool = False
+    #: whether it is made for reading pages, every letter of which stands in few tokens
+    reads_pages: ClassVar[bool] = False
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 

@@ -45,6 +45,7 @@ class PaddleOcrVL(RasterVL):
     name = "paddleocr_vl"
     model_types = ("paddleocr_vl",)
     place = 20
+    reads_pages = True
     tower_names = {"image": "visual"}
 
     def tower_layers(self, tower: Any) -> list[nn.Module]:
