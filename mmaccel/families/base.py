@@ -103,6 +103,8 @@ class Family(Towers):
     stateful: bool = False
     #: whether it is made for reading pages, every letter of which stands in few tokens
     reads_pages: ClassVar[bool] = False
+    #: arguments of the inner model, beside those of the towers, without which the layout is not known
+    beside: ClassVar[tuple[str, ...]] = ()
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 

@@ -26,8 +26,10 @@ from mmaccel.runtime.plan import plan_model
 torch.set_num_threads(1)
 
 FAMILIES = zoo.FAMILIES
-#: those with positions in three axes, Qwen's and others made like them
-QWEN = tuple(name for name in FAMILIES if issubclass(families()[name], Qwen2VL))
+#: those whose towers pack pictures of any size
+PACKED = tuple(name for name in FAMILIES if issubclass(families()[name], Qwen2VL))
+#: those of them with positions in three axes
+QWEN = tuple(name for name in PACKED if name != "video_llama_3")
 #: packed towers that are given patches row by row
 RASTER = ("paddleocr_vl",)  # by choice: said anew, beside the adapters
 #: one representative of each mechanism, where all of them would be a slow test
@@ -40,9 +42,11 @@ Inputs = dict[str, Any]
 # ------------------------------------------------------------------------------------------------ models and inputs
 
 
-def joined(family: str, grids: Tensor) -> Tensor:
-    """``[blocks, 4]``: the patches of every block of 2x2 in the order in which a packed tower of pictures of these sizes is
-    given them; in most such families they stand one behind the other."""
+def joined(family: str, grids: Tensor, modality: str = "image") -> Tensor:
+    """``[blocks, u]``: the patches of every token, mostly blocks of 2x2, in the order in which a packed tower of pictures of
+    these sizes is given them; in most such families they stand one behind the other."""
+    if family == "video_llama_3" and modality == "image":
+        return torch.arange(int(grids.prod(1).sum()))[:, None]
     if family not in RASTER:
         return torch.arange(int(grids.prod(1).sum())).view(-1, 4)
     found, first = [], 0

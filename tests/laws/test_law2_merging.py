@@ -12,7 +12,7 @@ import pytest
 import synthetic
 import torch
 import zoo
-from laws.helpers import QWEN
+from laws.helpers import PACKED, QWEN
 from torch import Tensor
 
 from mmaccel import Recipe, Stage, accelerated, method, register
@@ -260,7 +260,7 @@ def test_the_door_keeps_one_token_of_each_group(family, kind, name):
     for segment in layout.segments:
         celled[segment.row, segment.places] = segment.tile.cells[:, 0] >= 0
     # half of a tile is a whole number, and none is cropped
-    grids = family in ("llava", "video_llava", "internvl", *QWEN) and celled[visual].all()
+    grids = family in ("llava", "video_llava", "internvl", *PACKED) and celled[visual].all()
     blends = kind in ("video", "mixed") and family in ("llava_onevision", "llava_next_video")
     for row, place in dropped.nonzero().tolist():
         # what was dropped is held, value by value, by the token it is said to flow into
@@ -298,7 +298,7 @@ def looked(family, feed):
     return tokens.signals["features"][:, 0][celled], tokens.signals["keys"][:, 0][celled], kept, merges
 
 
-TAPPED = ("llava", *QWEN, "internvl", "smolvlm")
+TAPPED = ("llava", *PACKED, "internvl", "smolvlm")
 
 
 @pytest.mark.parametrize("family", TAPPED)
@@ -317,7 +317,7 @@ def test_taps_behind_a_merge_see_the_full_grid(family):
             handle.remove()
     hidden = caught[0][0] if isinstance(caught[0], tuple) else caught[0]
     hidden = hidden[None] if hidden.dim() == 2 else hidden[:, int(adapter.has_cls) :]
-    asked = Encoded({"image_grid_thw": feed.get("image_grid_thw")})
+    asked = Encoded({name: feed.get(name) for name in ("image_grid_thw", "image_merge_sizes")})
     wanted = adapter.to_tokens("image", asked, [hidden])[kept[oracle.visual(family, feed)]]
     oracle.close(got, wanted, what="features")
 
@@ -337,9 +337,9 @@ def test_a_group_stands_where_its_merged_token_stood(family):
     feed, adapter = zoo.inputs(family, "images"), family_of(oracle.bare(family), zoo.processor(family))
     _, _, kept, merges = looked(family, feed)
     holder, cls = merges[-1].holder, int(adapter.has_cls)
-    tile = len(holder) if family in QWEN else adapter.side**2 + cls
+    tile = len(holder) if family in PACKED else adapter.side**2 + cls
     stands = (holder == torch.arange(len(holder))).double().view(-1, tile)[:, cls:]
-    asked = Encoded({"image_grid_thw": feed.get("image_grid_thw")})
+    asked = Encoded({name: feed.get(name) for name in ("image_grid_thw", "image_merge_sizes")})
     wanted = adapter.to_tokens("image", asked, [stands])
     assert set(wanted.tolist()) == {0.0, 1.0}, "blocks do not merge as one"
     found = kept[oracle.visual(family, feed)]

@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 import zoo
-from laws.helpers import QWEN, joined
+from laws.helpers import PACKED, joined
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -54,7 +54,7 @@ def received(family: str, feed) -> Tensor:
     """Attention every token receives, `[segments, tokens]`, mapped by hand."""
     layer = {"llava": 2, "video_llava": 2}.get(family, 3)
     maps = [w.mean((1, 2)) for w in attention(family, feed, layer)]
-    if family in QWEN:
+    if family in PACKED:
         merged = torch.cat(maps, dim=1)[0, joined(family, feed["image_grid_thw"])].mean(1)
         if family == "qwen2_5_vl":
             vision = watched(family).config.vision_config
@@ -76,7 +76,7 @@ def is_top(family: str, feed, name: str, scores: Tensor) -> None:
         assert torch.equal(mine.nonzero()[:, 0], score.topk(int(mine.sum())).indices.sort().values)
 
 
-@pytest.mark.parametrize("family", ("llava", "video_llava", *QWEN, "internvl", "smolvlm", "idefics3", "ovis2"))
+@pytest.mark.parametrize("family", ("llava", "video_llava", *PACKED, "internvl", "smolvlm", "idefics3", "ovis2"))
 def test_attention_received_is_the_towers(family):
     feed = zoo.inputs(family)
     is_top(family, feed, "attention-received", received(family, feed))

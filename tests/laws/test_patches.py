@@ -18,7 +18,7 @@ import pytest
 import simulated
 import torch
 import zoo
-from laws.helpers import QWEN, joined
+from laws.helpers import PACKED, joined
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -82,10 +82,10 @@ def sequences(family: str, model: Any, feed: Any) -> list[tuple[Tensor, Tensor]]
     """Per run of a tower: which tokens of its sequence are encoded, and the token that each is predicted from, as
     :class:`Drawn` has chosen; from grids and sides alone."""
     queue, found = list(Drawn.made), []
-    if family in QWEN:
-        for name in ("image_grid_thw", "video_grid_thw"):
-            if name in feed:
-                found.append(_packed(model, feed[name], joined(family, feed[name]), queue))
+    if family in PACKED:
+        for modality in ("image", "video"):
+            if (grids := feed.get(f"{modality}_grid_thw")) is not None:
+                found.append(_packed(model, grids, joined(family, grids, modality), queue))
     else:
         cls = int(oracle.adapter(family).has_cls)
         for (n, h, w, d), source in queue:
@@ -103,7 +103,8 @@ def sequences(family: str, model: Any, feed: Any) -> list[tuple[Tensor, Tensor]]
 
 
 def _packed(model: Any, grids: Tensor, places: Tensor, queue: list[Any]) -> tuple[Tensor, Tensor]:
-    sizes = dict.fromkeys((h // 2, w // 2) for _, h, w in grids.tolist())
+    side = math.isqrt(places.shape[1])
+    sizes = dict.fromkeys((h // side, w // side) for _, h, w in grids.tolist())
     rows: dict[tuple[int, int], list[Tensor]] = {}
     for size in sizes:
         shape, source = queue.pop(0)
@@ -112,10 +113,10 @@ def _packed(model: Any, grids: Tensor, places: Tensor, queue: list[Any]) -> tupl
     blocks, first = [], 0
     for t, h, w in grids.tolist():
         for _ in range(t):
-            blocks.append(first + rows[h // 2, w // 2].pop(0))
-            first += h * w // 4
+            blocks.append(first + rows[h // side, w // side].pop(0))
+            first += h * w // side**2
     target = torch.cat(blocks)
-    tower = model.model.visual
+    tower = getattr(model.model, "visual", None)
     if hasattr(tower, "window_size"):
         order, _ = get_vision_window_index(grids, 2, tower.window_size, tower.patch_size)
         rank = order.argsort()
