@@ -121,7 +121,9 @@ def asked(kind: str, count: int) -> list[Question]:
     """Questions of the kind's tasks in turn, so that every batch has all tasks."""
     tasks = KINDS[kind][1]
     each = -(-count // len(tasks))
-    by_task = [ask_suite([task], each, first=FIRST, frames=FRAMES.get(kind, 16), pixels=SIDES.get(kind, 112)) for task in tasks]
+    by_task = [
+        ask_suite([task], each, first=FIRST, frames=FRAMES.get(kind, 16), pixels=SIDES.get(kind, 112)) for task in tasks
+    ]
     return [question for turn in zip(*by_task, strict=True) for question in turn][:count]
 
 

@@ -406,6 +406,28 @@ def _pixtral(family: str, config: str, words: str, **values: Any) -> Callable[..
     return build
 
 
+def _paddleocr_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    values = {"head_dim": 16, "tie_word_embeddings": False}
+    words = _text("paddleocr_vl_text", overrides, vocabulary, rope_parameters=_mrope(), **values)
+    return transformers.PaddleOCRVLConfig(
+        vision_config=_tower("paddleocr_vl_vision", 48, 8).to_dict(),
+        text_config=words.to_dict(),
+        image_token_id=_ids("paddleocr_vl")["image_token"],
+        tie_word_embeddings=False,
+    )
+
+
+def _video_llama_3(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    ids = _ids("video_llama_3")
+    tower = _tower("video_llama_3_vision", 48, 8).to_dict()
+    return transformers.VideoLlama3Config(
+        vision_config=tower,
+        text_config=_text("qwen2", overrides, vocabulary).to_dict(),
+        image_token_id=ids["image_token"],
+        video_token_id=ids["video_token"],
+    )
+
+
 def _idefics3(family: str, config: str) -> Callable[[dict[str, Any], int], PreTrainedConfig]:
     """The configuration of Idefics3 or SmolVLM."""
     return lambda overrides, vocabulary: getattr(transformers, config)(
@@ -890,6 +912,43 @@ _TABLE: dict[str, Family] = {
         sizes=((65, 30), (25, 30)),
         extra_tokens=("<image>", *OVIS_MARKS),
     ),
+    "paddleocr_vl": Family(
+        config=_paddleocr_vl,
+        processor=_real(
+            "paddleocr_vl",
+            "PaddleOCRVLProcessor",
+            image_processor=_part(
+                "PaddleOCRVLImageProcessor",
+                size={"shortest_edge": 1024, "longest_edge": 16384},
+                patch_size=8,
+                temporal_patch_size=1,
+                merge_size=2,
+            ),
+        ),
+        tokens={"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        image="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        sizes=((112, 80), (64, 96)),
+        extra_tokens=("<|IMAGE_START|>", "<|IMAGE_END|>"),
+    ),
+    "video_llama_3": Family(
+        config=_video_llama_3,
+        processor=_real(
+            "video_llama_3",
+            "VideoLlama3Processor",
+            # pictures of 4 to 64 tokens, clips of 4 to 64 in all
+            image_processor=_part(
+                "VideoLlama3ImageProcessor", size={"shortest_edge": 256, "longest_edge": 4096}, patch_size=8
+            ),
+            video_processor=_part(
+                "VideoLlama3VideoProcessor", size={"shortest_edge": 1024, "longest_edge": 16384}, patch_size=8
+            ),
+        ),
+        tokens={"image_token": "<image>", "video_token": "<video>"},
+        image="<image>\n",
+        video="<video>\n",
+        mixed=True,
+        sizes=((56, 40), (32, 48)),
+    ),
     "internvl": Family(
         config=_internvl,
         processor=_real(
@@ -1181,8 +1240,8 @@ def _placeholder(family: str, modality: str) -> int | None:
 
 _PIXELS = {"image": ("pixel_values", "pixel_values_images"), "video": ("pixel_values_videos",)}
 _PER_ITEM = {
-    "image": ("image_sizes", "image_grid_thw", "num_local_patches"),
-    "video": ("video_grid_thw", "second_per_grid_ts"),
+    "image": ("image_sizes", "image_grid_thw", "image_merge_sizes", "num_local_patches"),
+    "video": ("video_grid_thw", "video_merge_sizes", "second_per_grid_ts"),
 }
 
 
@@ -1190,7 +1249,7 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
     """How many placeholders every picture or clip of the batch fills, in order (for InternVL: every tile)."""
     grids = values.get(f"{modality}_grid_thw")
     if grids is not None:
-        return (grids.prod(-1) // 4).tolist()
+        return (grids.prod(-1) // values.get(f"{modality}_merge_sizes", torch.tensor(2)) ** 2).tolist()
     if "num_local_patches" in values:
         return [16 * (1 + tiles) + 1 for tiles in values["num_local_patches"].tolist()]
     if modality == "video" or "image_sizes" not in values:
@@ -1237,6 +1296,8 @@ def single(family: str, batch_inputs: BatchFeature | dict[str, Any], row: int) -
             starts = np.cumsum([0, *values["num_local_patches"].tolist()])
             if starts[first] < starts[last]:
                 result["pixel_values_local"] = values["pixel_values_local"][starts[first] : starts[last]]
+        if modality == "video" and "video_compression_mask" in values:
+            result["video_compression_mask"] = values["video_compression_mask"][ends[first] : ends[last]]
         if modality == "image" and "batch_num_images" in values:
             result["batch_num_images"] = values["batch_num_images"].new_tensor([last - first])
     return result

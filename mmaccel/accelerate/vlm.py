@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -251,7 +252,9 @@ class Accelerator(Handle):
         self._finish(scope)
         if dropped is None or output is None:
             return None
-        kept = kwargs.get("logits_to_keep", 0)
+        # models without the argument pass over it
+        hears = "logits_to_keep" in inspect.signature(type(self._model).forward).parameters
+        kept = kwargs.get("logits_to_keep", 0) if hears else 0
         if isinstance(output, tuple):
             # behind the loss, if there is one
             at = int(kwargs.get("labels") is not None)
@@ -272,6 +275,8 @@ class Accelerator(Handle):
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = kwargs.get("past_key_values")
         scope.input_ids, scope.clips = ids, kwargs.get("pixel_values_videos")
+        given = ((name, kwargs.get(name)) for name in self.family.beside)
+        scope.beside = {name: value for name, value in given if value is not None}
         if scope.plan.drafts and not scope.generating:
             scope.given = {**kwargs, "input_ids": ids}
         scope.cache = cache if cache is not None else scope.cache
@@ -427,6 +432,8 @@ def accelerate_vlm(
 def _put_on(target: Any, recipe: Recipe, processor: Any, kernels: Kernels) -> None:
     warn_of_another(target, recipe)
     exchange(Accelerator.on(target), lambda: Accelerator(target, recipe, processor, kernels))
+    if (caution := target.mmaccel.plan.caution) is not None:
+        warnings.warn(f"{caution}.", stacklevel=3)
 
 
 @contextmanager

@@ -197,7 +197,7 @@ def build(name: str, device: str = "cpu", dtype: Any = None) -> tuple[Any, dict[
         visual = [START, *visual, END]
     ids = torch.tensor([[1, *range(10, 20), *visual, *range(20, 30)]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
-    if "image_grid_thw" in pixels:
+    if "image_grid_thw" in pixels and "image_merge_sizes" not in pixels:
         inputs["mm_token_type_ids"] = (ids == token).long()
     dtype = dtype or torch.float32
     return model.eval().to(device, dtype), {
@@ -372,6 +372,31 @@ def _glm(kind: str, part: str = "glm4v", **words: Any) -> Callable[[], Tiny]:
         return config, IMAGE, 4 * 6, {"pixel_values": _noise(8 * 12, 384), "image_grid_thw": _long([1, 8, 12])}
 
     return build
+
+
+def _paddleocr_vl() -> Tiny:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    config = _config(
+        "paddleocr_vl",
+        vision_config=_tower("paddleocr_vl_vision", 64, 8).to_dict(),
+        text_config=_text("paddleocr_vl_text", head_dim=16, rope_parameters=rope).to_dict(),
+        image_token_id=IMAGE,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    return config, IMAGE, 4 * 6, {"pixel_values": _noise(8 * 12, 3, 8, 8), "image_grid_thw": _long([1, 8, 12])}
+
+
+def _video_llama_3() -> Tiny:
+    config = _config(
+        "video_llama_3",
+        vision_config=_tower("video_llama_3_vision", 48, 8).to_dict(),
+        text_config=_text("qwen2").to_dict(),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    grid = {"image_grid_thw": _long([1, 6, 8]), "image_merge_sizes": _long(1)}
+    return config, IMAGE, 6 * 8, {"pixel_values": _noise(6 * 8, 192), **grid}
 
 
 def _aya_vision(kind: str) -> Callable[[], Tiny]:
@@ -552,4 +577,6 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "pixtral": _pixtral("llava", "mistral", vision_feature_layer=-1, vision_feature_select_strategy="full"),
     "lighton_ocr": _pixtral("lighton_ocr", "qwen3", spatial_merge_size=2),
     "deepseek_ocr2": _deepseek_ocr2,
+    "paddleocr_vl": _paddleocr_vl,
+    "video_llama_3": _video_llama_3,
 }

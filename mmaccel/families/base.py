@@ -101,6 +101,10 @@ class Family(Towers):
     halves: bool = True
     #: whether some layers of its language models keep a recurrent state where others have attention
     stateful: bool = False
+    #: whether it is made for reading pages, every letter of which stands in few tokens
+    reads_pages: ClassVar[bool] = False
+    #: arguments of the inner model, beside those of the towers, without which the layout is not known
+    beside: ClassVar[tuple[str, ...]] = ()
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 
@@ -370,7 +374,9 @@ def resampled(values: Tensor, side: int, cells: int, mode: str) -> Tensor:
     return grid.permute(0, 2, 3, 1).reshape(-1, *values.shape[2:])
 
 
-def raster_blocks(side: int, factor: int) -> Tensor:
-    """``[blocks, factor * factor]`` long: the places in a square raster of every ``factor`` x ``factor`` block."""
-    places = torch.arange(side * side).view(side // factor, factor, side // factor, factor)
+def raster_blocks(rows: int, factor: int, columns: int | None = None) -> Tensor:
+    """``[blocks, factor * factor]`` long: the places in a raster, by default a square one, of every ``factor`` x ``factor``
+    block."""
+    columns = rows if columns is None else columns
+    places = torch.arange(rows * columns).view(rows // factor, factor, columns // factor, factor)
     return places.transpose(1, 2).reshape(-1, factor * factor)

@@ -23,6 +23,7 @@ class DeepseekOcr2(Family):
     facts = Facts("yes, tiled", clips=False, cls=False, merging="-")
     closed = "reads a picture into queries, which are no places of it"
     has_cls = False
+    reads_pages = True
 
     def tower_layers(self, tower: Any) -> list[nn.Module]:
         """None whose tokens become those of the language model one by one."""

@@ -23,6 +23,7 @@ class GotOcr2(TiledByText):
     closed = "works in windows with relative positions, and computes its attention by itself"
     has_cls = False
     needs_processor = False
+    reads_pages = True
 
     def tower_layers(self, tower: Any) -> list[nn.Module]:
         """None that attend over a sequence of patches."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class Qwen2VL(Family):
     model_types = ("qwen2_vl",)
     place = 6
     facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
-    modalities = ("image", "video")
+    modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
     tower_names = {"image": "visual", "video": "visual"}
 
     @property
@@ -67,13 +67,13 @@ class Qwen2VL(Family):
         return CLIP_STD
 
     def unit_pixels(self, encoded: EncoderCall, pixels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """A row of ``pixels`` is a patch, those of a block stand one behind the other; every frame by itself."""
+        """A row of ``pixels`` is a patch; every frame by itself."""
         colours = torch.tensor(self.image_std, device=pixels.device)[:, None]
-        scaled = (pixels.float().view(len(pixels), len(colours), -1) * colours).flatten(1)
-        first, joined, of_size = 0, self.merge**2, dict[tuple[int, int], list[Tensor]]()
-        for t, h, w in self._given_grids(encoded):
-            frames = torch.arange(first, first + t * h * w).view(t, -1, joined)
-            of_size.setdefault((h // self.merge, w // self.merge), []).append(frames)
+        patches = sum(t * h * w for t, h, w in self._given_grids(encoded))
+        scaled = (pixels.float().reshape(patches, len(colours), -1) * colours).flatten(1)
+        units, first, of_size = self.blocks(encoded, patches), 0, dict[tuple[int, int], list[Tensor]]()
+        for t, h, w in self.grids("image", encoded):
+            of_size.setdefault((h, w), []).append(units[first : first + t * h * w].view(t, h * w, -1))
             first += t * h * w
         found = []
         for (h, w), places in of_size.items():

@@ -30,6 +30,7 @@ REFUSED: dict[str, str] = {
     "gemma3n": f"{_EMBEDDED}, and the last of them read keys of others",
     "gemma4": f"by its size, {_EMBEDDED}, or {_BOTH_WAYS}",
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
+    "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",
     **dict.fromkeys(("lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _STATES),
     "kimi_k25": _LATENTS,
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from ..core.layout import Layout
 from ..core.reduction import Reduction
 from ..errors import UnsupportedError
 from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
@@ -123,7 +124,7 @@ class TextHooks:
         if not scope.plan.choosers:
             return
         try:
-            segments = scope.plan.family.layout(ids, torch.ones_like(ids, dtype=torch.bool), scope.encoded).segments
+            segments = _layout(scope, ids, torch.ones_like(ids, dtype=torch.bool)).segments
         except UnsupportedError:
             # what cannot be laid out cannot be reduced either, and is refused where that matters
             return
@@ -157,7 +158,7 @@ class TextHooks:
         """A prompt with pictures: read, reduce, write."""
         embeds, plan = kwargs["inputs_embeds"], scope.plan
         valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid
-        layout = plan.family.layout(ids, valid, scope.encoded)
+        layout = _layout(scope, ids, valid)
         coming = scope.coming(seen + embeds.shape[1])
         if plan.policy is not None or plan.token_groups:
             # what is stored of a prompt is stored anew at once
@@ -342,6 +343,13 @@ class TextHooks:
             scope.stats.labels_ignored += int(lost.sum())
             labels.masked_fill_(lost, -100)
         return wide
+
+
+def _layout(scope: Scope[ModelPlan], ids: Tensor, valid: Tensor) -> Layout:
+    """Of a prompt ``ids [B, S]`` on the CPU, see :meth:`mmaccel.families.Family.layout`."""
+    for seen in scope.encoded.values():
+        seen.arguments.update(scope.beside)
+    return scope.plan.family.layout(ids, valid, scope.encoded)
 
 
 def _valid(mask: Any, embeds: Tensor, seen: int) -> Tensor | None:

@@ -53,7 +53,8 @@ def own_attention(
     device = next(layer.parameters()).device
     # some scale queries by their positions
     takes = "position_ids" in inspect.signature(layer.self_attn.forward).parameters  # type: ignore[union-attr]
-    places = {"position_ids": kwargs["position_ids"].to(device)} if takes and "position_ids" in kwargs else {}
+    given = kwargs.get("position_ids")
+    places = {"position_ids": given.to(device)} if takes and given is not None else {}
 
     def run() -> None:
         layer.self_attn(  # type: ignore[operator]

@@ -38,6 +38,7 @@ class Scope(Generic[P]):
     opened_by : the module whose direct forward this is; None for a call of ``generate``.
     encoded, encoding : the pictures and clips that were encoded in this call, and those that are being encoded.
     given : the arguments of the call, where a draft is to read them.
+    beside : arguments of the model, beside those of the towers, that its family needs for the layout.
     clips : the pixels of clips that the model was given, for families whose towers have one function for both.
     stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
     dropped : ``[B, S]`` bool, which rows of the logits stand for tokens that were dropped; set when the forward is over.
@@ -57,6 +58,7 @@ class Scope(Generic[P]):
     input_ids: Tensor | None = None
     clips: Tensor | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, Any] = field(default_factory=dict)
     labels: Tensor | None = None
     dropped: Tensor | None = None
     stages: Stages | None = None
@@ -114,7 +116,7 @@ class Scope(Generic[P]):
         self.encoded.clear()
         self.cache = self.labels = self.stages = self.input_ids = self.clips = self.encoding = self.dropped = None
         self.step = self.idle = None
-        self.given = {}
+        self.given = self.beside = {}
 
 
 _scopes: ContextVar[tuple[Scope[Any], ...]] = ContextVar("mmaccel_scopes", default=())

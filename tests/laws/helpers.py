@@ -19,18 +19,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 import mmaccel
 from mmaccel.core.reduction import Reduction
-from mmaccel.families import family_of
+from mmaccel.families import families, family_of
+from mmaccel.families.qwen_vl import Qwen2VL
 from mmaccel.method import KeyBatch, LayerMethod, Policy, ProjectorMethod, TokenBatch
 from mmaccel.runtime.plan import plan_model
 
 torch.set_num_threads(1)
 
 FAMILIES = zoo.FAMILIES
-#: towers that pack frames in the way of Qwen
-QWEN = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    *("glm4v", "glm46v", "glm4v_moe"),
-)
+#: those whose towers pack pictures of any size
+PACKED = tuple(name for name in FAMILIES if issubclass(families()[name], Qwen2VL))
+#: those of them with positions in three axes
+QWEN = tuple(name for name in PACKED if name != "video_llama_3")
+#: packed towers that are given patches row by row
+RASTER = ("paddleocr_vl",)  # by choice: said anew, beside the adapters
 #: one representative of each mechanism, where all of them would be a slow test
 SHORT = ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl")
 TOLERANCE = 2e-5
@@ -39,6 +41,22 @@ Inputs = dict[str, Any]
 
 
 # ------------------------------------------------------------------------------------------------ models and inputs
+
+
+def joined(family: str, grids: Tensor, modality: str = "image") -> Tensor:
+    """``[blocks, u]``: the patches of every token, mostly blocks of 2x2, in the order in which a packed tower of pictures of
+    these sizes is given them; in most such families they stand one behind the other."""
+    if family == "video_llama_3" and modality == "image":
+        return torch.arange(int(grids.prod(1).sum()))[:, None]
+    if family not in RASTER:
+        return torch.arange(int(grids.prod(1).sum())).view(-1, 4)
+    found, first = [], 0
+    for t, h, w in grids.tolist():
+        cells = torch.cartesian_prod(*(torch.arange(n) for n in (t, h // 2, w // 2)))
+        corner = first + cells[:, 0] * h * w + 2 * cells[:, 1] * w + 2 * cells[:, 2]
+        found.append(corner[:, None] + torch.tensor([0, 1, w, w + 1]))
+        first += t * h * w
+    return torch.cat(found)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import pytest
 import synthetic
 import torch
 import zoo
-from laws.helpers import QWEN
+from laws.helpers import PACKED, QWEN
 from torch import Tensor
 
 from mmaccel import Recipe, Stage, accelerated, method, register
@@ -263,7 +263,7 @@ def test_the_door_keeps_one_token_of_each_group(family, kind, name):
     for segment in layout.segments:
         celled[segment.row, segment.places] = segment.tile.cells[:, 0] >= 0
     # half of a tile is a whole number, and none is cropped
-    grids = family in ("llava", "video_llava", "internvl", *QWEN, *oracle.ONE_CALL) and celled[visual].all()
+    grids = family in ("llava", "video_llava", "internvl", *PACKED, *oracle.ONE_CALL) and celled[visual].all()
     blends = kind in ("video", "mixed") and family in ("llava_onevision", "llava_next_video")
     for row, place in dropped.nonzero().tolist():
         # what was dropped is held, value by value, by the token it is said to flow into
@@ -301,12 +301,13 @@ def looked(family, feed):
     return tokens.signals["features"][:, 0][celled], tokens.signals["keys"][:, 0][celled], kept, merges
 
 
-TAPPED = ("llava", *QWEN, *oracle.ONE_CALL, "internvl", "smolvlm")
+TAPPED = ("llava", *PACKED, *oracle.ONE_CALL, "internvl", "smolvlm")
 
 
 def asked(feed) -> Encoded:
     """What the tower of pictures was given of their sizes."""
-    return Encoded({name: feed[name] for name in ("image_grid_thw", "image_sizes") if name in feed})
+    names = "image_grid_thw", "image_merge_sizes", "image_sizes"
+    return Encoded({name: feed[name] for name in names if name in feed})
 
 
 @pytest.mark.parametrize("family", TAPPED)
@@ -344,7 +345,7 @@ def test_a_group_stands_where_its_merged_token_stood(family):
     feed, adapter = zoo.inputs(family, "images"), family_of(oracle.bare(family), zoo.processor(family))
     _, _, kept, merges = looked(family, feed)
     holder, cls = merges[-1].holder, int(adapter.has_cls)
-    tile = len(holder) if family in (*QWEN, *oracle.ONE_CALL) else adapter.side**2 + cls
+    tile = len(holder) if family in (*PACKED, *oracle.ONE_CALL) else adapter.side**2 + cls
     stands = (holder == torch.arange(len(holder))).double().view(-1, tile)[:, cls:]
     wanted = adapter.to_tokens("image", asked(feed), [stands])
     assert set(wanted.tolist()) == {0.0, 1.0}, "blocks do not merge as one"

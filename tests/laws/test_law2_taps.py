@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 import zoo
-from laws.helpers import QWEN
+from laws.helpers import PACKED, joined
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -54,8 +54,8 @@ def received(family: str, feed) -> Tensor:
     """Attention every token receives, `[segments, tokens]`, mapped by hand."""
     layer = {"llava": 2, "video_llava": 2}.get(family, 3)
     maps = [w.mean((1, 2)) for w in attention(family, feed, layer)]
-    if family in QWEN:
-        merged = torch.cat(maps, dim=1).reshape(-1, 4).mean(1)
+    if family in PACKED:
+        merged = torch.cat(maps, dim=1)[0, joined(family, feed["image_grid_thw"])].mean(1)
         if family == "qwen2_5_vl":
             vision = watched(family).config.vision_config
             sizes = vision.spatial_merge_size, vision.window_size, vision.patch_size
@@ -79,7 +79,7 @@ def is_top(family: str, feed, name: str, scores: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ("llava", "video_llava", *QWEN, *oracle.ONE_CALL, "internvl", "smolvlm", "idefics3", "ovis2")
+    "family", ("llava", "video_llava", *PACKED, *oracle.ONE_CALL, "internvl", "smolvlm", "idefics3", "ovis2")
 )
 def test_attention_received_is_the_towers(family):
     feed = zoo.inputs(family)

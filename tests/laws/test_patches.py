@@ -18,7 +18,7 @@ import pytest
 import simulated
 import torch
 import zoo
-from laws.helpers import QWEN
+from laws.helpers import PACKED, joined
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -84,19 +84,19 @@ def sequences(family: str, model: Any, feed: Any) -> list[tuple[Tensor, Tensor]]
     """Per run of a tower: which tokens of its sequence are encoded, and the token that each is predicted from, as
     :class:`Drawn` has chosen; from grids and sides alone."""
     queue, found = list(Drawn.made), []
-    if family in QWEN:
-        for name in ("image_grid_thw", "video_grid_thw"):
-            if name in feed:
-                found.append(_packed(model, feed[name], queue))
+    if family in PACKED:
+        for modality in ("image", "video"):
+            if (grids := feed.get(f"{modality}_grid_thw")) is not None:
+                found.append(_packed(model, grids, joined(family, grids, modality), queue))
     elif family in oracle.ONE_CALL:
         found.append(_ragged(model, feed["image_sizes"], queue))
     else:
         cls = int(oracle.adapter(family).has_cls)
         for (n, h, w, d), source in queue:
             patch = family_of(model).vision.patch_size
-            joined = d // (3 * (patch**2 if isinstance(patch, int) else math.prod(patch)))
-            side = math.isqrt(joined)
-            place = torch.arange(h * side * w * side).view(h, side, w, side).transpose(1, 2).reshape(h * w, joined)
+            size = d // (3 * (patch**2 if isinstance(patch, int) else math.prod(patch)))
+            side = math.isqrt(size)
+            place = torch.arange(h * side * w * side).view(h, side, w, side).transpose(1, 2).reshape(h * w, size)
             target = torch.arange(place.numel()).repeat(n, 1)
             for tile in range(n):
                 target[tile, place.flatten()] = place[source[tile]].flatten()
@@ -106,8 +106,9 @@ def sequences(family: str, model: Any, feed: Any) -> list[tuple[Tensor, Tensor]]
     return found
 
 
-def _packed(model: Any, grids: Tensor, queue: list[Any]) -> tuple[Tensor, Tensor]:
-    sizes = dict.fromkeys((h // 2, w // 2) for _, h, w in grids.tolist())
+def _packed(model: Any, grids: Tensor, places: Tensor, queue: list[Any]) -> tuple[Tensor, Tensor]:
+    side = math.isqrt(places.shape[1])
+    sizes = dict.fromkeys((h // side, w // side) for _, h, w in grids.tolist())
     rows: dict[tuple[int, int], list[Tensor]] = {}
     for size in sizes:
         shape, source = queue.pop(0)
@@ -116,15 +117,16 @@ def _packed(model: Any, grids: Tensor, queue: list[Any]) -> tuple[Tensor, Tensor
     blocks, first = [], 0
     for t, h, w in grids.tolist():
         for _ in range(t):
-            blocks.append(first + rows[h // 2, w // 2].pop(0))
-            first += h * w // 4
+            blocks.append(first + rows[h // side, w // side].pop(0))
+            first += h * w // side**2
     target = torch.cat(blocks)
-    tower = model.model.visual
+    tower = getattr(model.model, "visual", None)
     if hasattr(tower, "window_size"):
         order, _ = get_vision_window_index(grids, 2, tower.window_size, tower.patch_size)
         rank = order.argsort()
         target = rank[target[order]]
-    flat = (4 * target[:, None] + torch.arange(4)).flatten()
+    flat = torch.empty(places.numel(), dtype=torch.long)
+    flat[places] = places[target]
     return flat == torch.arange(len(flat)), flat
 
 
@@ -247,8 +249,9 @@ def flat(feed: Any) -> Any:
     feed = dict(feed)
     for name in [name for name in feed if name.startswith("pixel_values")]:
         x = feed[name].clone()
-        if x.dim() == 2:
-            x[len(x) // 3 :] = x[:1, :1]
+        if name.replace("pixel_values", "image_grid_thw") in feed or "video_grid_thw" in feed:
+            patches = x.view(len(x), -1)
+            patches[len(x) // 3 :] = patches[:1, :1]
         else:
             # tiles that are padding are zero and stay so
             tiles = x.view(-1, *x.shape[-3:])

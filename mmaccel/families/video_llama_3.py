@@ -1,0 +1,87 @@
+"""VideoLLaMA 3: pictures of any size, clips at half of it; of a clip's later frames only what changed is in the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..core.layout import Layout, Modality, Picture, Tile
+from .base import Facts, Wrapper
+from .qwen_vl import Qwen2VL
+from .tower import EncoderCall
+
+
+class VideoLlama3(Qwen2VL):
+    """The processor says along how many patches of a side a picture is averaged: of pictures every patch makes a token, of
+    clips every block of 2x2, which stand one behind the other. Frames are separate runs with time stamps between them, in
+    plain positions, and its ``video_compression_mask`` says which of their tokens are there.
+    """
+
+    name = "video_llama_3"
+    model_types = ("video_llama_3",)
+    place = 21
+    facts = Facts("yes, any size", cls=False, merging="single, in clips 2x2 blocks")
+    tower_names = {"image": "vision_model", "video": "vision_model"}
+    usual_std = (0.5, 0.5, 0.5)
+    beside: ClassVar[tuple[str, ...]] = ("video_compression_mask",)
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """As SigLIP names them."""
+        return list(tower.encoder.layers)
+
+    def attention_of(self, layer: Any) -> nn.Module:
+        """As SigLIP names it."""
+        found: nn.Module = layer.self_attn
+        return found
+
+    def joined(self, encoded: EncoderCall) -> int:
+        """Patches along one side of what becomes a token; one number a call is all that processors make."""
+        sizes: Any = next(value for name, value in encoded.arguments.items() if name.endswith("merge_sizes"))
+        return int(sizes[0])
+
+    def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
+        """The blocks that are averaged."""
+        return torch.arange(patches).view(-1, self.joined(encoded) ** 2)
+
+    def grids(self, modality: Modality, encoded: EncoderCall) -> list[tuple[int, int, int]]:
+        """(t, h, w) of every picture in tokens."""
+        side = self.joined(encoded)
+        return [(t, h // side, w // side) for t, h, w in self._given_grids(encoded)]
+
+    def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
+        """The mean of each block."""
+        flat = torch.cat([v[0] for v in values])
+        return flat.reshape(-1, self.joined(encoded) ** 2, *flat.shape[1:]).mean(1)
+
+    def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
+        """One segment a frame."""
+        return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        """Of clips those tokens that are in the prompt."""
+        whole = super().pictures(modality, encoded, ids)
+        there = encoded.arguments.get("video_compression_mask") if modality == "video" else None
+        if there is None:
+            return whole
+        there = there.cpu()
+        return [[_some(tile, there[tile.source]) for tile in frames] for frames in whole]
+
+    def layout(self, ids: Tensor, valid: Tensor, encoded: Mapping[Modality, EncoderCall]) -> Layout:
+        """What is not in the prompt needs no room there."""
+        seen = encoded.get("video")
+        if seen is not None and (there := seen.arguments.get("video_compression_mask")) is not None:
+            encoded = {**encoded, "video": replace(seen, tokens=int(there.sum()))}
+        return super().layout(ids, valid, encoded)
+
+    def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
+        """Positions are plain."""
+        return []
+
+
+def _some(tile: Tile, there: Tensor) -> Tile:
+    """The tokens of a frame that are ``there [n]`` bool."""
+    return Tile(tile.grid, tile.cells[there], tile.source[there])
