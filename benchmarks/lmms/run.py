@@ -54,6 +54,14 @@ MODELS = {
         IMAGE_TASKS,
         ("divprune 0.25", "divprune 0.1", "resize 0.25", "tome 0.25", "fastv 0.25", "snapkv 0.25"),
     ),
+    "mini-llava-deep": Wrapper(
+        "llava_hf",
+        "mmaccel_llava",
+        "dtype=float32",
+        "float32",
+        IMAGE_TASKS,
+        ("spacetime 0.25", "spacetime 0.1", "tome 0.25", "fastv 0.25", "snapkv 0.25"),
+    ),
     # this wrapper has no dtype, and without sizes it enlarges small pictures
     "mini-qwen-vl": Wrapper(
         "qwen2_5_vl",

@@ -552,8 +552,8 @@ TINY: dict[str, Callable[[], Tiny]] = {
     ),
     "qwen3_vl": _qwen("qwen3_vl", {"head_dim": 16}, **_QWEN_3),
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", _EXPERTS, **_QWEN_3),
-    "glm4v": _glm("glm4v"),
     "glm46v": _glm("glm46v"),
+    "glm4v": _glm("glm4v"),
     "glm4v_moe": _glm(
         "glm4v_moe",
         "glm4v_moe",
@@ -573,10 +573,10 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "perception_lm": _perception_lm,
     "granite4_vision": _granite4_vision,
     "ovis2": _ovis2,
-    "mistral3": _pixtral("mistral3", "mistral", spatial_merge_size=2),
-    "pixtral": _pixtral("llava", "mistral", vision_feature_layer=-1, vision_feature_select_strategy="full"),
-    "lighton_ocr": _pixtral("lighton_ocr", "qwen3", spatial_merge_size=2),
     "deepseek_ocr2": _deepseek_ocr2,
+    "lighton_ocr": _pixtral("lighton_ocr", "qwen3", spatial_merge_size=2),
+    "mistral3": _pixtral("mistral3", "mistral", spatial_merge_size=2),
     "paddleocr_vl": _paddleocr_vl,
+    "pixtral": _pixtral("llava", "mistral", vision_feature_layer=-1, vision_feature_select_strategy="full"),
     "video_llama_3": _video_llama_3,
 }

@@ -76,15 +76,16 @@ def test_picks_are_the_first_of_each_kind(width, one_program, device, monkeypatc
     heads = [sorted(set(row.tolist())) for row in found]
     for more in (0, 4):
         count = torch.tensor([kinds + more] * 2, device=device)
+        limit = torch.full((2, 30), torch.inf, device=device)
         want = [set(head + [slot for slot in range(30) if slot not in head][:more]) for head in heads]
         for seed in range(3):
             with noisy(seed):
                 picked = [
-                    max_min_definition(x, valid, count, 0.0, None),
+                    max_min_definition(x, valid, count, 0.0, None, limit) >= 0,
                     greedy_dpp_definition(x, quality, valid, count, 1e-5, None),
                 ]
                 if seed == 0:
-                    picked.append(max_min_kernel(x, valid, count, 0.0, None))
+                    picked.append(max_min_kernel(x, valid, count, 0.0, None, limit) >= 0)
                     picked.append(greedy_dpp_kernel(x, quality, valid, count, 1e-5, None))
             for made in picked:
                 assert [set(row.nonzero()[:, 0].tolist()) for row in made] == want

@@ -24,6 +24,7 @@ from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
 from mmaccel.merging.holitom import HoliTomMerge
 from mmaccel.merging.longvlm import LongVlm
+from mmaccel.merging.metok import METokMerge
 from mmaccel.merging.moviechat import MovieChat
 from mmaccel.merging.moviechat_memory import MovieChatMemory
 from mmaccel.merging.mustdrop import MustDropMerge
@@ -58,6 +59,7 @@ METHODS: list[TokenMethod] = [
     HoliTomMerge().by("official"),
     LongVlm(),
     LongVlm(frames=2, heads=1),
+    METokMerge(),
     MovieChat(),
     MovieChat().by("official"),
     MovieChatMemory(short=3, merge=1),
