@@ -267,8 +267,11 @@ def test_models_that_are_refused(kind: str) -> None:
     config = transformers.AutoConfig.for_model(kind, **NEEDED.get(kind, {}))
     why = re.escape(f"mmaccel does not accelerate {kind} models: {REFUSED[kind]}.")
     refused(lambda: described(config), f"^{why}$", UnsupportedError)
+    auto = transformers.AutoModelForImageTextToText
+    if type(config) not in auto._model_mapping:
+        auto = transformers.AutoModelForMultimodalLM
     with torch.device("meta"):
-        bare = transformers.AutoModelForImageTextToText.from_config(config)
+        bare = auto.from_config(config)
     refused(lambda: accelerate_vlm(bare), f"^{why}$", UnsupportedError)
     assert not is_accelerated(bare)
 

@@ -247,6 +247,34 @@ def _glm(family: str, config: str, **words: Any) -> Callable[..., PreTrainedConf
     return build
 
 
+def _omni(family: str, vision: dict[str, Any], sounds: dict[str, Any], **words: Any) -> Callable[..., Any]:
+    """The configuration of the thinker of Qwen-Omni."""
+    seconds = {"position_id_per_seconds": 13 if family == "qwen3_omni_moe" else 25, "seconds_per_chunk": 2}
+
+    def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+        rope = _mrope(mrope_interleaved=True) if family == "qwen3_omni_moe" else _mrope()
+        text = _text(f"{family}_text", overrides, vocabulary, rope_parameters=rope, **words)
+        common = {"depth": 4, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+        ids = {name.replace("bos", "start").replace("eos", "end"): token for name, token in _ids(family).items()}
+        return transformers.AutoConfig.for_model(
+            f"{family}_thinker",
+            vision_config={**common, **vision},
+            audio_config={
+                "num_mel_bins": 16,
+                "d_model": 32,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                **sounds,
+            },
+            text_config=text.to_dict(),
+            pad_token_id=0,
+            **seconds,
+            **{f"{name}_id": token for name, token in ids.items()},
+        )
+
+    return build
+
+
 def _internvl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     return transformers.InternVLConfig(
         vision_config=_tower("internvl_vision", [64, 64], [8, 8]),
@@ -512,6 +540,32 @@ def _pixtral_processor(family: str, patch: int, merge: int) -> Callable[[], Proc
     )
 
 
+def _omni_pixels(family: str, name: str) -> Callable[[], ProcessorMixin]:
+    """That of Qwen-Omni hears with a Whisper's extractor."""
+    grid = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
+    build = _real(
+        family,
+        name,
+        image_processor=_part("Qwen2VLImageProcessor", size={"shortest_edge": 1024, "longest_edge": 16384}, **grid),
+        video_processor=_part(
+            "Qwen2VLVideoProcessor",
+            size={"shortest_edge": 1024, "longest_edge": 16384},
+            do_sample_frames=False,
+            cap_pixels_per_frame=False,
+            **grid,
+        ),
+        feature_extractor=_part("WhisperFeatureExtractor", feature_size=16),
+    )
+
+    def small() -> ProcessorMixin:
+        made = build()
+        # its class has a size of its own for clips, of a hundred tokens a frame at least
+        made.videos_kwargs = {"size": {"shortest_edge": 1024, "longest_edge": 16384}}
+        return made
+
+    return small
+
+
 SPLIT_SIZES = {"size": {"longest_edge": 96}, "max_image_size": {"longest_edge": 48}}
 
 
@@ -563,6 +617,15 @@ QWEN35_TEXT = {
 }
 QWEN35_ROPE = {"mrope_interleaved": True, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25}
 LINEAR, FULL = "linear_attention", "full_attention"
+OMNI_TOKENS = {
+    "image_token": "<|IMAGE|>",
+    "audio_token": "<|AUDIO|>",
+    "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
 QWEN_MEDIA: dict[str, Any] = {"mixed": True, "sizes": ((112, 80), (64, 96)), "clip": (6, 64, 48)}
 
 GLM_TOKENS = {
@@ -786,6 +849,24 @@ _TABLE: dict[str, Family] = {
         video="<|video_pad|>",
         **QWEN_MEDIA,
     ),
+    "qwen2_5_omni": Family(
+        config=_omni(
+            "qwen2_5_omni",
+            {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "out_hidden_size": 64,
+                "window_size": 32,
+                "fullatt_block_indexes": [1, 3],
+            },
+            {"encoder_ffn_dim": 64, "output_dim": 64, "n_window": 8},
+        ),
+        processor=_omni_pixels("qwen2_5_omni", "Qwen2_5OmniProcessor"),
+        tokens=OMNI_TOKENS,
+        image="<|vision_bos|><|IMAGE|><|vision_eos|>",
+        video="<|vision_bos|><|VIDEO|><|vision_eos|>",
+        **QWEN_MEDIA,
+    ),
     "aya_vision": Family(
         config=_cohere("aya_vision", "AyaVisionConfig", 64, 8),
         processor=_real(
@@ -994,6 +1075,10 @@ _TABLE: dict[str, Family] = {
         extra_tokens=SPLIT_PLACES,
     ),
 }
+
+if int(transformers.__version__.split(".")[1]) < 23:
+    # thinkers were laid out otherwise, and are refused
+    del _TABLE["qwen2_5_omni"]
 
 FAMILIES: tuple[str, ...] = tuple(_TABLE)
 VIDEO_FAMILIES: tuple[str, ...] = tuple(name for name, spec in _TABLE.items() if spec.video)
@@ -1241,7 +1326,7 @@ def _placeholder(family: str, modality: str) -> int | None:
 _PIXELS = {"image": ("pixel_values", "pixel_values_images"), "video": ("pixel_values_videos",)}
 _PER_ITEM = {
     "image": ("image_sizes", "image_grid_thw", "image_merge_sizes", "num_local_patches"),
-    "video": ("video_grid_thw", "video_merge_sizes", "second_per_grid_ts"),
+    "video": ("video_grid_thw", "video_merge_sizes", "second_per_grid_ts", "video_second_per_grid"),
 }
 
 

@@ -197,7 +197,7 @@ def build(name: str, device: str = "cpu", dtype: Any = None) -> tuple[Any, dict[
         visual = [START, *visual, END]
     ids = torch.tensor([[1, *range(10, 20), *visual, *range(20, 30)]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
-    if "image_grid_thw" in pixels and "image_merge_sizes" not in pixels:
+    if "image_grid_thw" in pixels and "image_merge_sizes" not in pixels and "omni" not in name:
         inputs["mm_token_type_ids"] = (ids == token).long()
     dtype = dtype or torch.float32
     return model.eval().to(device, dtype), {
@@ -399,6 +399,28 @@ def _video_llama_3() -> Tiny:
     return config, IMAGE, 6 * 8, {"pixel_values": _noise(6 * 8, 192), **grid}
 
 
+def _thinker(name: str, **vision: Any) -> Callable[[], Tiny]:
+    """The thinker of Qwen-Omni, whose ears are as small."""
+
+    def build() -> Tiny:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        sizes = {"depth": 4, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+        ears = {"num_mel_bins": 16, "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}
+        config = _config(
+            f"{name}_thinker",
+            vision_config={**sizes, **vision},
+            audio_config={**ears, "encoder_ffn_dim": 64, "output_dim": 64},
+            text_config=_text(f"{name}_text", rope_parameters=rope).to_dict(),
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=START,
+            vision_end_token_id=END,
+        )
+        return config, IMAGE, 4 * 6, {"pixel_values": _noise(8 * 12, 384), "image_grid_thw": _long([1, 8, 12])}
+
+    return build
+
+
 def _aya_vision(kind: str) -> Callable[[], Tiny]:
     def build() -> Tiny:
         config = _config(
@@ -546,6 +568,7 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "video_llava": _video_llava,
     "qwen2_vl": _qwen("qwen2_vl", embed_dim=32, hidden_size=64, mlp_ratio=2),
     "qwen2_5_vl": _qwen("qwen2_5_vl", window_size=32, fullatt_block_indexes=[1, 3], **_QWEN_25),
+    "qwen2_5_omni": _thinker("qwen2_5_omni", window_size=32, fullatt_block_indexes=[1, 3], **_QWEN_25),
     "qwen3_5": _qwen("qwen3_5", _NETS, quarter=True, **_QWEN_35),
     "qwen3_5_moe": _qwen(
         "qwen3_5_moe", {**_EXPERTS, "shared_expert_intermediate_size": 32, **_NETS}, quarter=True, **_QWEN_35

@@ -191,7 +191,7 @@ def _kept(call: Call | None, cache: Any = None) -> Continued | None:
     return call.continued(cache) if call is not None else None
 
 
-def _next_positions(state: Continued, length: int) -> Tensor:
+def next_positions(state: Continued, length: int) -> Tensor:
     """``[1, B, length]``: positions of the tokens that follow the cache; :mod:`..runtime.continuation` has the last word."""
     at = torch.arange(state.seen, state.seen + length, device=state.offset.device)
     offset = state.offset if state.ahead is None else state.offset - state.ahead
@@ -237,7 +237,7 @@ def _continue_generate(
             return GenerationMixin._prepare_position_ids_for_generation(family.model, inputs_tensor, model_kwargs)[None]
         mask = model_kwargs.get("attention_mask")
         whole = ids.shape[1] if mask is None else mask.shape[1]
-        new = _next_positions(state, max(whole - seen, 1))
+        new = next_positions(state, max(whole - seen, 1))
         cached = new.new_zeros(1, new.shape[1], whole - new.shape[2])
         return torch.cat([cached, new], dim=-1).to(inputs_tensor.device)
 
@@ -268,7 +268,7 @@ def _continue_forward(
             new, _ = family.inner.get_rope_index.__wrapped__(ids, **rest)
             return new + (seen - (state.offset.to(new.device)[:, None] if state is not None else 0))
         if state is not None:
-            return _next_positions(state, length).expand(3, -1, -1).to(embeds.device)
+            return next_positions(state, length).expand(3, -1, -1).to(embeds.device)
         return None if getattr(cache, "mmaccel_text", False) else original(*args, **kwargs)
 
     return positions

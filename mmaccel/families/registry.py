@@ -22,6 +22,7 @@ _EMBEDDED = "every layer of the language model has an embedding of its own for e
 _ENCODED = "an encoder of its own reads pictures and prompt together, and what decodes has no visual tokens"
 _LATENTS = "the cache holds latents, of which every layer makes keys and values anew at each step"
 _CROSSING = "pictures are read by layers of cross-attention, and make no tokens of the prompt"
+_SPEAKS = "it holds a talker too; accelerate what sees and answers, by accelerate_vlm(model.thinker)"
 
 #: model types that would answer wrongly or save nothing -> why, as the end of a sentence
 REFUSED: dict[str, str] = {
@@ -33,6 +34,7 @@ REFUSED: dict[str, str] = {
     "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",
     **dict.fromkeys(("lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _STATES),
     "kimi_k25": _LATENTS,
+    "qwen2_5_omni": _SPEAKS,
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",
     **dict.fromkeys(("nemotron_h_omni", "qwen4_exp"), _STATES),
 }
@@ -80,6 +82,10 @@ def family_of(model: nn.Module, processor: Any = None) -> Family:
                     f"{type(model).__name__} cannot generate; give the ...ForConditionalGeneration model of {kind}."
                 )
             _fits(family, model.config)
+            if not hasattr(model.model, family.text_name):
+                raise UnsupportedError(
+                    f"This transformers lays {kind} models out otherwise than mmaccel knows them; update transformers to 5.23."
+                )
             return family.of(model.config)(model, processor)
     raise _unknown(kind)
 

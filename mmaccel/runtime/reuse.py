@@ -40,18 +40,20 @@ class LayerParts:
         self.attention: Any = towers.attention_of(layer)
         self.first_norm, (self.second_norm, self.mlp) = towers.first_norm(layer), towers.second_half(layer)
         self.fused: Any = getattr(self.attention, "qkv", None)
-        split = all(hasattr(self.attention, name) for name in ("q_proj", "k_proj", "v_proj", "out_proj"))
-        if (self.fused is None and not split) or hasattr(self.attention, "q_norm"):
+        named = (("q_proj", "k_proj", "v_proj", "out_proj"), ("q", "k", "v", "proj"))
+        split = next((names for names in named if all(hasattr(self.attention, name) for name in names)), None)
+        if (self.fused is None and split is None) or hasattr(self.attention, "q_norm"):
             raise UnsupportedError(
                 f"The layers of the vision tower of {towers.name} cannot be taken apart, so nothing is reused between frames; "
                 "use 'stc-pruner' or another method behind the tower."
             )
-        self.out: Any = self.attention.proj if self.fused is not None else self.attention.out_proj
+        self.split: list[Any] = [] if split is None else [getattr(self.attention, name) for name in split[:3]]
+        self.out: Any = self.attention.proj if split is None else getattr(self.attention, split[3])
 
     @contextmanager
     def watched(self) -> Iterator[dict[nn.Module, Tensor]]:
         """The outputs ``[tokens, C]`` of its attention, its MLP and the projections of keys and values, by module."""
-        projections = [self.fused] if self.fused is not None else [self.attention.k_proj, self.attention.v_proj]
+        projections = [self.fused] if self.fused is not None else self.split[1:]
         seen: dict[nn.Module, Tensor] = {}
 
         def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -66,15 +68,14 @@ class LayerParts:
     def stored(self, seen: dict[nn.Module, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values, of what was :meth:`watched`."""
         if self.fused is None:
-            return seen[self.attention.k_proj], seen[self.attention.v_proj]
+            return seen[self.split[1]], seen[self.split[2]]
         _, keys, values = seen[self.fused].chunk(3, dim=-1)
         return keys, values
 
     def project(self, hidden: Tensor, part: int) -> Tensor:
         """Queries (0), keys (1) or values (2) of ``hidden [N, T, C]``."""
         if self.fused is None:
-            split = self.attention.q_proj, self.attention.k_proj, self.attention.v_proj
-            made: Tensor = split[part](hidden)
+            made: Tensor = self.split[part](hidden)
         elif type(self.fused) is nn.Linear and "forward" not in vars(self.fused):
             weight, bias = self.fused.weight.chunk(3)[part], self.fused.bias
             made = functional.linear(hidden, weight, None if bias is None else bias.chunk(3)[part])

@@ -89,7 +89,8 @@ def exchanged(model: Any, feed: Any, method: ReuseMethod) -> Iterator[None]:
             weight = module.qkv.weight.chunk(3)[1]
             bias = None if module.qkv.bias is None else module.qkv.bias.chunk(3)[1]
         else:
-            weight, bias = module.k_proj.weight, module.k_proj.bias
+            project = module.k_proj if hasattr(module, "k_proj") else module.k
+            weight, bias = project.weight, project.bias
         keys = functional.linear(flat, weight, bias)
         for frames in frames_of(feed, hidden):
             for number, at in enumerate(method.references(len(frames))):
@@ -117,7 +118,8 @@ def exchanged(model: Any, feed: Any, method: ReuseMethod) -> Iterator[None]:
         for layer in known.tower_layers(tower):
             attention = known.attention_of(layer)
             handles.append(attention.register_forward_pre_hook(choose, with_kwargs=True))
-            projection = attention.qkv if hasattr(attention, "qkv") else attention.v_proj
+            names = [name for name in ("qkv", "v_proj", "v") if hasattr(attention, name)]
+            projection = getattr(attention, names[0])
             handles.append(projection.register_forward_hook(values))
             handles += [module.register_forward_hook(added) for module in (attention, layer.mlp)]
     try:

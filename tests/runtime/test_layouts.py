@@ -43,10 +43,12 @@ def test_packed_sequences_are_not_seen_in_gaps(family: str, method: str) -> None
     """Gathered positions without a mask and a cache look like packed sequences, and would be masked apart."""
     tiny, feed = model(family), inputs(family)
     bare = {key: value for key, value in feed.items() if key != "attention_mask"}
+    ways = feed, bare, {**feed, "attention_mask": None}
     with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
         seen = [
             tiny(**given, use_cache=use).logits[:, -1]
-            for given in (feed, bare, {**feed, "attention_mask": None})
+            # without a mask the bare thinker of Qwen-Omni gives pictures the positions of words
+            for given in ways[: 1 if family == "qwen2_5_omni" else None]
             for use in (True, False)
         ]
         positions = tiny.mmaccel.reduction.kept[0].nonzero()[:, 0].diff()
@@ -133,7 +135,7 @@ def test_positions_in_all_their_forms(family: str) -> None:
     plain = torch.arange(length)
     if family in QWEN:
         names = ("image_grid_thw", "attention_mask", "mm_token_type_ids")
-        three, _ = tiny.model.get_rope_index(feed["input_ids"], **{name: feed[name] for name in names})
+        three, _ = tiny.model.get_rope_index(feed["input_ids"], **{name: feed[name] for name in names if name in feed})
         forms = [three, torch.cat([plain.expand(1, rows, -1), three])]
     else:
         forms = [plain[None], plain.expand(rows, -1)]
