@@ -263,7 +263,11 @@ def test_selfcheck_leaves_out_what_cannot_be_built(capsys, monkeypatch):
     out = output(capsys, "selfcheck")
     assert "fast_vlm was left out: timm is not installed." in out and "1 of 1 families pass." in out
     assert main(["selfcheck", "--family", "fast_vlm"]) == 2
-    assert "The tower of fast_vlm is one of timm, which is not installed; pip install timm." in capsys.readouterr().err
+    assert "fast_vlm is built with timm, which is not installed; pip install 'timm'." in capsys.readouterr().err
+    monkeypatch.setattr(selfcheck, "version", lambda name: "5.22.1")
+    monkeypatch.setattr(selfcheck, "TINY", {"qwen2_5_omni": None})
+    assert main(["selfcheck", "--family", "qwen2_5_omni"]) == 2
+    assert "qwen2_5_omni is built with transformers>=5.23, which is not installed" in capsys.readouterr().err
 
 
 def test_doctor_reports(capsys):

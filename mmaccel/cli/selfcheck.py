@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -53,7 +54,7 @@ def run(
         if name not in TINY:
             raise MmaccelError(f"There is no family {name!r}; known are {', '.join(TINY)}.")
         if needed := missing(name):
-            raise MmaccelError(f"The tower of {name} is one of {needed}, which is not installed; pip install {needed}.")
+            raise MmaccelError(f"{name} is built with {needed}, which is not installed; pip install '{needed}'.")
     left_out = [] if family else [name for name in TINY if missing(name)]
     names = family or [name for name in TINY if name not in left_out]
     with working("checking families", len(names)) as bar:
@@ -78,8 +79,11 @@ def missing(name: str) -> str | None:
     """The package without which a family cannot be built, where it is not installed."""
     from ..families import families
 
-    needed = families()[name].package
-    return needed if needed is not None and find_spec(needed) is None else None
+    family = families()[name]
+    found, needed = (tuple(map(int, number.split(".")[:2])) for number in (version("transformers"), family.since))
+    if found < needed:
+        return f"transformers>={family.since}"
+    return family.package if family.package is not None and find_spec(family.package) is None else None
 
 
 def render(report: dict[str, Any]) -> str:

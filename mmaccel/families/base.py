@@ -97,6 +97,8 @@ class Family(Towers):
     deepstack: int = 0
     #: a package beside transformers that its models are built with
     package: ClassVar[str | None] = None
+    #: the oldest transformers that lays its models out as they are known here
+    since: ClassVar[str] = "5.17"
     #: whether RoPE turns queries and keys as two halves, in every layer of the language models usual for it
     halves: bool = True
     #: whether some layers of its language models keep a recurrent state where others have attention

@@ -23,6 +23,7 @@ class Qwen25Omni(Qwen25VL):
     model_types = ("qwen2_5_omni_thinker",)
     place = 8
     facts = Facts("yes, any size", cls=False, merging="2x2 blocks, in full-attention layers")
+    since = "5.23"
 
     def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
         """One segment a frame."""

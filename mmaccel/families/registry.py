@@ -84,7 +84,8 @@ def family_of(model: nn.Module, processor: Any = None) -> Family:
             _fits(family, model.config)
             if not hasattr(model.model, family.text_name):
                 raise UnsupportedError(
-                    f"This transformers lays {kind} models out otherwise than mmaccel knows them; update transformers to 5.23."
+                    f"This transformers lays {kind} models out otherwise than mmaccel knows them; "
+                    f"update transformers to {family.since}."
                 )
             return family.of(model.config)(model, processor)
     raise _unknown(kind)
