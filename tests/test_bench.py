@@ -717,6 +717,8 @@ def test_the_gpu_report_runs_dry(tmp_path):
         ["bash", script, "--dry-run", tmp_path], env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}, check=False
     )
     assert done.returncode == 0
-    assert {"decode.json", "kernels.json", "bench-tiny.json", "eval-mini-llava.json"} <= {
-        path.name for path in tmp_path.iterdir()
-    }
+    made = {path.name for path in tmp_path.iterdir()}
+    # of the shipped models the first alone
+    assert {"decode.json", "kernels.json", "bench-tiny.json"} <= made and any(
+        name.startswith("eval-mini-") for name in made
+    )
