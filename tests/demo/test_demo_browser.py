@@ -230,7 +230,7 @@ def test_an_example_is_answered_when_the_page_opens(site, visit, tmp_path):
     assert answers(page)[0]["answer"] == first.answer
     # how the default chose is all there is to say
     said = page.text(".said-picture")
-    assert not said.replace("Balanced: divprune for pictures, as it keeps most answers there.", "").strip()
+    assert not said.replace("Balanced: spacetime, as it keeps most answers.", "").strip()
     with Gate(site.house.engine("picture").model, 1) as gate:
         other = visit()
         assert answers(other)[0]["answer"] == first.answer and gate.passes == 0
