@@ -235,6 +235,9 @@ class VideoSession:
             for name, value in shown.items()
             if name not in (*_PER_TOKEN, "attention_mask")
         }
+        if not first:
+            # Qwen2.5-Omni places the frames of a prompt only where it comes with a mask
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         with self._accelerated() as model:
             model(**inputs, **pixels, past_key_values=self._cache, use_cache=True)
         self._state.rebase()
