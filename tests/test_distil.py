@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from dataclasses import replace
@@ -23,8 +24,9 @@ from mmaccel.integrations.vllm.settings import Settings
 from mmaccel.media.files import Clip, Prompt
 from mmaccel.method import TokenBatch
 from mmaccel.method.selector import CONFIG, WEIGHTS, Belongs, Selector, Shape, described
-from mmaccel.programs.distil import training
+from mmaccel.programs.distil import learner
 from mmaccel.programs.distil.examples import Example, Frozen, Target
+from mmaccel.programs.distil.learner import Tried
 from mmaccel.programs.distil.training import FEWEST, distil
 from mmaccel.programs.evaluate import Question, ask_folder, ask_suite, batches, inputs_of
 from mmaccel.pruning.learned import picked
@@ -156,9 +158,11 @@ def weights(folder: Path) -> bytes:
     return (folder / WEIGHTS).read_bytes()
 
 
-def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkeypatch):
+@pytest.mark.parametrize("target", ["answers", "effect"])
+def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkeypatch, target):
     model, train = trained
-    monkeypatch.setattr(training, "_LOOK", 2)
+    train = functools.partial(train, target=target)
+    monkeypatch.setattr(learner, "_LOOK", 2)
     whole = train()
     assert described(whole.folder)[0] == Shape(64, 32, 2, 4, True)
     assert {row["recipe"] for row in whole.report["held out"]} == {"learned", "divprune"}
@@ -173,24 +177,46 @@ def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkey
     work = whole.folder.parent / "broken" / "work"
     shutil.copytree(whole.folder / "work", work)
     (work / "state.pt").unlink()
-    step = training.Learner._step
+    step = learner.Learner._step
 
     def breaks(self):
         if self.state.step == 2:
             raise KeyboardInterrupt
         return step(self)
 
-    monkeypatch.setattr(training.Learner, "_step", breaks)
+    monkeypatch.setattr(learner.Learner, "_step", breaks)
     monkeypatch.setattr(Frozen, "example", None)
     with pytest.raises(KeyboardInterrupt):
         train("broken")
     assert (work / "state.pt").exists() and not (work.parent / WEIGHTS).exists()
-    monkeypatch.setattr(training.Learner, "_step", step)
+    monkeypatch.setattr(learner.Learner, "_step", step)
     assert weights(train("broken").folder) == weights(whole.folder)
     with pytest.raises(MmaccelError, match="another retain"):
         train("broken", retain=0.3)
     with pytest.raises(MmaccelError, match="another longest answer"):
         train("broken", max_new_tokens=5)
+
+
+def test_tokens_without_which_answers_change_are_picked_after_trying(trained, monkeypatch, tmp_path):
+    """Of every picture the same two tokens keep the answer; told apart by their places, they come to be picked first."""
+    _, train = trained
+    folder = train(steps=1).folder
+    example = Example.load(folder / "work" / "training" / "00000.pt")
+    needed = (3, 12)
+
+    def answered(self, example, kept):
+        lost = 2.0 - kept[:, needed].sum(1).double()
+        return lost, lost > 0
+
+    monkeypatch.setattr(Tried, "answered", answered)
+    frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
+    paths = sorted((folder / "work" / "training").glob("*.pt"))
+    shape = Shape(64, 32, 2, 4, True)
+    tried = Tried(frozen, shape, paths, [example], 0.2, 60, tmp_path / "state.pt")
+    assert not tried.picked(example, tried.scores(example))[:, needed].all()
+    tried.run(None, lambda what, done, of: None)
+    assert tried.picked(example, tried.scores(example))[:, needed].all()
+    assert tried.state.log[-1]["watched"] < tried.state.log[0]["watched"]
 
 
 @pytest.mark.full
@@ -205,7 +231,7 @@ def test_what_is_refused_before_anything_runs(trained, tmp_path):
     with pytest.raises(MmaccelError, match=f"31 questions or pictures, and a selector needs at least {FEWEST}"):
         distil(model, zoo.processor("llava"), questions(FEWEST - 1), out=tmp_path)
     for wrong, words in (
-        ({"target": "labels"}, "it can be effect or attention"),
+        ({"target": "labels"}, "it can be answers or effect or attention"),
         ({"retain": 1.0}, "no share of the tokens"),
         ({"steps": 0}, "no number of steps"),
         ({"width": 30}, "a multiple of them"),

@@ -8,8 +8,10 @@ same files. Accuracy must be equal, and so must every answer; those that differ 
     benchmarks/lmms/environment.sh build/lmms-eval
     build/lmms-eval/bin/python benchmarks/lmms/run.py --out benchmarks/results/lmms-eval-mini-llava.json \\
         --update benchmarks/README.md
-    build/lmms-eval/bin/python benchmarks/lmms/run.py --model mini-qwen-vl \\
-        --out benchmarks/results/lmms-eval-mini-qwen-vl.json --update benchmarks/README.md
+    for model in mini-llava-deep mini-qwen-vl; do
+        build/lmms-eval/bin/python benchmarks/lmms/run.py --model $model \\
+            --out benchmarks/results/lmms-eval-$model.json --update benchmarks/README.md
+    done
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class Wrapper(NamedTuple):
     dtype: str
     tasks: tuple[str, ...]
     recipes: tuple[str, ...]  # one of every site, and two budgets of the default one
+    pixels: int = 112  # along a side of a picture
 
 
 MODELS = {
@@ -52,7 +55,7 @@ MODELS = {
         "dtype=float32",
         "float32",
         IMAGE_TASKS,
-        ("divprune 0.25", "divprune 0.1", "resize 0.25", "tome 0.25", "fastv 0.25", "snapkv 0.25"),
+        ("balanced 0.25", "balanced 0.1", "divprune 0.25", "resize 0.25", "tome 0.25", "fastv 0.25", "snapkv 0.25"),
     ),
     "mini-llava-deep": Wrapper(
         "llava_hf",
@@ -60,7 +63,8 @@ MODELS = {
         "dtype=float32",
         "float32",
         IMAGE_TASKS,
-        ("spacetime 0.25", "spacetime 0.1", "tome 0.25", "fastv 0.25", "snapkv 0.25"),
+        ("balanced 0.25", "balanced 0.1", "divprune 0.25", "tome 0.25", "fastv 0.25", "snapkv 0.25"),
+        pixels=160,
     ),
     # this wrapper has no dtype, and without sizes it enlarges small pictures
     "mini-qwen-vl": Wrapper(
@@ -69,7 +73,7 @@ MODELS = {
         "min_pixels=9216,max_pixels=65536,max_num_frames=16",
         "bfloat16",
         (*IMAGE_TASKS, *VIDEO_TASKS),
-        ("divprune 0.25", "divprune 0.1", "resize 0.25", "tome 0.5", "fastv 0.25", "snapkv 0.25"),
+        ("balanced 0.25", "balanced 0.1", "divprune 0.25", "resize 0.25", "tome 0.5", "fastv 0.25", "snapkv 0.25"),
     ),
 }
 
@@ -90,7 +94,7 @@ def main() -> int:
         shutil.copytree(model, work / model.name)
         shutil.copytree(Path(__file__).parent / "task", work / "task")
         items = list(make_suite("test", MODELS[args.model].tasks, args.limit))
-        export(items, work)
+        export(items, work, pixels=MODELS[args.model].pixels)
         names = [item.name for item in items]
         rows = []
         for title in ("none", *recipes):

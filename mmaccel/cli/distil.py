@@ -52,12 +52,13 @@ def run(
     ] = None,
     blind: Annotated[bool, typer.Option("--blind", help="Train a network that does not read the question.")] = False,
     target: Annotated[
-        Literal["effect", "attention"],
+        Literal["answers", "effect", "attention"],
         typer.Option(
-            help="What it learns to tell of a token: how much the model's answer hangs on it; or what it is paid in the layer "
-            "whose attention keeps the answers best, which needs no gradient of the model."
+            help="What it learns from: what becomes of the model's answers with the tokens that it picks; or, with less work, "
+            "how much the answer hangs on each token, or what the token is paid in the layer whose attention keeps the answers "
+            "best, which needs no gradient of the model."
         ),
-    ] = "effect",
+    ] = "answers",
     retain: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of the tokens at which answers are looked at.")
     ] = 0.1,

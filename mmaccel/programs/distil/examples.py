@@ -29,7 +29,7 @@ _ALL = Recipe("all", (Stage("uniform", 1.0),))
 #: weight no single one would be missed
 _DIMMED = 0.1
 
-Target = Literal["effect", "attention"]
+Target = Literal["answers", "effect", "attention"]
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,7 @@ class Frozen:
     target : what is noted of every token. ``effect``: how much the logarithm of the answer's probability moves with the
         weight of the token's keys, for or against, in a picture whose keys have all lost nine tenths of theirs. ``attention``:
         a signal for every layer, what the token is paid by question and answer, mean over these, the most of all heads.
+        ``answers``: nothing.
     """
 
     def __init__(self, model: Any, processor: Any, target: Target) -> None:
@@ -171,7 +172,10 @@ class Frozen:
                 lengths=answer_lengths(tokens, self.model.generation_config.eos_token_id),
                 states=states[:, width - 1 : width - 1 + tokens.shape[1]],
             )
-        signals = self.effect(example)[:, None] if self.target == "effect" else self.attention(example)
+        if self.target == "answers":
+            signals = example.places[:, None][:, :0].float()
+        else:
+            signals = self.effect(example)[:, None] if self.target == "effect" else self.attention(example)
         return replace(example, signals=signals).to("cpu")
 
     def effect(self, example: Example) -> Tensor:

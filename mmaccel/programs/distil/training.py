@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
-import os
 import random
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
-
-import torch
-from torch import Tensor
 
 from ...accelerate import is_accelerated
 from ...accelerate.tuned import fingerprint
 from ...errors import MmaccelError, UnsupportedError
 from ...families import family_of
-from ...method.selector import Belongs, Selector, Shape
-from ...pruning.learned import Learned, picked
+from ...method.selector import Belongs, Shape
+from ...pruning.learned import Learned
 from ...recipe import RecipeLike
 from ...recipe import recipe as find_recipe
 from ..bench import origin
-from ..evaluate import Question, divergence
+from ..evaluate import Question
 from ..tune.judge import Judge, Measured
 from . import report
 from .examples import Example, Frozen, Target, cached
+from .learner import Learner, Told, Tried
 from .report import Distilled
 
 #: fewer questions than this train nothing
@@ -36,32 +30,8 @@ FEWEST = 32
 #: of the questions, what the training never sees: by the first it stops, by the second the final figure is measured
 WATCHED, HELD_OUT = 0.12, 0.12
 _MOST_WATCHED, _MOST_HELD_OUT = 160, 300
-_RATE, _CLIP = 2e-3, 1.0
-#: steps between two looks at the watched questions, and looks without a gain after which it ends
-_LOOK, _PATIENCE = 100, 8
-#: how far above the largest signal of a picture half the range of what is learned begins: signals are learned as logarithms
-_STEEP = 100.0
-#: how much the token that most speaks for may outweigh likeness, and by what it is mended in the end
-_SCALES, _MENDED = (1.5, 3.0, 4.5), (0.7, 1.0, 1.4, 2.0)
-#: batches of watched questions that the language model reads once more to find these
-_ASKED = 4
 #: budgets that are measured in the end, as multiples of the one that is asked for, and what they are compared with
 _BUDGETS, RIVAL = (1.0, 2.5), "divprune"
-
-
-@dataclass
-class State:
-    """How far a training has come: everything that a run which goes on needs.
-
-    best, since : the smallest loss on the watched questions, and the step of it. log : a line every look.
-    """
-
-    step: int = 0
-    best: float = math.inf
-    since: int = 0
-    seconds: float = 0.0
-    ended: bool = False
-    log: list[dict[str, Any]] = field(default_factory=list)
 
 
 def distil(
@@ -70,7 +40,7 @@ def distil(
     questions: Sequence[Question],
     *,
     out: str | Path = "selector",
-    target: Target = "effect",
+    target: Target = "answers",
     question: bool = True,
     retain: float = 0.1,
     width: int | None = None,
@@ -91,9 +61,10 @@ def distil(
         held out for the final figure, at most 160 and 300.
     out : the selector's folder, which is made. ``work`` inside it holds what the model read and the state of the training; a
         call with the same settings goes on from there. It may be deleted in the end.
-    target : what the selector learns to tell of every token. ``effect``: how much the model's answer hangs on it, by one
-        gradient of the model a question; ``attention``: what it is paid in the layer whose attention keeps the answers best,
-        by one forward a question.
+    target : what the selector learns from. ``answers``: from what becomes of the model's answers with the tokens that it
+        picks, by some short forwards of the language model a question and step. Or to tell of every token ``effect``: how
+        much the answer hangs on it, by one gradient of the model a question; ``attention``: what it is paid in the layer whose
+        attention keeps the answers best, by one forward a question.
     question : whether the selector reads the question; without it a picture is reduced once for all questions.
     retain : the share of the tokens at which answers are looked at.
     width, blocks : of the network; by default by the model's width.
@@ -133,172 +104,10 @@ def distil(
         )
 
     seen = [Example.load(path) for path in examples("watched", watched)]
-    learner = Learner(frozen, shape, examples("training", training), seen, retain, steps, out / "work" / "state.pt")
+    kind = Tried if target == "answers" else Told
+    learner = kind(frozen, shape, examples("training", training), seen, retain, steps, out / "work" / "state.pt")
     learner.run(minutes, tell)
     return _finish(learner, processor, held_out, questions, out, batch_size, max_new_tokens, settings, tell)
-
-
-class Learner:
-    """A selector in training.
-
-    Parameters
-    ----------
-    paths : of the examples that are trained on. watched : those that are looked at.
-    state : the file of its state; what it holds of the same training is gone on with.
-    """
-
-    def __init__(
-        self,
-        frozen: Frozen,
-        shape: Shape,
-        paths: Sequence[Path],
-        watched: Sequence[Example],
-        retain: float,
-        steps: int,
-        state: Path,
-    ) -> None:
-        self.frozen, self.shape, self.paths, self.watched = frozen, shape, list(paths), list(watched)
-        self.retain, self.steps, self.path = retain, steps, state
-        self.device = frozen.model.device
-        torch.manual_seed(0)
-        self.network = Selector(shape).to(self.device)
-        self.best = copy.deepcopy(self.network.state_dict())
-        self.state = State()
-        self.settings = {"shape": vars(shape), "retain": retain, "steps": steps}
-        self.optimiser = torch.optim.AdamW(self.network.parameters(), lr=_RATE, weight_decay=0.01)
-        if state.is_file():
-            self._resume()
-        else:
-            self.signal, self.scale = self._found()
-
-    # --- how far it has come --------------------------------------------------------------------------------
-    def _resume(self) -> None:
-        found = torch.load(self.path, map_location=self.device, weights_only=True)
-        if differ := [name for name, value in self.settings.items() if found["settings"].get(name) != value]:
-            raise MmaccelError(
-                f"{str(self.path.parent)!r} is of a training with another {' and another '.join(differ)}; give another folder, "
-                "or delete its state.pt."
-            )
-        self.state, (self.signal, self.scale) = State(**found["state"]), found["found"]
-        self.network.load_state_dict(found["network"])
-        self.best = found["best"]
-        self.optimiser.load_state_dict(found["optimiser"])
-
-    def _save(self) -> None:
-        draft = self.path.with_suffix(".part")
-        kept = {
-            "settings": self.settings,
-            "state": vars(self.state),
-            "found": (self.signal, self.scale),
-            "network": self.network.state_dict(),
-            "best": self.best,
-            "optimiser": self.optimiser.state_dict(),
-        }
-        torch.save(kept, draft)
-        os.replace(draft, self.path)
-
-    # --- steps ----------------------------------------------------------------------------------------------
-    def run(self, minutes: float | None, tell: Callable[[str, int, int], None]) -> None:
-        """Train until the watched questions no longer gain, or steps or time are at their end."""
-        ends = None if minutes is None else time.monotonic() + 60 * minutes
-        before, began = self.state.seconds, time.monotonic()
-        running: list[float] = []
-        while not self.state.ended and (ends is None or time.monotonic() < ends):
-            if self.state.step % _LOOK == 0 or self.state.step >= self.steps:
-                self.state.seconds = before + time.monotonic() - began
-                self._look(running)
-                running = []
-                self._save()
-                if self.state.ended:
-                    break
-            running.append(self._step())
-            self.state.step += 1
-            tell("learning", self.state.step, self.steps)
-        self.network.load_state_dict(self.best)
-        self._mend()
-
-    def _step(self) -> float:
-        """One batch; the loss."""
-        step = self.state.step
-        order = random.Random(step // len(self.paths)).sample(range(len(self.paths)), len(self.paths))
-        example = Example.load(self.paths[order[step % len(order)]]).to(self.device)
-        for group in self.optimiser.param_groups:
-            group["lr"] = _RATE * min(1.0, 0.05 + 2 * (1 - step / self.steps))
-        loss = self._loss(example)
-        self.optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.network.parameters(), _CLIP)
-        self.optimiser.step()
-        return float(loss.detach())
-
-    def _loss(self, example: Example) -> Tensor:
-        """Mean square of what the scores differ from what they are to be, over all tokens."""
-        missed = (self.network(example.shown()) - self._wanted(example, self.signal, self.scale)).square()
-        return missed[example.valid].mean()
-
-    def _wanted(self, example: Example, signal: int, scale: float) -> Tensor:
-        """``[N, n]``, what scores are to be: from 0 to ``scale``, by the logarithm of a signal's share of its largest."""
-        found = example.signals[:, signal]
-        share = found / found.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        return scale * (1 + _STEEP * share).log() / math.log(1 + _STEEP)
-
-    # --- looking --------------------------------------------------------------------------------------------
-    @torch.no_grad()
-    def lost(self, scored: Callable[[Example], Tensor]) -> tuple[float, float]:
-        """Mean KL of some watched questions with what is picked by scores, and the share of answers that are other ones."""
-        total, other, asked = 0.0, 0, 0
-        for example in self.watched[:_ASKED]:
-            example = example.to(self.device)
-            count = (example.valid.sum(1) * self.retain + 0.5).floor().long().clamp(min=1)
-            kept = picked(example.shown().features, scored(example), example.valid, count)
-            states = self.frozen.states(example, example.narrowed(kept))
-            full, mine = self.frozen.logits(example.states), self.frozen.logits(states)
-            total += float(divergence(list(full.unbind(1)), list(mine.unbind(1)), example.lengths).sum())
-            steps = torch.arange(full.shape[1], device=full.device)
-            differ = (full.argmax(-1) != mine.argmax(-1)) & (steps < example.lengths[:, None])
-            other += int(differ.any(1).sum())
-            asked += len(full)
-        return total / asked, other / asked
-
-    def _found(self) -> tuple[int, float]:
-        """The signal, and the scale, that keep the answers to watched questions best where they are known exactly."""
-
-        def best(cases: Iterable[tuple[int, float]]) -> tuple[int, float]:
-            return min(cases, key=lambda case: self.lost(lambda example: self._wanted(example, *case))[0])
-
-        signals, middle = self.watched[0].signals.shape[1], _SCALES[len(_SCALES) // 2]
-        signal = best((signal, middle) for signal in range(signals))[0] if signals > 1 else 0
-        return best((signal, scale) for scale in _SCALES)
-
-    def _look(self, running: Sequence[float]) -> None:
-        """Note how well it does, keep it if it is the best, and end where nothing is gained any more."""
-        state = self.state
-        with torch.no_grad():
-            watched = [float(self._loss(example.to(self.device))) for example in self.watched]
-        loss = sum(watched) / len(watched)
-        kl, other = self.lost(lambda example: self.network(example.shown()))
-        state.log.append(
-            {
-                "step": state.step,
-                "seconds": round(state.seconds, 1),
-                "loss": sum(running) / len(running) if running else None,
-                "watched": loss,
-                "kl": kl,
-                "kept": 1 - other,
-            }
-        )
-        if loss < state.best:
-            state.best, state.since = loss, state.step
-            self.best = copy.deepcopy(self.network.state_dict())
-        state.ended = state.step >= self.steps or state.step - state.since >= _PATIENCE * _LOOK
-
-    def _mend(self) -> None:
-        """What cannot be told exactly is told too low: scores are multiplied by what keeps the watched answers best."""
-        with torch.no_grad():
-            factor = min(
-                _MENDED, key=lambda factor: self.lost(lambda example: factor * self.network(example.shown()))[0]
-            )
-            self.network.score.weight.mul_(factor)
 
 
 def _check(model: Any, questions: Sequence[Question], target: str, retain: float, steps: int, out: Path) -> None:
@@ -384,4 +193,4 @@ def _finish(
     return made
 
 
-__all__ = ["Learner", "distil"]
+__all__ = ["distil"]

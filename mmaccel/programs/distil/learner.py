@@ -1,0 +1,284 @@
+"""How a selector learns: step by step, looking at questions that it is not trained on, and going on where it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import MmaccelError
+from ...method.selector import Selector, Shape
+from ...pruning.learned import picked
+from ..evaluate import divergence
+from .examples import Example, Frozen
+
+_RATE, _CLIP = 2e-3, 1.0
+#: steps between two looks at the watched questions, and looks without a gain after which it ends
+_LOOK, _PATIENCE = 100, 8
+#: how far above the largest signal of a picture half the range of what is learned begins: signals are learned as logarithms
+_STEEP = 100.0
+#: how much the token that most speaks for may outweigh likeness, and by what it is mended in the end
+_SCALES, _MENDED = (1.5, 3.0, 4.5), (0.7, 1.0, 1.4, 2.0)
+#: batches of watched questions that the language model reads once more to find these
+_ASKED = 4
+#: of a step that tries: picks of every picture, how far scores are moved for each, and budgets as shares of the one asked for
+_TRIES, _MOVED, _LESS = 8, 0.5, (0.5, 0.7, 1.0)
+#: KL below which an answer is as good as kept, and the spread of its logarithm below which trying told nothing
+_SAME, _NOTHING = 0.03, 0.2
+
+
+@dataclass
+class State:
+    """How far a training has come: everything that a run which goes on needs.
+
+    best, since : the smallest loss on the watched questions, and the step of it. log : a line every look.
+    """
+
+    step: int = 0
+    best: float = math.inf
+    since: int = 0
+    seconds: float = 0.0
+    ended: bool = False
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Learner(ABC):
+    """A selector in training; what it is to learn is a matter of :class:`Told` and :class:`Tried`.
+
+    Parameters
+    ----------
+    paths : of the examples that are trained on. watched : those that are looked at.
+    state : the file of its state; what it holds of the same training is gone on with.
+    """
+
+    def __init__(
+        self,
+        frozen: Frozen,
+        shape: Shape,
+        paths: Sequence[Path],
+        watched: Sequence[Example],
+        retain: float,
+        steps: int,
+        state: Path,
+    ) -> None:
+        self.frozen, self.shape, self.paths, self.watched = frozen, shape, list(paths), list(watched)
+        self.retain, self.steps, self.path = retain, steps, state
+        self.device = frozen.model.device
+        torch.manual_seed(0)
+        self.network = Selector(shape).to(self.device)
+        self.best = copy.deepcopy(self.network.state_dict())
+        self.state = State()
+        self.settings = {"shape": vars(shape), "retain": retain, "steps": steps}
+        self.optimiser = torch.optim.AdamW(self.network.parameters(), lr=_RATE, weight_decay=0.01)
+        if state.is_file():
+            self._resume()
+        else:
+            self.signal, self.scale = self._found()
+
+    # --- how far it has come --------------------------------------------------------------------------------
+    def _resume(self) -> None:
+        found = torch.load(self.path, map_location=self.device, weights_only=True)
+        if differ := [name for name, value in self.settings.items() if found["settings"].get(name) != value]:
+            raise MmaccelError(
+                f"{str(self.path.parent)!r} is of a training with another {' and another '.join(differ)}; give another folder, "
+                "or delete its state.pt."
+            )
+        self.state, (self.signal, self.scale) = State(**found["state"]), found["found"]
+        self.network.load_state_dict(found["network"])
+        self.best = found["best"]
+        self.optimiser.load_state_dict(found["optimiser"])
+
+    def _save(self) -> None:
+        draft = self.path.with_suffix(".part")
+        kept = {
+            "settings": self.settings,
+            "state": vars(self.state),
+            "found": (self.signal, self.scale),
+            "network": self.network.state_dict(),
+            "best": self.best,
+            "optimiser": self.optimiser.state_dict(),
+        }
+        torch.save(kept, draft)
+        os.replace(draft, self.path)
+
+    # --- steps ----------------------------------------------------------------------------------------------
+    def run(self, minutes: float | None, tell: Callable[[str, int, int], None]) -> None:
+        """Train until the watched questions no longer gain, or steps or time are at their end."""
+        ends = None if minutes is None else time.monotonic() + 60 * minutes
+        before, began = self.state.seconds, time.monotonic()
+        running: list[float] = []
+        while not self.state.ended and (ends is None or time.monotonic() < ends):
+            if self.state.step % _LOOK == 0 or self.state.step >= self.steps:
+                self.state.seconds = before + time.monotonic() - began
+                self._look(running)
+                running = []
+                self._save()
+                if self.state.ended:
+                    break
+            running.append(self._step())
+            self.state.step += 1
+            tell("learning", self.state.step, self.steps)
+        self.network.load_state_dict(self.best)
+        self._mend()
+
+    def _step(self) -> float:
+        """One batch; the loss."""
+        step = self.state.step
+        order = random.Random(step // len(self.paths)).sample(range(len(self.paths)), len(self.paths))
+        example = Example.load(self.paths[order[step % len(order)]]).to(self.device)
+        for group in self.optimiser.param_groups:
+            group["lr"] = _RATE * min(1.0, 0.05 + 2 * (1 - step / self.steps))
+        slope, loss = self._learned(example)
+        self.optimiser.zero_grad()
+        slope.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), _CLIP)
+        self.optimiser.step()
+        return loss
+
+    @abstractmethod
+    def _learned(self, example: Example) -> tuple[Tensor, float]:
+        """Of a batch that is trained on: what the network is to descend, and the loss."""
+
+    @abstractmethod
+    def _found(self) -> tuple[int, float]:
+        """The signal that is learned, and its scale."""
+
+    @abstractmethod
+    def _watched(self) -> float:
+        """The loss on the watched questions, by which the best network is told."""
+
+    # --- looking --------------------------------------------------------------------------------------------
+    def scores(self, example: Example) -> Tensor:
+        """``[N, n]``, what the network says of all tokens."""
+        found: Tensor = self.network(example.shown())
+        return found
+
+    def picked(self, example: Example, scores: Tensor, share: float = 1.0) -> Tensor:
+        """``[N, n]`` bool: what is kept by scores, at a share of the budget that is asked for."""
+        count = (example.valid.sum(1) * self.retain * share + 0.5).floor().long().clamp(min=1)
+        return picked(example.shown().features, scores, example.valid, count)
+
+    @torch.no_grad()
+    def answered(self, example: Example, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B]`` each: KL of the answers with the tokens ``kept [N, n]`` alone, and whether they are other ones."""
+        states = self.frozen.states(example, example.narrowed(kept))
+        full, mine = self.frozen.logits(example.states), self.frozen.logits(states)
+        steps = torch.arange(full.shape[1], device=full.device)
+        differ = (full.argmax(-1) != mine.argmax(-1)) & (steps < example.lengths[:, None])
+        return divergence(list(full.unbind(1)), list(mine.unbind(1)), example.lengths), differ.any(1)
+
+    @torch.no_grad()
+    def lost(self, scored: Callable[[Example], Tensor]) -> tuple[float, float]:
+        """Mean KL of some watched questions with what is picked by scores, and the share of answers that are other ones."""
+        asked = [example.to(self.device) for example in self.watched[:_ASKED]]
+        found = [self.answered(example, self.picked(example, scored(example))) for example in asked]
+        kl, other = (torch.cat(part).double().mean() for part in zip(*found, strict=True))
+        return float(kl), float(other)
+
+    def _look(self, running: Sequence[float]) -> None:
+        """Note how well it does, keep it if it is the best, and end where nothing is gained any more."""
+        state = self.state
+        with torch.no_grad():
+            watched = self._watched()
+            kl, other = self.lost(self.scores)
+        state.log.append(
+            {
+                "step": state.step,
+                "seconds": round(state.seconds, 1),
+                "loss": sum(running) / len(running) if running else None,
+                "watched": watched,
+                "kl": kl,
+                "kept": 1 - other,
+            }
+        )
+        if watched < state.best:
+            state.best, state.since = watched, state.step
+            self.best = copy.deepcopy(self.network.state_dict())
+        state.ended = state.step >= self.steps or state.step - state.since >= _PATIENCE * _LOOK
+
+    def _mend(self) -> None:
+        """What cannot be told exactly is told too low: scores are multiplied by what keeps the watched answers best."""
+        with torch.no_grad():
+            factor = min(_MENDED, key=lambda factor: self.lost(lambda example: factor * self.scores(example))[0])
+            self.network.score.weight.mul_(factor)
+
+
+class Told(Learner):
+    """One that learns a signal of every token, which was noted when the question was read."""
+
+    def _learned(self, example: Example) -> tuple[Tensor, float]:
+        loss = self._missed(example)
+        return loss, float(loss.detach())
+
+    def _missed(self, example: Example) -> Tensor:
+        """Mean square of what the scores differ from what they are to be, over all tokens."""
+        missed = (self.scores(example) - self._wanted(example, self.signal, self.scale)).square()
+        return missed[example.valid].mean()
+
+    def _wanted(self, example: Example, signal: int, scale: float) -> Tensor:
+        """``[N, n]``, what scores are to be: from 0 to ``scale``, by the logarithm of a signal's share of its largest."""
+        found = example.signals[:, signal]
+        share = found / found.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        return scale * (1 + _STEEP * share).log() / math.log(1 + _STEEP)
+
+    def _found(self) -> tuple[int, float]:
+        """The signal, and the scale, that keep the answers to watched questions best where they are known exactly."""
+
+        def best(cases: Iterable[tuple[int, float]]) -> tuple[int, float]:
+            return min(cases, key=lambda case: self.lost(lambda example: self._wanted(example, *case))[0])
+
+        signals, middle = self.watched[0].signals.shape[1], _SCALES[len(_SCALES) // 2]
+        signal = best((signal, middle) for signal in range(signals))[0] if signals > 1 else 0
+        return best((signal, scale) for scale in _SCALES)
+
+    def _watched(self) -> float:
+        return sum(float(self._missed(example.to(self.device))) for example in self.watched) / len(self.watched)
+
+
+class Tried(Learner):
+    """One that learns from what becomes of the answers.
+
+    Every picture is reduced a few times by scores that are moved at random. How much better or worse than the mean of these the
+    answer was kept is credited to the tokens that were picked then and not always: an evolution strategy in the space of
+    scores (arXiv 1703.03864), with the choice of tokens as it is in use and no gradient of the model.
+    """
+
+    def _learned(self, example: Example) -> tuple[Tensor, float]:
+        scores = self.scores(example)
+        draws = torch.Generator().manual_seed(self.state.step)
+        share = _LESS[self.state.step % len(_LESS)]
+        kept, lost = [], []
+        for _ in range(_TRIES):
+            moved = scores.detach() + _MOVED * torch.randn(scores.shape, generator=draws).to(scores)
+            kept.append(self.picked(example, moved, share))
+            lost.append(_graded(self.answered(example, kept[-1])[0]))
+        grades, picks = torch.stack(lost).to(scores), torch.stack(kept).to(scores)
+        gain = (grades.mean(0) - grades) / (grades.std(0) + _NOTHING)
+        credit = (gain[:, example.row, None] * (picks - picks.mean(0))).mean(0)
+        return -(scores * credit)[example.valid].sum() / len(example.row), float(grades.mean())
+
+    def _found(self) -> tuple[int, float]:
+        return 0, 1.0
+
+    def _watched(self) -> float:
+        asked = [example.to(self.device) for example in self.watched]
+        found = [self.answered(example, self.picked(example, self.scores(example)))[0] for example in asked]
+        return float(_graded(torch.cat(found)).mean())
+
+
+def _graded(kl: Tensor) -> Tensor:
+    """What an answer has lost: the logarithm of its KL, of which the smallest differences say nothing."""
+    return (kl + _SAME).log()
+
+
+__all__ = ["Learner", "Told", "Tried"]
