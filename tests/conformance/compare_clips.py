@@ -90,7 +90,18 @@ def streamdvc_kmeans(params: Params, arrays: Arrays) -> None:
 
 
 def streamdvc_adjacent(params: Params, arrays: Arrays) -> None:
-    raise NotOffered("the memory that merges neighbours, one new token after the other")
+    """Tokens of the memory that weigh more are made of copies: two that stand side by side merge before all others."""
+    assert params["weighted"]
+    tokens, weights = arrays["buffer"], arrays["weights"].tolist()
+    size = len(tokens)
+    # behind a token that weighs more stands its copy, and the one that was to be there comes when they have merged
+    begin = [0] + [k if weights[k] > 1 else k + 1 for k in range(size - 1)]
+    for k, weight in enumerate(weights):
+        begin += [k] * (weight - 2) + [k + 1] if weight > 1 and k < size - 1 else [k] * (weight - 1)
+    clip = film_of(torch.cat([tokens[begin], arrays["new"]])[:, None])
+    made = make("streamdvc", neighbours=True).reduce(clip, torch.tensor([size]))
+    close(made.apply(clip.features)[0], arrays["out"])
+    assert made.links is not None and torch.equal(made.links.slot.bincount(), arrays["out_weights"].long())
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------

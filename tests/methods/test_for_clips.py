@@ -15,7 +15,7 @@ from mmaccel.merging.evad import Evad
 from mmaccel.merging.longvlm import LongVlm
 from mmaccel.merging.progressive_pool import ProgressivePool
 from mmaccel.merging.stc import StcPruner
-from mmaccel.merging.streamdvc import StreamDvc, beginning, take_up
+from mmaccel.merging.streamdvc import StreamDvc, beginning, merge_neighbours, take_up
 from mmaccel.merging.streamvln import StreamVln
 from mmaccel.merging.vidcom2 import VidCom2
 from mmaccel.merging.vtm import Vtm
@@ -94,6 +94,19 @@ def test_a_centre_that_nothing_joins_stays() -> None:
     centres, weight, centre, source, share = take_up(memory, weight, torch.tensor([[1.0]]), 2)
     assert centres[:, 0].tolist() == [0.5, 100.0] and weight.tolist() == [2, 0]
     assert centre.tolist() == [0, 0, 1] and source.tolist() == [0, 2, 1] and share.tolist() == [0.5, 0.5, 1.0]
+
+
+def test_streamdvc_merges_neighbours_one_by_one() -> None:
+    # angles in degrees; 100 takes the place of 10, 130 that of 90 when 100 and 90 have merged; 170 joins 180
+    at = torch.tensor([0.0, 10, 90, 180, 100, 130, 170]).deg2rad()
+    x = torch.stack([at.cos(), at.sin()], 1)
+    owner, share = merge_neighbours(x[:4], x[4:])
+    assert owner.tolist() == [0, 0, 1, 3, 1, 2, 3]
+    assert share.tolist() == [0.5, 0.5, 0.5, 0.5, 0.5, 1.0, 0.5]
+    tokens = film(7, 1, 1, features=x)
+    made = StreamDvc(neighbours=True).reduce(tokens, torch.tensor([4]))
+    out = torch.stack([(x[0] + x[1]) / 2, (x[2] + x[4]) / 2, x[5], (x[3] + x[6]) / 2])
+    torch.testing.assert_close(made.apply(tokens.features)[0], out)
 
 
 def test_sttm_merges_what_is_uniform_and_what_stays() -> None:

@@ -75,6 +75,7 @@ METHODS: list[TokenMethod] = [
     StcPruner(chunk=3).by("official"),
     StreamDvc(),
     StreamDvc(iterations=3),
+    StreamDvc(neighbours=True),
     StreamVln(),
     StreamVln(recent=2, history=3),
     VidCom2(),
