@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
 
 from ..core.masks import even_in_groups
@@ -119,16 +120,26 @@ def take_up(memory: Tensor, weight: Tensor, frame: Tensor, iterations: int) -> t
     for _ in range(iterations):
         # a datum of the memory stays with its own centre as long as that is where it was
         ask = asked.nonzero()[:, 0]
-        joined = datum.clamp(max=size - 1).scatter(0, ask, torch.cdist(data[ask], centres).argmin(1))
+        joined = datum.clamp(max=size - 1).scatter(0, ask, nearest(data[ask], centres))
         weight = torch.zeros_like(weight).scatter_add_(0, joined, heavy)
         old, new = (weight == 0)[centre], heavy > 0
         centre, source = torch.cat([centre[old], joined[new]]), torch.cat([source[old], datum[new]])
+        part = torch.cat([share[old], heavy[new]])
         share = torch.cat([share[old], (heavy / weight.clamp(min=1)[joined])[new]])
         order = centre.argsort(stable=True)
-        centre, source, share = centre[order], source[order], share[order]
-        before, centres = centres, segment_sum(data[source] * share[:, None], torch.bincount(centre, minlength=size))
+        centre, source, share, part = centre[order], source[order], share[order], part[order]
+        # in double precision the mean of copies is a copy
+        sums = segment_sum(data[source].double() * part[:, None], torch.bincount(centre, minlength=size))
+        before, centres = centres, (sums / weight.clamp(min=1)[:, None]).to(centres.dtype)
         asked[:size] = (centres != before).any(1)
     return centres, weight, centre, source, share
+
+
+def nearest(x: Tensor, centres: Tensor) -> Tensor:
+    """``[n]`` long: the first of ``centres [M, D]`` that is nearest to each of ``x [n, D]``."""
+    away, first = torch.cdist(x, centres), first_copies(centres[None])
+    near = (away if first is None else away[:, first[0]]).argmin(1)
+    return of_first(near[None], first_copies(x[None]))[0]
 
 
 def merge_neighbours(memory: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
