@@ -17,6 +17,7 @@ from mmaccel.merging.progressive_pool import ProgressivePool
 from mmaccel.merging.stc import StcPruner
 from mmaccel.merging.streamdvc import StreamDvc, beginning, merge_neighbours, take_up
 from mmaccel.merging.streamvln import StreamVln
+from mmaccel.merging.tempme import TempMe
 from mmaccel.merging.vidcom2 import VidCom2
 from mmaccel.merging.vtm import Vtm
 from mmaccel.method import TokenBatch
@@ -109,6 +110,21 @@ def test_streamdvc_merges_neighbours_one_by_one() -> None:
     torch.testing.assert_close(made.apply(tokens.features)[0], out)
 
 
+def test_tempme_merges_within_frames_and_then_across_them() -> None:
+    one, two = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    x = torch.stack([one, two, one + 0.1 * two, one])
+    tokens = film(2, 1, 2, features=x)
+    # the square root of a half leaves frames whole; of four tokens the first and third are matched with the others
+    made = TempMe().reduce(tokens, torch.tensor([2]))
+    assert made.owner()[0].tolist() == [3, 1, 3, 3]
+    torch.testing.assert_close(made.apply(tokens.features)[0], torch.stack([two, (x[0] + x[2] + x[3]) / 3]))
+    # that of a quarter halves them: of one frame the second token is matched with the first
+    assert TempMe().reduce(tokens, torch.tensor([1])).owner()[0].tolist() == [2, 2, 2, 2]
+    # frames that no step joins have budgets of their own
+    three = film(3, 1, 2, features=torch.cat([x, x[:2]]))
+    assert TempMe(joins=(2,)).reduce(three, torch.tensor([3])).owner()[0].tolist() == [3, 1, 3, 3, 4, 4]
+
+
 def test_sttm_merges_what_is_uniform_and_what_stays() -> None:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(2, 4, 4, 8, generator=random)
@@ -173,6 +189,8 @@ def test_evad_keeps_the_middle_frame() -> None:
         lambda: StreamVln(recent=0),
         lambda: LongVlm(frames=0),
         lambda: Sttm(root=-1),
+        lambda: TempMe(joins=()),
+        lambda: TempMe(joins=(2, 1)),
     ],
 )
 def test_impossible_options_are_refused(make) -> None:
