@@ -89,6 +89,7 @@ from .merging.evs import Evs as Evs
 from .merging.fastvid import FastVID as FastVID
 from .merging.free_video_llm import FreeVideoLlm as FreeVideoLlm
 from .merging.holitom import HoliTomMerge as HoliTomMerge
+from .merging.kitoke import KiToke as KiToke
 from .merging.longvlm import LongVlm as LongVlm
 from .merging.metok import METokMerge as METokMerge
 from .merging.moviechat import MovieChat as MovieChat

@@ -12,6 +12,7 @@ from torch import Tensor
 from mmaccel import MmaccelError
 from mmaccel.layers.sttm import Sttm
 from mmaccel.merging.evad import Evad
+from mmaccel.merging.kitoke import KiToke, intervals, joined
 from mmaccel.merging.longvlm import LongVlm
 from mmaccel.merging.progressive_pool import ProgressivePool
 from mmaccel.merging.stc import StcPruner
@@ -110,6 +111,40 @@ def test_streamdvc_merges_neighbours_one_by_one() -> None:
     torch.testing.assert_close(made.apply(tokens.features)[0], out)
 
 
+def test_kitoke_picks_what_is_rare_and_not_its_like() -> None:
+    one, two, three = torch.eye(3)
+    # seven tokens of which five are alike, and the two others too
+    x = torch.stack([one, one, 3 * one, one, one, two, two + 0.3 * three])
+    near = 1 / 1.09**0.5
+    unit = torch.nn.functional.normalize(x, dim=-1)
+    spread = 2 * (1 - unit.mean(0).square().sum())
+    kernel = ((unit @ unit.T - 1) / spread).exp()
+    torch.testing.assert_close(kernel[5, 6], ((near - 1) / spread).exp())
+    picked, diversity = KiToke().pick(x, 2)
+    torch.testing.assert_close(diversity, 1 / kernel.mean(1))
+    # the first of two that are as rare; then the other is worth less than what there is five times
+    assert picked.nonzero()[:, 0].tolist() == [0, 5]
+    made = KiToke().reduce(film(7, 1, 1, features=x), torch.tensor([2]))
+    out = made.apply(x[None])[0]
+    assert made.owner()[0].tolist() == [0, 0, 0, 0, 0, 5, 5]
+    torch.testing.assert_close(out[0], 7 / 5 * one)
+    torch.testing.assert_close(out[1], (x[5:] * diversity[5:, None]).sum(0) / diversity[5:].sum())
+
+
+def test_kitoke_merges_within_intervals() -> None:
+    one, two = torch.eye(2)
+    x = torch.stack([one, one, one + 0.1 * two, one, two, two])
+    # cosines of neighbouring frames are 1, 0.995, 0.995, 0 and 1
+    assert intervals(x, torch.arange(6)).tolist() == [0, 0, 0, 0, 1, 1]
+    assert intervals(x[:1], torch.zeros(1, dtype=torch.long)).tolist() == [0]
+    picked, part = torch.tensor([True, False, False, True]), torch.tensor([0, 0, 1, 1])
+    some = torch.stack([one, two, one, two])
+    # the second is a copy of the last, and the third of the first, but in other intervals
+    assert joined(some, part, picked).tolist() == [0, 0, 3, 3]
+    # an interval without a pick
+    assert joined(some, torch.tensor([0, 2, 2, 1]), picked).tolist() == [0, 3, 0, 3]
+
+
 def test_tempme_merges_within_frames_and_then_across_them() -> None:
     one, two = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     x = torch.stack([one, two, one + 0.1 * two, one])
@@ -189,6 +224,7 @@ def test_evad_keeps_the_middle_frame() -> None:
         lambda: StreamVln(recent=0),
         lambda: LongVlm(frames=0),
         lambda: Sttm(root=-1),
+        lambda: KiToke(bandwidth=0.0),
         lambda: TempMe(joins=()),
         lambda: TempMe(joins=(2, 1)),
     ],

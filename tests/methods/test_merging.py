@@ -24,6 +24,7 @@ from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
 from mmaccel.merging.free_video_llm import FreeVideoLlm
 from mmaccel.merging.holitom import HoliTomMerge
+from mmaccel.merging.kitoke import KiToke
 from mmaccel.merging.longvlm import LongVlm
 from mmaccel.merging.metok import METokMerge
 from mmaccel.merging.moviechat import MovieChat
@@ -61,6 +62,8 @@ METHODS: list[TokenMethod] = [
     HoliTomMerge(),
     HoliTomMerge(tau=0.2, contextual=0.5, beta=None),
     HoliTomMerge().by("official"),
+    KiToke(),
+    KiToke(bandwidth=0.3),
     LongVlm(),
     LongVlm(frames=2, heads=1),
     METokMerge(),
