@@ -173,8 +173,6 @@ def longvlm(params: Params, arrays: Arrays) -> None:
 # --- cells ------------------------------------------------------------------------------------------------------------
 def sttm(params: Params, arrays: Arrays) -> None:
     """Tokens in the order of their first places, the number of patches of each, and what becomes of rotary tables."""
-    if params.get("slow_ver"):
-        raise NotOffered("links from a sorted list of which neighbouring duplicates are removed")
     assert not params.get("pos_emb_weighted_avg")
     video = arrays["video"].movedim(1, -1)
     frames, high, wide, width = video.shape
@@ -189,6 +187,7 @@ def sttm(params: Params, arrays: Arrays) -> None:
         root=params["root_level"],
         weighted=params["weighted_avg"],
         heads=width // (params.get("head_dim") or width),
+        single=params.get("slow_ver", False),
     )
     made = method.reduce(clip, torch.tensor([frames * high * wide]))
     box = arrays["tyxyx"].long()

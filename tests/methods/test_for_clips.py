@@ -174,6 +174,32 @@ def test_sttm_merges_what_is_uniform_and_what_stays() -> None:
     assert made.kept[0].nonzero()[:, 0].tolist() == [0, 2, 3, 16]
 
 
+def test_sttm_may_link_a_cell_once() -> None:
+    """A cell of four in the second frame stands over four cells of the first, which differ."""
+    one, two = torch.eye(2)
+    first = torch.stack([one, one + 0.2 * two, one + 0.4 * two, one - 0.5 * two])
+    whole = one + 0.3 * two
+    x = torch.stack([first.view(2, 2, 2), whole.expand(2, 2, 2)])
+    # noise about them, so that cells of four are the coarsest
+    x = torch.cat([x, torch.stack([two, -two]).view(1, 1, 2, 2).expand(2, 2, 2, 2)], 2)
+    x = torch.cat([x, -x], 1).reshape(2, 4, 4, 2)
+    tokens = film(2, 4, 4, features=x.flatten(0, 2))
+    count = torch.tensor([32])
+
+    def over(method: Sttm) -> list[int]:
+        return method.reduce(tokens, count).owner()[0].view(2, 4, 4)[:, :2, :2].flatten().tolist()
+
+    method = Sttm(layer=2, spatial=0.99, temporal=0.7, root=0)
+    assert over(method) == [0] * 8
+    # cosines of 0.958, 0.9956, 0.9960 and 0.728
+    single = Sttm(layer=2, spatial=0.99, temporal=0.7, root=0, single=True)
+    assert over(single) == [0, 1, 4, 5, 4, 4, 4, 4]
+    # another cell's link lies between the two of the first; the program looks no further than the next
+    links = torch.tensor([0, 1, 2]), torch.tensor([9, 10, 9]), torch.tensor([0.9, 0.8, 0.7])
+    for variant, others in (("exact", [9, 10]), ("official", [9, 10, 9])):
+        assert single.by(variant)._single(*links, torch.Size((2, 3, 3)))[1].tolist() == others
+
+
 def test_sttm_borders_of_odd_sides() -> None:
     """A border cell has fewer children; the program compares it with a cell that is none of them."""
     x = torch.zeros(1, 3, 3, 2)
