@@ -106,6 +106,10 @@ def test_streamdvc_merges_neighbours_one_by_one() -> None:
     assert owner.tolist() == [0, 0, 1, 3, 1, 2, 3]
     assert share.tolist() == [0.5, 0.5, 0.5, 0.5, 0.5, 1.0, 0.5]
     tokens = film(7, 1, 1, features=x)
+    # 90 comes when 95 and 130 merge, into 107 by their weights, nearer to 90 than 155 is to 175; the plain mean would not be
+    more = torch.tensor([0.0, 10, 90, 180, 100, 130, 170, 90, 155]).deg2rad()
+    more = torch.stack([more.cos(), more.sin()], 1)
+    assert merge_neighbours(more[:4], more[4:])[0].tolist() == [0, 0, 1, 3, 1, 1, 3, 1, 2]
     made = StreamDvc(neighbours=True).reduce(tokens, torch.tensor([4]))
     out = torch.stack([(x[0] + x[1]) / 2, (x[2] + x[4]) / 2, x[5], (x[3] + x[6]) / 2])
     torch.testing.assert_close(made.apply(tokens.features)[0], out)
