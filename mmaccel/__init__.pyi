@@ -87,7 +87,9 @@ from .merging.evad import Evad as Evad
 from .merging.everest import Everest as Everest
 from .merging.evs import Evs as Evs
 from .merging.fastvid import FastVID as FastVID
+from .merging.free_video_llm import FreeVideoLlm as FreeVideoLlm
 from .merging.holitom import HoliTomMerge as HoliTomMerge
+from .merging.kitoke import KiToke as KiToke
 from .merging.longvlm import LongVlm as LongVlm
 from .merging.metok import METokMerge as METokMerge
 from .merging.moviechat import MovieChat as MovieChat
@@ -101,6 +103,7 @@ from .merging.spacetime import SpaceTime as SpaceTime
 from .merging.stc import StcPruner as StcPruner
 from .merging.streamdvc import StreamDvc as StreamDvc
 from .merging.streamvln import StreamVln as StreamVln
+from .merging.tempme import TempMe as TempMe
 from .merging.vflowopt import VFlowOptMerge as VFlowOptMerge
 from .merging.vidcom2 import VidCom2 as VidCom2
 from .merging.vtm import Vtm as Vtm

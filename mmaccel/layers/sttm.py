@@ -38,12 +38,13 @@ class Sttm(LayerMethod):
     root : 1 as in the scripts.
     weighted : means over tokens; otherwise over cells, which the program does by default.
     heads : the cosine is the mean of those of this many slices of the features.
+    single : a cell is linked with only one of the frame before, the most similar (the first on a tie); the program's ``slow``.
 
-    Paper and program: the program renumbers positions; here a token keeps that of the first token of its cell. It links by
-    another rule too (``slow``), in which duplicates are removed from a sorted list; that rule is not offered.
+    Paper and program: the program renumbers positions; here a token keeps that of the first token of its cell.
 
     ``variant="official"``: a cell with fewer than four children is compared with the first cell below it as well, so that
-    borders are split too often, and links end to spread before they have reached everything.
+    borders are split too often, and links end to spread before they have reached everything. With ``single`` a link is left
+    out only where the next more similar one of the two frames is of the same cell.
     """
 
     name = "sttm"
@@ -58,6 +59,7 @@ class Sttm(LayerMethod):
     root: int = 1
     weighted: bool = False
     heads: int = 1
+    single: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,9 +110,28 @@ class Sttm(LayerMethod):
         share = torch.ones_like(cells.share) if self.weighted else cells.share
         if not along_time or len(x) < 2:
             return home, share
-        alike = there[1:] & there[:-1] & (self._cosine(cells.x[:-1], cells.x[1:]) >= self.temporal)
-        label = spread(places.flatten(), home[:-1][alike], home[1:][alike], early=self.official)
+        cosine = self._cosine(cells.x[:-1], cells.x[1:])
+        alike = there[1:] & there[:-1] & (cosine >= self.temporal)
+        one, other = home[:-1][alike], home[1:][alike]
+        if self.single:
+            one, other = self._single(one, other, cosine[alike], there.shape)
+        label = spread(places.flatten(), one, other, early=self.official)
         return label[home], share
+
+    def _single(self, one: Tensor, other: Tensor, cosine: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Of links between cells ``one [L]`` and ``other [L]`` of the next frame, those of every other cell with the most
+        similar one; frames are of the ``shape [F, H, W]``."""
+        # one a place; those of a pair of cells are equal
+        pair, link = torch.unique(one * shape.numel() + other, return_inverse=True)
+        one, other = pair // shape.numel(), pair % shape.numel()
+        cosine = cosine.new_zeros(len(pair)).scatter_reduce(0, link, cosine, "amax", include_self=False)
+        order = cosine.argsort(descending=True, stable=True)
+        by = one // shape[1:].numel() if self.official else other
+        order = order[by[order].argsort(stable=True)]
+        one, other = one[order], other[order]
+        first = torch.ones_like(other, dtype=torch.bool)
+        first[1:] = other[1:] != other[:-1]
+        return one[first], other[first]
 
     def _pyramid(self, x: Tensor, there: Tensor) -> list[Level]:
         """From the frames themselves to the coarsest cells."""

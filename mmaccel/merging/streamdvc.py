@@ -1,4 +1,4 @@
-"""Streaming dense video captioning: a memory of fixed size takes up frame after frame by k-means."""
+"""Streaming dense video captioning: a memory of fixed size takes up frame after frame."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
 
 from ..core.masks import even_in_groups
 from ..core.reduction import Links, Reduction, segment_sum
 from ..errors import MmaccelError
 from ..method import ProjectorMethod, TokenBatch
-from ..method.blocks import frame_numbers
+from ..method.blocks import cosine_of, frame_numbers
 from ..method.registry import register
 from .film import Clip, Flat, by_clip, spare
 
@@ -35,12 +36,19 @@ class StreamDvc(ProjectorMethod):
     A kept token takes the slot that its place in the memory had at first, so that all of them are in the first frames; it
     is the memory of the whole clip all the same. Tiles of a picture count as frames. Newlines are dropped first.
 
+    With ``neighbours`` the memory is the program's other one, which takes up token after token: of the memory and the new
+    token behind it, the two neighbours with the highest cosine (the first on a tie) become their mean, with their weights, in
+    the place of the first, and the new token takes the place of the second. Where it is itself the second, it is averaged
+    in. So the places are not in order of time, and all weights together are the tokens that were taken up.
+
     Parameters
     ----------
-    iterations : 2 as in the program.
+    iterations : 2 as in the program; of k-means.
+    neighbours : merge neighbours one by one in place of k-means. One token waits for the other: a clip of 6,000 tokens takes
+        about a second.
 
     Paper and program: the memory of the paper, 514 tokens, is a whole number of frames. Its captioner was trained with it. The
-    program has other memories beside it (means, and neighbours merged one by one), which are not offered.
+    program has memories of means beside these two, which are not offered.
     """
 
     name = "streamdvc"
@@ -51,6 +59,7 @@ class StreamDvc(ProjectorMethod):
     conserves_mass: ClassVar[bool] = False
 
     iterations: int = 2
+    neighbours: bool = False
 
     def __post_init__(self) -> None:
         if self.iterations < 1:
@@ -73,6 +82,10 @@ class StreamDvc(ProjectorMethod):
         """The links of one clip ``x [n, D]`` whose tokens are of the frames ``frame [n]``, into ``count`` of them."""
         x, first = x.float(), beginning(frame, count)
         slots, there = first.nonzero()[:, 0], torch.ones_like(first)
+        if self.neighbours:
+            later = (~first).nonzero()[:, 0]
+            owner, share = merge_neighbours(x[slots], x[later])
+            return Links(torch.zeros_like(owner), slots[owner], torch.cat([slots, later]), share)
         made = Reduction.identity(there[None])
         memory, weight = x[slots], torch.ones_like(slots)
         for number in frame[~first].unique().tolist():
@@ -107,13 +120,55 @@ def take_up(memory: Tensor, weight: Tensor, frame: Tensor, iterations: int) -> t
     for _ in range(iterations):
         # a datum of the memory stays with its own centre as long as that is where it was
         ask = asked.nonzero()[:, 0]
-        joined = datum.clamp(max=size - 1).scatter(0, ask, torch.cdist(data[ask], centres).argmin(1))
+        joined = datum.clamp(max=size - 1).scatter(0, ask, nearest(data[ask], centres))
         weight = torch.zeros_like(weight).scatter_add_(0, joined, heavy)
         old, new = (weight == 0)[centre], heavy > 0
         centre, source = torch.cat([centre[old], joined[new]]), torch.cat([source[old], datum[new]])
+        part = torch.cat([share[old], heavy[new]])
         share = torch.cat([share[old], (heavy / weight.clamp(min=1)[joined])[new]])
         order = centre.argsort(stable=True)
-        centre, source, share = centre[order], source[order], share[order]
-        before, centres = centres, segment_sum(data[source] * share[:, None], torch.bincount(centre, minlength=size))
+        centre, source, share, part = centre[order], source[order], share[order], part[order]
+        # in double precision the mean of copies is a copy
+        sums = segment_sum(data[source].double() * part[:, None], torch.bincount(centre, minlength=size))
+        before, centres = centres, (sums / weight.clamp(min=1)[:, None]).to(centres.dtype)
         asked[:size] = (centres != before).any(1)
     return centres, weight, centre, source, share
+
+
+def nearest(x: Tensor, centres: Tensor) -> Tensor:
+    """``[n]`` long: the first of ``centres [M, D]`` that is nearest to each of ``x [n, D]``."""
+    away, first = torch.cdist(x, centres), first_copies(centres[None])
+    near = (away if first is None else away[:, first[0]]).argmin(1)
+    return of_first(near[None], first_copies(x[None]))[0]
+
+
+def merge_neighbours(memory: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """For every token of ``new [n, D]`` the two neighbours merge that are most alike; see :class:`StreamDvc`.
+
+    Returns of every token of ``[memory; new]`` the place in the memory ``[M, D]`` that it flowed into, and its share there,
+    ``[M + n]`` each.
+    """
+    size, total = len(memory), len(memory) + len(new)
+    # the last place is that of the new token, and `alike` is of a place and the next one; sums of copies are exact
+    data, weight = torch.cat([memory, memory[:1]]).double(), torch.ones_like(memory[:1, 0]).double().repeat(size + 1)
+    alike = cosine_of(data[:-1], data[1:])
+    number, beside = torch.arange(total, device=memory.device), torch.arange(-1, 2, device=memory.device)
+    into, holder = number.clone(), number[: size + 1].clone()
+    for at, token in zip(number[size:], new.double(), strict=True):
+        data[size], weight[size], holder[size] = token, 1.0, at
+        alike[size - 1 :] = cosine_of(data[size - 1 : size], data[size:])
+        first = alike.argmax(0, keepdim=True)
+        second = first + 1
+        heavy = weight[first] + weight[second]
+        merged = (data[first] * weight[first] + data[second] * weight[second]) / heavy
+        into[holder[second]] = holder[first]
+        data[first], weight[first] = merged, heavy
+        data[second], weight[second], holder[second] = token, 1.0, at
+        pairs = (first + beside).clamp(0, size - 1)
+        alike[pairs] = cosine_of(data[pairs], data[pairs + 1])
+    for _ in range(total.bit_length()):
+        into = into[into]
+    place = torch.empty_like(into)
+    place[holder[:size]] = number[:size]
+    owner = place[into]
+    return owner, (1 / weight)[owner].to(memory.dtype)

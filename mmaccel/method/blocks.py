@@ -82,11 +82,15 @@ def cosine_to(features: Tensor, slots: Tensor) -> Tensor:
     step = max(1, (CACHED if features.device.type == "cpu" else BLOCK) // max(1, rows * width))
     for left in range(0, n, step):
         block = slice(left, left + step)
-        x, y = features[:, block].float(), features[row, at[:, block]].float()
-        # the three sums add in the same order, and sqrt(a a) is a, so copies have exactly one
-        square = ((x * x).sum(-1) * (y * y).sum(-1)).clamp(min=torch.finfo(torch.float32).tiny)
-        cosine[:, block] = (x * y).sum(-1) / square.sqrt()
+        cosine[:, block] = cosine_of(features[:, block].float(), features[row, at[:, block]].float())
     return cosine.clamp_(max=1.0)
+
+
+def cosine_of(x: Tensor, y: Tensor) -> Tensor:
+    """``[...]``: cosines of vectors ``x`` and ``y [..., D]``, whose sums over ``D`` are taken alone; that of copies is one."""
+    # the three sums add in the same order, and sqrt(a a) is a
+    square = ((x * x).sum(-1) * (y * y).sum(-1)).clamp(min=torch.finfo(x.dtype).tiny)
+    return (x * y).sum(-1) / square.sqrt()
 
 
 def frame_numbers(tokens: TokenBatch) -> Tensor:

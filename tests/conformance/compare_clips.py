@@ -9,6 +9,7 @@ import torch
 from comparators import Arrays, Params, close, kept_of, same_rows, same_set
 from compare_merging import film_of
 from harness import NotOffered, make
+from torch import Tensor
 
 from mmaccel.merging.streamdvc import take_up
 
@@ -90,7 +91,66 @@ def streamdvc_kmeans(params: Params, arrays: Arrays) -> None:
 
 
 def streamdvc_adjacent(params: Params, arrays: Arrays) -> None:
-    raise NotOffered("the memory that merges neighbours, one new token after the other")
+    """Tokens of the memory that weigh more are made of copies: two that stand side by side merge before all others."""
+    assert params["weighted"]
+    tokens, weights = arrays["buffer"], arrays["weights"].tolist()
+    size = len(tokens)
+    # behind a token that weighs more stands its copy, and the one that was to be there comes when they have merged
+    begin = [0] + [k if weights[k] > 1 else k + 1 for k in range(size - 1)]
+    for k, weight in enumerate(weights):
+        begin += [k] * (weight - 2) + [k + 1] if weight > 1 and k < size - 1 else [k] * (weight - 1)
+    clip = film_of(torch.cat([tokens[begin], arrays["new"]])[:, None])
+    made = make("streamdvc", neighbours=True).reduce(clip, torch.tensor([size]))
+    close(made.apply(clip.features)[0], arrays["out"])
+    assert made.links is not None and torch.equal(made.links.slot.bincount(), arrays["out_weights"].long())
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+def free_video_llm(params: Params, arrays: Arrays) -> None:
+    """One path at a time; of what flows together the program shows the larger value of each channel."""
+    frames, places = arrays["features"].shape[:2]
+    high, wide = params["roi_grid_hw"][0] * 2, params["roi_grid_hw"][1]
+    cells = torch.cartesian_prod(torch.arange(frames), torch.arange(high), torch.arange(wide))
+    clip = replace(
+        film_of(arrays["features"]),
+        grid=torch.tensor([[frames, high, wide]]),
+        cells=cells[None],
+        question=arrays["text"][None],
+        question_valid=torch.ones(1, 1, dtype=torch.bool),
+        signals={"patches": arrays["patch_embeds"][:, 1:].flatten(0, 1)[None]},
+    )
+
+    def shown(count: int, roi: float = 1.0, **options: object) -> tuple[list[int], Tensor]:
+        method = make("free-video-llm", fast=0.0, roi=roi, clip="theirs", **options)
+        links = method.reduce(clip, torch.tensor([count])).links
+        kept, sizes = links.slot.unique_consecutive(return_counts=True)
+        most = torch.segment_reduce(clip.features[0, links.source], "max", lengths=sizes)
+        return (kept // places).unique().tolist(), most
+
+    for name, options in (
+        ("top3_frames", {"slow": params["num_textguided"], "middle": 0}),
+        ("change_frames", {"slow": 0, "middle": params["num_change"], "change": True}),
+    ):
+        assert shown(len(arrays[name]) * places // 2, **options)[0] == arrays[name].tolist()
+    close(shown(frames * places // 2, slow=frames)[1], arrays["pooled"][0])
+    crop = arrays["roi_crop"][0]
+    close(shown(len(crop), params["roi_ratio"], slow=frames)[1], crop)
+
+
+# --- clips that join --------------------------------------------------------------------------------------------------
+def tempme(params: Params, arrays: Arrays) -> None:
+    """The step in which clips join: nothing has been merged within frames, and tokens stand for several already."""
+    frames, (x, size) = params["cls_num"], (arrays["x"], arrays["size_in"][..., 0])
+    # a class token of every frame stands in front, and takes no part
+    x, size = x[:, frames:], size[:, frames:]
+    places = x.shape[1]
+    clip, frame = film_of(x), torch.arange(places) * frames // places
+    cells = torch.stack([frame, torch.zeros_like(frame), torch.arange(places)], 1)[None]
+    clip = replace(clip, grid=torch.tensor([[frames, 1, places]]), cells=cells)
+    given = {"sizes": lambda self, tokens: size, "keeps": lambda self, lengths, left: lengths}
+    made = make("tempme", given, joins=(frames,)).reduce(clip, torch.tensor([places - params["r"]]))
+    ours = torch.cat([made.substitute(x), made.mass(size)[..., None]], 2)[made.kept]
+    same_rows(ours, torch.cat([arrays["out"], arrays["size"]], 2)[0, frames:])
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
@@ -113,8 +173,6 @@ def longvlm(params: Params, arrays: Arrays) -> None:
 # --- cells ------------------------------------------------------------------------------------------------------------
 def sttm(params: Params, arrays: Arrays) -> None:
     """Tokens in the order of their first places, the number of patches of each, and what becomes of rotary tables."""
-    if params.get("slow_ver"):
-        raise NotOffered("links from a sorted list of which neighbouring duplicates are removed")
     assert not params.get("pos_emb_weighted_avg")
     video = arrays["video"].movedim(1, -1)
     frames, high, wide, width = video.shape
@@ -129,6 +187,7 @@ def sttm(params: Params, arrays: Arrays) -> None:
         root=params["root_level"],
         weighted=params["weighted_avg"],
         heads=width // (params.get("head_dim") or width),
+        single=params.get("slow_ver", False),
     )
     made = method.reduce(clip, torch.tensor([frames * high * wide]))
     box = arrays["tyxyx"].long()
@@ -159,6 +218,12 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         f"{_DVC}:kmeans, called per frame on [memory; frame] with carried weights",
     ): streamdvc_kmeans,
     ("google-research/scenic", f"{_DVC}:adjacent_merge"): streamdvc_adjacent,
+    (
+        "contrastive/FreeVideoLLM",
+        "free_video_llm/llava/model/llava_arch.py:{text_guided_frames,top_change_frames,"
+        "temporal_aggregation(spatial_1d_max_pool),roi_crop}",
+    ): free_video_llm,
+    ("LunarShen/TempMe", "tvr/models/module_tome_merge.py:bipartite_soft_matching + merge_wavg"): tempme,
     ("ziplab/LongVLM", "longvlm/model/merge.py:merge_tokens"): longvlm,
     ("HYUNJS/STTM", "token_merging_utils/quadtree_builder.py:quadtree_build_video"): sttm,
 }

@@ -169,7 +169,8 @@ class CacheRun:
         self.stage = PlannedStage(0, policy, retain)
         recipe = SimpleNamespace(text_retain=None)
         # what the cache stage reads of a plan
-        self.plan: Any = SimpleNamespace(recipe=recipe, family=SimpleNamespace(text=text))
+        family = SimpleNamespace(text=text, attending=range(layers), attention_in=lambda i: text.layers[i].self_attn)
+        self.plan: Any = SimpleNamespace(recipe=recipe, family=family)
         self.state = CacheState(layers)
         self.eviction: _Watched
 

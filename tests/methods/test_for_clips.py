@@ -12,11 +12,13 @@ from torch import Tensor
 from mmaccel import MmaccelError
 from mmaccel.layers.sttm import Sttm
 from mmaccel.merging.evad import Evad
+from mmaccel.merging.kitoke import KiToke, intervals, joined
 from mmaccel.merging.longvlm import LongVlm
 from mmaccel.merging.progressive_pool import ProgressivePool
 from mmaccel.merging.stc import StcPruner
-from mmaccel.merging.streamdvc import StreamDvc, beginning, take_up
+from mmaccel.merging.streamdvc import StreamDvc, beginning, merge_neighbours, take_up
 from mmaccel.merging.streamvln import StreamVln
+from mmaccel.merging.tempme import TempMe
 from mmaccel.merging.vidcom2 import VidCom2
 from mmaccel.merging.vtm import Vtm
 from mmaccel.method import TokenBatch
@@ -96,6 +98,72 @@ def test_a_centre_that_nothing_joins_stays() -> None:
     assert centre.tolist() == [0, 0, 1] and source.tolist() == [0, 2, 1] and share.tolist() == [0.5, 0.5, 1.0]
 
 
+def test_streamdvc_merges_neighbours_one_by_one() -> None:
+    # angles in degrees; 100 takes the place of 10, 130 that of 90 when 100 and 90 have merged; 170 joins 180
+    at = torch.tensor([0.0, 10, 90, 180, 100, 130, 170]).deg2rad()
+    x = torch.stack([at.cos(), at.sin()], 1)
+    owner, share = merge_neighbours(x[:4], x[4:])
+    assert owner.tolist() == [0, 0, 1, 3, 1, 2, 3]
+    assert share.tolist() == [0.5, 0.5, 0.5, 0.5, 0.5, 1.0, 0.5]
+    tokens = film(7, 1, 1, features=x)
+    # 90 comes when 95 and 130 merge, into 107 by their weights, nearer to 90 than 155 is to 175; the plain mean would not be
+    more = torch.tensor([0.0, 10, 90, 180, 100, 130, 170, 90, 155]).deg2rad()
+    more = torch.stack([more.cos(), more.sin()], 1)
+    assert merge_neighbours(more[:4], more[4:])[0].tolist() == [0, 0, 1, 3, 1, 1, 3, 1, 2]
+    made = StreamDvc(neighbours=True).reduce(tokens, torch.tensor([4]))
+    out = torch.stack([(x[0] + x[1]) / 2, (x[2] + x[4]) / 2, x[5], (x[3] + x[6]) / 2])
+    torch.testing.assert_close(made.apply(tokens.features)[0], out)
+
+
+def test_kitoke_picks_what_is_rare_and_not_its_like() -> None:
+    one, two, three = torch.eye(3)
+    # seven tokens of which five are alike, and the two others too
+    x = torch.stack([one, one, 3 * one, one, one, two, two + 0.3 * three])
+    near = 1 / 1.09**0.5
+    unit = torch.nn.functional.normalize(x, dim=-1)
+    spread = 2 * (1 - unit.mean(0).square().sum())
+    kernel = ((unit @ unit.T - 1) / spread).exp()
+    torch.testing.assert_close(kernel[5, 6], ((near - 1) / spread).exp())
+    picked, diversity = KiToke().pick(x, 2)
+    torch.testing.assert_close(diversity, 1 / kernel.mean(1))
+    # the first of two that are as rare; then the other is worth less than what there is five times
+    assert picked.nonzero()[:, 0].tolist() == [0, 5]
+    made = KiToke().reduce(film(7, 1, 1, features=x), torch.tensor([2]))
+    out = made.apply(x[None])[0]
+    assert made.owner()[0].tolist() == [0, 0, 0, 0, 0, 5, 5]
+    torch.testing.assert_close(out[0], 7 / 5 * one)
+    torch.testing.assert_close(out[1], (x[5:] * diversity[5:, None]).sum(0) / diversity[5:].sum())
+
+
+def test_kitoke_merges_within_intervals() -> None:
+    one, two = torch.eye(2)
+    x = torch.stack([one, one, one + 0.1 * two, one, two, two])
+    # cosines of neighbouring frames are 1, 0.995, 0.995, 0 and 1
+    assert intervals(x, torch.arange(6)).tolist() == [0, 0, 0, 0, 1, 1]
+    assert intervals(x[:1], torch.zeros(1, dtype=torch.long)).tolist() == [0]
+    picked, part = torch.tensor([True, False, False, True]), torch.tensor([0, 0, 1, 1])
+    some = torch.stack([one, two, one, two])
+    # the second is a copy of the last, and the third of the first, but in other intervals
+    assert joined(some, part, picked).tolist() == [0, 0, 3, 3]
+    # an interval without a pick
+    assert joined(some, torch.tensor([0, 2, 2, 1]), picked).tolist() == [0, 3, 0, 3]
+
+
+def test_tempme_merges_within_frames_and_then_across_them() -> None:
+    one, two = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    x = torch.stack([one, two, one + 0.1 * two, one])
+    tokens = film(2, 1, 2, features=x)
+    # the square root of a half leaves frames whole; of four tokens the first and third are matched with the others
+    made = TempMe().reduce(tokens, torch.tensor([2]))
+    assert made.owner()[0].tolist() == [3, 1, 3, 3]
+    torch.testing.assert_close(made.apply(tokens.features)[0], torch.stack([two, (x[0] + x[2] + x[3]) / 3]))
+    # that of a quarter halves them: of one frame the second token is matched with the first
+    assert TempMe().reduce(tokens, torch.tensor([1])).owner()[0].tolist() == [2, 2, 2, 2]
+    # frames that no step joins have budgets of their own
+    three = film(3, 1, 2, features=torch.cat([x, x[:2]]))
+    assert TempMe(joins=(2,)).reduce(three, torch.tensor([3])).owner()[0].tolist() == [3, 1, 3, 3, 4, 4]
+
+
 def test_sttm_merges_what_is_uniform_and_what_stays() -> None:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(2, 4, 4, 8, generator=random)
@@ -108,6 +176,32 @@ def test_sttm_merges_what_is_uniform_and_what_stays() -> None:
     # nothing along time; and a ceiling drops what stands for least, the later first
     made = Sttm(layer=2, spatial=0.9, temporal=2.0, root=0).reduce(tokens, torch.tensor([4]))
     assert made.kept[0].nonzero()[:, 0].tolist() == [0, 2, 3, 16]
+
+
+def test_sttm_may_link_a_cell_once() -> None:
+    """A cell of four in the second frame stands over four cells of the first, which differ."""
+    one, two = torch.eye(2)
+    first = torch.stack([one, one + 0.2 * two, one + 0.4 * two, one - 0.5 * two])
+    whole = one + 0.3 * two
+    x = torch.stack([first.view(2, 2, 2), whole.expand(2, 2, 2)])
+    # noise about them, so that cells of four are the coarsest
+    x = torch.cat([x, torch.stack([two, -two]).view(1, 1, 2, 2).expand(2, 2, 2, 2)], 2)
+    x = torch.cat([x, -x], 1).reshape(2, 4, 4, 2)
+    tokens = film(2, 4, 4, features=x.flatten(0, 2))
+    count = torch.tensor([32])
+
+    def over(method: Sttm) -> list[int]:
+        return method.reduce(tokens, count).owner()[0].view(2, 4, 4)[:, :2, :2].flatten().tolist()
+
+    method = Sttm(layer=2, spatial=0.99, temporal=0.7, root=0)
+    assert over(method) == [0] * 8
+    # cosines of 0.958, 0.9956, 0.9960 and 0.728
+    single = Sttm(layer=2, spatial=0.99, temporal=0.7, root=0, single=True)
+    assert over(single) == [0, 1, 4, 5, 4, 4, 4, 4]
+    # another cell's link lies between the two of the first; the program looks no further than the next
+    links = torch.tensor([0, 1, 2]), torch.tensor([9, 10, 9]), torch.tensor([0.9, 0.8, 0.7])
+    for variant, others in (("exact", [9, 10]), ("official", [9, 10, 9])):
+        assert single.by(variant)._single(*links, torch.Size((2, 3, 3)))[1].tolist() == others
 
 
 def test_sttm_borders_of_odd_sides() -> None:
@@ -160,6 +254,9 @@ def test_evad_keeps_the_middle_frame() -> None:
         lambda: StreamVln(recent=0),
         lambda: LongVlm(frames=0),
         lambda: Sttm(root=-1),
+        lambda: KiToke(bandwidth=0.0),
+        lambda: TempMe(joins=()),
+        lambda: TempMe(joins=(2, 1)),
     ],
 )
 def test_impossible_options_are_refused(make) -> None:

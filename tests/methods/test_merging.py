@@ -22,7 +22,9 @@ from mmaccel.merging.evad import Evad
 from mmaccel.merging.everest import Everest
 from mmaccel.merging.evs import Evs
 from mmaccel.merging.fastvid import FastVID
+from mmaccel.merging.free_video_llm import FreeVideoLlm
 from mmaccel.merging.holitom import HoliTomMerge
+from mmaccel.merging.kitoke import KiToke
 from mmaccel.merging.longvlm import LongVlm
 from mmaccel.merging.metok import METokMerge
 from mmaccel.merging.moviechat import MovieChat
@@ -35,6 +37,7 @@ from mmaccel.merging.spacetime import SpaceTime
 from mmaccel.merging.stc import StcPruner
 from mmaccel.merging.streamdvc import StreamDvc
 from mmaccel.merging.streamvln import StreamVln
+from mmaccel.merging.tempme import TempMe
 from mmaccel.merging.vflowopt import VFlowOptMerge
 from mmaccel.merging.vidcom2 import VidCom2
 from mmaccel.merging.vtm import Vtm
@@ -54,9 +57,13 @@ METHODS: list[TokenMethod] = [
     DyCokeTTM().by("official"),
     FastVID(),
     FastVID(segments=3, tau=-1.0, merged=0.8, stride=2, query="all"),
+    FreeVideoLlm(),
+    FreeVideoLlm(slow=1, middle=2, roi=0.3, fast=0.0, change=True),
     HoliTomMerge(),
     HoliTomMerge(tau=0.2, contextual=0.5, beta=None),
     HoliTomMerge().by("official"),
+    KiToke(),
+    KiToke(bandwidth=0.3),
     LongVlm(),
     LongVlm(frames=2, heads=1),
     METokMerge(),
@@ -75,8 +82,11 @@ METHODS: list[TokenMethod] = [
     StcPruner(chunk=3).by("official"),
     StreamDvc(),
     StreamDvc(iterations=3),
+    StreamDvc(neighbours=True),
     StreamVln(),
     StreamVln(recent=2, history=3),
+    TempMe(),
+    TempMe(joins=(3,)),
     VidCom2(),
     VidCom2(temperature=1.0),
     Vtm(),
