@@ -101,6 +101,7 @@ class Family(Towers):
     since: ClassVar[str] = "5.17"
     #: whether RoPE turns queries and keys as two halves, in every layer of the language models usual for it
     halves: bool = True
+    ranks: int = 1
     #: whether some layers of its language models keep a recurrent state where others have attention
     stateful: bool = False
     #: whether it is made for reading pages, every letter of which stands in few tokens
@@ -117,6 +118,7 @@ class Family(Towers):
         self.inner: Any = model.model
         self.text: Any = None if self.inner is None else getattr(self.inner, self.text_name)
         self.halves = _turns_halves(model.config)
+        self.ranks = int(getattr(model, "_tp_size", None) or 1)
         if len(self.read_layers) > 1:
             self.whole = JOINED
 

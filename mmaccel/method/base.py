@@ -77,6 +77,8 @@ class ModelFacts(TowerFacts, Protocol):
     halves: bool
     #: whether some layers of the language model keep a recurrent state where others have attention
     stateful: bool
+    #: the number of devices that the heads of a layer are spread over (tensor parallelism)
+    ranks: int
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -157,11 +159,23 @@ class Method(ABC):
         """The quantities of the vision tower that this method needs."""
         return ()
 
+    @property
+    def mixes_heads(self) -> bool:
+        """Whether what it keeps depends on several KV heads of a layer of the language model at once."""
+        return False
+
     def check(self, family: ModelFacts) -> None:
         """Raise :class:`UnsupportedError` when the family lacks what the method needs."""
 
     def suits(self, family: ModelFacts) -> None:
-        """Raise :class:`UnsupportedError` when :meth:`check` does, or the method taps a vision tower that is closed."""
+        """Raise :class:`UnsupportedError` when :meth:`check` does, the method taps a vision tower that is closed, or it mixes
+        heads that no device has all of."""
+        if family.ranks > 1 and self.mixes_heads:
+            raise UnsupportedError(
+                f"{self.name} compares the heads of a layer, and these are spread over {family.ranks} devices (tp_plan), each "
+                "of which would choose differently; use 'balanced' or another method before the language model, or load the "
+                "model with device_map in place of tp_plan."
+            )
         if family.closed is not None and self.taps():
             raise UnsupportedError(
                 f"{self.name} looks into the vision tower, and that of {family.name} {family.closed}; use 'divprune' or "

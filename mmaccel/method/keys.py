@@ -194,6 +194,12 @@ class CacheOptions:
         return name, value
 
     @property
+    def divides_heads(self) -> bool:
+        """Whether the keys that a head keeps are a matter of this head alone."""
+        layers = self.choice("layer_budget")[0] in ("uniform", "pyramid", "kvpress")
+        return layers and self.choice("head_budget")[0] == "uniform" and not self.chunk
+
+    @property
     def scheduled(self) -> bool:
         """Whether keys are also evicted while decoding."""
         return self.every > 0 or self.cap > 0
@@ -256,6 +262,11 @@ class Policy(CacheOptions, Method):
         chosen : ``[B, n]`` bool, what the last step read.
         """
         raise NotImplementedError
+
+    @property
+    def mixes_heads(self) -> bool:
+        """Scores or budgets of heads are compared, or a recall is shown their mean."""
+        return self.shared or not self.divides_heads or self.recalls
 
     @property
     def recalls(self) -> bool:

@@ -126,6 +126,11 @@ class LayerMethod(TokenMethod):
             )
 
     @property
+    def mixes_heads(self) -> bool:
+        """Every token leaves for all heads at once."""
+        return True
+
+    @property
     def spreads(self) -> bool:
         """Whether it works at several layers, and its budget is what these have on average; the content then decides how many
         tokens are left in the end."""

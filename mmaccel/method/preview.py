@@ -48,6 +48,11 @@ class PreviewMethod(ProjectorMethod):
         # methods are frozen dataclasses with a field `layer`
         return dataclasses.replace(self, layer=near)  # type: ignore[type-var]
 
+    @property
+    def mixes_heads(self) -> bool:
+        """Every token leaves for all heads at once."""
+        return True
+
     @abstractmethod
     def look(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Named statistics per key, ``[B, K]`` float32 each."""

@@ -118,6 +118,11 @@ class ReadingPolicy(Policy):
         if self.joint or self.chunk or self.protect or self.text_policy:
             raise MmaccelError(f"{self.name} reads all text; leave out joint, chunk, protect and text_policy.")
 
+    @property
+    def mixes_heads(self) -> bool:
+        """Every KV head reads the keys that are best for it."""
+        return False
+
     # --- for methods to fill in -----------------------------------------------------------------------------------
     @property
     def unit(self) -> int:

@@ -83,6 +83,11 @@ class VidKV(Codec):
             raise MmaccelError("vidkv protects visual tokens whose values have less than 2 bits; leave out protect.")
         super().__post_init__()
 
+    @property
+    def mixes_heads(self) -> bool:
+        """All heads have the same hard channels."""
+        return True
+
     def by(self, variant: Variant) -> Self:
         """With the authors' transform and groups."""
         if variant != "official" or self.official:

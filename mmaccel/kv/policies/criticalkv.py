@@ -50,6 +50,11 @@ class CriticalKV(SnapKV):
                 f"criticalkv needs first from 0 to 1 and epsilon >= 0, not {self.first} and {self.epsilon}."
             )
 
+    @property
+    def mixes_heads(self) -> bool:
+        """Output projections are read whole."""
+        return True
+
     def check(self, family: ModelFacts) -> None:
         """Refuse models whose output projections are not plain weights."""
         super().check(family)

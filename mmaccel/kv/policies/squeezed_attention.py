@@ -63,6 +63,11 @@ class SqueezedAttention(ReadingPolicy):
                 raise MmaccelError(f"{self.name}: {option}={getattr(self, option)} is too little; give 1 or more.")
 
     # --- clusters -------------------------------------------------------------------------------------------------
+    @property
+    def mixes_heads(self) -> bool:
+        """One level parts the clusters of all heads."""
+        return True
+
     def summarise(self, units: KeyUnits) -> dict[str, Tensor]:
         """``labels [B, Hkv, P]`` int32, the cluster of every key; ``centroids [B, Hkv, C, D]``, their mean keys; and
         ``weights [B, Hkv, C]`` float32, the logarithms of their sizes."""

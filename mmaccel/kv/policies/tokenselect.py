@@ -50,6 +50,11 @@ class TokenSelect(ReadingPolicy):
         if self.pool < 0 or (self.pool and self.pool % 2 == 0):
             raise MmaccelError(f"tokenselect: pool={self.pool} has no key in the middle; give an odd number, or 0.")
 
+    @property
+    def mixes_heads(self) -> bool:
+        """All heads vote."""
+        return True
+
     def rate(self, step: ReadStep) -> Tensor:
         """``[B, 1, P]`` float32: the votes of all heads; ``[B, Hkv, P]`` where heads store different keys."""
         votes = votes_of(step.query, step.keys, step.slots[..., 0], self.interleaved)
