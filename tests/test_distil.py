@@ -212,7 +212,7 @@ def test_tokens_without_which_answers_change_are_picked_after_trying(trained, mo
     frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
     paths = sorted((folder / "work" / "training").glob("*.pt"))
     shape = Shape(64, 32, 2, 4, True)
-    tried = Tried(frozen, shape, paths, [example], 0.2, 60, tmp_path / "state.pt")
+    tried = Tried(frozen, shape, paths, [example], 0.2, 200, tmp_path / "state.pt")
     assert not tried.picked(example, tried.scores(example))[:, needed].all()
     tried.run(None, lambda what, done, of: None)
     assert tried.picked(example, tried.scores(example))[:, needed].all()

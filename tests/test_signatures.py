@@ -254,6 +254,7 @@ FEATURES = {
     "glm46v": ["pixel_values", "image_grid_thw"],
     "glm4v_moe": ["pixel_values", "image_grid_thw"],
     "qwen2_5_omni": ["pixel_values", "image_grid_thw"],
+    "glm_ocr": ["pixel_values", "image_grid_thw"],
     "qwen3_5_moe": ["pixel_values", "image_grid_thw"],
     "qwen3_vl": ["pixel_values", "image_grid_thw"],
     "qwen3_vl_moe": ["pixel_values", "image_grid_thw"],

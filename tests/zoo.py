@@ -234,7 +234,7 @@ def _glm(family: str, config: str, **words: Any) -> Callable[..., PreTrainedConf
     """The configuration of a GLM: RoPE turns half of each head; ``words`` are fields of its text model."""
 
     def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
-        kind = "glm4v_moe" if family == "glm4v_moe" else "glm4v"
+        kind = "glm4v" if family == "glm46v" else family
         rope = _mrope(mrope_section=[2, 1, 1], partial_rotary_factor=0.5)
         text = _text(f"{kind}_text", overrides, vocabulary, rope_parameters=rope, **words)
         sizes = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "depth": 4, "num_heads": 2}
@@ -812,6 +812,11 @@ _TABLE: dict[str, Family] = {
             head_dim=16,
         ),
         processor=_glm_pixels("glm4v_moe", "Glm4vProcessor"),
+        **GLM_PROMPT,
+    ),
+    "glm_ocr": Family(
+        config=_glm("glm_ocr", "GlmOcrConfig", head_dim=16),
+        processor=_glm_pixels("glm_ocr", "Glm46VProcessor"),
         **GLM_PROMPT,
     ),
     "qwen3_5": Family(

@@ -590,6 +590,7 @@ TINY: dict[str, Callable[[], Tiny]] = {
         moe_intermediate_size=32,
         first_k_dense_replace=1,
     ),
+    "glm_ocr": _glm("glm_ocr", "glm_ocr", head_dim=16),
     "internvl": _internvl,
     "smolvlm": _idefics3("smolvlm"),
     "idefics3": _idefics3("idefics3"),

@@ -1,4 +1,4 @@
-"""GLM-4.1V, GLM-4.5V and GLM-4.6V: dynamic resolution, blocks of 2x2 patches, M-RoPE, time stamps between frames."""
+"""GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-OCR: dynamic resolution, blocks of 2x2 patches, M-RoPE, time stamps between frames."""
 
 from __future__ import annotations
 
@@ -44,3 +44,11 @@ class Glm4vMoe(Glm4v):
 
     name = "glm4v_moe"
     model_types = ("glm4v_moe",)
+
+
+class GlmOcr(Glm4v):
+    """GLM-OCR: a small model that reads pages; its tower normalises queries and keys and has no learned positions."""
+
+    name = "glm_ocr"
+    model_types = ("glm_ocr",)
+    reads_pages = True

@@ -42,13 +42,19 @@ class LayerParts:
         self.fused: Any = getattr(self.attention, "qkv", None)
         named = (("q_proj", "k_proj", "v_proj", "out_proj"), ("q", "k", "v", "proj"))
         split = next((names for names in named if all(hasattr(self.attention, name) for name in names)), None)
-        if (self.fused is None and split is None) or hasattr(self.attention, "q_norm"):
+        norms = [getattr(self.attention, name, None) for name in ("q_norm", "k_norm")]
+        self.norms: list[Any] = [] if norms[0] is None else norms
+        if (self.fused is None and split is None) or not self._by_head():
             raise UnsupportedError(
                 f"The layers of the vision tower of {towers.name} cannot be taken apart, so nothing is reused between frames; "
                 "use 'stc-pruner' or another method behind the tower."
             )
         self.split: list[Any] = [] if split is None else [getattr(self.attention, name) for name in split[:3]]
         self.out: Any = self.attention.proj if split is None else getattr(self.attention, split[3])
+
+    def _by_head(self) -> bool:
+        """Whether queries and keys are normalised head by head, if at all."""
+        return all(len(norm.weight) == getattr(self.attention, "head_dim", 0) for norm in self.norms)
 
     @contextmanager
     def watched(self) -> Iterator[dict[nn.Module, Tensor]]:
@@ -95,6 +101,8 @@ class LayerParts:
         """``query [N, u, C]``, ``key`` and ``value [N, T, C]`` -> ``[N, u, C]``; ``mask [N, 1, u, T]`` bool. ``rotary``:
         cosines and sines of the positions of queries and keys."""
         query, key, value = (x.unflatten(-1, (self.attention.num_heads, -1)) for x in (query, key, value))
+        if self.norms:
+            query, key = self.norms[0](query), self.norms[1](key)
         if rotary is not None:
             query, key = _rotated(query, *rotary[0]), _rotated(key, *rotary[1])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...errors import MmaccelError
 from ...method.selector import Selector, Shape
@@ -22,7 +23,9 @@ from ...pruning.learned import picked
 from ..evaluate import divergence
 from .examples import Example, Frozen
 
-_RATE, _CLIP = 2e-3, 1.0
+_RATE, _CLIP = 1e-3, 1.0
+#: share of the running mean of the weights that every step leaves: single steps are noise, what they have in common is not
+_KEPT = 0.99
 #: steps between two looks at the watched questions, and looks without a gain after which it ends
 _LOOK, _PATIENCE = 100, 8
 #: how far above the largest signal of a picture half the range of what is learned begins: signals are learned as logarithms
@@ -76,6 +79,7 @@ class Learner(ABC):
         self.device = frozen.model.device
         torch.manual_seed(0)
         self.network = Selector(shape).to(self.device)
+        self.mean = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(_KEPT))
         self.best = copy.deepcopy(self.network.state_dict())
         self.state = State()
         self.settings = {"shape": vars(shape), "retain": retain, "steps": steps}
@@ -95,6 +99,7 @@ class Learner(ABC):
             )
         self.state, (self.signal, self.scale) = State(**found["state"]), found["found"]
         self.network.load_state_dict(found["network"])
+        self.mean.load_state_dict(found["mean"])
         self.best = found["best"]
         self.optimiser.load_state_dict(found["optimiser"])
 
@@ -105,6 +110,7 @@ class Learner(ABC):
             "state": vars(self.state),
             "found": (self.signal, self.scale),
             "network": self.network.state_dict(),
+            "mean": self.mean.state_dict(),
             "best": self.best,
             "optimiser": self.optimiser.state_dict(),
         }
@@ -129,6 +135,7 @@ class Learner(ABC):
             self.state.step += 1
             tell("learning", self.state.step, self.steps)
         self.network.load_state_dict(self.best)
+        self.mean.module.load_state_dict(self.best)
         self._mend()
 
     def _step(self) -> float:
@@ -143,6 +150,7 @@ class Learner(ABC):
         slope.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), _CLIP)
         self.optimiser.step()
+        self.mean.update_parameters(self.network)
         return loss
 
     @abstractmethod
@@ -159,8 +167,8 @@ class Learner(ABC):
 
     # --- looking --------------------------------------------------------------------------------------------
     def scores(self, example: Example) -> Tensor:
-        """``[N, n]``, what the network says of all tokens."""
-        found: Tensor = self.network(example.shown())
+        """``[N, n]``, what the mean of the networks says of all tokens."""
+        found: Tensor = self.mean(example.shown())
         return found
 
     def picked(self, example: Example, scores: Tensor, share: float = 1.0) -> Tensor:
@@ -203,7 +211,7 @@ class Learner(ABC):
         )
         if watched < state.best:
             state.best, state.since = watched, state.step
-            self.best = copy.deepcopy(self.network.state_dict())
+            self.best = copy.deepcopy(self.mean.module.state_dict())
         state.ended = state.step >= self.steps or state.step - state.since >= _PATIENCE * _LOOK
 
     def _mend(self) -> None:
@@ -217,12 +225,12 @@ class Told(Learner):
     """One that learns a signal of every token, which was noted when the question was read."""
 
     def _learned(self, example: Example) -> tuple[Tensor, float]:
-        loss = self._missed(example)
+        loss = self._missed(example, self.network(example.shown()))
         return loss, float(loss.detach())
 
-    def _missed(self, example: Example) -> Tensor:
-        """Mean square of what the scores differ from what they are to be, over all tokens."""
-        missed = (self.scores(example) - self._wanted(example, self.signal, self.scale)).square()
+    def _missed(self, example: Example, scores: Tensor) -> Tensor:
+        """Mean square of what scores differ from what they are to be, over all tokens."""
+        missed = (scores - self._wanted(example, self.signal, self.scale)).square()
         return missed[example.valid].mean()
 
     def _wanted(self, example: Example, signal: int, scale: float) -> Tensor:
@@ -242,7 +250,8 @@ class Told(Learner):
         return best((signal, scale) for scale in _SCALES)
 
     def _watched(self) -> float:
-        return sum(float(self._missed(example.to(self.device))) for example in self.watched) / len(self.watched)
+        asked = [example.to(self.device) for example in self.watched]
+        return sum(float(self._missed(example, self.scores(example))) for example in asked) / len(asked)
 
 
 class Tried(Learner):
@@ -254,7 +263,7 @@ class Tried(Learner):
     """
 
     def _learned(self, example: Example) -> tuple[Tensor, float]:
-        scores = self.scores(example)
+        scores = self.network(example.shown())
         draws = torch.Generator().manual_seed(self.state.step)
         share = _LESS[self.state.step % len(_LESS)]
         kept, lost = [], []
