@@ -2,9 +2,10 @@
 
 Times every registered method at the sites ``projector`` and ``layers`` on random clips of 576, 2,880 and 16,384 visual tokens
 as a 7B language model would read them: ``look`` (for methods inside the language model) and ``reduce``, with what the vision
-tower shows given. Beside it stands the time that a prefill of the model would save at that retention: the operations saved,
-less those of a look ahead, over the FLOP/s of its largest matrix product, measured in the same run on the same device. On a
-CPU seconds are those of the process, all threads together, so that other processes on the machine do not count.
+tower shows given. Left out are methods for which a smaller model chooses; what that reads is what they cost. Beside it stands
+the time that a prefill of the model would save at that retention: the operations saved, less those of a look ahead, over the
+FLOP/s of its largest matrix product, measured in the same run on the same device. On a CPU seconds are those of the process,
+all threads together, so that other processes on the machine do not count.
 
     python benchmarks/selection.py --threads 1 --out benchmarks/results/selection-cpu.json --update benchmarks/README.md
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from mmaccel.cli.shared.text import put_between
 from mmaccel.core.budget import resolve
-from mmaccel.method import LayerAttention, LayerMethod, PreviewMethod, TokenBatch, TokenMethod
+from mmaccel.method import DraftMethod, LayerAttention, LayerMethod, PreviewMethod, TokenBatch, TokenMethod
 from mmaccel.method.registry import methods
 from mmaccel.programs.bench import origin
 
@@ -227,8 +228,8 @@ def main() -> None:
         for name, kind in methods().items()
         if issubclass(kind, TokenMethod) and kind.__module__.startswith("mmaccel.")
         if args.methods is None or name in args.methods
-        # chooses by nothing before it is trained
-        if name != "learned"
+        # one chooses by nothing before it is trained
+        if name != "learned" and not issubclass(kind, DraftMethod)
     ]
     result: dict[str, Any] = {
         "command": origin.command("python", sys.argv[0]),
@@ -250,7 +251,7 @@ def main() -> None:
         for kind in sorted(kinds, key=took.__getitem__):
             row = figures(kind, n, args)
             took[kind], gain = row["selection_s"], row["operations_saved"] / per_second
-            row |= {"prefill_saved_s": gain, "share": row["selection_s"] / gain if gain else None}
+            row |= {"prefill_saved_s": gain, "share": row["selection_s"] / gain if gain > 0 else None}
             result["rows"].append(row)
             share = "-" if row["share"] is None else f"{row['share']:.3%}"
             print(f"{n:>6} {row['method']:<20}{row['kept']:>6}{row['selection_s']:>10.4f} s{share:>10}", flush=True)

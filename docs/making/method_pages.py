@@ -26,8 +26,6 @@ BUDGETS = {
     "adaptive": "the content decides how many stay",
     "none": "none",
 }
-#: what a method was called when it was measured
-FORMER = {"dycoke-ttm": "dycoke"}
 #: titles of the sites in the navigation, in the order in which a token passes them
 SITES = {
     "frames": "Pixels and frames",
@@ -209,13 +207,16 @@ def cost(name: str) -> str:
 
 def selection(name: str) -> Iterator[str]:
     """What it takes to choose."""
-    rows = [row for row in record("selection-cpu")["rows"] if row["method"] == FORMER.get(name, name)]
+    rows = [row for row in record("selection-cpu")["rows"] if row["method"] == name]
     if rows:
         times = ", ".join(f"{1000 * row['selection_s']:,.1f} ms of {row['tokens']:,}" for row in rows)
-        share = max(row["share"] for row in rows)
+        shares = [row["share"] for row in rows if row["share"] is not None]
+        most = (
+            f"at most {max(shares):.2%} of the prefill that a 7B model saves by it" if shares else "and saves nothing"
+        )
         yield (
-            f"- Choosing a quarter takes {times} tokens on a CPU, at most {share:.2%} of the prefill that a 7B model saves "
-            "by it ([selection](../results/benchmarks.md#the-cost-of-selection))."
+            f"- Choosing a quarter takes {times} tokens on a CPU, {most} "
+            "([selection](../results/benchmarks.md#the-cost-of-selection))."
         )
 
 

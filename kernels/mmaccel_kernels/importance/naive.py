@@ -15,14 +15,16 @@ def importance_definition(
     """:func:`.importance` per query head in plain torch, in blocks of queries, each with the keys it may see."""
     batch, heads, queries, _ = query.shape
     keys, old = key.shape[2], key.shape[2] - queries
-    grouped, against = query.unflatten(1, (key.shape[1], -1)).float(), key.float().transpose(2, 3)[:, :, None]
+    grouped, against = query.unflatten(1, (key.shape[1], -1)).float(), key.float().transpose(2, 3)
     sums = torch.zeros(*grouped.shape[:3], keys, device=query.device)
     place = torch.arange(keys, device=query.device)
     height = max(1, BLOCK // max(1, batch * heads * keys))
     for top in range(0, queries, height):
         rows = slice(top, min(top + height, queries))
         upto = keys if visible is not None else old + rows.stop
-        logits = grouped[:, :, :, rows] @ against[..., :upto] * scaling
+        # the heads of a group as rows: keys that are broadcast to them would be copied for every block
+        block = grouped[:, :, :, rows]
+        logits = (block.flatten(2, 3) @ against[..., :upto]).unflatten(2, block.shape[2:4]) * scaling
         if visible is not None:
             seen = visible[:, :, None, rows]
         else:
