@@ -83,6 +83,10 @@ _ON_CLIPS = (
     "moviechat",
     "prunevid",
     "dycoke",
+    "metok-merge",
+    "kitoke",
+    "tempme",
+    "free-video-llm",
 )
 _ON_PICTURES = ("tome", "cdpruner", "fastv", "vtc-cls", "dart", "fastervlm", "hiprune", "visiontrim", "visionzip")
 _TOGETHER = (
