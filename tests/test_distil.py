@@ -165,7 +165,7 @@ def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkey
     monkeypatch.setattr(learner, "_LOOK", 2)
     whole = train()
     assert described(whole.folder)[0] == Shape(64, 32, 2, 4, True)
-    assert {row["recipe"] for row in whole.report["held out"]} == {"learned", "divprune"}
+    assert {row["recipe"] for row in whole.report["held out"]} == {"learned", "balanced", "divprune"}
     assert [line["step"] for line in whole.log] == [0, 2, 3]
     for file in ("report.json", "report.png", CONFIG):
         assert (whole.folder / file).stat().st_size > 200

@@ -145,7 +145,7 @@ def _families(cls: Any) -> list[str]:
     found = []
     for name, family in families().items():
         usual: Any = SimpleNamespace(name=name, has_cls=family.facts.cls, depth=0, deepstack=0)
-        usual.closed, usual.whole, usual.halves = family.closed, family.whole, family.halves
+        usual.closed, usual.whole, usual.halves, usual.ranks = family.closed, family.whole, family.halves, family.ranks
         usual.stateful, usual.attending, usual.modalities = family.stateful, (), family.modalities
         try:
             made = cls()

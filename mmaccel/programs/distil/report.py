@@ -23,7 +23,7 @@ class Distilled:
     folder : of the selector. parameters : of it and, as a share, of the model.
     signal : which one it learned, of a target with several: the layer whose attention it is.
     log : a line every look at the watched questions.
-    held_out : by budget, the selector and ``divprune`` on questions that the training never saw.
+    held_out : by budget, the selector, ``balanced`` and ``divprune`` on questions that the training never saw.
     """
 
     folder: Path

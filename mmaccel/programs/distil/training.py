@@ -31,7 +31,7 @@ FEWEST = 32
 WATCHED, HELD_OUT = 0.12, 0.12
 _MOST_WATCHED, _MOST_HELD_OUT = 160, 300
 #: budgets that are measured in the end, as multiples of the one that is asked for, and what they are compared with
-_BUDGETS, RIVAL = (1.0, 2.5), "divprune"
+_BUDGETS, _RIVALS = (1.0, 2.5), ("balanced", "divprune")
 
 
 def distil(
@@ -179,7 +179,7 @@ def _finish(
     }
     network.save(out, belongs, record)
     judge = Judge(model, processor, [held_out], batch_size=batch_size, max_new_tokens=longest, measure=False)
-    recipes: dict[str, RecipeLike] = {"learned": Learned(str(out)), RIVAL: RIVAL}
+    recipes: dict[str, RecipeLike] = {"learned": Learned(str(out)), **{name: name for name in _RIVALS}}
     budgets = tuple(dict.fromkeys(min(1.0, retain * times) for times in _BUDGETS))
     found: dict[str, dict[float, Measured]] = {}
     for name, one in recipes.items():
