@@ -57,7 +57,8 @@ CASES = [
     (family, video)
     for family in zoo.FAMILIES
     for video in (False, True)
-    if family not in STATEFUL and ("video" in zoo.kinds(family) or not video)
+    # the processor of GOT-OCR2 writes 256 tokens a picture, the small model of the tests reads 16
+    if family not in (*STATEFUL, "got_ocr2") and ("video" in zoo.kinds(family) or not video)
 ]
 
 

@@ -548,3 +548,13 @@ def test_kept_tokens_are_drawn_where_they_lie():
     assert ((drawn == 255) == reduction.kept[0, segment.places].numpy()).all()
     nothing = replace(segment, tile=replace(segment.tile, cells=segment.tile.cells + torch.tensor([1, 0, 0])))
     assert (np.asarray(kept(white, nothing, reduction)) < 100).all()
+
+
+def test_a_batch_of_pictures_whose_processor_takes_lists_for_pages():
+    """GOT-OCR2: a picture each, not a page of one prompt each."""
+    processor = zoo.processor("got_ocr2")
+    asked = [Prompt("read it", (zoo.image(80, 60, seed),)) for seed in (0, 1)]
+    inputs = encode(processor, asked)
+    assert len(inputs["pixel_values"]) == 2
+    assert (inputs["input_ids"] == processor.image_token_id).sum(1).tolist() == [256, 256]
+    assert torch.equal(encode(processor, asked[:1])["pixel_values"][0], inputs["pixel_values"][0])

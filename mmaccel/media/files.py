@@ -134,7 +134,9 @@ def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
         options |= {"padding": True, "padding_side": "left"}
     given: dict[str, Any] = {"text_kwargs": options} if options else {}
     if chats[0].pictures:
-        given["images"] = [list(chat.pictures) for chat in chats]
+        # GOT-OCR2 takes lists in a list for the pages of one prompt
+        alone = type(processor).__name__ == "GotOcr2Processor" and all(len(chat.pictures) == 1 for chat in chats)
+        given["images"] = [chat.pictures[0] if alone else list(chat.pictures) for chat in chats]
     if clips:
         given["videos"] = [[clip.frames for clip in chat.clips] for chat in chats]
         given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [clip.metadata() for clip in clips]}

@@ -39,6 +39,7 @@ class Read:
     embeds : ``[B, S, D]``. positions : ``[..., B, S]`` long. there : ``[B, S]`` bool, what is no padding.
     visual : ``[B, S]`` bool. asked : ``[B, S]`` bool, the text behind the last picture of the prompt.
     layers : of DeepStack models, ``[levels, B, S, D]`` that the first layers add, zero for text; else ``[0]``.
+    shown : ``[B, S, D]``, what a method is shown, where these make more of it than ``embeds``; else ``[0]``.
     """
 
     embeds: Tensor
@@ -47,6 +48,7 @@ class Read:
     visual: Tensor
     asked: Tensor
     layers: Tensor
+    shown: Tensor
 
     def at(self, places: Tensor) -> Read:
         """The places ``[B, k]`` alone; -1 stands for padding."""
@@ -59,6 +61,7 @@ class Read:
             self.visual[rows, at] & real,
             self.asked[rows, at] & real,
             self.layers[:, rows, at] if self.layers.numel() else self.layers,
+            self.shown[rows, at] if self.shown.numel() else self.shown,
         )
 
 
@@ -94,9 +97,9 @@ class Example:
     def shown(self) -> TokenBatch:
         """What a selector sees of it: the same as when it works."""
         words, there = leftmost(self.read.asked)
-        at = self.places.clamp(min=0)
-        features = self.read.embeds[self.row[:, None], at] * self.valid[..., None]
-        asked = self.read.embeds[torch.arange(len(words), device=words.device)[:, None], words]
+        at, seen = self.places.clamp(min=0), self.read.shown if self.read.shown.numel() else self.read.embeds
+        features = seen[self.row[:, None], at] * self.valid[..., None]
+        asked = seen[torch.arange(len(words), device=words.device)[:, None], words]
         return TokenBatch(
             features=features,
             valid=self.valid,
@@ -247,9 +250,10 @@ class Frozen:
             places.expand(count, -1) if positions is None else positions.expand(*positions.shape[:-2], count, -1)
         )
         units = layout.units("picture")
-        nothing = embeds.new_zeros(0)
+        nothing, layers = embeds.new_zeros(0), _layers(self.family, given, embeds)
+        shown = self.family.entering(embeds, list(layers)) if layers.numel() else embeds
         return Example(
-            Read(embeds, positions, there, visual, asked, _layers(self.family, given, embeds)),
+            Read(embeds, positions, there, visual, asked, layers, nothing if shown is embeds else shown),
             row=units.row.to(embeds.device),
             places=units.places.to(embeds.device),
             cells=units.cells.to(embeds.device),
