@@ -232,6 +232,7 @@ FEATURES = {
     "vipllava": ["pixel_values"],
     "aya_vision": ["pixel_values"],
     "cohere2_vision": ["pixel_values"],
+    "gemma3": ["pixel_values"],
     "got_ocr2": ["pixel_values"],
     "perception_lm": ["pixel_values"],
     "granite4_vision": ["pixel_values", "image_sizes"],
