@@ -232,6 +232,7 @@ FEATURES = {
     "vipllava": ["pixel_values"],
     "aya_vision": ["pixel_values"],
     "cohere2_vision": ["pixel_values"],
+    "gemma3": ["pixel_values"],
     "got_ocr2": ["pixel_values"],
     "perception_lm": ["pixel_values"],
     "granite4_vision": ["pixel_values", "image_sizes"],
@@ -287,6 +288,7 @@ def test_get_features(family: str) -> None:
 def test_the_door(family: str) -> None:
     """Every family ends in one call of its text model by keyword, and every layer in one by position."""
     tiny, door, layers, inner = zoo.model(family), [], [], []
+    above = families_of_mmaccel()[family].masks_above
     tiny.model.register_forward_pre_hook(lambda _, args, kwargs: inner.append((args, kwargs)), with_kwargs=True)
     text = text_model(tiny)
     text.register_forward_pre_hook(lambda _, args, kwargs: door.append((args, kwargs)), with_kwargs=True)
@@ -298,7 +300,9 @@ def test_the_door(family: str) -> None:
     for (args, kwargs), width in zip(door, (length, 1), strict=True):
         assert args == () and kwargs["inputs_embeds"].shape[:2] == (2, width)
         assert {"inputs_embeds", "position_ids", "attention_mask", "past_key_values"} <= set(kwargs)
-        assert kwargs.get("input_ids") is None and kwargs["attention_mask"].dim() == 2
+        masks = kwargs["attention_mask"]
+        assert kwargs.get("input_ids") is None
+        assert set(masks) == {"full_attention", "sliding_attention"} if above else masks.dim() == 2
         assert kwargs["position_ids"].shape[-1] == width
         assert isinstance(kwargs["past_key_values"], cache_utils.DynamicCache)
     for args, kwargs in layers:

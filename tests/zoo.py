@@ -136,6 +136,8 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
             model_type = "mistral"
         elif model_type == "cohere2":
             pass
+        elif model_type == "gemma3_text":
+            pass
         elif "qwen2" in model_type:
             values = {"use_sliding_window": True, "max_window_layers": 0, **values}
         else:
@@ -296,6 +298,27 @@ def _cohere(family: str, config: str, side: int, patch: int, **values: Any) -> C
         tie_word_embeddings=False,
         **values,
         image_token_id=_ids(family)["image_token"],
+    )
+
+
+def _gemma3(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Two layers with a window and RoPE of their own, then one that sees everything, and again."""
+    return transformers.Gemma3Config(
+        vision_config=_tower("siglip_vision_model", 32, 4, vision_use_head=False),
+        text_config=_text(
+            "gemma3_text",
+            overrides,
+            vocabulary,
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            sliding_window_pattern=3,
+            tie_word_embeddings=False,
+        ),
+        mm_tokens_per_image=16,
+        boi_token_index=_ids("gemma3")["boi_token"],
+        eoi_token_index=_ids("gemma3")["eoi_token"],
+        image_token_id=_ids("gemma3")["image_token"],
+        tie_word_embeddings=False,
     )
 
 
@@ -886,6 +909,17 @@ _TABLE: dict[str, Family] = {
         image="<image>",
         sizes=((130, 60), (50, 60)),
         extra_tokens=("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"),
+    ),
+    "gemma3": Family(
+        config=_gemma3,
+        processor=_real(
+            "gemma3",
+            "Gemma3Processor",
+            image_processor=_part("Gemma3ImageProcessor", size=_square(32)),
+            image_seq_length=16,
+        ),
+        tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        image="<start_of_image>",
     ),
     "cohere2_vision": Family(
         config=_cohere("cohere2_vision", "Cohere2VisionConfig", 32, 4),

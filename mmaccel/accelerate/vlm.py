@@ -266,14 +266,15 @@ class Accelerator(Handle):
         scope.finish(self.family.text.config)
         self._last = scope
 
-    def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if pinned_of(kwargs) is not None:
-            return
+            return None
         scope = current(self.plan)
         if scope is None:
-            return
+            return None
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = kwargs.get("past_key_values")
+        scope.mask = kwargs.get("attention_mask")
         scope.input_ids, scope.clips = ids, kwargs.get("pixel_values_videos")
         given = ((name, kwargs.get(name)) for name in self.family.beside)
         scope.beside = {name: value for name, value in given if value is not None}
@@ -285,6 +286,10 @@ class Accelerator(Handle):
             raise UnsupportedError(
                 "With inputs_embeds mmaccel cannot tell visual tokens from text; pass input_ids and pixel values instead."
             )
+        if self.family.masks_above and scope.plan.active and state_of(cache) is not None:
+            # masks that are made of lengths alone would be wrong behind a reduced prompt; attention makes its own
+            return args, {**kwargs, "attention_mask": self.family.mask_argument(None)}
+        return None
 
     def _encode(self, modality: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

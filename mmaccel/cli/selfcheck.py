@@ -440,6 +440,17 @@ def _aya_vision(kind: str) -> Callable[[], Tiny]:
     return build
 
 
+def _gemma3() -> Tiny:
+    config = _config(
+        "gemma3",
+        vision_config=_tower("siglip_vision_model", 32, 4, vision_use_head=False),
+        text_config=_text("gemma3_text", sliding_window_pattern=3),
+        mm_tokens_per_image=16,
+        image_token_id=IMAGE,
+    )
+    return config, IMAGE, 16, {"pixel_values": _noise(1, 3, 32, 32)}
+
+
 def _got_ocr2() -> Tiny:
     tower = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 64}
     places = {"image_size": 64, "patch_size": 4, "window_size": 6, "global_attn_indexes": [1]}
@@ -597,6 +608,7 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "fast_vlm": _fast_vlm,
     "aya_vision": _aya_vision("aya_vision"),
     "cohere2_vision": _aya_vision("cohere2_vision"),
+    "gemma3": _gemma3,
     "got_ocr2": _got_ocr2,
     "perception_lm": _perception_lm,
     "granite4_vision": _granite4_vision,

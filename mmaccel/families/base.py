@@ -19,8 +19,8 @@ from .tower import EncoderCall, Towers
 
 #: why tokens cannot merge in towers of which several layers are read
 JOINED = "is read behind several layers, whose tokens must be the same"
-#: text models whose RoPE turns neighbours instead of halves, or leaves layers out
-_OTHER_ROPE = ("cohere", "cohere2", "smollm3")
+#: text models whose RoPE turns neighbours instead of halves, leaves layers out, or differs between them
+_OTHER_ROPE = ("cohere", "cohere2", "gemma3_text", "smollm3")
 #: deviations of the colours of large sets of pictures, by which towers are trained
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -108,6 +108,8 @@ class Family(Towers):
     reads_pages: ClassVar[bool] = False
     #: arguments of the inner model, beside those of the towers, without which the layout is not known
     beside: ClassVar[tuple[str, ...]] = ()
+    #: whether masks are made in front of its text model, which is called with them by kind of layer
+    masks_above: ClassVar[bool] = False
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 
@@ -149,6 +151,15 @@ class Family(Towers):
     def mask_argument(self, real: Tensor | None) -> Any:
         """The attention mask that the text model is called with where mmaccel's attention function makes the masks; ``real
         [B, q]`` bool says which tokens are no padding, None where none is."""
+        return None
+
+    def rope_kind(self, layer: int) -> str | None:
+        """Which of several RoPEs a layer of the language model is given; None where all share one."""
+        return None
+
+    def reach(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
+        """The last place of a prompt that each of its tokens attends to, ``[B, S]`` long on the CPU, from its own place
+        on; None where none looks ahead. ``ids``, ``valid`` ``[B, S]`` on the CPU; ``beside`` are arguments of the call."""
         return None
 
     def attention_in(self, layer: int) -> Any:

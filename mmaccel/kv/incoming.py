@@ -19,11 +19,13 @@ class Phase:
     places : ``[B, q]`` int32, the place of each token in the unreduced sequence; -1 for padding.
     padded : whether any is padding.
     chosen : ``[B, q]`` long on the CPU, the same as places of this forward; None where every token stays and none is padding.
+    reach : ``[B, q]`` int32, the last place that each token attends to, -1 for padding; None where none looks ahead of itself.
     """
 
     places: Tensor
     padded: bool
     chosen: Tensor | None = None
+    reach: Tensor | None = None
     _indices: dict[torch.device, KeyIndex] = field(default_factory=dict)
 
     @cached_property

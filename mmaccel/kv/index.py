@@ -142,18 +142,20 @@ class KeyIndex:
         are ``coming``."""
         return window is not None and self.upto + coming > window
 
-    def mask(self, queries: Tensor, window: int | None) -> Tensor | None:
+    def mask(self, queries: Tensor, window: int | None, reach: Tensor | None = None) -> Tensor | None:
         """Who may attend to what: ``[B, 1 or Hkv, q, K]`` bool, or None where plain causal attention says it all.
 
         ``queries [B, q]`` are the places of the queries, -1 for padding. For ``window`` see :meth:`windowed`.
+        ``reach [B, q]`` are the last places that they attend to, their own where it is None.
         """
         q = queries.shape[1]
         windowed = self.windowed(window)
-        if not self.padded and not windowed and (q == 1 or q == len(self)):
+        if reach is None and not self.padded and not windowed and (q == 1 or q == len(self)):
             return None
         if self._mask is None or self._mask[0] is not queries or self._mask[1] != window:
             keys, at = self.by_head[:, :, None], queries.to(self.index)[:, None, :, None]
-            mask = (keys >= 0) & (keys <= at)
+            upto = at if reach is None else reach.to(self.index)[:, None, :, None]
+            mask = (keys >= 0) & (keys <= upto)
             if window is not None and windowed:
                 mask &= at - keys < window
             self._mask = (queries, window, mask)

@@ -223,7 +223,7 @@ def _text_attention(
     visible = None
     # of what is read as it is stored the newest token sees everything, wherever heads end
     if layer is None or not as_stored or query.shape[2] > 1 or index.windowed(window) or not layer.gapless:
-        visible = index.mask(phase.places, window)
+        visible = index.mask(phase.places, window, phase.reach)
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
@@ -246,12 +246,12 @@ def _text_attention(
         # eager attention returns its weights, of everything that is stored
         visible = chosen.mask(key.shape[2]) if visible is None else chosen.mask(key.shape[2]) & visible
     if "flash" in base:
-        # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads
-        # store different keys, or a window would count stored instead of original places
+        # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads store
+        # different keys, a window would count stored instead of original places, or tokens look ahead
         kwargs.pop("position_ids", None)
         padding = None
         if visible is not None:
-            if index.of_heads or index.windowed(window):
+            if index.of_heads or index.windowed(window) or phase.reach is not None:
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)

@@ -121,6 +121,8 @@ class Prompt(Forward):
         it and behind every layer, ``[N]`` long on the CPU.
     prepared : per class of method, figures by place of what entered the language model, ``[B, S]``.
     marks : by name what stages said of tokens, by place, ``[B, S]`` float32; NaN where they said nothing.
+    reach : the last place that each token attends to, ``[B, S]`` long on the CPU; None where none looks ahead of itself.
+    turned : cosines and sines of the tokens that are left, by phase and kind of RoPE, where layers have several.
     looked : figures per key that the method at the next layer made of the attention before it, ``[B, q]``.
     """
 
@@ -134,6 +136,8 @@ class Prompt(Forward):
     prepared: dict[type, dict[str, Tensor]] = field(default_factory=dict)
     marks: dict[str, Tensor] = field(default_factory=dict)
     looked: dict[str, Tensor] = field(default_factory=dict)
+    reach: Tensor | None = None
+    turned: dict[tuple[int, str], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def measured(
         self, name: str, device: torch.device, layers: Sequence[int] | None = None
@@ -161,8 +165,14 @@ class Prompt(Forward):
         padding) are left."""
         places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
         phase = Phase(places.to(device, non_blocking=True), padded, chosen)
+        if (reach := self.reaching(chosen)) is not None:
+            phase.reach = torch.where(chosen < 0, -1, reach + self.seen).to(torch.int32).to(device, non_blocking=True)
         self.incoming.phases.append((self.plan.family.stored_from(first), phase))
         self.arguments.append(arguments)
+
+    def reaching(self, chosen: Tensor) -> Tensor | None:
+        """The last place of this forward that each token at ``chosen [B, q]`` attends to, or None, see :attr:`reach`."""
+        return None if self.reach is None else self.reach.gather(1, chosen.clamp(min=0))
 
     def slots(self, chosen: Tensor) -> Tensor:
         """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""

@@ -19,7 +19,7 @@ from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ..kv.incoming import Incoming
 from ..method import DraftPolicy, ReadingPolicy
 from . import continuation, lookahead, prefill, tokens
-from .forward import Continuation, Forward, Prompt, rows_at, sent
+from .forward import Continuation, Forward, Prompt, chosen_of, rows_at, sent
 from .plan import ModelPlan
 from .scope import Scope, current
 from .stages import Stages
@@ -85,6 +85,9 @@ class TextHooks:
                 "The layers of this cache were exchanged after mmaccel reduced its prompt; start again with a new cache."
             )
         kwargs = dict(kwargs)
+        if self.plan.family.masks_above and isinstance(kwargs.get("attention_mask"), dict):
+            # made of this one, which still says what is padding
+            kwargs["attention_mask"] = scope.mask
         seen = cache.get_seq_length() if cache is not None else 0
         if cache is not None and state is None:
             check_plain(cache)
@@ -174,6 +177,7 @@ class TextHooks:
             ids,
             scope.encoded,
             Reduction.identity(layout.valid),
+            reach=plan.family.reach(ids, layout.valid, scope.beside),
         )
         embeds, planes = prefill.reduce(prompt, self.taps, kwargs, scope)
         # from here on the cache is changed
@@ -212,7 +216,7 @@ class TextHooks:
                     if stage.method.looks_ahead:
                         self._look_ahead(prompt, number, hidden, kwargs)
                     hidden = self._reduce(prompt, number, hidden, kwargs)
-            kwargs = {**kwargs, **prompt.arguments[-1]}
+            kwargs = self._arguments(prompt, number, kwargs)
             if number in prompt.plan.family.recurrent:
                 kwargs["attention_mask"] = prompt.real
             if args:
@@ -227,11 +231,27 @@ class TextHooks:
         forward = scope.stages.forward if scope is not None and scope.stages is not None else None
         return forward if isinstance(forward, Prompt) else None
 
+    def _arguments(self, prompt: Prompt, number: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Those of a layer, of the tokens that are left."""
+        made, phase = {**kwargs, **prompt.arguments[-1]}, len(prompt.arguments) - 1
+        kind = prompt.plan.family.rope_kind(number)
+        if kind is not None and phase:
+            # layers of every kind are given those of all tokens that entered the language model
+            if (phase, kind) not in prompt.turned:
+                given = kwargs["position_embeddings"]
+                slots = prompt.slots(chosen_of(prompt.incoming.phases[0][1]))
+                (at,) = sent(given[0].device, slots.gather(1, prompt.chosen.clamp(min=0)))
+                prompt.turned[phase, kind] = tuple(rows_at(x.expand(len(at), -1, -1), at) for x in given)
+            made["position_embeddings"] = prompt.turned[phase, kind]
+        return made
+
     def _look_ahead(self, prompt: Prompt, number: int, hidden: Tensor, kwargs: dict[str, Any]) -> None:
         """Show the method at layer ``number`` what this layer is about to attend to."""
         scope, layer = current(self.plan), self.layers[number]
         assert scope is not None
-        attention = lookahead.own_attention(scope, prompt, number, layer, hidden, {**kwargs, **prompt.arguments[-1]})
+        attention = lookahead.own_attention(
+            scope, prompt, number, layer, hidden, self._arguments(prompt, number, kwargs)
+        )
         prompt.looked = prompt.plan.stage_at_layer[number].method.look(attention)
 
     def _reduce(self, prompt: Prompt, number: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -245,7 +265,8 @@ class TextHooks:
         at = slots.gather(1, places)
         arguments: dict[str, Any] = {}
         previous = {**kwargs, **prompt.arguments[-1]}
-        if previous.get("position_embeddings") is not None:
+        several = prompt.plan.family.rope_kind(number) is not None
+        if previous.get("position_embeddings") is not None and not several:
             arguments["position_embeddings"] = tuple(
                 rows_at(x.expand(len(hidden), -1, -1), at) for x in previous["position_embeddings"]
             )

@@ -38,9 +38,12 @@ def _attention(
     real = chosen >= 0
     text = real & ~prompt.layout.visual.gather(1, chosen.clamp(min=0))
     there, spoken = (x.bool() for x in sent(query.device, real, text))
-    visible = None
-    if not bool(real.all()):
+    visible, reach = None, prompt.reaching(chosen)
+    if reach is not None or not bool(real.all()):
         causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=query.device).tril()
+        if reach is not None:
+            (ahead,) = sent(query.device, chosen[:, None] <= reach[..., None])
+            causal = ahead.bool()
         visible = (causal & there[:, None] & there[..., None])[:, None]
     return LayerAttention(query, key, visible, scaling, spoken)
 

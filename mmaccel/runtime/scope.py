@@ -38,6 +38,7 @@ class Scope(Generic[P]):
     opened_by : the module whose direct forward this is; None for a call of ``generate``.
     encoded, encoding : the pictures and clips that were encoded in this call, and those that are being encoded.
     given : the arguments of the call, where a draft is to read them.
+    mask : the attention mask ``[B, S]`` that the inner model was called with.
     beside : arguments of the model, beside those of the towers, that its family needs for the layout.
     clips : the pixels of clips that the model was given, for families whose towers have one function for both.
     stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
@@ -56,6 +57,7 @@ class Scope(Generic[P]):
     encoded: dict[Modality, Encoded] = field(default_factory=dict)
     encoding: Encoded | None = None
     input_ids: Tensor | None = None
+    mask: Tensor | None = None
     clips: Tensor | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
     beside: Mapping[str, Any] = field(default_factory=dict)
@@ -114,7 +116,9 @@ class Scope(Generic[P]):
             self.stats.kv_bytes = cache_bytes(self.cache)
             self.stats.kv_bytes_bare = bare_bytes(self.cache, config)
         self.encoded.clear()
-        self.cache = self.labels = self.stages = self.input_ids = self.clips = self.encoding = self.dropped = None
+        self.cache = self.labels = self.stages = self.input_ids = self.mask = self.clips = self.encoding = (
+            self.dropped
+        ) = None
         self.step = self.idle = None
         self.given = self.beside = {}
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 import zoo
 from laws.nets import run_over
+from laws.oracle import blocks
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache
@@ -128,9 +129,9 @@ def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
             [first["attention_mask"], torch.ones_like(answer), second["attention_mask"]], dim=1
         ),
     }
-    if "mm_token_type_ids" in first or "mm_token_type_ids" in second:
-        parts = [feed.get("mm_token_type_ids", torch.zeros_like(feed["input_ids"])) for feed in (first, second)]
-        kept["mm_token_type_ids"] = torch.cat([parts[0], torch.zeros_like(answer), parts[1]], dim=1)
+    for name in {"mm_token_type_ids", "token_type_ids"} & (set(first) | set(second)):
+        parts = [feed.get(name, torch.zeros_like(feed["input_ids"])) for feed in (first, second)]
+        kept[name] = torch.cat([parts[0], torch.zeros_like(answer), parts[1]], dim=1)
     whole = dict(kept)
     for key in {**first, **second}:
         if key in kept:
@@ -274,7 +275,10 @@ def hide(
     global _visible
     real = feed["attention_mask"].bool()
     length = real.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None] & real[:, None, None]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    if "token_type_ids" in feed:
+        causal = causal | blocks(feed)[:, None]
+    causal = causal & real[:, None, None]
     # a padded query sees itself, so that no row is empty
     causal = causal | torch.eye(length, dtype=torch.bool)
     known = family_of(tiny)

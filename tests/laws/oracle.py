@@ -40,6 +40,7 @@ WINDOWED = (
     ("llava_next", {"sliding_window": 24}),
     ("internvl", {"sliding_window": 24, "max_window_layers": 2}),
     ("aya_vision", {"sliding_window": 24}),
+    ("gemma3", {"sliding_window": 24}),
 )
 #: Ministral 3 is a Mistral 3 whose queries grow with their positions, here early, in published models behind 16,384 of them
 GROWING = tuple(
@@ -379,7 +380,17 @@ def continued(feed: Any, forced: Tensor) -> dict[str, Any]:
     new["attention_mask"] = torch.cat([feed["attention_mask"], torch.ones_like(more)], dim=1)
     if "mm_token_type_ids" in feed:
         new["mm_token_type_ids"] = torch.cat([feed["mm_token_type_ids"], torch.zeros_like(more)], dim=1)
+    if "token_type_ids" in feed:
+        new["token_type_ids"] = torch.cat([feed["token_type_ids"], torch.zeros_like(more)], dim=1)
     return new
+
+
+def blocks(feed: Any) -> Tensor:
+    """`[B, S, S]` bool: which places are of the same picture, where tokens of a picture attend to each other both ways."""
+    picture = feed["token_type_ids"] == 1
+    begins = picture & ~torch.nn.functional.pad(picture, (1, 0))[:, :-1]
+    number = begins.cumsum(1).masked_fill(~picture, -1)
+    return (number[:, :, None] == number[:, None]) & picture[:, :, None]
 
 
 def replay(
@@ -410,6 +421,8 @@ def replay(
     for at, number in enumerate(family_of(model).attending):
         layer = text_model(model).layers[number]
         mask = place[None, :] <= place[:, None]
+        if "token_type_ids" in whole:
+            mask = mask | blocks(whole)
         if (window := window_of(config, number)) is not None:
             mask = mask & (place[:, None] - place[None, :] < window)
         mask = (mask & valid[:, None])[:, None].repeat(1, config.num_key_value_heads, 1, 1)

@@ -220,6 +220,7 @@ def test_a_picture_behind_a_turn_of_text(family, name):
         ("input_ids", between),
         ("attention_mask", torch.ones_like(between)),
         ("mm_token_type_ids", torch.zeros_like(between)),
+        ("token_type_ids", torch.zeros_like(between)),
     ):
         if key in second:
             both[key] = torch.cat([first[key], middle, second[key]], dim=1)

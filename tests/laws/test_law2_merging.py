@@ -398,6 +398,11 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
             there = torch.cat([visual[row, kept], torch.zeros(length - int(kept.sum())).bool()])[None]
             extra = door.deep_arguments(there, [features[mine][stays] for features in deep[1]])
             done = mine.stop
+        if door.masks_above:
+            seen = torch.ones(length, length, dtype=torch.bool).tril()
+            seen[: int(kept.sum()), : int(kept.sum())] |= oracle.blocks(feed)[row][kept][:, kept]
+            mask = torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+            extra["attention_mask"] = dict.fromkeys(door.mask_argument(None), mask)
         positions = torch.arange(length)[None]
         if family in QWEN:
             positions = positions.expand(3, 1, -1)

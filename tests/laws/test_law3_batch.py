@@ -132,7 +132,7 @@ def test_the_choices_compared_have_a_margin(family, name):
 def padded_on_the_right(feed):
     """The same rows with their padding behind them."""
     mask, out = feed["attention_mask"].bool(), dict(feed)
-    for key in ("input_ids", "attention_mask", "mm_token_type_ids"):
+    for key in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):
         if key in feed:
             out[key] = torch.zeros_like(feed[key])
             for row, real in enumerate(mask):

@@ -81,7 +81,7 @@ def after(
 
     whole = {**feed, "input_ids": reduced.sequences[:, :-1]}
     grown = length - kept["input_ids"].shape[1]
-    for key, fill in (("attention_mask", 1), ("mm_token_type_ids", 0)):
+    for key, fill in (("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", 0)):
         if key in kept:
             whole[key] = torch.nn.functional.pad(kept[key], (0, grown), value=fill)
     if family not in QWEN:  # without positions these models count padding
@@ -176,7 +176,7 @@ def test_third_turn_and_a_picture_behind_text(family: str) -> None:
         kept, whole = follow(feed, first, words)
         middle = generate(tiny, kept, past_key_values=first.past_key_values)
         kept, whole = follow(whole, middle, second)
-        for key in set(kept) & set(second) - {"input_ids", "attention_mask", "mm_token_type_ids"}:
+        for key in set(kept) & set(second) - {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}:
             kept[key] = second[key]
         last = generate(tiny, kept, past_key_values=middle.past_key_values)
         once = generate(tiny, whole)

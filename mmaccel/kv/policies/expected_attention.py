@@ -59,8 +59,8 @@ class ExpectedAttention(Policy):
         super().check(family)
         if not family.halves:
             raise UnsupportedError(
-                f"expected-attention turns queries as two halves in every layer, and RoPE of {family.name} turns pairs, or "
-                "leaves layers or channels out; use snapkv."
+                f"expected-attention turns queries as two halves in every layer, and RoPE of {family.name} turns pairs, "
+                "leaves layers or channels out, or is not the same in all layers; use snapkv."
             )
         if any(not hasattr(family.attention_in(layer), "q_proj") for layer in family.attending):
             raise UnsupportedError(

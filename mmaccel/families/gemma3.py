@@ -1,0 +1,64 @@
+"""Gemma 3: square pictures, pooled, whose tokens attend to each other both ways; layers with windows have their own RoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..core.layout import Modality, Picture, Tile
+from .base import Facts, Family, block_mean, raster_blocks
+from .tower import EncoderCall
+
+
+class Gemma3(Family):
+    """As many tokens a picture, whatever its size; crops of pan and scan are pictures of their own."""
+
+    name = "gemma3"
+    model_types = ("gemma3",)
+    place = 15
+    facts = Facts(clips=False, cls=False, merging="blocks of pooling")
+    beside = ("token_type_ids",)
+    masks_above = True
+    halves = False
+
+    @property
+    def pooled(self) -> int:
+        """Tokens along one side of a picture."""
+        return int(self.config.mm_tokens_per_image**0.5)
+
+    def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
+        """The blocks that are averaged."""
+        return raster_blocks(self.side, self.side // self.pooled)
+
+    def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
+        """Averaged as the projector does it, picture after picture."""
+        return block_mean(torch.cat(values), self.side, self.side // self.pooled).flatten(0, 1)
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        """One tile a picture."""
+        n = self.pooled
+        return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]
+
+    def rope_kind(self, layer: int) -> str:
+        """Local and global layers turn by other angles."""
+        return str(self.text.config.layer_types[layer])
+
+    def mask_argument(self, real: Tensor | None) -> dict[str, None]:
+        """None of either kind."""
+        return {"full_attention": None, "sliding_attention": None}
+
+    def reach(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
+        """Runs of picture tokens attend to all of themselves, where the call has ``token_type_ids``, as in the bare model."""
+        if beside.get("token_type_ids") is None:
+            return None
+        # on a second turn the argument may be that of other tokens than the new ones
+        picture = self.visual(ids)
+        place = torch.arange(ids.shape[1]).expand_as(ids)
+        goes_on = functional.pad(picture, (0, 1))[:, 1:] & picture
+        # the next place, from each on, at which a run ends
+        ends = place.masked_fill(goes_on, ids.shape[1])
+        return ends.flip(1).cummin(1).values.flip(1)
