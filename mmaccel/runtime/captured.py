@@ -178,6 +178,8 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return "attention weights or hidden states are asked for"
     if family.recurrent:
         return f"the recurrent states of {family.name} are not pinned"
+    if family.masks_above:
+        return f"{family.name} makes masks in front of its text model"
     reads = policy is not None and isinstance(policy.method, ReadingPolicy)
     if policy is not None and policy.method.decodes and not (policy.method.scheduled or reads):
         return f"{policy.method.name} looks at the cache at every step"

@@ -40,8 +40,9 @@ WINDOWED = (
     ("llava_next", {"sliding_window": 24}),
     ("internvl", {"sliding_window": 24, "max_window_layers": 2}),
     ("aya_vision", {"sliding_window": 24}),
-    ("gemma3", {"sliding_window": 24}),
 )
+#: a picture attends to all of itself there, whatever the window
+AHEAD = (("gemma3", {"sliding_window": 24}),)
 #: Ministral 3 is a Mistral 3 whose queries grow with their positions, here early, in published models behind 16,384 of them
 GROWING = tuple(
     {

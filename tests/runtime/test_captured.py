@@ -287,6 +287,13 @@ def test_windows_move_on_with_the_steps(
     assert name == "kivi" or all(seen == watch.seen[0] for seen in watch.seen)
 
 
+def test_masks_that_are_made_elsewhere_are_not_captured(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "LEAST", 4)
+    wanted, got, stats, _ = both("gemma3", "divprune", "image", 30, "replay")
+    agree(wanted, got)
+    assert stats["captured_steps"] == 0 and "makes masks in front of its text model" in stats["uncaptured"]
+
+
 def test_a_copy_of_the_cache_keeps_what_it_holds(graphs: None) -> None:
     """Whoever remembers the cache while steps are captured finds it so, whatever is evicted later."""
     tiny, feed, held = model("llava"), inputs("llava"), []

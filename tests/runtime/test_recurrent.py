@@ -167,7 +167,7 @@ def test_defaults_are_moved_next_to_attention() -> None:
         ),
         (Recipe("one", (Stage("pyramiddrop-step", 0.5, {"layer": 4}),)), "give layer=3"),
         ("framefusion", "looks at the attention of every layer, and most layers of qwen3_5 have none"),
-        ("expected-attention", "RoPE of qwen3_5 turns pairs, or leaves layers or channels out"),
+        ("expected-attention", "RoPE of qwen3_5 turns pairs, leaves layers or channels out"),
     ],
 )
 def test_refused(what: Any, said: str) -> None:
