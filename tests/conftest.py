@@ -23,6 +23,8 @@ gc.disable()
 torch.set_num_threads(1)
 # nor do the programs that tests start
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# no test needs the hub, and without a network every question to it is repeated for a minute
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # without a GPU, kernels run in Triton's interpreter, which must be chosen before anything imports Triton
 if not torch.cuda.is_available():
