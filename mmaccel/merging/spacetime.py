@@ -64,6 +64,11 @@ class SpaceTime(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> the picked slots."""
+        return Reduction.top(self.worth(tokens, count), tokens.valid, count.to(tokens.valid.device))
+
+    def worth(self, tokens: TokenBatch, count: Tensor) -> Tensor:
+        """``[N, n]`` float32: what each token was worth when it was picked, infinity for the first of a frame that none is
+        before; minus infinity for what is not among the first ``count [N]`` of its frame, and for newlines of clips."""
         valid, count = tokens.valid, count.to(tokens.valid.device)
         frames = tokens.grid[:, :1].to(valid.device)
         moving = frames > 1
@@ -76,7 +81,7 @@ class SpaceTime(ProjectorMethod):
             every = torch.ones(slots.shape, dtype=torch.bool, device=valid.device)
             wanted = torch.full_like(slots[:, 0], most)
             far[rows, slots] = max_min(x[rows, slots], every, wanted, _NOISE, most, limit[rows, slots])
-        return Reduction.top(far, valid, count)
+        return far
 
     def limit(self, tokens: TokenBatch, x: Tensor) -> Tensor:
         """``[N, n]`` float32: the distance of each token to the same cell in the frames beside it, infinite in the first; ``x``

@@ -1,9 +1,9 @@
 """A small network that scores visual tokens as they enter the language model, its files, and the model that it belongs to.
 
 What the runtime needs of a selector is here; ``mmaccel distil`` trains it. The network is a few pre-norm transformer blocks
-over the visual tokens of a picture or clip. What enters are features (normalised, projected to a small width) and the place of
-the token in its grid, as sines of (t, row, column); a question-aware one also attends to the words of the question as the
-language model embeds them, each together with the word before it.
+over the visual tokens of a picture or clip. What enters are features (normalised, projected to a small width), the place of
+the token in its grid, as sines of (t, row, column), and what a rule thinks of it; a question-aware one also attends to the
+words of the question as the language model embeds them, each together with the word before it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Shape:
         """Multiplications and additions of scoring ``tokens`` of one picture or clip with a question of ``words``."""
         w, d = self.width, self.features
         asked = words * (d * w + 2 * w * w + self.blocks * 2 * w * w) if self.question else 0
-        each = d * w + 6 * _FREQUENCIES * w + self.blocks * 8 * w * w + w
+        each = d * w + (6 * _FREQUENCIES + 1) * w + self.blocks * 8 * w * w + w
         pairs = self.blocks * 2 * tokens * w
         if self.question:
             each += self.blocks * (2 * w * w + 2 * words * w)
@@ -74,19 +74,22 @@ class Selector(nn.Module):
         self.place = nn.Linear(6 * _FREQUENCIES, shape.width, bias=False)
         self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.blocks))
         self.score = nn.Linear(shape.width, 1, bias=False)
+        self.worth = nn.Linear(1, shape.width, bias=False)
         # all scores are equal before anything is learned
         nn.init.zeros_(self.score.weight)
         self.ask = nn.Linear(shape.features, shape.width) if shape.question else None
         self.pair = nn.Linear(2 * shape.width, shape.width) if shape.question else None
 
-    def forward(self, tokens: TokenBatch) -> Tensor:
+    def forward(self, tokens: TokenBatch, worth: Tensor) -> Tensor:
         """``[N, n]`` float32, higher for tokens that are to stay; what padding has is of no meaning.
 
         ``features [N, n, D]``, ``cells [N, n, 3]``, ``grid [N, 3]``, ``valid [N, n]``, and of one that reads the question
-        ``question [N, q, D]`` and ``question_valid [N, q]``.
+        ``question [N, q, D]`` and ``question_valid [N, q]``; ``worth [N, n]`` float32, what a rule thinks of the tokens.
         """
+        count = tokens.valid.sum(1, keepdim=True).clamp(min=1)
+        away = worth - (worth * tokens.valid).sum(1, keepdim=True) / count
         x = _normed(tokens.features.masked_fill(~tokens.valid[..., None], 0.0))
-        x = self.enter(x) + self.place(_sines(tokens.cells, tokens.grid))
+        x = self.enter(x) + self.place(_sines(tokens.cells, tokens.grid)) + self.worth(away[..., None])
         words, there = self._words(tokens)
         for block in self.blocks:
             x = block(x, tokens.valid, words, there)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mmaccel_kernels.copies import first_copies, of_first
-from mmaccel_kernels.dpp import greedy_dpp
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from ..core.reduction import Reduction
+from ..core.reduction import Reduction, top_mask
 from ..errors import UnsupportedError
 from ..method import ModelFacts, ProjectorMethod, TokenBatch
-from ..method.registry import register
+from ..method.registry import method, register
 from ..method.selector import Selector, beside, described
 
-#: scores are held within this, so that every product of two qualities is a number
-_MOST = 8.0
-#: what is left of the variance of a token that those picked before it explain: others, however wanted, come before it
-_NOISE = 1e-3
+#: of the picks of ``spacetime``, how many times as many as are to stay have a worth of their own
+_REACH = 3
+#: worths are held between these: copies are worth nothing, and the first of a picture without measure
+_LEAST, _MOST = 1e-6, 4.0
 
 
 @register
@@ -27,15 +26,15 @@ _NOISE = 1e-3
 class Learned(ProjectorMethod):
     """The tokens that a selector asks for, which ``mmaccel distil`` trained for this model, and that differ from each other.
 
-    A small network scores every token ``s_j`` from what the language model would read, its place in the grid and, if it was
-    trained so, the question. Tokens are picked one by one where ``exp(2 s_j) d_j`` is largest, ``d_j`` being what the picks
-    before leave unexplained of the token: the greedy determinantal point process of CDPruner (arXiv 2506.10967), whose
-    relevance is learned here. Scores that are all equal keep what differs; high ones outweigh likeness.
+    Those stay whose ``log w_j + s_j`` is largest. ``w_j`` is what a token is worth to ``spacetime``, which picks by how far it
+    is from others of its frame and from what the clip showed before. The score ``s_j`` is that of a small network, from what
+    the language model would read, the place in the grid, ``w_j`` and, if it was trained so, the question. With scores that are
+    all equal it is ``spacetime``; what the question asks for is kept although it is like its neighbours.
 
-    The network was trained without labels, to tell how much the frozen model's own answers hang on each token, or what the
-    attention of a layer pays it, which is *FlexSelect* (arXiv 2506.00993); see :func:`mmaccel.programs.distil.training.distil`.
-    *VisionSelector* (arXiv 2510.16598), *CoViPAL* (arXiv 2508.17243) and *Dynamic-LLaVA* (arXiv 2412.00876) learn such scores
-    through a relaxed choice.
+    The network was trained without labels, on what becomes of the frozen model's own answers, or to tell how much they hang on
+    each token, or what the attention of a layer pays it, which is *FlexSelect* (arXiv 2506.00993); see
+    :func:`mmaccel.programs.distil.training.distil`. *VisionSelector* (arXiv 2510.16598), *CoViPAL* (arXiv 2508.17243) and
+    *Dynamic-LLaVA* (arXiv 2412.00876) learn such scores through a relaxed choice.
 
     Parameters
     ----------
@@ -48,7 +47,7 @@ class Learned(ProjectorMethod):
     """
 
     name = "learned"
-    summary = "different tokens that a small network, trained on this model's own answers, asks for"
+    summary = "spacetime, and what a small network trained on this model's own answers asks for"
     unit = "picture"
     default_retain = 0.1
 
@@ -81,16 +80,23 @@ class Learned(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells``, ``grid``, ``question [N, q, D]``, ``count [N]`` -> the picked slots."""
-        scores = Selector.load(self.selector, tokens.features.device)(tokens)
+        worth = worths(tokens, count)
+        scores = Selector.load(self.selector, tokens.features.device)(tokens, worth)
         # newlines have no place: of those that are equal every one has the score of the first
         seen = torch.cat([tokens.features.float(), tokens.cells.float()], dim=-1)
         scores = of_first(scores, first_copies(seen, tokens.valid))
-        return Reduction(picked(tokens.features, scores, tokens.valid, count), tokens.valid)
+        return Reduction(picked(worth, scores, tokens.valid, count), tokens.valid)
 
 
-def picked(features: Tensor, scores: Tensor, valid: Tensor, count: Tensor) -> Tensor:
-    """``[N, n]`` bool: ``count [N]`` slots by ``scores [N, n]`` and what is new in ``features [N, n, D]`` (see
-    :class:`Learned`)."""
-    quality = scores.clamp(-_MOST, _MOST).exp().masked_fill(~valid, 0.0)
-    x = normalize(features.float().masked_fill(~valid[..., None], 0.0), dim=-1)
-    return greedy_dpp(x, quality, valid, count.to(valid.device), _NOISE)
+def worths(tokens: TokenBatch, count: Tensor) -> Tensor:
+    """``[N, n]`` float32: the logarithm of what tokens are worth to ``spacetime``; those behind its first ``3 count [N]`` picks
+    are worth as little as the last of these."""
+    rule: Any = method("spacetime")()
+    far = rule.worth(tokens, _REACH * count)
+    last = far.masked_fill(far == -torch.inf, torch.inf).amin(1, keepdim=True)
+    return torch.maximum(far, last).clamp(_LEAST, _MOST).log().masked_fill(~tokens.valid, 0.0)
+
+
+def picked(worth: Tensor, scores: Tensor, valid: Tensor, count: Tensor) -> Tensor:
+    """``[N, n]`` bool: ``count [N]`` slots by ``worth [N, n]`` and ``scores [N, n]`` (see :class:`Learned`)."""
+    return top_mask(worth + scores, valid, count)

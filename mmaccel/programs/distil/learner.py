@@ -8,7 +8,7 @@ import os
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...errors import MmaccelError
+from ...method import TokenBatch
 from ...method.selector import Selector, Shape
-from ...pruning.learned import picked
+from ...pruning.learned import picked, worths
 from ..evaluate import divergence
 from .examples import Example, Frozen
 
@@ -53,6 +54,26 @@ class State:
     seconds: float = 0.0
     ended: bool = False
     log: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Pictures and clips that are chosen from: what is seen of them, how many tokens stay (``count [N]``), and what these are
+    worth without the network (``worth [N, n]``)."""
+
+    shown: TokenBatch
+    count: Tensor
+    worth: Tensor
+
+    @staticmethod
+    def of(example: Example, retain: float) -> Choice:
+        """With a share of the tokens, at least one of each."""
+        shown, count = example.shown(), (example.valid.sum(1) * retain + 0.5).floor().long().clamp(min=1)
+        return Choice(shown, count, worths(shown, count))
+
+    def by(self, scores: Tensor) -> Tensor:
+        """``[N, n]`` bool: what stays by scores."""
+        return picked(self.worth, scores, self.shown.valid, self.count)
 
 
 class Learner(ABC):
@@ -166,15 +187,16 @@ class Learner(ABC):
         """The loss on the watched questions, by which the best network is told."""
 
     # --- looking --------------------------------------------------------------------------------------------
-    def scores(self, example: Example) -> Tensor:
+    def scores(self, example: Example, choice: Choice) -> Tensor:
         """``[N, n]``, what the mean of the networks says of all tokens."""
-        found: Tensor = self.mean(example.shown())
+        found: Tensor = self.mean(choice.shown, choice.worth)
         return found
 
-    def picked(self, example: Example, scores: Tensor, share: float = 1.0) -> Tensor:
-        """``[N, n]`` bool: what is kept by scores, at a share of the budget that is asked for."""
-        count = (example.valid.sum(1) * self.retain * share + 0.5).floor().long().clamp(min=1)
-        return picked(example.shown().features, scores, example.valid, count)
+    def asked(self, most: int | None = None) -> Iterator[tuple[Example, Choice]]:
+        """Batches of watched questions, one by one on the device."""
+        for example in self.watched[:most]:
+            example = example.to(self.device)
+            yield example, Choice.of(example, self.retain)
 
     @torch.no_grad()
     def answered(self, example: Example, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,10 +208,9 @@ class Learner(ABC):
         return divergence(list(full.unbind(1)), list(mine.unbind(1)), example.lengths), differ.any(1)
 
     @torch.no_grad()
-    def lost(self, scored: Callable[[Example], Tensor]) -> tuple[float, float]:
+    def lost(self, scored: Callable[[Example, Choice], Tensor]) -> tuple[float, float]:
         """Mean KL of some watched questions with what is picked by scores, and the share of answers that are other ones."""
-        asked = [example.to(self.device) for example in self.watched[:_ASKED]]
-        found = [self.answered(example, self.picked(example, scored(example))) for example in asked]
+        found = [self.answered(case[0], case[1].by(scored(*case))) for case in self.asked(_ASKED)]
         kl, other = (torch.cat(part).double().mean() for part in zip(*found, strict=True))
         return float(kl), float(other)
 
@@ -217,7 +238,7 @@ class Learner(ABC):
     def _mend(self) -> None:
         """What cannot be told exactly is told too low: scores are multiplied by what keeps the watched answers best."""
         with torch.no_grad():
-            factor = min(_MENDED, key=lambda factor: self.lost(lambda example: factor * self.scores(example))[0])
+            factor = min(_MENDED, key=lambda factor: self.lost(lambda *case: factor * self.scores(*case))[0])
             self.network.score.weight.mul_(factor)
 
 
@@ -225,7 +246,8 @@ class Told(Learner):
     """One that learns a signal of every token, which was noted when the question was read."""
 
     def _learned(self, example: Example) -> tuple[Tensor, float]:
-        loss = self._missed(example, self.network(example.shown()))
+        choice = Choice.of(example, self.retain)
+        loss = self._missed(example, self.network(choice.shown, choice.worth))
         return loss, float(loss.detach())
 
     def _missed(self, example: Example, scores: Tensor) -> Tensor:
@@ -243,15 +265,14 @@ class Told(Learner):
         """The signal, and the scale, that keep the answers to watched questions best where they are known exactly."""
 
         def best(cases: Iterable[tuple[int, float]]) -> tuple[int, float]:
-            return min(cases, key=lambda case: self.lost(lambda example: self._wanted(example, *case))[0])
+            return min(cases, key=lambda case: self.lost(lambda example, _: self._wanted(example, *case))[0])
 
         signals, middle = self.watched[0].signals.shape[1], _SCALES[len(_SCALES) // 2]
         signal = best((signal, middle) for signal in range(signals))[0] if signals > 1 else 0
         return best((signal, scale) for scale in _SCALES)
 
     def _watched(self) -> float:
-        asked = [example.to(self.device) for example in self.watched]
-        return sum(float(self._missed(example, self.scores(example))) for example in asked) / len(asked)
+        return sum(float(self._missed(case[0], self.scores(*case))) for case in self.asked()) / len(self.watched)
 
 
 class Tried(Learner):
@@ -263,13 +284,13 @@ class Tried(Learner):
     """
 
     def _learned(self, example: Example) -> tuple[Tensor, float]:
-        scores = self.network(example.shown())
+        choice = Choice.of(example, self.retain * _LESS[self.state.step % len(_LESS)])
+        scores = self.network(choice.shown, choice.worth)
         draws = torch.Generator().manual_seed(self.state.step)
-        share = _LESS[self.state.step % len(_LESS)]
         kept, lost = [], []
         for _ in range(_TRIES):
             moved = scores.detach() + _MOVED * torch.randn(scores.shape, generator=draws).to(scores)
-            kept.append(self.picked(example, moved, share))
+            kept.append(choice.by(moved))
             lost.append(_graded(self.answered(example, kept[-1])[0]))
         grades, picks = torch.stack(lost).to(scores), torch.stack(kept).to(scores)
         gain = (grades.mean(0) - grades) / (grades.std(0) + _NOTHING)
@@ -280,8 +301,7 @@ class Tried(Learner):
         return 0, 1.0
 
     def _watched(self) -> float:
-        asked = [example.to(self.device) for example in self.watched]
-        found = [self.answered(example, self.picked(example, self.scores(example)))[0] for example in asked]
+        found = [self.answered(case[0], case[1].by(self.scores(*case)))[0] for case in self.asked()]
         return float(_graded(torch.cat(found)).mean())
 
 

@@ -1,0 +1,196 @@
+"""Does a searched recipe keep more answers than every fixed one at the same cost?
+
+Searches a recipe for a shipped model with ``mmaccel.tune`` on questions of the split ``val``, then asks it, and every recipe
+of the registry with one budget, questions that nothing was trained, searched or chosen on. Each fixed recipe gets the budget at
+which as many visual tokens are in a decoder layer, mean over the layers, as with the searched one; what cannot be had at that
+cost is left out. All are asked the same questions, and compared one by one with an exact sign test. Results are written after
+every recipe, and the same command goes on where it was; ``--show`` makes the table from the JSON.
+
+    python benchmarks/tuned.py pictures --keep 0.95 --questions 120 --out benchmarks/results/tuned-pictures.json \\
+        --update docs/results/tuned.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from answers import FRAMES, KINDS, SIDES, asked, sign_test, write
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mmaccel.accelerate.tuned import fingerprint
+from mmaccel.cli.ask import shipped
+from mmaccel.cli.shared.measure import percent
+from mmaccel.cli.shared.text import markdown, put_between
+from mmaccel.errors import MmaccelError
+from mmaccel.programs.bench import origin
+from mmaccel.programs.evaluate import Question, ask_suite, batches
+from mmaccel.programs.tune.certain import interval
+from mmaccel.programs.tune.judge import Exam, Measured
+from mmaccel.programs.tune.tuning import tune
+from mmaccel.recipe import Recipe, recipes
+from mmaccel.recipe import recipe as find_recipe
+
+#: two costs are equal that differ by less than this share
+_EQUAL = 0.02
+_LEAST = 0.005
+#: rows of the table; the others are counted
+_SHOWN = 12
+
+
+def questions(kind: str, count: int) -> list[Question]:
+    """What is searched with: the kind's tasks in turn."""
+    tasks = KINDS[kind][1]
+    each, frames, pixels = -(-count // len(tasks)), FRAMES.get(kind, 16), SIDES.get(kind, 112)
+    by_task = [ask_suite([task], each, split="val", frames=frames, pixels=pixels) for task in tasks]
+    return [question for turn in zip(*by_task, strict=True) for question in turn][:count]
+
+
+def equal(exam: Exam, fixed: Recipe, cost: float) -> Recipe | None:
+    """A recipe with the budget at which it costs as much; None where it cannot."""
+    budget = cost
+    for _ in range(4):
+        if not _LEAST <= budget <= 1:
+            return None
+        found = exam.judge(fixed.override(retain=budget)).share("tokens")
+        if abs(found / cost - 1) < _EQUAL:
+            return fixed.override(retain=budget)
+        # what a recipe costs is near a straight line through nothing saved
+        budget = 1 - (1 - budget) * (1 - cost) / max(1 - found, 1e-6)
+    return None
+
+
+def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Search, then ask; ``report`` is filled and written after each recipe."""
+    torch.set_num_threads(args.threads)
+    folder = shipped().with_name(report["model"])
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    if report.setdefault("fingerprint", fingerprint(model)) != fingerprint(model):
+        raise MmaccelError(f"{args.out} was measured with another model; give another --out.")
+    if "recipe" not in report:
+        made = tune(
+            model,
+            processor,
+            questions(args.kind, args.samples),
+            keep=args.keep,
+            goal="tokens",
+            trials=args.trials,
+            out=args.out.with_suffix(".recipe.json"),
+            progress=lambda done, of: print(f"\r{done}/{of}", end="", flush=True),
+        )
+        if made.recipe is None:
+            raise MmaccelError(f"No recipe keeps {args.keep:.0%} of the answers; give a smaller --keep.")
+        report["recipe"] = made.recipe.to_json()
+        write(args.out, report)
+    exams = [
+        Exam(model, processor, batch, 32, measure=False)
+        for batch in batches(asked(args.kind, args.questions), args.batch_size)
+    ]
+    ask(report, "tuned", find_recipe(Recipe.from_json(report["recipe"])), exams, args.out)
+    cost = Measured.of(report["rows"]["tuned"]).share("tokens")
+    for name, fixed in recipes().items():
+        if fixed.primary is None or name in report["rows"] or name in report["refused"]:
+            continue
+        try:
+            same = equal(exams[0], fixed, cost)
+            if same is None:
+                report["refused"][name] = "cannot be had at this cost"
+            else:
+                ask(report, name, same, exams, args.out)
+        except MmaccelError as error:
+            report["refused"][name] = str(error)
+
+
+def ask(report: dict[str, Any], name: str, recipe: Recipe, exams: list[Exam], out: Path) -> None:
+    """One row."""
+    if name in report["rows"]:
+        return
+    report["rows"][name] = sum((exam.judge(recipe) for exam in exams), Measured()).as_dict()
+    write(out, report)
+    print(f"{name}: {percent(Measured.of(report['rows'][name]).agreement)}", flush=True)
+
+
+def table(report: dict[str, Any]) -> str:
+    """The searched recipe, and the fixed ones that come nearest to it."""
+    rows = {name: Measured.of(row) for name, row in report["rows"].items()}
+    tuned = rows.pop("tuned")
+    lines = [
+        ["recipe", "answers kept", "95 % interval", "tokens a layer", "only the searched one keeps, only this one"]
+    ]
+
+    def line(name: str, seen: Measured, beside: str) -> list[str]:
+        low, high = interval(sum(seen.kept), len(seen.kept))
+        return [
+            name,
+            percent(seen.agreement),
+            f"{percent(low)} to {percent(high)}",
+            percent(seen.share("tokens")),
+            beside,
+        ]
+
+    stages = Recipe.from_json(report["recipe"]).stages
+    lines.append(line("searched: " + " + ".join(f"`{stage}`" for stage in map(told, stages)), tuned, ""))
+    best = sorted(rows.items(), key=lambda row: (-row[1].agreement, row[0]))
+    for name, seen in best[:_SHOWN]:
+        pairs = list(zip(tuned.kept, seen.kept, strict=True))
+        more, fewer = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
+        p = sign_test(more, fewer)
+        lines.append(line(f"`{name}`", seen, f"{more}, {fewer}: " + (f"p {p:.2g}" if p < 0.05 else "may be chance")))
+    others = (
+        f"{max(0, len(best) - _SHOWN)} other recipes kept fewer, {len(report['refused'])} cannot be had at this cost."
+    )
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    made = f"`{report['command']}`, {report['date']}, {report['machine']}, {versions}."
+    return "\n\n".join([markdown(lines), f"{len(tuned.kept)} questions, `{report['model']}`; {others} {made}"])
+
+
+def told(stage: Any) -> str:
+    """A stage as it is written in a recipe."""
+    options = "".join(f", {name}={value}" for name, value in stage.options.items())
+    return stage.method + ("" if stage.retain is None else f":{stage.retain:g}") + options
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS, help="what the questions are about")
+    parser.add_argument("--keep", type=float, default=0.95, help="share of the answers (default: 0.95)")
+    parser.add_argument("--samples", type=int, default=100, help="to search with (default: 100)")
+    parser.add_argument("--trials", type=int, default=300, help="recipes to try (default: 300)")
+    parser.add_argument("--questions", type=int, default=120, help="to compare with (default: 120)")
+    parser.add_argument("--batch-size", type=int, default=20, help="default: 20")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON, written and read again")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="write the table between the marks of this page")
+    parser.add_argument("--show", action="store_true", help="no model: the table from the JSON")
+    args = parser.parse_args()
+    report: dict[str, Any] = {"kind": args.kind, "model": KINDS[args.kind][0], "rows": {}, "refused": {}}
+    if args.out.exists():
+        report = json.loads(args.out.read_text(encoding="utf-8"))
+        if report["kind"] != args.kind:
+            raise MmaccelError(f"{args.out} is about {report['kind']}; give another --out.")
+    if not args.show:
+        report |= {
+            "command": origin.command("python", sys.argv[0]),
+            "date": origin.today(),
+            "machine": f"a CPU ({origin.processor()})",
+            "versions": origin.versions(),
+        }
+        run(args, report)
+        write(args.out, report)
+    text = table(report)
+    if args.update:
+        put_between(args.update, args.out.stem, text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MmaccelError as error:
+        sys.exit(str(error))
