@@ -20,6 +20,7 @@ from transformers import GenerationMixin, cache_utils, masking_utils, modeling_u
 
 from mmaccel.families import families as families_of_mmaccel
 from mmaccel.families import family_of
+from mmaccel.kv.recurrent import states_of
 
 families = pytest.mark.parametrize("family", FAMILIES)
 OLD = int(transformers.__version__.split(".")[1]) < 23
@@ -165,7 +166,7 @@ def test_attention_is_called_as_expected(family: str) -> None:
     length = feed["input_ids"].shape[1]
     generate(tiny, feed, new=2)
     layers = list(family_of(tiny).attending)
-    size, half = 64 if family_of(tiny).stateful else 16, len(layers)
+    size, half = 64 if "qwen3_5" in family else 16, len(layers)
     assert [call[0] for call in calls] == layers * 2
     assert all(query == (1, 4, length, size) and key == (1, 2, length, size) for _, query, key, _ in calls[:half])
     assert all(query == (1, 4, 1, size) and key == (1, 2, length + 1, size) for _, query, key, _ in calls[half:])
@@ -262,6 +263,7 @@ FEATURES = {
     "internvl": ["pixel_values"],
     "smolvlm": ["pixel_values", "pixel_attention_mask"],
     "idefics3": ["pixel_values", "pixel_attention_mask"],
+    "lfm2_vl": ["pixel_values", "spatial_shapes", "pixel_attention_mask"],
 }
 
 
@@ -334,19 +336,18 @@ def test_layers_with_a_state(family: str) -> None:
     """They are called by keyword, the net alone changes with padding, and states lie where the cache says."""
     tiny, called = zoo.model(family), []
     known = family_of(tiny)
+    arguments = {"hidden_states", known.cache_name, "attention_mask"} if known.stateful else set()
     for number in known.recurrent:
-        net = known.text.layers[number].linear_attn
-        assert net.layer_idx == number and {"hidden_states", "cache_params", "attention_mask"} <= set(
-            parameters(net.forward)
-        )
+        net = known.net_in(number)
+        assert arguments <= set(parameters(net.forward))
         net.register_forward_pre_hook(lambda _, args, kwargs: called.append((args, set(kwargs))), with_kwargs=True)
     cache = generate(tiny, inputs(family, "uneven"), new=2).past_key_values
     assert len(called) == 2 * len(known.recurrent) and known.stateful == bool(called)
-    assert all(args == () and {"hidden_states", "cache_params", "attention_mask"} <= names for args, names in called)
+    assert all(args == () and arguments <= names for args, names in called)
     for number in known.recurrent:
         layer = cache.layers[number]
         assert isinstance(layer, cache_utils.LinearAttentionLayer) and layer.has_previous_state == {0: True}
-        assert layer.conv_states[0].shape[0] == layer.recurrent_states[0].shape[0] == 2
+        assert [len(x) for x in states_of(layer)] == [2] * (1 if family == "lfm2_vl" else 2)
 
 
 @families

@@ -490,6 +490,18 @@ def _idefics3(family: str, config: str) -> Callable[[dict[str, Any], int], PreTr
     )
 
 
+def _lfm2_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Two layers of four are convolutions over three tokens."""
+    kinds = {"layer_types": ["conv", FULL, "conv", FULL], "block_auto_adjust_ff_dim": False}
+    return transformers.Lfm2VlConfig(
+        vision_config=_tower("siglip2_vision_model", 64, 8, num_patches=64, vision_use_head=False),
+        text_config=_text("lfm2", overrides, vocabulary, **kinds),
+        image_token_id=_ids("lfm2_vl")["image_token"],
+        projector_hidden_size=64,
+        tie_word_embeddings=False,
+    )
+
+
 # --------------------------------------------------------------------------------------------------------- processors
 
 
@@ -671,6 +683,12 @@ SPLIT_TOKENS = {
     "fake_image_token": "<fake_token_around_image>",
     "global_image_token": "<global-img>",
     "end_of_utterance_token": "<end_of_utterance>",
+}
+LFM_TOKENS = {
+    "image_token": "<image>",
+    "image_start_token": "<|image_start|>",
+    "image_end_token": "<|image_end|>",
+    "image_thumbnail": "<|img_thumbnail|>",
 }
 OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 PIXTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
@@ -1100,6 +1118,27 @@ _TABLE: dict[str, Family] = {
         sizes=((90, 60), (40, 100)),
         extra_tokens=SPLIT_PLACES,
     ),
+    "lfm2_vl": Family(
+        config=_lfm2_vl,
+        processor=_real(
+            "lfm2_vl",
+            "Lfm2VlProcessor",
+            image_processor=_part(
+                "Lfm2VlImageProcessor",
+                tile_size=64,
+                encoder_patch_size=8,
+                min_image_tokens=16,
+                max_image_tokens=24,
+                max_tiles=4,
+                max_pixels_tolerance=1.2,
+            ),
+        ),
+        tokens=LFM_TOKENS,
+        image="<image>",
+        # a tile of its own size, and two with a thumbnail
+        sizes=((60, 40), (130, 60)),
+        extra_tokens=tuple(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+    ),
     "idefics3": Family(
         config=_idefics3("idefics3", "Idefics3Config"),
         processor=_real(
@@ -1364,7 +1403,14 @@ def _placeholder(family: str, modality: str) -> int | None:
 
 _PIXELS = {"image": ("pixel_values", "pixel_values_images"), "video": ("pixel_values_videos",)}
 _PER_ITEM = {
-    "image": ("image_sizes", "image_grid_thw", "image_merge_sizes", "num_local_patches"),
+    "image": (
+        "image_sizes",
+        "image_grid_thw",
+        "image_merge_sizes",
+        "num_local_patches",
+        "spatial_shapes",
+        "pixel_attention_mask",
+    ),
     "video": ("video_grid_thw", "video_merge_sizes", "second_per_grid_ts", "video_second_per_grid"),
 }
 
@@ -1374,6 +1420,8 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
     grids = values.get(f"{modality}_grid_thw")
     if grids is not None:
         return (grids.prod(-1) // values.get(f"{modality}_merge_sizes", torch.tensor(2)) ** 2).tolist()
+    if "spatial_shapes" in values:
+        return (values["spatial_shapes"] // 2).prod(-1).tolist()
     if "num_local_patches" in values:
         return [16 * (1 + tiles) + 1 for tiles in values["num_local_patches"].tolist()]
     if modality == "video" or "image_sizes" not in values:

@@ -562,6 +562,23 @@ def _idefics3(kind: str) -> Callable[[], Tiny]:
     return build
 
 
+def _lfm2_vl() -> Tiny:
+    config = _config(
+        "lfm2_vl",
+        vision_config=_tower("siglip2_vision_model", 64, 8, num_patches=64, vision_use_head=False),
+        text_config=_text("lfm2", layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False),
+        image_token_id=IMAGE,
+        projector_hidden_size=64,
+    )
+    # two tiles, the second filled up with padding
+    pixels = {
+        "pixel_values": _noise(2, 64, 192),
+        "spatial_shapes": _long([8, 8], [4, 8]),
+        "pixel_attention_mask": (_long(*range(64)) < _long([64], [32])).int(),
+    }
+    return config, IMAGE, 16 + 8, pixels
+
+
 _QWEN_25: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
 _QWEN_3 = {**_QWEN_25, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]}
 _EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -606,6 +623,7 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "smolvlm": _idefics3("smolvlm"),
     "idefics3": _idefics3("idefics3"),
     "fast_vlm": _fast_vlm,
+    "lfm2_vl": _lfm2_vl,
     "aya_vision": _aya_vision("aya_vision"),
     "cohere2_vision": _aya_vision("cohere2_vision"),
     "gemma3": _gemma3,

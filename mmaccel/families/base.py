@@ -102,8 +102,9 @@ class Family(Towers):
     #: whether RoPE turns queries and keys as two halves, in every layer of the language models usual for it
     halves: bool = True
     ranks: int = 1
-    #: whether some layers of its language models keep a recurrent state where others have attention
+    #: whether some layers of its language models carry a state where others have attention, and what configurations call such
     stateful: bool = False
+    carrying: ClassVar[tuple[str, ...]] = ()
     #: whether it is made for reading pages, every letter of which stands in few tokens
     reads_pages: ClassVar[bool] = False
     #: arguments of the inner model, beside those of the towers, without which the layout is not known
@@ -165,6 +166,26 @@ class Family(Towers):
     def attention_in(self, layer: int) -> Any:
         """The self-attention of a layer of the language model."""
         return self.text.layers[layer].self_attn
+
+    def queries_in(self, attention: Any) -> nn.Module:
+        """The last module of an attention that queries pass before RoPE."""
+        found: nn.Module = getattr(attention, "q_norm", None) or attention.q_proj
+        return found
+
+    def outgoing_in(self, layer: int) -> Any:
+        """The output projection of the attention of a layer of the language model; None where it has none of that name."""
+        return getattr(self.attention_in(layer), "o_proj", None)
+
+    def norm_in(self, layer: Any) -> nn.Module:
+        """The norm before the attention of a layer of the language model."""
+        found: nn.Module = layer.input_layernorm
+        return found
+
+    @property
+    def last_norm(self) -> nn.Module:
+        """The norm behind the last layer of the language model."""
+        found: nn.Module = self.text.norm
+        return found
 
     # --- towers -----------------------------------------------------------------------------------------------
     @property

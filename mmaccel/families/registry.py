@@ -32,7 +32,7 @@ REFUSED: dict[str, str] = {
     "gemma4": f"by its size, {_EMBEDDED}, or {_BOTH_WAYS}",
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
     "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",
-    **dict.fromkeys(("lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _STATES),
+    **dict.fromkeys(("lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _STATES),
     "kimi_k25": _LATENTS,
     "qwen2_5_omni": _SPEAKS,
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",
@@ -41,8 +41,6 @@ REFUSED: dict[str, str] = {
 
 #: kinds of layers of a language model that only attend, as its configuration names them
 _ATTENDING = {"full_attention", "sliding_attention"}
-#: and those that carry a state, which families that know them have
-_STATEFUL = {"linear_attention"}
 #: language models whose attention has a term that ours has not -> which
 _SINKS = {"gpt_oss": "its attention has learned sinks, which no key stands for"}
 
@@ -109,8 +107,7 @@ def described(config: Any) -> Family:
 def _fits(family: type[Family], config: Any) -> None:
     """Raise when the language model of a family's model is none of those that can be accelerated rightly."""
     text = config.get_text_config()
-    known = _ATTENDING | _STATEFUL if family.stateful else _ATTENDING
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - known)
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENDING - set(family.carrying))
     why = f"it has layers of {' and '.join(others)}" if others else _SINKS.get(text.model_type)
     if getattr(text, "kv_lora_rank", None):
         why = _LATENTS

@@ -95,6 +95,9 @@ class ModelFacts(TowerFacts, Protocol):
     def attention_in(self, layer: int) -> Any:
         """The self-attention module of a layer of the language model, with its projections."""
 
+    def outgoing_in(self, layer: int) -> Any:
+        """Its output projection, or None."""
+
 
 class Method(ABC):
     """Base of every method. Class attributes describe the method; instance fields are its options.

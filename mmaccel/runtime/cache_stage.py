@@ -41,7 +41,7 @@ class CacheStage:
         at them."""
         if not self.policy.needs_outgoing:
             return None
-        weight: Tensor = self.family.attention_in(self.family.attending[number]).o_proj.weight
+        weight: Tensor = self.family.outgoing_in(self.family.attending[number]).weight
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
     def evict(self, together: Together, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> None:

@@ -50,8 +50,7 @@ class TextHooks:
             hook(self.layers[number].register_forward_pre_hook(self._layer(number), with_kwargs=True))
         if plan.policy is not None and plan.policy.method.future:
             for attention in map(plan.family.attention_in, plan.family.attending):
-                last = getattr(attention, "q_norm", None) or attention.q_proj
-                hook(last.register_forward_hook(self._note_queries))
+                hook(plan.family.queries_in(attention).register_forward_hook(self._note_queries))
 
     # --- into the text model ----------------------------------------------------------------------------------
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

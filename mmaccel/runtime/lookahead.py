@@ -62,7 +62,7 @@ def own_attention(
     def run() -> None:
         layer.self_attn(  # type: ignore[operator]
             **places,
-            hidden_states=layer.input_layernorm(hidden.to(device)),  # type: ignore[operator]
+            hidden_states=scope.plan.family.norm_in(layer)(hidden.to(device)),
             position_embeddings=tuple(x.to(device) for x in kwargs["position_embeddings"]),
             attention_mask=None,
         )

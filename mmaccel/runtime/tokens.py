@@ -197,7 +197,7 @@ def _question(
 
 def _normed(prompt: Prompt, hidden: Tensor) -> Tensor:
     """What the last norm of the language model makes of ``hidden``; layers may be spread over devices."""
-    norm = prompt.plan.family.text.norm
+    norm = prompt.plan.family.last_norm
     made: Tensor = norm(hidden.to(next(norm.parameters()).device))
     return made.to(hidden.device)
 

@@ -169,7 +169,12 @@ class CacheRun:
         self.stage = PlannedStage(0, policy, retain)
         recipe = SimpleNamespace(text_retain=None)
         # what the cache stage reads of a plan
-        family = SimpleNamespace(text=text, attending=range(layers), attention_in=lambda i: text.layers[i].self_attn)
+        family = SimpleNamespace(
+            text=text,
+            attending=range(layers),
+            attention_in=lambda i: text.layers[i].self_attn,
+            outgoing_in=lambda i: text.layers[i].self_attn.o_proj,
+        )
         self.plan: Any = SimpleNamespace(recipe=recipe, family=family)
         self.state = CacheState(layers)
         self.eviction: _Watched

@@ -284,7 +284,7 @@ def hide(
     known = family_of(tiny)
     _visible = lambda layer: causal & (visible(known.stored_from(layer)) | torch.eye(length, dtype=torch.bool))  # noqa: E731
     tiny.set_attn_implementation({"text_config": "test_hiding"})
-    nets = {number: known.text.layers[number].linear_attn for number in known.recurrent}
+    nets = {number: known.net_in(number) for number in known.recurrent}
     for number, net in nets.items():
         net.there = real.clone()
         if kept is not None and number >= dropped_at:

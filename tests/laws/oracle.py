@@ -103,7 +103,7 @@ def replayer(family: str, **overrides: Any) -> Any:
     model = zoo.model(family, **overrides)
     model.set_attn_implementation({"text_config": "laws_replay"})
     for number in adapter(family).recurrent:
-        net = text_model(model).layers[number].linear_attn
+        net = family_of(model).net_in(number)
         net.forward = functools.partial(run_over, net, net.forward)
     return model
 
@@ -416,9 +416,7 @@ def replay(
     config = model.config.get_text_config()
     groups = config.num_attention_heads // config.num_key_value_heads
     for number in adapter(family).recurrent:
-        text_model(model).layers[number].linear_attn.there = torch.cat(
-            [seen.reaching(family, number), valid[:, length:]], dim=1
-        )
+        family_of(model).net_in(number).there = torch.cat([seen.reaching(family, number), valid[:, length:]], dim=1)
     for at, number in enumerate(family_of(model).attending):
         layer = text_model(model).layers[number]
         mask = place[None, :] <= place[:, None]

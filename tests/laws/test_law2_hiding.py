@@ -185,7 +185,7 @@ def test_stages_of_all_sites_together(family, kind):
     ("family", "kind"),
     [
         (family, kind)
-        for family in ("internvl", "smolvlm", "idefics3", "aya_vision", "cohere2_vision", "ovis2")
+        for family in ("internvl", "smolvlm", "idefics3", "aya_vision", "cohere2_vision", "lfm2_vl", "ovis2")
         for kind in ("image", "video")
         if kind in zoo.kinds(family)
     ],

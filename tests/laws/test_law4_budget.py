@@ -161,7 +161,7 @@ def test_late_frames_are_pooled_like_early_ones(family):
     "family",
     (
         *("llava_next", "llava_onevision", "internvl", "smolvlm", "idefics3", "aya_vision", "got_ocr2"),
-        *("granite4_vision", "ovis2"),
+        *("granite4_vision", "lfm2_vl", "ovis2"),
     ),
 )
 @pytest.mark.parametrize("retain", (0.25, 0.5, 10))

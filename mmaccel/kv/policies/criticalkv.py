@@ -60,7 +60,7 @@ class CriticalKV(SnapKV):
         super().check(family)
         usable: dict[type, bool] = {nn.Parameter: True}
         for layer in family.attending:
-            weight = getattr(getattr(family.attention_in(layer), "o_proj", None), "weight", None)
+            weight = getattr(family.outgoing_in(layer), "weight", None)
             there = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()
             if isinstance(weight, Tensor) and there and type(weight) not in usable:
                 usable[type(weight)] = _computes(weight)

@@ -28,7 +28,7 @@ _RATE, _CLIP = 1e-3, 1.0
 #: share of the running mean of the weights that every step leaves: single steps are noise, what they have in common is not
 _KEPT = 0.99
 #: steps between two looks at the watched questions, and looks without a gain after which it ends
-_LOOK, _PATIENCE = 100, 8
+_LOOK, _PATIENCE = 100, 20
 #: how far above the largest signal of a picture half the range of what is learned begins: signals are learned as logarithms
 _STEEP = 100.0
 #: how much the token that most speaks for may outweigh likeness, and by what it is mended in the end

@@ -1,0 +1,81 @@
+"""LFM2-VL: tiles and a thumbnail of any size; most layers of the language model are short convolutions, and keep no keys."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.layout import Modality, Picture, Tile
+from .base import Facts
+from .internvl import TiledByText
+from .stateful import Stateful
+from .tower import EncoderCall
+
+#: all that stands between two tiles of one picture
+_NEXT = re.compile(r"<\|img_(row_\d+_col_\d+|thumbnail)\|>")
+
+
+class Lfm2VL(Stateful, TiledByText):
+    """A convolution sees the two tokens before its own, and these are its state. What is dropped before it has never been there
+    for it. With a processor, tiles between which only marks of places stand are one picture; without it, or without marks,
+    every tile stands for itself.
+    """
+
+    name = "lfm2_vl"
+    model_types = ("lfm2_vl",)
+    place = 12
+    facts = Facts("yes, tiled, any size", clips=False, cls=False, merging="2x2 blocks")
+    carrying = ("conv",)
+    net_name = "conv"
+    cache_name = "past_key_values"
+    closed = "pads tiles of several sizes to one"
+    has_cls = False
+
+    @property
+    def shuffle(self) -> int:
+        """The projector's."""
+        return int(self.config.downsample_factor)
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """None that can be looked into."""
+        return []
+
+    @property
+    def last_norm(self) -> nn.Module:
+        """It names the norm otherwise."""
+        found: nn.Module = self.text.embedding_norm
+        return found
+
+    def queries_in(self, attention: Any) -> nn.Module:
+        """It names the norm otherwise."""
+        found: nn.Module = attention.q_layernorm
+        return found
+
+    def outgoing_in(self, layer: int) -> Any:
+        """It names the projection otherwise."""
+        return self.attention_in(layer).out_proj
+
+    def norm_in(self, layer: Any) -> nn.Module:
+        """It names the norm otherwise."""
+        found: nn.Module = layer.operator_norm
+        return found
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        """One segment a tile."""
+        tiles = iter(torch.as_tensor(encoded.arguments["spatial_shapes"]).tolist())
+        pictures: list[Picture] = []
+        offset, before = 0, (-1, 0)
+        for row, start, stop in self.runs(ids, encoded.tokens):
+            between = self.text_before(ids, row, start, start - before[1]) if row == before[0] else ""
+            joins, before = bool(_NEXT.fullmatch(between)), (row, stop)
+            end = offset + stop - start
+            while offset < end:
+                height, width = (side // self.shuffle for side in next(tiles))
+                if not joins:
+                    pictures.append([])
+                pictures[-1].append(Tile.raster(1, height, width, offset))
+                joins, offset = False, offset + height * width
+        return pictures

@@ -1,0 +1,75 @@
+"""Language models of which some layers carry a state from token to token, and keep no keys."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import Call, Family, Wrapper
+
+
+class Stateful(Family):
+    """What is dropped before a layer with a state has never been there for it; what is dropped behind it stays in its state."""
+
+    stateful = True
+    #: the attribute of a layer that holds what carries its state, and the argument that its cache comes by
+    net_name: ClassVar[str] = "linear_attn"
+    cache_name: ClassVar[str] = "cache_params"
+
+    @cached_property
+    def recurrent(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The layers of the kind that carries a state."""
+        kinds = self.config.text_config.layer_types
+        return tuple(layer for layer, kind in enumerate(kinds) if kind in self.carrying)
+
+    @cached_property
+    def attending(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The others."""
+        return tuple(layer for layer in range(self.depth) if layer not in self.recurrent)
+
+    def net_in(self, layer: int) -> Any:
+        """What carries the state of a layer."""
+        return getattr(self.text.layers[layer], self.net_name)
+
+    def stored_from(self, layer: int) -> int:
+        """As many as there are layers with attention below."""
+        return bisect.bisect_left(self.attending, layer)
+
+    def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
+        """Also rows that go on with different numbers of tokens: padding behind other tokens changes a state, mask or not."""
+        rows = [(number, functools.partial(_row_by_row, number, self.cache_name)) for number in self.recurrent]
+        return [*super().wrappers(), *((self.net_in(number), "forward", by_row) for number, by_row in rows)]
+
+    def mask_argument(self, real: Tensor | None) -> dict[str, Tensor | None]:
+        """Layers with a state let padding through unless they are told of it."""
+        return {"full_attention": None, **dict.fromkeys(self.carrying, real)}
+
+
+def _row_by_row(
+    number: int, cache_name: str, original: Callable[..., Tensor], current: Callable[[], Call | None]
+) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        call, cache = current(), kwargs.get(cache_name)
+        layer = None if cache is None else cache.layers[number]
+        if call is None or attention_mask is None or not getattr(layer, "begun", False):
+            return original(hidden_states, attention_mask=attention_mask, **kwargs)
+        assert layer is not None
+        out = torch.zeros_like(hidden_states)
+        for row, real in enumerate(attention_mask.bool().cpu()):
+            if bool(real.any()):
+                there = real.to(hidden_states.device)
+                with layer.of_row(row):
+                    out[row, there] = original(hidden_states[row, there][None], **kwargs)[0]
+        return out
+
+    return forward
+
+
+__all__ = ["Stateful"]
