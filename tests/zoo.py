@@ -490,6 +490,20 @@ def _idefics3(family: str, config: str) -> Callable[[dict[str, Any], int], PreTr
     )
 
 
+def _minicpmv(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """A tower that joins 2x2 patches behind its second layer, and half of the language model's layers gated delta nets."""
+    words = {**QWEN35_TEXT, "layer_types": [LINEAR, FULL, LINEAR, FULL]}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return transformers.MiniCPMV4_6Config(
+        vision_config={**sizes, "image_size": 64, "patch_size": 4},
+        text_config=_text("qwen3_5_text", overrides, vocabulary, rope_parameters=rope, **words).to_dict(),
+        insert_layer_id=1,
+        tie_word_embeddings=False,
+        **{name: token for name, token in ((f"{k}_id", v) for k, v in _ids("minicpmv4_6").items()) if name in CPM_IDS},
+    )
+
+
 def _lfm2_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     """Two layers of four are convolutions over three tokens."""
     kinds = {"layer_types": ["conv", FULL, "conv", FULL], "block_auto_adjust_ff_dim": False}
@@ -690,6 +704,13 @@ LFM_TOKENS = {
     "image_end_token": "<|image_end|>",
     "image_thumbnail": "<|img_thumbnail|>",
 }
+CPM_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    **{f"{name}_start_token": f"<{name}>" for name in ("image", "slice", "image_id")},
+    **{f"{name}_end_token": f"</{name}>" for name in ("image", "slice", "image_id")},
+}
+CPM_IDS = ("image_token_id", "video_token_id")
 OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 PIXTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 EVERY_PATCH = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
@@ -1139,6 +1160,23 @@ _TABLE: dict[str, Family] = {
         sizes=((60, 40), (130, 60)),
         extra_tokens=tuple(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
     ),
+    "minicpmv4_6": Family(
+        config=_minicpmv,
+        processor=_real(
+            "minicpmv4_6",
+            "MiniCPMV4_6Processor",
+            image_processor=_part("MiniCPMV4_6ImageProcessor", scale_resolution=64, patch_size=4),
+            video_processor=_part(
+                "MiniCPMV4_6VideoProcessor", scale_resolution=64, patch_size=4, do_sample_frames=False
+            ),
+        ),
+        tokens=CPM_TOKENS,
+        image="<|image_pad|>",
+        video="<|video_pad|>",
+        mixed=True,
+        # a thumbnail of its own size, and one with two slices
+        sizes=((60, 48), (130, 60)),
+    ),
     "idefics3": Family(
         config=_idefics3("idefics3", "Idefics3Config"),
         processor=_real(
@@ -1154,9 +1192,13 @@ _TABLE: dict[str, Family] = {
     ),
 }
 
-if int(transformers.__version__.split(".")[1]) < 23:
+_RELEASE = int(transformers.__version__.split(".")[1])
+if _RELEASE < 23:
     # thinkers were laid out otherwise, and are refused
     del _TABLE["qwen2_5_omni"]
+if _RELEASE < 20:
+    # its tower took one tile alone
+    del _TABLE["minicpmv4_6"]
 
 FAMILIES: tuple[str, ...] = tuple(_TABLE)
 VIDEO_FAMILIES: tuple[str, ...] = tuple(name for name, spec in _TABLE.items() if spec.video)
@@ -1402,8 +1444,10 @@ def _placeholder(family: str, modality: str) -> int | None:
 
 
 _PIXELS = {"image": ("pixel_values", "pixel_values_images"), "video": ("pixel_values_videos",)}
+_PACKED = {"image": "target_sizes", "video": "target_sizes_videos"}
 _PER_ITEM = {
     "image": (
+        "target_sizes",
         "image_sizes",
         "image_grid_thw",
         "image_merge_sizes",
@@ -1411,7 +1455,13 @@ _PER_ITEM = {
         "spatial_shapes",
         "pixel_attention_mask",
     ),
-    "video": ("video_grid_thw", "video_merge_sizes", "second_per_grid_ts", "video_second_per_grid"),
+    "video": (
+        "target_sizes_videos",
+        "video_grid_thw",
+        "video_merge_sizes",
+        "second_per_grid_ts",
+        "video_second_per_grid",
+    ),
 }
 
 
@@ -1420,6 +1470,8 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
     grids = values.get(f"{modality}_grid_thw")
     if grids is not None:
         return (grids.prod(-1) // values.get(f"{modality}_merge_sizes", torch.tensor(2)) ** 2).tolist()
+    if _PACKED[modality] in values:
+        return (values[_PACKED[modality]].prod(-1) // 16).tolist()
     if "spatial_shapes" in values:
         return (values["spatial_shapes"] // 2).prod(-1).tolist()
     if "num_local_patches" in values:
@@ -1462,7 +1514,11 @@ def single(family: str, batch_inputs: BatchFeature | dict[str, Any], row: int) -
             continue
         grids = values.get(f"{modality}_grid_thw")
         edges = np.cumsum([0, *grids.prod(-1).tolist()]) if grids is not None else np.arange(len(pixels) + 1)
-        result[name] = pixels[edges[first] : edges[last]]
+        if (packed := _PACKED[modality]) in values:  # side by side, as many columns as a patch has
+            columns = pixels.shape[2] * np.cumsum([0, *values[packed].prod(-1).tolist()])
+            result[name] = pixels[..., columns[first] : columns[last]]
+        else:
+            result[name] = pixels[edges[first] : edges[last]]
         result.update({key: values[key][first:last] for key in _PER_ITEM[modality] if key in values})
         if "pixel_values_local" in values:
             starts = np.cumsum([0, *values["num_local_patches"].tolist()])

@@ -579,6 +579,22 @@ def _lfm2_vl() -> Tiny:
     return config, IMAGE, 16 + 8, pixels
 
 
+def _minicpmv() -> Tiny:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.25}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = _config(
+        "minicpmv4_6",
+        vision_config={**sizes, "image_size": 64, "patch_size": 4},
+        text_config=_text("qwen3_5_text", rope_parameters=rope, **_NETS).to_dict(),
+        insert_layer_id=1,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    # a thumbnail and a slice, their patches side by side
+    pixels = {"pixel_values": _noise(1, 3, 4, 4 * (16 * 16 + 8 * 16)), "target_sizes": _long([16, 16], [8, 16]).int()}
+    return config, IMAGE, 16 + 8, pixels
+
+
 _QWEN_25: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
 _QWEN_3 = {**_QWEN_25, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]}
 _EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -624,6 +640,7 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "idefics3": _idefics3("idefics3"),
     "fast_vlm": _fast_vlm,
     "lfm2_vl": _lfm2_vl,
+    "minicpmv4_6": _minicpmv,
     "aya_vision": _aya_vision("aya_vision"),
     "cohere2_vision": _aya_vision("cohere2_vision"),
     "gemma3": _gemma3,

@@ -29,12 +29,13 @@ class TiledByText(Family):
         """The blocks that pixel shuffle joins."""
         return raster_blocks(self.side, self.shuffle)
 
-    def runs(self, ids: Tensor, tokens: int) -> list[tuple[int, int, int]]:
-        """Runs of image placeholders: (row, first, last + 1), row by row, of the rows whose pictures were encoded.
+    def runs(self, ids: Tensor, tokens: int, visual: Tensor | None = None) -> list[tuple[int, int, int]]:
+        """Runs of placeholders, by default all (``visual [B, S]`` bool): (row, first, last + 1), row by row, of the rows whose
+        pictures were encoded.
 
         ``tokens`` were encoded: where ``generate`` has repeated every row since (beams), only the first copy counts.
         """
-        visual = self.visual(ids)
+        visual = self.visual(ids) if visual is None else visual
         copies = max(1, int(visual.sum()) // max(1, tokens))
         found = []
         for b in range(0, len(ids), copies):

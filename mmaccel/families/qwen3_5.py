@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
-
 from ..core.layout import Picture, Tile
-from .base import Description, Facts
+from .base import Facts
 from .qwen_vl import Qwen2VL
 from .stateful import Stateful
 
@@ -24,10 +20,6 @@ class Qwen35(Stateful, Qwen2VL):
     facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
     carrying = ("linear_attention",)
     halves = False
-
-    def __init__(self, model: nn.Module | Description, processor: Any = None) -> None:
-        super().__init__(model, processor)
-        self.halves = False
 
     def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
         """One segment a frame, as there are time stamps between them."""

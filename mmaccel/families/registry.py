@@ -32,7 +32,7 @@ REFUSED: dict[str, str] = {
     "gemma4": f"by its size, {_EMBEDDED}, or {_BOTH_WAYS}",
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
     "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",
-    **dict.fromkeys(("lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _STATES),
+    **dict.fromkeys(("lfm3_vl", "minicpm_ocr", "minicpmv4_7"), _STATES),
     "kimi_k25": _LATENTS,
     "qwen2_5_omni": _SPEAKS,
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",

@@ -148,7 +148,10 @@ def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
 
 
 def _join(a: Tensor, b: Tensor) -> Tensor:
-    """Pictures of one turn behind those of another; tiles and sides are filled up with zeros, as processors do."""
+    """Pictures of one turn behind those of another; tiles and sides are filled up with zeros, as processors do, and patches
+    that lie side by side, of which MiniCPM-V makes one row, are joined there."""
+    if a.ndim == 4 and a.shape[:3] == b.shape[:3] == (1, 3, 4):
+        return torch.cat([a, b], dim=-1)
     if a.ndim >= 4 and a.shape[1:] != b.shape[1:]:
         most = [max(sides) for sides in zip(a.shape[1:], b.shape[1:], strict=True)]
         a, b = (

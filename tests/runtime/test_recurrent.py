@@ -19,7 +19,7 @@ from mmaccel.kv.cache import adopt, bare_bytes, cache_bytes
 from mmaccel.kv.recurrent import RecurrentLayer, states_of
 
 #: by choice: those of whose layers some have no attention
-NETS = ("qwen3_5", "qwen3_5_moe", "lfm2_vl")
+NETS = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6")
 LINEAR, FULL = "linear_attention", "full_attention"
 #: as the published models of Qwen have them: three of four
 REAL = [LINEAR, LINEAR, LINEAR, FULL, LINEAR]

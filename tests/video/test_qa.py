@@ -47,6 +47,17 @@ def test_one_prefill_serves_every_family(family: str, films: Path) -> None:
     assert one.figures.prefills == 2
 
 
+# by choice: one whose layers carry a state, and one that cuts frames into slices too
+@pytest.mark.parametrize("family", ["qwen3_5", "minicpmv4_6"])
+def test_bare_layers_with_a_state_read_the_video_for_each_question(family: str, films: Path) -> None:
+    """They would take the padding of the shorter question for words."""
+    questions = ask(films, ("a.mp4", "slow.mp4"), ASKED[:2])
+    one = answerer(family, "none", 4)
+    assert answers(one, questions) == alone(family, "none", questions)
+    assert one.figures.prefills == 4
+    assert any("layers with a state" in note for note in one.figures.notes)
+
+
 # by choice: one for every reason
 LATE = {
     "fastv": ("fastv", "fastv works while"),

@@ -270,6 +270,8 @@ class _Prefix:
     ids, mask : ``[V, P]``, padded on the left.
     follows : ``[1, V]``, with M-RoPE ``[3, V]``: the position of the first token behind each.
     visual, kept : ``[V]``, visual tokens, and those of them that reach the last layer.
+    behind : ``[V, T]``, what stood behind it in the prompt of the first question. first : ``[n]``, what stands there behind
+        some other video.
     """
 
     cache: DynamicCache
@@ -279,6 +281,8 @@ class _Prefix:
     follows: Tensor
     visual: Tensor
     kept: Tensor
+    behind: Tensor
+    first: Tensor
 
 
 class VideoAnswerer:
@@ -325,6 +329,9 @@ class VideoAnswerer:
         self._family = family_of(model, processor)
         self._base: Any = self._family.model
         self._own_prefill = needs_own_prefill(settings.recipe)
+        if self._family.stateful and not settings.recipe.stages:
+            # with a recipe at work mmaccel runs such layers row by row where rows go on with different numbers of tokens
+            self._own_prefill = "layers with a state take padding behind a video for words"
         #: what prompts hold in place of what is shown
         self._places = [getattr(processor, name, None) for name in ("video_token", "image_token")]
 
@@ -541,12 +548,22 @@ class VideoAnswerer:
             kept = visual if handle.reduction is None else visual[:, :end] & handle.reduction.kept.to(visual.device)
         self._count(handle.stats())
         follows = positions.reshape(-1, *positions.shape[-2:])[:, :, end]
-        return _Prefix(cache, state, feed["input_ids"], feed["attention_mask"], follows, visual.sum(1), kept.sum(1))
+        return _Prefix(
+            cache,
+            state,
+            feed["input_ids"],
+            feed["attention_mask"],
+            follows,
+            visual.sum(1),
+            kept.sum(1),
+            ids[:, end:],
+            self._question(batch[0][0][0]),
+        )
 
     def _go_on(self, prefix: _Prefix, chunk: Sequence[tuple[VideoQuestion, int]]) -> list[str]:
         """Answers to questions behind videos that were read; what is stored for the videos is left as it was."""
         rows = torch.tensor([at for _, at in chunk], device=prefix.ids.device)
-        tails = [self._tail(one) for one, _ in chunk]
+        tails = [self._tail(prefix, at, one) for one, at in chunk]
         width = max(map(len, tails))
         new = torch.full((len(tails), width), self.processor.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(new)
@@ -577,8 +594,17 @@ class VideoAnswerer:
         self.figures.kv_bytes += stats["kv_bytes"]
         return answers
 
-    def _tail(self, one: VideoQuestion) -> Tensor:
-        """``[n]``: what stands behind the visual tokens of a prompt with this question, whatever the video."""
+    def _tail(self, prefix: _Prefix, row: int, one: VideoQuestion) -> Tensor:
+        """``[n]``: what stands behind the video of a row in a prompt with this question. Behind some frames stand their time,
+        or marks that hang on their size: what that is, the prompt of the first question says."""
+        behind, first, mine = prefix.behind[row].to("cpu"), prefix.first, self._question(one)
+        most = min(len(behind), len(first))
+        differ = (behind.flip(0)[:most] != first.flip(0)[:most]).nonzero()
+        same = int(differ[0]) if len(differ) else most
+        return torch.cat([behind[: len(behind) - same], mine[len(first) - same :]])
+
+    def _question(self, one: VideoQuestion) -> Tensor:
+        """``[n]``: what stands behind the visual tokens of a prompt with this question and some video."""
         blank = Clip(np.zeros((2, 64, 64, 3), np.uint8), [0, 1], 2, 1.0)
         with self.figures.measure("processor"):
             ids: Tensor = encode(self.processor, [Prompt(one.words(), clip=blank)])["input_ids"][0]

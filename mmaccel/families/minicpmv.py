@@ -1,0 +1,66 @@
+"""MiniCPM-V 4.6: a thumbnail and slices of any size; a tower that joins windows between its layers; Qwen3.5 behind it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.layout import Modality, Picture, Tile
+from .base import Facts
+from .internvl import TiledByText
+from .stateful import Stateful
+from .tower import EncoderCall
+
+#: all that stands in front of a slice of the picture or frame before it, and of the next frame of a clip
+_SLICE = re.compile(r"(</image>|</slice>\n?)<slice>")
+_FRAME = re.compile(r"</(image|slice)><image>")
+
+
+class MiniCpmV(Stateful, TiledByText):
+    """With a processor, a thumbnail and its slices are one picture, and frames that stand one behind the other are one clip;
+    without it each of them stands for itself. Positions are plain.
+    """
+
+    name = "minicpmv4_6"
+    model_types = ("minicpmv4_6",)
+    place = 12
+    facts = Facts("yes, tiled, any size", cls=False, merging="4x4 blocks")
+    modalities = ("image", "video")
+    carrying = ("linear_attention",)
+    closed = "joins windows of patches between its layers"
+    has_cls = False
+    halves = False
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """None that can be looked into."""
+        return []
+
+    def side_of(self, encoded: EncoderCall) -> int:
+        """Patches along one side of the block that becomes one token; the tower's windows can be left out."""
+        mode = encoded.arguments.get("downsample_mode") or self.config.downsample_mode
+        side: int = self.config.merge_kernel_size[0] ** self.config.merger_times
+        return side if mode == "4x" else side * self.vision.window_kernel_size[0]
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        """One segment a thumbnail, slice or frame."""
+        side, given = self.side_of(encoded), encoded.arguments
+        sizes = given["target_sizes" if modality == "image" else "target_sizes_videos"]
+        tiles = iter(torch.as_tensor(sizes).tolist())
+        pictures: list[Picture] = []
+        offset, frame, before = 0, 0, (-1, 0)
+        for row, start, stop in self.runs(ids, encoded.tokens, torch.eq(ids, self.token_id(modality) or 0)):
+            between = self.text_before(ids, row, start, start - before[1]) if row == before[0] else ""
+            follows, is_slice = bool(_FRAME.fullmatch(between)), bool(_SLICE.fullmatch(between))
+            follows, before = follows and modality == "video", (row, stop)
+            frame = frame + 1 if follows else frame if is_slice else 0
+            joins, end = follows or is_slice, offset + stop - start
+            while offset < end:
+                height, width = (patches // side for patches in next(tiles))
+                if not joins:
+                    pictures.append([])
+                pictures[-1].append(Tile.raster(1, height, width, offset, frame=frame))
+                joins, offset = False, offset + height * width
+        return pictures
