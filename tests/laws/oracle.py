@@ -321,7 +321,7 @@ def record(
         with accelerated(model, Recipe("front", front, positions=what.positions), processor=reader):
             before = stored(model, feed, decode(model, feed, forced)[1])
     with accelerated(model, what, processor=reader):
-        prompt = model(**feed).logits
+        prompt = model(**feed, **counted(family, feed)).logits
         direct = model.mmaccel.reduction
         steps, cache = decode(model, feed, forced)
         reduction, states = model.mmaccel.reduction, {}
@@ -500,6 +500,20 @@ def merging(model: Any, merged: Sequence[tuple[int, Reduction]]) -> Any:
 
 def _taking_up(reduction: Reduction, module: nn.Module, args: Any) -> Any:
     return (taken_up(args[0], reduction), *args[1:])
+
+
+@functools.cache
+def plain(family: str) -> bool:
+    """Whether a direct forward leaves it to the text model to count positions."""
+    return at_the_door(zoo.model(family), zoo.inputs(family, "image")).get("position_ids") is None
+
+
+def counted(family: str, feed: Any) -> dict[str, Tensor]:
+    """Positions of a padded batch as `generate` counts them. A text model on its own counts padding too; keys then are turned
+    further, and some methods, such as dart, look at them one by one."""
+    mask = feed["attention_mask"]
+    padded = plain(family) and not bool(mask.all())
+    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if padded else {}
 
 
 def at_the_door(model: Any, feed: Any) -> dict[str, Any]:
