@@ -14,9 +14,11 @@ import torch
 import zoo
 from PIL import Image
 from tail import few
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mmaccel import Learned, MmaccelError, UnsupportedError, accelerate_vlm, accelerated, prepare, recipe
 from mmaccel.cli import main
+from mmaccel.cli.ask import shipped
 from mmaccel.families import families, family_of
 from mmaccel.integrations.vllm.architectures import ARCHITECTURES
 from mmaccel.integrations.vllm.plan import ServingPlan
@@ -289,6 +291,21 @@ def test_a_selector_is_a_recipe_by_its_folder(tmp_path):
             model(**zoo.inputs("qwen2_5_vl", "video"))
             kept.append(model.mmaccel.reduction.kept)
     assert torch.equal(*kept)
+
+
+@pytest.mark.parametrize("name", ["mini-llava", "mini-qwen-vl"])
+def test_shipped_models_have_one(name):
+    """It is theirs, and picks otherwise than the rule it begins with."""
+    folder = shipped().with_name(name)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    (batch,) = batches(ask_suite(["reading"], 4), 4)
+    kept = []
+    for which in ("learned", "spacetime"):
+        with accelerated(model, which, retain=0.1, processor=processor), torch.no_grad():
+            model(**inputs_of(model, processor, batch))
+            kept.append(model.mmaccel.reduction.kept)
+    assert torch.equal(kept[0].sum(1), kept[1].sum(1)) and not torch.equal(*kept)
 
 
 @pytest.mark.parametrize("media", ["image", "video"])
