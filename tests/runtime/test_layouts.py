@@ -33,6 +33,8 @@ from mmaccel.families import families as adapters
 from mmaccel.kv.index import KeyIndex
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
+#: by choice: families of which transformers, to 5.23, mixes up several pictures of a row when it copies the row for beams
+MIXED = ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "granite4_vision")
 #: families whose towers methods can look into
 OPEN = tuple(name for name in FAMILIES if adapters()[name].closed is None)
 
@@ -156,7 +158,8 @@ def test_positional_arguments(family: str) -> None:
         assert torch.equal(tiny(ids, **feed).logits.nan_to_num(), expected.nan_to_num())
         hidden = tiny.model(ids, **feed).last_hidden_state
         assert tiny.mmaccel.stats()["visual_tokens_kept"] < tiny.mmaccel.stats()["visual_tokens"]
-        close(tiny.lm_head(hidden[:, -1]), expected[:, -1])
+        scale = getattr(tiny.config.text_config, "logits_scaling", 1.0)
+        close(tiny.lm_head(hidden[:, -1]) / scale, expected[:, -1])
         close(generate(tiny, {"inputs": ids, **feed}).logits[0], expected[:, -1])
         close(
             tiny.generate(ids, **feed, max_new_tokens=1, output_logits=True, return_dict_in_generate=True).logits[0],
@@ -218,7 +221,7 @@ def test_adjacent_pictures_are_not_one_run() -> None:
 @pytest.mark.parametrize(("method", "family"), in_turn(["attention-received", "divprune"], OPEN, of=SHORT))
 def test_taps_are_repeated_for_beams(family: str, method: str) -> None:
     """The tower runs before beams are made; what it said belongs to all copies of a row."""
-    tiny, feed = model(family), inputs(family, "uneven")
+    tiny, feed = model(family), inputs(family, "image" if family in MIXED else "uneven")
     with accelerated(tiny, recipe_of(method), processor=zoo.processor(family)):
         generate(tiny, feed, new=1)
         alone = tiny.mmaccel.reduction.kept

@@ -114,10 +114,13 @@ def _check(model: Any, questions: Sequence[Question], target: str, retain: float
     """See that what is asked makes sense."""
     if is_accelerated(model):
         raise MmaccelError("A selector is trained on the bare model; call model.mmaccel.remove() first.")
-    if (family := family_of(model)).stateful:
+    family = family_of(model)
+    why = "has layers with a recurrent state, which would mix prompts of several lengths" if family.stateful else None
+    if family.masks_above:
+        why = "lets pictures attend both ways, and the training does not"
+    if why:
         raise UnsupportedError(
-            f"No selector is trained for {family.name}: the training packs prompts of several lengths, which layers with a "
-            "recurrent state would mix; use 'divprune' or another method without training."
+            f"No selector is trained for {family.name}, which {why}; use 'spacetime' or another method without training."
         )
     if target not in get_args(Target):
         raise MmaccelError(f"target={target!r} is unknown; it can be {' or '.join(get_args(Target))}.")
