@@ -335,6 +335,13 @@ def test_the_door(family: str) -> None:
 
 
 @families
+def test_logits_are_made_of_the_last_states(family: str) -> None:
+    tiny, feed = zoo.model(family), inputs(family)
+    states = tiny.model(**feed).last_hidden_state
+    assert torch.equal(family_of(tiny).logits(states), tiny(**feed).logits)
+
+
+@families
 def test_layers_with_a_state(family: str) -> None:
     """They are called by keyword, the net alone changes with padding, and states lie where the cache says."""
     tiny, called = zoo.model(family), []

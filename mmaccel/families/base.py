@@ -167,6 +167,11 @@ class Family(Towers):
         """The self-attention of a layer of the language model."""
         return self.text.layers[layer].self_attn
 
+    def logits(self, states: Tensor) -> Tensor:
+        """``[..., V]``: what the model makes of the last hidden states ``[..., D]`` of its language model."""
+        found: Tensor = self.model.lm_head(states)
+        return found
+
     def queries_in(self, attention: Any) -> nn.Module:
         """The last module of an attention that queries pass before RoPE."""
         found: nn.Module = getattr(attention, "q_norm", None) or attention.q_proj

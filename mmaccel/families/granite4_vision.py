@@ -65,6 +65,11 @@ class Granite4Vision(LlavaNext):
         first = min(range(len(deep)), key=self.layers_added.__getitem__)
         return embeds * self.text.embedding_multiplier + deep[first].to(embeds)
 
+    def logits(self, states: Tensor) -> Tensor:
+        """Scaled, as the model does it."""
+        found: Tensor = super().logits(states) / self.config.text_config.logits_scaling
+        return found
+
     def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
         """The mean of the patches that a token stands for."""
         return resampled(torch.cat(values), self.side, self.cells, "area")

@@ -311,8 +311,7 @@ class Frozen:
 
     def logits(self, states: Tensor) -> Tensor:
         """``[..., V]`` of hidden states, float32."""
-        found: Tensor = self.model.lm_head(states).float()
-        return found
+        return self.family.logits(states).float()
 
 
 def _layers(family: Family, given: Mapping[str, Any], embeds: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ class Exam:
         kept, kl = [], []
         # logits of one question at a time: those of a batch may be larger than the model
         for row, length in enumerate(self.lengths.tolist()):
-            mine, theirs = (self.model.lm_head(read.states[row, :length]) for read in (fast, self.full))
+            mine, theirs = (self.family.logits(read.states[row, :length]) for read in (fast, self.full))
             kept.append(bool((mine.argmax(-1) == theirs.argmax(-1)).all()))
             kl.append(float(divergence([theirs], [mine], mine.new_ones(length)).mean()))
         return Measured(tuple(kept), tuple(kl), tuple(drift.tolist()), fast.spent, self.full.spent)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ HALVING = 3
 _FIRST = (4, 16)
 #: what the search counts an answer too few as, in shares of what the bare model spends
 _LOST = 10.0
+#: every second trial differs in one thing from one of so many that are best
+_BEST = 8
 #: the budget at which every part is asked alone before the search proper
 _START = 0.5
 
@@ -152,10 +155,12 @@ class Search:
 
         self._pick_up()
         tell()
-        limit = None if minutes is None else 60 * minutes
-        if (left := trials - tried()) > 0:
-            with _quiet():
-                self.study.optimize(self._try, n_trials=left, timeout=limit, callbacks=[tell])
+        ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        with _quiet():
+            while tried() < trials and time.monotonic() < ends:
+                if tried() % 2:
+                    self._try_beside_the_best()
+                self.study.optimize(self._try, n_trials=1, callbacks=[tell])
 
     def candidates(self) -> list[Candidate]:
         """Every recipe that was tried, once."""
@@ -173,6 +178,18 @@ class Search:
             if trial.state == TrialState.RUNNING:
                 self.study.tell(trial.number, state=TrialState.FAIL)
             self.study.enqueue_trial(trial.params, skip_if_exists=True)
+
+    def _try_beside_the_best(self) -> None:
+        """Enqueue a trial that differs in one thing from one of the best so far; none while parts are still asked alone."""
+        from optuna.trial import TrialState
+
+        if self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            return
+        done = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        best = sorted(done, key=lambda trial: (trial.value, trial.number))[:_BEST]
+        if best:
+            dice = random.Random(len(self.study.trials))
+            self.study.enqueue_trial(self.space.beside(dice.choice(best).params, dice), skip_if_exists=True)
 
     def _try(self, trial: optuna.Trial) -> float:
         """One trial: rung by rung, until the pruner has seen enough."""
@@ -201,8 +218,9 @@ class Search:
 
     def value(self, measured: Measured) -> float:
         """What the study makes small: what is spent, and what answers too few count. Of few questions most recipes lose none,
-        so that the risk of losing others counts like answers lost."""
-        lost = max(0.0, self.keep - measured.agreement + measured.risk)
+        so that the risk of losing others counts like answers lost, the less the more were asked."""
+        unknown = len(self.judge.rungs[0]) / len(measured.kept)
+        lost = max(0.0, self.keep - measured.agreement + unknown * measured.risk)
         return measured.share(self.goal) + _LOST * lost
 
     def _remember(self, attributes: Mapping[str, Any]) -> None:

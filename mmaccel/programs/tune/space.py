@@ -11,6 +11,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MmaccelError
@@ -40,6 +41,8 @@ LEAST = 0.02
 #: a part that leaves more than this of what is to be saved, at its smallest budget, saves nothing
 SAVES = 0.98
 _NOTHING = "-"
+#: of the trials beside another, how many have another part, and how many of the others another budget, this many times as large
+_ANOTHER, _BUDGET, _FACTORS = 0.25, 0.8, (0.4, 0.6, 0.75, 0.9, 1.2)
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,18 @@ class Space:
             if slot == "tokens" and isinstance(chosen[-1].retain, float):
                 left = chosen[-1].retain
         return find_recipe(chosen) if chosen else find_recipe("none")
+
+    def beside(self, params: Mapping[str, Any], dice: Random) -> dict[str, Any]:
+        """Parameters that differ from those of a trial in one thing: a budget, mostly a smaller one, the part of a slot, or
+        what else a part has, which is left open."""
+        slot = dice.choice(list(self.parts))
+        name, budget, move = params.get(slot, _NOTHING), f"{slot} budget", dice.random()
+        if name == _NOTHING or move < _ANOTHER:
+            return {**params, slot: dice.choice([_NOTHING, *self.parts[slot]])}
+        if budget in params and move < _BUDGET:
+            return {**params, budget: min(1.0, max(LEAST, params[budget] * dice.choice(_FACTORS)))}
+        own = f"{slot} layer", f"{slot}: {name}, "
+        return {key: value for key, value in params.items() if not key.startswith(own)}
 
     def starts(self, budget: float) -> list[dict[str, Any]]:
         """The parameters of trials with every part alone; the rest of what a part has is for the search."""
