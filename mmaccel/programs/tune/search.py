@@ -31,8 +31,8 @@ FEWEST = 10
 HALVING = 3
 #: questions of the first rung
 _FIRST = (4, 16)
-#: what the search counts an answer too few as, in shares of what the bare model spends
-_LOST = 10.0
+#: what an answer too few counts, in shares of what the bare model spends, and how many questions the risk is worth
+_LOST, _GUESSED = 10.0, 8
 #: every second trial differs in one thing from one of so many that are best
 _BEST = 8
 #: the budget at which every part is asked alone before the search proper
@@ -217,11 +217,14 @@ class Search:
         return value
 
     def value(self, measured: Measured) -> float:
-        """What the study makes small: what is spent, and what answers too few count. Of few questions most recipes lose none,
-        so that the risk of losing others counts like answers lost, the less the more were asked."""
-        unknown = len(self.judge.rungs[0]) / len(measured.kept)
-        lost = max(0.0, self.keep - measured.agreement + unknown * measured.risk)
-        return measured.share(self.goal) + _LOST * lost
+        """What the study makes small: what is spent, and what more answers are lost than may be.
+
+        Of few questions most recipes lose none, so the share that is lost is told from the risk, too: about half of it is lost,
+        which counts like so many questions more.
+        """
+        asked = len(measured.kept)
+        lost = (asked - sum(measured.kept) + _GUESSED * measured.risk / 2) / (asked + _GUESSED)
+        return measured.share(self.goal) + _LOST * max(0.0, lost - (1 - self.keep))
 
     def _remember(self, attributes: Mapping[str, Any]) -> None:
         found = [Measured.of(one) for one in attributes["rungs"]]
