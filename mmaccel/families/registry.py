@@ -17,7 +17,7 @@ from .base import Description, Family
 ENTRY_POINTS = "mmaccel.families"
 
 _BOTH_WAYS = "visual tokens attend to those behind them, by masks that are made in front of the language model"
-_STATES = "layers between those that attend carry a state from token to token, out of which none can be dropped"
+_STATES = "layers between those that attend carry a state from token to token, which is known of other models alone"
 _EMBEDDED = "every layer of the language model has an embedding of its own for every token of the prompt"
 _ENCODED = "an encoder of its own reads pictures and prompt together, and what decodes has no visual tokens"
 _LATENTS = "the cache holds latents, of which every layer makes keys and values anew at each step"
