@@ -142,7 +142,8 @@ def table(report: dict[str, Any]) -> str:
         p = sign_test(more, fewer)
         lines.append(line(f"`{name}`", seen, f"{more}, {fewer}: " + (f"p {p:.2g}" if p < 0.05 else "may be chance")))
     others = (
-        f"{max(0, len(best) - _SHOWN)} other recipes kept fewer, {len(report['refused'])} cannot be had at this cost."
+        f"{max(0, len(best) - _SHOWN)} other recipes kept fewer; {len(report['refused'])} cannot be had at this cost, policies "
+        "and codecs of the cache among them."
     )
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     made = f"`{report['command']}`, {report['date']}, {report['machine']}, {versions}."
