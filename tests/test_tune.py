@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -211,11 +214,34 @@ def test_what_is_dropped_inside_goes_on_from_what_was_left_before():
     assert made.suggest(optuna.trial.FixedTrial(dict.fromkeys(made.parts, "-"))) == recipe("none")
 
 
+def test_what_stands_beside_a_trial_differs_in_one_thing():
+    made = space.Space.of(family_of(zoo.model("llava")), {name: recipe(name) for name in (*SMALL, "kivi")}, {})
+    asked = {"tokens": "uniform", "tokens budget": 0.5, "layers": "fastv", "layers budget": 0.4, "layers layer": 2}
+    asked |= {"cache": "-", "codec": "kivi", "codec: kivi, bits": 2}
+    moves = [made.beside(asked, random.Random(seed)) for seed in range(200)]
+    differ = [{key for key in asked if one.get(key) != asked[key]} for one in moves]
+    assert all(len(keys) <= 1 for keys in differ)
+    assert {*asked} - {"cache"} <= {key for keys in differ for key in keys} and all({*one} <= {*asked} for one in moves)
+    budgets = {one["tokens budget"] for one in moves}
+    assert min(budgets) == pytest.approx(0.2) and max(budgets) == pytest.approx(0.6)
+    floor = made.beside({**asked, "tokens budget": space.LEAST}, random.Random(1))
+    assert floor["tokens budget"] >= space.LEAST
+
+
 # ---------------------------------------------------------------------------------------------------------- the choice
 def measured(kept: int, asked: int, share: float, kl: float = 0.0) -> Measured:
     bare = dict.fromkeys(("ttft", "tokens", "kv"), 1.0)
     spent = dict.fromkeys(bare, share)
     return Measured((True,) * kept + (False,) * (asked - kept), (kl,) * asked, (kl,) * asked, spent, bare)
+
+
+def test_of_many_questions_the_answers_count_and_of_few_the_risk_too():
+    """What moved without being lost costs nothing once seventy were asked; seven that were kept say little."""
+    value = functools.partial(search.Search.value, SimpleNamespace(keep=0.95, goal="tokens"))
+    assert value(measured(70, 70, 0.2, kl=0.1)) == pytest.approx(0.2)
+    assert value(measured(7, 7, 0.2, kl=0.1)) > 0.2 + 0.1
+    assert value(measured(60, 70, 0.2, kl=0.1)) > value(measured(69, 70, 0.5, kl=0.1))
+    assert value(measured(7, 7, 0.2, kl=0.5)) > value(measured(7, 7, 0.2, kl=0.1))
 
 
 def test_the_front_has_what_nothing_beats():
