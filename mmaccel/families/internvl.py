@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,33 @@ class TiledByText(Family):
                     found.append((b, start, i))
                     start = None
         return found
+
+    def sized(
+        self,
+        ids: Tensor,
+        runs: list[tuple[int, int, int]],
+        sizes: Iterable[tuple[int, int]],
+        joins: Callable[[str], Literal["tile", "frame"] | None],
+    ) -> list[Picture]:
+        """Pictures of tiles of ``sizes`` (rows, columns), one segment a tile.
+
+        ``joins`` says of the text between two ``runs`` of a row whether the second is another tile of the picture before, its
+        next frame, or neither; so are tiles without text between them.
+        """
+        tiles = iter(sizes)
+        pictures: list[Picture] = []
+        offset, frame, before = 0, 0, (-1, 0)
+        for row, start, stop in runs:
+            between = self.text_before(ids, row, start, start - before[1]) if row == before[0] else ""
+            kind, before, end = joins(between), (row, stop), offset + stop - start
+            while offset < end:
+                height, width = next(tiles)
+                frame = frame + 1 if kind == "frame" else frame if kind else 0
+                if not kind:
+                    pictures.append([])
+                pictures[-1].append(Tile.raster(1, height, width, offset, frame=frame))
+                kind, offset = None, offset + height * width
+        return pictures
 
     def text_before(self, ids: Tensor, row: int, place: int, most: int = 24) -> str:
         """The prompt's text just before a place; empty without a processor."""

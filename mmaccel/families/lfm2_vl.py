@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.layout import Modality, Picture, Tile
+from ..core.layout import Modality, Picture
 from .base import Facts
 from .internvl import TiledByText
 from .stateful import Stateful
@@ -65,17 +65,6 @@ class Lfm2VL(Stateful, TiledByText):
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One segment a tile."""
-        tiles = iter(torch.as_tensor(encoded.arguments["spatial_shapes"]).tolist())
-        pictures: list[Picture] = []
-        offset, before = 0, (-1, 0)
-        for row, start, stop in self.runs(ids, encoded.tokens):
-            between = self.text_before(ids, row, start, start - before[1]) if row == before[0] else ""
-            joins, before = bool(_NEXT.fullmatch(between)), (row, stop)
-            end = offset + stop - start
-            while offset < end:
-                height, width = (side // self.shuffle for side in next(tiles))
-                if not joins:
-                    pictures.append([])
-                pictures[-1].append(Tile.raster(1, height, width, offset))
-                joins, offset = False, offset + height * width
-        return pictures
+        sizes = torch.as_tensor(encoded.arguments["spatial_shapes"]) // self.shuffle
+        runs = self.runs(ids, encoded.tokens)
+        return self.sized(ids, runs, sizes.tolist(), lambda between: "tile" if _NEXT.fullmatch(between) else None)

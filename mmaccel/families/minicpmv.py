@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..core.layout import Modality, Picture, Tile
+from ..core.layout import Modality, Picture
 from .base import Facts
 from .internvl import TiledByText
 from .stateful import Stateful
@@ -46,21 +46,13 @@ class MiniCpmV(Stateful, TiledByText):
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One segment a thumbnail, slice or frame."""
-        side, given = self.side_of(encoded), encoded.arguments
-        sizes = given["target_sizes" if modality == "image" else "target_sizes_videos"]
-        tiles = iter(torch.as_tensor(sizes).tolist())
-        pictures: list[Picture] = []
-        offset, frame, before = 0, 0, (-1, 0)
-        for row, start, stop in self.runs(ids, encoded.tokens, torch.eq(ids, self.token_id(modality) or 0)):
-            between = self.text_before(ids, row, start, start - before[1]) if row == before[0] else ""
-            follows, is_slice = bool(_FRAME.fullmatch(between)), bool(_SLICE.fullmatch(between))
-            follows, before = follows and modality == "video", (row, stop)
-            frame = frame + 1 if follows else frame if is_slice else 0
-            joins, end = follows or is_slice, offset + stop - start
-            while offset < end:
-                height, width = (patches // side for patches in next(tiles))
-                if not joins:
-                    pictures.append([])
-                pictures[-1].append(Tile.raster(1, height, width, offset, frame=frame))
-                joins, offset = False, offset + height * width
-        return pictures
+
+        def joins(between: str) -> Literal["tile", "frame"] | None:
+            if _SLICE.fullmatch(between):
+                return "tile"
+            return "frame" if modality == "video" and _FRAME.fullmatch(between) else None
+
+        given = encoded.arguments["target_sizes" if modality == "image" else "target_sizes_videos"]
+        sizes = torch.as_tensor(given) // self.side_of(encoded)
+        runs = self.runs(ids, encoded.tokens, torch.eq(ids, self.token_id(modality) or 0))
+        return self.sized(ids, runs, sizes.tolist(), joins)
