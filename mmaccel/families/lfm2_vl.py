@@ -27,7 +27,7 @@ class Lfm2VL(Stateful, TiledByText):
     name = "lfm2_vl"
     model_types = ("lfm2_vl",)
     place = 12
-    facts = Facts("yes, tiled, any size", clips=False, cls=False, merging="2x2 blocks")
+    facts = Facts("yes, tiled, any size", clips=False, cls=False, merging="-")
     carrying = ("conv",)
     net_name = "conv"
     cache_name = "past_key_values"

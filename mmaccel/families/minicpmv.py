@@ -27,7 +27,7 @@ class MiniCpmV(Stateful, TiledByText):
     name = "minicpmv4_6"
     model_types = ("minicpmv4_6",)
     place = 12
-    facts = Facts("yes, tiled, any size", cls=False, merging="4x4 blocks")
+    facts = Facts("yes, tiled, any size", cls=False, merging="-")
     modalities = ("image", "video")
     carrying = ("linear_attention",)
     closed = "joins windows of patches between its layers"
