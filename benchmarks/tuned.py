@@ -35,8 +35,8 @@ from mmaccel.programs.tune.tuning import tune
 from mmaccel.recipe import Recipe, recipes
 from mmaccel.recipe import recipe as find_recipe
 
-#: two costs are equal that differ by less than this share
-_EQUAL = 0.02
+#: two costs are equal that differ by less than this share of them, or of what the bare model spends
+_EQUAL, _ROUNDED = 0.02, 0.004
 _LEAST = 0.005
 #: rows of the table; the others are counted
 _SHOWN = 12
@@ -57,7 +57,7 @@ def equal(exam: Exam, fixed: Recipe, cost: float) -> Recipe | None:
         if not _LEAST <= budget <= 1:
             return None
         found = exam.judge(fixed.override(retain=budget)).share("tokens")
-        if abs(found / cost - 1) < _EQUAL:
+        if abs(found - cost) < max(_EQUAL * cost, _ROUNDED):
             return fixed.override(retain=budget)
         # what a recipe costs is near a straight line through nothing saved
         budget = 1 - (1 - budget) * (1 - cost) / max(1 - found, 1e-6)
