@@ -241,7 +241,9 @@ def _weights(family: ModelFacts) -> dict[str, Tensor]:
 
 
 def _first(weight: Tensor) -> list[float]:
-    values: list[float] = weight.detach().reshape(-1)[:_VALUES].double().cpu().tolist()
+    # of a tensor that is spread over processes (tp_plan) each has a part
+    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    values: list[float] = whole.detach().reshape(-1)[:_VALUES].double().cpu().tolist()
     return values
 
 
