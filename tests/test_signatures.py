@@ -256,6 +256,7 @@ FEATURES = {
     "glm46v": ["pixel_values", "image_grid_thw"],
     "glm4v_moe": ["pixel_values", "image_grid_thw"],
     "qwen2_5_omni": ["pixel_values", "image_grid_thw"],
+    "qwen3_omni_moe": ["pixel_values", "image_grid_thw"],
     "glm_ocr": ["pixel_values", "image_grid_thw"],
     "qwen3_5_moe": ["pixel_values", "image_grid_thw"],
     "qwen3_vl": ["pixel_values", "image_grid_thw"],
@@ -315,7 +316,7 @@ def test_the_door(family: str) -> None:
     for args, kwargs in inner:
         ids = args[0] if args else kwargs["input_ids"]
         assert isinstance(ids, Tensor) and "past_key_values" in kwargs
-    if family.startswith("qwen3_vl"):
+    if family.startswith(("qwen3_vl", "qwen3_omni")):
         first, second = (kwargs for _, kwargs in door)
         assert first["visual_pos_masks"].shape == (2, length) and len(first["deepstack_visual_embeds"]) == 3
         assert second.get("visual_pos_masks") is None and second.get("deepstack_visual_embeds") is None
@@ -327,7 +328,7 @@ def test_the_door(family: str) -> None:
     assert "labels" in parameters(tiny.forward)
     # these make all logits
     assert ("logits_to_keep" in parameters(tiny.forward)) == (
-        family not in ("video_llama_3", "qwen2_5_omni", "minicpmv4_6")
+        family not in ("video_llama_3", "qwen2_5_omni", "qwen3_omni_moe", "minicpmv4_6")
     )
     output = text(inputs_embeds=door[0][1]["inputs_embeds"])
     # that of Granite leaves it to its caller to make a cache
@@ -378,7 +379,7 @@ def test_the_door_of_a_forward_without_a_cache(family: str) -> None:
 def test_positions_of_qwen(family: str) -> None:
     """The three functions that are wrapped, called as the wrappers expect it."""
     tiny, types = zoo.model(family), {"mm_token_type_ids"}
-    omni = family == "qwen2_5_omni"
+    omni = "_omni" in family
     if omni:  # what it tells apart by ids alone
         types = set()
     inner, calls = tiny.model, {}
@@ -415,7 +416,7 @@ def test_positions_of_qwen(family: str) -> None:
     assert inner.rope_deltas is not None
     positions, deltas = inner.get_rope_index(
         inputs(family)["input_ids"],
-        **{key: value for key, value in inputs(family).items() if key in ("mm_token_type_ids", "image_grid_thw")},
+        **{key: value for key, value in inputs(family).items() if key in ("mm_token_type_ids", "image_grid_thw", "attention_mask")},
     )
     assert positions.shape == (3, 1, inputs(family)["input_ids"].shape[1]) and deltas.shape == (1, 1)
 

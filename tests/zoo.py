@@ -934,6 +934,22 @@ _TABLE: dict[str, Family] = {
         video="<|vision_bos|><|VIDEO|><|vision_eos|>",
         **QWEN_MEDIA,
     ),
+    "qwen3_omni_moe": Family(
+        config=_omni(
+            "qwen3_omni_moe",
+            QWEN3_TOWER,
+            {"encoder_ffn_dim": 64, "output_dim": 64, "downsample_hidden_size": 16},
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            head_dim=16,
+        ),
+        processor=_omni_pixels("qwen3_omni_moe", "Qwen3OmniMoeProcessor"),
+        tokens=OMNI_TOKENS,
+        image="<|vision_bos|><|IMAGE|><|vision_eos|>",
+        video="<|vision_bos|><|VIDEO|><|vision_eos|>",
+        **QWEN_MEDIA,
+    ),
     "aya_vision": Family(
         config=_cohere("aya_vision", "AyaVisionConfig", 64, 8),
         processor=_real(
@@ -1195,7 +1211,7 @@ _TABLE: dict[str, Family] = {
 _RELEASE = int(transformers.__version__.split(".")[1])
 if _RELEASE < 23:
     # thinkers were laid out otherwise, and are refused
-    del _TABLE["qwen2_5_omni"]
+    del _TABLE["qwen2_5_omni"], _TABLE["qwen3_omni_moe"]
 if _RELEASE < 20:
     # its tower took one tile alone
     del _TABLE["minicpmv4_6"]

@@ -403,7 +403,7 @@ def _video_llama_3() -> Tiny:
     return config, IMAGE, 6 * 8, {"pixel_values": _noise(6 * 8, 192), **grid}
 
 
-def _thinker(name: str, **vision: Any) -> Callable[[], Tiny]:
+def _thinker(name: str, words: dict[str, Any] | None = None, **vision: Any) -> Callable[[], Tiny]:
     """The thinker of Qwen-Omni, whose ears are as small."""
 
     def build() -> Tiny:
@@ -414,7 +414,7 @@ def _thinker(name: str, **vision: Any) -> Callable[[], Tiny]:
             f"{name}_thinker",
             vision_config={**sizes, **vision},
             audio_config={**ears, "encoder_ffn_dim": 64, "output_dim": 64},
-            text_config=_text(f"{name}_text", rope_parameters=rope).to_dict(),
+            text_config=_text(f"{name}_text", rope_parameters=rope, **(words or {})).to_dict(),
             image_token_id=IMAGE,
             video_token_id=VIDEO,
             vision_start_token_id=START,
@@ -621,6 +621,7 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "qwen3_5_moe": _qwen(
         "qwen3_5_moe", {**_EXPERTS, "shared_expert_intermediate_size": 32, **_NETS}, quarter=True, **_QWEN_35
     ),
+    "qwen3_omni_moe": _thinker("qwen3_omni_moe", _EXPERTS, **_QWEN_3),
     "qwen3_vl": _qwen("qwen3_vl", {"head_dim": 16}, **_QWEN_3),
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", _EXPERTS, **_QWEN_3),
     "glm46v": _glm("glm46v"),

@@ -1,4 +1,4 @@
-"""The thinker of Qwen2.5-Omni: visual tokens are reduced, those of sounds stay, as those of words do."""
+"""The thinkers of Qwen-Omni: visual tokens are reduced, those of sounds stay, as those of words do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.layout import Picture, Tile
 from ..errors import UnsupportedError
 from .base import Call, Facts, Wrapper
-from .qwen_vl import Qwen25VL, next_positions
+from .qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL, next_positions
 
 
 class Qwen25Omni(Qwen25VL):
@@ -34,7 +34,19 @@ class Qwen25Omni(Qwen25VL):
         return positions_of(self)
 
 
-def positions_of(family: Qwen25Omni) -> list[tuple[Any, str, Wrapper]]:
+class Qwen3OmniMoe(Qwen3VL):
+    """The same behind a tower with DeepStack, with experts in the layers of the language model."""
+
+    name = "qwen3_omni_moe"
+    model_types = ("qwen3_omni_moe_thinker",)
+    since = "5.23"
+
+    def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
+        """Positions under a kept cache, see :func:`positions_of`."""
+        return positions_of(self)
+
+
+def positions_of(family: Qwen2VL) -> list[tuple[Any, str, Wrapper]]:
     """Stock code reads ``rope_deltas`` off the module, which belongs to whoever called last, and gives pictures behind a cache
     the positions of words."""
     return [
@@ -43,7 +55,7 @@ def positions_of(family: Qwen25Omni) -> list[tuple[Any, str, Wrapper]]:
     ]
 
 
-def _shows(family: Qwen25Omni, given: Mapping[str, Any], ids: Tensor) -> bool:
+def _shows(family: Qwen2VL, given: Mapping[str, Any], ids: Tensor) -> bool:
     """Whether a call comes with pictures for placeholders in ``ids``."""
     grids = any(given.get(f"{modality}_grid_thw") is not None for modality in ("image", "video"))
     return grids and bool(family.visual(ids).any())
@@ -55,7 +67,7 @@ def _sounds(given: Mapping[str, Any]) -> Tensor | None:
     return given.get("audio_feature_lengths") if mask is None else mask.sum(-1)
 
 
-def _placed(family: Qwen25Omni, ids: Tensor, mask: Tensor | None, start: Tensor, given: Mapping[str, Any]) -> Tensor:
+def _placed(family: Qwen2VL, ids: Tensor, mask: Tensor | None, start: Tensor, given: Mapping[str, Any]) -> Tensor:
     """``[3, B, q]``: positions of new tokens ``ids [B, q]`` with pictures, of which the first of row b has ``start [B]``."""
     new, _ = family.inner.get_rope_index(
         ids,
@@ -70,7 +82,7 @@ def _placed(family: Qwen25Omni, ids: Tensor, mask: Tensor | None, start: Tensor,
 
 
 def _continue_generate(
-    family: Qwen25Omni, original: Callable[..., Any], current: Callable[[], Call | None]
+    family: Qwen2VL, original: Callable[..., Any], current: Callable[[], Call | None]
 ) -> Callable[..., Any]:
     # importing it takes seconds
     from transformers import GenerationMixin
@@ -107,7 +119,7 @@ def _continue_generate(
 
 
 def _continue_forward(
-    family: Qwen25Omni, original: Callable[..., Any], current: Callable[[], Call | None]
+    family: Qwen2VL, original: Callable[..., Any], current: Callable[[], Call | None]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def positions(**kwargs: Any) -> Tensor | None:

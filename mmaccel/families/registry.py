@@ -34,7 +34,7 @@ REFUSED: dict[str, str] = {
     "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",
     **dict.fromkeys(("lfm3_vl", "minicpm_ocr", "minicpmv4_7"), _STATES),
     "kimi_k25": _LATENTS,
-    "qwen2_5_omni": _SPEAKS,
+    **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), _SPEAKS),
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",
     **dict.fromkeys(("nemotron_h_omni", "qwen4_exp"), _STATES),
 }

@@ -218,7 +218,7 @@ class CompressedLayer(DynamicLayer):
             return self.shared.pinned.layers[self.number].write(key_states, value_states)
         incoming, new = self.shared.incoming, key_states.shape[-2]
         coming = None if incoming is None else incoming.coming
-        self._note(incoming, len(key_states), new, key_states.device)
+        self._note(incoming, key_states.shape[0], new, key_states.device)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]

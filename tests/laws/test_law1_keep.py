@@ -157,13 +157,24 @@ def test_a_recipe_of_every_site_keeps_everything(family, turn):
     keeps_everything(family, "image", Recipe("all", tuple(stages)))
 
 
-@pytest.mark.parametrize("name", [name for name in KEEPERS if oracle.fits(name, "qwen2_5_vl")])
-@pytest.mark.parametrize("seconds", (0.5, 8.0))
-def test_the_frames_of_a_slow_clip_may_stand_behind_the_question(name, seconds):
+# by choice: one whose positions are whole numbers, and one where those of frames and of all behind them may be between two
+SLOW = (("qwen2_5_vl", 0.5), ("qwen2_5_vl", 8.0), ("qwen3_omni_moe", 0.7), ("qwen3_omni_moe", 8.3))
+
+
+@pytest.mark.parametrize(
+    ("family", "seconds", "name"),
+    [
+        (family, seconds, name)
+        for family, seconds in SLOW
+        for name in KEEPERS
+        if family in zoo.FAMILIES and oracle.fits(name, family)
+    ],
+)
+def test_the_frames_of_a_slow_clip_may_stand_behind_the_question(family, seconds, name):
     """M-RoPE: ``generate`` goes on behind the question, a forward without positions and the next turn behind the frames."""
-    family = "qwen2_5_vl"
     feed, bare, model = zoo.inputs(family, "video"), oracle.bare(family), oracle.subject(family)
-    feed["second_per_grid_ts"] = [seconds] * len(feed["video_grid_thw"])
+    rates = [seconds] * len(feed["video_grid_thw"])
+    feed |= {"video_second_per_grid": torch.tensor(rates)} if "_omni" in family else {"second_per_grid_ts": rates}
     further = torch.tensor([[7, 11, 13]])
 
     def turns(model):

@@ -84,7 +84,7 @@ def check(
     tensors = {"keys": keys, "values": values}
     if flat is not None:
         tensors |= {"flat.keys": flat.keys, "flat.values": flat.values}
-        if flat.keys.shape != (len(flat.values), d) or flat.values.shape[1:] != values.shape[3:]:
+        if flat.keys.shape != (flat.values.shape[0], d) or flat.values.shape[1:] != values.shape[3:]:
             raise ValueError(
                 f"flat.keys {tuple(flat.keys.shape)} and flat.values {tuple(flat.values.shape)} must be [total, {d}] and "
                 f"[total, {values.shape[3]}]."
