@@ -163,6 +163,8 @@ class KeyIndex:
 
     def trim(self) -> None:
         """Give back what room is left."""
+        if self._behind:
+            self._join(0)
         self.index = trimmed(self.index)
 
     def forget(self) -> None:
