@@ -255,6 +255,12 @@ def test_language_models_that_are_refused(text: dict[str, Any], why: str) -> Non
     refused(lambda: accelerate_vlm(bare), said, UnsupportedError)
 
 
+def test_small_models_of_gemma_4_are_refused() -> None:
+    config = zoo._family("gemma4").config({"hidden_size_per_layer_input": 8}, 100)
+    said = "gemma4_text: every layer of the language model has an embedding of its own for every token of the prompt."
+    refused(lambda: described(config), said, UnsupportedError)
+
+
 #: what a configuration has no default of
 _INDEXER = {"n_heads": 2, "kv_heads": 1, "head_dim": 256, "budget": 64, "compress_ratio": 4}
 NEEDED = {"qwen4_exp": {"text_config": {f"indexer_{name}": value for name, value in _INDEXER.items()}}}

@@ -234,6 +234,7 @@ FEATURES = {
     "aya_vision": ["pixel_values"],
     "cohere2_vision": ["pixel_values"],
     "gemma3": ["pixel_values"],
+    "gemma4": ["pixel_values", "image_position_ids"],
     "got_ocr2": ["pixel_values"],
     "perception_lm": ["pixel_values"],
     "granite4_vision": ["pixel_values", "image_sizes"],
@@ -416,7 +417,11 @@ def test_positions_of_qwen(family: str) -> None:
     assert inner.rope_deltas is not None
     positions, deltas = inner.get_rope_index(
         inputs(family)["input_ids"],
-        **{key: value for key, value in inputs(family).items() if key in ("mm_token_type_ids", "image_grid_thw", "attention_mask")},
+        **{
+            key: value
+            for key, value in inputs(family).items()
+            if key in ("mm_token_type_ids", "image_grid_thw", "attention_mask")
+        },
     )
     assert positions.shape == (3, 1, inputs(family)["input_ids"].shape[1]) and deltas.shape == (1, 1)
 

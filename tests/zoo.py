@@ -136,7 +136,7 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
             model_type = "mistral"
         elif model_type == "cohere2":
             pass
-        elif model_type == "gemma3_text":
+        elif model_type in ("gemma3_text", "gemma4_text"):
             pass
         elif "qwen2" in model_type:
             values = {"use_sliding_window": True, "max_window_layers": 0, **values}
@@ -318,6 +318,42 @@ def _gemma3(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
         boi_token_index=_ids("gemma3")["boi_token"],
         eoi_token_index=_ids("gemma3")["eoi_token"],
         image_token_id=_ids("gemma3")["image_token"],
+        tie_word_embeddings=False,
+    )
+
+
+def _gemma4(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Experts; heads of the layers without a window are wider and fewer, and their keys are their values."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = _text(
+        "gemma4_text",
+        overrides,
+        vocabulary,
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        layer_types=["sliding_attention", "full_attention"] * (overrides.get("num_hidden_layers", 4) // 2),
+        use_bidirectional_attention="vision",
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=30.0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+        tie_word_embeddings=False,
+    )
+    return transformers.Gemma4Config(
+        vision_config={
+            **sizes,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+        text_config=text,
+        **{f"{name}_id": token for name, token in _ids("gemma4").items() if name != "eoa_token"},
         tie_word_embeddings=False,
     )
 
@@ -976,6 +1012,34 @@ _TABLE: dict[str, Family] = {
         tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         image="<start_of_image>",
     ),
+    "gemma4": Family(
+        config=_gemma4,
+        processor=_real(
+            "gemma4",
+            "Gemma4Processor",
+            image_processor=_part("Gemma4ImageProcessor", patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+            video_processor=_part(
+                "Gemma4VideoProcessor", patch_size=4, pooling_kernel_size=2, max_soft_tokens=70, do_sample_frames=False
+            ),
+            # the models that are accelerated hear nothing
+            feature_extractor=_part("Gemma4AudioFeatureExtractor"),
+        ),
+        tokens={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "video_token": "<|video|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        image="<|image|>",
+        video="<|video|>",
+        mixed=True,
+        # the processor makes each as large as seventy tokens allow
+        sizes=((60, 48), (40, 100)),
+        clip=(3, 64, 48),
+    ),
     "cohere2_vision": Family(
         config=_cohere("cohere2_vision", "Cohere2VisionConfig", 32, 4),
         processor=_real(
@@ -1470,6 +1534,7 @@ _PER_ITEM = {
         "num_local_patches",
         "spatial_shapes",
         "pixel_attention_mask",
+        "image_position_ids",
     ),
     "video": (
         "target_sizes_videos",
@@ -1477,6 +1542,7 @@ _PER_ITEM = {
         "video_merge_sizes",
         "second_per_grid_ts",
         "video_second_per_grid",
+        "video_position_ids",
     ),
 }
 
@@ -1488,6 +1554,8 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
         return (grids.prod(-1) // values.get(f"{modality}_merge_sizes", torch.tensor(2)) ** 2).tolist()
     if _PACKED[modality] in values:
         return (values[_PACKED[modality]].prod(-1) // 16).tolist()
+    if (at := values.get(f"{modality}_position_ids")) is not None:
+        return ((at >= 0).all(-1).flatten(1).sum(1) // 4).tolist()
     if "spatial_shapes" in values:
         return (values["spatial_shapes"] // 2).prod(-1).tolist()
     if "num_local_patches" in values:
@@ -1542,6 +1610,8 @@ def single(family: str, batch_inputs: BatchFeature | dict[str, Any], row: int) -
                 result["pixel_values_local"] = values["pixel_values_local"][starts[first] : starts[last]]
         if modality == "video" and "video_compression_mask" in values:
             result["video_compression_mask"] = values["video_compression_mask"][ends[first] : ends[last]]
+        if modality == "video" and "num_frames_per_video" in values:
+            result["num_frames_per_video"] = values["num_frames_per_video"].new_tensor([last - first])
         if modality == "image" and "batch_num_images" in values:
             result["batch_num_images"] = values["batch_num_images"].new_tensor([last - first])
     return result

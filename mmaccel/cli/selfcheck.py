@@ -451,6 +451,26 @@ def _gemma3() -> Tiny:
     return config, IMAGE, 16, {"pixel_values": _noise(1, 3, 32, 32)}
 
 
+def _gemma4() -> Tiny:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = _config(
+        "gemma4",
+        vision_config={**sizes, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2},
+        text_config=_text(
+            "gemma4_text",
+            head_dim=16,
+            global_head_dim=32,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            use_bidirectional_attention="vision",
+            hidden_size_per_layer_input=0,
+        ),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    at = _long(*([x, y] for y in range(8) for x in range(12)))[None]
+    return config, IMAGE, 4 * 6, {"pixel_values": _noise(1, 96, 48), "image_position_ids": at}
+
+
 def _got_ocr2() -> Tiny:
     tower = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 64}
     places = {"image_size": 64, "patch_size": 4, "window_size": 6, "global_attn_indexes": [1]}
@@ -645,6 +665,7 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "aya_vision": _aya_vision("aya_vision"),
     "cohere2_vision": _aya_vision("cohere2_vision"),
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "got_ocr2": _got_ocr2,
     "perception_lm": _perception_lm,
     "granite4_vision": _granite4_vision,

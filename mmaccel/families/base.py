@@ -20,7 +20,7 @@ from .tower import EncoderCall, Towers
 #: why tokens cannot merge in towers of which several layers are read
 JOINED = "is read behind several layers, whose tokens must be the same"
 #: text models whose RoPE turns neighbours instead of halves, leaves layers or channels out, or differs between layers
-_OTHER_ROPE = ("cohere", "cohere2", "gemma3_text", "qwen3_5_moe_text", "qwen3_5_text", "smollm3")
+_OTHER_ROPE = ("cohere", "cohere2", "gemma3_text", "gemma4_text", "qwen3_5_moe_text", "qwen3_5_text", "smollm3")
 #: deviations of the colours of large sets of pictures, by which towers are trained
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -162,6 +162,15 @@ class Family(Towers):
         """The last place of a prompt that each of its tokens attends to, ``[B, S]`` long on the CPU, from its own place
         on; None where none looks ahead. ``ids``, ``valid`` ``[B, S]`` on the CPU; ``beside`` are arguments of the call."""
         return None
+
+    def looks_ahead(self, layer: int) -> bool:
+        """Whether tokens look ahead (see :meth:`reach`) in a layer of the language model."""
+        return True
+
+    def heads_in(self, layer: int) -> tuple[int, int]:
+        """KV heads of a layer of the language model, and the width of one."""
+        attention = self.attention_in(layer)
+        return self.text.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
     def attention_in(self, layer: int) -> Any:
         """The self-attention of a layer of the language model."""

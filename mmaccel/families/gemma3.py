@@ -52,8 +52,9 @@ class Gemma3(Family):
         return {"full_attention": None, "sliding_attention": None}
 
     def reach(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
-        """Runs of picture tokens attend to all of themselves, where the call has ``token_type_ids``, as in the bare model."""
-        if beside.get("token_type_ids") is None:
+        """Runs of picture tokens attend to all of themselves, where the call says of what type tokens are, as in the bare
+        model."""
+        if beside.get(self.beside[0]) is None:
             return None
         # on a second turn the argument may be that of other tokens than the new ones
         picture = self.visual(ids)

@@ -29,7 +29,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("gemma4_unified", "molmo2", "paligemma"), _BOTH_WAYS),
     **dict.fromkeys(("florence2", "t5gemma2"), _ENCODED),
     "gemma3n": f"{_EMBEDDED}, and the last of them read keys of others",
-    "gemma4": f"by its size, {_EMBEDDED}, or {_BOTH_WAYS}",
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
     "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",
     **dict.fromkeys(("lfm3_vl", "minicpm_ocr", "minicpmv4_7"), _STATES),
@@ -111,6 +110,8 @@ def _fits(family: type[Family], config: Any) -> None:
     why = f"it has layers of {' and '.join(others)}" if others else _SINKS.get(text.model_type)
     if getattr(text, "kv_lora_rank", None):
         why = _LATENTS
+    if getattr(text, "hidden_size_per_layer_input", None):
+        why = _EMBEDDED
     if why:
         raise UnsupportedError(
             f"mmaccel does not accelerate {config.model_type} models with the language model {text.model_type}: {why}."

@@ -5,6 +5,7 @@ Every function is exact: what it gives sums to what was asked for. The authors' 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 import torch
@@ -150,7 +151,7 @@ def prefix_official(scores: list[Tensor], target: int, protect: int) -> list[int
     return [len(some) - gone for some, gone in zip(scores, dropped, strict=True)]
 
 
-def variance_ratios(scores: Tensor) -> Tensor:
+def variance_ratios(scores: Iterable[Tensor]) -> Tensor:
     """``[L]``: the share of each layer, ``softmax(-v)`` of how much its scores vary.
 
     *D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference*, ICLR 2025, arXiv 2406.13035: ``v`` is
@@ -158,11 +159,14 @@ def variance_ratios(scores: Tensor) -> Tensor:
 
     Parameters
     ----------
-    scores : ``[L, H]``, the variances.
+    scores : the variances, per layer ``[H]``; or of several layers ``[layers, H]``.
     """
-    low, high = scores.amin(1, keepdim=True), scores.amax(1, keepdim=True)
-    spread = (scores - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
-    return (-spread.mean(1)).softmax(0)
+    spread = []
+    for some in scores:
+        low, high = some.amin(-1, keepdim=True), some.amax(-1, keepdim=True)
+        share = (some - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
+        spread.append(share.mean(-1).view(-1))
+    return (-torch.cat(spread)).softmax(0)
 
 
 # --- over heads -------------------------------------------------------------------------------------------------------

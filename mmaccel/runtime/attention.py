@@ -208,9 +208,11 @@ def _text_attention(
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward = stages.forward
+    ahead = forward.plan.family.looks_ahead(number)
     # from here on as the cache counts
     number = forward.plan.family.stored_from(number)
     phase, index = forward.phase(number), forward.index(number)
+    reach = phase.reach if ahead else None
     window = kwargs.get("sliding_window")
     layer = forward.state.layers[number] if forward.state is not None else None
     if layer is not None:
@@ -223,7 +225,7 @@ def _text_attention(
     visible = None
     # of what is read as it is stored the newest token sees everything, wherever heads end
     if layer is None or not as_stored or query.shape[2] > 1 or index.windowed(window) or not layer.gapless:
-        visible = index.mask(phase.places, window, phase.reach)
+        visible = index.mask(phase.places, window, reach)
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
@@ -251,7 +253,7 @@ def _text_attention(
         kwargs.pop("position_ids", None)
         padding = None
         if visible is not None:
-            if index.of_heads or index.windowed(window) or phase.reach is not None:
+            if index.of_heads or index.windowed(window) or reach is not None:
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)

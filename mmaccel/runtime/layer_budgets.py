@@ -116,15 +116,15 @@ def by_content(
             rows.append(budgets.prefix([x.mean(1).to(home) for x in mine], count))
             continue
         spread = [x.var(2, unbiased=False) if x.shape[2] else x.new_zeros(x.shape[:2]) for x in mine]
-        ratios = budgets.variance_ratios(torch.cat([x.to(home) for x in spread]).double())
+        ratios = budgets.variance_ratios(x.to(home).double() for x in spread)
         rows.append(budgets.by_shares(count, sizes, ratios.tolist()))
     return [list(column) for column in zip(*rows, strict=True)]
 
 
 def _alike(scores: list[Tensor], waiting: list[Waiting], row: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of a row the scores ``[n, Hkv, K]`` of layers that follow each other and have the same tokens, and the slots of those
-    that compete."""
-    for _, same in groupby(zip(scores, waiting, strict=True), lambda one: id(one[1].tokens)):
+    """Of a row the scores ``[n, Hkv, K]`` of layers that follow each other and have the same tokens and as many heads, and the
+    slots of those that compete."""
+    for _, same in groupby(zip(scores, waiting, strict=True), lambda one: (id(one[1].tokens), one[0].shape[1])):
         mine = list(same)
         yield torch.stack([x[row] for x, _ in mine]), mine[0][1].tokens.at[row]
 

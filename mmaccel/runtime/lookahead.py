@@ -38,7 +38,8 @@ def _attention(
     real = chosen >= 0
     text = real & ~prompt.layout.visual.gather(1, chosen.clamp(min=0))
     there, spoken = (x.bool() for x in sent(query.device, real, text))
-    visible, reach = None, prompt.reaching(chosen)
+    visible = None
+    reach = prompt.reaching(chosen) if scope.plan.family.looks_ahead(layer) else None
     if reach is not None or not bool(real.all()):
         causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=query.device).tril()
         if reach is not None:
@@ -55,13 +56,16 @@ def own_attention(
     # layers may be spread over devices, and what enters one is brought to it later
     device = next(layer.parameters()).device
     # some scale queries by their positions
-    takes = "position_ids" in inspect.signature(layer.self_attn.forward).parameters  # type: ignore[union-attr]
+    takes = inspect.signature(layer.self_attn.forward).parameters  # type: ignore[union-attr]
     given = kwargs.get("position_ids")
-    places = {"position_ids": given.to(device)} if takes and given is not None else {}
+    places = {"position_ids": given.to(device)} if "position_ids" in takes and given is not None else {}
+    # others pass their keys on to layers above
+    shared: dict[str, Any] = {"shared_kv_states": {}} if "shared_kv_states" in takes else {}
 
     def run() -> None:
         layer.self_attn(  # type: ignore[operator]
             **places,
+            **shared,
             hidden_states=scope.plan.family.norm_in(layer)(hidden.to(device)),
             position_embeddings=tuple(x.to(device) for x in kwargs["position_embeddings"]),
             attention_mask=None,

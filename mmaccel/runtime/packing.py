@@ -94,10 +94,12 @@ class Packing:
             return
         home, due = waiting[0].keys.device, self.due
         found = [self._asked(layer, eligible).to(home) for layer in waiting for _, eligible in due]
-        known = torch.stack(found).cpu().unflatten(0, (len(waiting), len(due)))
-        for layer, counts in zip(waiting, known, strict=True):
-            heads = 1 if not layer.empty and not layer.index.of_heads else counts.shape[-1]
-            self._pack(layer, [count[:, :heads] for count in counts])
+        # layers may have different numbers of heads
+        known = torch.cat([x.flatten() for x in found]).cpu().split([x.numel() for x in found])
+        each = iter(mine.view(like.shape) for mine, like in zip(known, found, strict=True))
+        for layer in waiting:
+            heads = 1 if not layer.empty and not layer.index.of_heads else layer.keys.shape[1]
+            self._pack(layer, [next(each)[:, :heads] for _ in due])
 
     def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
         for (group, eligible), count in zip(self.due, counts, strict=True):

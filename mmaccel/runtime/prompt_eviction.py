@@ -146,9 +146,10 @@ class PromptEviction:
             home = chosen[0].kept.device
             with self.prompt.measured("selection", home):
                 found = [torch.cat([one.kept.sum(-1), one.won], dim=1).to(home) for one in chosen]
-                lengths = torch.cat(found).cpu().split([len(one.won) for one in chosen])
-                for one, mine in zip(chosen, lengths, strict=True):
-                    self._settle(one, mine)
+                # layers may have different numbers of heads
+                lengths = torch.cat([x.flatten() for x in found]).cpu().split([x.numel() for x in found])
+                for one, mine, like in zip(chosen, lengths, found, strict=True):
+                    self._settle(one, mine.view(like.shape))
 
     # --- choosing ---------------------------------------------------------------------------------------------
     @property

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 import zoo
 from laws.nets import run_over
-from laws.oracle import blocks
+from laws.oracle import blocks, both_ways
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache
@@ -279,13 +279,14 @@ def hide(
     real = feed["attention_mask"].bool()
     length = real.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-    if "token_type_ids" in feed:
-        causal = causal | blocks(feed)[:, None]
-    causal = causal & real[:, None, None]
-    # a padded query sees itself, so that no row is empty
-    causal = causal | torch.eye(length, dtype=torch.bool)
-    known = family_of(tiny)
-    _visible = lambda layer: causal & (visible(known.stored_from(layer)) | torch.eye(length, dtype=torch.bool))  # noqa: E731
+    known, config, itself = family_of(tiny), tiny.config.get_text_config(), torch.eye(length, dtype=torch.bool)
+
+    def seen(layer: int) -> Tensor:
+        near = causal | blocks(feed)[:, None] if both_ways(config, layer) else causal
+        # a padded query sees itself, so that no row is empty
+        return ((near & real[:, None, None]) | itself) & (visible(known.stored_from(layer)) | itself)
+
+    _visible = seen
     tiny.set_attn_implementation({"text_config": "test_hiding"})
     nets = {number: known.net_in(number) for number in known.recurrent}
     for number, net in nets.items():

@@ -42,7 +42,7 @@ WINDOWED = (
     ("aya_vision", {"sliding_window": 24}),
 )
 #: a picture attends to all of itself there, whatever the window
-AHEAD = (("gemma3", {"sliding_window": 24}),)
+AHEAD = (("gemma3", {"sliding_window": 24}), ("gemma4", {"sliding_window": 24}))
 #: Ministral 3 is a Mistral 3 whose queries grow with their positions, here early, in published models behind 16,384 of them
 GROWING = tuple(
     {
@@ -165,10 +165,9 @@ def below(family: str, name: str, feed: Any) -> dict[int, Tensor]:
 
 def everything(model: Any, feed: Any) -> Seen:
     """All keys but padding."""
-    config, valid = model.config.get_text_config(), feed["attention_mask"].bool()
-    heads = valid[:, None].expand(-1, config.num_key_value_heads, -1)
-    layers = len(family_of(model).attending)
-    return Seen([valid] * layers, [heads] * layers)
+    known, valid = family_of(model), feed["attention_mask"].bool()
+    heads = [known.heads_in(number)[0] for number in known.attending]
+    return Seen([valid] * len(heads), [valid[:, None].expand(-1, one, -1) for one in heads])
 
 
 def stored(model: Any, feed: Any, cache: Any) -> list[Tensor]:
@@ -388,7 +387,7 @@ def continued(feed: Any, forced: Tensor) -> dict[str, Any]:
 
 def blocks(feed: Any) -> Tensor:
     """`[B, S, S]` bool: which places are of the same picture, where tokens of a picture attend to each other both ways."""
-    picture = feed["token_type_ids"] == 1
+    picture = (feed["token_type_ids"] == 1) if "token_type_ids" in feed else feed["mm_token_type_ids"] > 0
     begins = picture & ~torch.nn.functional.pad(picture, (1, 0))[:, :-1]
     number = begins.cumsum(1).masked_fill(~picture, -1)
     return (number[:, :, None] == number[:, None]) & picture[:, :, None]
@@ -414,24 +413,32 @@ def replay(
     valid = whole["attention_mask"].bool()
     place = torch.arange(valid.shape[1])
     config = model.config.get_text_config()
-    groups = config.num_attention_heads // config.num_key_value_heads
     for number in adapter(family).recurrent:
         family_of(model).net_in(number).there = torch.cat([seen.reaching(family, number), valid[:, length:]], dim=1)
     for at, number in enumerate(family_of(model).attending):
         layer = text_model(model).layers[number]
         mask = place[None, :] <= place[:, None]
-        if "token_type_ids" in whole:
+        if both_ways(config, number):
             mask = mask | blocks(whole)
         if (window := window_of(config, number)) is not None:
             mask = mask & (place[:, None] - place[None, :] < window)
-        mask = (mask & valid[:, None])[:, None].repeat(1, config.num_key_value_heads, 1, 1)
+        heads = family_of(model).heads_in(number)[0]
+        mask = (mask & valid[:, None])[:, None].repeat(1, heads, 1, 1)
         mask[:, :, :length, :length] &= seen.prompt[at][:, None, None]
         mask[:, :, length:, :length] &= seen.later[at][:, :, None]
         # rows that see nothing (padding, dropped tokens) must stay finite; nobody looks at them
-        layer.self_attn.visible = (mask | torch.eye(len(place), dtype=torch.bool)).repeat_interleave(groups, dim=1)
+        layer.self_attn.visible = (mask | torch.eye(len(place), dtype=torch.bool)).repeat_interleave(
+            config.num_attention_heads // heads, dim=1
+        )
     with exchanged(model, change), merging(model, merged):
         logits = model(**whole, use_cache=False).logits
     return logits[:, :length], logits[:, length - 1 :]
+
+
+def both_ways(config: Any, number: int) -> bool:
+    """Whether the tokens of a picture attend to each other both ways in a text layer."""
+    kind = config.model_type
+    return kind == "gemma3_text" or (kind == "gemma4_text" and config.layer_types[number] == "sliding_attention")
 
 
 def window_of(config: Any, number: int) -> int | None:

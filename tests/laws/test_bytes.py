@@ -57,11 +57,15 @@ def held(root: Any) -> int:
     return sum(storages.values())
 
 
-def sizes(tiny: Any) -> tuple[int, int, int]:
-    """Layers with keys and values, bytes of one of each in one layer, and heads."""
-    text = tiny.config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return len(family_of(tiny).attending), 2 * 4 * size, text.num_key_value_heads
+def sizes(tiny: Any) -> list[tuple[int, int]]:
+    """Of every layer with keys and values, its heads, and the bytes of one of each."""
+    known = family_of(tiny)
+    return [(heads, 2 * 4 * width) for heads, width in map(known.heads_in, known.attending)]
+
+
+def whole(layers: list[tuple[int, int]]) -> int:
+    """Bytes of a token in so many layers."""
+    return sum(heads * unit for heads, unit in layers)
 
 
 @pytest.mark.parametrize(("family", "method", "kind"), oracle.in_turn(SQUARE, lambda _: ("image", "uneven")))
@@ -93,24 +97,26 @@ def test_reported_is_held_by_loops_and_beams(family: str) -> None:
 def test_pruned_is_less_in_proportion(family: str, method: str) -> None:
     """Keys and values are exactly those that the counts promise; what else is held is small."""
     tiny, feed, new = model(family), inputs(family), 2
-    layers, unit, heads = sizes(tiny)
+    layers = sizes(tiny)
     visual = int(zoo.visual_mask(family, tiny, feed["input_ids"]).sum())
     full = generate(tiny, feed, new=new).past_key_values
     states = sum(x.nbytes for layer in full.layers if isinstance(layer, LinearAttentionLayer) for x in states_of(layer))
     assert (states > 0) == family_of(tiny).stateful
     bare = held(full) - states
-    assert bare == layers * unit * heads * (feed["input_ids"].shape[1] + new - 1)
+    length = feed["input_ids"].shape[1] + new - 1
+    assert bare == whole(layers) * length
     with accelerated(tiny, recipe_of(method, family, retain=0.25), processor=zoo.processor(family)):
         out = generate(tiny, feed, new=new)
         stats, chosen = tiny.mmaccel.stats(), tiny.mmaccel.plan.stages[0].method
     kept = stats["stages"][-1]["tokens_kept"]
     assert kept == stats["stages"][-1]["resolved"] <= 0.35 * visual
-    reduced_layers = layers - (family_of(tiny).stored_from(chosen.layer) if isinstance(chosen, LayerMethod) else 0)
-    keys = bare - reduced_layers * unit * heads * (visual - kept)
+    first = family_of(tiny).stored_from(chosen.layer) if isinstance(chosen, LayerMethod) else 0
+    keys = bare - whole(layers[first:]) * (visual - kept)
     stored = [layer.stored() for layer in out.past_key_values.mmaccel.layers]
     assert sum(4 * (k.numel() + v.numel()) for k, v in stored) == keys
     # beside keys and values: their places, four bytes each, shared by layers unless heads differ
-    places = 4 * (bare // (unit * heads)) * (heads if isinstance(chosen, Policy) and not chosen.shared else 1)
+    apart = isinstance(chosen, Policy) and not chosen.shared
+    places = 4 * length * sum(heads if apart else 1 for heads, _ in layers)
     assert keys <= stats["kv_bytes"] - states <= keys + places + 1024
 
 
@@ -132,7 +138,7 @@ def test_evicted_keys_are_gone(family: str, monkeypatch: pytest.MonkeyPatch) -> 
         out = generate(tiny, feed)
         kept = tiny.mmaccel.stats()["stages"][0]["tokens_kept"]
     gc.collect()
-    assert len(full) == 2 * sizes(tiny)[0] and all(ref() is None for ref in full)
+    assert len(full) == 2 * len(sizes(tiny)) and all(ref() is None for ref in full)
     assert kept < 0.3 * visual
     for layer in out.past_key_values.mmaccel.layers:
         keys, values = layer.stored()
@@ -145,7 +151,7 @@ def test_evicted_keys_are_gone(family: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_ragged_layers_hold_no_padding(family: str) -> None:
     """Heads and rows that keep different counts are stored end to end."""
     tiny, feed = model(family), inputs(family, "uneven")
-    _, unit, heads = sizes(tiny)
+    heads, unit = sizes(tiny)[0]
     visual = zoo.visual_mask(family, tiny, feed["input_ids"])
     text = int((feed["attention_mask"].bool() & ~visual).sum())
     with accelerated(tiny, recipe_of("test-fixed-cache")):

@@ -386,8 +386,6 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
     full = oracle.merged_inputs(oracle.at_the_door(bare, feed), got.reduction)
     table = bare.get_input_embeddings()
     visual, done, door = oracle.visual(family, feed), 0, oracle.adapter(family)
-    # Granite's logits are divided by a number of its own
-    scale = getattr(bare.config.get_text_config(), "logits_scaling", 1.0)
     for row, kept in enumerate(got.kept):
         embeds = torch.cat([full["inputs_embeds"][row, kept], table(forced[row, :-1])])[None]
         length = embeds.shape[1]
@@ -399,15 +397,20 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
             extra = door.deep_arguments(there, [features[mine][stays] for features in deep[1]])
             done = mine.stop
         if door.masks_above:
-            seen = torch.ones(length, length, dtype=torch.bool).tril()
-            seen[: int(kept.sum()), : int(kept.sum())] |= oracle.blocks(feed)[row][kept][:, kept]
-            mask = torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
-            extra["attention_mask"] = dict.fromkeys(door.mask_argument(None), mask)
+            before = torch.ones(length, length, dtype=torch.bool).tril()
+            ahead = before.clone()
+            ahead[: int(kept.sum()), : int(kept.sum())] |= oracle.blocks(feed)[row][kept][:, kept]
+            config, extra["attention_mask"] = bare.config.get_text_config(), {}
+            for number, kind in enumerate(config.layer_types):
+                seen = ahead if oracle.both_ways(config, number) else before
+                mask = torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+                extra["attention_mask"][kind] = mask[None, None]
         positions = torch.arange(length)[None]
         if family in QWEN:
             positions = positions.expand(3, 1, -1)
         out = oracle.text_model(bare)(inputs_embeds=embeds, position_ids=positions, use_cache=False, **extra)
-        logits = bare.lm_head(out.last_hidden_state)[0] / scale
+        # those of Granite are divided by a number of its own, those of Gemma 4 capped
+        logits = family_of(bare).logits(out.last_hidden_state)[0]
         oracle.close(got.prompt[row, kept], logits[: int(kept.sum())])
         oracle.close(got.steps[row], logits[int(kept.sum()) - 1 :])
     # positions matter, or renumbering proves nothing

@@ -9,6 +9,8 @@ promise.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +41,7 @@ class Operations:
 def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
     """Operations of ``call``, which must be one prefill of ``model``, bare or accelerated."""
     family, found = family_of(model), Operations()
-    config = family.text.config
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = family.text.config.num_attention_heads
     inside = {id(module) for part in (family.text, model.lm_head) for module in part.modules()}
 
     def linear(module: Any, args: Any, output: Tensor) -> None:
@@ -56,8 +56,9 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
         chosen = next(x for x in (*args, *kwargs.values()) if not x.is_floating_point())
         found.language += 2.0 * _one_expert(module) * chosen.numel()
 
-    def text_layer(module: Any, args: Any, kwargs: Any) -> None:
+    def text_layer(number: int, module: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
+        width = heads * family.heads_in(number)[1]
         found.language += 2.0 * width * hidden.shape[0] * hidden.shape[1] ** 2
 
     def tower_layer(module: Any, args: Any, kwargs: Any) -> None:
@@ -74,7 +75,7 @@ def count_operations(model: Any, call: Callable[[], Any]) -> Operations:
 
     handles = [module.register_forward_hook(linear) for module in model.modules() if isinstance(module, nn.Linear)]
     handles += [
-        family.text.layers[number].register_forward_pre_hook(text_layer, with_kwargs=True)
+        family.text.layers[number].register_forward_pre_hook(functools.partial(text_layer, number), with_kwargs=True)
         for number in family.attending
     ]
     handles += [one.register_forward_pre_hook(experts, with_kwargs=True) for one in _experts(family.text)]
@@ -115,9 +116,7 @@ def weight_bytes(model: Any) -> int:
 def token_bytes(model: Any) -> int:
     """Bytes of the keys and values of one token in all layers, in full precision."""
     family = family_of(model)
-    config = family.text.config
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * len(family.attending) * config.num_key_value_heads * head * model.dtype.itemsize
+    return sum(2 * math.prod(family.heads_in(number)) for number in family.attending) * int(model.dtype.itemsize)
 
 
 def stored_bytes(cache: Any) -> tuple[int, int]:

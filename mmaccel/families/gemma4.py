@@ -1,0 +1,70 @@
+"""Gemma 4: pictures of any size and clips; in layers with windows the tokens of a picture attend to each other both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.layout import Modality, Picture, Tile
+from .base import Facts
+from .gemma3 import Gemma3
+from .tower import EncoderCall
+
+
+class Gemma4(Gemma3):
+    """Layers of both kinds have heads of their own width and number. Frames of a clip are runs of their own, with time stamps
+    between them. The smaller models, every layer of which has an embedding of its own, are refused."""
+
+    name = "gemma4"
+    model_types = ("gemma4",)
+    facts = Facts("yes, any size", cls=False, merging="-")
+    modalities = ("image", "video")
+    beside = ("mm_token_type_ids",)
+    closed = "pads pictures of several sizes to one"
+    has_cls = False
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """None that can be looked into."""
+        return []
+
+    @property
+    def pooled(self) -> int:
+        """Patches along one side of the block that makes a token."""
+        return int(self.vision.pooling_kernel_size)
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        """One tile a picture, and one a frame of a clip."""
+        given = encoded.arguments
+        at = given[f"{modality}_position_ids"]
+        frames = [1] * len(at)
+        if modality == "video":
+            # before transformers 5.20 clips had an axis of their own
+            frames = [at.shape[1]] * len(at) if at.dim() == 4 else [int(n) for n in given["num_frames_per_video"]]
+        sizes = (at.flatten(0, -3).amax(1) + 1) // self.pooled
+        found: list[Picture] = []
+        number = offset = 0
+        for count in frames:
+            tiles = []
+            for frame in range(count):
+                columns, rows = sizes[number].tolist()
+                tiles.append(Tile.raster(1, rows, columns, offset, frame=frame))
+                offset += rows * columns
+                number += 1
+            found.append(tiles)
+        return found
+
+    def looks_ahead(self, layer: int) -> bool:
+        """Those with windows do."""
+        return self.rope_kind(layer) == "sliding_attention"
+
+    def reach(self, ids: Tensor, valid: Tensor, beside: Any) -> Tensor | None:
+        """Of models that were trained so."""
+        both = self.text.config.use_bidirectional_attention == "vision"
+        return super().reach(ids, valid, beside) if both else None
+
+    def logits(self, states: Tensor) -> Tensor:
+        """They are capped."""
+        found, cap = super().logits(states), self.text.config.final_logit_softcapping
+        return found if cap is None else torch.tanh(found / cap) * cap
