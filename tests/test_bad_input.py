@@ -263,7 +263,12 @@ def test_small_models_of_gemma_4_are_refused() -> None:
 
 #: what a configuration has no default of
 _INDEXER = {"n_heads": 2, "kv_heads": 1, "head_dim": 256, "budget": 64, "compress_ratio": 4}
-NEEDED = {"qwen4_exp": {"text_config": {f"indexer_{name}": value for name, value in _INDEXER.items()}}}
+NEEDED = {
+    "qwen4_exp": {"text_config": {f"indexer_{name}": value for name, value in _INDEXER.items()}},
+    "qwen3_omni_moe": {
+        "talker_config": {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": 64}}
+    },
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
