@@ -255,6 +255,15 @@ def test_language_models_that_are_refused(text: dict[str, Any], why: str) -> Non
     refused(lambda: accelerate_vlm(bare), said, UnsupportedError)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4_unified"])
+def test_pictures_that_are_wider_than_windows(family: str) -> None:
+    tiny = model(family, sliding_window=8)
+    with accelerated(tiny, "random", processor=zoo.processor(family)), torch.no_grad():
+        refused(
+            lambda: tiny(**inputs(family)), "^A picture of .. tokens is wider than the sliding window", UnsupportedError
+        )
+
+
 def test_small_models_of_gemma_4_are_refused() -> None:
     config = zoo._family("gemma4").config({"hidden_size_per_layer_input": 8}, 100)
     said = "gemma4_text: every layer of the language model has an embedding of its own for every token of the prompt."

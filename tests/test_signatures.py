@@ -236,6 +236,7 @@ FEATURES = {
     "cohere2_vision": ["pixel_values"],
     "gemma3": ["pixel_values"],
     "gemma4": ["pixel_values", "image_position_ids"],
+    "gemma4_unified": ["pixel_values", "image_position_ids"],
     "got_ocr2": ["pixel_values"],
     "perception_lm": ["pixel_values"],
     "granite4_vision": ["pixel_values", "image_sizes"],

@@ -136,7 +136,7 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
             model_type = "mistral"
         elif model_type == "cohere2":
             pass
-        elif model_type in ("gemma3_text", "gemma4_text"):
+        elif model_type in ("gemma3_text", "gemma4_text", "gemma4_unified_text"):
             pass
         elif "qwen2" in model_type:
             values = {"use_sliding_window": True, "max_window_layers": 0, **values}
@@ -322,39 +322,44 @@ def _gemma3(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     )
 
 
-def _gemma4(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
-    """Experts; heads of the layers without a window are wider and fewer, and their keys are their values."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = _text(
-        "gemma4_text",
-        overrides,
-        vocabulary,
-        head_dim=16,
-        global_head_dim=32,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        layer_types=["sliding_attention", "full_attention"] * (overrides.get("num_hidden_layers", 4) // 2),
-        use_bidirectional_attention="vision",
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=30.0,
-        enable_moe_block=True,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=32,
-        tie_word_embeddings=False,
-    )
-    return transformers.Gemma4Config(
-        vision_config={
-            **sizes,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "patch_size": 4,
-            "pooling_kernel_size": 2,
-            "position_embedding_size": 64,
-        },
-        text_config=text,
-        **{f"{name}_id": token for name, token in _ids("gemma4").items() if name != "eoa_token"},
-        tie_word_embeddings=False,
+def _gemma4(family: str, vision: dict[str, Any], **words: Any) -> Callable[..., PreTrainedConfig]:
+    """Heads of the layers without a window are wider and fewer, and their keys are their values."""
+
+    def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+        text = _text(
+            f"{family}_text",
+            overrides,
+            vocabulary,
+            head_dim=16,
+            global_head_dim=32,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            layer_types=["sliding_attention", "full_attention"] * (overrides.get("num_hidden_layers", 4) // 2),
+            use_bidirectional_attention="vision",
+            final_logit_softcapping=30.0,
+            tie_word_embeddings=False,
+            **words,
+        )
+        return transformers.AutoConfig.for_model(
+            family,
+            vision_config={"patch_size": 4, "pooling_kernel_size": 2, **vision},
+            text_config=text.to_dict(),
+            **{f"{name}_id": token for name, token in _ids(family).items() if name != "eoa_token"},
+            tie_word_embeddings=False,
+        )
+
+    return build
+
+
+def _gemma4_pixels(family: str, name: str) -> Callable[[], ProcessorMixin]:
+    """The models that are accelerated hear nothing, but their processors do."""
+    grid, parts = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}, name.removesuffix("Processor")
+    return _real(
+        family,
+        name,
+        image_processor=_part(f"{parts}ImageProcessor", **grid),
+        video_processor=_part(f"{parts}VideoProcessor", do_sample_frames=False, **grid),
+        feature_extractor=_part(f"{parts}AudioFeatureExtractor"),
     )
 
 
@@ -713,6 +718,23 @@ OMNI_TOKENS = {
 }
 QWEN_MEDIA: dict[str, Any] = {"mixed": True, "sizes": ((112, 80), (64, 96)), "clip": (6, 64, 48)}
 
+GEMMA4_PROMPT: dict[str, Any] = {
+    "tokens": {
+        "image_token": "<|image|>",
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "video_token": "<|video|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    },
+    "image": "<|image|>",
+    "video": "<|video|>",
+    "mixed": True,
+    # the processor makes each as large as seventy tokens allow
+    "sizes": ((60, 48), (40, 100)),
+    "clip": (3, 64, 48),
+}
 GLM_TOKENS = {
     "image_token": "<|image|>",
     "video_token": "<|video|>",
@@ -1013,32 +1035,30 @@ _TABLE: dict[str, Family] = {
         image="<start_of_image>",
     ),
     "gemma4": Family(
-        config=_gemma4,
-        processor=_real(
+        config=_gemma4(
             "gemma4",
-            "Gemma4Processor",
-            image_processor=_part("Gemma4ImageProcessor", patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
-            video_processor=_part(
-                "Gemma4VideoProcessor", patch_size=4, pooling_kernel_size=2, max_soft_tokens=70, do_sample_frames=False
-            ),
-            # the models that are accelerated hear nothing
-            feature_extractor=_part("Gemma4AudioFeatureExtractor"),
+            {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "position_embedding_size": 64,
+            },
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=32,
         ),
-        tokens={
-            "image_token": "<|image|>",
-            "boi_token": "<|image>",
-            "eoi_token": "<image|>",
-            "video_token": "<|video|>",
-            "audio_token": "<|audio|>",
-            "boa_token": "<|audio>",
-            "eoa_token": "<audio|>",
-        },
-        image="<|image|>",
-        video="<|video|>",
-        mixed=True,
-        # the processor makes each as large as seventy tokens allow
-        sizes=((60, 48), (40, 100)),
-        clip=(3, 64, 48),
+        processor=_gemma4_pixels("gemma4", "Gemma4Processor"),
+        **GEMMA4_PROMPT,
+    ),
+    "gemma4_unified": Family(
+        config=_gemma4("gemma4_unified", {"mm_embed_dim": 32, "mm_posemb_size": 32, "output_proj_dims": 32}),
+        processor=_gemma4_pixels("gemma4_unified", "Gemma4UnifiedProcessor"),
+        **GEMMA4_PROMPT,
     ),
     "cohere2_vision": Family(
         config=_cohere("cohere2_vision", "Cohere2VisionConfig", 32, 4),
@@ -1555,7 +1575,7 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
     if _PACKED[modality] in values:
         return (values[_PACKED[modality]].prod(-1) // 16).tolist()
     if (at := values.get(f"{modality}_position_ids")) is not None:
-        return ((at >= 0).all(-1).flatten(1).sum(1) // 4).tolist()
+        return ((at >= 0).all(-1).flatten(1).sum(1) // (4 if family == "gemma4" else 1)).tolist()
     if "spatial_shapes" in values:
         return (values["spatial_shapes"] // 2).prod(-1).tolist()
     if "num_local_patches" in values:

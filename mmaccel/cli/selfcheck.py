@@ -451,21 +451,29 @@ def _gemma3() -> Tiny:
     return config, IMAGE, 16, {"pixel_values": _noise(1, 3, 32, 32)}
 
 
+def _gemma4_config(kind: str, vision: dict[str, Any], **words: Any) -> Any:
+    text = _text(
+        f"{kind}_text",
+        head_dim=16,
+        global_head_dim=32,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        use_bidirectional_attention="vision",
+        **words,
+    )
+    grid = {"patch_size": 4, "pooling_kernel_size": 2}
+    return _config(kind, vision_config=grid | vision, text_config=text, image_token_id=IMAGE, video_token_id=VIDEO)
+
+
+def _gemma4_unified() -> Tiny:
+    config = _gemma4_config("gemma4_unified", {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32})
+    at = _long(*([x, y] for y in range(4) for x in range(6)))[None]
+    return config, IMAGE, 4 * 6, {"pixel_values": _noise(1, 24, 192), "image_position_ids": at}
+
+
 def _gemma4() -> Tiny:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = _config(
-        "gemma4",
-        vision_config={**sizes, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2},
-        text_config=_text(
-            "gemma4_text",
-            head_dim=16,
-            global_head_dim=32,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            use_bidirectional_attention="vision",
-            hidden_size_per_layer_input=0,
-        ),
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
+    config = _gemma4_config(
+        "gemma4", {**sizes, "num_key_value_heads": 2, "head_dim": 16}, hidden_size_per_layer_input=0
     )
     at = _long(*([x, y] for y in range(8) for x in range(12)))[None]
     return config, IMAGE, 4 * 6, {"pixel_values": _noise(1, 96, 48), "image_position_ids": at}
@@ -666,6 +674,7 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "cohere2_vision": _aya_vision("cohere2_vision"),
     "gemma3": _gemma3,
     "gemma4": _gemma4,
+    "gemma4_unified": _gemma4_unified,
     "got_ocr2": _got_ocr2,
     "perception_lm": _perception_lm,
     "granite4_vision": _granite4_vision,

@@ -20,7 +20,16 @@ from .tower import EncoderCall, Towers
 #: why tokens cannot merge in towers of which several layers are read
 JOINED = "is read behind several layers, whose tokens must be the same"
 #: text models whose RoPE turns neighbours instead of halves, leaves layers or channels out, or differs between layers
-_OTHER_ROPE = ("cohere", "cohere2", "gemma3_text", "gemma4_text", "qwen3_5_moe_text", "qwen3_5_text", "smollm3")
+_OTHER_ROPE = (
+    "cohere",
+    "cohere2",
+    "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "smollm3",
+)
 #: deviations of the colours of large sets of pictures, by which towers are trained
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_STD = (0.229, 0.224, 0.225)

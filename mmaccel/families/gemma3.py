@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..core.layout import Modality, Picture, Tile
+from ..errors import UnsupportedError
 from .base import Facts, Family, block_mean, raster_blocks
 from .tower import EncoderCall
 
@@ -24,6 +25,8 @@ class Gemma3(Family):
     beside = ("token_type_ids",)
     masks_above = True
     halves = False
+    #: whether a picture sees all of itself where a window is narrower
+    over_windows = True
 
     @property
     def pooled(self) -> int:
@@ -61,5 +64,11 @@ class Gemma3(Family):
         place = torch.arange(ids.shape[1]).expand_as(ids)
         goes_on = functional.pad(picture, (0, 1))[:, 1:] & picture
         # the next place, from each on, at which a run ends
-        ends = place.masked_fill(goes_on, ids.shape[1])
-        return ends.flip(1).cummin(1).values.flip(1)
+        ends = place.masked_fill(goes_on, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+        longest, window = int(((ends - place) * picture).amax()) + 1, self.text.config.sliding_window
+        if self.over_windows and longest > window:
+            raise UnsupportedError(
+                f"A picture of {longest} tokens is wider than the sliding window of this {self.name} model ({window}), which "
+                "transformers lets it see beyond and mmaccel does not; have the processor make fewer tokens of it."
+            )
+        return ends

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ class Gemma4(Gemma3):
     facts = Facts("yes, any size", cls=False, merging="-")
     modalities = ("image", "video")
     beside = ("mm_token_type_ids",)
+    over_windows = False
     closed = "pads pictures of several sizes to one"
     has_cls = False
 
@@ -68,3 +69,19 @@ class Gemma4(Gemma3):
         """They are capped."""
         found, cap = super().logits(states), self.text.config.final_logit_softcapping
         return found if cap is None else torch.tanh(found / cap) * cap
+
+
+class Gemma4Unified(Gemma4):
+    """Without a tower: each block of patches is projected by itself, into a language model of the same kind."""
+
+    name = "gemma4_unified"
+    model_types = ("gemma4_unified",)
+    tower_names: ClassVar[dict[Modality, str]] = {"image": "embed_vision", "video": "embed_vision"}
+    over_windows = True
+    closed = "has no layers"
+    #: the processor has put the patches of a block together
+    pooled = 1
+
+    def looks_ahead(self, layer: int) -> bool:
+        """All do in transformers' forward, which ``generate`` calls too unless its cache is static."""
+        return True

@@ -28,7 +28,6 @@ _SPEAKS = "it holds a talker too; accelerate what sees and answers, by accelerat
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("molmo2", "paligemma"), _BOTH_WAYS),
     **dict.fromkeys(("florence2", "t5gemma2"), _ENCODED),
-    "gemma4_unified": "visual tokens attend to those behind them in all layers of a forward, but in some of generate's",
     "gemma3n": f"{_EMBEDDED}, and the last of them read keys of others",
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
     "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",

@@ -41,8 +41,12 @@ WINDOWED = (
     ("internvl", {"sliding_window": 24, "max_window_layers": 2}),
     ("aya_vision", {"sliding_window": 24}),
 )
-#: a picture attends to all of itself there, whatever the window
-AHEAD = (("gemma3", {"sliding_window": 24}), ("gemma4", {"sliding_window": 24}))
+#: tokens of a picture look ahead there; those of Gemma 4 no further than the window
+AHEAD = (
+    ("gemma3", {"sliding_window": 24}),
+    ("gemma4", {"sliding_window": 24}),
+    ("gemma4_unified", {"sliding_window": 70}),
+)
 #: Ministral 3 is a Mistral 3 whose queries grow with their positions, here early, in published models behind 16,384 of them
 GROWING = tuple(
     {
@@ -438,7 +442,9 @@ def replay(
 def both_ways(config: Any, number: int) -> bool:
     """Whether the tokens of a picture attend to each other both ways in a text layer."""
     kind = config.model_type
-    return kind == "gemma3_text" or (kind == "gemma4_text" and config.layer_types[number] == "sliding_attention")
+    if kind == "gemma4_text":
+        return config.layer_types[number] == "sliding_attention"
+    return kind in ("gemma3_text", "gemma4_unified_text")
 
 
 def window_of(config: Any, number: int) -> int | None:

@@ -92,7 +92,8 @@ def keeps_everything(family, kind, what, batch=1, **overrides):
             assert torch.equal(reduction.kept, feed["attention_mask"].bool())
     wanted, wanted_logits = greedy(bare, feed)
     wanted_whole = bare(**feed).logits
-    if kind in UNPADDED:
+    # it makes a mask for every step, and so adds in another order
+    if kind in UNPADDED and family != "gemma4_unified":
         assert torch.equal(logits, wanted_logits) and torch.equal(tokens, wanted)
         assert torch.equal(whole, wanted_whole) and torch.equal(alone, wanted_whole)
     else:
