@@ -28,6 +28,8 @@ class MiniCpmV(Stateful, TiledByText):
     model_types = ("minicpmv4_6",)
     place = 12
     facts = Facts("yes, tiled, any size", cls=False, merging="-")
+    # the tower of releases before it takes one size of tiles
+    since = "5.20"
     modalities = ("image", "video")
     carrying = ("linear_attention",)
     closed = "joins windows of patches between its layers"
