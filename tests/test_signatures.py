@@ -235,6 +235,7 @@ FEATURES = {
     "aya_vision": ["pixel_values"],
     "cohere2_vision": ["pixel_values"],
     "gemma3": ["pixel_values"],
+    "paligemma": ["pixel_values"],
     "gemma4": ["pixel_values", "image_position_ids"],
     "gemma4_unified": ["pixel_values", "image_position_ids"],
     "got_ocr2": ["pixel_values"],
@@ -309,7 +310,10 @@ def test_the_door(family: str) -> None:
         assert {"inputs_embeds", "position_ids", "attention_mask", "past_key_values"} <= set(kwargs)
         masks = kwargs["attention_mask"]
         assert kwargs.get("input_ids") is None
-        assert set(masks) == {"full_attention", "sliding_attention"} if above else masks.dim() == 2
+        if isinstance(masks, dict):
+            assert above and set(masks) == {"full_attention", "sliding_attention"}
+        else:
+            assert masks.dim() == (4 if above else 2)
         assert kwargs["position_ids"].shape[-1] == width
         assert isinstance(kwargs["past_key_values"], cache_utils.DynamicCache)
     for args, kwargs in layers:

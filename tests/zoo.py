@@ -322,6 +322,19 @@ def _gemma3(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     )
 
 
+def _paligemma(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """A Gemma; that of PaliGemma 2 is a Gemma 2, whose layers have windows in turn and cap what they score."""
+    capped = {"query_pre_attn_scalar": 16, "sliding_window": 64, "attn_logit_softcapping": 2.0}
+    words = capped if overrides.get("model_type") == "gemma2" else {}
+    return transformers.PaliGemmaConfig(
+        vision_config=_tower("siglip_vision_model", 28, 7, vision_use_head=False),
+        text_config=_text("gemma", overrides, vocabulary, head_dim=16, tie_word_embeddings=False, **words),
+        image_token_id=_ids("paligemma")["image_token"],
+        projection_dim=64,
+        tie_word_embeddings=False,
+    )
+
+
 def _gemma4(family: str, vision: dict[str, Any], **words: Any) -> Callable[..., PreTrainedConfig]:
     """Heads of the layers without a window are wider and fewer, and their keys are their values."""
 
@@ -1034,6 +1047,17 @@ _TABLE: dict[str, Family] = {
         tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         image="<start_of_image>",
     ),
+    "paligemma": Family(
+        config=_paligemma,
+        processor=_real(
+            "paligemma",
+            "PaliGemmaProcessor",
+            image_processor=_part("SiglipImageProcessor", size=_square(28), image_seq_length=16),
+        ),
+        tokens=IMAGE_TOKEN,
+        image="<image>",
+        options={},
+    ),
     "gemma4": Family(
         config=_gemma4(
             "gemma4",
@@ -1297,7 +1321,7 @@ if _RELEASE < 23:
     # thinkers were laid out otherwise, and are refused
     del _TABLE["qwen2_5_omni"], _TABLE["qwen3_omni_moe"]
 if _RELEASE < 20:
-    # its tower took one tile alone
+    # its tower took one size of tiles
     del _TABLE["minicpmv4_6"]
 
 FAMILIES: tuple[str, ...] = tuple(_TABLE)
@@ -1359,7 +1383,8 @@ def loaded_draft(family: str, seed: int = 1) -> PreTrainedModel:
 def _made(family: str, seed: int, text_overrides: Mapping[str, Any]) -> PreTrainedModel:
     words = tokenizer(family)
     config = _family(family).config(text_overrides, len(words))
-    if family != "got_ocr2":  # whose tower knows one way only
+    # the tower of GOT-OCR 2 knows one way only, and scores are capped by one
+    if family != "got_ocr2" and not getattr(config.text_config, "attn_logit_softcapping", None):
         config._attn_implementation = "sdpa"
     with torch.random.fork_rng(devices=[]):
         result = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -1474,7 +1499,12 @@ def encode(
     if clips:
         media["videos"] = [row[1] for row in rows]
         media["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [_metadata(one) for one in clips]}
-    return worker(text=text, padding=True, return_tensors="pt", **media)
+    made = worker(text=text, padding=True, return_tensors="pt", **media)
+    # PaliGemma's are of the prompt, for those who train
+    made.pop("labels", None)
+    if family == "paligemma":
+        made.setdefault("token_type_ids", torch.zeros_like(made["input_ids"]))
+    return made
 
 
 def _metadata(frames: np.ndarray) -> VideoMetadata:
@@ -1521,6 +1551,11 @@ def inputs(family: str, kind: str = "image", batch: int = 1, seed: int = 0, ques
             )
         )
     return encode(family, rows)
+
+
+def behind(family: str) -> int:
+    """What `token_type_ids` say of text behind a prompt: that it is no part of one which attends both ways."""
+    return int(family == "paligemma")
 
 
 def visual_mask(family: str, model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:

@@ -451,6 +451,17 @@ def _gemma3() -> Tiny:
     return config, IMAGE, 16, {"pixel_values": _noise(1, 3, 32, 32)}
 
 
+def _paligemma() -> Tiny:
+    config = _config(
+        "paligemma",
+        vision_config=_tower("siglip_vision_model", 28, 7, vision_use_head=False),
+        text_config=_text("gemma", head_dim=16),
+        image_token_id=IMAGE,
+        projection_dim=64,
+    )
+    return config, IMAGE, 16, {"pixel_values": _noise(1, 3, 28, 28)}
+
+
 def _gemma4_config(kind: str, vision: dict[str, Any], **words: Any) -> Any:
     text = _text(
         f"{kind}_text",
@@ -676,6 +687,7 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
     "got_ocr2": _got_ocr2,
+    "paligemma": _paligemma,
     "perception_lm": _perception_lm,
     "granite4_vision": _granite4_vision,
     "ovis2": _ovis2,

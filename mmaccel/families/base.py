@@ -118,8 +118,10 @@ class Family(Towers):
     reads_pages: ClassVar[bool] = False
     #: arguments of the inner model, beside those of the towers, without which the layout is not known
     beside: ClassVar[tuple[str, ...]] = ()
-    #: whether masks are made in front of its text model, which is called with them by kind of layer
+    #: whether masks are made in front of its text model, which is called with them
     masks_above: ClassVar[bool] = False
+    #: the position of the first token
+    first_position: ClassVar[int] = 0
     #: the prompt does not say which tiles or frames belong together; a processor is needed to tell
     needs_processor: ClassVar[bool] = False
 
@@ -167,13 +169,14 @@ class Family(Towers):
         """Which of several RoPEs a layer of the language model is given; None where all share one."""
         return None
 
-    def reach(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
-        """The last place of a prompt that each of its tokens attends to, ``[B, S]`` long on the CPU, from its own place
-        on; None where none looks ahead. ``ids``, ``valid`` ``[B, S]`` on the CPU; ``beside`` are arguments of the call."""
+    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
+        """Which tokens of a prompt attend to each other both ways: those of one number, ``[B, S]`` long on the CPU, -1 for
+        tokens that see only what is in front of them; None where all do. ``ids``, ``valid`` ``[B, S]`` on the CPU; ``beside``
+        are arguments of the call."""
         return None
 
     def looks_ahead(self, layer: int) -> bool:
-        """Whether tokens look ahead (see :meth:`reach`) in a layer of the language model."""
+        """Whether tokens look ahead (see :meth:`together`) in a layer of the language model."""
         return True
 
     def heads_in(self, layer: int) -> tuple[int, int]:
@@ -188,7 +191,8 @@ class Family(Towers):
     def logits(self, states: Tensor) -> Tensor:
         """``[..., V]``: what the model makes of the last hidden states ``[..., D]`` of its language model."""
         found: Tensor = self.model.lm_head(states)
-        return found
+        cap = getattr(self.text.config, "final_logit_softcapping", None)
+        return found if cap is None else torch.tanh(found / cap) * cap
 
     def queries_in(self, attention: Any) -> nn.Module:
         """The last module of an attention that queries pass before RoPE."""

@@ -54,21 +54,25 @@ class Gemma3(Family):
         """None of either kind."""
         return {"full_attention": None, "sliding_attention": None}
 
-    def reach(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
-        """Runs of picture tokens attend to all of themselves, where the call says of what type tokens are, as in the bare
-        model."""
+    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
+        """Runs of picture tokens, where the call says of what type tokens are, as in the bare model."""
         if beside.get(self.beside[0]) is None:
             return None
         # on a second turn the argument may be that of other tokens than the new ones
         picture = self.visual(ids)
-        place = torch.arange(ids.shape[1]).expand_as(ids)
-        goes_on = functional.pad(picture, (0, 1))[:, 1:] & picture
-        # the next place, from each on, at which a run ends
-        ends = place.masked_fill(goes_on, ids.shape[1]).flip(1).cummin(1).values.flip(1)
-        longest, window = int(((ends - place) * picture).amax()) + 1, self.text.config.sliding_window
-        if self.over_windows and longest > window:
-            raise UnsupportedError(
-                f"A picture of {longest} tokens is wider than the sliding window of this {self.name} model ({window}), which "
-                "transformers lets it see beyond and mmaccel does not; have the processor make fewer tokens of it."
-            )
-        return ends
+        begins = picture & ~functional.pad(picture, (1, 0))[:, :-1]
+        runs = (begins.cumsum(1) - 1).masked_fill(~picture, -1)
+        if self.over_windows:
+            within(self.name, runs, self.text.config.sliding_window)
+        return runs
+
+
+def within(name: str, runs: Tensor, window: int | None) -> None:
+    """Refuse tokens that see each other (``runs [B, S]``, see :meth:`~.base.Family.together`) further apart than a window,
+    where the masks of transformers show them what is beyond it."""
+    longest = int(functional.one_hot(runs + 1)[..., 1:].sum(1).amax()) if bool((runs >= 0).any()) else 0
+    if window is not None and longest > window:
+        raise UnsupportedError(
+            f"A picture of {longest} tokens is wider than the sliding window of this {name} model ({window}), which "
+            "transformers lets it see beyond and mmaccel does not; have the processor make fewer tokens of it."
+        )

@@ -60,15 +60,10 @@ class Gemma4(Gemma3):
         """Those with windows do."""
         return self.rope_kind(layer) == "sliding_attention"
 
-    def reach(self, ids: Tensor, valid: Tensor, beside: Any) -> Tensor | None:
+    def together(self, ids: Tensor, valid: Tensor, beside: Any) -> Tensor | None:
         """Of models that were trained so."""
         both = self.text.config.use_bidirectional_attention == "vision"
-        return super().reach(ids, valid, beside) if both else None
-
-    def logits(self, states: Tensor) -> Tensor:
-        """They are capped."""
-        found, cap = super().logits(states), self.text.config.final_logit_softcapping
-        return found if cap is None else torch.tanh(found / cap) * cap
+        return super().together(ids, valid, beside) if both else None
 
 
 class Gemma4Unified(Gemma4):

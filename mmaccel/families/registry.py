@@ -26,7 +26,7 @@ _SPEAKS = "it holds a talker too; accelerate what sees and answers, by accelerat
 
 #: model types that would answer wrongly or save nothing -> why, as the end of a sentence
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("molmo2", "paligemma"), _BOTH_WAYS),
+    "molmo2": _BOTH_WAYS,
     **dict.fromkeys(("florence2", "t5gemma2"), _ENCODED),
     "gemma3n": f"{_EMBEDDED}, and the last of them read keys of others",
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),

@@ -19,13 +19,14 @@ class Phase:
     places : ``[B, q]`` int32, the place of each token in the unreduced sequence; -1 for padding.
     padded : whether any is padding.
     chosen : ``[B, q]`` long on the CPU, the same as places of this forward; None where every token stays and none is padding.
-    reach : ``[B, q]`` int32, the last place that each token attends to, -1 for padding; None where none looks ahead of itself.
+    together : ``[B, seen]`` long, the number of every place seen so far; places of one number attend to each other both ways,
+        those of -1 do not; None where none looks ahead of itself.
     """
 
     places: Tensor
     padded: bool
     chosen: Tensor | None = None
-    reach: Tensor | None = None
+    together: Tensor | None = None
     _indices: dict[torch.device, KeyIndex] = field(default_factory=dict)
 
     @cached_property

@@ -142,24 +142,34 @@ class KeyIndex:
         are ``coming``."""
         return window is not None and self.upto + coming > window
 
-    def mask(self, queries: Tensor, window: int | None, reach: Tensor | None = None) -> Tensor | None:
+    def mask(self, queries: Tensor, window: int | None, together: Tensor | None = None) -> Tensor | None:
         """Who may attend to what: ``[B, 1 or Hkv, q, K]`` bool, or None where plain causal attention says it all.
 
         ``queries [B, q]`` are the places of the queries, -1 for padding. For ``window`` see :meth:`windowed`.
-        ``reach [B, q]`` are the last places that they attend to, their own where it is None.
+        Of ``together [B, seen]`` see :class:`mmaccel.kv.incoming.Phase`.
         """
         q = queries.shape[1]
         windowed = self.windowed(window)
-        if reach is None and not self.padded and not windowed and (q == 1 or q == len(self)):
+        if together is None and not self.padded and not windowed and (q == 1 or q == len(self)):
             return None
         if self._mask is None or self._mask[0] is not queries or self._mask[1] != window:
             keys, at = self.by_head[:, :, None], queries.to(self.index)[:, None, :, None]
-            upto = at if reach is None else reach.to(self.index)[:, None, :, None]
-            mask = (keys >= 0) & (keys <= upto)
+            mask = keys <= at
+            if together is not None:
+                mask |= self._together(queries, together)
+            mask &= keys >= 0
             if window is not None and windowed:
                 mask &= at - keys < window
             self._mask = (queries, window, mask)
         return self._mask[2]
+
+    def _together(self, queries: Tensor, together: Tensor) -> Tensor:
+        """Which queries at places ``[B, q]`` attend to which keys both ways, ``[B, 1 or Hkv, q, K]`` bool."""
+        numbers, keys = together.to(self.index.device), self.by_head.long().clamp(min=0)
+        asking = queries.to(self.index.device).long()
+        of_queries = numbers.gather(1, asking.clamp(min=0)).masked_fill(asking < 0, -1)[:, None, :, None]
+        of_keys = numbers[:, None].expand(-1, keys.shape[1], -1).gather(2, keys)[:, :, None]
+        return (of_queries == of_keys) & (of_queries >= 0)
 
     def trim(self) -> None:
         """Give back what room is left."""

@@ -199,10 +199,12 @@ def _text_attention(
     if scope is not None and scope.preview is not None and number is not None:
         if isinstance(scope.preview, Behind):
             key, value, seen = scope.preview.attend(number, query, key, value, kwargs.get("sliding_window"))
-            seen = _for_heads(seen, query.shape[1] // key.shape[1])
-            base, seen = ("eager", _added(seen, query.dtype)) if base == "eager" else ("sdpa", seen)
-            return base_function(base, module)(module, query, key, value, seen, scaling=scaling, **kwargs)
+            return _masked(base, module, query, key, value, seen, scaling=scaling, **kwargs)
         scope.preview.see(number, query, key, scaling)
+        if scope.preview.visible is not None:
+            seen = scope.preview.visible(number, kwargs.get("sliding_window"))
+            if seen is not None:
+                return _masked(base, module, query, key, value, seen, scaling=scaling, **kwargs)
         stages = None
     if stages is None or number is None:
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -212,7 +214,7 @@ def _text_attention(
     # from here on as the cache counts
     number = forward.plan.family.stored_from(number)
     phase, index = forward.phase(number), forward.index(number)
-    reach = phase.reach if ahead else None
+    together = phase.together if ahead else None
     window = kwargs.get("sliding_window")
     layer = forward.state.layers[number] if forward.state is not None else None
     if layer is not None:
@@ -225,7 +227,7 @@ def _text_attention(
     visible = None
     # of what is read as it is stored the newest token sees everything, wherever heads end
     if layer is None or not as_stored or query.shape[2] > 1 or index.windowed(window) or not layer.gapless:
-        visible = index.mask(phase.places, window, reach)
+        visible = index.mask(phase.places, window, together)
     if visible is not None:
         # layers may be spread over devices
         visible = visible.to(query.device, non_blocking=True)
@@ -251,9 +253,12 @@ def _text_attention(
         # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads store
         # different keys, a window would count stored instead of original places, or tokens look ahead
         kwargs.pop("position_ids", None)
+        if query.shape[2] < key.shape[2]:
+            # what follows a prompt is causal, though the prompt may not be and its modules say so
+            kwargs["is_causal"] = True
         padding = None
         if visible is not None:
-            if index.of_heads or index.windowed(window) or reach is not None:
+            if index.of_heads or index.windowed(window) or together is not None:
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)
@@ -268,6 +273,15 @@ def _text_attention(
     out = base_function(base, module)(module, query, key, value, mask, scaling=scaling, **kwargs)
     stages.after_attention(number, query, key, visible, scaling, window)
     return out
+
+
+def _masked(
+    base: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of queries to what is ``visible [B, 1 or Hkv, q, K]``, in a pass that stores nothing."""
+    seen = _for_heads(visible, query.shape[1] // key.shape[1])
+    base, seen = ("eager", _added(seen, query.dtype)) if base == "eager" else ("sdpa", seen)
+    return base_function(base, module)(module, query, key, value, seen, **kwargs)
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

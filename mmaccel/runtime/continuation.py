@@ -22,7 +22,7 @@ def write(forward: Continuation, state: CacheState, valid: Tensor | None, kwargs
     batch, device, given = len(kwargs["inputs_embeds"]), forward.device, kwargs.get("position_ids")
     if state.offset is None:
         # adopted for a prompt that was refused, or reset
-        state.offset = torch.zeros(batch, dtype=torch.long, device=device)
+        state.offset = torch.full((batch,), -forward.plan.family.first_position, device=device)
     at = torch.arange(forward.seen, forward.seen + forward.length, device=device)
     offset = state.offset.to(device)
     if state.ahead is not None and given is not None and given.dim() == 3:

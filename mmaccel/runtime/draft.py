@@ -40,6 +40,9 @@ class Watched:
     valid : ``[B, S]`` bool, the prompt tokens that are no padding.
     """
 
+    #: a draft makes its own masks
+    visible = None
+
     def __init__(self, method: DraftMethod, valid: Tensor, first: int) -> None:
         self.method, self.valid, self.first = method, valid, first
         self.steps: list[Tensor] = []

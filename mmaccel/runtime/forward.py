@@ -121,7 +121,8 @@ class Prompt(Forward):
         it and behind every layer, ``[N]`` long on the CPU.
     prepared : per class of method, figures by place of what entered the language model, ``[B, S]``.
     marks : by name what stages said of tokens, by place, ``[B, S]`` float32; NaN where they said nothing.
-    reach : the last place that each token attends to, ``[B, S]`` long on the CPU; None where none looks ahead of itself.
+    together : which tokens attend to each other both ways, ``[B, S]`` long on the CPU, see :meth:`Family.together
+        <mmaccel.families.base.Family.together>`; None where none looks ahead of itself.
     turned : cosines and sines of the tokens that are left, by phase and kind of RoPE, where layers have several.
     looked : figures per key that the method at the next layer made of the attention before it, ``[B, q]``.
     """
@@ -136,7 +137,7 @@ class Prompt(Forward):
     prepared: dict[type, dict[str, Tensor]] = field(default_factory=dict)
     marks: dict[str, Tensor] = field(default_factory=dict)
     looked: dict[str, Tensor] = field(default_factory=dict)
-    reach: Tensor | None = None
+    together: Tensor | None = None
     turned: dict[tuple[int, str], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def measured(
@@ -165,14 +166,11 @@ class Prompt(Forward):
         padding) are left."""
         places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
         phase = Phase(places.to(device, non_blocking=True), padded, chosen)
-        if (reach := self.reaching(chosen)) is not None:
-            phase.reach = torch.where(chosen < 0, -1, reach + self.seen).to(torch.int32).to(device, non_blocking=True)
+        if self.together is not None:
+            before = self.together.new_full((len(chosen), self.seen), -1)
+            phase.together = torch.cat([before, self.together], dim=1).to(device, non_blocking=True)
         self.incoming.phases.append((self.plan.family.stored_from(first), phase))
         self.arguments.append(arguments)
-
-    def reaching(self, chosen: Tensor) -> Tensor | None:
-        """The last place of this forward that each token at ``chosen [B, q]`` attends to, or None, see :attr:`reach`."""
-        return None if self.reach is None else self.reach.gather(1, chosen.clamp(min=0))
 
     def slots(self, chosen: Tensor) -> Tensor:
         """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""

@@ -84,8 +84,8 @@ class TextHooks:
                 "The layers of this cache were exchanged after mmaccel reduced its prompt; start again with a new cache."
             )
         kwargs = dict(kwargs)
-        if self.plan.family.masks_above and isinstance(kwargs.get("attention_mask"), dict):
-            # made of this one, which still says what is padding
+        if self.plan.family.masks_above:
+            # what is given was made of this one, which still says what is padding
             kwargs["attention_mask"] = scope.mask
         seen = cache.get_seq_length() if cache is not None else 0
         if cache is not None and state is None:
@@ -146,7 +146,10 @@ class TextHooks:
             cache = kwargs["past_key_values"] = DynamicCache(config=config)
         mask = kwargs.get("attention_mask")
         valid = mask[:, :seen].bool() if mask is not None and seen else None
-        return adopt(cache, len(self.layers), valid, self.plan.family.recurrent)
+        state = adopt(cache, len(self.layers), valid, self.plan.family.recurrent)
+        if state.offset is not None:
+            state.offset = state.offset - self.plan.family.first_position
+        return state
 
     def _prefill(
         self,
@@ -176,7 +179,7 @@ class TextHooks:
             ids,
             scope.encoded,
             Reduction.identity(layout.valid),
-            reach=plan.family.reach(ids, layout.valid, scope.beside),
+            together=plan.family.together(ids, layout.valid, scope.beside),
         )
         embeds, planes = prefill.reduce(prompt, self.taps, kwargs, scope)
         # from here on the cache is changed

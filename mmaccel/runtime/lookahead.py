@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.masks import true_last
+from ..kv.index import KeyIndex
 from ..method import DraftPolicy, LayerAttention, PreviewMethod
 from . import draft
 from .forward import Prompt, rows_at, sent
@@ -22,11 +23,16 @@ from .scope import Scope
 
 
 def _attention(
-    scope: Scope[ModelPlan], prompt: Prompt, layer: int, run: Callable[[], Any], chosen: Tensor
+    scope: Scope[ModelPlan],
+    prompt: Prompt,
+    layer: int,
+    run: Callable[[], Any],
+    chosen: Tensor,
+    visible: Callable[[int, int | None], Tensor | None] | None = None,
 ) -> LayerAttention:
     """The attention of the ``layer`` that ``run`` comes to, over the places ``chosen [B, q]`` of a prompt (-1 padding), on the
-    CPU. Keys of earlier turns take no part."""
-    scope.preview = Preview(layer)
+    CPU. Keys of earlier turns take no part. For ``visible`` see :class:`.preview.Preview`."""
+    scope.preview = Preview(layer, visible)
     try:
         with suppress(Enough), torch.no_grad():
             run()
@@ -38,15 +44,15 @@ def _attention(
     real = chosen >= 0
     text = real & ~prompt.layout.visual.gather(1, chosen.clamp(min=0))
     there, spoken = (x.bool() for x in sent(query.device, real, text))
-    visible = None
-    reach = prompt.reaching(chosen) if scope.plan.family.looks_ahead(layer) else None
-    if reach is not None or not bool(real.all()):
+    sees = None
+    together = prompt.together if scope.plan.family.looks_ahead(layer) else None
+    if together is not None or not bool(real.all()):
         causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=query.device).tril()
-        if reach is not None:
-            (ahead,) = sent(query.device, chosen[:, None] <= reach[..., None])
-            causal = ahead.bool()
-        visible = (causal & there[:, None] & there[..., None])[:, None]
-    return LayerAttention(query, key, visible, scaling, spoken)
+        if together is not None:
+            (numbers,) = sent(query.device, together.gather(1, chosen.clamp(min=0)))
+            causal = causal | ((numbers[:, None] == numbers[..., None]) & (numbers[..., None] >= 0))
+        sees = (causal & there[:, None] & there[..., None])[:, None]
+    return LayerAttention(query, key, sees, scaling, spoken)
 
 
 def own_attention(
@@ -101,7 +107,15 @@ def first_pass(
         spots = true_last(visual.flatten()[None])[0, -int(visual.sum()) :].to(device)
         features = [rows_at(plane, at).flatten(0, 1)[spots] for plane in planes]
         given |= prompt.plan.family.deep_arguments(seen.bool(), features)
-    attention = _attention(scope, prompt, int(method.layer), lambda: prompt.plan.family.text(**given), chosen)
+    family, visible = prompt.plan.family, None
+    if family.masks_above:
+        places = chosen.to(device, torch.int32)
+        index = KeyIndex(places, padded, prompt.length)
+
+        def visible(number: int, window: int | None) -> Tensor | None:
+            return index.mask(places, window, prompt.together if family.looks_ahead(number) else None)
+
+    attention = _attention(scope, prompt, int(method.layer), lambda: family.text(**given), chosen, visible)
     return {name: figures.to(device).gather(1, slots) for name, figures in method.look(attention).items()}
 
 

@@ -136,7 +136,8 @@ def _positions(prompt: Prompt, left: Left, given: Tensor | None, device: torch.d
     if plan.recipe.positions == "paper" and (plan.encoder is not None or plan.projector):
         # what enters the language model is numbered through
         start = state.offset.to(device) if state is not None and state.offset is not None else None
-        kept = (left.rank if start is None else left.rank + (prompt.seen - start)[:, None]).clamp(min=0)
+        first = plan.family.first_position
+        kept = (left.rank + first if start is None else left.rank + (prompt.seen - start)[:, None]).clamp(min=0)
         after, ahead = kept.amax(1) + 1, None
         if positions.dim() == 3:
             kept = kept.expand(positions.shape[0], -1, -1)

@@ -15,10 +15,14 @@ class Enough(Exception):
 
 
 class Preview:
-    """Notes queries ``[B, Hq, q, D]`` and keys ``[B, Hkv, q, D]`` of one layer, behind RoPE, and ends the pass there."""
+    """Notes queries ``[B, Hq, q, D]`` and keys ``[B, Hkv, q, D]`` of one layer, behind RoPE, and ends the pass there.
 
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
+    visible : who sees what in the layers before, ``[B, 1, q, q]`` bool by number of a layer and its window, where the text model
+        does not make its masks.
+    """
+
+    def __init__(self, layer: int, visible: Callable[[int, int | None], Tensor | None] | None = None) -> None:
+        self.layer, self.visible = layer, visible
         self.found: tuple[Tensor, Tensor, float] | None = None
 
     def see(self, number: int, query: Tensor, key: Tensor, scaling: float | None) -> None:

@@ -134,7 +134,7 @@ def replay_steps(family: str, feed: Any, forced: Tensor, held: list[Tensor], **o
     """The bare model in one forward, where the query of every step sees what was stored before it, and itself."""
     model = oracle.replayer(family, **overrides)
     padded = torch.cat([forced, forced[:, :1]], dim=1)
-    whole, length = oracle.continued(feed, padded), feed["input_ids"].shape[1]
+    whole, length = oracle.continued(family, feed, padded), feed["input_ids"].shape[1]
     config = model.config.get_text_config()
     groups = config.num_attention_heads // config.num_key_value_heads
     valid = whole["attention_mask"].bool()

@@ -131,7 +131,10 @@ def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
     }
     for name in {"mm_token_type_ids", "token_type_ids"} & (set(first) | set(second)):
         parts = [feed.get(name, torch.zeros_like(feed["input_ids"])) for feed in (first, second)]
-        kept[name] = torch.cat([parts[0], torch.zeros_like(answer), parts[1]], dim=1)
+        behind = int(name == "token_type_ids" and any(map(_attends_both_ways, (first, second))))
+        # two prompts that attend both ways would see each other in one call
+        parts[1] = torch.ones_like(parts[1]) if behind else parts[1]
+        kept[name] = torch.cat([parts[0], torch.full_like(answer, behind), parts[1]], dim=1)
     whole = dict(kept)
     for key in {**first, **second}:
         if key in kept:
@@ -145,6 +148,13 @@ def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
         else:
             whole[key] = first[key] if key in first else second[key]
     return kept, whole
+
+
+def _attends_both_ways(feed: Inputs) -> bool:
+    """Whether all of a prompt with pictures attends both ways: there its type is 0, and that of what follows 1, while elsewhere
+    only pictures are of type 1."""
+    types = feed.get("token_type_ids")
+    return "pixel_values" in feed and types is not None and (not bool(types.any()) or bool(types[0, -1]))
 
 
 def _join(a: Tensor, b: Tensor) -> Tensor:
@@ -282,7 +292,7 @@ def hide(
     known, config, itself = family_of(tiny), tiny.config.get_text_config(), torch.eye(length, dtype=torch.bool)
 
     def seen(layer: int) -> Tensor:
-        near = causal | blocks(feed)[:, None] if both_ways(config, layer) else causal
+        near = causal | blocks(feed, config)[:, None] if both_ways(config, layer) else causal
         # a padded query sees itself, so that no row is empty
         return ((near & real[:, None, None]) | itself) & (visible(known.stored_from(layer)) | itself)
 

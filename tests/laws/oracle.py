@@ -56,6 +56,8 @@ GROWING = tuple(
         "llama_4_scaling_beta": 0.3,
     }.items()
 )
+#: PaliGemma 2 is a PaliGemma with a Gemma 2
+SECOND = {"model_type": "gemma2"}
 #: InternVL 3.5 has language models of Qwen3, which normalise queries and keys, and with experts
 RENEWED = (
     ("internvl", {"model_type": "qwen3", "head_dim": 16}),
@@ -130,6 +132,8 @@ def _attend(
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     logits = (query.float() @ key.float().transpose(-1, -2)) * scaling
+    if (cap := kwargs.get("softcap")) is not None:
+        logits = torch.tanh(logits / cap) * cap
     weight = logits.masked_fill(~module.visible, -1e30).softmax(-1)
     return (weight @ value.float()).to(query.dtype).transpose(1, 2).contiguous(), None
 
@@ -377,7 +381,7 @@ def decode(model: Any, feed: Any, forced: Tensor, **options: Any) -> tuple[Tenso
     return torch.stack(out.logits, dim=1), out.past_key_values
 
 
-def continued(feed: Any, forced: Tensor) -> dict[str, Any]:
+def continued(family: str, feed: Any, forced: Tensor) -> dict[str, Any]:
     """The inputs with the forced tokens (all but the last) behind the prompt."""
     more = forced[:, :-1]
     new = dict(feed, input_ids=torch.cat([feed["input_ids"], more], dim=1))
@@ -385,12 +389,18 @@ def continued(feed: Any, forced: Tensor) -> dict[str, Any]:
     if "mm_token_type_ids" in feed:
         new["mm_token_type_ids"] = torch.cat([feed["mm_token_type_ids"], torch.zeros_like(more)], dim=1)
     if "token_type_ids" in feed:
-        new["token_type_ids"] = torch.cat([feed["token_type_ids"], torch.zeros_like(more)], dim=1)
+        new["token_type_ids"] = torch.cat(
+            [feed["token_type_ids"], torch.full_like(more, zoo.behind(family))], dim=1
+        )
     return new
 
 
-def blocks(feed: Any) -> Tensor:
-    """`[B, S, S]` bool: which places are of the same picture, where tokens of a picture attend to each other both ways."""
+def blocks(feed: Any, config: Any) -> Tensor:
+    """`[B, S, S]` bool: which places are of the same picture, or of the same prompt, where tokens of one attend to each other
+    both ways. `config` is that of the text model."""
+    if config.model_type in ("gemma", "gemma2"):
+        prompt = (feed["token_type_ids"] == 0) if "token_type_ids" in feed else torch.zeros_like(feed["input_ids"]).bool()
+        return prompt[:, :, None] & prompt[:, None]
     picture = (feed["token_type_ids"] == 1) if "token_type_ids" in feed else feed["mm_token_type_ids"] > 0
     begins = picture & ~torch.nn.functional.pad(picture, (1, 0))[:, :-1]
     number = begins.cumsum(1).masked_fill(~picture, -1)
@@ -413,7 +423,7 @@ def replay(
     """
     model = replayer(family, **overrides)
     seen = everything(model, feed) if seen is None else seen
-    whole, length = continued(feed, forced), feed["input_ids"].shape[1]
+    whole, length = continued(family, feed, forced), feed["input_ids"].shape[1]
     valid = whole["attention_mask"].bool()
     place = torch.arange(valid.shape[1])
     config = model.config.get_text_config()
@@ -423,7 +433,7 @@ def replay(
         layer = text_model(model).layers[number]
         mask = place[None, :] <= place[:, None]
         if both_ways(config, number):
-            mask = mask | blocks(whole)
+            mask = mask | blocks(whole, config)
         if (window := window_of(config, number)) is not None:
             mask = mask & (place[:, None] - place[None, :] < window)
         heads = family_of(model).heads_in(number)[0]
@@ -444,7 +454,7 @@ def both_ways(config: Any, number: int) -> bool:
     kind = config.model_type
     if kind == "gemma4_text":
         return config.layer_types[number] == "sliding_attention"
-    return kind in ("gemma3_text", "gemma4_unified_text")
+    return kind in ("gemma", "gemma2", "gemma3_text", "gemma4_unified_text")
 
 
 def window_of(config: Any, number: int) -> int | None:
@@ -517,8 +527,8 @@ def _taking_up(reduction: Reduction, module: nn.Module, args: Any) -> Any:
 
 @functools.cache
 def plain(family: str) -> bool:
-    """Whether a direct forward leaves it to the text model to count positions."""
-    return at_the_door(zoo.model(family), zoo.inputs(family, "image")).get("position_ids") is None
+    """Whether in a direct forward padding is counted too."""
+    return family == "paligemma" or at_the_door(zoo.model(family), zoo.inputs(family, "image")).get("position_ids") is None
 
 
 def counted(family: str, feed: Any) -> dict[str, Tensor]:
@@ -526,7 +536,7 @@ def counted(family: str, feed: Any) -> dict[str, Tensor]:
     further, and some methods, such as dart, look at them one by one."""
     mask = feed["attention_mask"]
     padded = plain(family) and not bool(mask.all())
-    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if padded else {}
+    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0) + adapter(family).first_position} if padded else {}
 
 
 def at_the_door(model: Any, feed: Any) -> dict[str, Any]:

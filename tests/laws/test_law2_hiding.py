@@ -226,10 +226,13 @@ def test_a_picture_behind_a_turn_of_text(family, name):
         ("input_ids", between),
         ("attention_mask", torch.ones_like(between)),
         ("mm_token_type_ids", torch.zeros_like(between)),
-        ("token_type_ids", torch.zeros_like(between)),
+        ("token_type_ids", torch.full_like(between, zoo.behind(family))),
     ):
         if key in second:
             both[key] = torch.cat([first[key], middle, second[key]], dim=1)
+    if zoo.behind(family):
+        # in one call the text would see the picture
+        both["token_type_ids"][:, first["input_ids"].shape[1] :] = 1
     with accelerated(model, oracle.recipe(name, family), processor=zoo.processor(family)):
         cache = oracle.decode(model, first, between)[1]
         steps, cache = oracle.decode(model, both, forced, past_key_values=cache)

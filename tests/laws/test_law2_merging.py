@@ -397,15 +397,16 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
             extra = door.deep_arguments(there, [features[mine][stays] for features in deep[1]])
             done = mine.stop
         if door.masks_above:
-            before = torch.ones(length, length, dtype=torch.bool).tril()
+            config, before = bare.config.get_text_config(), torch.ones(length, length, dtype=torch.bool).tril()
             ahead = before.clone()
-            ahead[: int(kept.sum()), : int(kept.sum())] |= oracle.blocks(feed)[row][kept][:, kept]
-            config, extra["attention_mask"] = bare.config.get_text_config(), {}
-            for number, kind in enumerate(config.layer_types):
+            ahead[: int(kept.sum()), : int(kept.sum())] |= oracle.blocks(feed, config)[row][kept][:, kept]
+            masks = {}
+            for number, kind in enumerate(getattr(config, "layer_types", None) or ["full_attention"]):
                 seen = ahead if oracle.both_ways(config, number) else before
-                mask = torch.zeros(length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
-                extra["attention_mask"][kind] = mask[None, None]
-        positions = torch.arange(length)[None]
+                masks[kind] = torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+            # where all layers are of one kind they share a mask
+            extra["attention_mask"] = masks if hasattr(config, "layer_types") else masks["full_attention"]
+        positions = torch.arange(length)[None] + door.first_position
         if family in QWEN:
             positions = positions.expand(3, 1, -1)
         out = oracle.text_model(bare)(inputs_embeds=embeds, position_ids=positions, use_cache=False, **extra)

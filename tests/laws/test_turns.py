@@ -81,11 +81,12 @@ def after(
 
     whole = {**feed, "input_ids": reduced.sequences[:, :-1]}
     grown = length - kept["input_ids"].shape[1]
-    for key, fill in (("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", 0)):
+    for key, fill in (("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", zoo.behind(family))):
         if key in kept:
             whole[key] = torch.nn.functional.pad(kept[key], (0, grown), value=fill)
     if family not in QWEN:  # without positions these models count padding
-        whole["position_ids"] = (whole["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        first = oracle.adapter(family).first_position
+        whole["position_ids"] = (whole["attention_mask"].cumsum(1) - 1).clamp(min=0) + first
     return hide(model(family), whole, visible, left, drops_at(method, family))[:, -(grown + 1) :]
 
 
@@ -277,6 +278,8 @@ def test_forward_with_a_new_picture(family: str, masked: bool, method: str) -> N
         whole, mine = follow(feed, silent, second)[1], cache()
         tiny(**feed, past_key_values=mine, use_cache=True)
         second["attention_mask"] = whole["attention_mask"] if masked else None
+        if zoo.behind(family):
+            second["token_type_ids"] = torch.ones_like(second["input_ids"])
         turned = tiny(**second, past_key_values=mine, use_cache=True).logits
         once = tiny(**whole).logits[:, -turned.shape[1] :]
     assert torch.equal(turned.isnan(), once.isnan())

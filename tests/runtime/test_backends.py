@@ -9,7 +9,7 @@ import torch
 import transformers
 import zoo
 from laws.helpers import FAMILIES, SHORT, close, follow, generate, inputs, logits, model, recipe_of
-from laws.oracle import AHEAD, WINDOWED
+from laws.oracle import WINDOWED
 from tail import in_turn
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -97,7 +97,8 @@ def test_on_top_of_flash_attention(family: str, method: str, kind: str, flash: l
     close(result, expected)
     # the prompt; and, unless heads differ, decoding and the block of the second turn, aligned to the lower right
     # no flash attention looks ahead within a picture, which tokens of some families do in every layer
-    ahead = family in dict(AHEAD) and all(map(family_of(tiny).looks_ahead, range(4)))
+    known = family_of(tiny)
+    ahead = known.masks_above and all(map(known.looks_ahead, range(4)))
     assert any(rows == columns for rows, columns, _ in flash) != ahead
     assert any(rows == 1 for rows, _, _ in flash) or method not in ("test-fixed", "fastv")
     assert any(1 < rows < columns for rows, columns, _ in flash) == (method in ("test-fixed", "fastv"))
@@ -134,7 +135,6 @@ def test_on_top_of_eager_attention(family: str, kind: str) -> None:
         last = two.attentions[0][-1]
         assert last.shape[-2:] == (places, places) and two.hidden_states[0][-1].shape[1] == places
         assert torch.allclose(last.sum(-1)[:, :, -1], torch.ones(()), atol=1e-5)
-        assert kind != "image" or bool((last.triu(1) == 0).all()) != (
-            family in dict(AHEAD) and family_of(tiny).looks_ahead(3)
-        )
+        known = family_of(tiny)
+        assert kind != "image" or bool((last.triu(1) == 0).all()) != (known.masks_above and known.looks_ahead(3))
     assert other.config.text_config._attn_implementation == "eager"

@@ -32,7 +32,7 @@ def replayed(tiny: Any, family: str, feed: dict[str, Any], held: list[Tensor], r
 
     grown = length - prompt
     whole = {**feed, "input_ids": row[None, :-1]}
-    for key, fill in (("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", 0)):
+    for key, fill in (("attention_mask", 1), ("mm_token_type_ids", 0), ("token_type_ids", zoo.behind(family))):
         if key in feed:
             whole[key] = torch.nn.functional.pad(feed[key], (0, grown), value=fill)
     inside = oracle.first_layer(family, method) if method == "fastv" else 0
@@ -101,7 +101,11 @@ def test_prompt_lookup_inside_the_language_model_is_refused(method: str) -> None
             generate(tiny, feed, assistant_model=tiny)
 
 
-@pytest.mark.parametrize(("method", "family"), in_turn(["random", "divprune"], FAMILIES, of=SHORT))
+# the first candidates lie in the prompt for transformers, which in a bare PaliGemma sees them
+LOOKED_UP = tuple(family for family in FAMILIES if not zoo.behind(family))
+
+
+@pytest.mark.parametrize(("method", "family"), in_turn(["random", "divprune"], LOOKED_UP, of=SHORT))
 def test_prompt_lookup_gives_the_greedy_tokens(family: str, method: str) -> None:
     """Candidates are fed several at a time, some are refused, and the cache is cropped."""
     tiny, feed = model(family), inputs(family)

@@ -1,0 +1,55 @@
+"""PaliGemma: one square picture, SigLIP tower, every patch a token; all of the prompt attends to all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.layout import Modality, Picture, Tile
+from ..errors import UnsupportedError
+from .base import Facts, Family
+from .gemma3 import within
+from .tower import EncoderCall
+
+
+class PaliGemma(Family):
+    """``n * n`` tokens a picture, raster order; the prompt, text too, attends both ways, and what follows it causally."""
+
+    name = "paligemma"
+    model_types = ("paligemma",)
+    place = 15
+    facts = Facts(clips=False, cls=False)
+    beside = ("token_type_ids",)
+    masks_above = True
+    first_position = 1
+
+    def __init__(self, model: Any, processor: Any = None) -> None:
+        super().__init__(model, processor)
+        text = model.config.text_config
+        capped = getattr(text, "attn_logit_softcapping", None)
+        if self.inner is not None and capped and text._attn_implementation != "eager":
+            raise UnsupportedError(
+                "The language model of a PaliGemma 2 caps the scores of its attention, which only eager attention does here; "
+                'load it with attn_implementation="eager".'
+            )
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        """One tile a picture."""
+        n = self.side
+        return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]
+
+    def mask_argument(self, real: Tensor | None) -> Tensor:
+        """One that is passed on as it is, having four axes."""
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
+        """The prompt, where the call says what belongs to it, as in the bare model."""
+        kinds = beside.get("token_type_ids")
+        if kinds is None:
+            return None
+        found = torch.where((kinds[:, -ids.shape[1] :].cpu() == 0) & valid, 0, -1)
+        within(self.name, found, getattr(self.text.config, "sliding_window", None))
+        return found
