@@ -264,6 +264,22 @@ def test_pictures_that_are_wider_than_windows(family: str) -> None:
         )
 
 
+def test_a_prompt_that_is_wider_than_windows_and_attention_that_caps_no_scores() -> None:
+    """Of PaliGemma 2."""
+    tiny, feed = model("paligemma", model_type="gemma2", sliding_window=8), inputs("paligemma")
+    with accelerated(tiny, "random"), torch.no_grad():
+        said = (
+            f"^A prompt of {feed['input_ids'].shape[1]} tokens is wider than the sliding window of this paligemma model"
+        )
+        refused(lambda: tiny(**feed), said, UnsupportedError)
+    tiny.config.text_config._attn_implementation_internal = "sdpa"
+    try:
+        said = '^The language model of a PaliGemma 2 caps .*; load it with attn_implementation="eager"'
+        refused(lambda: accelerate_vlm(tiny, "random"), said, UnsupportedError)
+    finally:
+        tiny.config.text_config._attn_implementation_internal = "eager"
+
+
 def test_small_models_of_gemma_4_are_refused() -> None:
     config = zoo._family("gemma4").config({"hidden_size_per_layer_input": 8}, 100)
     said = "gemma4_text: every layer of the language model has an embedding of its own for every token of the prompt."

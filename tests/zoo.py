@@ -136,7 +136,7 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
             model_type = "mistral"
         elif model_type == "cohere2":
             pass
-        elif model_type in ("gemma3_text", "gemma4_text", "gemma4_unified_text"):
+        elif model_type in ("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text"):
             pass
         elif "qwen2" in model_type:
             values = {"use_sliding_window": True, "max_window_layers": 0, **values}
@@ -324,7 +324,7 @@ def _gemma3(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
 
 def _paligemma(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     """A Gemma; that of PaliGemma 2 is a Gemma 2, whose layers have windows in turn and cap what they score."""
-    capped = {"query_pre_attn_scalar": 16, "sliding_window": 64, "attn_logit_softcapping": 2.0}
+    capped = {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}
     words = capped if overrides.get("model_type") == "gemma2" else {}
     return transformers.PaliGemmaConfig(
         vision_config=_tower("siglip_vision_model", 28, 7, vision_use_head=False),

@@ -67,12 +67,12 @@ class Gemma3(Family):
         return runs
 
 
-def within(name: str, runs: Tensor, window: int | None) -> None:
+def within(name: str, runs: Tensor, window: int | None, what: str = "picture") -> None:
     """Refuse tokens that see each other (``runs [B, S]``, see :meth:`~.base.Family.together`) further apart than a window,
     where the masks of transformers show them what is beyond it."""
     longest = int(functional.one_hot(runs + 1)[..., 1:].sum(1).amax()) if bool((runs >= 0).any()) else 0
     if window is not None and longest > window:
         raise UnsupportedError(
-            f"A picture of {longest} tokens is wider than the sliding window of this {name} model ({window}), which "
+            f"A {what} of {longest} tokens is wider than the sliding window of this {name} model ({window}), which "
             "transformers lets it see beyond and mmaccel does not; have the processor make fewer tokens of it."
         )

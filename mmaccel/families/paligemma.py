@@ -51,5 +51,5 @@ class PaliGemma(Family):
         if kinds is None:
             return None
         found = torch.where((kinds[:, -ids.shape[1] :].cpu() == 0) & valid, 0, -1)
-        within(self.name, found, getattr(self.text.config, "sliding_window", None))
+        within(self.name, found, getattr(self.text.config, "sliding_window", None), "prompt")
         return found

@@ -179,12 +179,19 @@ def _text(processor: Any, chat: Chat) -> str:
         return text
     holders = {"image": "image_token", "video": "video_token"}
     names = {"user": "USER: ", "assistant": "ASSISTANT: "}
+    # trained on tasks without turns, such as "caption en" or "answer en where is the cat"
+    plain = type(processor).__name__ == "PaliGemmaProcessor"
     turns: list[str] = []
     for number, message in enumerate(chat.messages):
         shown = [getattr(processor, holders[part["type"]]) for part in message["content"] if part["type"] in holders]
         words = "".join(part["text"] for part in message["content"] if part["type"] == "text")
+        if plain:
+            turns.append("".join(shown) + words)
+            continue
         lead = f"{' '.join(shown)}\n" if shown or (number == 0 and message["role"] == "user") else ""
         turns.append(f"{names.get(message['role'], '')}{lead}{words}")
+    if plain:
+        return "\n".join(turns)
     return " ".join([*turns, "ASSISTANT:"])
 
 

@@ -202,9 +202,9 @@ def _text_attention(
             return _masked(base, module, query, key, value, seen, scaling=scaling, **kwargs)
         scope.preview.see(number, query, key, scaling)
         if scope.preview.visible is not None:
-            seen = scope.preview.visible(number, kwargs.get("sliding_window"))
-            if seen is not None:
-                return _masked(base, module, query, key, value, seen, scaling=scaling, **kwargs)
+            shown = scope.preview.visible(number, kwargs.get("sliding_window"))
+            if shown is not None:
+                return _masked(base, module, query, key, value, shown, scaling=scaling, **kwargs)
         stages = None
     if stages is None or number is None:
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -17,8 +17,8 @@ class Enough(Exception):
 class Preview:
     """Notes queries ``[B, Hq, q, D]`` and keys ``[B, Hkv, q, D]`` of one layer, behind RoPE, and ends the pass there.
 
-    visible : who sees what in the layers before, ``[B, 1, q, q]`` bool by number of a layer and its window, where the text model
-        does not make its masks.
+    visible : who sees what in the layers before, ``[B, 1, q, q]`` bool by number of a layer and its window, where the text
+        model does not make its masks.
     """
 
     def __init__(self, layer: int, visible: Callable[[int, int | None], Tensor | None] | None = None) -> None:

@@ -41,11 +41,13 @@ WINDOWED = (
     ("internvl", {"sliding_window": 24, "max_window_layers": 2}),
     ("aya_vision", {"sliding_window": 24}),
 )
-#: tokens of a picture look ahead there; those of Gemma 4 no further than the window
+#: tokens of a picture look ahead there; those of Gemma 4 no further than the window. PaliGemma 2, with a Gemma 2, lets a whole
+#: prompt do so, in eager attention whose scores are capped
 AHEAD = (
     ("gemma3", {"sliding_window": 24}),
     ("gemma4", {"sliding_window": 24}),
     ("gemma4_unified", {"sliding_window": 70}),
+    ("paligemma", {"model_type": "gemma2", "sliding_window": 70}),
 )
 #: Ministral 3 is a Mistral 3 whose queries grow with their positions, here early, in published models behind 16,384 of them
 GROWING = tuple(
@@ -56,8 +58,6 @@ GROWING = tuple(
         "llama_4_scaling_beta": 0.3,
     }.items()
 )
-#: PaliGemma 2 is a PaliGemma with a Gemma 2
-SECOND = {"model_type": "gemma2"}
 #: InternVL 3.5 has language models of Qwen3, which normalise queries and keys, and with experts
 RENEWED = (
     ("internvl", {"model_type": "qwen3", "head_dim": 16}),
@@ -389,9 +389,7 @@ def continued(family: str, feed: Any, forced: Tensor) -> dict[str, Any]:
     if "mm_token_type_ids" in feed:
         new["mm_token_type_ids"] = torch.cat([feed["mm_token_type_ids"], torch.zeros_like(more)], dim=1)
     if "token_type_ids" in feed:
-        new["token_type_ids"] = torch.cat(
-            [feed["token_type_ids"], torch.full_like(more, zoo.behind(family))], dim=1
-        )
+        new["token_type_ids"] = torch.cat([feed["token_type_ids"], torch.full_like(more, zoo.behind(family))], dim=1)
     return new
 
 
@@ -399,7 +397,9 @@ def blocks(feed: Any, config: Any) -> Tensor:
     """`[B, S, S]` bool: which places are of the same picture, or of the same prompt, where tokens of one attend to each other
     both ways. `config` is that of the text model."""
     if config.model_type in ("gemma", "gemma2"):
-        prompt = (feed["token_type_ids"] == 0) if "token_type_ids" in feed else torch.zeros_like(feed["input_ids"]).bool()
+        prompt = (
+            (feed["token_type_ids"] == 0) if "token_type_ids" in feed else torch.zeros_like(feed["input_ids"]).bool()
+        )
         return prompt[:, :, None] & prompt[:, None]
     picture = (feed["token_type_ids"] == 1) if "token_type_ids" in feed else feed["mm_token_type_ids"] > 0
     begins = picture & ~torch.nn.functional.pad(picture, (1, 0))[:, :-1]
@@ -422,21 +422,22 @@ def replay(
     layers read; 0 is the embeddings, with DeepStack's features.
     """
     model = replayer(family, **overrides)
-    seen = everything(model, feed) if seen is None else seen
+    seen = everything(bare(family, **overrides), feed) if seen is None else seen
     whole, length = continued(family, feed, forced), feed["input_ids"].shape[1]
     valid = whole["attention_mask"].bool()
     place = torch.arange(valid.shape[1])
     config = model.config.get_text_config()
     for number in adapter(family).recurrent:
         family_of(model).net_in(number).there = torch.cat([seen.reaching(family, number), valid[:, length:]], dim=1)
-    for at, number in enumerate(family_of(model).attending):
+    known = family_of(bare(family, **overrides))
+    for at, number in enumerate(known.attending):
         layer = text_model(model).layers[number]
         mask = place[None, :] <= place[:, None]
         if both_ways(config, number):
             mask = mask | blocks(whole, config)
         if (window := window_of(config, number)) is not None:
             mask = mask & (place[:, None] - place[None, :] < window)
-        heads = family_of(model).heads_in(number)[0]
+        heads = known.heads_in(number)[0]
         mask = (mask & valid[:, None])[:, None].repeat(1, heads, 1, 1)
         mask[:, :, :length, :length] &= seen.prompt[at][:, None, None]
         mask[:, :, length:, :length] &= seen.later[at][:, :, None]
@@ -528,7 +529,9 @@ def _taking_up(reduction: Reduction, module: nn.Module, args: Any) -> Any:
 @functools.cache
 def plain(family: str) -> bool:
     """Whether in a direct forward padding is counted too."""
-    return family == "paligemma" or at_the_door(zoo.model(family), zoo.inputs(family, "image")).get("position_ids") is None
+    return (
+        family == "paligemma" or at_the_door(zoo.model(family), zoo.inputs(family, "image")).get("position_ids") is None
+    )
 
 
 def counted(family: str, feed: Any) -> dict[str, Tensor]:
