@@ -70,6 +70,9 @@ def waves(x: Tensor) -> Tensor:
     The transform of real numbers at frequency ``D - f`` is the conjugate of that at ``f``, so half of it says all: first the
     real parts at frequencies 0 to ``D // 2``, then the imaginary parts at 1 to ``(D - 1) // 2``.
     """
+    if not x.numel():
+        # not every FFT library takes an empty batch
+        return x.float()
     width = x.shape[-1]
     spectrum = torch.view_as_real(torch.fft.rfft(x.float(), norm="ortho"))
     # what stands for two frequencies weighs twice as much
@@ -80,6 +83,8 @@ def waves(x: Tensor) -> Tensor:
 
 def channels_of(x: Tensor) -> Tensor:
     """The inverse of :func:`waves`."""
+    if not x.numel():
+        return x
     width, half = x.shape[-1], x.shape[-1] // 2 + 1
     real = x[..., :half] * torch.where(_paired(width, x.device), 0.5**0.5, 1.0)
     imaginary = torch.zeros_like(real)
