@@ -134,7 +134,8 @@ def test_what_is_no_recipe(which: Any, match: str) -> None:
 
 
 def test_what_matters_is_in_the_signatures() -> None:
-    names = ["model", "recipe", "retain", "processor", "positions", "variant", "text_retain", "kernels", "options"]
+    names = ["model", "recipe", "retain", "processor", "positions", "variant", "text_retain", "proportional", "kernels"]
+    names += ["options"]
     assert list(inspect.signature(accelerate_vlm).parameters) == names
     assert list(inspect.signature(accelerated).parameters) == names
     for function in (accelerate_encoder, accelerated_encoder):

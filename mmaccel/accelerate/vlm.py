@@ -19,7 +19,7 @@ from ..errors import UnsupportedError
 from ..families import Family, family_of
 from ..families.base import Wrapper
 from ..kv.cache import pinned_of, state_of
-from ..recipe import Positions, Recipe, RecipeLike, Variant
+from ..recipe import Positions, Proportional, Recipe, RecipeLike, Variant
 from ..recipe import recipe as find_recipe
 from ..runtime import captured
 from ..runtime.encoded import Encoded
@@ -370,6 +370,7 @@ def accelerate_vlm(
     positions: Positions | None = None,
     variant: Variant | None = None,
     text_retain: float | None = None,
+    proportional: Proportional | None = None,
     kernels: Kernels = "auto",
     **options: Any,
 ) -> M:
@@ -389,6 +390,8 @@ def accelerate_vlm(
     variant : ``"exact"``, or ``"official"``: every method does what its authors' program does, where that differs from the
         paper; see :class:`Recipe`.
     text_retain : share of the text keys that a cache policy keeps; by default all of them.
+    proportional : ``"pictures"`` or ``"all"``: in the attention of the language model tokens that are left, of pictures or of
+        clips too, weigh as many as they stand for; see :class:`Recipe`. By default ``"none"`` do.
     kernels : ``"auto"`` runs Triton kernels on GPUs on which they build; ``"off"`` runs their plain definitions for this model,
         whatever the device.
     **options : options of the recipe's methods, each of which must belong to one method only.
@@ -396,8 +399,8 @@ def accelerate_vlm(
     Returns
     -------
     The same model. ``model.mmaccel`` is its :class:`Accelerator`: ``stats()``, ``recipe``, ``remove()``. Its ``generate`` and
-    its forward take ``mmaccel=``: a mapping such as ``{"retain": 0.1}`` (retain, positions, variant, text_retain) holds for
-    this one call, and ``False`` runs the bare model once.
+    its forward take ``mmaccel=``: a mapping such as ``{"retain": 0.1}`` (retain, positions, variant, text_retain, proportional)
+    holds for this one call, and ``False`` runs the bare model once.
 
     Raises
     ------
@@ -428,7 +431,13 @@ def accelerate_vlm(
     >>> model.mmaccel.remove()
     """
     chosen = find_recipe(
-        recipe, retain=retain, positions=positions, variant=variant, text_retain=text_retain, **options
+        recipe,
+        retain=retain,
+        positions=positions,
+        variant=variant,
+        text_retain=text_retain,
+        proportional=proportional,
+        **options,
     )
     _put_on(_model(model), chosen, processor, kernels)
     return model
@@ -451,6 +460,7 @@ def accelerated(
     positions: Positions | None = None,
     variant: Variant | None = None,
     text_retain: float | None = None,
+    proportional: Proportional | None = None,
     kernels: Kernels = "auto",
     **options: Any,
 ) -> Iterator[M]:
@@ -465,7 +475,13 @@ def accelerated(
     False
     """
     chosen = find_recipe(
-        recipe, retain=retain, positions=positions, variant=variant, text_retain=text_retain, **options
+        recipe,
+        retain=retain,
+        positions=positions,
+        variant=variant,
+        text_retain=text_retain,
+        proportional=proportional,
+        **options,
     )
     target = _model(model)
     previous = Accelerator.on(target)

@@ -52,6 +52,7 @@ class Incoming:
     as_stored : whether layers may be read as they are stored: nothing but attention looks at their keys in this forward.
     phases : which tokens are left from which layer on, the first from layer 0.
     sparse : what some layers read in this forward, if not everything.
+    weights : what is added to the logits of keys, see :class:`.shared.Shared`.
     coming : how many tokens may follow these at most, where that is known; no room is made for more.
     """
 
@@ -60,6 +61,7 @@ class Incoming:
     as_stored: bool
     phases: list[tuple[int, Phase]] = field(default_factory=list)
     sparse: SparseRead | None = None
+    weights: Tensor | None = None
     coming: int | None = None
 
     def phase(self, layer: int) -> Phase:

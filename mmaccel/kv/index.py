@@ -52,6 +52,7 @@ class KeyIndex:
         self._know(lengths)
         self._mask: tuple[Tensor, int | None, Tensor] | None = None
         self._slots: Tensor | None = None
+        self._weighed: tuple[Tensor, Tensor | None, int, Tensor] | None = None
 
     def _know(self, lengths: Tensor | None) -> None:
         """Lengths as they are now; they are kept, and what comes is counted, in whole numbers."""
@@ -171,6 +172,26 @@ class KeyIndex:
         of_keys = numbers[:, None].expand(-1, keys.shape[1], -1).gather(2, keys)[:, :, None]
         return (of_queries == of_keys) & (of_queries >= 0)
 
+    def weighed(self, weights: Tensor, visible: Tensor | None, queries: int) -> Tensor:
+        """What is added to the logits of so many ``queries``, ``[B, 1 or Hkv, 1 or q, K]``: to those of keys at the first ``n``
+        places ``weights [B, n]``, and to those that are not ``visible [B, 1 or Hkv, q, K]`` the least number that there is.
+
+        Layers that share this index ask with the same tensors, and get the same answer.
+        """
+        known = self._weighed
+        if known is None or known[0] is not weights or known[1] is not visible or known[2] != self.upto:
+            keys, n = self.by_head.long(), weights.shape[1]
+            of_heads = to_device(weights, keys.device)[:, None].expand(-1, keys.shape[1], -1)
+            added = of_heads.gather(2, keys.clamp(min=0, max=n - 1)).masked_fill((keys < 0) | (keys >= n), 0.0)
+            added, seen = added[:, :, None], visible
+            if seen is None and queries > 1:
+                # as attention without a mask is causal, all keys are those of the queries
+                seen = torch.ones(queries, len(self), dtype=torch.bool, device=keys.device).tril()[None, None]
+            if seen is not None:
+                added = torch.where(seen, added, torch.finfo(added.dtype).min)
+            self._weighed = known = (weights, visible, self.upto, added)
+        return known[3]
+
     def trim(self) -> None:
         """Give back what room is left."""
         if self._behind:
@@ -179,7 +200,7 @@ class KeyIndex:
 
     def forget(self) -> None:
         """Let go of the mask of the last forward, which may be many times as large as the index."""
-        self._mask = None
+        self._mask = self._weighed = None
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor the index holds between two forwards, which keeps :attr:`lengths` as numbers."""

@@ -15,7 +15,7 @@ from .index import KeyIndex
 from .pinned import Pinned
 from .sparse import SparseMemory
 
-_BY_ROW = ("offset", "ahead", "grid_table", "visual")
+_BY_ROW = ("offset", "ahead", "grid_table", "visual", "weights")
 
 
 @dataclass
@@ -33,6 +33,8 @@ class Shared:
     grid_table : ``[B, n, 4]`` int32, for the first ``n`` places (picture, t, row, column), -1 for text and for what has no
         cell; only where a recipe goes on evicting while it decodes, or reads some keys at every step.
     visual : ``[B, n]`` bool, which of the first ``n`` places are visual; only where text has a codec of its own.
+    weights : ``[B, n]``, what is added to the attention logits of the keys at the first ``n`` places, in all layers;
+        only with proportional attention.
     sparse : what a recipe carries that reads other keys at every step.
     stream : all pictures are stretches of one clip, whose frames are counted on.
     pack_at : how many tokens will have been seen when codecs are to look at the cache again; 0 where that is not known.
@@ -47,6 +49,7 @@ class Shared:
     incoming: Incoming | None = None
     grid_table: Tensor | None = None
     visual: Tensor | None = None
+    weights: Tensor | None = None
     sparse: SparseMemory | None = None
     pack_at: int = 0
     pinned: Pinned | None = None
@@ -65,11 +68,11 @@ class Shared:
         ------
         UnsupportedError
             If its masks, which know lengths alone, would be wrong: tokens were dropped, and rows, heads or layers differ in
-            what is left of them, or windows count places.
+            what is left of them, it has weights, or windows count places.
         """
         indices = self.each()
         differ = len({len(index) for index in indices}) > 1 or any(index.padded for index in indices)
-        if (differ or self.windowed) and any(len(index) != seen for index in indices):
+        if (differ or self.windowed or self.weights is not None) and any(len(index) != seen for index in indices):
             raise UnsupportedError(
                 "This cache holds what mmaccel left of its prompt, which this model would misread now; accelerate the model "
                 "again to go on, or begin with a new cache."
@@ -119,6 +122,8 @@ class Shared:
         self.pack_at = 0
         if self.visual is not None:
             self.visual = self.visual[:, :seen]
+        if self.weights is not None:
+            self.weights = self.weights[:, :seen]
         cut = self.grid_table is not None and self.grid_table.shape[1] > seen
         if self.grid_table is not None and cut:
             self.grid_table = self.grid_table[:, :seen]
@@ -144,13 +149,15 @@ class Shared:
             self.grid_table = self.grid_table[:, held[: self.grid_table.shape[1]].to(self.grid_table.device)]
         if self.visual is not None:
             self.visual = self.visual[:, held[: self.visual.shape[1]].to(self.visual.device)]
+        if self.weights is not None:
+            self.weights = self.weights[:, held[: self.weights.shape[1]].to(self.weights.device)]
         if self.sparse is not None:
             self.sparse = self.sparse.moved()
         return left
 
     def reset(self) -> None:
         """Forget the prompt; indices are let go of by the layers."""
-        self.offset = self.ahead = self.grid_table = self.visual = self.sparse = None
+        self.offset = self.ahead = self.grid_table = self.visual = self.weights = self.sparse = None
         self.incoming, self.broken, self.pack_at = None, False, 0
 
     def tensors(self) -> Iterator[Tensor]:

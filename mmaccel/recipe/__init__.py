@@ -2,6 +2,6 @@
 
 from ..method.base import Variant
 from .lookup import RecipeLike, recipe, recipes
-from .recipe import Positions, Recipe, Stage, TunedRecipe
+from .recipe import Positions, Proportional, Recipe, Stage, TunedRecipe
 
-__all__ = ["Positions", "Recipe", "RecipeLike", "Stage", "TunedRecipe", "Variant", "recipe", "recipes"]
+__all__ = ["Positions", "Proportional", "Recipe", "RecipeLike", "Stage", "TunedRecipe", "Variant", "recipe", "recipes"]

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ..errors import MmaccelError
 from ..method.base import Method, Variant
 from ..method.registry import methods, suggest
-from .recipe import Positions, Recipe, Stage
+from .recipe import Positions, Proportional, Recipe, Stage
 
 #: what says what runs: a name, a method or its class, a stage, a recipe, the content or the path of a JSON file
 Part: TypeAlias = "str | Path | Method | type[Method] | Stage | Recipe | Mapping[str, Any]"
@@ -42,6 +42,7 @@ def recipe(
     positions: Positions | None = None,
     variant: Variant | None = None,
     text_retain: float | None = None,
+    proportional: Proportional | None = None,
     **options: Any,
 ) -> Recipe:
     """A recipe, from whatever says what is to run.
@@ -51,7 +52,8 @@ def recipe(
     which : the name of a recipe or method; a method with its options, such as ``FastV(layer=3)``, or its class; a
         :class:`Stage`; a :class:`Recipe`; its content as a mapping, or a JSON file; the folder of a selector (see
         :class:`~mmaccel.Learned`); or several of these, in the order of their sites.
-    retain, positions, variant, text_retain, **options : see :func:`mmaccel.accelerate_vlm`; None is as the recipe says.
+    retain, positions, variant, text_retain, proportional, **options : see :func:`mmaccel.accelerate_vlm`; None is as the recipe
+        says.
 
     Raises
     ------
@@ -65,7 +67,13 @@ def recipe(
     >>> recipe([DivPrune(), SnapKV(window=16)], retain=0.1)
     Recipe('divprune+snapkv', (Stage('divprune', 0.1), Stage('snapkv', 0.25, {'window': 16})))
     """
-    given = {"retain": retain, "positions": positions, "variant": variant, "text_retain": text_retain}
+    given = {
+        "retain": retain,
+        "positions": positions,
+        "variant": variant,
+        "text_retain": text_retain,
+        "proportional": proportional,
+    }
     return _recipe(which).override(**{name: value for name, value in given.items() if value is not None}, **options)
 
 
@@ -137,7 +145,7 @@ def _joined(parts: list[Recipe]) -> Recipe:
     anchor: int | None = None
     stages: list[Stage] = []
     for part in parts:
-        whole = {name: getattr(part, name) for name in ("positions", "variant", "text_retain")}
+        whole = {name: getattr(part, name) for name in ("positions", "variant", "text_retain", "proportional")}
         for name, value in whole.items():
             if value != getattr(Recipe, name):
                 raise MmaccelError(

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from ..method.keys import Policy
 
 Positions = Literal["keep", "gap", "paper"]
+Proportional = Literal["none", "pictures", "all"]
 #: sites at which tokens are dropped
 _BEFORE_CACHE = ("patches", "encoder", "projector", "layers")
+#: sites of recipes whose tokens may have weights
+_WEIGHED = ("frames", "encoder", "projector", "layers")
 _SITES = ("frames", "patches", "encoder", "projector", "layers", "cache", "codec")
 
 
@@ -120,6 +123,11 @@ class Recipe:
         (every method does what its authors' program does, roundings and known quirks included; a method's page says what
         changes). ``rounding`` is its name of earlier versions.
     text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
+    proportional : ``none``, ``pictures`` or ``all``: whether visual tokens that are left, of pictures or of clips too, weigh as
+        many tokens as they stand for (proportional attention, as in ToMe, arXiv 2210.09461, and, in a language model, PACT,
+        arXiv 2504.08966): every token that is dropped before the language model counts for the one that is left of its
+        picture and most like it, and ``log n`` is added to the attention logits of a token that stands for ``n``. It is for
+        recipes that do not touch the cache; flash attention gives way to sdpa.
     anchor : the number of the stage that ``retain`` sets, if the others before and inside the language model keep their
         proportion to it (where one of them would then keep everything, all shares are raised to one power instead); by default
         ``retain`` sets the last of them, and stages before it leave at least as much.
@@ -141,6 +149,7 @@ class Recipe:
     summary: str = ""
     paper: str = ""
     anchor: int | None = None
+    proportional: Proportional = "none"
 
     def __post_init__(self) -> None:
         if self.positions not in ("keep", "gap", "paper"):
@@ -149,6 +158,8 @@ class Recipe:
             )
         if self.variant not in ("exact", "official"):
             raise MmaccelError(f"variant={self.variant!r} is unknown; use 'exact' or 'official'.")
+        if self.proportional not in ("none", "pictures", "all"):
+            raise MmaccelError(f"proportional={self.proportional!r} is unknown; use 'none', 'pictures' or 'all'.")
         if self.text_retain is not None:
             check_retain(self.text_retain, "text_retain")
         order = [_SITES.index(method(stage.method).site) for stage in self.stages]
@@ -232,7 +243,7 @@ class Recipe:
         for key, value in renamed(changes).items():
             if key == "retain":
                 recipe = recipe._with_retain(check_retain(value))
-            elif key in ("positions", "variant", "text_retain"):
+            elif key in ("positions", "variant", "text_retain", "proportional"):
                 recipe = dataclasses.replace(recipe, **{key: value})
             else:
                 recipe = recipe._with_option(key, value)
@@ -267,7 +278,7 @@ class Recipe:
                     raise MmaccelError(f"Method {cls.name!r} has no option {key!r} any more: {cls.gone[key]}.")
             options = sorted({name for s in self.stages for name in _options(method(s.method))})
             what = "is ambiguous" if having else "is no option"
-            known = ", ".join(["retain", "positions", "variant", "text_retain", *options])
+            known = ", ".join(["retain", "positions", "variant", "text_retain", "proportional", *options])
             raise MmaccelError(f"{key!r} {what} of recipe {self.name!r}; it takes {known}.")
         stages = list(self.stages)
         stages[having[0]] = dataclasses.replace(stages[having[0]], options={**stages[having[0]].options, key: value})
@@ -297,6 +308,11 @@ class Recipe:
             raise MmaccelError(
                 f"positions='paper' cannot be had with {late[0]!r}: its authors renumber between layers, so that a token has "
                 "other positions in every layer's cache; use 'keep'."
+            )
+        if self.proportional != "none" and (other := [m.name for _, m in built if m.site not in _WEIGHED]):
+            raise MmaccelError(
+                f"proportional={self.proportional!r} is for tokens that are dropped or merged in the tower and behind it, and "
+                f"{other[0]!r} works elsewhere; leave one of them out."
             )
         codecs = [m for _, m in built if m.site == "codec"]
         packs = sorted(what for m in codecs for what in ("text", "visual") if getattr(m, f"{what}_only"))
@@ -385,7 +401,8 @@ class Recipe:
             )
             options = "".join(f", {k}={v}" for k, v in stage.options.items())
             lines.append(f"  {m.site}: {m.name}{budget}{options} - {m.summary}")
-        lines.append(f"  positions: {self.positions}; variant: {self.variant}")
+        weights = "" if self.proportional == "none" else f"; proportional: {self.proportional}"
+        lines.append(f"  positions: {self.positions}; variant: {self.variant}{weights}")
         return "\n".join(lines)
 
 

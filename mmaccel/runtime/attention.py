@@ -249,7 +249,12 @@ def _text_attention(
     if chosen is not None:
         # eager attention returns its weights, of everything that is stored
         visible = chosen.mask(key.shape[2]) if visible is None else chosen.mask(key.shape[2]) & visible
-    if "flash" in base:
+    if forward.incoming.weights is not None:
+        # flash attention takes nothing that is added to its logits
+        base = "eager" if base == "eager" else "sdpa"
+        added = index.weighed(forward.incoming.weights, visible, query.shape[2])
+        mask: Tensor | None = _for_heads(added, groups).to(query.dtype)
+    elif "flash" in base:
         # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads store
         # different keys, a window would count stored instead of original places, or tokens look ahead
         kwargs.pop("position_ids", None)

@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ..kv.incoming import Incoming
 from ..method import DraftPolicy, ReadingPolicy
-from . import continuation, lookahead, prefill, tokens
+from . import continuation, lookahead, prefill, proportional, tokens
 from .forward import Continuation, Forward, Prompt, chosen_of, rows_at, sent
 from .plan import ModelPlan
 from .scope import Scope, current
@@ -87,6 +87,11 @@ class TextHooks:
         if self.plan.family.masks_above:
             # what is given was made of this one, which still says what is padding
             kwargs["attention_mask"] = scope.mask
+        if state is not None and state.shared.weights is not None and (self.plan.policy or self.plan.token_groups):
+            raise UnsupportedError(
+                f"This cache has tokens with weights (proportional attention), which recipe {scope.plan.recipe.name!r} cannot "
+                "compress; start again with a new cache."
+            )
         seen = cache.get_seq_length() if cache is not None else 0
         if cache is not None and state is None:
             check_plain(cache)
@@ -186,6 +191,7 @@ class TextHooks:
         scope.stages = Stages(prompt)
         if scope.stages.packing is not None:
             scope.stages.packing.note_prompt(prompt, embeds)
+        proportional.weigh(prompt, plan.family.entering(embeds, planes))
         prefill.write(prompt, embeds, planes, kwargs)
         tokens.prepare(prompt, kwargs["inputs_embeds"])
         return prompt
@@ -198,7 +204,10 @@ class TextHooks:
         method = None if policy is None else policy.method
         looks = method is not None and method.recalls and not (isinstance(method, ReadingPolicy) and method.summarises)
         length = embeds.shape[1]
-        incoming = Incoming(seen, length, as_stored=not looks, coming=scope.coming(seen + length))
+        weights = state.shared.weights
+        incoming = Incoming(
+            seen, length, as_stored=not looks and weights is None, weights=weights, coming=scope.coming(seen + length)
+        )
         forward = Continuation(scope.plan, scope.stats, state, incoming, embeds.device)
         # from here on the cache is changed
         scope.stages = Stages(forward)

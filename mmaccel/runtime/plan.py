@@ -36,7 +36,7 @@ M = TypeVar("M", bound=Method, covariant=True)
 #: whether Triton kernels run where they build, or their plain definitions everywhere
 Kernels = Literal["auto", "off"]
 #: what one call may have otherwise: everything else decides which modules are hooked and what is asked of the tower
-PER_CALL = ("retain", "positions", "variant", "text_retain")
+PER_CALL = ("retain", "positions", "variant", "text_retain", "proportional")
 
 
 @dataclass(frozen=True)

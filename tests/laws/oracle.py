@@ -134,6 +134,8 @@ def _attend(
     logits = (query.float() @ key.float().transpose(-1, -2)) * scaling
     if (cap := kwargs.get("softcap")) is not None:
         logits = torch.tanh(logits / cap) * cap
+    if module.weights is not None:
+        logits = logits + module.weights
     weight = logits.masked_fill(~module.visible, -1e30).softmax(-1)
     return (weight @ value.float()).to(query.dtype).transpose(1, 2).contiguous(), None
 
@@ -414,12 +416,14 @@ def replay(
     seen: Seen | None = None,
     change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     merged: Sequence[tuple[int, Reduction]] = (),
+    weights: Tensor | None = None,
     **overrides: Any,
 ) -> tuple[Tensor, Tensor]:
     """Logits of the prompt `[B, S, V]` and of the steps `[B, T, V]` of the bare model that sees only what is `seen`.
 
     `change` may exchange what the text model is called with, and `merged` puts merged values at the kept places of what
-    layers read; 0 is the embeddings, with DeepStack's features.
+    layers read; 0 is the embeddings, with DeepStack's features. To the logits of the keys of the prompt `weights [B, S]` are
+    added.
     """
     model = replayer(family, **overrides)
     seen = everything(bare(family, **overrides), feed) if seen is None else seen
@@ -437,6 +441,9 @@ def replay(
             mask = mask | blocks(whole, config)
         if (window := window_of(config, number)) is not None:
             mask = mask & (place[:, None] - place[None, :] < window)
+        layer.self_attn.weights = None
+        if weights is not None:
+            layer.self_attn.weights = torch.nn.functional.pad(weights, (0, len(place) - length))[:, None, None]
         heads = known.heads_in(number)[0]
         mask = (mask & valid[:, None])[:, None].repeat(1, heads, 1, 1)
         mask[:, :, :length, :length] &= seen.prompt[at][:, None, None]

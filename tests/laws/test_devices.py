@@ -36,6 +36,9 @@ FAMILIES = {
 METHODS = synthetic.offered()
 RECIPES = tuple(name for name, made in recipes().items() if all(stage.method in METHODS for stage in made.stages))
 
+#: tokens before the language model may have weights in it
+WEIGHED = "divprune, proportional"
+
 #: a method inside the language model is asked once at the layer it works at, and waited for so often at most
 WAITS_A_CUT = 4
 #: launches a layer above those of the bare model, at the prompt and in a step, by the sites of a recipe
@@ -51,6 +54,8 @@ LAUNCHES = {
     "scheduled": (200, 2),
     "reading": (300, 24),
     "codec": (120, 2),
+    # with a mask, sdpa attention of transformers repeats keys and values of a prompt for the heads of a group
+    "weights": (2, 0),
 }
 
 
@@ -103,10 +108,15 @@ def halves(model: Any) -> dict[str, int]:
     return where
 
 
+def made(name: str) -> Recipe:
+    """The recipe of one of :data:`RECIPES`, or :data:`WEIGHED`."""
+    return recipe("divprune", proportional="all") if name == WEIGHED else recipe(name)
+
+
 @functools.cache
 def ran(family: str, kind: str, name: str, device: str | None = "cuda:0", depth: int = matrix.DEPTH) -> Ran:
     """Run a recipe on the CPU (`device=None`), on one device, or spread over two (`device="both"`)."""
-    chosen = matrix.within_reach(recipe(name))
+    chosen = matrix.within_reach(made(name))
     worker = prepare(zoo.processor(family), chosen)
     given, model = feed(family, kind, worker), zoo.model(family, num_hidden_layers=depth).requires_grad_(False)
     if device is None:
@@ -152,17 +162,19 @@ def agrees(family: str, kind: str, name: str, device: str) -> Ran:
 
 def sites(name: str) -> set[str]:
     """The sites of a recipe; `scheduled` for a cache that goes on evicting while it decodes, `reading` for one of which every
-    step reads a part, `preview` for a method that has a pass of its own."""
-    built = [stage.build() for stage in recipe(name).stages]
-    return {
+    step reads a part, `preview` for a method that has a pass of its own; `weights` with proportional attention."""
+    chosen = made(name)
+    built = [stage.build() for stage in chosen.stages]
+    weights = set() if chosen.proportional == "none" else {"weights"}
+    return weights | {
         "scheduled"
-        if getattr(made, "scheduled", False)
+        if getattr(one, "scheduled", False)
         else "reading"
-        if isinstance(made, ReadingPolicy)
+        if isinstance(one, ReadingPolicy)
         else "preview"
-        if isinstance(made, PreviewMethod)
-        else made.site
-        for made in built
+        if isinstance(one, PreviewMethod)
+        else one.site
+        for one in built
     }
 
 
@@ -201,17 +213,17 @@ def test_the_machine_keeps_the_rules_of_devices():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, WEIGHED])
 def test_a_model_on_the_second_device(name):
     got = agrees("llava", "image", name, "cuda:1")
     assert got.refused or any(step.events for step in got.steps)
 
 
 def test_the_tables_are_of_what_there_is():
-    assert {site for name in RECIPES for site in sites(name)} == set(LAUNCHES)
+    assert {site for name in (*RECIPES, WEIGHED) for site in sites(name)} == set(LAUNCHES)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, WEIGHED])
 def test_what_a_layer_may_cost(name):
     """Waits and events of the host do not grow with layers, and launches are bounded."""
     few, many = (ran("llava", "image", name, depth=depth) for depth in (4, 8))
@@ -245,7 +257,7 @@ def launches_are_bounded(name: str, few: Ran, many: Ran) -> None:
 # ------------------------------------------------------------------------------------------------------- two devices
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, WEIGHED])
 def test_a_model_spread_over_two_devices(name):
     agrees("qwen2_5_vl", "video", name, "both")
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from ...core.budget import Retain, check_retain
-from ...errors import MmaccelError
+from ...errors import MmaccelError, UnsupportedError
 from ...recipe import Recipe
 from ...recipe import recipe as find_recipe
 from ...version import __version__
@@ -63,6 +63,10 @@ def settings_of(hf_config: Any) -> Settings | None:
         raise MmaccelError(f"numbering={numbering!r} is unknown; use {' or '.join(map(repr, NUMBERINGS))}.")
     chosen = find_recipe(given["recipe"], **options)
     chosen.build()
+    if chosen.proportional != "none":
+        raise UnsupportedError(
+            f"proportional={chosen.proportional!r} gives keys weights, which attention in vLLM does not take; leave it out."
+        )
     return Settings(chosen, numbering)
 
 
