@@ -207,8 +207,14 @@ def test_what_is_dropped_inside_goes_on_from_what_was_left_before():
     useful = {name: recipe(name) for name in SMALL}
     made = space.Space.of(family_of(zoo.model("llava")), useful, {})
     asked = {"tokens": "uniform", "tokens budget": 0.5, "layers": "fastv", "layers budget": 0.4, "layers layer": 2}
-    trial = optuna.trial.FixedTrial({**asked, "cache": "-"})
-    assert [(stage.method, stage.retain) for stage in made.suggest(trial).stages] == [("uniform", 0.5), ("fastv", 0.2)]
+    trial = optuna.trial.FixedTrial({**asked, "cache": "-", "proportional": "all"})
+    suggested = made.suggest(trial)
+    assert [(stage.method, stage.retain) for stage in suggested.stages] == [("uniform", 0.5), ("fastv", 0.2)]
+    assert suggested.proportional == "all"
+    # a compressed cache takes no weights
+    options = {"gqa": "mean", "pooling": "avg", "layer_budget": "uniform"}
+    cached = {"cache": "snapkv", "cache budget": 0.5} | {f"cache: snapkv, {name}": x for name, x in options.items()}
+    assert made.suggest(optuna.trial.FixedTrial({**asked, **cached})).proportional == "none"
     lone = optuna.trial.FixedTrial({**asked, "tokens": "-", "cache": "-"})
     assert [stage.retain for stage in made.suggest(lone).stages] == [0.4]
     assert made.suggest(optuna.trial.FixedTrial(dict.fromkeys(made.parts, "-"))) == recipe("none")
@@ -221,7 +227,12 @@ def test_what_stands_beside_a_trial_differs_in_one_thing():
     moves = [made.beside(asked, random.Random(seed)) for seed in range(200)]
     differ = [{key for key in asked if one.get(key) != asked[key]} for one in moves]
     assert all(len(keys) <= 1 for keys in differ)
-    assert {*asked} - {"cache"} <= {key for keys in differ for key in keys} and all({*one} <= {*asked} for one in moves)
+    assert {*asked} - {"cache"} <= {key for keys in differ for key in keys} and all(
+        {*one} <= {*asked, "proportional"} for one in moves
+    )
+    assert {one.get("proportional") for one in moves} == {None, "all"}
+    weighed = [made.beside({**asked, "proportional": "all"}, random.Random(seed)) for seed in range(99)]
+    assert {one.get("proportional") for one in weighed} == {"none", "all"}
     budgets = {one["tokens budget"] for one in moves}
     assert min(budgets) == pytest.approx(0.2) and max(budgets) == pytest.approx(0.6)
     floor = made.beside({**asked, "tokens budget": space.LEAST}, random.Random(1))

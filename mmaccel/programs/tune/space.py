@@ -41,6 +41,9 @@ LEAST = 0.02
 #: a part that leaves more than this of what is to be saved, at its smallest budget, saves nothing
 SAVES = 0.98
 _NOTHING = "-"
+#: whether tokens that are left weigh as many as they stand for
+_WEIGHTS = "proportional"
+_WEIGHED = ("none", "all")
 #: of the trials beside another, how many have another part, and how many of the others another budget, this many times as large
 _ANOTHER, _BUDGET, _FACTORS = 0.25, 0.8, (0.4, 0.6, 0.75, 0.9, 1.2)
 
@@ -171,12 +174,20 @@ class Space:
             chosen.append(parts[name].suggest(trial, left if slot == "layers" else 1.0))
             if slot == "tokens" and isinstance(chosen[-1].retain, float):
                 left = chosen[-1].retain
-        return find_recipe(chosen) if chosen else find_recipe("none")
+        if not chosen:
+            return find_recipe("none")
+        taken = {slot for slot in self.parts if trial.params[slot] != _NOTHING}
+        if "tokens" not in taken or taken & {"cache", "codec"}:
+            # only tokens that are dropped before the language model give weights, and no compressed cache takes them
+            return find_recipe(chosen)
+        return find_recipe(chosen, proportional=trial.suggest_categorical(_WEIGHTS, _WEIGHED))
 
     def beside(self, params: Mapping[str, Any], dice: Random) -> dict[str, Any]:
-        """Parameters that differ from those of a trial in one thing: a budget, mostly a smaller one, the part of a slot, or
-        what else a part has, which is left open."""
-        slot = dice.choice(list(self.parts))
+        """Parameters that differ from those of a trial in one thing: a budget, mostly a smaller one, the part of a slot, whether
+        tokens have weights, or what else a part has, which is left open."""
+        slot = dice.choice([*self.parts, *([_WEIGHTS] if "tokens" in self.parts else [])])
+        if slot == _WEIGHTS:
+            return {**params, slot: _WEIGHED[params.get(slot) != _WEIGHED[1]]}
         name, budget, move = params.get(slot, _NOTHING), f"{slot} budget", dice.random()
         if name == _NOTHING or move < _ANOTHER:
             return {**params, slot: dice.choice([_NOTHING, *self.parts[slot]])}
