@@ -183,8 +183,8 @@ class Space:
         return find_recipe(chosen, proportional=trial.suggest_categorical(_WEIGHTS, _WEIGHED))
 
     def beside(self, params: Mapping[str, Any], dice: Random) -> dict[str, Any]:
-        """Parameters that differ from those of a trial in one thing: a budget, mostly a smaller one, the part of a slot, whether
-        tokens have weights, or what else a part has, which is left open."""
+        """Parameters that differ from those of a trial in one thing: a budget, mostly a smaller one, the part of a slot,
+        whether tokens have weights, or what else a part has, which is left open."""
         slot = dice.choice([*self.parts, *([_WEIGHTS] if "tokens" in self.parts else [])])
         if slot == _WEIGHTS:
             return {**params, slot: _WEIGHED[params.get(slot) != _WEIGHED[1]]}
