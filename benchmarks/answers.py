@@ -89,6 +89,7 @@ _ON_CLIPS = (
     "free-video-llm",
 )
 _ON_PICTURES = ("tome", "cdpruner", "fastv", "vtc-cls", "dart", "fastervlm", "hiprune", "visiontrim", "visionzip")
+_WEIGHED = ("spacetime", "centerclip", "kitoke", "divprune")
 _TOGETHER = (
     "aim-merge:0.5+vl-cache:0.2",
     "aim-merge:0.25+vl-cache:0.4",
@@ -108,16 +109,18 @@ def titles(kind: str) -> list[str]:
         *_CODECS,
         *_TOGETHER,
         *(f"{name}:{budget}" for name in _POLICIES[5:] for budget in _BUDGETS),
+        *(f"{name}:{budget}:proportional" for name in _WEIGHED for budget in _BUDGETS),
     ]
 
 
 def recipe_of(title: str) -> Recipe:
-    """``NAME``, ``NAME:BUDGET``, or several such stages with ``+`` between them."""
+    """``NAME``, ``NAME:BUDGET``, the same with ``:proportional`` (attention), or several stages with ``+`` between them."""
     parts = [part.partition(":") for part in title.split("+")]
     if len(parts) > 1:
         return Recipe(title, tuple(Stage(name, float(budget) if budget else None) for name, _, budget in parts))
-    ((name, _, budget),) = parts
-    found = find_recipe(name)
+    ((name, _, rest),) = parts
+    budget, _, weighed = rest.partition(":")
+    found = find_recipe(name, proportional="all") if weighed else find_recipe(name)
     return found.override(retain=float(budget)) if budget else found
 
 
@@ -182,9 +185,9 @@ def sign_test(better: int, worse: int) -> float:
 
 def against(title: str, rows: Mapping[str, Measured]) -> str:
     """How many questions only this recipe keeps, how many only ``divprune`` at the same budget, and whether that is chance."""
-    name, _, budget = title.partition(":")
+    name, _, budget = title.removesuffix(":proportional").partition(":")
     base = rows.get(f"divprune:{budget}")
-    if base is None or name == "divprune" or "+" in title:
+    if base is None or title == f"divprune:{budget}" or "+" in title:
         return ""
     both = list(zip(rows[title].kept, base.kept, strict=False))
     better, worse = sum(a and not b for a, b in both), sum(b and not a for a, b in both)
@@ -264,7 +267,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS, help="what the questions are about")
     parser.add_argument(
-        "--recipes", nargs="+", metavar="NAME[:BUDGET][+...]", help="default: the rows of the published table"
+        "--recipes",
+        nargs="+",
+        metavar="NAME[:BUDGET[:proportional]][+...]",
+        help="default: the rows of the published table",
     )
     parser.add_argument("--questions", type=int, default=200, help="default: 200")
     parser.add_argument("--batch-size", type=int, default=20, help="default: 20")

@@ -35,6 +35,11 @@ def test_a_row_may_combine_stages():
     ]
 
 
+def test_a_row_may_have_weights():
+    weighed = answers.recipe_of("centerclip:0.1:proportional")
+    assert weighed == answers.recipe_of("centerclip:0.1").override(proportional="all")
+
+
 def test_questions_are_no_others_and_stay_when_more_are_asked():
     few, many = ([q.name for q in islice(answers.asked("clips", count), 7)] for count in (7, 40))
     assert few == many and all(int(name.rsplit("-", 1)[1]) >= answers.FIRST for name in few)

@@ -119,6 +119,18 @@ def test_flash_attention_with_windows(family: str, overrides: Any, flash: list[t
     close(*results)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl"])
+def test_tokens_with_weights_do_without_flash_attention(family: str, flash: list[tuple[Any, ...]]) -> None:
+    tiny, feed, results = model(family), inputs(family, "uneven"), []
+    for name in ("sdpa", "flash_attention_2"):
+        tiny.config.text_config._attn_implementation_internal = name
+        with accelerated(tiny, recipe_of("test-fixed"), proportional="all"):
+            results.append(logits(generate(tiny, feed)))
+    tiny.config.text_config._attn_implementation_internal = "sdpa"
+    close(*results)
+    assert not flash
+
+
 @pytest.mark.parametrize(("kind", "family"), in_turn(["image", "uneven"], FAMILIES, of=SHORT))
 def test_on_top_of_eager_attention(family: str, kind: str) -> None:
     """Eager attention has no causality of its own; attentions can be asked for and are as long as what was computed."""

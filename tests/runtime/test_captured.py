@@ -294,6 +294,14 @@ def test_masks_that_are_made_elsewhere_are_not_captured(graphs: None, monkeypatc
     assert stats["captured_steps"] == 0 and "makes masks in front of its text model" in stats["uncaptured"]
 
 
+def test_tokens_with_weights_are_not_captured(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "LEAST", 4)
+    what = recipe_of("divprune", "llava").override(proportional="all")
+    wanted, got, stats, _ = both("llava", what, "image", 30, "replay")
+    agree(wanted, got)
+    assert stats["captured_steps"] == 0 and "tokens have weights" in stats["uncaptured"]
+
+
 def test_a_copy_of_the_cache_keeps_what_it_holds(graphs: None) -> None:
     """Whoever remembers the cache while steps are captured finds it so, whatever is evicted later."""
     tiny, feed, held = model("llava"), inputs("llava"), []

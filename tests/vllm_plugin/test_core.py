@@ -299,6 +299,7 @@ def test_without_settings_there_is_nothing_to_do():
         ({"recipe": "divprune", "retain": 2.5}, "outside"),
         ({"recipe": "divprune", "numbering": "mine"}, "numbering='mine'"),
         ({"recipe": "divprune", "layer": 3}, "no option"),
+        ({"recipe": "divprune", "proportional": "all"}, "proportional='all' gives keys weights"),
     ],
 )
 def test_bad_settings_are_one_sentence(given, said):
