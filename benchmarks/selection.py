@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -25,11 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel import DivPrune
 from mmaccel.cli.shared.text import put_between
 from mmaccel.core.budget import resolve
 from mmaccel.method import DraftMethod, LayerAttention, LayerMethod, PreviewMethod, TokenBatch, TokenMethod
 from mmaccel.method.registry import methods
 from mmaccel.programs.bench import origin
+from mmaccel.runtime.proportional import stands_for
 
 #: the language model of Qwen2.5-VL-7B and LLaVA-OneVision-7B
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 28, 3584, 18944, 28, 4, 128
@@ -156,19 +159,31 @@ def figures(kind: type[TokenMethod], n: int, args: argparse.Namespace) -> dict[s
         def work() -> int:
             return int(method.reduce(tokens, count).kept.sum())
 
+    row = timed(work, n, args)
+    row |= {"method": method.name, "site": method.site, "from_layer": first_layer}
+    return row | {"operations_saved": saved(n, row["kept"], first_layer) - ahead(method, n)}
+
+
+def weights(n: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What it takes to say how many tokens each of those that are left stands for, for proportional attention."""
+    tokens, count = clip(CLIPS[n], DivPrune(), args.device, args.dtype), resolve(args.retain, n)
+    kept = torch.zeros_like(tokens.valid)
+    kept[:, torch.linspace(0, n - 1, count, device=args.device).long()] = True
+
+    def work() -> int:
+        stands_for(tokens.features, tokens.valid, kept, count)
+        return count
+
+    row = timed(work, n, args) | {"method": "(weights of what is left)", "site": "projector", "from_layer": 0}
+    return row | {"operations_saved": saved(n, count, 0)}
+
+
+def timed(work: Callable[[], int], n: int, args: argparse.Namespace) -> dict[str, Any]:
+    """How long it takes to choose among ``n`` tokens, and how many ``work`` says are left."""
     kept: list[int] = []
     with torch.inference_mode():
         taken = seconds(lambda: kept.append(work()), args.device, args.runs)
-    return {
-        "method": method.name,
-        "site": method.site,
-        "from_layer": first_layer,
-        "tokens": n,
-        "kept": kept[-1],
-        "runs": len(taken),
-        "selection_s": statistics.median(taken),
-        "operations_saved": saved(n, kept[-1], first_layer) - ahead(method, n),
-    }
+    return {"tokens": n, "kept": kept[-1], "runs": len(taken), "selection_s": statistics.median(taken)}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -245,12 +260,16 @@ def main() -> None:
         "retain": args.retain,
         "rows": [],
     }
-    took = dict.fromkeys(kinds, 0.0)
+    works: list[Callable[[int], dict[str, Any]]] = [
+        *(functools.partial(figures, kind, args=args) for kind in kinds),
+        functools.partial(weights, args=args),
+    ]
+    took = dict.fromkeys(works, 0.0)
     for n in sorted(args.sizes):
         # the quick ones first: a run that is cut short has written most of what it wanted
-        for kind in sorted(kinds, key=took.__getitem__):
-            row = figures(kind, n, args)
-            took[kind], gain = row["selection_s"], row["operations_saved"] / per_second
+        for work in sorted(works, key=took.__getitem__):
+            row = work(n)
+            took[work], gain = row["selection_s"], row["operations_saved"] / per_second
             row |= {"prefill_saved_s": gain, "share": row["selection_s"] / gain if gain > 0 else None}
             result["rows"].append(row)
             share = "-" if row["share"] is None else f"{row['share']:.3%}"
