@@ -86,8 +86,8 @@ class CacheState:
         self.unpin()
         if self.offset is None:
             raise RuntimeError("a cache that holds no reduced prompt cannot be pinned")
-        if before is None or not before.again(self.offset, steps, asks):
-            before = Pinned(self.layers, self.offset, steps, asks, readers)
+        if before is None or self.shared.weights is not None or not before.again(self.offset, steps, asks):
+            before = Pinned(self.layers, self.offset, steps, asks, readers, self.shared.weights)
         self.shared.pinned = before
         return before
 

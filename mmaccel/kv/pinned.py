@@ -58,6 +58,8 @@ class End:
         to come are added to. Else :func:`.decoding.attend` reads what is ``filled``, and sees the tokens to come anyhow.
     places, window : what is ``visible`` moves on with a sliding window of so many places; ``[B, 1 or Hkv, 1, T]`` int32, those
         of all slots, far below zero where there is no key.
+    weights, added : with proportional attention, what is added to the logits of all slots, ``[B, 1 or Hkv, 1, T]``; and the
+        same with the least number that there is where nothing is ``visible``.
     """
 
     slot: Tensor
@@ -66,6 +68,8 @@ class End:
     masked: bool
     places: Tensor | None = None
     window: int = 0
+    weights: Tensor | None = None
+    added: Tensor | None = None
 
     def begin(self, place: Tensor) -> None:
         """The token of a ``place [1]`` comes: everybody sees it."""
@@ -74,10 +78,13 @@ class End:
             torch.logical_and(near, self.places <= place, out=self.visible)
         elif self.visible is not None and self.masked:
             self.visible.index_fill_(3, self.slot, True)
+        if self.weights is not None and self.added is not None and self.visible is not None:
+            self.added.copy_(self.weights).masked_fill_(~self.visible, torch.finfo(self.added.dtype).min)
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything held."""
-        yield from (x for x in (self.slot, self.filled, self.visible, self.places) if x is not None)
+        held = self.slot, self.filled, self.visible, self.places, self.weights, self.added
+        yield from (x for x in held if x is not None)
 
 
 class Asks(NamedTuple):
@@ -160,7 +167,7 @@ class Pinned:
 
     Where the next token is written and who sees it is known on the device; the host counts the tokens in ``added``.
     ``asks``: where their queries are remembered, too. ``readers``: of the layers, by their numbers, of which a step reads some
-    keys only.
+    keys only. ``weights``: what is added to the logits of keys, see :class:`.shared.Shared`.
 
     owners, offset : layers of the cache, and what it knows of positions; see :class:`.shared.Shared`.
     layers : the same as they are read. ends : where they end; layers that store equally many share one.
@@ -176,6 +183,7 @@ class Pinned:
         steps: int,
         asks: Asks | None = None,
         readers: Mapping[int, Reader] | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         self.owners, self.steps, self.added, self.asks = owners, steps, 0, asks
         self.asked = [] if asks is None else [torch.zeros(1, dtype=torch.long, device=offset.device)]
@@ -187,12 +195,14 @@ class Pinned:
         longest = [max((o.keys.shape[2] for o in owners if _whole(o) == whole), default=0) for whole in (False, True)]
         for owner in owners:
             width = _rounded(longest[_whole(owner)] + steps, ROUND)
-            masked = _whole(owner) and not on_gpu(owner.keys)
+            # of ours no kernel takes weights
+            masked = _whole(owner) and (weights is not None or not on_gpu(owner.keys))
             window = owner.window if owner.index.windowed(owner.window, steps) else None
             hidden = not owner.gapless or window is not None
-            name = owner.keys.shape[2], masked, id(owner.index) if hidden else None, window
+            apart = hidden or weights is not None
+            name = owner.keys.shape[2], masked, id(owner.index) if apart else None, window
             if name not in found:
-                found[name] = _end(owner, width, masked, hidden, window)
+                found[name] = _weighed(owner, _end(owner, width, masked, hidden, window), width, weights)
                 self.ends.append(found[name])
             before = owner.keys.data_ptr()
             self.layers.append(_pinned(owner, width, found[name]))
@@ -247,7 +257,7 @@ class Pinned:
             end, length = layer.end, owner.keys.shape[2]
             # packed or ragged layers, and slots without a key, are pinned to tensors of other sizes
             plain = _whole(owner) and owner.gapless and layer.ragged is None and end.places is None
-            plain = plain and (end.masked or end.visible is None)
+            plain = plain and (end.masked or end.visible is None) and end.weights is None
             fits = owner.keys.shape[:2] == layer.keys.shape[:2] and length + steps <= layer.keys.shape[2]
             moved = owner.keys.untyped_storage().data_ptr() != layer.keys.untyped_storage().data_ptr()
             if not (plain and fits and moved and ends.setdefault(length, end) is end):
@@ -352,6 +362,15 @@ def _end(owner: Layer, width: int, masked: bool, hidden: bool, window: int | Non
     if places is None or window is None:
         return End(slot, slot + 1, visible, masked)
     return End(slot, slot + 1, visible, masked, places.masked_fill(places < 0, _NOWHERE), window)
+
+
+def _weighed(owner: Layer, end: End, width: int, weights: Tensor | None) -> End:
+    """The same, where keys have weights; those of tokens to come are zero."""
+    if weights is None:
+        return end
+    known = owner.index.weighed(weights, None, 1)
+    known = pad(known, (0, width - known.shape[-1]))
+    return replace(end, weights=known, added=known.clone())
 
 
 def _pinned(owner: Layer, width: int, end: End) -> PinnedLayer:

@@ -194,7 +194,7 @@ def _text_attention(
         pinned.ask(query)
         if not pinned.masked:
             return pinned.attend(query, query.shape[-1] ** -0.5 if scaling is None else scaling), None
-        attention_mask = pinned.end.visible
+        attention_mask = pinned.end.visible if pinned.end.added is None else pinned.end.added
         attention_mask = None if attention_mask is None else _for_heads(attention_mask, query.shape[1] // key.shape[1])
     if scope is not None and scope.preview is not None and number is not None:
         if isinstance(scope.preview, Behind):

@@ -294,12 +294,33 @@ def test_masks_that_are_made_elsewhere_are_not_captured(graphs: None, monkeypatc
     assert stats["captured_steps"] == 0 and "makes masks in front of its text model" in stats["uncaptured"]
 
 
-def test_tokens_with_weights_are_not_captured(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["image", "uneven"])
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [("llava", {}), ("qwen2_5_vl", {}), ("llava_next", {"sliding_window": 24}), ("internvl", {})],
+)
+def test_tokens_with_weights(
+    family: str, text: dict[str, int], kind: str, graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "LEAST", 4)
+    what = recipe_of("divprune", family).override(proportional="all")
+    wanted, got, stats, _ = both(family, what, kind, 30, "replay", **text)
+    agree(wanted, got)
+    assert stats["uncaptured"] == "" and stats["captured_steps"] >= 24
+    assert got.past_key_values.mmaccel.shared.weights.any()
+
+
+def test_weights_beside_eager_attention_are_not_captured(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "LEAST", 4)
     what = recipe_of("divprune", "llava").override(proportional="all")
-    wanted, got, stats, _ = both("llava", what, "image", 30, "replay")
+    tiny = model("llava")
+    tiny.config.text_config._attn_implementation_internal = "eager"
+    try:
+        wanted, got, stats, _ = both("llava", what, "image", 30, "replay")
+    finally:
+        tiny.config.text_config._attn_implementation_internal = "sdpa"
     agree(wanted, got)
-    assert stats["captured_steps"] == 0 and "tokens have weights" in stats["uncaptured"]
+    assert stats["captured_steps"] == 0 and stats["uncaptured"]
 
 
 def test_a_copy_of_the_cache_keeps_what_it_holds(graphs: None) -> None:
