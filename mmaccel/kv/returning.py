@@ -36,6 +36,8 @@ class Aside:
 
     def split(self, wanted: Tensor, lengths: Tensor) -> tuple[Aside, Aside]:
         """Those that are ``wanted [B, K]`` bool, of which there are ``lengths [B]`` on the CPU, and the others; left-padded."""
+        if not lengths.any():
+            return self._those(wanted, lengths), self
         return self._those(wanted, lengths), self._those((self.places >= 0) & ~wanted, self.lengths - lengths)
 
     def _those(self, there: Tensor, lengths: Tensor) -> Aside:
