@@ -8,8 +8,8 @@ goes on where it was. Intervals are exact (Clopper and Pearson) at 95 %; a recip
 the same budget question by question, since both were asked the same ones (exact sign test).
 
 Two methods are given what no model has by itself. The draft of ``speckv`` is the model, loaded once more, which costs as much:
-none of the shipped ones is smaller and has as many tokens a picture. ``clip-crop`` is prepared for every question, with ``mini-clip``; it saves nothing where all pictures are scaled to one
-size, so that it is asked of models that are not.
+none of the shipped ones is smaller and has as many tokens a picture. ``clip-crop`` is prepared for every question, with
+``mini-clip``; it saves nothing where all pictures are scaled to one size, and is asked of ``mini-qwen-vl`` alone.
 
 ``--show`` runs no model: table and picture anew from the JSON.
 
