@@ -259,6 +259,8 @@ def _text_attention(
         padding = None
         if visible is not None:
             scattered = together is not None or phase.back is not None
+            # keys that are picked out are padded behind the last ones, which flash attention takes for those of the queries
+            scattered |= query.shape[2] > 1 and forward.incoming.sparse(number) is not None
             if index.of_heads or index.windowed(window) or scattered:
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
