@@ -7,6 +7,10 @@ and each batch is asked of all recipes in the order of their list; results are w
 goes on where it was. Intervals are exact (Clopper and Pearson) at 95 %; a recipe with a budget is compared with ``divprune`` at
 the same budget question by question, since both were asked the same ones (exact sign test).
 
+Two methods are given what no model has by itself. The draft of ``speckv`` is the model, loaded once more, which costs as much:
+none of the shipped ones is smaller and has as many tokens a picture. ``clip-crop`` is prepared for every question, with
+``mini-clip``; it saves nothing where all pictures are scaled to one size, and is asked of ``mini-qwen-vl`` alone.
+
 ``--show`` runs no model: table and picture anew from the JSON.
 
     python benchmarks/answers.py clips --questions 200 --out benchmarks/results/answers-clips.json \\
@@ -88,6 +92,10 @@ _ON_CLIPS = (
     "tempme",
     "free-video-llm",
 )
+#: those of one paper, without and with tokens that come back
+_INSIDE = ("lazyllm-prefill", "lazyllm")
+_DRAFTED = ("speckv",)
+_CROPPING = ("clip-crop",)
 _ON_PICTURES = ("tome", "cdpruner", "fastv", "vtc-cls", "dart", "fastervlm", "hiprune", "visiontrim", "visionzip")
 _WEIGHED = ("spacetime", "centerclip", "kitoke", "divprune")
 _TOGETHER = (
@@ -101,7 +109,9 @@ _TOGETHER = (
 
 def titles(kind: str) -> list[str]:
     """The rows of a table, first what says most."""
-    own = _ON_CLIPS if kind in FRAMES else _ON_PICTURES
+    own: tuple[str, ...] = _ON_CLIPS if kind in FRAMES else (*_ON_PICTURES, *_INSIDE, *_DRAFTED)
+    if kind == "pictures-qwen":
+        own = (*own, *_CROPPING)
     named = [f"{name}:{budget}" for name in (*_BOTH[:3], *own[:5], *_BOTH[3:], *own[5:]) for budget in _BUDGETS]
     return [
         "none",
@@ -122,6 +132,20 @@ def recipe_of(title: str) -> Recipe:
     budget, _, weighed = rest.partition(":")
     found = find_recipe(name, proportional="all") if weighed else find_recipe(name)
     return found.override(retain=float(budget)) if budget else found
+
+
+def judged(exam: Exam, recipe: Recipe, folder: Path) -> Measured:
+    """A recipe on the questions of an exam, for the model of ``folder``."""
+    names = {stage.method for stage in recipe.stages}
+    if names & {*_DRAFTED}:
+        recipe = recipe.override(draft=str(folder))
+    if not names & {*_CROPPING}:
+        return exam.judge(recipe)
+    measured = Measured()
+    for question, prompt in exam.batch:
+        alone = Exam(exam.model, exam.processor, [(question, prompt)], exam.longest, measure=False)
+        measured += alone.judge(recipe.override(query=prompt.question, clip_model=str(folder.with_name("mini-clip"))))
+    return measured
 
 
 def asked(kind: str, count: int) -> list[Question]:
@@ -156,7 +180,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
                 return
             exam = exam or Exam(model, processor, batch, 32, measure=False)
             try:
-                rows[title] = (known + exam.judge(recipe_of(title))).as_dict()
+                rows[title] = (known + judged(exam, recipe_of(title), folder)).as_dict()
             except MmaccelError as error:
                 refused[title] = str(error)
             write(args.out, report)
@@ -168,6 +192,12 @@ def write(path: Path, report: dict[str, Any]) -> None:
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(report) + "\n", encoding="utf-8")
     beside.replace(path)
+
+
+def also(before: str | None, now: str) -> str:
+    """What rows were measured with before, and now, where that is something else."""
+    known = before.split(" and ") if before else []
+    return " and ".join(dict.fromkeys((*known, now)))
 
 
 def found(report: dict[str, Any]) -> Iterator[tuple[str, Measured]]:
@@ -289,11 +319,12 @@ def main() -> int:
         if report["kind"] != args.kind:
             raise MmaccelError(f"{args.out} is about {report['kind']}; give another --out.")
     if not args.show:
+        before = report.get("versions", {})
         report |= {
             "commands": list(dict.fromkeys((*report.get("commands", ()), origin.command("python", sys.argv[0])))),
-            "date": origin.today(),
+            "date": also(report.get("date"), origin.today()),
             "machine": f"a CPU ({origin.processor()})",
-            "versions": origin.versions(),
+            "versions": {name: also(before.get(name), number) for name, number in origin.versions().items()},
         }
         run(args, report)
     if not report["rows"]:

@@ -147,6 +147,7 @@ def _families(cls: Any) -> list[str]:
         usual: Any = SimpleNamespace(name=name, has_cls=family.facts.cls, depth=0, deepstack=0)
         usual.closed, usual.whole, usual.halves, usual.ranks = family.closed, family.whole, family.halves, family.ranks
         usual.stateful, usual.attending, usual.modalities = family.stateful, (), family.modalities
+        usual.no_return = family.no_return
         try:
             made = cls()
             made.fit(usual).suits(usual)

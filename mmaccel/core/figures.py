@@ -83,6 +83,8 @@ class CallStats(Figures):
     """Those of them that were one captured graph."""
     uncaptured: str
     """Why the others were not."""
+    tokens_returned: int
+    """Visual tokens that came back while it decoded, once for every layer at which they had been dropped."""
     seconds: dict[str, float]
     """Seconds by part of the call; asking for them waits for the device."""
 

@@ -95,6 +95,7 @@ class Stats:
     notes: list[str] = field(default_factory=list)
     decode_steps: int = 0
     captured_steps: int = 0
+    tokens_returned: int = 0
     uncaptured: str = "steps are captured on CUDA, elsewhere with compile_config, and never those of beams or drafts"
     clock: Clock = field(default_factory=Clock)
 
@@ -115,5 +116,6 @@ class Stats:
             decode_steps=self.decode_steps,
             captured_steps=self.captured_steps,
             uncaptured=self.uncaptured,
+            tokens_returned=self.tokens_returned,
             seconds=self.clock.seconds(),
         )

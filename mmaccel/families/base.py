@@ -113,6 +113,8 @@ class Family(Towers):
     ranks: int = 1
     #: whether some layers of its language models carry a state where others have attention, and what configurations call such
     stateful: bool = False
+    #: why a token cannot run through its language model later than it stands, as the end of "the language model of ..."
+    no_return: str | None = None
     carrying: ClassVar[tuple[str, ...]] = ()
     #: whether it is made for reading pages, every letter of which stands in few tokens
     reads_pages: ClassVar[bool] = False

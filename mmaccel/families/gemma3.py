@@ -25,6 +25,7 @@ class Gemma3(Family):
     beside = ("token_type_ids",)
     masks_above = True
     halves = False
+    no_return = "has layers of two RoPEs, and pictures that may attend to each other both ways"
     #: whether a picture sees all of itself where a window is narrower
     over_windows = True
 

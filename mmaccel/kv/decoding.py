@@ -64,7 +64,7 @@ def reads_as_stored(layer: Stored, incoming: Incoming, new: Tensor) -> bool:
     ----------
     new : ``[B, heads, q, D]``, queries or keys of the new tokens.
     """
-    if not incoming.as_stored or incoming.sparse is not None or (layer.ragged is None and not layer.packed):
+    if not incoming.as_stored or incoming.reads or (layer.ragged is None and not layer.packed):
         return False
     return new.shape[2] <= MAX_QUERIES and on_gpu(new)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -21,20 +21,30 @@ class Phase:
     chosen : ``[B, q]`` long on the CPU, the same as places of this forward; None where every token stays and none is padding.
     together : ``[B, seen]`` long, the number of every place seen so far; places of one number attend to each other both ways,
         those of -1 do not; None where none looks ahead of itself.
+    back : ``[B]`` long on the CPU, how many tokens of the prompt come back in front of the new ones; None where none does.
     """
 
     places: Tensor
     padded: bool
     chosen: Tensor | None = None
     together: Tensor | None = None
+    back: Tensor | None = None
     _indices: dict[torch.device, KeyIndex] = field(default_factory=dict)
 
     @cached_property
     def lengths(self) -> Tensor:
         """Tokens of every row that are no padding, ``[B]`` long on the CPU."""
         if self.padded and self.chosen is not None:
-            return (self.chosen >= 0).sum(1)
-        return torch.full((len(self.places),), self.places.shape[1])
+            own = (self.chosen >= 0).sum(1)
+        else:
+            width = self.places.shape[1] - (0 if self.back is None else int(self.back.max()))
+            own = torch.full((len(self.places),), width)
+        return own if self.back is None else own + self.back
+
+    def behind(self, places: Tensor, back: Tensor) -> Phase:
+        """The same with tokens of the prompt in front: ``places [B, r]``, of which ``back [B]`` on the CPU are tokens."""
+        padded = self.padded or bool((back < places.shape[1]).any())
+        return replace(self, places=torch.cat([places, self.places.to(places.device)], dim=1), padded=padded, back=back)
 
     def shared_index(self, upto: int, device: torch.device) -> KeyIndex:
         """One index of these places for all layers on ``device`` that store them first."""
@@ -51,7 +61,7 @@ class Incoming:
     seen : tokens the cache has seen before. length : tokens of this forward before any reduction.
     as_stored : whether layers may be read as they are stored: nothing but attention looks at their keys in this forward.
     phases : which tokens are left from which layer on, the first from layer 0.
-    sparse : what some layers read in this forward, if not everything.
+    reads : what layers read in this forward from which one on, if not everything, rising.
     weights : what is added to the logits of keys, see :class:`.shared.Shared`.
     coming : how many tokens may follow these at most, where that is known; no room is made for more.
     """
@@ -60,7 +70,7 @@ class Incoming:
     length: int
     as_stored: bool
     phases: list[tuple[int, Phase]] = field(default_factory=list)
-    sparse: SparseRead | None = None
+    reads: list[tuple[int, SparseRead | None]] = field(default_factory=list)
     weights: Tensor | None = None
     coming: int | None = None
 
@@ -70,3 +80,7 @@ class Incoming:
             # every decode step
             return self.phases[0][1]
         return next(phase for first, phase in reversed(self.phases) if first <= layer)
+
+    def sparse(self, layer: int) -> SparseRead | None:
+        """What a layer reads in this forward; None for everything."""
+        return next((read for first, read in reversed(self.reads) if first <= layer), None)

@@ -229,9 +229,8 @@ class CompressedLayer(DynamicLayer):
         if reads_as_stored(self, incoming, key_states):
             # the attention function finds the others
             return self.keys, self.values
-        if incoming.sparse is not None and self.number >= incoming.sparse.first:
-            return incoming.sparse.read(self.index, *self.stored())
-        return self.stored()
+        sparse = incoming.sparse(self.number)
+        return self.stored() if sparse is None else sparse.read(self.index, *self.stored())
 
     def _note(self, incoming: Incoming | None, rows: int, new: int, device: torch.device) -> None:
         """Note where ``new`` keys of every row came from; without a forward that says so they follow those seen."""

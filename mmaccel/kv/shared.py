@@ -13,6 +13,7 @@ from ..errors import UnsupportedError
 from .incoming import Incoming
 from .index import KeyIndex
 from .pinned import Pinned
+from .returning import Returning
 from .sparse import SparseMemory
 
 _BY_ROW = ("offset", "ahead", "grid_table", "visual", "weights")
@@ -36,6 +37,7 @@ class Shared:
     weights : ``[B, n]``, what is added to the attention logits of the keys at the first ``n`` places, in all layers;
         only with proportional attention.
     sparse : what a recipe carries that reads other keys at every step.
+    returning : what a recipe carries whose dropped tokens may come back.
     stream : all pictures are stretches of one clip, whose frames are counted on.
     pack_at : how many tokens will have been seen when codecs are to look at the cache again; 0 where that is not known.
     pinned : where the layers write and read while captured steps run.
@@ -51,6 +53,7 @@ class Shared:
     visual: Tensor | None = None
     weights: Tensor | None = None
     sparse: SparseMemory | None = None
+    returning: Returning | None = None
     pack_at: int = 0
     pinned: Pinned | None = None
     stream: bool = False
@@ -111,11 +114,14 @@ class Shared:
                 setattr(self, name, tensor[rows.to(tensor.device)])
         if self.sparse is not None:
             self.sparse.select(rows)
+        if self.returning is not None:
+            self.returning.select(rows)
 
     def copy(self) -> Shared:
         """The same with indices of its own. Tensors are not copied, since what they show is never changed in place."""
         sparse = None if self.sparse is None else self.sparse.copy()
-        return replace(self, indices=_clones(self.indices), sparse=sparse)
+        returning = None if self.returning is None else self.returning.copy()
+        return replace(self, indices=_clones(self.indices), sparse=sparse, returning=returning)
 
     def crop(self, seen: int) -> None:
         """A layer was cropped to ``seen`` tokens: what comes next takes the places of those that are gone, and is text."""
@@ -129,6 +135,8 @@ class Shared:
             self.grid_table = self.grid_table[:, :seen]
         if self.sparse is not None:
             self.sparse = self.sparse.moved() if cut else replace(self.sparse, layers={})
+        if self.returning is not None:
+            self.returning.crop(seen)
 
     def rebase(self, seen: int) -> int:
         """Forget those of the ``seen`` places that no layer stores any more and count the others anew; returns how many these
@@ -153,11 +161,13 @@ class Shared:
             self.weights = self.weights[:, held[: self.weights.shape[1]].to(self.weights.device)]
         if self.sparse is not None:
             self.sparse = self.sparse.moved()
+        if self.returning is not None:
+            self.returning.rename(new, held)
         return left
 
     def reset(self) -> None:
         """Forget the prompt; indices are let go of by the layers."""
-        self.offset = self.ahead = self.grid_table = self.visual = self.weights = self.sparse = None
+        self.offset = self.ahead = self.grid_table = self.visual = self.weights = self.sparse = self.returning = None
         self.incoming, self.broken, self.pack_at = None, False, 0
 
     def tensors(self) -> Iterator[Tensor]:
@@ -167,6 +177,8 @@ class Shared:
         yield from (x for name in _BY_ROW if (x := getattr(self, name)) is not None)
         if self.sparse is not None:
             yield from self.sparse.tensors()
+        if self.returning is not None:
+            yield from self.returning.tensors()
 
 
 def _clones(indices: list[KeyIndex | None]) -> list[KeyIndex | None]:

@@ -256,17 +256,15 @@ class SparseMemory:
 
 
 class SparseRead:
-    """The keys that layers from ``first`` on read in one step: those of ``places [B, n]`` bool, and of all later places.
+    """The keys that some layers read in one forward: those of ``places [B, n]`` bool, and of all later places.
 
     Parameters
     ----------
     counted, left_out : the index of which the host knows how many keys of each row are not read.
     """
 
-    def __init__(
-        self, first: int, places: Tensor, counted: KeyIndex | None = None, left_out: list[int] | None = None
-    ) -> None:
-        self.first, self.places = first, places
+    def __init__(self, places: Tensor, counted: KeyIndex | None = None, left_out: list[int] | None = None) -> None:
+        self.places = places
         self._counted, self._left_out = counted, left_out
         self._made: dict[int, tuple[KeyIndex, KeyIndex, Tensor]] = {}
 

@@ -11,6 +11,7 @@ from .loaded import Loaded
 from .patches import PatchMethod
 from .preview import PreviewMethod
 from .reading import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
+from .returning import ReturningMethod
 from .reuse import ReuseMethod
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
 
@@ -43,6 +44,7 @@ __all__ = [
     "ProjectorMethod",
     "ReadStep",
     "ReadingPolicy",
+    "ReturningMethod",
     "ReuseMethod",
     "Site",
     "Tap",

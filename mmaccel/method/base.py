@@ -77,6 +77,8 @@ class ModelFacts(TowerFacts, Protocol):
     halves: bool
     #: whether some layers of the language model keep a recurrent state where others have attention
     stateful: bool
+    #: why a token cannot run through its layers later than it stands, as the end of "the language model of ..."; or None
+    no_return: str | None
     #: the number of devices that the heads of a layer are spread over (tensor parallelism)
     ranks: int
 

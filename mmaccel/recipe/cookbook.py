@@ -124,6 +124,15 @@ COOKBOOK = (
         anchor=2,
     ),
     Recipe(
+        "lazyllm",
+        # the same three points
+        tuple(Stage("lazyllm-tokens", 0.7**i, {"layer": layer / 32}) for i, layer in enumerate((9, 19, 28), 1)),
+        summary="visual tokens the newest token attends to, 0.7 of them after each of three layers (retain: what is left "
+        "then); every decode step chooses anew, and dropped ones come back",
+        paper="arXiv 2407.14057",
+        anchor=2,
+    ),
+    Recipe(
         "sparsevlm",
         # the program's counts for 192 of 576 on average, 300, 200 and 110, each with its clusters
         tuple(

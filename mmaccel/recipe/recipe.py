@@ -293,7 +293,7 @@ class Recipe:
             If a stage needs a budget and has none, ``layers`` stages do not rise, or ``positions`` cannot be honoured.
         """
         # methods are loaded when they are built, and torch with them
-        from ..method import LayerMethod, Policy
+        from ..method import LayerMethod, Policy, ReturningMethod
 
         built = [(stage, stage.build().by(self.variant)) for stage in self.stages]
         at = [m.layer for _, m in built if isinstance(m, LayerMethod)]
@@ -313,6 +313,13 @@ class Recipe:
             raise MmaccelError(
                 f"proportional={self.proportional!r} is for tokens that are dropped or merged in the tower and behind it, and "
                 f"{other[0]!r} works elsewhere; leave one of them out."
+            )
+        back = [m for _, m in built if isinstance(m, ReturningMethod)]
+        beside = [m for _, m in built if m.site in _SITES[4:] and not isinstance(m, ReturningMethod)]
+        if back and beside:
+            raise MmaccelError(
+                f"Recipe {self.name!r}: {back[0].name!r} brings dropped tokens back, which {beside[0].name!r} would drop or "
+                "pack while they come; leave out one of them."
             )
         codecs = [m for _, m in built if m.site == "codec"]
         packs = sorted(what for m in codecs for what in ("text", "visual") if getattr(m, f"{what}_only"))

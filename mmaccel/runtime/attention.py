@@ -256,14 +256,17 @@ def _text_attention(
         mask: Tensor | None = _for_heads(added, groups).to(query.dtype)
     elif "flash" in base:
         # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads store
-        # different keys, a window would count stored instead of original places, or tokens look ahead
+        # different keys, a window would count stored instead of original places, or tokens look ahead or come back
         kwargs.pop("position_ids", None)
         if query.shape[2] < key.shape[2]:
             # what follows a prompt is causal, though the prompt may not be and its modules say so
             kwargs["is_causal"] = True
         padding = None
         if visible is not None:
-            if index.of_heads or index.windowed(window) or together is not None:
+            scattered = together is not None or phase.back is not None
+            # keys that are picked out are padded behind the last ones, which flash attention takes for those of the queries
+            scattered |= query.shape[2] > 1 and forward.incoming.sparse(number) is not None
+            if index.of_heads or index.windowed(window) or scattered:
                 base, padding = "sdpa", _for_heads(visible, groups)
             elif index.padded:
                 padding = (index.index >= 0).to(query.device, non_blocking=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..kv.cache import CacheState, state_of
 from ..kv.decoding import on_gpu
 from ..kv.pinned import Pinned
-from ..method import ReadingPolicy
+from ..method import ReadingPolicy, ReturningMethod
 from . import replay
 from .packing import coming_unpacked
 from .plan import ModelPlan
@@ -183,6 +183,8 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
     reads = policy is not None and isinstance(policy.method, ReadingPolicy)
     if policy is not None and policy.method.decodes and not (policy.method.scheduled or reads):
         return f"{policy.method.name} looks at the cache at every step"
+    if back := [one.method.name for one in plan.stage_at_layer.values() if isinstance(one.method, ReturningMethod)]:
+        return f"with {back[0]} as many tokens run in a step as come back in it"
     if reads and config.compile_config is not None and on_gpu(next(family.text.parameters())):
         return "torch.compile cannot follow the kernels that choose keys; leave out compile_config"
     if policy is not None and policy.method.every == 1 and not policy.method.growth and not policy.method.cap:

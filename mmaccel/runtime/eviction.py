@@ -151,5 +151,5 @@ class Eviction:
         if number == first - 1 and query.shape[2] == 1:
             text = torch.ones(len(query), 1, dtype=torch.bool, device=query.device)
             attention = LayerAttention(query, key, visible, scaling, text)
-            read = sparse_read(self.policy, self.state.shared, self.state.layers[number], first, attention)
-            self.forward.incoming.sparse = read
+            read = sparse_read(self.policy, self.state.shared, self.state.layers[number], attention)
+            self.forward.incoming.reads.append((first, read))

@@ -17,6 +17,7 @@ from ..core.stats import Stats
 from ..kv.cache import CacheState
 from ..kv.incoming import Incoming, Phase
 from ..kv.index import KeyIndex
+from ..kv.returning import Aside
 from .encoded import Encoded
 from .plan import ModelPlan
 
@@ -89,8 +90,8 @@ class Forward:
         if self.state is None:
             phase = self.phase(layer)
             return phase.shared_index(self.seen + self.length, phase.places.device)
-        index, sparse = self.state.layers[layer].index, self.incoming.sparse
-        return index if sparse is None or layer < sparse.first else sparse.index(index)
+        index, sparse = self.state.layers[layer].index, self.incoming.sparse(layer)
+        return index if sparse is None else sparse.index(index)
 
     def measured(
         self, name: str, device: torch.device, layers: Sequence[int] | None = None
@@ -105,7 +106,19 @@ class Forward:
 
 @dataclass(eq=False)
 class Continuation(Forward):
-    """New tokens without pictures behind a prompt that was reduced; all of them stay."""
+    """New tokens without pictures behind a prompt that was reduced; all of them stay.
+
+    returns : whether tokens of the prompt may come back.
+    figures, among : by place what a method made of the attention of the last layer that was looked at, ``[B, n]`` each, and
+        which of these places are visual tokens that it has seen, ``[B, n]`` bool.
+    back : the tokens that run beside the new ones. arguments : those of the layers while they do, which replace the caller's.
+    """
+
+    returns: bool = False
+    figures: dict[str, Tensor] = field(default_factory=dict)
+    among: Tensor | None = None
+    back: Aside | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -17,8 +17,8 @@ from ..core.reduction import Reduction
 from ..errors import UnsupportedError
 from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ..kv.incoming import Incoming
-from ..method import DraftPolicy, ReadingPolicy
-from . import continuation, lookahead, prefill, proportional, tokens
+from ..method import DraftPolicy, ReadingPolicy, ReturningMethod
+from . import continuation, lookahead, prefill, proportional, returning, tokens
 from .forward import Continuation, Forward, Prompt, chosen_of, rows_at, sent
 from .plan import ModelPlan
 from .scope import Scope, current
@@ -203,12 +203,10 @@ class TextHooks:
         embeds, policy = kwargs["inputs_embeds"], scope.plan.policy
         method = None if policy is None else policy.method
         looks = method is not None and method.recalls and not (isinstance(method, ReadingPolicy) and method.summarises)
-        length = embeds.shape[1]
-        weights = state.shared.weights
-        incoming = Incoming(
-            seen, length, as_stored=not looks and weights is None, weights=weights, coming=scope.coming(seen + length)
-        )
-        forward = Continuation(scope.plan, scope.stats, state, incoming, embeds.device)
+        length, returns, weights = embeds.shape[1], returning.may(scope.plan, state), state.shared.weights
+        as_stored = not (looks or returns) and weights is None
+        incoming = Incoming(seen, length, as_stored, weights=weights, coming=scope.coming(seen + length))
+        forward = Continuation(scope.plan, scope.stats, state, incoming, embeds.device, returns)
         # from here on the cache is changed
         scope.stages = Stages(forward)
         continuation.write(forward, state, valid, kwargs)
@@ -217,30 +215,41 @@ class TextHooks:
     # --- between layers ---------------------------------------------------------------------------------------
     def _layer(self, number: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            prompt = self._prompt()
-            if prompt is None:
-                return None
+            forward = self._forward()
             hidden = args[0] if args else kwargs["hidden_states"]
-            stage = prompt.plan.stage_at_layer.get(number)
-            if stage is not None and not tokens.rests(prompt, stage):
-                with prompt.measured("selection", hidden.device):
-                    if stage.method.looks_ahead:
-                        self._look_ahead(prompt, number, hidden, kwargs)
-                    hidden = self._reduce(prompt, number, hidden, kwargs)
-            kwargs = self._arguments(prompt, number, kwargs)
-            if number in prompt.plan.family.recurrent:
-                kwargs["attention_mask"] = prompt.real
+            if isinstance(forward, Prompt):
+                hidden, kwargs = self._layer_of_prompt(forward, number, hidden, kwargs)
+            elif isinstance(forward, Continuation) and forward.returns:
+                if (stage := forward.plan.stage_at_layer.get(number)) is not None:
+                    hidden = returning.come_back(forward, stage.method, number, hidden, kwargs)
+                kwargs = {**kwargs, **forward.arguments}
+            else:
+                return None
             if args:
                 return (hidden, *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": hidden}
 
         return hook
 
-    def _prompt(self) -> Prompt | None:
-        """The prompt that the text model is reading, if mmaccel shapes it."""
+    def _forward(self) -> Forward | None:
+        """The forward of the text model that is being run, if mmaccel shapes it."""
         scope = current(self.plan)
-        forward = scope.stages.forward if scope is not None and scope.stages is not None else None
-        return forward if isinstance(forward, Prompt) else None
+        return scope.stages.forward if scope is not None and scope.stages is not None else None
+
+    def _layer_of_prompt(
+        self, prompt: Prompt, number: int, hidden: Tensor, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What layer ``number`` is given of a prompt: its input, and its other arguments."""
+        stage = prompt.plan.stage_at_layer.get(number)
+        if stage is not None and not tokens.rests(prompt, stage):
+            with prompt.measured("selection", hidden.device):
+                if stage.method.looks_ahead:
+                    self._look_ahead(prompt, number, hidden, kwargs)
+                hidden = self._reduce(prompt, number, hidden, kwargs)
+        kwargs = self._arguments(prompt, number, kwargs)
+        if number in prompt.plan.family.recurrent:
+            kwargs["attention_mask"] = prompt.real
+        return hidden, kwargs
 
     def _arguments(self, prompt: Prompt, number: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Those of a layer, of the tokens that are left."""
@@ -267,15 +276,17 @@ class TextHooks:
 
     def _reduce(self, prompt: Prompt, number: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Run the method at layer ``number``: the tokens it drops are gone from here on."""
-        slots = prompt.slots(prompt.chosen)
-        made = tokens.reduce(prompt, prompt.plan.stage_at_layer[number], self.taps, hidden, slots, number)
+        slots, stage = prompt.slots(prompt.chosen), prompt.plan.stage_at_layer[number]
+        made = tokens.reduce(prompt, stage, self.taps, hidden, slots, number)
+        previous = {**kwargs, **prompt.arguments[-1]}
+        if isinstance(stage.method, ReturningMethod):
+            returning.set_aside(prompt, number, made, hidden, slots, previous)
         if made.is_identity:
             return hidden
         chosen, padded = prompt.compacted(made.kept)
         slots, places = sent(hidden.device, slots, chosen.clamp(min=0))
         at = slots.gather(1, places)
         arguments: dict[str, Any] = {}
-        previous = {**kwargs, **prompt.arguments[-1]}
         several = prompt.plan.family.rope_kind(number) is not None
         if previous.get("position_embeddings") is not None and not several:
             arguments["position_embeddings"] = tuple(
@@ -335,6 +346,10 @@ class TextHooks:
                 "call model.mmaccel.remove() first."
             )
         prompt = stages.forward
+        if isinstance(prompt, Continuation) and prompt.back is not None:
+            # those that came back are stored, and nobody asks what follows them
+            output.last_hidden_state = output.last_hidden_state[:, -prompt.length :]
+            return output
         if not isinstance(prompt, Prompt):
             return None
         scope.layout, scope.reduction, scope.history = prompt.layout, prompt.total, prompt.history

@@ -38,10 +38,8 @@ def first_layer(policy: Policy, depth: int) -> int:
     return min(max(least, layer_at(getattr(policy, "layer", 1), depth)), depth)
 
 
-def sparse_read(
-    policy: Policy, shared: Shared, layer: CompressedLayer, first: int, attention: LayerAttention
-) -> SparseRead | None:
-    """What the layers from ``first`` on read in this step, chosen by the attention of its one token in the ``layer`` below;
+def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attention: LayerAttention) -> SparseRead | None:
+    """What the layers above read in this step, chosen by the attention of its one token in the ``layer`` below;
     what was attended to and chosen is carried to the next step. None, which is everything, where :func:`note_prompt`
     has left nothing with the cache."""
     if shared.grid_table is None or shared.sparse is None:
@@ -63,7 +61,7 @@ def sparse_read(
     # heads that store different keys share no count
     if policy.steady and index.shape[1] == 1 and memory.left_out is None:
         memory.left_out = (visual & ~chosen).sum(1).tolist()
-    return SparseRead(first, chosen | ~visual, layer.index, memory.left_out)
+    return SparseRead(chosen | ~visual, layer.index, memory.left_out)
 
 
 def read_layer(

@@ -9,9 +9,9 @@ from ..core.stats import Stage as StageStats
 from ..kv.cache import CacheState
 from ..kv.codecs import TokenGroup
 from ..method import LayerAttention, LayerMethod, Policy
-from . import tokens
+from . import returning, tokens
 from .eviction import Eviction
-from .forward import Forward, Prompt, chosen_of
+from .forward import Continuation, Forward, Prompt, chosen_of
 from .packing import Packing
 from .plan import PlannedStage, record
 
@@ -40,8 +40,10 @@ class Stages:
         self.attended += 1
         forward, device = self.forward, query.device
         stage = None
-        if isinstance(forward, Prompt) and forward.plan.stage_at_layer:
+        if forward.plan.stage_at_layer:
             stage = forward.plan.stage_at_layer.get(forward.plan.family.attending[number] + 1)
+        if isinstance(forward, Continuation) and forward.returns and stage is not None:
+            returning.look(forward, stage.method, number, query, key, visible, scaling)
         if (
             isinstance(forward, Prompt)
             and stage is not None

@@ -503,8 +503,9 @@ def dycoke_steps(policy: Policy, steps: Tensor, visual: Tensor, count: int) -> l
         logits[0, :, 0, :total] = rows.log()
         query, key = as_queries(logits)
         run.feed(some[:, :, :1], some[:, :, :1], query, seen_as=key)
-        assert run.forward.incoming.sparse is not None and run.forward.incoming.sparse.first == 1
-        read.append(run.forward.incoming.sparse.places[0].nonzero()[:, 0])
+        ((first, chosen),) = run.forward.incoming.reads
+        assert chosen is not None and first == 1
+        read.append(chosen.places[0].nonzero()[:, 0])
     return read
 
 

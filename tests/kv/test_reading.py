@@ -75,7 +75,7 @@ def test_beams_read_what_they_chose() -> None:
 
 def test_reading_keeps_whatever_came_later() -> None:
     index = KeyIndex(torch.tensor([[0, 1, 2, 3, 4, 5], [-1, 1, 2, 3, 4, 5]]), True, 6)
-    reading = SparseRead(1, torch.tensor([[True, False, True, False], [True, True, False, False]]))
+    reading = SparseRead(torch.tensor([[True, False, True, False], [True, True, False, False]]))
     assert reading.index(index).index.tolist() == [[0, 2, 4, 5], [1, 4, 5, -1]]
     keys = torch.arange(12.0).view(2, 1, 6, 1)
     read, _ = reading.read(index, keys, keys)

@@ -456,7 +456,7 @@ def test_what_a_step_reads_is_moved_to_the_device_of_the_layer() -> None:
         places = gpu.put({"x": torch.tensor([[True, False, True]])})["x"]
         index = KeyIndex(gpu.put({"x": torch.tensor([[0, 1, 2, 3]])}, "cuda:1")["x"], False, 4)
         keys = gpu.put({"x": torch.arange(4.0).view(1, 1, 4, 1)}, "cuda:1")["x"]
-        reading = SparseRead(1, places)
+        reading = SparseRead(places)
         assert gpu.numbers(reading.read(index, keys, keys)[0]).flatten().tolist() == [0.0, 2.0, 3.0]
         assert str(reading.index(index).index.device) == "cuda:1"
 

@@ -16,11 +16,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import pytest
 import synthetic
 import torch
 import zoo
 from laws.nets import run_over
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import LogitsProcessor
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -28,7 +30,7 @@ from transformers.modeling_utils import AttentionInterface
 from mmaccel import Recipe, Stage, UnsupportedError, accelerated, method, recipes
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
-from mmaccel.method import FramesMethod, LayerMethod, Method, Policy, TokenMethod
+from mmaccel.method import FramesMethod, LayerMethod, Method, Policy, ReturningMethod, TokenMethod
 from mmaccel.method.base import Variant
 
 STEPS = 6
@@ -151,15 +153,20 @@ AttentionMaskInterface.register("laws_replay", lambda *args, **kwargs: None)
 class Seen:
     """Which keys of the prompt are to be seen, per layer with attention.
 
-    prompt : by the queries of the prompt, `[B, S]` bool each.
-    later : by the queries behind it, `[B, Hkv, S]` bool each.
+    prompt : by the queries of the prompt, `[B, S]` bool each, or `[B, S, S]` query by query.
+    later : by the queries behind it, `[B, Hkv, S]` bool each, or `[B, Hkv, T, S]` query by query.
     states : per layer with a recurrent state, which tokens of the prompt it runs over; by default those that the next layer
         with attention sees, or behind the last of these the same as that.
+    held : what is stored at the end of the prompt, `[B, S]` bool each; by default what is seen later.
     """
 
     prompt: list[Tensor]
     later: list[Tensor]
     states: dict[int, Tensor] = field(default_factory=dict)
+    held: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.held = self.held or [heads.any(1) for heads in self.later]
 
     def reaching(self, family: str, number: int) -> Tensor:
         """`[B, S]` bool, the tokens of the prompt that a layer with a recurrent state runs over."""
@@ -277,6 +284,11 @@ def has_site(name: str, site: str) -> bool:
     return any(method(stage.method).site == site for stage in recipes()[name].stages)
 
 
+def for_good(name: str) -> bool:
+    """Whether a method drops for good what it drops."""
+    return not issubclass(method(name), ReturningMethod)
+
+
 def in_turn(square: Sequence[tuple[str, str]], values: Callable[[str], Sequence[Any]]) -> list[tuple[str, str, Any]]:
     """Every case ``(family, name)`` of a square with one of the ``values`` that its family has for another axis.
 
@@ -317,6 +329,60 @@ def fits(name: str, family: str, variant: Variant = "exact") -> bool:
     return True
 
 
+@contextmanager
+def recalled() -> Any:
+    """What is chosen of the prompt in every forward behind it, `[B, n]` bool, at one layer after the other; by methods whose
+    tokens may come back."""
+    chosen: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in synthetic.offered(ReturningMethod).values():
+
+            def watched(self: Any, *given: Any, recall: Any = kind.recall) -> Tensor:
+                chosen.append(recall(self, *given))
+                return chosen[-1]
+
+            patch.setattr(kind, "recall", watched)
+        yield chosen
+
+
+def held_behind(family: str, model: Any, feed: Any) -> list[Tensor]:
+    """`[B, S]` bool per layer: what the last call has stored of its prompt when that ended, and of what was there before."""
+    valid = feed["attention_mask"].bool()
+    found = []
+    for number in adapter(family).attending:
+        kept = [step.reduction.kept for step in model.mmaccel.history if step.layer <= number]
+        before = (valid.shape[1] - kept[-1].shape[1], 0) if kept else None
+        found.append(valid & pad(kept[-1], before, value=True) if before is not None else valid)
+    return found
+
+
+def coming_back(
+    family: str, model: Any, feed: Any, held: list[Tensor], chosen: Sequence[Tensor], lengths: Sequence[int]
+) -> Seen:
+    """What is seen of a prompt of which layers had `held` something when it ended, and as was `chosen` in forwards of so many
+    tokens behind it.
+
+    A layer stores a token with the prompt, or when it is chosen for the first time, and the token sees what all tokens of that
+    forward see.
+    """
+    known, valid = adapter(family), feed["attention_mask"].bool()
+    layers = [known.stored_from(layer) for layer in sorted(model.mmaccel.plan.stage_at_layer)]
+    forwards = [chosen[i : i + len(layers)] for i in range(0, len(chosen), len(layers))]
+    assert len(forwards) == len(lengths)
+    text, prompt, later = valid & ~visual(family, feed), [], []
+    for at, number in enumerate(known.attending):
+        heads, stage = known.heads_in(number)[0], sum(layer <= at for layer in layers)
+        stored, rows, read = held[at], held[at][:, None].repeat(1, valid.shape[1], 1), []
+        for forward, length in zip(forwards, lengths, strict=True):
+            now = text | pad(forward[stage - 1], (0, valid.shape[1] - forward[0].shape[1])) if stage else stored
+            rows = torch.where((now & ~stored)[..., None], now[:, None], rows)
+            stored = stored | now
+            read += [now] * length
+        prompt.append(rows)
+        later.append(torch.stack(read, 1)[:, None].expand(-1, heads, -1, -1))
+    return Seen(prompt, later, held=held)
+
+
 def record(
     family: str, feed: Any, what: Recipe, forced: Tensor, processor: bool = True, model: Any = None, **overrides: Any
 ) -> Record:
@@ -332,14 +398,21 @@ def record(
     with accelerated(model, what, processor=reader):
         prompt = model(**feed, **counted(family, feed)).logits
         direct = model.mmaccel.reduction
-        steps, cache = decode(model, feed, forced)
+        with recalled() as chosen:
+            steps, cache = decode(model, feed, forced)
         reduction, states = model.mmaccel.reduction, {}
         for number in adapter(family).recurrent:
             there = [step.reduction.kept for step in model.mmaccel.history if step.layer <= number]
             states[number] = (there or [feed["attention_mask"].bool()])[-1]
+        back = None
+        if chosen:
+            held = held_behind(family, model, feed)
+            back = coming_back(family, model, feed, held, chosen, [1] * (forced.shape[1] - 1))
     later = stored(model, feed, cache)
     if direct is not None:
         assert torch.equal(direct.kept, reduction.kept), "forward and generate chose differently"
+    if back is not None:
+        return Record(prompt, steps, reduction, back)
     seen = Seen([heads.any(1) for heads in (before or later)], later, states)
     if before is None and reduction is not None:
         assert torch.equal(seen.prompt[-1], reduction.kept), "the last layer holds other keys than were kept"
@@ -446,8 +519,9 @@ def replay(
             layer.self_attn.weights = torch.nn.functional.pad(weights, (0, len(place) - length))[:, None, None]
         heads = known.heads_in(number)[0]
         mask = (mask & valid[:, None])[:, None].repeat(1, heads, 1, 1)
-        mask[:, :, :length, :length] &= seen.prompt[at][:, None, None]
-        mask[:, :, length:, :length] &= seen.later[at][:, :, None]
+        first, behind = seen.prompt[at], seen.later[at]
+        mask[:, :, :length, :length] &= first[:, None, None] if first.dim() == 2 else first[:, None]
+        mask[:, :, length:, :length] &= behind[:, :, None] if behind.dim() == 3 else behind
         # rows that see nothing (padding, dropped tokens) must stay finite; nobody looks at them
         layer.self_attn.visible = (mask | torch.eye(len(place), dtype=torch.bool)).repeat_interleave(
             config.num_attention_heads // heads, dim=1

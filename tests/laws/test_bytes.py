@@ -30,11 +30,11 @@ SQUARE = [
     for name in ("none", "test-fixed-cache", *oracle.named_recipes())
     if oracle.fits(name, family)
 ]
-#: methods that keep just as many tokens, or keys of every head, as they are asked for, and merge none
+#: methods that keep just as many tokens, or keys of every head, as they are asked for, for good, and merge none
 DROPPING = [
     name
     for name in (*oracle.methods_that_drop(ProjectorMethod, LayerMethod), *oracle.policies_that_drop())
-    if mmaccel.method(name).budget == "exact"
+    if mmaccel.method(name).budget == "exact" and oracle.for_good(name)
 ]
 
 

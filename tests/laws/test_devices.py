@@ -23,7 +23,7 @@ import zoo
 from torch import Tensor
 
 from mmaccel import Recipe, UnsupportedError, accelerated, prepare, recipe, recipes
-from mmaccel.method import FramesMethod, PreviewMethod, ReadingPolicy
+from mmaccel.method import FramesMethod, PreviewMethod, ReadingPolicy, ReturningMethod
 
 STEPS = 4
 FAMILIES = {
@@ -48,6 +48,8 @@ LAUNCHES = {
     "encoder": (0, 0),
     "projector": (0, 0),
     "layers": (60, 1),
+    # what is not read is left out of a copy
+    "returning": (60, 4),
     # a pass of its own through layers, each of which costs what it costs
     "preview": (36, 0),
     "cache": (200, 8),
@@ -162,7 +164,8 @@ def agrees(family: str, kind: str, name: str, device: str) -> Ran:
 
 def sites(name: str) -> set[str]:
     """The sites of a recipe; `scheduled` for a cache that goes on evicting while it decodes, `reading` for one of which every
-    step reads a part, `preview` for a method that has a pass of its own; `weights` with proportional attention."""
+    step reads a part, `preview` for a method that has a pass of its own, `returning` for one whose tokens come back; `weights`
+    with proportional attention."""
     chosen = made(name)
     built = [stage.build() for stage in chosen.stages]
     weights = set() if chosen.proportional == "none" else {"weights"}
@@ -173,6 +176,8 @@ def sites(name: str) -> set[str]:
         if isinstance(one, ReadingPolicy)
         else "preview"
         if isinstance(one, PreviewMethod)
+        else "returning"
+        if isinstance(one, ReturningMethod)
         else one.site
         for one in built
     }

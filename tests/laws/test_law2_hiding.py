@@ -98,7 +98,7 @@ def test_dropping_is_hiding(family, name, kind):
     feed, made = zoo.inputs(family, kind), method(name)
     got = holds(family, feed, oracle.recipe(name, family))
     visual, valid = oracle.visual(family, feed), feed["attention_mask"].bool()
-    held = torch.stack([heads.any(1) for heads in got.seen.later])
+    held = torch.stack(got.seen.held)
     if made.budget == "exact":
         assert not (visual & held[-1])[visual.any(1)].all(), "nothing was dropped"
     if made.site == "cache":
@@ -201,7 +201,7 @@ def test_a_loop_of_the_callers_own(family, name):
     feed, model = zoo.inputs(family, "image"), oracle.subject(family)
     forced = oracle.force(family, 1, 7)
     chunks = (2, 1, 3)
-    with accelerated(model, oracle.recipe(name, family), processor=zoo.processor(family)):
+    with accelerated(model, oracle.recipe(name, family), processor=zoo.processor(family)), oracle.recalled() as chosen:
         out = model(**feed, use_cache=True)
         cache, got, at = out.past_key_values, [out.logits[:, -1:]], 0
         seen = oracle.stored(model, feed, cache)
@@ -210,9 +210,9 @@ def test_a_loop_of_the_callers_own(family, name):
             got.append(out.logits)
             at += size
         assert cache.get_seq_length() == feed["input_ids"].shape[1] + at
-    prompt = everything_below(model, feed, seen, name)
-    states = oracle.below(family, name, feed)
-    _, wanted = oracle.replay(family, feed, forced, oracle.Seen(prompt, seen, states))
+        held = [heads.any(1) for heads in seen]
+        hidden = left_out(family, feed, name, seen, held, chosen, chunks)
+    _, wanted = oracle.replay(family, feed, forced, hidden)
     oracle.close(torch.cat(got, dim=1), wanted)
 
 
@@ -233,19 +233,25 @@ def test_a_picture_behind_a_turn_of_text(family, name):
     if zoo.behind(family):
         # in one call the text would see the picture
         both["token_type_ids"][:, first["input_ids"].shape[1] :] = 1
-    with accelerated(model, oracle.recipe(name, family), processor=zoo.processor(family)):
+    with accelerated(model, oracle.recipe(name, family), processor=zoo.processor(family)), oracle.recalled() as chosen:
         cache = oracle.decode(model, first, between)[1]
         steps, cache = oracle.decode(model, both, forced, past_key_values=cache)
         seen = oracle.stored(model, both, cache)
-    prompt = everything_below(model, both, seen, name)
-    hidden = oracle.Seen(prompt, seen, oracle.below(family, name, both))
+        held = oracle.held_behind(family, model, both)
+        hidden = left_out(family, both, name, seen, held, chosen, [1] * (forced.shape[1] - 1))
     oracle.close(steps, oracle.replay(family, both, forced, hidden)[1])
     oracle.apart(steps, oracle.replay(family, both, forced)[1])
 
 
-def everything_below(model, feed, seen, name):
-    """What the prompt's queries saw: a cache policy hides nothing from them."""
-    return oracle.everything(model, feed).prompt if method(name).site == "cache" else [heads.any(1) for heads in seen]
+def left_out(family, feed, name, seen, held, chosen, lengths):
+    """What is seen where a cache has ``seen`` in the end, or where tokens come back; a cache policy hides nothing from the
+    prompt's own queries."""
+    model = oracle.subject(family)
+    if chosen:
+        return oracle.coming_back(family, model, feed, held, chosen, lengths)
+    every = method(name).site == "cache"
+    prompt = oracle.everything(model, feed).prompt if every else [heads.any(1) for heads in seen]
+    return oracle.Seen(prompt, seen, oracle.below(family, name, feed))
 
 
 @pytest.mark.parametrize(

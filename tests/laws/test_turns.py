@@ -64,10 +64,17 @@ def spoken(family: str) -> dict[str, Any]:
 
 
 def after(
-    reduced: Any, family: str, feed: dict[str, Any], out: Any, kept: dict[str, Any], method: str, left: Any
+    reduced: Any,
+    family: str,
+    feed: dict[str, Any],
+    out: Any,
+    kept: dict[str, Any],
+    method: str,
+    left: Any,
+    back: oracle.Seen | None = None,
 ) -> Any:
-    """Bare logits for the whole conversation with everything hidden that the cache no longer holds; of the first turn's tokens
-    those that are ``left [B, S]`` bool were not dropped before they came to it."""
+    """Bare logits for the whole conversation with everything hidden that the cache no longer holds, or that was not seen though
+    it came ``back``; of the first turn's tokens those that are ``left [B, S]`` bool were not dropped before they came to it."""
     # a cache policy drops keys when the first turn's prompt has been read, not before
     delayed = mmaccel.method(method).site == "cache"
     prompt = feed["input_ids"].shape[1]
@@ -77,6 +84,9 @@ def after(
     def visible(layer: int) -> torch.Tensor:
         there = torch.ones(*held[layer].shape[:2], length, length, dtype=torch.bool)
         there[..., prompt if delayed else 0 :, :prompt] = held[layer][:, :, None]
+        if back is not None:
+            # heads choose alike
+            there[..., :prompt] = torch.cat([back.prompt[layer][:, None], back.later[layer][:, :1]], dim=2)
         return there
 
     whole = {**feed, "input_ids": reduced.sequences[:, :-1]}
@@ -98,22 +108,23 @@ def test_text_turn_sees_what_was_kept(family: str, method: str, kind: str) -> No
     """Only the new tokens are fed, and the answer is that of a full run with the dropped tokens hidden."""
     tiny, feed = model(family), inputs(family, kind)
     second = spoken(family) if kind == "uneven" else inputs(family, "text")
-    with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)):
+    with accelerated(tiny, recipe_of(method, family), processor=zoo.processor(family)), oracle.recalled() as chosen:
         first = generate(tiny, feed)
-        left = tiny.mmaccel.reduction.kept
+        left, behind = tiny.mmaccel.reduction.kept, oracle.held_behind(family, tiny, feed)
         held = [layer.index.index.clone() for layer in first.past_key_values.mmaccel.layers]
         kept, _ = follow(feed, first, second)
         with widths(text_model(tiny)) as seen:
             reduced = generate(tiny, kept, past_key_values=first.past_key_values)
+        back = oracle.coming_back(family, tiny, feed, behind, chosen, [1, 1, 1, *seen]) if chosen else None
     # the cache has not seen the last token of the answer
     assert seen == [second["input_ids"].shape[1] + 1, 1, 1, 1]
-    assert all(
+    assert back or all(
         after.shape[-1] == before.shape[-1] + sum(seen)
         for after, before in zip(
             (layer.index.index for layer in first.past_key_values.mmaccel.layers), held, strict=True
         )
     )
-    close(logits(reduced), after(reduced, family, feed, first, kept, method, left))
+    close(logits(reduced), after(reduced, family, feed, first, kept, method, left, back))
 
 
 @families

@@ -106,6 +106,24 @@ def test_on_top_of_flash_attention(family: str, method: str, kind: str, flash: l
     assert ahead or any(padded for _, _, padded in flash) == (kind == "uneven")
 
 
+@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl"))
+@pytest.mark.parametrize("kind", ("image", "uneven"))
+def test_flash_attention_where_tokens_come_back(family: str, kind: str, flash: list[tuple[Any, ...]]) -> None:
+    """They stand between what is stored, which no flash mask says; where none does a step reads as before, over two turns."""
+    tiny, feed, made = model(family), inputs(family, kind), []
+    words = inputs(family, "text", batch=len(feed["input_ids"]))
+    for name in ("sdpa", "flash_attention_2"):
+        tiny.config.text_config._attn_implementation_internal = name
+        with accelerated(tiny, recipe_of("lazyllm"), processor=zoo.processor(family)):
+            first = generate(tiny, feed)
+            assert tiny.mmaccel.stats()["tokens_returned"] > 0
+            second = generate(tiny, follow(feed, first, words)[0], past_key_values=first.past_key_values)
+        made.append(torch.cat([logits(first), logits(second)], dim=1))
+    tiny.config.text_config._attn_implementation_internal = "sdpa"
+    close(*made)
+    assert any(rows == 1 for rows, _, _ in flash)
+
+
 @pytest.mark.parametrize(("family", "overrides"), WINDOWED)
 def test_flash_attention_with_windows(family: str, overrides: Any, flash: list[tuple[Any, ...]]) -> None:
     """Flash windows count stored keys, so they are used only while all of the prompt is inside."""

@@ -126,6 +126,7 @@ LINES: dict[str, list[Callable[..., dict[str, Any]]]] = {
         lambda stage=stage: run(of(stage, KIVI), "images", steps=50) for stage in (QUEST, LOKI, SQUEEZED)
     ],
     "`tokenselect` on packed keys": [lambda: run(of(TOKENSELECT, KIVI), "images")],
+    "`lazyllm`": [lambda: run(of(("lazyllm-tokens", 0.3, {"layer": 1}), ("lazyllm-tokens", 0.2, {"layer": 2})))],
     "`dycoke-cache`": [lambda: run(of(("dycoke-cache", 0.3, {"layer": 2})))],
     "a text model with sliding windows": [
         lambda family=family, text=text: run(UNIFORM, family=family, text=text) for family, text in WINDOWED

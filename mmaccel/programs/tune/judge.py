@@ -2,7 +2,7 @@
 to read that answer behind the prompt.
 
 The unaccelerated model writes its greedy answer, and the towers' features are kept. A recipe then takes one forward of the
-prompt and one of all tokens of the answer together (token by token where a policy works at every step). A question is *kept* if
+prompt and one of all tokens of the answer together (token by token where a method works at every step). A question is *kept* if
 both models have the same most likely token at every place of the answer: what the accelerated model would write is then the
 same. ``kl`` is as in :mod:`mmaccel.programs.evaluate`; ``drift`` is what VFlowOpt searches by, one minus the cosine of the last
 hidden states of the prompt's last token, for which no answer is needed.
@@ -26,7 +26,7 @@ from ...accelerate import accelerated
 from ...errors import MmaccelError
 from ...families import family_of
 from ...media.prepare import prepare
-from ...method import Policy
+from ...method import Policy, ReturningMethod
 from ...recipe import Recipe
 from ...recipe import recipe as find_recipe
 from ...runtime.remembered import Remembered
@@ -118,6 +118,7 @@ class Exam:
 
     def __init__(self, model: Any, processor: Any, batch: Batch, longest: int, measure: bool) -> None:
         self.model, self.processor, self.batch, self.measure = model, processor, batch, measure
+        self.longest = longest
         self.family = family_of(model, processor)
         self.memory = Remembered()
         self.inputs = inputs_of(model, processor, batch)
@@ -154,7 +155,9 @@ class Exam:
         built = [method for _, method in recipe.build()]
         remembers = own and all(method.site not in ("patches", "encoder") for method in built)
         memory = self.memory.on(self.family) if remembers else nullcontext()
-        at_every_step = any(isinstance(method, Policy) and method.decodes for method in built)
+        at_every_step = any(
+            isinstance(method, ReturningMethod) or (isinstance(method, Policy) and method.decodes) for method in built
+        )
         seen: list[Any] = []
         note = self.family.text.register_forward_pre_hook(
             lambda module, args, kwargs: seen.append(kwargs.get("position_ids")), with_kwargs=True

@@ -1,0 +1,56 @@
+"""LazyLLM: tokens that were dropped between layers come back in the decode step that attends to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..core.reduction import Reduction, top_mask
+from ..method import ReturningMethod, TokenBatch
+from ..method.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class LazyLLM(ReturningMethod):
+    """Every step ranks visual tokens by the attention that its newest token pays, and the layers behind see the best.
+
+    *LazyLLM: Dynamic Token Pruning for Efficient Long Context LLM Inference*, arXiv 2407.14057.
+
+    ``s_j = mean_h A_{l-1}[h, last, j]`` over the visual tokens ``j`` that layer ``l - 1`` sees; the layers from ``l`` on see
+    the ``count`` highest, at their original positions, and all text. In a prompt the others are dropped there, and their hidden
+    states kept (the paper's auxiliary cache). In every forward behind it ``s`` is that of its last token, and the choice is
+    made anew: keys that are stored and not chosen are not read, and a token that is chosen and has no keys goes on from its
+    hidden state, so that every token is computed at most once in a layer. It sees what is read then and stands before it.
+
+    Parameters
+    ----------
+    layer : ``l``, counted from 0; the first of the paper's three for Llama 2, behind layer 9 of 32, with 0.7 of the tokens
+        (``default_retain``). The recipe ``lazyllm`` has all three, each of which keeps 0.7 of what reaches it.
+
+    Made from the paper alone, whose authors show no program. There any token of a prompt may be dropped but the last, and a
+    quantile of the scores decides; here text always stays, and the budget is a count: of every picture in a prompt, of all
+    pictures of a row together behind it. A later turn is a forward as any other: its tokens see what the last of them chooses,
+    and a picture in it adds to the tokens that may come back.
+
+    With ``output_hidden_states`` a layer shows the tokens that came back in front of the new ones. Beams are possible, and take
+    what waits with them; captured steps are not, since every step runs as many tokens as come back in it. ``stats()`` counts
+    these, ``tokens_returned``.
+    """
+
+    name = "lazyllm-tokens"
+    summary = "tokens that every decode step attends to, from layer 9 on; dropped ones can come back"
+    paper = "arXiv 2407.14057"
+    default_retain = 0.7
+
+    layer: float = 9
+
+    def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
+        """``prompt_attention [N, n]``, ``count [N]`` -> the highest."""
+        return Reduction.top(tokens.signals["prompt_attention"], tokens.valid, count)
+
+    def recall(self, figures: Mapping[str, Tensor], among: Tensor, count: Tensor) -> Tensor:
+        """``prompt_attention [B, n]``, ``among [B, n]``, ``count [B]`` -> the highest."""
+        return top_mask(figures["prompt_attention"], among, count)
