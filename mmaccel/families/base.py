@@ -114,6 +114,9 @@ class Family(Towers):
     #: whether some layers of its language models carry a state where others have attention, and what configurations call such
     stateful: bool = False
     carrying: ClassVar[tuple[str, ...]] = ()
+    #: why layers of the language model cannot read parts of a prompt apart, as the end of "the language model of ... "; None
+    #: where they can
+    undivided: str | None = None
     #: whether it is made for reading pages, every letter of which stands in few tokens
     reads_pages: ClassVar[bool] = False
     #: arguments of the inner model, beside those of the towers, without which the layout is not known
@@ -135,6 +138,8 @@ class Family(Towers):
         self.ranks = int(getattr(model, "_tp_size", None) or 1)
         if len(self.read_layers) > 1:
             self.whole = JOINED
+        if self.undivided is None and _slides(model.config):
+            self.undivided = "has sliding windows, which count places of the whole prompt"
 
     @classmethod
     def of(cls, config: Any) -> type[Family]:
@@ -410,6 +415,13 @@ class Family(Towers):
 def _turns_halves(config: Any) -> bool:
     """See :attr:`Family.halves`."""
     return config.text_config.model_type not in _OTHER_ROPE
+
+
+def _slides(config: Any) -> bool:
+    """Whether any layer of the language model has a sliding window."""
+    text = config.text_config
+    kinds = getattr(text, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
 
 
 def clip_frames(encoded: EncoderCall) -> tuple[int, int]:

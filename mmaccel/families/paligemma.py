@@ -24,6 +24,7 @@ class PaliGemma(Family):
     facts = Facts(clips=False, cls=False)
     beside = ("token_type_ids",)
     masks_above = True
+    undivided = "lets tokens of a prompt attend to each other both ways"
     first_position = 1
 
     def __init__(self, model: Any, processor: Any = None) -> None:

@@ -77,6 +77,8 @@ class ModelFacts(TowerFacts, Protocol):
     halves: bool
     #: whether some layers of the language model keep a recurrent state where others have attention
     stateful: bool
+    #: why layers of the language model cannot read parts of a prompt apart; None where they can
+    undivided: str | None
     #: the number of devices that the heads of a layer are spread over (tensor parallelism)
     ranks: int
 
