@@ -20,34 +20,38 @@ from .plan import record
 
 # --- cutting ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class _Middle:
-    """All between the first visual token of a row and its last.
+class _Row:
+    """The tokens of one row of a prompt, and what of them is between the first visual one and the last, its middle.
 
-    begin, end : of it, among the row's tokens.
-    visual : how many of these are visual.
-    low, high : ``[n]``, the lowest and highest position of each over axes.
-    behind : that of the first token behind; None where there is none.
-    furthest : the highest position of the row.
+    begin, end : of the middle. visual : how many tokens are visual.
+    axes : ``[a, n]``, where tokens stand on each axis.
+    origin : ``[a, n]``, the same on the first axis; on others, of a visual token, where its picture or frame begins.
     """
 
     begin: int
     end: int
     visual: int
-    low: Tensor
-    high: Tensor
-    behind: float | None
-    furthest: float
+    axes: Tensor
+    origin: Tensor
 
     @staticmethod
-    def of(visual: Tensor, axes: Tensor) -> _Middle:
-        """Of a row whose tokens are ``visual [n]`` bool and stand at ``axes [a, n]``."""
-        at, low, high = visual.nonzero()[:, 0], axes.amin(0), axes.amax(0)
-        begin, end = (int(at[0]), int(at[-1]) + 1) if len(at) else (len(visual), len(visual))
-        behind = low[end].item() if end < len(low) else None
-        return _Middle(begin, end, len(at), low[begin:end], high[begin:end], behind, high.max().item())
+    def of(prompt: Prompt, row: int, places: Tensor, axes: Tensor) -> _Row:
+        """Of the tokens at ``places [n]`` of a row, which stand at ``axes [a, n]``."""
+        at, origin = prompt.layout.visual[row, places].nonzero()[:, 0], axes.clone()
+        for segment in prompt.layout.segments if len(axes) > 1 else ():
+            mine = torch.isin(places, segment.places)
+            if segment.row == row and bool(mine.any()):
+                origin[1:, mine] = axes[1:, mine].amin(1, keepdim=True)
+        begin, end = (int(at[0]), int(at[-1]) + 1) if len(at) else (len(places), len(places))
+        return _Row(begin, end, len(at), axes, origin)
+
+    @property
+    def middle(self) -> Tensor:
+        """``[a, m]``, where its tokens stand."""
+        return self.axes[:, self.begin : self.end]
 
     def span(self, levels: int) -> Span:
-        """How it is cut for a tree of so many levels."""
+        """How the middle is cut for a tree of so many levels."""
         return Span(self.begin, self.end, max(1, -(-(self.end - self.begin) // 2**levels)))
 
     def levels(self, method: ChunkMethod, kept: int, depth: int, limit: int | None) -> int:
@@ -57,31 +61,43 @@ class _Middle:
             return 0
         chunks = max(-(-self.visual // kept), -(-(self.end - self.begin) // (method.length or self.end)))
         levels, highest = (chunks - 1).bit_length(), method.highest(depth)
-        if limit is not None and self.furthest >= limit:
-            while levels < highest and float(self.extents(self.span(levels))[1].max()) > limit // 2:
+        if limit is not None and float(self.axes.max()) >= limit:
+            while levels < highest and self.reach(self.moves(self.span(levels))) > limit // 2:
                 levels += 1
         return min(levels, highest)
 
-    def extents(self, span: Span) -> tuple[Tensor, Tensor]:
-        """The lowest position of every chunk, and how many positions it reaches over, ``[chunks]``."""
-        lowest = torch.stack([x.min() for x in self.low.split(span.length)])
-        return lowest, torch.stack([x.max() for x in self.high.split(span.length)]) + 1 - lowest
+    def moves(self, span: Span) -> Tensor:
+        """By how many positions tokens of the middle come forward, ``[a, m]``.
 
-    def moves(self, span: Span) -> tuple[Tensor, Tensor, Tensor]:
-        """By how many positions each chunk comes forward, ``[chunks]``, by how many what is behind all of them, and how many
-        the middle as a whole reaches over less than before, ``[]``.
-
-        Every chunk begins where the middle did. What is behind comes so far forward as the middle is shorter; where frames of
-        a slow clip stood later than the question, no further than behind the longest chunk.
+        Every chunk begins at the time at which the middle did, and all in it is moved as much; but rows and columns of a
+        picture or frame only so far as to where those of the middle begin.
         """
+        first = self.middle.amin(1, keepdim=True)
+        time = torch.cat([chunk.min().expand(len(chunk)) for chunk in self.middle[0].split(span.length)]) - first[0]
+        return torch.minimum(time, self.origin[:, self.begin : self.end] - first)
+
+    def reach(self, moves: Tensor | float) -> float:
+        """Over how many positions the middle reaches, moved by so much."""
+        return float((self.middle - moves).max() + 1 - self.middle.min())
+
+    def settled(self, span: Span) -> tuple[Tensor, float, float]:
+        """By how many positions all tokens come forward, ``[a, n]``, those behind the middle among them, and how many positions
+        fewer the middle reaches over.
+
+        What is behind comes so far forward as the middle is shorter; where frames of a slow clip stood later than the question,
+        no further than behind the longest chunk.
+        """
+        moved = torch.zeros_like(self.axes)
         if not self.visual:
-            none = self.low.new_zeros(())
-            return none[None], none, none
-        lowest, extent = self.extents(span)
-        first, longest = self.low.min(), extent.max()
-        whole = self.high.max() + 1 - first
-        before = whole if self.behind is None else (self.behind - first).clamp(max=whole)
-        return lowest - first, (before - longest).clamp(min=0), whole - longest
+            return moved, 0, 0
+        moves = self.moves(span)
+        before = whole = self.reach(0)
+        if self.end < self.axes.shape[1]:
+            before = min(whole, float(self.axes[:, self.end].min() - self.middle.min()))
+        longest = self.reach(moves)
+        behind = max(before - longest, 0)
+        moved[:, self.begin : self.end], moved[:, self.end :] = moves, behind
+        return moved, behind, whole - longest
 
 
 def cut(prompt: Prompt, chosen: Tensor, planes: list[Tensor], kwargs: dict[str, Any]) -> Tensor:
@@ -102,68 +118,62 @@ def cut(prompt: Prompt, chosen: Tensor, planes: list[Tensor], kwargs: dict[str, 
     present = whole.only(prompt.total.kept).valid.sum(1)
     count = tokens.budget(prompt, stage, whole, present)
     record(prompt.stats, stage, int(present.sum()), int(count.sum()), int(present.sum()))
-    given, visual = kwargs["position_ids"], prompt.layout.visual
-    axes = given.cpu() if given.dim() == 2 else given[-3:].cpu()
+    given, there = kwargs["position_ids"], chosen >= 0
+    # an axis before three is that of the text, which counts as time does
+    axes = given.cpu()[None] if given.dim() == 2 else given.cpu()[-3:]
     limit = getattr(prompt.plan.family.text.config, "max_position_embeddings", None)
-    rows, middles, spans = [], [], []
-    for row, places in enumerate(chosen):
-        rows.append(places[places >= 0])
-        middles.append(_Middle.of(visual[row, rows[-1]], axes.view(-1, *chosen.shape)[:, row, places >= 0]))
-        kept = int(count[whole.row == row].sum())
-        spans.append(middles[-1].span(middles[-1].levels(stage.method, kept, depth, limit)))
+    rows = [_Row.of(prompt, b, chosen[b, there[b]], axes[:, b, there[b]]) for b in range(len(chosen))]
+    kept = [int(count[whole.row == b].sum()) for b in range(len(chosen))]
+    spans = [row.span(row.levels(stage.method, k, depth, limit)) for row, k in zip(rows, kept, strict=True)]
     if all(span.chunks == 1 for span in spans):
         return chosen
-    now = Chunks.cut(rows, spans)
+    now = Chunks.cut([places[real] for places, real in zip(chosen, there, strict=True)], spans)
     joins = [stage.method.joins((span.chunks - 1).bit_length(), depth) for span in spans]
-    moves = [middle.moves(span) for middle, span in zip(middles, spans, strict=True)]
-    parts, behind, shorter = zip(*moves, strict=True)
-    _place(prompt, now, chosen, torch.cat(parts), torch.stack(behind), planes, kwargs)
+    moved, behind, shorter = zip(*(row.settled(span) for row, span in zip(rows, spans, strict=True)), strict=True)
+    moves = torch.zeros_like(axes)
+    for b, mine in enumerate(moved):
+        moves[:, b, there[b]] = mine
+    _place(prompt, now, chosen, moves if given.dim() < 3 or len(given) == 3 else moves[[0, 0, 1, 2]], planes, kwargs)
     if prompt.state is not None:
-        _follow(prompt.state, now, joins, torch.stack(behind), torch.stack(shorter))
-    where = kwargs["position_ids"]
-    prompt.chunked = Chunked(stage, now, joins, where if where.dim() == 2 else where[-3], count)
+        _follow(prompt.state, now, joins, moves.new_tensor(behind), moves.new_tensor(shorter))
+    where = kwargs["position_ids"][-3:] if given.dim() == 3 else kwargs["position_ids"][None]
+    prompt.chunked = Chunked(stage, now, joins, where[0], count)
     prompt.stats.notes.append(_told(stage.method, now, spans, joins))
+    furthest = int((axes - moves).max())
+    if limit is not None and furthest >= limit:
+        prompt.stats.notes.append(
+            f"{stage.method.name}: positions still go up to {furthest}, and the model has {limit}; give a lower layer for more "
+            "levels, or less text"
+        )
     return now.places
 
 
 def _place(
-    prompt: Prompt,
-    now: Chunks,
-    chosen: Tensor,
-    moves: Tensor,
-    behind: Tensor,
-    planes: list[Tensor],
-    kwargs: dict[str, Any],
+    prompt: Prompt, now: Chunks, chosen: Tensor, moves: Tensor, planes: list[Tensor], kwargs: dict[str, Any]
 ) -> None:
-    """Write chunks into the arguments of the text model, moved by ``moves [R]`` and ``behind [B]`` (:meth:`_Middle.moves`)."""
-    embeds, given = kwargs["inputs_embeds"], kwargs["position_ids"]
-    there, places = now.places >= 0, now.places.clamp(min=0)
-    middle = there & ~now.shared
-    # text behind stands later than all that is between
-    last = torch.where(middle, now.places, -1).amax(1)
-    last = torch.full((len(chosen),), -1).scatter_reduce(0, now.row, last, "amax")
-    moved = torch.where(middle, moves[:, None], 0)
-    moved = torch.where(there & (now.places > last[now.row, None]), behind[now.row, None], moved)
-    visual = prompt.layout.visual[now.row[:, None], places] & there
+    """Write chunks into the arguments of the text model, whose tokens come forward by ``moves [axes, B, q]``."""
+    embeds, given, places = kwargs["inputs_embeds"], kwargs["position_ids"], now.places.clamp(min=0)
+    visual = prompt.layout.visual[now.row[:, None], places] & (now.places >= 0)
     at = prompt.slots(chosen)[now.row].gather(1, places)
-    spots = visual.flatten().nonzero()[:, 0]
-    row, at, places, seen, spots = sent(embeds.device, now.row[:, None], at, places, visual, spots)
+    row, at, places, seen, spots = sent(
+        embeds.device, now.row[:, None], at, places, visual, visual.flatten().nonzero()[:, 0]
+    )
     kwargs["inputs_embeds"] = embeds[row, at]
-    kwargs["position_ids"] = given[..., row, at] - moved.to(given.device)
+    kwargs["position_ids"] = (given - moves.view(given.shape).to(given.device))[..., row, at]
     if planes:
         features = [plane[row, places].flatten(0, 1)[spots] for plane in planes]
         kwargs |= prompt.plan.family.deep_arguments(seen.bool(), features)
 
 
 def _follow(state: CacheState, now: Chunks, joins: list[list[int]], behind: Tensor, shorter: Tensor) -> None:
-    """Let a cache go on where positions have come forward, ``behind`` and ``shorter [B]`` (see :meth:`_Middle.moves`), and have
+    """Let a cache go on where positions have come forward, ``behind`` and ``shorter [B]`` (see :meth:`_Row.settled`), and have
     the rows of chunks."""
     assert state.offset is not None
     behind, shorter = behind.to(state.offset.device), shorter.to(state.offset.device)
     state.offset = state.offset + behind
     if state.ahead is not None:
         state.ahead = (state.ahead - shorter + behind).clamp(min=0)
-    for layer in {layer for each in joins for layer in each}:
+    for layer in sorted({layer for each in joins for layer in each}):
         # from there on other tokens are stored
         state.shared.split(layer)
     cached.spread(state, now.row)

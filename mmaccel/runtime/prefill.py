@@ -172,6 +172,10 @@ def _given(prompt: Prompt, left: Left, positions: Tensor | None, device: torch.d
     positions = positions.to(device)
     if positions.shape[-2] == 1 and batch > 1:
         positions = positions.expand(*positions.shape[:-2], batch, -1)
+    if positions.dim() == 2 and prompt.seen and state is not None and state.offset is not None:
+        # ``generate`` counts tokens, and where chunks have joined positions go on before that
+        first = positions.gather(1, left.valid.long().argmax(1, keepdim=True))
+        positions = (positions - first + prompt.seen - state.offset.to(device)[:, None]).clamp(min=0)
     return positions
 
 
