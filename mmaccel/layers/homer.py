@@ -60,8 +60,6 @@ class HOMER(ChunkMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # JSON makes lists of them
-        object.__setattr__(self, "bias", tuple(tuple(map(float, row)) for row in self.bias))
         if not all(self.bias):
             raise MmaccelError("homer: a row of bias has no value; give one or more, for distances from 0 on.")
 

@@ -45,7 +45,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         # JSON knows no tuples
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()}
+        given = {key: _tuples(value) for key, value in self.options.items()}
         options = {key: Loaded.of(value) for key, value in given.items()}
         object.__setattr__(self, "options", options)
 
@@ -453,6 +453,11 @@ def _hints(cls: type) -> dict[str, Any]:
     except NameError:
         # a class made inside a function may name types that only exist there
         return {}
+
+
+def _tuples(value: Any) -> Any:
+    """A value with tuples for its lists, and for those in them."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _fits(value: Any, hint: Any) -> bool:
