@@ -19,6 +19,8 @@ from .tower import EncoderCall, Towers
 
 #: why tokens cannot merge in towers of which several layers are read
 JOINED = "is read behind several layers, whose tokens must be the same"
+#: why layers cannot read parts of a prompt apart where some have windows
+WINDOWS = "has sliding windows, which count places of the whole prompt"
 #: text models whose RoPE turns neighbours instead of halves, leaves layers or channels out, or differs between layers
 _OTHER_ROPE = (
     "cohere",
@@ -139,7 +141,7 @@ class Family(Towers):
         if len(self.read_layers) > 1:
             self.whole = JOINED
         if self.undivided is None and _slides(model.config):
-            self.undivided = "has sliding windows, which count places of the whole prompt"
+            self.undivided = WINDOWS
 
     @classmethod
     def of(cls, config: Any) -> type[Family]:

@@ -29,6 +29,11 @@ class HOMER(ChunkMethod):
     significance stay, and so does all text. With ``c`` chunks of ``C`` tokens and ``T`` of text, attention in the lower layers
     costs ``c (C + T)^2`` in place of ``(c C + T)^2``.
 
+    It is for prompts that do not fit a model. In one that does a chunk costs what hangs on its place: with half of the tokens
+    mini-llava-deep names all colours and shapes of 16 pictures, and no place in 8, and answers 58 % of 72 questions, where it
+    answers 83 % with ``fastv`` (``mmaccel eval --model mmaccel/models/mini-llava-deep --limit 8 --recipe homer fastv --retain
+    0.5``, on a CPU).
+
     By default a chunk has as many tokens as are to stay in the end, as the authors' chunks and target, 2,048 each, and no more
     than half of the model's positions where the prompt is beyond them, as theirs of 4,096. A picture that keeps
     everything in a prompt that fits is one chunk, and the model then is the bare one.
@@ -46,8 +51,8 @@ class HOMER(ChunkMethod):
     tree depth first and holds the keys of one branch at a time; here all chunks of a level are rows of one batch, which gives
     the same and holds the keys of all tokens below the first join while the prompt is read. The method is for text, and all of
     the context competes in a chunk; here visual tokens compete, each picture for its own budget, and text between them stays.
-    With M-RoPE a chunk is moved by as much on all three axes, and distances are those in time. ``positions`` makes no
-    difference.
+    With M-RoPE time begins anew in every chunk, rows and columns of a picture go on, and distances are those in time.
+    ``positions`` makes no difference.
     """
 
     name = "homer"

@@ -76,7 +76,7 @@ class ChunkMethod(TokenMethod):
         """Refuse language models whose layers cannot read a prompt in parts, and layers out of reach."""
         if family.undivided is not None:
             raise UnsupportedError(
-                f"{self.name} has layers read a prompt in chunks, and the language model of this {family.name} "
+                f"{self.name} has layers read a prompt in chunks, and the language model of {family.name} "
                 f"{family.undivided}; use 'fastv' or another method that leaves the prompt in one piece."
             )
         reach = self._reach(family)

@@ -183,8 +183,9 @@ def _told(method: ChunkMethod, now: Chunks, spans: list[Span], joins: list[list[
     """What the notes of the statistics say of a prompt."""
     layers = sorted({layer for each in joins for layer in each})
     return (
-        f"{method.name} has layers read {len(now.row)} chunks of at most {max(span.length for span in spans)} tokens between "
-        f"copies of the text, which join before layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+        f"{method.name} read {len(spans)} prompt{'s' * (len(spans) > 1)} as {len(now.row)} chunks of at most "
+        f"{max(span.length for span in spans)} tokens between copies of the text, which join before "
+        f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
     )
 
 

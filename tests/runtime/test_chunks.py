@@ -451,7 +451,7 @@ def test_figures_of_a_call() -> None:
         assert counts[1] == 18 == stats["stages"][0]["tokens_kept"] and stats["stages"][0]["tokens_in"] == 72
         assert stats["visual_tokens_per_layer"] == (2 * 72 + sum(counts)) / 4
         assert stats["notes"] == [
-            "homer has layers read 4 chunks of at most 19 tokens between copies of the text, which join before layers 2, 3"
+            "homer read 1 prompt as 4 chunks of at most 19 tokens between copies of the text, which join before layers 2, 3"
         ]
         assert set(history[0].scores()) == {"significance"}
 
