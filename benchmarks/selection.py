@@ -2,7 +2,8 @@
 
 Times every registered method at the sites ``projector`` and ``layers`` on random clips of 576, 2,880 and 16,384 visual tokens
 as a 7B language model would read them: ``look`` (for methods inside the language model) and ``reduce``, with what the vision
-tower shows given. Left out are methods for which a smaller model chooses; what that reads is what they cost. Beside it stands
+tower shows given. Left out are methods for which a smaller model chooses; what that reads is what they cost. Of chunks that
+join it is one choice from all of them, and what is saved above the last join. Beside it stands
 the time that a prefill of the model would save at that retention: the operations saved, less those of a look ahead, over the
 FLOP/s of its largest matrix product, measured in the same run on the same device. On a CPU seconds are those of the process,
 all threads together, so that other processes on the machine do not count.
@@ -29,7 +30,15 @@ from torch import Tensor
 from mmaccel import DivPrune
 from mmaccel.cli.shared.text import put_between
 from mmaccel.core.budget import resolve
-from mmaccel.method import DraftMethod, LayerAttention, LayerMethod, PreviewMethod, TokenBatch, TokenMethod
+from mmaccel.method import (
+    ChunkMethod,
+    DraftMethod,
+    LayerAttention,
+    LayerMethod,
+    PreviewMethod,
+    TokenBatch,
+    TokenMethod,
+)
 from mmaccel.method.registry import methods
 from mmaccel.programs.bench import origin
 from mmaccel.runtime.proportional import stands_for
@@ -110,8 +119,10 @@ def ahead(method: TokenMethod, tokens: int) -> float:
     return 0.0
 
 
-def layer_of(method: LayerMethod | PreviewMethod) -> int:
-    """The layer at which it works in this model."""
+def layer_of(method: LayerMethod | PreviewMethod | ChunkMethod) -> int:
+    """The layer at which it works in this model, the last one where chunks join; there are two levels at a quarter."""
+    if isinstance(method, ChunkMethod):
+        return dataclasses.replace(method, layer=int(method.layer * LAYERS + 0.5)).joins(2, LAYERS)[-1]  # type: ignore[type-var]
     return method.layer if isinstance(method.layer, int) else int(method.layer * LAYERS + 0.5)
 
 
@@ -141,14 +152,18 @@ def figures(kind: type[TokenMethod], n: int, args: argparse.Namespace) -> dict[s
     tokens = clip(CLIPS[n], method, args.device, args.dtype)
     count = torch.tensor([resolve(args.retain, n)], device=args.device)
     first_layer = 0
-    if isinstance(method, (LayerMethod, PreviewMethod)):
-        first_layer = max(1, layer_of(method)) if isinstance(method, LayerMethod) else 0
+    if isinstance(method, (LayerMethod, PreviewMethod, ChunkMethod)):
+        first_layer = 0 if isinstance(method, PreviewMethod) else max(1, layer_of(method))
         seen = attention(n, args.device, args.dtype)
         entered = torch.cat([tokens.features, tokens.features[:, :TEXT]], 1)
 
         def work() -> int:
             prepared = method.prepare(entered, seen.text, ~seen.text) if isinstance(method, LayerMethod) else {}
-            found = method.look(dataclasses.replace(seen, prepared=prepared))
+            shown = dataclasses.replace(seen, prepared=prepared)
+            if isinstance(method, ChunkMethod):
+                found = method.look(shown, torch.arange(n + TEXT, device=args.device)[None], first_layer - 1)
+            else:
+                found = method.look(shown)
             tokens.signals.update({name: figure[:, :n] for name, figure in found.items()})  # type: ignore[attr-defined]
             if tokens.question is not None:
                 said = {name: figure[:, -tokens.question.shape[1] :] for name, figure in found.items()}

@@ -70,6 +70,7 @@ from .layers.fastkv import FastKVTokens as FastKVTokens
 from .layers.fastv import FastV as FastV
 from .layers.framefusion import FrameFusion as FrameFusion
 from .layers.holitom import HoliTomInner as HoliTomInner
+from .layers.homer import HOMER as HOMER
 from .layers.lazyllm import LazyLLM as LazyLLM
 from .layers.metok import METokPrune as METokPrune
 from .layers.mustdrop import MustDropFilter as MustDropFilter

@@ -24,6 +24,7 @@ from torch import Tensor
 from mmaccel.core.layout import Layout, Segment, Tile, Units
 from mmaccel.kv.codecs.base import Codec
 from mmaccel.method import (
+    ChunkMethod,
     DraftMethod,
     EncoderMethod,
     EncoderTokens,
@@ -183,6 +184,9 @@ def tokens_of(
         signals[tap.kind] = signal.masked_fill(hidden, torch.nan)
     if isinstance(method, (LayerMethod, PreviewMethod)):
         names = method.look(attention_of(1, 9)).keys()
+        signals |= {name: figures[..., i].masked_fill(~valid, torch.nan) for i, name in enumerate(names)}
+    if isinstance(method, ChunkMethod):
+        names = method.look(attention_of(1, 9), torch.arange(9)[None], 0).keys()
         signals |= {name: figures[..., i].masked_fill(~valid, torch.nan) for i, name in enumerate(names)}
     if isinstance(method, DraftMethod):
         signals["draft_match"] = figures[..., 0].masked_fill(~valid, torch.nan)

@@ -148,6 +148,7 @@ def _families(cls: Any) -> list[str]:
         usual.closed, usual.whole, usual.halves, usual.ranks = family.closed, family.whole, family.halves, family.ranks
         usual.stateful, usual.attending, usual.modalities = family.stateful, (), family.modalities
         usual.no_return = family.no_return
+        usual.undivided = family.undivided
         try:
             made = cls()
             made.fit(usual).suits(usual)
@@ -288,6 +289,7 @@ def _describe(cls: Any) -> dict[str, Any]:
 
 def _needs(cls: Any) -> list[str]:
     from ..method import (
+        ChunkMethod,
         Drafted,
         EncoderMethod,
         FramesMethod,
@@ -313,6 +315,8 @@ def _needs(cls: Any) -> list[str]:
         needs.append("CLS attention" if cls.needs_cls else "tower keys")
     if issubclass(cls, LayerMethod):
         needs.append("prompt attention" if cls.look is LayerMethod.look else "layer attention")
+    if issubclass(cls, ChunkMethod):
+        needs.append("attention of chunks")
     if issubclass(cls, PreviewMethod):
         needs.append("attention in a first pass")
     if issubclass(cls, Drafted):

@@ -219,7 +219,28 @@ class Units:
 
     def only(self, kept: Tensor) -> Units:
         """The same units with only the places in ``kept [B, S]`` bool."""
-        slots, held = leftmost(self.valid & kept[self.row[:, None], self.places.clamp(min=0)])
+        return self._taken(self.valid & kept[self.row[:, None], self.places.clamp(min=0)])
+
+    def split(self, part: Tensor) -> tuple[Units, Tensor, Tensor]:
+        """Smaller units: the tokens of each in every ``part [B, S]`` of a prompt, a number, -1 for none; and of every one, the
+        unit that it is of and the part that it is in, ``[M]`` long."""
+        at = part[self.row[:, None], self.places.clamp(min=0)].masked_fill(~self.valid, -1)
+        unit = torch.arange(len(at))[:, None].expand_as(at)
+        pairs = torch.stack([unit, at], dim=-1)[at >= 0].unique(dim=0)
+        mine, number = pairs.view(-1, 2).unbind(1)
+        whole = Units(
+            picture=[self.picture[i] for i in mine.tolist()],
+            modality=[self.modality[i] for i in mine.tolist()],
+            **{
+                name: getattr(self, name)[mine]
+                for name in ("row", "places", "cells", "source", "segment", "tile", "grid", "tiles")
+            },
+        )
+        return whole._taken(at[mine] == number[:, None]), mine, number
+
+    def _taken(self, there: Tensor) -> Units:
+        """The same units with only the slots that are ``there [N, n]`` bool."""
+        slots, held = leftmost(there)
 
         def take(x: Tensor) -> Tensor:
             return x.gather(1, slots).masked_fill(~held, -1)

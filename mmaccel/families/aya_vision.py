@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
-from .base import Facts
+from .base import WINDOWS, Facts
 from .internvl import TiledByText
 from .tower import EncoderCall
 
@@ -22,6 +22,7 @@ class AyaVision(TiledByText):
     place = 13
     facts = Facts("yes, tiled", clips=False, cls=False, merging="blocks of pixel shuffle")
     halves = False
+    undivided = WINDOWS
 
     @property
     def shuffle(self) -> int:

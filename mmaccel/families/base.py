@@ -19,6 +19,8 @@ from .tower import EncoderCall, Towers
 
 #: why tokens cannot merge in towers of which several layers are read
 JOINED = "is read behind several layers, whose tokens must be the same"
+#: why layers cannot read parts of a prompt apart where some have windows
+WINDOWS = "has sliding windows, which count places of the whole prompt"
 #: text models whose RoPE turns neighbours instead of halves, leaves layers or channels out, or differs between layers
 _OTHER_ROPE = (
     "cohere",
@@ -116,6 +118,9 @@ class Family(Towers):
     #: why a token cannot run through its language model later than it stands, as the end of "the language model of ..."
     no_return: str | None = None
     carrying: ClassVar[tuple[str, ...]] = ()
+    #: why layers of the language model cannot read parts of a prompt apart, as the end of "the language model of ... "; None
+    #: where they can
+    undivided: str | None = None
     #: whether it is made for reading pages, every letter of which stands in few tokens
     reads_pages: ClassVar[bool] = False
     #: arguments of the inner model, beside those of the towers, without which the layout is not known
@@ -137,6 +142,8 @@ class Family(Towers):
         self.ranks = int(getattr(model, "_tp_size", None) or 1)
         if len(self.read_layers) > 1:
             self.whole = JOINED
+        if self.undivided is None and _slides(model.config):
+            self.undivided = WINDOWS
 
     @classmethod
     def of(cls, config: Any) -> type[Family]:
@@ -412,6 +419,13 @@ class Family(Towers):
 def _turns_halves(config: Any) -> bool:
     """See :attr:`Family.halves`."""
     return config.text_config.model_type not in _OTHER_ROPE
+
+
+def _slides(config: Any) -> bool:
+    """Whether any layer of the language model has a sliding window."""
+    text = config.text_config
+    kinds = getattr(text, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
 
 
 def clip_frames(encoded: EncoderCall) -> tuple[int, int]:

@@ -24,6 +24,7 @@ class Gemma3(Family):
     facts = Facts(clips=False, cls=False, merging="blocks of pooling")
     beside = ("token_type_ids",)
     masks_above = True
+    undivided = "lets tokens of a prompt attend to each other both ways"
     halves = False
     no_return = "has layers of two RoPEs, and pictures that may attend to each other both ways"
     #: whether a picture sees all of itself where a window is narrower

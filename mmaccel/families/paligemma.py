@@ -25,6 +25,7 @@ class PaliGemma(Family):
     beside = ("token_type_ids",)
     masks_above = True
     no_return = "lets all tokens of a prompt attend to each other both ways"
+    undivided = "lets tokens of a prompt attend to each other both ways"
     first_position = 1
 
     def __init__(self, model: Any, processor: Any = None) -> None:

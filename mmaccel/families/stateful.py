@@ -18,6 +18,7 @@ class Stateful(Family):
     """What is dropped before a layer with a state has never been there for it; what is dropped behind it stays in its state."""
 
     stateful = True
+    undivided = "has layers with a recurrent state, and two states do not join"
     #: the attribute of a layer that holds what carries its state, and the argument that its cache comes by
     net_name: ClassVar[str] = "linear_attn"
     cache_name: ClassVar[str] = "cache_params"

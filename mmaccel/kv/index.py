@@ -217,7 +217,7 @@ class KeyIndex:
     def select(self, rows: Tensor, on_host: Tensor) -> None:
         """Keep, repeat or reorder rows of the batch; ``on_host`` are the same on the CPU."""
         self._know(None if self._lengths is None else self.lengths[on_host])
-        self.index = self.index.index_select(0, rows.to(self.index.device))
+        self.index = self.index.index_select(0, to_device(rows, self.index.device))
         self._mask = self._slots = None
 
     def crop(self, upto: int) -> Tensor:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from ..errors import MmaccelError
 from .decoding import reads_as_stored
 from .incoming import Incoming
-from .index import KeyIndex, leftmost
+from .index import KeyIndex, leftmost, to_device
 from .ragged import Ragged
 from .room import append, trimmed
 from .shared import Shared
@@ -356,7 +356,7 @@ class CompressedLayer(DynamicLayer):
         if self.number == 0:
             self.shared.select(rows)
         if self.is_initialized and self.keys.numel() + self.values.numel() > 0:
-            rows = rows.to(self.keys.device)
+            rows = to_device(rows, self.keys.device)
             self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
         elif self.is_initialized:
             self.keys = self.keys.new_empty(len(rows), *self.keys.shape[1:])

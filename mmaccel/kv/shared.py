@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ..errors import UnsupportedError
 from .incoming import Incoming
-from .index import KeyIndex
+from .index import KeyIndex, to_device
 from .pinned import Pinned
 from .returning import Returning
 from .sparse import SparseMemory
@@ -111,7 +111,7 @@ class Shared:
         for name in _BY_ROW:
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None:
-                setattr(self, name, tensor[rows.to(tensor.device)])
+                setattr(self, name, tensor[to_device(rows, tensor.device)])
         if self.sparse is not None:
             self.sparse.select(rows)
         if self.returning is not None:

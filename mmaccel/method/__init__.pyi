@@ -1,6 +1,7 @@
 """The base classes of methods, one file per site: the one list of their names."""
 
 from .base import Grid, Method, ModelFacts, Site, Tap, TowerFacts
+from .chunks import ChunkMethod
 from .draft import Drafted, DraftMethod, DraftPolicy
 from .encoder import EncoderMethod, EncoderTokens
 from .frames import FrameChoice, FramesMethod
@@ -20,6 +21,7 @@ __all__ = [
     "LIMITS",
     "AttentionGuided",
     "CacheOptions",
+    "ChunkMethod",
     "DraftMethod",
     "DraftPolicy",
     "Drafted",

@@ -79,6 +79,8 @@ class ModelFacts(TowerFacts, Protocol):
     stateful: bool
     #: why a token cannot run through its layers later than it stands, as the end of "the language model of ..."; or None
     no_return: str | None
+    #: why layers of the language model cannot read parts of a prompt apart; None where they can
+    undivided: str | None
     #: the number of devices that the heads of a layer are spread over (tensor parallelism)
     ranks: int
 

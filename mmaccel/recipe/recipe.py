@@ -48,7 +48,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         # JSON knows no tuples
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()}
+        given = {key: _tuples(value) for key, value in self.options.items()}
         options = {key: Loaded.of(value) for key, value in given.items()}
         object.__setattr__(self, "options", options)
 
@@ -293,7 +293,7 @@ class Recipe:
             If a stage needs a budget and has none, ``layers`` stages do not rise, or ``positions`` cannot be honoured.
         """
         # methods are loaded when they are built, and torch with them
-        from ..method import LayerMethod, Policy, ReturningMethod
+        from ..method import ChunkMethod, LayerMethod, Policy, ReturningMethod
 
         built = [(stage, stage.build().by(self.variant)) for stage in self.stages]
         at = [m.layer for _, m in built if isinstance(m, LayerMethod)]
@@ -309,10 +309,11 @@ class Recipe:
                 f"positions='paper' cannot be had with {late[0]!r}: its authors renumber between layers, so that a token has "
                 "other positions in every layer's cache; use 'keep'."
             )
-        if self.proportional != "none" and (other := [m.name for _, m in built if m.site not in _WEIGHED]):
+        elsewhere = [m.name for _, m in built if m.site not in _WEIGHED or isinstance(m, ChunkMethod)]
+        if self.proportional != "none" and elsewhere:
             raise MmaccelError(
-                f"proportional={self.proportional!r} is for tokens that are dropped or merged in the tower and behind it, and "
-                f"{other[0]!r} works elsewhere; leave one of them out."
+                f"proportional={self.proportional!r} is for tokens that are dropped or merged in the tower or behind it, in "
+                f"prompts of one piece, and {elsewhere[0]!r} is not; leave one of them out."
             )
         back = [m for _, m in built if isinstance(m, ReturningMethod)]
         beside = [m for _, m in built if m.site in _SITES[4:] and not isinstance(m, ReturningMethod)]
@@ -477,6 +478,11 @@ def _hints(cls: type) -> dict[str, Any]:
     except NameError:
         # a class made inside a function may name types that only exist there
         return {}
+
+
+def _tuples(value: Any) -> Any:
+    """A value with tuples for its lists, and for those in them."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _fits(value: Any, hint: Any) -> bool:

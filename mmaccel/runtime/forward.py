@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.chunks import Chunks
 from ..core.layout import Layout, Modality, Units
 from ..core.masks import true_last
 from ..core.reduction import Reduction
@@ -18,8 +19,9 @@ from ..kv.cache import CacheState
 from ..kv.incoming import Incoming, Phase
 from ..kv.index import KeyIndex
 from ..kv.returning import Aside
+from ..method import ChunkMethod, LayerAttention
 from .encoded import Encoded
-from .plan import ModelPlan
+from .plan import ModelPlan, PlannedStage
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,38 @@ class Continuation(Forward):
 
 
 @dataclass(eq=False)
+class Chunked:
+    """The chunks of a prompt, as far as they have joined.
+
+    stage : the method and its budget.
+    now : the chunks that there are.
+    joins : for every row of the prompt the layers at whose input its chunks join.
+    positions : ``[R, q]``, where their tokens stand, on the first axis where there are several.
+    count : ``[N]`` long on the CPU, how many tokens of every picture are to be left.
+    looked : figures of their tokens that the method made of the attention before the next join, ``[R, q]``.
+    """
+
+    stage: PlannedStage[ChunkMethod]
+    now: Chunks
+    joins: list[list[int]]
+    positions: Tensor
+    count: Tensor
+    looked: dict[str, Tensor] = field(default_factory=dict)
+
+    def joining(self, layer: int) -> Tensor:
+        """``[B]`` bool, the rows of the prompt whose chunks join at the input of a layer."""
+        return torch.tensor([layer in layers for layers in self.joins])
+
+    def due(self, layer: int) -> bool:
+        """Whether chunks of any row do."""
+        return any(layer in layers for layers in self.joins)
+
+    def look(self, layer: int, attention: LayerAttention) -> None:
+        """Show the method what a layer attends to."""
+        self.looked = self.stage.method.look(attention, self.positions, layer)
+
+
+@dataclass(eq=False)
 class Prompt(Forward):
     """A prompt with pictures, and what is left of it so far.
 
@@ -136,6 +170,7 @@ class Prompt(Forward):
     marks : by name what stages said of tokens, by place, ``[B, S]`` float32; NaN where they said nothing.
     together : which tokens attend to each other both ways, ``[B, S]`` long on the CPU, see :meth:`Family.together
         <mmaccel.families.base.Family.together>`; None where none looks ahead of itself.
+    chunked : its chunks, where the lower layers read it in several.
     turned : cosines and sines of the tokens that are left, by phase and kind of RoPE, where layers have several.
     looked : figures per key that the method at the next layer made of the attention before it, ``[B, q]``.
     """
@@ -151,6 +186,7 @@ class Prompt(Forward):
     marks: dict[str, Tensor] = field(default_factory=dict)
     looked: dict[str, Tensor] = field(default_factory=dict)
     together: Tensor | None = None
+    chunked: Chunked | None = None
     turned: dict[tuple[int, str], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def measured(

@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ..kv.incoming import Incoming
 from ..method import DraftPolicy, ReadingPolicy, ReturningMethod
-from . import continuation, lookahead, prefill, proportional, returning, tokens
+from . import chunks, continuation, lookahead, prefill, proportional, returning, tokens
 from .forward import Continuation, Forward, Prompt, chosen_of, rows_at, sent
 from .plan import ModelPlan
 from .scope import Scope, current
@@ -46,7 +46,7 @@ class TextHooks:
         self.layers = list(text.layers)
         hook(text.register_forward_pre_hook(self.enter, with_kwargs=True))
         hook(text.register_forward_hook(self.leave, with_kwargs=True, always_call=True))
-        for number in range(min(plan.stage_at_layer, default=len(self.layers)), len(self.layers)):
+        for number in range(plan.first_inside, len(self.layers)):
             hook(self.layers[number].register_forward_pre_hook(self._layer(number), with_kwargs=True))
         if plan.policy is not None and plan.policy.method.future:
             for attention in map(plan.family.attention_in, plan.family.attending):
@@ -170,7 +170,7 @@ class TextHooks:
         valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if valid is None else valid
         layout = _layout(scope, ids, valid)
         coming = scope.coming(seen + embeds.shape[1])
-        if plan.policy is not None or plan.token_groups:
+        if plan.policy is not None or plan.token_groups or plan.chunks is not None:
             # what is stored of a prompt is stored anew at once
             coming = 0
         incoming = Incoming(seen, embeds.shape[1], as_stored=False, coming=coming)
@@ -246,6 +246,9 @@ class TextHooks:
                 if stage.method.looks_ahead:
                     self._look_ahead(prompt, number, hidden, kwargs)
                 hidden = self._reduce(prompt, number, hidden, kwargs)
+        if prompt.chunked is not None and prompt.chunked.due(number):
+            with prompt.measured("selection", hidden.device):
+                hidden = chunks.join(prompt, number, hidden, {**kwargs, **prompt.arguments[-1]})
         kwargs = self._arguments(prompt, number, kwargs)
         if number in prompt.plan.family.recurrent:
             kwargs["attention_mask"] = prompt.real

@@ -16,6 +16,7 @@ from ..families.text import TextTower
 from ..families.tower import Towers
 from ..kv.codecs import Codec, TokenGroup, token_groups
 from ..method import (
+    ChunkMethod,
     DraftMethod,
     DraftPolicy,
     EncoderMethod,
@@ -100,6 +101,7 @@ class ModelPlan(Plan):
     patches : the stage in front of the towers, if there is one. reuse : that between frames inside them.
     projector : the stages between the towers and the language model.
     stage_at_layer : the stage that works at the input of a decoder layer.
+    chunks : the stage that has lower layers read a prompt in chunks.
     policy : the stage that evicts keys. token_groups : the groups of tokens that codecs pack alike.
     text_towers : by name, for methods that read the question with CLIP.
     drafts : by the number of the stage, the smaller models that read the prompt first.
@@ -110,6 +112,7 @@ class ModelPlan(Plan):
     reuse: PlannedStage[ReuseMethod] | None = None
     projector: tuple[PlannedStage[ProjectorMethod], ...] = ()
     stage_at_layer: Mapping[int, PlannedStage[LayerMethod]] = field(default_factory=dict)
+    chunks: PlannedStage[ChunkMethod] | None = None
     policy: PlannedStage[Policy] | None = None
     token_groups: tuple[TokenGroup, ...] = ()
     text_towers: Mapping[str, TextTower] = field(default_factory=dict)
@@ -119,6 +122,12 @@ class ModelPlan(Plan):
     def family(self) -> Family:
         """The adapter of the model's family."""
         return self.towers
+
+    @property
+    def first_inside(self) -> int:
+        """The first layer of the language model at whose input something may happen; its depth, if at none."""
+        above = () if self.chunks is None else (int(self.chunks.method.layer) + 1,)
+        return min([*self.stage_at_layer, *above], default=self.family.depth)
 
     @property
     def caution(self) -> str | None:
@@ -175,6 +184,7 @@ class ModelPlan(Plan):
             reuse=next(iter(_of(ReuseMethod, stages)), None),
             projector=_of(ProjectorMethod, stages),
             stage_at_layer={at: stages[stage.number] for at, stage in self.stage_at_layer.items()},
+            chunks=next(iter(_of(ChunkMethod, stages)), None),
             policy=next(iter(_of(Policy, stages)), None),
         )
 
@@ -222,7 +232,7 @@ class ModelPlan(Plan):
                 "assistant.mmaccel.remove() first."
             )
         self.check_cache(said("use_cache", *configs))
-        reads_ends = bool(self.stage_at_layer) or self.policy is not None
+        reads_ends = bool(self.stage_at_layer) or self.chunks is not None or self.policy is not None
         if reads_ends and (said("prompt_lookup_num_tokens", *configs) or said("assistant_model", *configs)):
             raise UnsupportedError(
                 f"Assisted decoding puts candidates behind the prompt, and recipe {self.recipe.name!r} would take them for "
@@ -297,6 +307,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
             f"processor = prepare(processor, {recipe.name!r}), use that processor, and give it as processor=."
         )
     _check_reuse(stages)
+    _check_chunks(recipe, stages)
     policies = _of(Policy, stages)
     at_work = [stage.method.name for stage in _of((Policy, Codec), stages)]
     if family.recurrent and at_work:
@@ -317,6 +328,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
         reuse=next(iter(_of(ReuseMethod, stages)), None),
         projector=_of(ProjectorMethod, stages),
         stage_at_layer=at_layer,
+        chunks=next(iter(_of(ChunkMethod, stages)), None),
         policy=policies[0] if policies else None,
         token_groups=token_groups({stage.number: stage.method for stage in _of(Codec, stages)}),
         text_towers={
@@ -356,6 +368,19 @@ def _check_reuse(stages: tuple[PlannedStage[Method], ...]) -> None:
                     f"{method.name} looks at the attention inside the vision tower, of which {reuse.method.name} computes a "
                     "part only; use 'divprune' or another method that reads the visual tokens alone, or leave out one of them."
                 )
+
+
+def _check_chunks(recipe: Recipe, stages: tuple[PlannedStage[Method], ...]) -> None:
+    """Refuse beside chunks what works on a prompt in one piece, in the same layers."""
+    for chunks in _of(ChunkMethod, stages):
+        others = [
+            stage.method.name for stage in _of((LayerMethod, ChunkMethod, Policy, Codec), stages) if stage is not chunks
+        ]
+        if others:
+            raise UnsupportedError(
+                f"Recipe {recipe.name!r}: {chunks.method.name} joins what layers have stored of chunks, and {others[0]} needs "
+                "a prompt in one piece there; leave out one of them, or use a method before the language model."
+            )
 
 
 def _of(kind: type | tuple[type, ...], stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage[Any], ...]:

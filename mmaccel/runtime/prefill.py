@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..method import DraftMethod, PreviewMethod
-from . import draft, encoder_groups, patches, tokens
+from . import chunks, draft, encoder_groups, patches, tokens
 from .forward import Prompt, StageResult, rows_at, sent
 from .lookahead import first_pass
 from .plan import ModelPlan
@@ -83,7 +83,6 @@ def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any], scope: Scope[Mode
 def write(prompt: Prompt, embeds: Tensor, planes: Planes, kwargs: dict[str, Any]) -> None:
     """Put what is left of the prompt into the arguments of the text model."""
     chosen, padded = prompt.compacted(prompt.total.kept)
-    prompt.begin(0, chosen, padded, embeds.device)
     left = _left(prompt, chosen, embeds.device)
     # where every token stays the caller's embeddings need no copy
     whole = chosen.shape[1] == prompt.length and not padded
@@ -94,6 +93,10 @@ def write(prompt: Prompt, embeds: Tensor, planes: Planes, kwargs: dict[str, Any]
         features = [rows_at(plane, left.at).flatten(0, 1)[left.spots] for plane in planes]
         kwargs |= prompt.plan.family.deep_arguments(visual, features)
     prompt.stats.layer_tokens = [int(left.visual.sum())] * prompt.plan.family.depth
+    if prompt.plan.chunks is not None:
+        chosen = chunks.cut(prompt, chosen, planes, kwargs)
+        padded = bool((chosen < 0).any())
+    prompt.begin(0, chosen, padded, embeds.device)
 
 
 def _left(prompt: Prompt, chosen: Tensor, device: torch.device) -> Left:
@@ -169,6 +172,10 @@ def _given(prompt: Prompt, left: Left, positions: Tensor | None, device: torch.d
     positions = positions.to(device)
     if positions.shape[-2] == 1 and batch > 1:
         positions = positions.expand(*positions.shape[:-2], batch, -1)
+    if positions.dim() == 2 and prompt.seen and state is not None and state.offset is not None:
+        # ``generate`` counts tokens, and where chunks have joined positions go on before that
+        first = positions.gather(1, left.valid.long().argmax(1, keepdim=True))
+        positions = (positions - first + prompt.seen - state.offset.to(device)[:, None]).clamp(min=0)
     return positions
 
 

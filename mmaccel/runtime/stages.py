@@ -61,6 +61,10 @@ class Stages:
                 attention = LayerAttention(query, key, visible, scaling, there, text, prepared)
                 seen = stage.method.look(attention)
             forward.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
+        if isinstance(forward, Prompt) and forward.chunked is not None and forward.chunked.due(number + 1):
+            there = forward.phase(number).places >= 0
+            with forward.measured("selection", device):
+                forward.chunked.look(number, LayerAttention(query, key, visible, scaling, there))
         if self.eviction is not None:
             self.eviction.after_attention(number, query, key, visible, scaling, window)
         if self.packing is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def reduce(
         if marks := method.marks(tokens):
             tokens = replace(tokens, signals={**tokens.signals, **marks})
             prompt.marks |= _by_place(marks, units, prompt.total.kept.shape)
-        made = _checked(method, method.reduce(tokens, wanted), units.valid, count)
+        made = checked(method, method.reduce(tokens, wanted), units.valid, count)
     _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
     left.append(made.kept.sum(1))
     made = made.relabel(units.places, units.row, total.kept.shape).beside(total.kept & ~prompt.layout.visual)
@@ -96,22 +97,17 @@ def _shown(
     """What a method sees of ``units``, which are left of ``whole``, and its budget, on the device of ``hidden``."""
     method, (count, left) = stage.method, prompt.passes[stage.number]
     device, places = hidden.device, units.places.clamp(min=0)
-    at, rows, real, cells, grid, segment, tile, tiles, entered, wanted = sent(
-        device,
-        places if slots is None else slots[units.row[:, None], places],
+    if method.last_norm:
+        hidden = _normed(prompt, hidden)
+    found, rows, at, (entered, wanted) = gathered(
+        units,
+        hidden,
         units.row,
-        units.valid,
-        units.cells,
-        units.grid,
-        units.segment,
-        units.tile,
-        units.tiles,
+        places if slots is None else slots[units.row[:, None], places],
         prompt.entered(whole) if prompt.incoming.phases else units.valid.sum(1),
         count,
     )
-    valid = real.bool()
-    if method.last_norm:
-        hidden = _normed(prompt, hidden)
+    valid: Tensor = found["valid"]
     signals = taps.signals(method.taps(), prompt.encoded, units) if method.taps() else {}
     if isinstance(method, (LayerMethod, PreviewMethod, DraftMethod)):
         for name, figures in prompt.looked.items():
@@ -125,16 +121,10 @@ def _shown(
         tower = prompt.plan.text_towers[method.text_tower]
         signals["patches"] = tower.project(signals["features"][:, 0].to(device))
     tokens = TokenBatch(
+        **found,
         question=words,
         question_valid=there,
         question_signals=said,
-        features=hidden[rows[:, None], at] * valid[..., None],
-        valid=valid,
-        cells=cells,
-        grid=grid,
-        segment=segment,
-        tile=tile,
-        tiles=tiles,
         entered=entered,
         left=torch.stack(left, 1),
         clips=(units.grid[:, 0] > 1).tolist(),
@@ -144,6 +134,29 @@ def _shown(
     if remark := method.told(tokens):
         prompt.stats.notes.append(remark)
     return tokens, wanted
+
+
+def gathered(
+    units: Units, hidden: Tensor, rows: Tensor, at: Tensor, *others: Tensor
+) -> tuple[dict[str, Any], Tensor, Tensor, list[Tensor]]:
+    """What a :class:`~mmaccel.method.TokenBatch` has of ``units`` in rows ``rows [N]`` of ``hidden [B, q, D]`` at slots
+    ``at [N, n]``, on the device of ``hidden``; and there also rows, slots and ``others``."""
+    rows, at, real, cells, grid, segment, tile, tiles, *others = sent(  # type: ignore[assignment]
+        hidden.device,
+        rows,
+        at,
+        units.valid,
+        units.cells,
+        units.grid,
+        units.segment,
+        units.tile,
+        units.tiles,
+        *others,
+    )
+    valid = real.bool()
+    features = hidden[rows[:, None], at] * valid[..., None]
+    found = {"features": features, "valid": valid, "cells": cells, "grid": grid, "segment": segment, "tile": tile}
+    return {**found, "tiles": tiles}, rows, at, list(others)
 
 
 def _by_place(marks: dict[str, Tensor], units: Units, shape: torch.Size) -> dict[str, Tensor]:
@@ -202,7 +215,7 @@ def _normed(prompt: Prompt, hidden: Tensor) -> Tensor:
     return made.to(hidden.device)
 
 
-def _checked(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) -> Reduction:
+def checked(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) -> Reduction:
     """What a method made, on the CPU. One of somebody else's may be wrong; say so before the answers are."""
     shaped = made.kept.shape == valid.shape
     made = made.cpu() if shaped else made

@@ -12,6 +12,7 @@ from comparators import Arrays, Params, close, kept_of, one_unit, rotate, same_r
 from harness import NotOffered, fault, make, paid, whole
 from torch import Tensor
 
+from mmaccel.core.chunks import Chunks, Span
 from mmaccel.layers.framefusion import LEAST, sparsity_needed
 from mmaccel.method import KeyBatch, LayerAttention
 
@@ -301,6 +302,29 @@ def sparsevlm_plus(params: Params, arrays: Arrays) -> None:
     raise NotOffered("attention divided by products of position codes, which change its sign")
 
 
+def homer(params: Params, arrays: Arrays) -> None:
+    before, (length, other), behind = params["prefix"], params["context"], params["suffix"]
+    assert length == other == params["eff_chunk_len"]
+    method = make("homer", bias=tuple(map(tuple, arrays["bias"].tolist())))
+    span = Span(before, before + length + other, length)
+    chunks = Chunks.cut([torch.arange(span.end + behind)], [span])
+    stays, middle = chunks.shared.clone(), ~chunks.shared[0]
+    for number, side in enumerate("LR"):
+        # the logarithm of a softmax is a row of logits
+        seen = paid(arrays[f"attn{side}"].log()[:, :, None].expand(-1, -1, length + before + behind, -1))
+        found = method.look(seen, arrays[f"pos{side}"], 0)["significance"][0, middle]
+        close(found, arrays[f"significance{side}"][0, middle])
+        batch = one_unit(arrays[f"hidden{side}"][0, middle], significance=found)
+        made = method.reduce(batch, torch.tensor([length - params["reduce"][number]]))
+        stays[number, before + kept_of(made)] = True
+        assert torch.equal(stays[number], arrays[f"keep{side}"])
+    _, how = chunks.join(stays, chunks.pairs(torch.tensor([True])))
+    close(how.apply(torch.cat([arrays["hiddenL"], arrays["hiddenR"]])), arrays["hidden"])
+    keys = torch.cat([arrays["keyL"], arrays["keyR"]]).transpose(1, 2)
+    close(how.apply(keys).transpose(1, 2), arrays["key"])
+    assert torch.equal(how.pick(torch.cat([arrays["posL"], arrays["posR"]])), arrays["pos"])
+
+
 _FASTV = "src/FastV/llava-hf/transformers/src/transformers/models/llama/modeling_llama.py"
 _GEMFILTER = "my_baseline/GemFilter/gem_filter_utils.py"
 _PRUNEVID = "models/pllava/elastic_cache.py:VTPWindowCache.prompt_prefill, process_attention"
@@ -332,6 +356,10 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "llava/model/language_model/modelling_sparse_llama.py (V2 branch: bias division) + "
         "score.py:select_attn_head_by_sum, attn_postprocess_topk",
     ): sparsevlm_plus,
+    (
+        "alinlab/HOMER",
+        "src/homer/patch_llama.py:_merge_power_max_last_calibrated; src/homer/chunk.py:Chunk.make_chunks, prune, merge",
+    ): homer,
     ("Cooperx521/PyramidDrop", "llava/model/modeling_llama_pdrop.py:pdrop_rank_drop"): pyramiddrop,
     **{
         ("SalesforceAIResearch/GemFilter", f"{_GEMFILTER}:{name}"): gemfilter

@@ -82,7 +82,8 @@ def recipe_of(name: str, family: str = "", retain: float | None = 0.3, **options
     if retain is not None and made.primary is not None:
         made = made.override(retain=retain)
     deepstack = family_of(model(family)).deepstack if family else 0
-    if deepstack and [mmaccel.method(stage.method).site for stage in made.stages] == ["layers"]:
+    lone = mmaccel.method(made.stages[0].method) if len(made.stages) == 1 else None
+    if deepstack and lone is not None and issubclass(lone, LayerMethod):
         options = {"layer": deepstack, **options}
     return made.override(**options)
 

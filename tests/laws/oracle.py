@@ -318,12 +318,13 @@ def shortens(name: str) -> bool:
 
 
 @functools.cache
-def fits(name: str, family: str, variant: Variant = "exact") -> bool:
+def fits(name: str, family: str, variant: Variant = "exact", **overrides: Any) -> bool:
     """Whether a family has what the methods of a recipe ask for in that variant."""
+    known = family_of(bare(family, **overrides), zoo.processor(family)) if overrides else adapter(family)
     try:
         for _, made in recipes()[name].override(variant=variant).build():
             if not isinstance(made, FramesMethod):
-                made.fit(adapter(family)).by(variant).suits(adapter(family))
+                made.fit(known).by(variant).suits(known)
     except UnsupportedError:
         return False
     return True

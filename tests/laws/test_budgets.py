@@ -98,6 +98,7 @@ def check(family, kind, name, retain):
         assert torch.equal(passage.reduction.kept & ~layout.visual, text), "text was dropped"
     ran = {stage["method"] for stage in stats["stages"]}
     at_layers = handle.plan.stage_at_layer.values()
+    at_layers = (*at_layers, handle.plan.chunks)
     assert ran == {s.method.name for s in handle.plan.stages if s.method.site != "layers" or s in at_layers}
     if handle.plan.policy is not None:
         keys(handle, stats, held, shown, reaches)

@@ -12,7 +12,7 @@ from laws.helpers import FAMILIES, generate, inputs, logits, model, recipe_of
 
 from mmaccel import accelerated
 from mmaccel.core.reduction import Reduction, top_mask
-from mmaccel.method import LayerMethod, ProjectorMethod
+from mmaccel.method import ChunkMethod, LayerMethod, ProjectorMethod
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -79,7 +79,7 @@ def test_ties_go_to_the_lower_slot() -> None:
     ]
 
 
-@pytest.mark.parametrize(("family", "name"), square(*oracle.named(ProjectorMethod, LayerMethod)))
+@pytest.mark.parametrize(("family", "name"), square(*oracle.named(ProjectorMethod, LayerMethod, ChunkMethod)))
 def test_a_grey_picture(family: str, name: str) -> None:
     """A picture of one colour makes ties in the model itself; the choice is still the same every time."""
     from PIL import Image

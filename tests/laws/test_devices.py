@@ -143,13 +143,16 @@ def run(model: Any, chosen: Recipe, worker: Any, given: Any, gpu: simulated.Mach
             out = model.generate(**given, max_new_tokens=STEPS, do_sample=False)
             count()
             handle.remove()
-            stats = model.mmaccel.stats()
+            stats, plan = model.mmaccel.stats(), model.mmaccel.plan
+            levels = 0 if plan.chunks is None else len(model.mmaccel.history)
     except UnsupportedError as error:
         return Ran(refused=str(error))
     assert stats["seconds"]["prefill"] > 0 and stats["seconds"]["decode"] > 0
     tokens = out[:, given["input_ids"].shape[1] :]
     steps = tuple(after.since(before) for before, after in zip(counts, counts[1:], strict=False))
     cuts = len({stage["method"] + str(i) for i, stage in enumerate(stats["stages"]) if stage["site"] == "layers"})
+    # chunks have more levels in a deeper model
+    cuts = levels if levels else cuts
     return Ran(gpu.numbers(tokens) if gpu is not None else tokens, steps, cuts)
 
 

@@ -8,7 +8,7 @@ import torch
 import zoo
 
 from mmaccel import Recipe, UnsupportedError, accelerated, method
-from mmaccel.method import EncoderMethod, LayerMethod, Policy, ProjectorMethod
+from mmaccel.method import ChunkMethod, EncoderMethod, LayerMethod, Policy, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -17,7 +17,7 @@ SITES = (EncoderMethod, ProjectorMethod, ProjectorMethod, LayerMethod, Policy)
 #: every method that keeps what it is asked for, or may
 KEEPERS = tuple(
     name
-    for name in oracle.named(EncoderMethod, ProjectorMethod, LayerMethod, Policy)
+    for name in oracle.named(EncoderMethod, ProjectorMethod, LayerMethod, ChunkMethod, Policy)
     if method(name).budget in ("exact", "at_most")
 )
 CASES = [(family, kind) for family in zoo.FAMILIES for kind in zoo.kinds(family)]
@@ -117,7 +117,7 @@ def test_keeping_everything_is_the_bare_model(family, name, kind):
         (family, given, name)
         for family, given in oracle.WINDOWED + oracle.AHEAD
         for name in KEEPERS
-        if oracle.fits(name, family)
+        if oracle.fits(name, family, **given)
     ],
 )
 def test_keeping_everything_with_sliding_windows(family, overrides, name):

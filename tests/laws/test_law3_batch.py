@@ -13,13 +13,13 @@ from noise import noisy
 from torch import Tensor
 
 from mmaccel import Recipe, Reduction, Stage, accelerated, method, register
-from mmaccel.method import EncoderMethod, LayerMethod, Policy, ProjectorMethod
+from mmaccel.method import ChunkMethod, EncoderMethod, LayerMethod, Policy, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 TOLERANCE = 2e-5
 #: whatever chooses tokens or keys when the prompt is read
-METHODS = oracle.named(EncoderMethod, ProjectorMethod, LayerMethod, Policy)
+METHODS = oracle.named(EncoderMethod, ProjectorMethod, LayerMethod, ChunkMethod, Policy)
 
 
 #: every method on every family that has what it asks for
@@ -79,7 +79,7 @@ def test_four_rows_with_a_recipe_of_three_sites(family):
         (family, given, name)
         for family, given in oracle.WINDOWED + oracle.AHEAD
         for name in METHODS
-        if oracle.fits(name, family)
+        if oracle.fits(name, family, **given)
     ],
 )
 def test_with_sliding_windows(family, overrides, name):
@@ -100,6 +100,17 @@ def test_with_paper_positions(family, name):
 @pytest.mark.parametrize("count", (1, 7))
 def test_a_count_for_every_picture(family, count):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe("divprune", family, count))
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(family, name) for family in zoo.FAMILIES for name in oracle.named(ChunkMethod) if oracle.fits(name, family)],
+)
+@pytest.mark.parametrize("kind", ("uneven", "textrow"))
+def test_rows_of_as_many_chunks_as_they_need(family, name, kind):
+    """A count a picture, of pictures of different size, so that chunks of a row join where those of another have joined."""
+    layer = max(1, oracle.adapter(family).deepstack - 1)
+    agrees(family, zoo.inputs(family, kind), Recipe("chunks", (Stage(name, 10, {"layer": layer}),)))
 
 
 # ---------------------------------------------------------------------------------------------------------- rounding

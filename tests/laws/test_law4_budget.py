@@ -14,14 +14,16 @@ import zoo
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.core.budget import resolve
-from mmaccel.method import LayerMethod, ProjectorMethod
+from mmaccel.method import ChunkMethod, LayerMethod, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 RETAIN = (1e-6, 0.1, 0.29, 0.5, 1.0, 1, 5)
 #: methods that reduce the tokens of a picture to what is asked, or to less
 TOKENS = tuple(
-    name for name in oracle.named(ProjectorMethod, LayerMethod) if mmaccel.method(name).budget in ("exact", "at_most")
+    name
+    for name in oracle.named(ProjectorMethod, LayerMethod, ChunkMethod)
+    if mmaccel.method(name).budget in ("exact", "at_most")
 )
 KEYS = oracle.policies_that_drop()
 #: policies that by default give every layer and every head the same

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.kv.codecs import Codec
-from mmaccel.method import EncoderMethod, LayerMethod, Policy, ProjectorMethod
+from mmaccel.method import ChunkMethod, EncoderMethod, LayerMethod, Policy, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -78,7 +78,7 @@ def test_gap_leaves_ids_alone(family: str, kind: str, name: str) -> None:
     [
         (family, name)
         for family in ("llava", "qwen2_5_vl")
-        for name in oracle.named(EncoderMethod, ProjectorMethod, LayerMethod)
+        for name in oracle.named(EncoderMethod, ProjectorMethod, LayerMethod, ChunkMethod)
         if oracle.fits(name, family)
     ],
 )

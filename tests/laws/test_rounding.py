@@ -24,6 +24,7 @@ from mmaccel.kv.choose import choose, rank
 from mmaccel.kv.merge import merge
 from mmaccel.method import (
     CHOICES,
+    ChunkMethod,
     DraftMethod,
     EncoderMethod,
     EncoderTokens,
@@ -87,6 +88,9 @@ def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> T
             signals[kind] = features[:, None].expand(-1, layers, -1, -1).clone()
         else:
             signals[kind] = figures[..., :layers].transpose(1, 2).masked_fill(blank[:, None], torch.nan)
+    if isinstance(method, ChunkMethod):
+        names = method.look(attention_of(1, 9), torch.arange(9)[None], 0).keys()
+        signals |= {name: figures[..., i] for i, name in enumerate(names)}
     if isinstance(method, DraftMethod):
         signals["draft_match"] = figures[..., 0]
     if isinstance(method, LayerMethod | PreviewMethod):

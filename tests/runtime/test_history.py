@@ -14,7 +14,7 @@ from tail import few
 
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.method import TokenBatch
-from mmaccel.runtime import tokens
+from mmaccel.runtime import chunks, tokens
 
 
 def run(
@@ -30,7 +30,8 @@ def run(
         large.extend(weakref.ref(x) for x in (made.features, *made.signals.values()) if x.dim() > 2)
         return made
 
-    monkeypatch.setattr(tokens, "TokenBatch", batch)
+    for module in (tokens, chunks):
+        monkeypatch.setattr(module, "TokenBatch", batch)
     model, processor = zoo.model("llava"), zoo.processor("llava")
     with accelerated(model, recipe, processor=processor):
         model.generate(**zoo.inputs("llava", batch=2), max_new_tokens=2, do_sample=False)

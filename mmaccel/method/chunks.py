@@ -1,0 +1,115 @@
+"""Methods that have the lower layers of the language model read a prompt in chunks, which join between layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..core.budget import layer_at
+from ..core.layout import Unit
+from ..errors import MmaccelError, UnsupportedError
+from .base import Method, ModelFacts
+from .layers import LayerAttention
+from .tokens import TokenMethod
+
+
+class ChunkMethod(TokenMethod):
+    """A method that drops visual tokens of chunks of a prompt, before neighbouring chunks join.
+
+    All between the first visual token of a prompt and its last is cut into runs of equal length. Each of them goes through the
+    lower layers with a copy of all text before and behind, at positions as if nothing else stood between the two, so that
+    those of different chunks overlap. At the input of some layers every second chunk joins the one before it: copies of text
+    become one, the mean of both, and so do their keys and values in all layers below; the runs stand one behind the other.
+    Before it joins, a chunk drops the visual tokens that :meth:`reduce` leaves out, with their keys and values. When all have
+    joined, the layers above read what is left as one prompt, and what follows goes on behind the positions of its last text.
+
+    ``tokens.signals`` has what :meth:`look` returned, of the tokens that a chunk has of each picture; the picture's budget is
+    ``n``. Of two chunks that join the right one keeps ``n / 2`` of it, rounded down, and the left one the rest, or more where
+    the other has fewer.
+
+    A tree has as many chunks as ``n`` fits into what there is, rounded up to a power of two, or twice as many and again, until
+    none has more than ``length`` tokens, and, for a prompt beyond the model's positions, none is longer than half of these; it
+    has fewer where layers are not enough. A chunk without a neighbour waits for the next level.
+
+    ``layer`` is counted from 0: those below it belong to the chunks as they were cut. The layers from there on are shared out
+    equally over the levels of the tree, whole layers each, and the rest goes to the lowest level too; a float is a share of
+    the depth, rounded half up and moved to where two levels have a layer. Layers that add DeepStack features are below all
+    joins.
+    """
+
+    site = "layers"
+    unit: ClassVar[Unit] = "picture"
+    layer: float
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.layer < 0 or (isinstance(self.layer, float) and self.layer >= 1):
+            raise MmaccelError(
+                f"{self.name} cannot begin at layer={self.layer}; give a layer of 0 or more, or a share of the depth below 1.0."
+            )
+        if self.length < 0:
+            raise MmaccelError(f"{self.name}: length={self.length} is no length; give tokens of a chunk, or 0 for any.")
+
+    def fit(self, family: ModelFacts) -> Method:
+        """A share of the depth becomes a layer."""
+        reach = self._reach(family)
+        if isinstance(self.layer, int) or not reach:
+            return self
+        layer = min(max(layer_at(self.layer, family.depth), reach[0]), reach[-1])
+        # methods are frozen dataclasses with a field `layer`
+        return dataclasses.replace(self, layer=layer)  # type: ignore[type-var]
+
+    @staticmethod
+    def _reach(family: ModelFacts) -> range:
+        """What ``layer`` may be: the first join is above it, and one layer or more above the last join."""
+        return range(max(0, family.deepstack - 1), family.depth - 1)
+
+    @property
+    def mixes_heads(self) -> bool:
+        """Every token leaves for all heads at once."""
+        return True
+
+    def check(self, family: ModelFacts) -> None:
+        """Refuse language models whose layers cannot read a prompt in parts, and layers out of reach."""
+        if family.undivided is not None:
+            raise UnsupportedError(
+                f"{self.name} has layers read a prompt in chunks, and the language model of {family.name} "
+                f"{family.undivided}; use 'fastv' or another method that leaves the prompt in one piece."
+            )
+        reach = self._reach(family)
+        if not family.depth:
+            # a family as such, of no model
+            return
+        if not reach:
+            raise UnsupportedError(
+                f"{self.name} joins chunks above the layers that add DeepStack features, and this {family.name} model adds "
+                "some before its last layer; use 'divprune' or another method before the language model."
+            )
+        if self.layer not in reach:
+            raise UnsupportedError(
+                f"layer={self.layer} is out of reach: in this {family.name} model of {family.depth} layers {self.name} takes "
+                f"{reach[0]} to {reach[-1]}; give layer={min(reach, key=lambda one: abs(one - self.layer))}."
+            )
+
+    def highest(self, depth: int) -> int:
+        """The most levels that join in a model of ``depth`` layers."""
+        return depth - 1 - int(self.layer)
+
+    def joins(self, levels: int, depth: int) -> list[int]:
+        """The layers of a model of ``depth`` at whose input chunks of a tree of so many levels join, rising."""
+        each = (depth - int(self.layer)) // (levels + 1)
+        return [depth - each * left for left in range(levels, 0, -1)]
+
+    @abstractmethod
+    def look(self, attention: LayerAttention, positions: Tensor, layer: int) -> dict[str, Tensor]:
+        """Named figures per token of every chunk, ``[R, q]`` float32 each.
+
+        Parameters
+        ----------
+        attention : of the last layer before a join, whose rows are chunks; keys of earlier turns are in front of theirs.
+        positions : ``[R, q]``, where the tokens stand, on the first axis where there are several.
+        layer : which of the model it is.
+        """
