@@ -32,8 +32,8 @@ class LazyLLM(ReturningMethod):
 
     Made from the paper alone; no program of its authors is known to us. There any token of a prompt may be dropped but the
     last, and a quantile of the scores decides; here text always stays, and the budget is a count: of every picture in a prompt,
-    of all pictures of a row together behind it. A later turn is a forward as any other: its tokens see what the last of them chooses,
-    and a picture in it adds to the tokens that may come back.
+    of all pictures of a row together behind it. A later turn is a forward as any other: its tokens see what the last of them
+    chooses, and a picture in it adds to the tokens that may come back.
 
     What it saves is at the prompt. Memory is not saved in the end: a hidden state waits at every layer that drops it, and what
     comes back is stored; and a step runs more tokens than one.
