@@ -44,7 +44,8 @@ class Phase:
     def behind(self, places: Tensor, back: Tensor) -> Phase:
         """The same with tokens of the prompt in front: ``places [B, r]``, of which ``back [B]`` on the CPU are tokens."""
         padded = self.padded or bool((back < places.shape[1]).any())
-        return replace(self, places=torch.cat([places, self.places.to(places.device)], dim=1), padded=padded, back=back)
+        both = torch.cat([places, self.places.to(places.device)], dim=1)
+        return replace(self, places=both, padded=padded, back=back, _indices={})
 
     def shared_index(self, upto: int, device: torch.device) -> KeyIndex:
         """One index of these places for all layers on ``device`` that store them first."""
@@ -83,4 +84,7 @@ class Incoming:
 
     def sparse(self, layer: int) -> SparseRead | None:
         """What a layer reads in this forward; None for everything."""
+        if not self.reads:
+            # nearly every forward
+            return None
         return next((read for first, read in reversed(self.reads) if first <= layer), None)

@@ -39,12 +39,12 @@ class Stages:
         cache."""
         self.attended += 1
         forward, device = self.forward, query.device
-        stage = None
-        if forward.plan.stage_at_layer:
+        returns, stage = isinstance(forward, Continuation) and forward.returns, None
+        if (returns or isinstance(forward, Prompt)) and forward.plan.stage_at_layer:
             stage = forward.plan.stage_at_layer.get(forward.plan.family.attending[number] + 1)
-        if isinstance(forward, Continuation) and forward.returns and stage is not None:
+        if isinstance(forward, Continuation) and stage is not None:
             returning.look(forward, stage.method, number, query, key, visible, scaling)
-        if (
+        elif (
             isinstance(forward, Prompt)
             and stage is not None
             and not stage.method.looks_ahead
