@@ -51,6 +51,7 @@ class HOMER(ChunkMethod):
     tree depth first and holds the keys of one branch at a time; here all chunks of a level are rows of one batch, which gives
     the same and holds the keys of all tokens below the first join while the prompt is read. The method is for text, and all of
     the context competes in a chunk; here visual tokens compete, each picture for its own budget, and text between them stays.
+    A chunk keeps half of the length of one there, and half of what is to stay here, which by default is the same.
     With M-RoPE time begins anew in every chunk, rows and columns of a picture go on, and distances are those in time.
     ``positions`` makes no difference.
     """

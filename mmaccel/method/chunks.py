@@ -21,10 +21,11 @@ class ChunkMethod(TokenMethod):
 
     All between the first visual token of a prompt and its last is cut into runs of equal length. Each of them goes through the
     lower layers with a copy of all text before and behind, at positions as if nothing else stood between the two, so that
-    those of different chunks overlap. At the input of some layers every second chunk joins the one before it: copies of text
-    become one, the mean of both, and so do their keys and values in all layers below; the runs stand one behind the other.
-    Before it joins, a chunk drops the visual tokens that :meth:`reduce` leaves out, with their keys and values. When all have
-    joined, the layers above read what is left as one prompt, and what follows goes on behind the positions of its last text.
+    those of different chunks overlap; where positions have several axes, time begins anew, and rows and columns of a picture
+    or frame go on. At the input of some layers every second chunk joins the one before it: copies of text become one, the mean
+    of both, and so do their keys and values in all layers below; the runs stand one behind the other. Before it joins, a chunk
+    drops the visual tokens that :meth:`reduce` leaves out, with their keys and values. When all have joined, the layers above
+    read what is left as one prompt, and what follows goes on behind the positions of its last text.
 
     ``tokens.signals`` has what :meth:`look` returned, of the tokens that a chunk has of each picture; the picture's budget is
     ``n``. Of two chunks that join the right one keeps ``n / 2`` of it, rounded down, and the left one the rest, or more where

@@ -15,7 +15,7 @@ from ..kv.cache import CacheState
 from ..method import ChunkMethod, TokenBatch
 from . import tokens
 from .forward import Chunked, Prompt, StageResult, sent
-from .plan import record
+from .plan import PlannedStage, record
 
 
 # --- cutting ----------------------------------------------------------------------------------------------------------
@@ -112,40 +112,42 @@ def cut(prompt: Prompt, chosen: Tensor, planes: list[Tensor], kwargs: dict[str, 
     -------
     ``[R, q]`` long, the places of the tokens that the arguments hold now; those of ``chosen`` where nothing is cut.
     """
-    stage, depth = prompt.plan.chunks, prompt.plan.family.depth
+    stage, family = prompt.plan.chunks, prompt.plan.family
     assert stage is not None
+    count, share = _budget(prompt, stage)
+    given, there = kwargs["position_ids"], chosen >= 0
+    # an axis before three is that of the text, which counts as time does
+    axes = given.cpu()[None] if given.dim() == 2 else given.cpu()[-3:]
+    limit = getattr(family.text.config, "max_position_embeddings", None)
+    rows = [_Row.of(prompt, b, chosen[b, real], axes[:, b, real]) for b, real in enumerate(there)]
+    spans = [
+        row.span(row.levels(stage.method, kept, family.depth, limit)) for row, kept in zip(rows, share, strict=True)
+    ]
+    if all(span.chunks == 1 for span in spans):
+        return chosen
+    now = Chunks.cut([places[real] for places, real in zip(chosen, there, strict=True)], spans)
+    joins = [stage.method.joins((span.chunks - 1).bit_length(), family.depth) for span in spans]
+    moved, behind, shorter = zip(*(row.settled(span) for row, span in zip(rows, spans, strict=True)), strict=True)
+    moves = torch.zeros_like(axes)
+    for b, real in enumerate(there):
+        moves[:, b, real] = moved[b]
+    _place(prompt, now, chosen, moves if given.dim() < 3 or len(given) == 3 else moves[[0, 0, 1, 2]], planes, kwargs)
+    if prompt.state is not None:
+        _follow(prompt.state, now, joins, moves.new_tensor(behind), moves.new_tensor(shorter))
+    where = kwargs["position_ids"] if given.dim() == 2 else kwargs["position_ids"][-3]
+    prompt.chunked = Chunked(stage, now, joins, where, count)
+    prompt.stats.notes += _told(stage.method, spans, joins, int((axes - moves).max()), limit)
+    return now.places
+
+
+def _budget(prompt: Prompt, stage: PlannedStage[ChunkMethod]) -> tuple[Tensor, list[int]]:
+    """How many tokens of every picture are to be left, ``[N]`` long on the CPU, and of every row; begins the figures of the
+    stage."""
     whole = prompt.layout.units(stage.method.unit)
     present = whole.only(prompt.total.kept).valid.sum(1)
     count = tokens.budget(prompt, stage, whole, present)
     record(prompt.stats, stage, int(present.sum()), int(count.sum()), int(present.sum()))
-    given, there = kwargs["position_ids"], chosen >= 0
-    # an axis before three is that of the text, which counts as time does
-    axes = given.cpu()[None] if given.dim() == 2 else given.cpu()[-3:]
-    limit = getattr(prompt.plan.family.text.config, "max_position_embeddings", None)
-    rows = [_Row.of(prompt, b, chosen[b, there[b]], axes[:, b, there[b]]) for b in range(len(chosen))]
-    kept = [int(count[whole.row == b].sum()) for b in range(len(chosen))]
-    spans = [row.span(row.levels(stage.method, k, depth, limit)) for row, k in zip(rows, kept, strict=True)]
-    if all(span.chunks == 1 for span in spans):
-        return chosen
-    now = Chunks.cut([places[real] for places, real in zip(chosen, there, strict=True)], spans)
-    joins = [stage.method.joins((span.chunks - 1).bit_length(), depth) for span in spans]
-    moved, behind, shorter = zip(*(row.settled(span) for row, span in zip(rows, spans, strict=True)), strict=True)
-    moves = torch.zeros_like(axes)
-    for b, mine in enumerate(moved):
-        moves[:, b, there[b]] = mine
-    _place(prompt, now, chosen, moves if given.dim() < 3 or len(given) == 3 else moves[[0, 0, 1, 2]], planes, kwargs)
-    if prompt.state is not None:
-        _follow(prompt.state, now, joins, moves.new_tensor(behind), moves.new_tensor(shorter))
-    where = kwargs["position_ids"][-3:] if given.dim() == 3 else kwargs["position_ids"][None]
-    prompt.chunked = Chunked(stage, now, joins, where[0], count)
-    prompt.stats.notes.append(_told(stage.method, now, spans, joins))
-    furthest = int((axes - moves).max())
-    if limit is not None and furthest >= limit:
-        prompt.stats.notes.append(
-            f"{stage.method.name}: positions still go up to {furthest}, and the model has {limit}; give a lower layer for more "
-            "levels, or less text"
-        )
-    return now.places
+    return count, [int(count[whole.row == row].sum()) for row in range(len(prompt.layout.valid))]
 
 
 def _place(
@@ -179,14 +181,22 @@ def _follow(state: CacheState, now: Chunks, joins: list[list[int]], behind: Tens
     cached.spread(state, now.row)
 
 
-def _told(method: ChunkMethod, now: Chunks, spans: list[Span], joins: list[list[int]]) -> str:
-    """What the notes of the statistics say of a prompt."""
+def _told(
+    method: ChunkMethod, spans: list[Span], joins: list[list[int]], furthest: int, limit: int | None
+) -> list[str]:
+    """What the notes of the statistics say of prompts that are cut so, whose positions go up to ``furthest``."""
     layers = sorted({layer for each in joins for layer in each})
-    return (
-        f"{method.name} read {len(spans)} prompt{'s' * (len(spans) > 1)} as {len(now.row)} chunks of at most "
-        f"{max(span.length for span in spans)} tokens between copies of the text, which join before "
+    notes = [
+        f"{method.name} read {len(spans)} prompt{'s' * (len(spans) > 1)} as {sum(span.chunks for span in spans)} chunks of at "
+        f"most {max(span.length for span in spans)} tokens between copies of the text, which join before "
         f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
-    )
+    ]
+    if limit is not None and furthest >= limit:
+        notes.append(
+            f"{method.name}: positions still go up to {furthest}, and the model has {limit}; give a lower layer for more "
+            "levels, or less text"
+        )
+    return notes
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------
