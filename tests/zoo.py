@@ -136,7 +136,7 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
             model_type = "mistral"
         elif model_type == "cohere2":
             pass
-        elif model_type in ("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text"):
+        elif model_type in ("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "lfm3"):
             pass
         elif "qwen2" in model_type:
             values = {"use_sliding_window": True, "max_window_layers": 0, **values}
@@ -544,18 +544,29 @@ def _idefics3(family: str, config: str) -> Callable[[dict[str, Any], int], PreTr
     )
 
 
-def _minicpmv(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
-    """A tower that joins 2x2 patches behind its second layer, and half of the language model's layers gated delta nets."""
-    words = {**QWEN35_TEXT, "layer_types": [LINEAR, FULL, LINEAR, FULL]}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    return transformers.MiniCPMV4_6Config(
-        vision_config={**sizes, "image_size": 64, "patch_size": 4},
-        text_config=_text("qwen3_5_text", overrides, vocabulary, rope_parameters=rope, **words).to_dict(),
-        insert_layer_id=1,
-        tie_word_embeddings=False,
-        **{name: token for name, token in ((f"{k}_id", v) for k, v in _ids("minicpmv4_6").items()) if name in CPM_IDS},
-    )
+def _minicpmv(family: str, config: str, **marks: str) -> Callable[..., PreTrainedConfig]:
+    """A tower that joins 2x2 patches behind its second layer, and half of the language model's layers gated delta nets; which
+    tokens are the ``marks`` around pictures is said by the configuration of some."""
+
+    def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+        words = {**QWEN35_TEXT, "layer_types": [LINEAR, FULL, LINEAR, FULL]}
+        rope = {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [3, 3, 2],
+        }
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+        tokens = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", **marks}
+        return getattr(transformers, config)(
+            vision_config={**sizes, "image_size": 64, "patch_size": 4},
+            text_config=_text("qwen3_5_text", overrides, vocabulary, rope_parameters=rope, **words).to_dict(),
+            insert_layer_id=1,
+            tie_word_embeddings=False,
+            **{name: tokenizer(family).convert_tokens_to_ids(token) for name, token in tokens.items()},
+        )
+
+    return build
 
 
 def _lfm2_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
@@ -565,6 +576,22 @@ def _lfm2_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
         vision_config=_tower("siglip2_vision_model", 64, 8, num_patches=64, vision_use_head=False),
         text_config=_text("lfm2", overrides, vocabulary, **kinds),
         image_token_id=_ids("lfm2_vl")["image_token"],
+        projector_hidden_size=64,
+        tie_word_embeddings=False,
+    )
+
+
+def _lfm3_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Two layers of four are convolutions; of the others one has a window, and in the other RoPE turns half."""
+    kinds = {
+        "layer_types": ["conv", "sliding_attention", "conv", FULL],
+        "tie_word_embeddings": False,
+    }
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    return transformers.Lfm3VlConfig(
+        vision_config={**sizes, "num_key_value_heads": 1, "patch_size": 8},
+        text_config=_text("lfm3", overrides, vocabulary, head_dim=16, **kinds).to_dict(),
+        **{f"{name}_id": token for name, token in _ids("lfm3_vl").items()},
         projector_hidden_size=64,
         tie_word_embeddings=False,
     )
@@ -596,6 +623,19 @@ def _real(family: str, name: str, **parts: Any) -> Callable[[], ProcessorMixin]:
 
 def _part(name: str, **values: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, name)(**values)
+
+
+def _minicpmv_pixels(
+    family: str, name: str, parts: str = "", scale_resolution: int = 64
+) -> Callable[[], ProcessorMixin]:
+    """The processor of a MiniCPM-V, with ``parts`` of that name or of another."""
+    sizes = {"scale_resolution": scale_resolution, "patch_size": 4}
+    return _real(
+        family,
+        f"{name}Processor",
+        image_processor=_part(f"{parts or name}ImageProcessor", **sizes),
+        video_processor=_part(f"{parts or name}VideoProcessor", do_sample_frames=False, **sizes),
+    )
 
 
 def _glm_pixels(family: str, name: str) -> Callable[[], ProcessorMixin]:
@@ -781,7 +821,19 @@ CPM_TOKENS = {
     **{f"{name}_start_token": f"<{name}>" for name in ("image", "slice", "image_id")},
     **{f"{name}_end_token": f"</{name}>" for name in ("image", "slice", "image_id")},
 }
-CPM_IDS = ("image_token_id", "video_token_id")
+CPM_MARKS = {
+    "newline_id": "\n",
+    **{f"{name}_start_id": f"<{name}>" for name in ("image", "slice")},
+    **{f"{name}_end_id": f"</{name}>" for name in ("image", "slice")},
+}
+CPM_PROMPT: dict[str, Any] = {
+    "tokens": CPM_TOKENS,
+    "image": "<|image_pad|>",
+    "video": "<|video_pad|>",
+    "mixed": True,
+    # a thumbnail of its own size, and one with two slices
+    "sizes": ((60, 48), (130, 60)),
+}
 OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 PIXTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 EVERY_PATCH = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
@@ -1284,22 +1336,29 @@ _TABLE: dict[str, Family] = {
         sizes=((60, 40), (130, 60)),
         extra_tokens=tuple(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
     ),
-    "minicpmv4_6": Family(
-        config=_minicpmv,
-        processor=_real(
-            "minicpmv4_6",
-            "MiniCPMV4_6Processor",
-            image_processor=_part("MiniCPMV4_6ImageProcessor", scale_resolution=64, patch_size=4),
-            video_processor=_part(
-                "MiniCPMV4_6VideoProcessor", scale_resolution=64, patch_size=4, do_sample_frames=False
-            ),
-        ),
-        tokens=CPM_TOKENS,
-        image="<|image_pad|>",
+    "lfm3_vl": Family(
+        config=_lfm3_vl,
+        processor=_qwen_pixels("lfm3_vl", "Lfm3VlProcessor", "Qwen3VLVideoProcessor", 131072),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
         video="<|video_pad|>",
-        mixed=True,
-        # a thumbnail of its own size, and one with two slices
-        sizes=((60, 48), (130, 60)),
+        **QWEN_MEDIA,
+    ),
+    "minicpmv4_6": Family(
+        config=_minicpmv("minicpmv4_6", "MiniCPMV4_6Config"),
+        processor=_minicpmv_pixels("minicpmv4_6", "MiniCPMV4_6"),
+        **CPM_PROMPT,
+    ),
+    "minicpmv4_7": Family(
+        config=_minicpmv("minicpmv4_7", "MiniCPMV4_7Config", **CPM_MARKS),
+        processor=_minicpmv_pixels("minicpmv4_7", "MiniCPMV4_7", "MiniCPMV4_6"),
+        **CPM_PROMPT,
+    ),
+    "minicpm_ocr": Family(
+        config=_minicpmv("minicpm_ocr", "MiniCPMOcrConfig"),
+        processor=_minicpmv_pixels("minicpm_ocr", "MiniCPMOcr", scale_resolution=32),
+        # about as many tokens, each of which is half as wide
+        **{**CPM_PROMPT, "sizes": ((30, 24), (65, 30)), "clip": (4, 32, 24)},
     ),
     "idefics3": Family(
         config=_idefics3("idefics3", "Idefics3Config"),
@@ -1320,6 +1379,8 @@ _RELEASE = int(transformers.__version__.split(".")[1])
 if _RELEASE < 23:
     # thinkers were laid out otherwise, and are refused
     del _TABLE["qwen2_5_omni"], _TABLE["qwen3_omni_moe"]
+    # these are newer
+    del _TABLE["lfm3_vl"], _TABLE["minicpmv4_7"], _TABLE["minicpm_ocr"]
 if _RELEASE < 20:
     # its tower took one size of tiles
     del _TABLE["minicpmv4_6"]
@@ -1608,7 +1669,7 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
     if grids is not None:
         return (grids.prod(-1) // values.get(f"{modality}_merge_sizes", torch.tensor(2)) ** 2).tolist()
     if _PACKED[modality] in values:
-        return (values[_PACKED[modality]].prod(-1) // 16).tolist()
+        return (values[_PACKED[modality]].prod(-1) // (4 if family == "minicpm_ocr" else 16)).tolist()
     if (at := values.get(f"{modality}_position_ids")) is not None:
         return ((at >= 0).all(-1).flatten(1).sum(1) // (4 if family == "gemma4" else 1)).tolist()
     if "spatial_shapes" in values:

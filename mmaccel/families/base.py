@@ -26,6 +26,7 @@ _OTHER_ROPE = (
     "gemma3_text",
     "gemma4_text",
     "gemma4_unified_text",
+    "lfm3",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "smollm3",

@@ -31,7 +31,6 @@ REFUSED: dict[str, str] = {
     "gemma3n": f"{_EMBEDDED}, and the last of them read keys of others",
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
     "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",
-    **dict.fromkeys(("lfm3_vl", "minicpm_ocr", "minicpmv4_7"), _STATES),
     "kimi_k25": _LATENTS,
     **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), _SPEAKS),
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",

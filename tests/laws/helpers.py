@@ -21,17 +21,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 import mmaccel
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import families, family_of
-from mmaccel.families.qwen_vl import Qwen2VL
+from mmaccel.families.grids import PackedGrids
+from mmaccel.families.mrope import ThreeAxes
 from mmaccel.method import KeyBatch, LayerMethod, Policy, ProjectorMethod, TokenBatch
 from mmaccel.runtime.plan import plan_model
 
 torch.set_num_threads(1)
 
 FAMILIES = zoo.FAMILIES
-#: those whose towers pack pictures of any size
-PACKED = tuple(name for name in FAMILIES if issubclass(families()[name], Qwen2VL))
-#: those of them with positions in three axes
-QWEN = tuple(name for name in PACKED if name != "video_llama_3")
+#: those whose towers pack pictures of any size, and can be looked into
+PACKED = tuple(
+    name for name in FAMILIES if issubclass(families()[name], PackedGrids) and families()[name].closed is None
+)
+#: those with positions in three axes
+THREE_AXES = tuple(name for name in FAMILIES if issubclass(families()[name], ThreeAxes))
 #: packed towers that are given patches row by row
 RASTER = ("paddleocr_vl",)  # by choice: said anew, beside the adapters
 #: one representative of each mechanism, where all of them would be a slow test

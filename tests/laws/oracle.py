@@ -49,6 +49,8 @@ AHEAD = (
     ("gemma4_unified", {"sliding_window": 70}),
     ("paligemma", {"model_type": "gemma2", "sliding_window": 70}),
 )
+#: every kind of windows; those of LFM3 lie between layers with a state
+WINDOWS = (*WINDOWED, *AHEAD, *((name, {"sliding_window": 24}) for name in zoo.FAMILIES if name == "lfm3_vl"))
 #: Ministral 3 is a Mistral 3 whose queries grow with their positions, here early, in published models behind 16,384 of them
 GROWING = tuple(
     {

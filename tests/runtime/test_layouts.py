@@ -10,8 +10,8 @@ import transformers
 import zoo
 from laws.helpers import (
     FAMILIES,
-    QWEN,
     SHORT,
+    THREE_AXES,
     cache,
     close,
     follow,
@@ -136,8 +136,8 @@ def test_positions_in_all_their_forms(family: str) -> None:
     tiny, feed = model(family), inputs(family, batch=2)
     rows, length = feed["input_ids"].shape
     plain = torch.arange(length)
-    if family in QWEN:
-        names = ("image_grid_thw", "attention_mask", "mm_token_type_ids")
+    if family in THREE_AXES:
+        names = (*adapters()[family].sized_by, "attention_mask", "mm_token_type_ids")
         three, _ = tiny.model.get_rope_index(feed["input_ids"], **{name: feed[name] for name in names if name in feed})
         forms = [three, torch.cat([plain.expand(1, rows, -1), three])]
     else:
@@ -196,6 +196,10 @@ def test_two_clips_are_two_pictures(family: str) -> None:
     with accelerated(tiny, recipe_of("random"), processor=zoo.processor(family)):
         generate(tiny, feed, new=1)
         segments = tiny.mmaccel.layout.segments
+    if family == "minicpmv4_7":
+        # nothing in its prompts says where a clip ends, and for the model one behind the other is one
+        assert {segment.picture for segment in segments} == {0}
+        return
     assert {segment.picture for segment in segments} == {0, 1}
     times = [
         [int(t) for segment in segments if segment.picture == number for t in segment.tile.cells[:, 0] if t >= 0]
