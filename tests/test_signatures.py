@@ -268,6 +268,7 @@ FEATURES = {
     "internvl": ["pixel_values"],
     "smolvlm": ["pixel_values", "pixel_attention_mask"],
     "idefics3": ["pixel_values", "pixel_attention_mask"],
+    "molmo2": ["pixel_values", "image_token_pooling", "image_grids"],
     "lfm3_vl": ["pixel_values", "image_grid_thw"],
     "lfm2_vl": ["pixel_values", "spatial_shapes", "pixel_attention_mask"],
     "minicpmv4_6": ["pixel_values", "target_sizes", "downsample_mode"],

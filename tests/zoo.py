@@ -597,6 +597,36 @@ def _lfm3_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
     )
 
 
+def _molmo2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Two layers of the tower are read. In some models RoPE is stretched in some layers of the language model."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    if "rope_scaling_layers" in overrides:
+        overrides = {**overrides, "rope_scaling_layers": list(overrides["rope_scaling_layers"])}
+    words = {"additional_vocab_size": 0, "head_dim": 16, "rope_parameters": rope}
+    marks = {
+        "image_patch_id": MOLMO_PATCH,
+        "image_start_token_id": "<im_start>",
+        "low_res_image_start_token_id": "<low_res_im_start>",
+        "image_end_token_id": "<im_end>",
+        "frame_start_token_id": "<frame_start>",
+        "frame_end_token_id": "<frame_end>",
+    }
+    return transformers.Molmo2Config(
+        vision_config={**sizes, "num_hidden_layers": 3, "image_size": [42, 42], "patch_size": 7},
+        adapter_config={**sizes, "vision_feature_layer": [2, 1], "text_hidden_size": 64},
+        text_config=_text("molmo2_text", overrides, vocabulary, **words).to_dict(),
+        tie_word_embeddings=False,
+        **{name: tokenizer("molmo2").convert_tokens_to_ids(token) for name, token in marks.items()},
+    )
+
+
 # --------------------------------------------------------------------------------------------------------- processors
 
 
@@ -834,6 +864,8 @@ CPM_PROMPT: dict[str, Any] = {
     # a thumbnail of its own size, and one with two slices
     "sizes": ((60, 48), (130, 60)),
 }
+MOLMO_PATCH = "<im_patch>"
+MOLMO_MARKS = ("<im_col>", "<im_start>", "<low_res_im_start>", "<frame_start>", "<im_end>", "<frame_end>", "<im_low>")
 OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 PIXTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 EVERY_PATCH = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
@@ -1360,6 +1392,25 @@ _TABLE: dict[str, Family] = {
         # about as many tokens, each of which is half as wide
         **{**CPM_PROMPT, "sizes": ((30, 24), (65, 30)), "clip": (4, 32, 24)},
     ),
+    "molmo2": Family(
+        config=_molmo2,
+        processor=_real(
+            "molmo2",
+            "Molmo2Processor",
+            image_processor=_part(
+                "Molmo2ImageProcessor", size=_square(42), patch_size=7, overlap_margins=[1, 1], max_crops=4
+            ),
+            video_processor=_part(
+                "Molmo2VideoProcessor", size=_square(42), patch_size=7, pooling_size=[2, 2], do_sample_frames=False
+            ),
+        ),
+        tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
+        image="<|image|>",
+        video="<|video|>",
+        # two crops side by side, and two one above the other; one alone would be the picture once more
+        sizes=((60, 40), (40, 64)),
+        extra_tokens=(MOLMO_PATCH, *MOLMO_MARKS),
+    ),
     "idefics3": Family(
         config=_idefics3("idefics3", "Idefics3Config"),
         processor=_real(
@@ -1380,7 +1431,7 @@ if _RELEASE < 23:
     # thinkers were laid out otherwise, and are refused
     del _TABLE["qwen2_5_omni"], _TABLE["qwen3_omni_moe"]
     # these are newer
-    del _TABLE["lfm3_vl"], _TABLE["minicpmv4_7"], _TABLE["minicpm_ocr"]
+    del _TABLE["lfm3_vl"], _TABLE["minicpmv4_7"], _TABLE["minicpm_ocr"], _TABLE["molmo2"]
 if _RELEASE < 20:
     # its tower took one size of tiles
     del _TABLE["minicpmv4_6"]
@@ -1632,6 +1683,8 @@ def visual_mask(family: str, model: PreTrainedModel, input_ids: torch.Tensor) ->
 def _placeholder(family: str, modality: str) -> int | None:
     """The id that this modality's pixels fill; InternVL's frames and SmolVLM's travel as pictures, GLM's are written so."""
     ids = _ids(family)
+    if family == "molmo2":
+        return int(tokenizer(family).convert_tokens_to_ids(MOLMO_PATCH))
     if "video_start_token" in ids:
         return ids["image_token"]
     if "context_image_token" in ids:
@@ -1651,6 +1704,8 @@ _PER_ITEM = {
         "spatial_shapes",
         "pixel_attention_mask",
         "image_position_ids",
+        "image_grids",
+        "image_num_crops",
     ),
     "video": (
         "target_sizes_videos",
@@ -1659,6 +1714,7 @@ _PER_ITEM = {
         "second_per_grid_ts",
         "video_second_per_grid",
         "video_position_ids",
+        "video_grids",
     ),
 }
 
@@ -1668,6 +1724,8 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
     grids = values.get(f"{modality}_grid_thw")
     if grids is not None:
         return (grids.prod(-1) // values.get(f"{modality}_merge_sizes", torch.tensor(2)) ** 2).tolist()
+    if (grids := values.get(f"{modality}_grids")) is not None:
+        return (grids[:, :2].prod(-1) + grids[:, 2:].prod(-1) if modality == "image" else grids.prod(-1)).tolist()
     if _PACKED[modality] in values:
         return (values[_PACKED[modality]].prod(-1) // (4 if family == "minicpm_ocr" else 16)).tolist()
     if (at := values.get(f"{modality}_position_ids")) is not None:
@@ -1717,6 +1775,12 @@ def single(family: str, batch_inputs: BatchFeature | dict[str, Any], row: int) -
         if (packed := _PACKED[modality]) in values:  # side by side, as many columns as a patch has
             columns = pixels.shape[2] * np.cumsum([0, *values[packed].prod(-1).tolist()])
             result[name] = pixels[..., columns[first] : columns[last]]
+        elif (pooled := values.get(f"{modality}_token_pooling")) is not None:
+            crops = values["image_num_crops"] if modality == "image" else values["video_grids"][:, 0]
+            starts = np.cumsum([0, *crops.tolist()])
+            mine = pooled[ends[first] : ends[last]]
+            result[name] = pixels[starts[first] : starts[last]]
+            result[f"{modality}_token_pooling"] = torch.where(mine < 0, mine, mine - starts[first] * pixels.shape[1])
         else:
             result[name] = pixels[edges[first] : edges[last]]
         result.update({key: values[key][first:last] for key in _PER_ITEM[modality] if key in values})

@@ -502,6 +502,22 @@ def _got_ocr2() -> Tiny:
     return config, IMAGE, 2 * 16, {"pixel_values": _noise(2, 3, 64, 64)}
 
 
+def _molmo2() -> Tiny:
+    tower = {**_TOWER, "num_key_value_heads": 2, "head_dim": 16}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = _config(
+        "molmo2",
+        vision_config={**tower, "image_size": [42, 42], "patch_size": 7},
+        adapter_config={**tower, "vision_feature_layer": [2, 1], "text_hidden_size": 64},
+        text_config=_text("molmo2_text", head_dim=16, additional_vocab_size=0, rope_parameters=rope).to_dict(),
+        image_patch_id=IMAGE,
+    )
+    # a picture as a whole and as one crop, 2 x 2 of whose patches make a token
+    blocks = _long(*range(2 * 36)).view(2, 3, 2, 3, 2).transpose(2, 3).reshape(-1, 4)
+    pixels = {"pixel_values": _noise(2, 36, 147), "image_token_pooling": blocks, "image_grids": _long([3, 3, 3, 3])}
+    return config, IMAGE, 2 * 9, pixels
+
+
 def _perception_lm() -> Tiny:
     sizes = {
         "img_size": (32, 32),
@@ -709,18 +725,19 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "fast_vlm": _fast_vlm,
     "lfm2_vl": _lfm2_vl,
     "lfm3_vl": _lfm3_vl,
+    "minicpm_ocr": _minicpmv("minicpm_ocr", side=2),
     "minicpmv4_6": _minicpmv("minicpmv4_6"),
     # 7 is a token of no prompt
     "minicpmv4_7": _minicpmv(
         "minicpmv4_7", image_start_id=START, image_end_id=END, slice_start_id=7, slice_end_id=7, newline_id=7
     ),
-    "minicpm_ocr": _minicpmv("minicpm_ocr", side=2),
     "aya_vision": _aya_vision("aya_vision"),
     "cohere2_vision": _aya_vision("cohere2_vision"),
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
     "got_ocr2": _got_ocr2,
+    "molmo2": _molmo2,
     "paligemma": _paligemma,
     "perception_lm": _perception_lm,
     "granite4_vision": _granite4_vision,

@@ -170,10 +170,10 @@ class Family(Towers):
         """Which of several RoPEs a layer of the language model is given; None where all share one."""
         return None
 
-    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
+    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any], seen: int) -> Tensor | None:
         """Which tokens of a prompt attend to each other both ways: those of one number, ``[B, S]`` long on the CPU, -1 for
         tokens that see only what is in front of them; None where all do. ``ids``, ``valid`` ``[B, S]`` on the CPU; ``beside``
-        are arguments of the call."""
+        are arguments of the call, and ``seen`` tokens are in the cache."""
         return None
 
     def looks_ahead(self, layer: int) -> bool:
@@ -411,6 +411,18 @@ class Family(Towers):
 def _turns_halves(config: Any) -> bool:
     """See :attr:`Family.halves`."""
     return config.text_config.model_type not in _OTHER_ROPE
+
+
+def passed_on() -> Tensor:
+    """A mask of four axes, which models that are called with such take as it is."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+
+def types_of_new(types: Tensor, ids: Tensor, seen: int) -> Tensor:
+    """``[B, S]`` on the CPU: of the ``types`` of all tokens, or of the new ones alone, those of the new ones ``ids [B, S]``.
+    Behind them may stand candidates, of which nothing is said."""
+    new = types.cpu()[:, seen if types.shape[1] > ids.shape[1] else 0 :]
+    return functional.pad(new, (0, ids.shape[1] - new.shape[1]))
 
 
 def clip_frames(encoded: EncoderCall) -> tuple[int, int]:

@@ -136,7 +136,7 @@ def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
         parts = [feed.get(name, torch.zeros_like(feed["input_ids"])) for feed in (first, second)]
         behind = int(name == "token_type_ids" and any(map(_attends_both_ways, (first, second))))
         # two prompts that attend both ways would see each other in one call
-        parts[1] = torch.ones_like(parts[1]) if behind else parts[1]
+        parts[1] = torch.ones_like(parts[1]) if behind else parts[1] * int(not _sees_all_pictures(first, second))
         kept[name] = torch.cat([parts[0], torch.full_like(answer, behind), parts[1]], dim=1)
     whole = dict(kept)
     for key in {**first, **second}:
@@ -146,6 +146,10 @@ def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
             kept[key] = second[key]
         if key == "batch_num_images":
             whole[key] = sum(feed.get(key, 0) for feed in (first, second))
+        elif key.endswith("_token_pooling") and key in first and key in second:
+            # these are places among the patches of a call
+            more, patches = second[key], first[f"pixel_values{'_videos' * key.startswith('video')}"].shape[:2].numel()
+            whole[key] = torch.cat([first[key], torch.where(more < 0, more, more + patches)])
         elif key in first and key in second:
             whole[key] = _join(first[key], second[key])
         else:
@@ -158,6 +162,11 @@ def _attends_both_ways(feed: Inputs) -> bool:
     only pictures are of type 1."""
     types = feed.get("token_type_ids")
     return "pixel_values" in feed and types is not None and (not bool(types.any()) or bool(types[0, -1]))
+
+
+def _sees_all_pictures(first: Inputs, second: Inputs) -> bool:
+    """Whether pictures of both prompts would see each other in one call."""
+    return all(any(name.endswith("_token_pooling") for name in feed) for feed in (first, second))
 
 
 def _join(a: Tensor, b: Tensor) -> Tensor:

@@ -396,14 +396,16 @@ def continued(family: str, feed: Any, forced: Tensor) -> dict[str, Any]:
 
 
 def blocks(feed: Any, config: Any) -> Tensor:
-    """`[B, S, S]` bool: which places are of the same picture, or of the same prompt, where tokens of one attend to each other
-    both ways. `config` is that of the text model."""
+    """`[B, S, S]` bool: which places are of the same picture, of any picture, or of the same prompt, where tokens of one attend
+    to each other both ways. `config` is that of the text model."""
     if config.model_type in ("gemma", "gemma2"):
         prompt = (
             (feed["token_type_ids"] == 0) if "token_type_ids" in feed else torch.zeros_like(feed["input_ids"]).bool()
         )
         return prompt[:, :, None] & prompt[:, None]
     picture = (feed["token_type_ids"] == 1) if "token_type_ids" in feed else feed["mm_token_type_ids"] > 0
+    if config.model_type == "molmo2_text":
+        return picture[:, :, None] & picture[:, None]
     begins = picture & ~torch.nn.functional.pad(picture, (1, 0))[:, :-1]
     number = begins.cumsum(1).masked_fill(~picture, -1)
     return (number[:, :, None] == number[:, None]) & picture[:, :, None]
@@ -457,7 +459,7 @@ def both_ways(config: Any, number: int) -> bool:
     kind = config.model_type
     if kind == "gemma4_text":
         return config.layer_types[number] == "sliding_attention"
-    return kind in ("gemma", "gemma2", "gemma3_text", "gemma4_unified_text")
+    return kind in ("gemma", "gemma2", "gemma3_text", "gemma4_unified_text", "molmo2_text")
 
 
 def window_of(config: Any, number: int) -> int | None:

@@ -280,8 +280,8 @@ def test_forward_with_a_new_picture(family: str, masked: bool, method: str) -> N
         whole, mine = follow(feed, silent, second)[1], cache()
         tiny(**feed, past_key_values=mine, use_cache=True)
         second["attention_mask"] = whole["attention_mask"] if masked else None
-        if zoo.behind(family):
-            second["token_type_ids"] = torch.ones_like(second["input_ids"])
+        for name in {"mm_token_type_ids", "token_type_ids"} & set(second):
+            second[name] = whole[name][:, -second["input_ids"].shape[1] :]
         turned = tiny(**second, past_key_values=mine, use_cache=True).logits
         once = tiny(**whole).logits[:, -turned.shape[1] :]
     assert torch.equal(turned.isnan(), once.isnan())
