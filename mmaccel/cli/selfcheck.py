@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..errors import MmaccelError
+from .shared.needs import missing
 from .shared.options import Json, RecipeOptions
 from .shared.text import nbytes, table, tell, working
 
@@ -73,17 +72,6 @@ def run(
     report: dict[str, Any] = {**how_run, "families": results, "left_out": left_out}
     tell(report, output, lambda: render(report))
     return 1 if any(one["problem"] for one in results) else 0
-
-
-def missing(name: str) -> str | None:
-    """The package without which a family cannot be built, where it is not installed."""
-    from ..families import families
-
-    family = families()[name]
-    found, needed = (tuple(map(int, number.split(".")[:2])) for number in (version("transformers"), family.since))
-    if found < needed:
-        return f"transformers>={family.since}"
-    return family.package if family.package is not None and find_spec(family.package) is None else None
 
 
 def render(report: dict[str, Any]) -> str:
