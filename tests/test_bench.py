@@ -78,6 +78,8 @@ def test_weights_are_as_many_as_published(name):
         ("llava-1.5-13b", 40, 40, 40, 128, 24, 16),
         ("llava-onevision-0.5b", 24, 14, 2, 64, 26, 16),
         ("llava-onevision-7b", 28, 28, 4, 128, 26, 16),
+        ("qwen2-vl-2b", 28, 12, 2, 128, 32, 16),
+        ("qwen2-vl-7b", 28, 28, 4, 128, 32, 16),
         ("qwen2.5-vl-3b", 36, 16, 2, 128, 32, 16),
         ("qwen2.5-vl-7b", 28, 28, 4, 128, 32, 16),
         ("qwen3-vl-8b", 36, 32, 8, 128, 27, 16),
@@ -135,6 +137,7 @@ FAMILIES = {
     "llava-1.5-7b": (576, 5 * 576, None),
     "llava-next-7b": (576 + 24 * 25, 576 + 48 * 49, None),
     "llava-onevision-7b": (729 + 27 * 28, 729 + 27 * 82, 4 * 196 + 1),
+    "qwen2-vl-7b": (144, 2880, 2 * 144),
     "qwen2.5-vl-7b": (144, 2880, 2 * 144),
     "qwen3-vl-8b": (100, 2880, 2 * 100),
     "qwen3-vl-30b-a3b": (100, 2880, 2 * 100),
@@ -178,7 +181,9 @@ def test_inputs_fit_the_model(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_tiled_picture_makes_about_2880_tokens(name):
     kind = "llava-onevision-7b" if "onevision" in name else name.replace("13b", "7b")
-    kind = {"qwen2.5-vl-3b": "qwen2.5-vl-7b", "qwen3-vl-4b": "qwen3-vl-8b"}.get(kind, kind)
+    kind = {"qwen2-vl-2b": "qwen2-vl-7b", "qwen2.5-vl-3b": "qwen2.5-vl-7b", "qwen3-vl-4b": "qwen3-vl-8b"}.get(
+        kind, kind
+    )
     assert FAMILIES[kind][1] == pytest.approx(2880, rel=0.03)
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 import mmaccel
 from mmaccel.cli import ask, doctor, main, selfcheck
+from mmaccel.cli.shared import needs
 from mmaccel.media import files as media
 
 ROOT = Path(__file__).parent.parent
@@ -251,7 +252,7 @@ def test_the_table_of_families_is_true():
 
     for name, family in families().items():
         if name not in zoo.FAMILIES:
-            assert selfcheck.missing(name) == f"transformers>={family.since}"
+            assert needs.missing(name) == f"transformers>={family.since}"
             continue
         adapter = family_of(zoo.model(name), zoo.processor(name))
         assert (adapter.name, adapter.has_cls) == (name, family.facts.cls)
@@ -261,13 +262,13 @@ def test_the_table_of_families_is_true():
 
 
 def test_selfcheck_leaves_out_what_cannot_be_built(capsys, monkeypatch):
-    monkeypatch.setattr(selfcheck, "find_spec", lambda name: None)
+    monkeypatch.setattr(needs, "find_spec", lambda name: None)
     monkeypatch.setattr(selfcheck, "TINY", {name: selfcheck.TINY[name] for name in ("llava", "fast_vlm")})
     out = output(capsys, "selfcheck")
     assert "fast_vlm was left out: timm is not installed." in out and "1 of 1 families pass." in out
     assert main(["selfcheck", "--family", "fast_vlm"]) == 2
     assert "fast_vlm is built with timm, which is not installed; pip install 'timm'." in capsys.readouterr().err
-    monkeypatch.setattr(selfcheck, "version", lambda name: "5.22.1")
+    monkeypatch.setattr(needs, "version", lambda name: "5.22.1")
     monkeypatch.setattr(selfcheck, "TINY", {"qwen2_5_omni": None})
     assert main(["selfcheck", "--family", "qwen2_5_omni"]) == 2
     assert "qwen2_5_omni is built with transformers>=5.23, which is not installed" in capsys.readouterr().err
@@ -291,6 +292,13 @@ def test_doctor_without_a_gpu_says_so_in_a_sentence(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "every site of a recipe its definition in plain torch" in output(capsys, "doctor")
     assert json.loads(output(capsys, "doctor", "--json"))["devices"] == []
+
+
+def test_doctor_has_no_problem_with_families_that_are_newer(capsys, monkeypatch):
+    monkeypatch.setattr(needs, "version", lambda package: "5.17.0")
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "molmo2            not ready: needs transformers>=5.23" in said and "PROBLEM" not in said
 
 
 def test_doctor_names_a_mismatched_torchvision(capsys, monkeypatch):

@@ -1,8 +1,11 @@
-"""Models whose weights are quantised or adapted: PEFT, torchao, bitsandbytes; each where its package is installed."""
+"""Models whose weights are quantised or adapted: PEFT, torchao, bitsandbytes, and layouts of four bits (GPTQ, AWQ,
+compressed-tensors); each where its package is installed."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +47,88 @@ def quantised(kind: str) -> Any:
     ).eval()
 
 
+#: weights that share a scale in the layouts of four bits
+GROUP = 32
+#: by choice: what configurations say of each layout, and how far products may be from those of floats, as kernels compute
+FOUR_BITS: dict[str, tuple[dict[str, Any], float]] = {
+    "gptq": ({"quant_method": "gptq", "desc_act": False, "sym": False}, 1e-2),
+    # the back end that is chosen by itself compiles a program first
+    "awq": ({"quant_method": "awq", "zero_point": True, "backend": "torch_awq"}, 3e-2),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "all": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP},
+                }
+            },
+        },
+        1e-5,
+    ),
+}
+
+
+def eight_in_one(numbers: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """``[n, m]`` of four bits -> ``[n, m / 8]`` int32, of eight neighbours the one at ``order[i]`` at bit 4 i."""
+    parts = numbers.long().unflatten(1, (-1, 8))[..., list(order)] << (4 * torch.arange(8))
+    packed = parts.sum(-1)
+    return torch.where(packed < 2**31, packed, packed - 2**32).int()
+
+
+def in_layout(kind: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """``weight [out, in]`` rounded to four bits: what a checkpoint of the layout holds of it, and what that means."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    scale = (groups.abs().amax(-1) / 7).half()
+    numbers = (groups / scale.float()[..., None] + 8).round().clamp(0, 15)
+    meant = ((numbers - 8) * scale.float()[..., None]).flatten(1)
+    numbers = numbers.flatten(1)
+    if kind == "compressed-tensors":
+        shape = torch.tensor(weight.shape)
+        held = {"weight_packed": eight_in_one(numbers), "weight_scale": scale.float(), "weight_shape": shape}
+        return held, meant
+    zeros = torch.full(scale.T.shape, 8)
+    if kind == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        held = {"qweight": eight_in_one(numbers.T, order), "qzeros": eight_in_one(zeros, order)}
+        return {**held, "scales": scale.T}, meant
+    # it stores one less
+    held = {"qweight": eight_in_one(numbers).T, "qzeros": eight_in_one(zeros - 1), "scales": scale.T}
+    return {**held, "g_idx": (torch.arange(weight.shape[1]) // GROUP).int()}, meant
+
+
+def of_four_bits(kind: str, folder: Path) -> tuple[Any, nn.Module]:
+    """The shipped ``mini-llava`` with the weights of its language model in a layout, and with floats that are the same."""
+    needed = ["compressed_tensors"] if kind == "compressed-tensors" else ["gptqmodel", "optimum"]
+    for package in needed:
+        pytest.importorskip(package)
+    from safetensors.torch import save_file
+
+    floats = transformers.AutoModelForImageTextToText.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    held, others = dict(floats.state_dict()), []
+    for name, layer in floats.named_modules():
+        if isinstance(layer, nn.Linear) and "language_model" in name:
+            parts, layer.weight.data = in_layout(kind, held.pop(f"{name}.weight"))
+            held |= {f"{name}.{part}": values for part, values in parts.items()}
+        elif isinstance(layer, nn.Linear):
+            others.append(name)
+    how, _ = FOUR_BITS[kind]
+    left = "ignore" if kind == "compressed-tensors" else "modules_to_not_convert"
+    sizes = {} if kind == "compressed-tensors" else {"bits": 4, "group_size": GROUP}
+    config = copy.deepcopy(floats.config)
+    config.quantization_config = {**how, **sizes, left: others}
+    config.save_pretrained(folder)
+    save_file(
+        {name: x.contiguous().clone() for name, x in held.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    packed = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, device_map="cpu"
+    ).eval()
+    return packed, floats
+
+
 def asked() -> dict[str, torch.Tensor]:
     """A question of the suite."""
     from PIL import Image
@@ -79,6 +164,24 @@ def test_quantised_weights_are_what_they_mean() -> None:
             with accelerated(one, recipe):
                 found.append(logits(generate(one, feed, new=4)))
         close(*found, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_weights_of_four_bits_are_what_they_mean(kind: str, tmp_path: Path) -> None:
+    """Every recipe does the same to a model whose weights are packed as to one that holds them as floats."""
+    (packed, floats), feed = of_four_bits(kind, tmp_path), asked()
+    with pytest.raises(MmaccelError, match="and those of this model are quantised"):
+        accelerate_vlm(packed, "criticalkv")
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(SHIPPED, dtype=torch.float32)
+    with torch.no_grad():
+        bare, exact = packed(**feed).logits, whole(**feed).logits
+    assert (bare - exact).abs().max() > 0.1
+    for recipe in ("none", *RECIPES.values()):
+        found = []
+        for one in (packed, floats):
+            with accelerated(one, recipe):
+                found.append(logits(generate(one, feed, new=4)))
+        close(*found, tolerance=FOUR_BITS[kind][1])
 
 
 @pytest.mark.parametrize("kind", ["int8", "bnb-4bit", "bnb-8bit"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 import zoo
-from laws.helpers import FAMILIES, QWEN, generate, inputs, model, text_model
+from laws.helpers import FAMILIES, THREE_AXES, generate, inputs, model, text_model
 from torch import Tensor
 from transformers import GenerationMixin, cache_utils, masking_utils, modeling_utils
 
@@ -268,8 +268,12 @@ FEATURES = {
     "internvl": ["pixel_values"],
     "smolvlm": ["pixel_values", "pixel_attention_mask"],
     "idefics3": ["pixel_values", "pixel_attention_mask"],
+    "molmo2": ["pixel_values", "image_token_pooling", "image_grids"],
+    "lfm3_vl": ["pixel_values", "image_grid_thw"],
     "lfm2_vl": ["pixel_values", "spatial_shapes", "pixel_attention_mask"],
     "minicpmv4_6": ["pixel_values", "target_sizes", "downsample_mode"],
+    "minicpmv4_7": ["pixel_values", "target_sizes", "downsample_mode"],
+    "minicpm_ocr": ["pixel_values", "target_sizes", "downsample_mode"],
 }
 
 
@@ -286,7 +290,8 @@ def test_get_features(family: str) -> None:
             return
         names = set(parameters(inner.get_video_features))
         assert {"pixel_values_videos"} <= names or (OLD and "pixel_values" in names)
-        assert "video_grid_thw" in names or family not in QWEN
+        known = families_of_mmaccel()[family]
+        assert family not in THREE_AXES or set(known.sized_by) & names
 
 
 # ------------------------------------------------------------------------------------------------------- the text model
@@ -335,7 +340,7 @@ def test_the_door(family: str) -> None:
     assert "labels" in parameters(tiny.forward)
     # these make all logits
     assert ("logits_to_keep" in parameters(tiny.forward)) == (
-        family not in ("video_llama_3", "qwen2_5_omni", "qwen3_omni_moe", "minicpmv4_6")
+        family not in ("video_llama_3", "qwen2_5_omni", "qwen3_omni_moe", "minicpmv4_6", "minicpm_ocr")
     )
     output = text(inputs_embeds=door[0][1]["inputs_embeds"])
     # that of Granite leaves it to its caller to make a cache
@@ -365,7 +370,7 @@ def test_layers_with_a_state(family: str) -> None:
     for number in known.recurrent:
         layer = cache.layers[number]
         assert isinstance(layer, cache_utils.LinearAttentionLayer) and layer.has_previous_state == {0: True}
-        assert [len(x) for x in states_of(layer)] == [2] * (1 if family == "lfm2_vl" else 2)
+        assert [len(x) for x in states_of(layer)] == [2] * (1 if known.net_name == "conv" else 2)
 
 
 @families
@@ -379,11 +384,11 @@ def test_the_door_of_a_forward_without_a_cache(family: str) -> None:
     assert args == () and kwargs.get("past_key_values") is None and kwargs["use_cache"] is False
 
 
-# --------------------------------------------------------------------------------------------------------------- Qwen
+# ---------------------------------------------------------------------------------------------------------- positions
 
 
-@pytest.mark.parametrize("family", QWEN)
-def test_positions_of_qwen(family: str) -> None:
+@pytest.mark.parametrize("family", THREE_AXES)
+def test_positions_in_three_axes(family: str) -> None:
     """The three functions that are wrapped, called as the wrappers expect it."""
     tiny, types = zoo.model(family), {"mm_token_type_ids"}
     omni = "_omni" in family
@@ -410,12 +415,13 @@ def test_positions_of_qwen(family: str) -> None:
     assert args == ()
     assert {"input_ids", "inputs_embeds", "attention_mask", "past_key_values"} | types <= set(kwargs)
     ((args, kwargs),) = calls.pop("get_rope_index")
-    given = {"image_grid_thw", "attention_mask"} | types
+    sizes, _ = families_of_mmaccel()[family].sized_by
+    given = {sizes, "attention_mask"} | types
     assert (len(args) == 7 and not kwargs) if omni else len(args) == 1 and given <= set(kwargs)
     generate(tiny, inputs(family), new=2)
     (((tensor, model_kwargs), kwargs),) = calls.pop("_prepare_position_ids_for_generation")
     assert isinstance(tensor, Tensor) and kwargs == {}
-    assert {"attention_mask", "image_grid_thw"} | types <= set(model_kwargs)
+    assert given <= set(model_kwargs)
     if not omni:  # whose outer model has a function of its own
         ((args, kwargs),) = calls.pop("get_rope_index")
         assert len(args) == 1 and given <= set(kwargs)
@@ -424,9 +430,7 @@ def test_positions_of_qwen(family: str) -> None:
     positions, deltas = inner.get_rope_index(
         inputs(family)["input_ids"],
         **{
-            key: value
-            for key, value in inputs(family).items()
-            if key in ("mm_token_type_ids", "image_grid_thw", "attention_mask")
+            key: value for key, value in inputs(family).items() if key in ("mm_token_type_ids", sizes, "attention_mask")
         },
     )
     assert positions.shape == (3, 1, inputs(family)["input_ids"].shape[1]) and deltas.shape == (1, 1)

@@ -20,7 +20,9 @@ from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs.streaming import VideoSession
 
 # those with sliding windows are refused
-FAMILIES = tuple(family for family in zoo.FAMILIES if "video" in zoo.kinds(family) and "gemma4" not in family)
+FAMILIES = tuple(
+    name for name in zoo.FAMILIES if "video" in zoo.kinds(name) and not name.startswith(("gemma4", "lfm3"))
+)
 families = pytest.mark.parametrize("family", FAMILIES)
 
 

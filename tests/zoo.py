@@ -136,7 +136,7 @@ def _text(model_type: str, overrides: dict[str, Any], vocabulary: int, **family_
             model_type = "mistral"
         elif model_type == "cohere2":
             pass
-        elif model_type in ("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text"):
+        elif model_type in ("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "lfm3"):
             pass
         elif "qwen2" in model_type:
             values = {"use_sliding_window": True, "max_window_layers": 0, **values}
@@ -544,18 +544,29 @@ def _idefics3(family: str, config: str) -> Callable[[dict[str, Any], int], PreTr
     )
 
 
-def _minicpmv(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
-    """A tower that joins 2x2 patches behind its second layer, and half of the language model's layers gated delta nets."""
-    words = {**QWEN35_TEXT, "layer_types": [LINEAR, FULL, LINEAR, FULL]}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    return transformers.MiniCPMV4_6Config(
-        vision_config={**sizes, "image_size": 64, "patch_size": 4},
-        text_config=_text("qwen3_5_text", overrides, vocabulary, rope_parameters=rope, **words).to_dict(),
-        insert_layer_id=1,
-        tie_word_embeddings=False,
-        **{name: token for name, token in ((f"{k}_id", v) for k, v in _ids("minicpmv4_6").items()) if name in CPM_IDS},
-    )
+def _minicpmv(family: str, config: str, **marks: str) -> Callable[..., PreTrainedConfig]:
+    """A tower that joins 2x2 patches behind its second layer, and half of the language model's layers gated delta nets; which
+    tokens are the ``marks`` around pictures is said by the configuration of some."""
+
+    def build(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+        words = {**QWEN35_TEXT, "layer_types": [LINEAR, FULL, LINEAR, FULL]}
+        rope = {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [3, 3, 2],
+        }
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+        tokens = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>", **marks}
+        return getattr(transformers, config)(
+            vision_config={**sizes, "image_size": 64, "patch_size": 4},
+            text_config=_text("qwen3_5_text", overrides, vocabulary, rope_parameters=rope, **words).to_dict(),
+            insert_layer_id=1,
+            tie_word_embeddings=False,
+            **{name: tokenizer(family).convert_tokens_to_ids(token) for name, token in tokens.items()},
+        )
+
+    return build
 
 
 def _lfm2_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
@@ -567,6 +578,52 @@ def _lfm2_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
         image_token_id=_ids("lfm2_vl")["image_token"],
         projector_hidden_size=64,
         tie_word_embeddings=False,
+    )
+
+
+def _lfm3_vl(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Two layers of four are convolutions; of the others one has a window, and in the other RoPE turns half."""
+    kinds = {
+        "layer_types": ["conv", "sliding_attention", "conv", FULL],
+        "tie_word_embeddings": False,
+    }
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    return transformers.Lfm3VlConfig(
+        vision_config={**sizes, "num_key_value_heads": 1, "patch_size": 8},
+        text_config=_text("lfm3", overrides, vocabulary, head_dim=16, **kinds).to_dict(),
+        **{f"{name}_id": token for name, token in _ids("lfm3_vl").items()},
+        projector_hidden_size=64,
+        tie_word_embeddings=False,
+    )
+
+
+def _molmo2(overrides: dict[str, Any], vocabulary: int) -> PreTrainedConfig:
+    """Two layers of the tower are read. In some models RoPE is stretched in some layers of the language model."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    if "rope_scaling_layers" in overrides:
+        overrides = {**overrides, "rope_scaling_layers": list(overrides["rope_scaling_layers"])}
+    words = {"additional_vocab_size": 0, "head_dim": 16, "rope_parameters": rope}
+    marks = {
+        "image_patch_id": MOLMO_PATCH,
+        "image_start_token_id": "<im_start>",
+        "low_res_image_start_token_id": "<low_res_im_start>",
+        "image_end_token_id": "<im_end>",
+        "frame_start_token_id": "<frame_start>",
+        "frame_end_token_id": "<frame_end>",
+    }
+    return transformers.Molmo2Config(
+        vision_config={**sizes, "num_hidden_layers": 3, "image_size": [42, 42], "patch_size": 7},
+        adapter_config={**sizes, "vision_feature_layer": [2, 1], "text_hidden_size": 64},
+        text_config=_text("molmo2_text", overrides, vocabulary, **words).to_dict(),
+        tie_word_embeddings=False,
+        **{name: tokenizer("molmo2").convert_tokens_to_ids(token) for name, token in marks.items()},
     )
 
 
@@ -596,6 +653,19 @@ def _real(family: str, name: str, **parts: Any) -> Callable[[], ProcessorMixin]:
 
 def _part(name: str, **values: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, name)(**values)
+
+
+def _minicpmv_pixels(
+    family: str, name: str, parts: str = "", scale_resolution: int = 64
+) -> Callable[[], ProcessorMixin]:
+    """The processor of a MiniCPM-V, with ``parts`` of that name or of another."""
+    sizes = {"scale_resolution": scale_resolution, "patch_size": 4}
+    return _real(
+        family,
+        f"{name}Processor",
+        image_processor=_part(f"{parts or name}ImageProcessor", **sizes),
+        video_processor=_part(f"{parts or name}VideoProcessor", do_sample_frames=False, **sizes),
+    )
 
 
 def _glm_pixels(family: str, name: str) -> Callable[[], ProcessorMixin]:
@@ -781,7 +851,21 @@ CPM_TOKENS = {
     **{f"{name}_start_token": f"<{name}>" for name in ("image", "slice", "image_id")},
     **{f"{name}_end_token": f"</{name}>" for name in ("image", "slice", "image_id")},
 }
-CPM_IDS = ("image_token_id", "video_token_id")
+CPM_MARKS = {
+    "newline_id": "\n",
+    **{f"{name}_start_id": f"<{name}>" for name in ("image", "slice")},
+    **{f"{name}_end_id": f"</{name}>" for name in ("image", "slice")},
+}
+CPM_PROMPT: dict[str, Any] = {
+    "tokens": CPM_TOKENS,
+    "image": "<|image_pad|>",
+    "video": "<|video_pad|>",
+    "mixed": True,
+    # a thumbnail of its own size, and one with two slices
+    "sizes": ((60, 48), (130, 60)),
+}
+MOLMO_PATCH = "<im_patch>"
+MOLMO_MARKS = ("<im_col>", "<im_start>", "<low_res_im_start>", "<frame_start>", "<im_end>", "<frame_end>", "<im_low>")
 OVIS_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 PIXTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 EVERY_PATCH = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
@@ -1284,22 +1368,48 @@ _TABLE: dict[str, Family] = {
         sizes=((60, 40), (130, 60)),
         extra_tokens=tuple(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
     ),
+    "lfm3_vl": Family(
+        config=_lfm3_vl,
+        processor=_qwen_pixels("lfm3_vl", "Lfm3VlProcessor", "Qwen3VLVideoProcessor", 131072),
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        video="<|video_pad|>",
+        **QWEN_MEDIA,
+    ),
     "minicpmv4_6": Family(
-        config=_minicpmv,
+        config=_minicpmv("minicpmv4_6", "MiniCPMV4_6Config"),
+        processor=_minicpmv_pixels("minicpmv4_6", "MiniCPMV4_6"),
+        **CPM_PROMPT,
+    ),
+    "minicpmv4_7": Family(
+        config=_minicpmv("minicpmv4_7", "MiniCPMV4_7Config", **CPM_MARKS),
+        processor=_minicpmv_pixels("minicpmv4_7", "MiniCPMV4_7", "MiniCPMV4_6"),
+        **CPM_PROMPT,
+    ),
+    "minicpm_ocr": Family(
+        config=_minicpmv("minicpm_ocr", "MiniCPMOcrConfig"),
+        processor=_minicpmv_pixels("minicpm_ocr", "MiniCPMOcr", scale_resolution=32),
+        # about as many tokens, each of which is half as wide
+        **{**CPM_PROMPT, "sizes": ((30, 24), (65, 30)), "clip": (4, 32, 24)},
+    ),
+    "molmo2": Family(
+        config=_molmo2,
         processor=_real(
-            "minicpmv4_6",
-            "MiniCPMV4_6Processor",
-            image_processor=_part("MiniCPMV4_6ImageProcessor", scale_resolution=64, patch_size=4),
+            "molmo2",
+            "Molmo2Processor",
+            image_processor=_part(
+                "Molmo2ImageProcessor", size=_square(42), patch_size=7, overlap_margins=[1, 1], max_crops=4
+            ),
             video_processor=_part(
-                "MiniCPMV4_6VideoProcessor", scale_resolution=64, patch_size=4, do_sample_frames=False
+                "Molmo2VideoProcessor", size=_square(42), patch_size=7, pooling_size=[2, 2], do_sample_frames=False
             ),
         ),
-        tokens=CPM_TOKENS,
-        image="<|image_pad|>",
-        video="<|video_pad|>",
-        mixed=True,
-        # a thumbnail of its own size, and one with two slices
-        sizes=((60, 48), (130, 60)),
+        tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
+        image="<|image|>",
+        video="<|video|>",
+        # two crops side by side, and two one above the other; one alone would be the picture once more
+        sizes=((60, 40), (40, 64)),
+        extra_tokens=(MOLMO_PATCH, *MOLMO_MARKS),
     ),
     "idefics3": Family(
         config=_idefics3("idefics3", "Idefics3Config"),
@@ -1320,6 +1430,8 @@ _RELEASE = int(transformers.__version__.split(".")[1])
 if _RELEASE < 23:
     # thinkers were laid out otherwise, and are refused
     del _TABLE["qwen2_5_omni"], _TABLE["qwen3_omni_moe"]
+    # these are newer
+    del _TABLE["lfm3_vl"], _TABLE["minicpmv4_7"], _TABLE["minicpm_ocr"], _TABLE["molmo2"]
 if _RELEASE < 20:
     # its tower took one size of tiles
     del _TABLE["minicpmv4_6"]
@@ -1571,6 +1683,8 @@ def visual_mask(family: str, model: PreTrainedModel, input_ids: torch.Tensor) ->
 def _placeholder(family: str, modality: str) -> int | None:
     """The id that this modality's pixels fill; InternVL's frames and SmolVLM's travel as pictures, GLM's are written so."""
     ids = _ids(family)
+    if family == "molmo2":
+        return int(tokenizer(family).convert_tokens_to_ids(MOLMO_PATCH))
     if "video_start_token" in ids:
         return ids["image_token"]
     if "context_image_token" in ids:
@@ -1590,6 +1704,8 @@ _PER_ITEM = {
         "spatial_shapes",
         "pixel_attention_mask",
         "image_position_ids",
+        "image_grids",
+        "image_num_crops",
     ),
     "video": (
         "target_sizes_videos",
@@ -1598,6 +1714,7 @@ _PER_ITEM = {
         "second_per_grid_ts",
         "video_second_per_grid",
         "video_position_ids",
+        "video_grids",
     ),
 }
 
@@ -1607,8 +1724,10 @@ def _tokens_per_item(family: str, modality: str, values: dict[str, Any], pixels:
     grids = values.get(f"{modality}_grid_thw")
     if grids is not None:
         return (grids.prod(-1) // values.get(f"{modality}_merge_sizes", torch.tensor(2)) ** 2).tolist()
+    if (grids := values.get(f"{modality}_grids")) is not None:
+        return (grids[:, :2].prod(-1) + grids[:, 2:].prod(-1) if modality == "image" else grids.prod(-1)).tolist()
     if _PACKED[modality] in values:
-        return (values[_PACKED[modality]].prod(-1) // 16).tolist()
+        return (values[_PACKED[modality]].prod(-1) // (4 if family == "minicpm_ocr" else 16)).tolist()
     if (at := values.get(f"{modality}_position_ids")) is not None:
         return ((at >= 0).all(-1).flatten(1).sum(1) // (4 if family == "gemma4" else 1)).tolist()
     if "spatial_shapes" in values:
@@ -1656,6 +1775,12 @@ def single(family: str, batch_inputs: BatchFeature | dict[str, Any], row: int) -
         if (packed := _PACKED[modality]) in values:  # side by side, as many columns as a patch has
             columns = pixels.shape[2] * np.cumsum([0, *values[packed].prod(-1).tolist()])
             result[name] = pixels[..., columns[first] : columns[last]]
+        elif (pooled := values.get(f"{modality}_token_pooling")) is not None:
+            crops = values["image_num_crops"] if modality == "image" else values["video_grids"][:, 0]
+            starts = np.cumsum([0, *crops.tolist()])
+            mine = pooled[ends[first] : ends[last]]
+            result[name] = pixels[starts[first] : starts[last]]
+            result[f"{modality}_token_pooling"] = torch.where(mine < 0, mine, mine - starts[first] * pixels.shape[1])
         else:
             result[name] = pixels[edges[first] : edges[last]]
         result.update({key: values[key][first:last] for key in _PER_ITEM[modality] if key in values})

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from importlib import import_module, metadata
 from typing import Any
 
+from .shared.needs import missing
 from .shared.options import Json
 from .shared.text import nbytes, tell, working
 
@@ -213,7 +214,11 @@ def _families(problems: list[str]) -> dict[str, str]:
         return {}
     ready: dict[str, str] = {}
     for family in families().values():
+        needed = missing(family.name)
         for kind in family.model_types:
+            if needed is not None and needed.startswith("transformers"):
+                ready[kind] = f"not ready: needs {needed}"
+                continue
             try:
                 ready[kind] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[kind]].__name__
             except Exception as error:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..errors import MmaccelError
+from .shared.needs import missing
 from .shared.options import Json, RecipeOptions
 from .shared.text import nbytes, table, tell, working
 
@@ -73,17 +72,6 @@ def run(
     report: dict[str, Any] = {**how_run, "families": results, "left_out": left_out}
     tell(report, output, lambda: render(report))
     return 1 if any(one["problem"] for one in results) else 0
-
-
-def missing(name: str) -> str | None:
-    """The package without which a family cannot be built, where it is not installed."""
-    from ..families import families
-
-    family = families()[name]
-    found, needed = (tuple(map(int, number.split(".")[:2])) for number in (version("transformers"), family.since))
-    if found < needed:
-        return f"transformers>={family.since}"
-    return family.package if family.package is not None and find_spec(family.package) is None else None
 
 
 def render(report: dict[str, Any]) -> str:
@@ -193,15 +181,20 @@ def build(name: str, device: str = "cpu", dtype: Any = None) -> tuple[Any, dict[
     import torch
     from transformers import AutoModelForImageTextToText, GenerationConfig
 
+    from ..families import families
+    from ..families.mrope import ThreeAxes
+
     config, token, count, pixels = TINY[name]()
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(pad_token_id=0)
     visual = [token] * count
-    if "image_grid_thw" in pixels:
+    # thinkers tell words from pictures by ids alone
+    typed = issubclass(families()[name], ThreeAxes) and "omni" not in name
+    if typed or "image_grid_thw" in pixels:
         visual = [START, *visual, END]
     ids = torch.tensor([[1, *range(10, 20), *visual, *range(20, 30)]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
-    if "image_grid_thw" in pixels and "image_merge_sizes" not in pixels and "omni" not in name:
+    if typed:
         inputs["mm_token_type_ids"] = (ids == token).long()
     dtype = dtype or torch.float32
     return model.eval().to(device, dtype), {
@@ -228,8 +221,7 @@ def _text(kind: str = "llama", **values: Any) -> Any:
 
 
 def _tower(kind: str, image: Any, patch: Any, **values: Any) -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    return _config(kind, **sizes, image_size=image, patch_size=patch, **values)
+    return _config(kind, **_TOWER, image_size=image, patch_size=patch, **values)
 
 
 def _noise(*shape: int) -> Tensor:
@@ -498,6 +490,22 @@ def _got_ocr2() -> Tiny:
     return config, IMAGE, 2 * 16, {"pixel_values": _noise(2, 3, 64, 64)}
 
 
+def _molmo2() -> Tiny:
+    tower = {**_TOWER, "num_key_value_heads": 2, "head_dim": 16}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = _config(
+        "molmo2",
+        vision_config={**tower, "image_size": [42, 42], "patch_size": 7},
+        adapter_config={**tower, "vision_feature_layer": [2, 1], "text_hidden_size": 64},
+        text_config=_text("molmo2_text", head_dim=16, additional_vocab_size=0, rope_parameters=rope).to_dict(),
+        image_patch_id=IMAGE,
+    )
+    # a picture as a whole and as one crop, 2 x 2 of whose patches make a token
+    blocks = _long(*range(2 * 36)).view(2, 3, 2, 3, 2).transpose(2, 3).reshape(-1, 4)
+    pixels = {"pixel_values": _noise(2, 36, 147), "image_token_pooling": blocks, "image_grids": _long([3, 3, 3, 3])}
+    return config, IMAGE, 2 * 9, pixels
+
+
 def _perception_lm() -> Tiny:
     sizes = {
         "img_size": (32, 32),
@@ -557,10 +565,9 @@ def _deepseek_ocr2() -> Tiny:
 
 
 def _ovis2() -> Tiny:
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
     config = _config(
         "ovis2",
-        vision_config={**tower, "image_size": 32, "patch_size": 4, "vocab_size": 29, "hidden_stride": 2},
+        vision_config={**_TOWER, "image_size": 32, "patch_size": 4, "vocab_size": 29, "hidden_stride": 2},
         text_config=_text("qwen2"),
         image_token_id=IMAGE,
         visual_indicator_token_ids=[START, END, 7, 8, 9],
@@ -618,22 +625,47 @@ def _lfm2_vl() -> Tiny:
     return config, IMAGE, 16 + 8, pixels
 
 
-def _minicpmv() -> Tiny:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.25}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+def _lfm3_vl() -> Tiny:
+    kinds = {"layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "head_dim": 16}
     config = _config(
-        "minicpmv4_6",
-        vision_config={**sizes, "image_size": 64, "patch_size": 4},
-        text_config=_text("qwen3_5_text", rope_parameters=rope, **_NETS).to_dict(),
-        insert_layer_id=1,
+        "lfm3_vl",
+        vision_config={**_TOWER, "num_key_value_heads": 1, "patch_size": 8},
+        text_config=_text("lfm3", sliding_window=24, **kinds).to_dict(),
         image_token_id=IMAGE,
         video_token_id=VIDEO,
+        projector_hidden_size=64,
     )
-    # a thumbnail and a slice, their patches side by side
-    pixels = {"pixel_values": _noise(1, 3, 4, 4 * (16 * 16 + 8 * 16)), "target_sizes": _long([16, 16], [8, 16]).int()}
-    return config, IMAGE, 16 + 8, pixels
+    return config, IMAGE, 24, {"pixel_values": _noise(96, 384), "image_grid_thw": _long([1, 8, 12])}
 
 
+def _minicpmv(kind: str, side: int = 4, **marks: int) -> Callable[[], Tiny]:
+    def build() -> Tiny:
+        rope = {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 3, 3],
+            "partial_rotary_factor": 0.25,
+        }
+        config = _config(
+            kind,
+            vision_config={**_TOWER, "image_size": 64, "patch_size": 4},
+            text_config=_text("qwen3_5_text", rope_parameters=rope, **_NETS).to_dict(),
+            insert_layer_id=1,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            **marks,
+        )
+        # a thumbnail and, where no marks are between them, a slice, their patches side by side; ``side`` patches square are a
+        # token
+        cells = [[4, 4]] if marks else [[4, 4], [2, 4]]
+        tokens = sum(rows * columns for rows, columns in cells)
+        pixels = {"pixel_values": _noise(1, 3, 4, 4 * tokens * side**2), "target_sizes": side * _long(*cells).int()}
+        return config, IMAGE, tokens, pixels
+
+    return build
+
+
+_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 _QWEN_25: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
 _QWEN_3 = {**_QWEN_25, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]}
 _EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -680,13 +712,20 @@ TINY: dict[str, Callable[[], Tiny]] = {
     "idefics3": _idefics3("idefics3"),
     "fast_vlm": _fast_vlm,
     "lfm2_vl": _lfm2_vl,
-    "minicpmv4_6": _minicpmv,
+    "lfm3_vl": _lfm3_vl,
+    "minicpm_ocr": _minicpmv("minicpm_ocr", side=2),
+    "minicpmv4_6": _minicpmv("minicpmv4_6"),
+    # 7 is a token of no prompt
+    "minicpmv4_7": _minicpmv(
+        "minicpmv4_7", image_start_id=START, image_end_id=END, slice_start_id=7, slice_end_id=7, newline_id=7
+    ),
     "aya_vision": _aya_vision("aya_vision"),
     "cohere2_vision": _aya_vision("cohere2_vision"),
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_unified": _gemma4_unified,
     "got_ocr2": _got_ocr2,
+    "molmo2": _molmo2,
     "paligemma": _paligemma,
     "perception_lm": _perception_lm,
     "granite4_vision": _granite4_vision,

@@ -28,6 +28,7 @@ _OTHER_ROPE = (
     "gemma3_text",
     "gemma4_text",
     "gemma4_unified_text",
+    "lfm3",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "smollm3",
@@ -178,10 +179,10 @@ class Family(Towers):
         """Which of several RoPEs a layer of the language model is given; None where all share one."""
         return None
 
-    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
+    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any], seen: int) -> Tensor | None:
         """Which tokens of a prompt attend to each other both ways: those of one number, ``[B, S]`` long on the CPU, -1 for
         tokens that see only what is in front of them; None where all do. ``ids``, ``valid`` ``[B, S]`` on the CPU; ``beside``
-        are arguments of the call."""
+        are arguments of the call, and ``seen`` tokens are in the cache."""
         return None
 
     def looks_ahead(self, layer: int) -> bool:
@@ -426,6 +427,18 @@ def _slides(config: Any) -> bool:
     text = config.text_config
     kinds = getattr(text, "layer_types", None)
     return "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
+
+
+def passed_on() -> Tensor:
+    """A mask of four axes, which models that are called with such take as it is."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+
+def types_of_new(types: Tensor, ids: Tensor, seen: int) -> Tensor:
+    """``[B, S]`` on the CPU: of the ``types`` of all tokens, or of the new ones alone, those of the new ones ``ids [B, S]``.
+    Behind them may stand candidates, of which nothing is said."""
+    new = types.cpu()[:, seen if types.shape[1] > ids.shape[1] else 0 :]
+    return functional.pad(new, (0, ids.shape[1] - new.shape[1]))
 
 
 def clip_frames(encoded: EncoderCall) -> tuple[int, int]:

@@ -56,7 +56,7 @@ class Gemma3(Family):
         """None of either kind."""
         return {"full_attention": None, "sliding_attention": None}
 
-    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
+    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any], seen: int) -> Tensor | None:
         """Runs of picture tokens, where the call says of what type tokens are, as in the bare model."""
         if beside.get(self.beside[0]) is None:
             return None

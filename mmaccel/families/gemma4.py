@@ -59,10 +59,10 @@ class Gemma4(Gemma3):
         """Those with windows do."""
         return self.rope_kind(layer) == "sliding_attention"
 
-    def together(self, ids: Tensor, valid: Tensor, beside: Any) -> Tensor | None:
+    def together(self, ids: Tensor, valid: Tensor, beside: Any, seen: int) -> Tensor | None:
         """Of models that were trained so."""
         both = self.text.config.use_bidirectional_attention == "vision"
-        return super().together(ids, valid, beside) if both else None
+        return super().together(ids, valid, beside, seen) if both else None
 
 
 class Gemma4Unified(Gemma4):

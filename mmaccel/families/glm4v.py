@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..core.layout import Modality, Picture, Tile
+from ..core.layout import Modality
 from .base import Description, Facts
 from .qwen_vl import Qwen2VL
 
@@ -17,6 +17,7 @@ class Glm4v(Qwen2VL):
     model_types = ("glm4v",)
     place = 9
     facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
+    stamped = True
     halves = False
 
     def __init__(self, model: nn.Module | Description, processor: object = None) -> None:
@@ -26,10 +27,6 @@ class Glm4v(Qwen2VL):
     def token_id(self, modality: Modality) -> int | None:
         """Frames are written as pictures are."""
         return super().token_id("image")
-
-    def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
-        """One segment a frame."""
-        return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
 
 
 class Glm46V(Glm4v):

@@ -18,7 +18,26 @@ from .tower import EncoderCall
 _NEXT = re.compile(r"<\|img_(row_\d+_col_\d+|thumbnail)\|>")
 
 
-class Lfm2VL(Stateful, TiledByText):
+class ShortConvolutions(Stateful):
+    """Language models of which some layers are convolutions over few tokens, the last of which are their state."""
+
+    carrying = ("conv",)
+    net_name = "conv"
+    cache_name = "past_key_values"
+
+    @property
+    def last_norm(self) -> nn.Module:
+        """It names the norm otherwise."""
+        found: nn.Module = self.text.embedding_norm
+        return found
+
+    def norm_in(self, layer: Any) -> nn.Module:
+        """It names the norm otherwise."""
+        found: nn.Module = layer.operator_norm
+        return found
+
+
+class Lfm2VL(ShortConvolutions, TiledByText):
     """A convolution sees the two tokens before its own, and these are its state. What is dropped before it has never been there
     for it. With a processor, tiles between which only marks of places stand are one picture; without it, or without marks,
     every tile stands for itself.
@@ -28,9 +47,6 @@ class Lfm2VL(Stateful, TiledByText):
     model_types = ("lfm2_vl",)
     place = 12
     facts = Facts("yes, tiled, any size", clips=False, cls=False, merging="-")
-    carrying = ("conv",)
-    net_name = "conv"
-    cache_name = "past_key_values"
     closed = "pads tiles of several sizes to one"
     has_cls = False
 
@@ -43,12 +59,6 @@ class Lfm2VL(Stateful, TiledByText):
         """None that can be looked into."""
         return []
 
-    @property
-    def last_norm(self) -> nn.Module:
-        """It names the norm otherwise."""
-        found: nn.Module = self.text.embedding_norm
-        return found
-
     def queries_in(self, attention: Any) -> nn.Module:
         """It names the norm otherwise."""
         found: nn.Module = attention.q_layernorm
@@ -57,11 +67,6 @@ class Lfm2VL(Stateful, TiledByText):
     def outgoing_in(self, layer: int) -> Any:
         """It names the projection otherwise."""
         return self.attention_in(layer).out_proj
-
-    def norm_in(self, layer: Any) -> nn.Module:
-        """It names the norm otherwise."""
-        found: nn.Module = layer.operator_norm
-        return found
 
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """One segment a tile."""

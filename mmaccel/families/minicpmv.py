@@ -1,9 +1,10 @@
-"""MiniCPM-V 4.6: a thumbnail and slices of any size; a tower that joins windows between its layers; Qwen3.5 behind it."""
+"""MiniCPM-V and MiniCPM-OCR: a thumbnail and slices of any size; a tower that joins windows between its layers; Qwen3.5 behind
+it."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from ..core.layout import Modality, Picture
 from .base import Facts
 from .internvl import TiledByText
+from .mrope import ThreeAxes
 from .stateful import Stateful
 from .tower import EncoderCall
 
@@ -21,7 +23,7 @@ _FRAME = re.compile(r"</(image|slice)><image>")
 
 class MiniCpmV(Stateful, TiledByText):
     """With a processor, a thumbnail and its slices are one picture, and frames that stand one behind the other are one clip;
-    without it each of them stands for itself. Positions are plain.
+    without it each of them stands for itself. Positions of 4.6 are plain.
     """
 
     name = "minicpmv4_6"
@@ -30,7 +32,7 @@ class MiniCpmV(Stateful, TiledByText):
     facts = Facts("yes, tiled, any size", cls=False, merging="-")
     # the tower of releases before it takes one size of tiles
     since = "5.20"
-    modalities = ("image", "video")
+    modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
     carrying = ("linear_attention",)
     closed = "joins windows of patches between its layers"
     has_cls = False
@@ -58,3 +60,21 @@ class MiniCpmV(Stateful, TiledByText):
         sizes = torch.as_tensor(given) // self.side_of(encoded)
         runs = self.runs(ids, encoded.tokens, torch.eq(ids, self.token_id(modality) or 0))
         return self.sized(ids, runs, sizes.tolist(), joins)
+
+
+class MiniCpmV47(MiniCpmV, ThreeAxes):
+    """A thumbnail and its slices share one canvas: where they show the same, they have the same positions."""
+
+    name = "minicpmv4_7"
+    model_types = ("minicpmv4_7",)
+    since = "5.23"
+    sized_by = ("target_sizes", "target_sizes_videos")
+
+
+class MiniCpmOcr(MiniCpmV):
+    """MiniCPM-V 4.6 for pages, of which it keeps four times as many tokens."""
+
+    name = "minicpm_ocr"
+    model_types = ("minicpm_ocr",)
+    since = "5.23"
+    reads_pages = True

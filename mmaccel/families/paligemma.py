@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
-from .base import Facts, Family
+from .base import Facts, Family, passed_on, types_of_new
 from .gemma3 import within
 from .tower import EncoderCall
 
@@ -44,14 +44,14 @@ class PaliGemma(Family):
         return [[Tile.raster(1, n, n, i * n * n)] for i in range(encoded.tokens // (n * n))]
 
     def mask_argument(self, real: Tensor | None) -> Tensor:
-        """One that is passed on as it is, having four axes."""
-        return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        """None is to be made."""
+        return passed_on()
 
-    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any]) -> Tensor | None:
+    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any], seen: int) -> Tensor | None:
         """The prompt, where the call says what belongs to it, as in the bare model."""
         kinds = beside.get("token_type_ids")
         if kinds is None:
             return None
-        found = torch.where((kinds[:, -ids.shape[1] :].cpu() == 0) & valid, 0, -1)
+        found = torch.where((types_of_new(kinds, ids, seen) == 0) & valid, 0, -1)
         within(self.name, found, getattr(self.text.config, "sliding_window", None), "prompt")
         return found

@@ -106,4 +106,5 @@ class LightOnOcr(Mistral3):
 
     name = "lighton_ocr"
     model_types = ("lighton_ocr",)
+    reads_pages = True
     tower_names = {"image": "vision_encoder"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..core.layout import Picture, Tile
 from .base import Facts
 from .qwen_vl import Qwen2VL
 from .stateful import Stateful
@@ -20,10 +19,7 @@ class Qwen35(Stateful, Qwen2VL):
     facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
     carrying = ("linear_attention",)
     halves = False
-
-    def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
-        """One segment a frame, as there are time stamps between them."""
-        return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
+    stamped = True
 
 
 class Qwen35Moe(Qwen35):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.layout import Picture, Tile
 from ..errors import UnsupportedError
 from .base import Call, Facts, Wrapper
-from .qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL, next_positions
+from .mrope import next_positions
+from .qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL
 
 
 class Qwen25Omni(Qwen25VL):
@@ -24,10 +24,7 @@ class Qwen25Omni(Qwen25VL):
     place = 8
     facts = Facts("yes, any size", cls=False, merging="2x2 blocks, in full-attention layers")
     since = "5.23"
-
-    def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
-        """One segment a frame."""
-        return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
+    stamped = True
 
     def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
         """Positions under a kept cache, see :func:`positions_of`."""
@@ -57,8 +54,7 @@ def positions_of(family: Qwen2VL) -> list[tuple[Any, str, Wrapper]]:
 
 def _shows(family: Qwen2VL, given: Mapping[str, Any], ids: Tensor) -> bool:
     """Whether a call comes with pictures for placeholders in ``ids``."""
-    grids = any(given.get(f"{modality}_grid_thw") is not None for modality in ("image", "video"))
-    return grids and bool(family.visual(ids).any())
+    return family.sizes_given(given) and bool(family.visual(ids).any())
 
 
 def _sounds(given: Mapping[str, Any]) -> Tensor | None:

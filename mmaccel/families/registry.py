@@ -16,8 +16,11 @@ from .base import Description, Family
 #: the entry point group through which another package offers families
 ENTRY_POINTS = "mmaccel.families"
 
-_BOTH_WAYS = "visual tokens attend to those behind them, by masks that are made in front of the language model"
 _STATES = "layers between those that attend carry a state from token to token, which is known of other models alone"
+_CHOOSING = (
+    "its layers with attention read what an indexer chooses, by keys of blocks of tokens beside those that a kept cache holds, "
+    "and n-grams of the prompt enter between them"
+)
 _EMBEDDED = "every layer of the language model has an embedding of its own for every token of the prompt"
 _ENCODED = "an encoder of its own reads pictures and prompt together, and what decodes has no visual tokens"
 _LATENTS = "the cache holds latents, of which every layer makes keys and values anew at each step"
@@ -26,16 +29,15 @@ _SPEAKS = "it holds a talker too; accelerate what sees and answers, by accelerat
 
 #: model types that would answer wrongly or save nothing -> why, as the end of a sentence
 REFUSED: dict[str, str] = {
-    "molmo2": _BOTH_WAYS,
     **dict.fromkeys(("florence2", "t5gemma2"), _ENCODED),
     "gemma3n": f"{_EMBEDDED}, and the last of them read keys of others",
     **dict.fromkeys(("idefics", "mllama"), _CROSSING),
     "janus": "its generate hears no logits processors, by which answers are sampled, forced and compared",
-    **dict.fromkeys(("lfm3_vl", "minicpm_ocr", "minicpmv4_7"), _STATES),
     "kimi_k25": _LATENTS,
     **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), _SPEAKS),
     "llama4": "three of four layers attend within chunks of the prompt, counted over stored tokens",
-    **dict.fromkeys(("nemotron_h_omni", "qwen4_exp"), _STATES),
+    "nemotron_h_omni": _STATES,
+    "qwen4_exp": _CHOOSING,
 }
 
 #: kinds of layers of a language model that only attend, as its configuration names them

@@ -49,7 +49,8 @@ class Stateful(Family):
 
     def mask_argument(self, real: Tensor | None) -> dict[str, Tensor | None]:
         """Layers with a state let padding through unless they are told of it."""
-        return {"full_attention": None, **dict.fromkeys(self.carrying, real)}
+        kinds = dict.fromkeys(("full_attention", *self.config.text_config.layer_types))
+        return {**kinds, **dict.fromkeys(self.carrying, real)}
 
 
 def _row_by_row(

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layout import Layout, Modality, Picture, Tile
-from .base import Facts, Wrapper
-from .qwen_vl import Qwen2VL
+from .base import Facts
+from .grids import PackedGrids
 from .tower import EncoderCall
 
 
-class VideoLlama3(Qwen2VL):
+class VideoLlama3(PackedGrids):
     """The processor says along how many patches of a side a picture is averaged: of pictures every patch makes a token, of
     clips every block of 2x2, which stand one behind the other. Frames are separate runs with time stamps between them, in
     plain positions, and its ``video_compression_mask`` says which of their tokens are there.
@@ -26,6 +26,7 @@ class VideoLlama3(Qwen2VL):
     place = 21
     facts = Facts("yes, any size", cls=False, merging="single, in clips 2x2 blocks")
     tower_names = {"image": "vision_model", "video": "vision_model"}
+    stamped = True
     usual_std = (0.5, 0.5, 0.5)
     beside: ClassVar[tuple[str, ...]] = ("video_compression_mask",)
 
@@ -57,10 +58,6 @@ class VideoLlama3(Qwen2VL):
         flat = torch.cat([v[0] for v in values])
         return flat.reshape(-1, self.joined(encoded) ** 2, *flat.shape[1:]).mean(1)
 
-    def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
-        """One segment a frame."""
-        return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
-
     def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
         """Of clips those tokens that are in the prompt."""
         whole = super().pictures(modality, encoded, ids)
@@ -76,10 +73,6 @@ class VideoLlama3(Qwen2VL):
         if seen is not None and (there := seen.arguments.get("video_compression_mask")) is not None:
             encoded = {**encoded, "video": replace(seen, tokens=int(there.sum()))}
         return super().layout(ids, valid, encoded)
-
-    def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
-        """Positions are plain."""
-        return []
 
 
 def _some(tile: Tile, there: Tensor) -> Tile:

@@ -23,7 +23,8 @@ class Film:
     """Units of tokens laid out over time.
 
     frame : ``[N, n]`` long, the frame (t) of each token; -1 for tokens without a cell.
-    place : ``[N, n]`` long, its cell within a frame in raster order; -1 without.
+    place : ``[N, n]`` long, its cell within a frame in raster order, tile after tile where the frames of a clip have several;
+        -1 without.
     slots : ``[N, T, P]`` long, the slot of each cell; -1 where no token is left. Where tiles of a picture share cells, the
         first slot.
     """
@@ -41,6 +42,11 @@ class Film:
         place = torch.where(here, cells[..., 1] * grid[:, 2:] + cells[..., 2], -1)
         rows, width = valid.shape
         frames, places = int(grid[:, 0].max()), int((grid[:, 1] * grid[:, 2]).max())
+        # of the frames of a clip each has as many tiles
+        tiles = tokens.tiles.to(valid.device)
+        each = torch.where(grid[:, 0] > 1, tiles // grid[:, 0].clamp(min=1), 1).clamp(min=1)
+        place = torch.where(here, tokens.tile % each[:, None] * places + place, -1)
+        places *= int(each.max())
         at = torch.where(here, frame * places + place, frames * places)
         slot = torch.arange(width, device=valid.device).expand_as(at)
         slots = at.new_full((rows, frames * places + 1), width).scatter_reduce(1, at, slot, "amin")[:, :-1]

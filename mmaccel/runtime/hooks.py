@@ -184,7 +184,7 @@ class TextHooks:
             ids,
             scope.encoded,
             Reduction.identity(layout.valid),
-            together=plan.family.together(ids, layout.valid, scope.beside),
+            together=plan.family.together(ids, layout.valid, scope.beside, seen),
         )
         embeds, planes = prefill.reduce(prompt, self.taps, kwargs, scope)
         # from here on the cache is changed

@@ -21,17 +21,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 import mmaccel
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import families, family_of
-from mmaccel.families.qwen_vl import Qwen2VL
+from mmaccel.families.grids import PackedGrids
+from mmaccel.families.mrope import ThreeAxes
 from mmaccel.method import KeyBatch, LayerMethod, Policy, ProjectorMethod, TokenBatch
 from mmaccel.runtime.plan import plan_model
 
 torch.set_num_threads(1)
 
 FAMILIES = zoo.FAMILIES
-#: those whose towers pack pictures of any size
-PACKED = tuple(name for name in FAMILIES if issubclass(families()[name], Qwen2VL))
-#: those of them with positions in three axes
-QWEN = tuple(name for name in PACKED if name != "video_llama_3")
+#: those whose towers pack pictures of any size, and can be looked into
+PACKED = tuple(
+    name for name in FAMILIES if issubclass(families()[name], PackedGrids) and families()[name].closed is None
+)
+#: those with positions in three axes
+THREE_AXES = tuple(name for name in FAMILIES if issubclass(families()[name], ThreeAxes))
 #: packed towers that are given patches row by row
 RASTER = ("paddleocr_vl",)  # by choice: said anew, beside the adapters
 #: one representative of each mechanism, where all of them would be a slow test
@@ -134,7 +137,7 @@ def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
         parts = [feed.get(name, torch.zeros_like(feed["input_ids"])) for feed in (first, second)]
         behind = int(name == "token_type_ids" and any(map(_attends_both_ways, (first, second))))
         # two prompts that attend both ways would see each other in one call
-        parts[1] = torch.ones_like(parts[1]) if behind else parts[1]
+        parts[1] = torch.ones_like(parts[1]) if behind else parts[1] * int(not _sees_all_pictures(first, second))
         kept[name] = torch.cat([parts[0], torch.full_like(answer, behind), parts[1]], dim=1)
     whole = dict(kept)
     for key in {**first, **second}:
@@ -144,6 +147,10 @@ def follow(first: Inputs, out: Any, second: Inputs) -> tuple[Inputs, Inputs]:
             kept[key] = second[key]
         if key == "batch_num_images":
             whole[key] = sum(feed.get(key, 0) for feed in (first, second))
+        elif key.endswith("_token_pooling") and key in first and key in second:
+            # these are places among the patches of a call
+            more, patches = second[key], first[f"pixel_values{'_videos' * key.startswith('video')}"].shape[:2].numel()
+            whole[key] = torch.cat([first[key], torch.where(more < 0, more, more + patches)])
         elif key in first and key in second:
             whole[key] = _join(first[key], second[key])
         else:
@@ -156,6 +163,11 @@ def _attends_both_ways(feed: Inputs) -> bool:
     only pictures are of type 1."""
     types = feed.get("token_type_ids")
     return "pixel_values" in feed and types is not None and (not bool(types.any()) or bool(types[0, -1]))
+
+
+def _sees_all_pictures(first: Inputs, second: Inputs) -> bool:
+    """Whether pictures of both prompts would see each other in one call."""
+    return all(any(name.endswith("_token_pooling") for name in feed) for feed in (first, second))
 
 
 def _join(a: Tensor, b: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ AHEAD = (
     ("gemma4_unified", {"sliding_window": 70}),
     ("paligemma", {"model_type": "gemma2", "sliding_window": 70}),
 )
+#: every kind of windows; those of LFM3 lie between layers with a state
+WINDOWS = (*WINDOWED, *AHEAD, *((name, {"sliding_window": 24}) for name in zoo.FAMILIES if name == "lfm3_vl"))
 #: Ministral 3 is a Mistral 3 whose queries grow with their positions, here early, in published models behind 16,384 of them
 GROWING = tuple(
     {
@@ -136,7 +138,7 @@ def _attend(
     logits = (query.float() @ key.float().transpose(-1, -2)) * scaling
     if (cap := kwargs.get("softcap")) is not None:
         logits = torch.tanh(logits / cap) * cap
-    if module.weights is not None:
+    if getattr(module, "weights", None) is not None:
         logits = logits + module.weights
     weight = logits.masked_fill(~module.visible, -1e30).softmax(-1)
     return (weight @ value.float()).to(query.dtype).transpose(1, 2).contiguous(), None
@@ -470,14 +472,16 @@ def continued(family: str, feed: Any, forced: Tensor) -> dict[str, Any]:
 
 
 def blocks(feed: Any, config: Any) -> Tensor:
-    """`[B, S, S]` bool: which places are of the same picture, or of the same prompt, where tokens of one attend to each other
-    both ways. `config` is that of the text model."""
+    """`[B, S, S]` bool: which places are of the same picture, of any picture, or of the same prompt, where tokens of one attend
+    to each other both ways. `config` is that of the text model."""
     if config.model_type in ("gemma", "gemma2"):
         prompt = (
             (feed["token_type_ids"] == 0) if "token_type_ids" in feed else torch.zeros_like(feed["input_ids"]).bool()
         )
         return prompt[:, :, None] & prompt[:, None]
     picture = (feed["token_type_ids"] == 1) if "token_type_ids" in feed else feed["mm_token_type_ids"] > 0
+    if config.model_type == "molmo2_text":
+        return picture[:, :, None] & picture[:, None]
     begins = picture & ~torch.nn.functional.pad(picture, (1, 0))[:, :-1]
     number = begins.cumsum(1).masked_fill(~picture, -1)
     return (number[:, :, None] == number[:, None]) & picture[:, :, None]
@@ -537,7 +541,7 @@ def both_ways(config: Any, number: int) -> bool:
     kind = config.model_type
     if kind == "gemma4_text":
         return config.layer_types[number] == "sliding_attention"
-    return kind in ("gemma", "gemma2", "gemma3_text", "gemma4_unified_text")
+    return kind in ("gemma", "gemma2", "gemma3_text", "gemma4_unified_text", "molmo2_text")
 
 
 def window_of(config: Any, number: int) -> int | None:

@@ -43,7 +43,7 @@ def test_replay_without_hiding_is_the_bare_model(family, kind):
     oracle.close(steps, oracle.decode(oracle.bare(family), feed, forced)[0])
 
 
-@pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWED + oracle.AHEAD)
+@pytest.mark.parametrize(("family", "overrides"), oracle.WINDOWS)
 def test_replay_knows_sliding_windows(family, overrides):
     feed = zoo.inputs(family, "uneven")
     forced = oracle.force(family, 2)
@@ -115,7 +115,7 @@ def test_keeping_everything_is_the_bare_model(family, name, kind):
     ("family", "overrides", "name"),
     [
         (family, given, name)
-        for family, given in oracle.WINDOWED + oracle.AHEAD
+        for family, given in oracle.WINDOWS
         for name in KEEPERS
         if oracle.fits(name, family, **given)
     ],

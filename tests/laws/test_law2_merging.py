@@ -12,7 +12,7 @@ import pytest
 import synthetic
 import torch
 import zoo
-from laws.helpers import PACKED, QWEN
+from laws.helpers import PACKED, THREE_AXES
 from torch import Tensor
 
 from mmaccel import Recipe, Stage, accelerated, method, register
@@ -407,7 +407,7 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
             # where all layers are of one kind they share a mask
             extra["attention_mask"] = masks if hasattr(config, "layer_types") else masks["full_attention"]
         positions = torch.arange(length)[None] + door.first_position
-        if family in QWEN:
+        if family in THREE_AXES:
             positions = positions.expand(3, 1, -1)
         out = oracle.text_model(bare)(inputs_embeds=embeds, position_ids=positions, use_cache=False, **extra)
         # those of Granite are divided by a number of its own, those of Gemma 4 capped

@@ -77,7 +77,7 @@ def test_four_rows_with_a_recipe_of_three_sites(family):
     ("family", "overrides", "name"),
     [
         (family, given, name)
-        for family, given in oracle.WINDOWED + oracle.AHEAD
+        for family, given in oracle.WINDOWS
         for name in METHODS
         if oracle.fits(name, family, **given)
     ],

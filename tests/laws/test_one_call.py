@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 import zoo
-from laws.helpers import FAMILIES, QWEN, cache, follow, gap, generate, inputs, logits, model, recipe_of
+from laws.helpers import FAMILIES, THREE_AXES, cache, follow, gap, generate, inputs, logits, model, recipe_of
 from laws.test_threads import together
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -146,7 +146,7 @@ def test_a_conversation_that_began_bare_goes_on_accelerated(family: str) -> None
             for begun in (bare, generate(tiny, feed, mmaccel=False)):
                 kept, mine = follow(feed, begun, second)[0], begun.past_key_values
                 kept = {name: x for name, x in kept.items() if name in {*second, *inputs(family, "text")}}
-                if pictures and family in QWEN:
+                if pictures and family in THREE_AXES:
                     with pytest.raises(UnsupportedError, match="holds pictures that the bare model read"):
                         generate(tiny, kept, past_key_values=mine)
                     continue

@@ -57,3 +57,18 @@ def test_a_call_may_leave_the_windows_of_the_tower_out() -> None:
             counts.append(tiny.mmaccel.stats().visual_tokens)
     # 16 x 16 patches by four, 14 x 18 by two
     assert counts == [4 * 4, 7 * 9]
+
+
+def test_frames_that_are_cut_are_averaged_whole() -> None:
+    """Each has a thumbnail and four slices, whose cells are those of other tiles too."""
+    tiny, processor = model("minicpmv4_6"), zoo.processor("minicpmv4_6")
+    feed = zoo.encode("minicpmv4_6", [([], [zoo.clip(8, 128, 128, 0)], "what?")])
+    with accelerated(tiny, "moviechat", retain=0.25, processor=processor):
+        tiny(**feed)
+        stats, kept = tiny.mmaccel.stats(), tiny.mmaccel.reduction.kept
+        frames = [
+            int(part.tile.cells[0, 0]) for part in tiny.mmaccel.layout.segments if bool(kept[0, part.places].any())
+        ]
+    assert (stats.visual_tokens, stats.visual_tokens_kept) == (8 * 5 * 16, 2 * 5 * 16)
+    # two frames stay, with all their tiles
+    assert len(frames) == 10 and len(set(frames)) == 2

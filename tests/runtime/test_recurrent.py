@@ -18,8 +18,8 @@ from mmaccel.families import family_of
 from mmaccel.kv.cache import adopt, bare_bytes, cache_bytes
 from mmaccel.kv.recurrent import RecurrentLayer, states_of
 
-#: by choice: those of whose layers some have no attention
-NETS = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "minicpmv4_6")
+#: those of whose layers some have no attention
+NETS = tuple(name for name in zoo.FAMILIES if adapters()[name].stateful)
 LINEAR, FULL = "linear_attention", "full_attention"
 #: as the published models of Qwen have them: three of four
 REAL = [LINEAR, LINEAR, LINEAR, FULL, LINEAR]

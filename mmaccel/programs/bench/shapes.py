@@ -163,6 +163,19 @@ def _qwen(kind: str, vision: dict[str, Any], *text: Any, **values: Any) -> Calla
     return build
 
 
+def _qwen2_tower(out: int) -> dict[str, Any]:
+    return {
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": out,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+
+
 def _qwen25_tower(out: int) -> dict[str, Any]:
     return {
         "depth": 32,
@@ -256,6 +269,7 @@ def _little_siglip(side: int, patch: int, layers: int, width: int) -> Callable[[
     )
 
 
+_QWEN2 = {"cell": 28, "frame": 336, "context": 32768}
 _QWEN25, _QWEN3 = {"cell": 28, "frame": 336, "context": 128000}, {"cell": 32, "frame": 320, "context": 262144}
 SHAPES: dict[str, Shape] = {
     "llava-1.5-7b": Shape(
@@ -278,6 +292,18 @@ SHAPES: dict[str, Shape] = {
         8.03,
         context=32768,
         tile=384,
+    ),
+    "qwen2-vl-2b": Shape(
+        _qwen("qwen2_vl", _qwen2_tower(1536), 28, 1536, 8960, (12, 2), 151936, True),
+        "Qwen/Qwen2-VL-2B-Instruct",
+        2.21,
+        **_QWEN2,
+    ),
+    "qwen2-vl-7b": Shape(
+        _qwen("qwen2_vl", _qwen2_tower(3584), 28, 3584, 18944, (28, 4), 152064),
+        "Qwen/Qwen2-VL-7B-Instruct",
+        8.29,
+        **_QWEN2,
     ),
     "qwen2.5-vl-3b": Shape(
         _qwen("qwen2_5_vl", _qwen25_tower(2048), 36, 2048, 11008, (16, 2), 151936, True),
@@ -401,6 +427,9 @@ def thin_tower(config: Any) -> Any:
     vision = config.vision_config
     if hasattr(vision, "depth"):
         values: dict[str, Any] = {"depth": 4, "hidden_size": 32, "intermediate_size": 32, "num_heads": 1}
+        if hasattr(vision, "embed_dim"):
+            # that of Qwen2-VL names its own width so, and the language model's as others do their own
+            values |= {"embed_dim": 32, "hidden_size": config.text_config.hidden_size}
         deep = hasattr(vision, "deepstack_visual_indexes")
         values |= {"deepstack_visual_indexes": [0, 1, 2]} if deep else {"fullatt_block_indexes": [3]}
     else:

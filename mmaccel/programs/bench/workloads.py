@@ -223,6 +223,7 @@ class ShapeSubject:
             "llava": self._square,
             "llava_next": self._anyres,
             "llava_onevision": self._anyres,
+            "qwen2_vl": self._patches,
             "qwen2_5_vl": self._patches,
             "qwen3_vl": self._patches,
             "qwen3_vl_moe": self._patches,

@@ -529,7 +529,8 @@ class VideoAnswerer:
         return answers
 
     def _read(self, batch: Batch) -> _Prefix:
-        """One prefill of the videos of a batch: their prompts up to the last visual token, which no question has touched."""
+        """One prefill of the videos of a batch: their prompts up to the last visual token, and the marks behind it whose
+        positions are not those of text. No question has touched them."""
         first = batch[0][0][0].words()
         inputs = self._encode(self._prepared, [Prompt(first, clip=clip.cut()) for _, clip in batch])
         self.figures.prefills += len(batch)
@@ -542,6 +543,8 @@ class VideoAnswerer:
         with self._working(self.settings.recipe, self._prepared):
             positions = model._prepare_position_ids_for_generation(ids, dict(inputs))
             positions = positions[-3:] if positions.dim() == 3 else positions
+            apart = (positions.diff() != 1).flatten(0, -2).any(0).nonzero()
+            end = max([end, *(int(last) + 1 for last in apart[-1:])])
             feed = {name: value[:, :end] if name in _PER_TOKEN else value for name, value in inputs.items()}
             family.inner(**feed, position_ids=positions[..., :end], past_key_values=cache, use_cache=True)
             handle: Accelerator = model.mmaccel

@@ -1,0 +1,93 @@
+"""Families whose towers pack pictures of any size, and the frames of clips, into one sequence."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..core.layout import Modality, Picture, Tile
+from .base import CLIP_STD, Facts, Family
+from .tower import EncoderCall
+
+
+class PackedGrids(Family):
+    """One token per block of patches, in raster order t, h, w; how large pictures and clips are is said along with them."""
+
+    facts = Facts("yes, any size", cls=False, merging="2x2 blocks")
+    modalities: ClassVar[tuple[Modality, ...]] = ("image", "video")
+    #: whether the frames of a clip are runs of their own, with time stamps between them
+    stamped: ClassVar[bool] = False
+
+    @property
+    def merge(self) -> int:
+        """Patches along one side of a merged block."""
+        return int(self.vision.spatial_merge_size)
+
+    @property
+    def has_cls(self) -> bool:
+        """No CLS token."""
+        return False
+
+    @property
+    def feature_layer(self) -> int:
+        """The last block."""
+        return self.tower_depth - 1
+
+    def units(self, encoded: EncoderCall, patches: int, width: int | None = None) -> Tensor:
+        """The blocks that the merger joins stand one behind the other."""
+        return torch.arange(patches).view(-1, self.merge**2)
+
+    def frames(self, encoded: EncoderCall) -> list[list[tuple[int, int]]]:
+        """The tower packs the frames of all pictures; attention stays inside a frame."""
+        return [[(h, w)] * t for t, h, w in self._given_grids(encoded)]
+
+    def _given_grids(self, encoded: EncoderCall) -> list[tuple[int, int, int]]:
+        """(t, h, w) of every picture or clip in patches, whichever the tower is given."""
+        given: Any = next(value for name, value in encoded.arguments.items() if name.endswith("grid_thw"))
+        return [(t, h, w) for t, h, w in given.tolist()]
+
+    @property
+    def usual_std(self) -> tuple[float, ...]:
+        """That of CLIP."""
+        return CLIP_STD
+
+    def unit_pixels(self, encoded: EncoderCall, pixels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A row of ``pixels`` is a patch; every frame by itself."""
+        colours = torch.tensor(self.image_std, device=pixels.device)[:, None]
+        patches = sum(t * h * w for t, h, w in self._given_grids(encoded))
+        scaled = (pixels.float().reshape(patches, len(colours), -1) * colours).flatten(1)
+        units, first, of_size = self.blocks(encoded, patches), 0, dict[tuple[int, int], list[Tensor]]()
+        for t, h, w in self.grids("image", encoded):
+            of_size.setdefault((h, w), []).append(units[first : first + t * h * w].view(t, h * w, -1))
+            first += t * h * w
+        found = []
+        for (h, w), places in of_size.items():
+            at = torch.cat(places).to(pixels.device)
+            found.append((scaled[at].view(len(at), h, w, -1), at))
+        return found
+
+    def grids(self, modality: Modality, encoded: EncoderCall) -> list[tuple[int, int, int]]:
+        """(t, h, w) of every picture in tokens."""
+        # Qwen3-VL encodes clips with the function for images, so the argument's name says nothing
+        return [(t, h // self.merge, w // self.merge) for t, h, w in self._given_grids(encoded)]
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        """From the grids the tower was given."""
+        offset, pictures = 0, []
+        for t, h, w in self.grids(modality, encoded):
+            pictures.append(self.clip(t, h, w, offset))
+            offset += t * h * w
+        return pictures
+
+    def clip(self, t: int, h: int, w: int, offset: int) -> Picture:
+        """The segments of one picture or clip."""
+        if self.stamped:
+            return [Tile.raster(1, h, w, offset + f * h * w, frame=f) for f in range(t)]
+        return [Tile.raster(t, h, w, offset)]
+
+    def to_tokens(self, modality: Modality, encoded: EncoderCall, values: list[Tensor]) -> Tensor:
+        """The mean of each merged block; the tower runs over ``[1, patches of a frame or window]`` at a time."""
+        flat = torch.cat([v[0] for v in values])
+        return flat.reshape(-1, self.merge**2, *flat.shape[1:]).mean(1)

@@ -1,0 +1,75 @@
+"""Molmo 2: a picture whole and in crops that overlap, and frames of clips; all pictures of a prompt attend to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.layout import Modality, Picture, Tile
+from .base import Facts, Family, passed_on, types_of_new
+from .tower import EncoderCall
+
+
+class Molmo2(Family):
+    """A picture is two tiles, the small one whole and the other joined of its crops. The marks around pictures and behind rows
+    are text, and with the tokens of all pictures of a prompt they attend both ways.
+    """
+
+    name = "molmo2"
+    model_types = ("molmo2",)
+    place = 15
+    facts = Facts("yes, tiled", cls=False, merging="-")
+    since = "5.23"
+    modalities = ("image", "video")
+    beside = ("mm_token_type_ids",)
+    masks_above = True
+    has_cls = False
+    closed = "cuts pictures into crops that overlap"
+
+    def __init__(self, model: Any, processor: Any = None) -> None:
+        super().__init__(model, processor)
+        # RoPE is stretched in some layers of some models
+        self.halves = self.halves and len(set(self._stretched)) == 1
+
+    @property
+    def _stretched(self) -> list[bool]:
+        """Of every layer of the language model, whether its RoPE is."""
+        text = self.config.text_config
+        return [layer in text.rope_scaling_layers for layer in range(text.num_hidden_layers)]
+
+    def tower_layers(self, tower: Any) -> list[nn.Module]:
+        """None that can be looked into."""
+        return []
+
+    def rope_kind(self, layer: int) -> str:
+        """Stretched or not."""
+        return str(self._stretched[layer])
+
+    def norm_in(self, layer: Any) -> nn.Module:
+        """In some models it stands behind the attention."""
+        return nn.Identity() if layer.norm_after else super().norm_in(layer)
+
+    def pictures(self, modality: Modality, encoded: EncoderCall, ids: Tensor) -> list[Picture]:
+        """Two tiles a picture, and one a frame of a clip."""
+        found: list[Picture] = []
+        offset = 0
+        for sizes in torch.as_tensor(encoded.arguments[f"{modality}_grids"]).tolist():
+            grids = [sizes[:2], sizes[2:]] if modality == "image" else [sizes[1:]] * sizes[0]
+            tiles = []
+            for frame, (rows, columns) in enumerate(grids):
+                tiles.append(Tile.raster(1, rows, columns, offset, frame=frame if modality == "video" else 0))
+                offset += rows * columns
+            found.append(tiles)
+        return found
+
+    def mask_argument(self, real: Tensor | None) -> Tensor:
+        """None is to be made."""
+        return passed_on()
+
+    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any], seen: int) -> Tensor | None:
+        """All that belongs to pictures, where the call says what does, as in the bare model."""
+        kinds = beside.get("mm_token_type_ids")
+        return None if kinds is None else torch.where((types_of_new(kinds, ids, seen) == 1) & valid, 0, -1)
