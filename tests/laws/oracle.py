@@ -533,6 +533,10 @@ def replay(
         )
     with exchanged(model, change), merging(model, merged):
         logits = model(**whole, use_cache=False).logits
+    for layer in text_model(model).layers:
+        # whoever else looks at what is seen adds nothing
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.weights = None
     return logits[:, :length], logits[:, length - 1 :]
 
 
