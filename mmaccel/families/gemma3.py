@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
-from .base import Facts, Family, block_mean, raster_blocks
+from .base import BOTH_WAYS, Facts, Family, block_mean, raster_blocks
 from .tower import EncoderCall
 
 
@@ -24,7 +24,7 @@ class Gemma3(Family):
     facts = Facts(clips=False, cls=False, merging="blocks of pooling")
     beside = ("token_type_ids",)
     masks_above = True
-    undivided = "lets tokens of a prompt attend to each other both ways"
+    undivided = BOTH_WAYS
     halves = False
     no_return = "has layers of two RoPEs, and pictures that may attend to each other both ways"
     #: whether a picture sees all of itself where a window is narrower

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layout import Modality, Picture, Tile
-from .base import Facts, Family, passed_on, types_of_new
+from .base import BOTH_WAYS, Facts, Family, passed_on, types_of_new
 from .tower import EncoderCall
 
 
@@ -26,6 +26,7 @@ class Molmo2(Family):
     modalities = ("image", "video")
     beside = ("mm_token_type_ids",)
     masks_above = True
+    no_return = undivided = BOTH_WAYS
     has_cls = False
     closed = "cuts pictures into crops that overlap"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.layout import Modality, Picture, Tile
 from ..errors import UnsupportedError
-from .base import Facts, Family, passed_on, types_of_new
+from .base import BOTH_WAYS, Facts, Family, passed_on, types_of_new
 from .gemma3 import within
 from .tower import EncoderCall
 
@@ -24,8 +24,7 @@ class PaliGemma(Family):
     facts = Facts(clips=False, cls=False)
     beside = ("token_type_ids",)
     masks_above = True
-    no_return = "lets all tokens of a prompt attend to each other both ways"
-    undivided = "lets tokens of a prompt attend to each other both ways"
+    no_return = undivided = BOTH_WAYS
     first_position = 1
 
     def __init__(self, model: Any, processor: Any = None) -> None:
