@@ -7,7 +7,7 @@ import oracle
 import pytest
 import torch
 import zoo
-from helpers import generate
+from laws.helpers import generate
 from torch.nn.functional import cosine_similarity
 
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, method
