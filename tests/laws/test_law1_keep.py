@@ -151,7 +151,7 @@ def test_all_stages_keep_everything_in_batches_and_beams(family, name):
 @pytest.mark.parametrize("turn", range(max(len(oracle.named(kind)) for kind in SITES)))
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_a_recipe_of_every_site_keeps_everything(family, turn):
-    """Each method takes its turn among those of its site that the family has; but where keys are evicted no tokens come back."""
+    """Each method takes its turn among those of its site that the family has; where keys are evicted no tokens come back."""
     alone = {name for name in KEEPERS if issubclass(method(name), ReturningMethod)}
     known = [
         [name for name in oracle.named(kind) if name in KEEPERS and name not in alone and oracle.fits(name, family)]
