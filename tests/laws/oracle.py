@@ -321,9 +321,10 @@ def shortens(name: str) -> bool:
 
 @functools.cache
 def fits(name: str, family: str, variant: Variant = "exact", **overrides: Any) -> bool:
-    """Whether a family has what the methods of a recipe ask for in that variant."""
-    known = family_of(bare(family, **overrides), zoo.processor(family)) if overrides else adapter(family)
+    """Whether a family has what the methods of a recipe ask for in that variant; nothing does where its model is refused, as a
+    PaliGemma 2 is that older releases of transformers do not load with eager attention."""
     try:
+        known = family_of(bare(family, **overrides), zoo.processor(family)) if overrides else adapter(family)
         for _, made in recipes()[name].override(variant=variant).build():
             if not isinstance(made, FramesMethod):
                 made.fit(known).by(variant).suits(known)
