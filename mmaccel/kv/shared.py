@@ -16,7 +16,9 @@ from .pinned import Pinned
 from .returning import Returning
 from .sparse import SparseMemory
 
-_BY_ROW = ("offset", "ahead", "grid_table", "visual", "weights")
+#: what is known of the first places, ``[B, n, ...]``; and of rows
+_BY_PLACE = ("grid_table", "visual", "weights")
+_BY_ROW = ("offset", "ahead", *_BY_PLACE)
 
 
 @dataclass
@@ -126,13 +128,10 @@ class Shared:
     def crop(self, seen: int) -> None:
         """A layer was cropped to ``seen`` tokens: what comes next takes the places of those that are gone, and is text."""
         self.pack_at = 0
-        if self.visual is not None:
-            self.visual = self.visual[:, :seen]
-        if self.weights is not None:
-            self.weights = self.weights[:, :seen]
         cut = self.grid_table is not None and self.grid_table.shape[1] > seen
-        if self.grid_table is not None and cut:
-            self.grid_table = self.grid_table[:, :seen]
+        for name in _BY_PLACE:
+            if (known := getattr(self, name)) is not None:
+                setattr(self, name, known[:, :seen])
         if self.sparse is not None:
             self.sparse = self.sparse.moved() if cut else replace(self.sparse, layers={})
         if self.returning is not None:
@@ -153,12 +152,9 @@ class Shared:
             index.rename(new.to(index.index), left)
         if self.offset is not None:
             self.offset = self.offset - (seen - left)
-        if self.grid_table is not None:
-            self.grid_table = self.grid_table[:, held[: self.grid_table.shape[1]].to(self.grid_table.device)]
-        if self.visual is not None:
-            self.visual = self.visual[:, held[: self.visual.shape[1]].to(self.visual.device)]
-        if self.weights is not None:
-            self.weights = self.weights[:, held[: self.weights.shape[1]].to(self.weights.device)]
+        for name in _BY_PLACE:
+            if (known := getattr(self, name)) is not None:
+                setattr(self, name, known[:, held[: known.shape[1]].to(known.device)])
         if self.sparse is not None:
             self.sparse = self.sparse.moved()
         if self.returning is not None:

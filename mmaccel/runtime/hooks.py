@@ -87,7 +87,7 @@ class TextHooks:
         if self.plan.family.masks_above:
             # what is given was made of this one, which still says what is padding
             kwargs["attention_mask"] = scope.mask
-        if state is not None and state.shared.weights is not None and (self.plan.policy or self.plan.token_groups):
+        if state is not None and state.shared.weights is not None and (scope.plan.policy or scope.plan.token_groups):
             raise UnsupportedError(
                 f"This cache has tokens with weights (proportional attention), which recipe {scope.plan.recipe.name!r} cannot "
                 "compress; start again with a new cache."
@@ -191,7 +191,7 @@ class TextHooks:
         scope.stages = Stages(prompt)
         if scope.stages.packing is not None:
             scope.stages.packing.note_prompt(prompt, embeds)
-        proportional.weigh(prompt, plan.family.entering(embeds, planes))
+        proportional.weigh(prompt, embeds, planes)
         prefill.write(prompt, embeds, planes, kwargs)
         tokens.prepare(prompt, kwargs["inputs_embeds"])
         return prompt

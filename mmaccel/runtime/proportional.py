@@ -9,31 +9,33 @@ from torch.nn.functional import normalize, pad
 
 from ..core.masks import leftmost
 from .forward import Prompt, sent
+from .tokens import by_place
 
 #: similarities that are in memory at once
 _BLOCK = 1 << 24
 
 
-def weigh(prompt: Prompt, features: Tensor) -> None:
-    """Tell the cache what the tokens that are left of a prompt weigh, by ``features [B, S, D]``, what all of them were.
+def weigh(prompt: Prompt, embeds: Tensor, planes: list[Tensor]) -> None:
+    """Tell the cache what the tokens that are left of a prompt weigh, by what all of them were: ``embeds [B, S, D]``, and
+    DeepStack features like them.
 
     With ``n_j`` tokens that ``j`` stands for, itself among them, every layer adds ``log n_j`` to the logits of its key: were
     they all like ``j``, attention to it would be that to all of them.
     """
     asked, state = prompt.plan.recipe.proportional, prompt.state
     before = None if state is None else state.shared.weights
-    made = None if asked == "none" else _weights(prompt, features, clips=asked == "all")
+    made = None if asked == "none" else _weights(prompt, embeds, planes, clips=asked == "all")
     if made is None and before is None:
         return
     if made is None:
-        made = features.new_zeros(features.shape[:2])
+        made = embeds.new_zeros(embeds.shape[:2])
     earlier = made[:, :0] if before is None else before.to(made.device)
     prompt.incoming.weights = torch.cat([pad(earlier, (0, prompt.seen - earlier.shape[1])), made], dim=1)
     if state is not None:
         state.shared.weights = prompt.incoming.weights
 
 
-def _weights(prompt: Prompt, features: Tensor, clips: bool) -> Tensor | None:
+def _weights(prompt: Prompt, embeds: Tensor, planes: list[Tensor], clips: bool) -> Tensor | None:
     """``[B, S]``, the logarithm of how many tokens every place stands for; None where each stands for itself alone.
 
     clips : whether those of clips count; else they stand for themselves.
@@ -43,17 +45,14 @@ def _weights(prompt: Prompt, features: Tensor, clips: bool) -> Tensor | None:
     stays = valid & kept[units.row[:, None], units.places.clamp(min=0)]
     if torch.equal(stays, valid):
         return None
-    unit, slot = stays.nonzero(as_tuple=True)
-    at = units.row[unit] * kept.shape[1] + units.places[unit, slot]
     width = int(stays.sum(1).max())
-    with prompt.measured("selection", features.device), torch.no_grad():
-        rows, places, valid, stays, unit, slot, at = sent(
-            features.device, units.row, units.places.clamp(min=0), valid, stays, unit, slot, at
-        )
-        sizes = stands_for(features[rows[:, None], places], valid.bool(), stays.bool(), width)
-        found = torch.zeros(kept.numel(), device=features.device)
-        found[at] = sizes[unit, slot].log()
-    return found.view(kept.shape).to(features.dtype)
+    with prompt.measured("selection", embeds.device), torch.no_grad():
+        rows, places, valid, stays = sent(embeds.device, units.row, units.places.clamp(min=0), valid, stays)
+        features = prompt.plan.family.entering(embeds, planes)[rows[:, None], places]
+        sizes = stands_for(features, valid.bool(), stays.bool(), width)
+        # what stands for nothing adds nothing
+        placed = by_place({"weights": sizes.clamp(min=1).log()}, units, kept.shape)["weights"]
+    return placed.nan_to_num(0.0).to(embeds.dtype)
 
 
 def stands_for(x: Tensor, valid: Tensor, kept: Tensor, width: int) -> Tensor:

@@ -40,7 +40,7 @@ def reduce(
     with torch.no_grad():
         if marks := method.marks(tokens):
             tokens = replace(tokens, signals={**tokens.signals, **marks})
-            prompt.marks |= _by_place(marks, units, prompt.total.kept.shape)
+            prompt.marks |= by_place(marks, units, prompt.total.kept.shape)
         made = checked(method, method.reduce(tokens, wanted), units.valid, count)
     _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
     left.append(made.kept.sum(1))
@@ -159,7 +159,7 @@ def gathered(
     return {**found, "tiles": tiles}, rows, at, list(others)
 
 
-def _by_place(marks: dict[str, Tensor], units: Units, shape: torch.Size) -> dict[str, Tensor]:
+def by_place(marks: dict[str, Tensor], units: Units, shape: torch.Size) -> dict[str, Tensor]:
     """Figures ``[N, n]`` of units at the places of the prompt, ``[B, S]``."""
     # what is no token goes behind all places
     at = (units.row[:, None] * shape[1] + units.places).masked_fill(~units.valid, shape.numel()).flatten()
