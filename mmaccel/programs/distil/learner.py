@@ -35,7 +35,8 @@ _STEEP = 100.0
 _SCALES, _MENDED = (1.5, 3.0, 4.5), (0.7, 1.0, 1.4, 2.0)
 #: batches of watched questions that the language model reads once more to find these
 _ASKED = 4
-#: of a step that tries: picks of every picture, how far scores are moved for each, and budgets as shares of the one asked for
+#: of a step that tries: picks of every picture, an even number, how far scores are moved for each, and budgets as shares of
+#: the one asked for
 _TRIES, _MOVED, _LESS = 8, 0.5, (0.5, 0.7, 1.0)
 #: KL below which an answer is as good as kept, and the spread of its logarithm below which trying told nothing
 _SAME, _NOTHING = 0.03, 0.2
@@ -278,9 +279,10 @@ class Told(Learner):
 class Tried(Learner):
     """One that learns from what becomes of the answers.
 
-    Every picture is reduced a few times by scores that are moved at random. How much better or worse than the mean of these the
-    answer was kept is credited to the tokens that were picked then and not always: an evolution strategy in the space of
-    scores (arXiv 1703.03864), with the choice of tokens as it is in use and no gradient of the model.
+    Every picture is reduced a few times by scores that are moved at random, in pairs that are moved to opposite sides. How much
+    better or worse than the mean of these the answer was kept is credited to the tokens that were picked then and not always:
+    an evolution strategy in the space of scores with mirrored draws (arXiv 1703.03864), with the choice of tokens as it is in
+    use and no gradient of the model.
     """
 
     def _learned(self, example: Example) -> tuple[Tensor, float]:
@@ -288,10 +290,11 @@ class Tried(Learner):
         scores = self.network(choice.shown, choice.worth)
         draws = torch.Generator().manual_seed(self.state.step)
         kept, lost = [], []
-        for _ in range(_TRIES):
-            moved = scores.detach() + _MOVED * torch.randn(scores.shape, generator=draws).to(scores)
-            kept.append(choice.by(moved))
-            lost.append(_graded(self.answered(example, kept[-1])[0]))
+        for _ in range(_TRIES // 2):
+            away = _MOVED * torch.randn(scores.shape, generator=draws).to(scores)
+            for moved in (scores.detach() + away, scores.detach() - away):
+                kept.append(choice.by(moved))
+                lost.append(_graded(self.answered(example, kept[-1])[0]))
         grades, picks = torch.stack(lost).to(scores), torch.stack(kept).to(scores)
         gain = (grades.mean(0) - grades) / (grades.std(0) + _NOTHING)
         credit = (gain[:, example.row, None] * (picks - picks.mean(0))).mean(0)
