@@ -31,13 +31,11 @@ from mmaccel.programs.bench import origin
 from mmaccel.programs.evaluate import Question, ask_suite, batches
 from mmaccel.programs.tune.certain import interval
 from mmaccel.programs.tune.judge import Exam, Measured
+from mmaccel.programs.tune.rivals import at_cost
 from mmaccel.programs.tune.tuning import tune
 from mmaccel.recipe import Recipe, recipes
 from mmaccel.recipe import recipe as find_recipe
 
-#: two costs are equal that differ by less than this share of them, or of what the bare model spends
-_EQUAL, _ROUNDED = 0.02, 0.004
-_LEAST = 0.005
 #: rows of the table; the others are counted
 _SHOWN = 12
 
@@ -48,20 +46,6 @@ def questions(kind: str, count: int) -> list[Question]:
     each, frames, pixels = -(-count // len(tasks)), FRAMES.get(kind, 16), SIDES.get(kind, 112)
     by_task = [ask_suite([task], each, split="val", frames=frames, pixels=pixels) for task in tasks]
     return [question for turn in zip(*by_task, strict=True) for question in turn][:count]
-
-
-def equal(exam: Exam, fixed: Recipe, cost: float) -> Recipe | None:
-    """A recipe with the budget at which it costs as much; None where it cannot."""
-    budget = cost
-    for _ in range(4):
-        if not _LEAST <= budget <= 1:
-            return None
-        found = exam.judge(fixed.override(retain=budget)).share("tokens")
-        if abs(found - cost) < max(_EQUAL * cost, _ROUNDED):
-            return fixed.override(retain=budget)
-        # what a recipe costs is near a straight line through nothing saved
-        budget = 1 - (1 - budget) * (1 - cost) / max(1 - found, 1e-6)
-    return None
 
 
 def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -97,7 +81,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
         if fixed.primary is None or name in report["rows"] or name in report["refused"]:
             continue
         try:
-            same = equal(exams[0], fixed, cost)
+            same = at_cost(lambda one: exams[0].judge(one).share("tokens"), fixed, cost)
             if same is None:
                 report["refused"][name] = "cannot be had at this cost"
             else:

@@ -217,14 +217,8 @@ class Search:
         return value
 
     def value(self, measured: Measured) -> float:
-        """What the study makes small: what is spent, and what more answers are lost than may be.
-
-        Of few questions most recipes lose none, so the share that is lost is told from the risk, too: about half of it is lost,
-        which counts like so many questions more.
-        """
-        asked = len(measured.kept)
-        lost = (asked - sum(measured.kept) + _GUESSED * measured.risk / 2) / (asked + _GUESSED)
-        return measured.share(self.goal) + _LOST * max(0.0, lost - (1 - self.keep))
+        """What the study makes small: what is spent, and what more answers are lost than may be."""
+        return measured.share(self.goal) + _LOST * max(0.0, lost(measured) - (1 - self.keep))
 
     def _remember(self, attributes: Mapping[str, Any]) -> None:
         found = [Measured.of(one) for one in attributes["rungs"]]
@@ -278,6 +272,16 @@ def _quiet() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------ the end
 
 
+def lost(measured: Measured) -> float:
+    """The share of answers that a recipe loses.
+
+    Of few questions most recipes lose none, so it is told from the risk, too: about half of it is lost, which counts like so
+    many questions more.
+    """
+    asked = len(measured.kept)
+    return (asked - sum(measured.kept) + _GUESSED * measured.risk / 2) / (asked + _GUESSED)
+
+
 def front(candidates: Sequence[Candidate], goal: Goal, quality: Callable[[Measured], float]) -> list[Candidate]:
     """Those that none beats in both what they spend and ``quality``, from the cheapest on."""
     found: list[Candidate] = []
@@ -307,4 +311,4 @@ def choose(
     return best
 
 
-__all__ = ["Candidate", "Search", "Tuned", "choose", "front", "split"]
+__all__ = ["Candidate", "Search", "Tuned", "choose", "front", "lost", "split"]

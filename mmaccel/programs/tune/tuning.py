@@ -18,6 +18,7 @@ from ..bench import origin
 from ..evaluate import Question, Row, ask_samples, evaluate
 from . import report
 from .judge import GOALS, Goal, Judge
+from .rivals import best_of
 from .search import Search, Tuned, choose, front, split
 
 
@@ -43,7 +44,8 @@ def tune(
 
     No expected answers are needed: an answer is kept if the model writes the same one, greedily, with the recipe. Recipes are
     taken from the registry by what works on this model and these samples, alone and combined, with their budgets, layers and
-    options. The search is Optuna's (TPE, successive halving); after an interruption the same call goes on with it.
+    options. The search is Optuna's (TPE, successive halving); after an interruption the same call goes on with it. What it
+    finds has to beat every part alone at the same cost.
 
     Parameters
     ----------
@@ -153,7 +155,10 @@ def _finish(search: Search, held_out: Sequence[Question], confidence: float | No
     candidates = search.candidates()
     whole = [one for one in candidates if one.asked_all]
     enough = [one for one in whole if one.measured.agreement >= keep and one.measured.share(goal) < 1]
-    chosen, seen = choose(judge, search.rungs, front(enough, goal, lambda m: -m.divergence), keep, confidence)
+    ordered = front(enough, goal, lambda m: -m.divergence)
+    if ordered:
+        ordered[0] = best_of(search, ordered[0])
+    chosen, seen = choose(judge, search.rungs, ordered, keep, confidence)
     generated, recipe, figures = None, None, None
     if chosen is not None and seen is not None:
         row = Row(chosen.recipe)
