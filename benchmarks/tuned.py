@@ -2,9 +2,10 @@
 
 Searches a recipe for a shipped model with ``mmaccel.tune`` on questions of the split ``val``, then asks it, and every recipe
 of the registry with one budget, questions that nothing was trained, searched or chosen on. Each fixed recipe gets the budget at
-which as many visual tokens are in a decoder layer, mean over the layers, as with the searched one; what cannot be had at that
-cost is left out. All are asked the same questions, and compared one by one with an exact sign test. Results are written after
-every recipe, and the same command goes on where it was; ``--show`` makes the table from the JSON.
+which as many visual tokens are in a decoder layer, mean over the layers, as with the searched one, or the next more where a
+picture has too few tokens for that; what cannot be had at that cost is left out. All are asked the same questions, and compared
+one by one with an exact sign test. Results are written after every recipe, and the same command goes on where it was;
+``--show`` makes the table from the JSON.
 
     python benchmarks/tuned.py pictures --keep 0.95 --questions 120 --out benchmarks/results/tuned-pictures.json \\
         --update docs/results/tuned.md
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
         if fixed.primary is None or name in report["rows"] or name in report["refused"]:
             continue
         try:
-            same = at_cost(lambda one: exams[0].judge(one).share("tokens"), fixed, cost)
+            same = at_cost(lambda one: exams[0].judge(one).share("tokens"), fixed, cost, over=True)
             if same is None:
                 report["refused"][name] = "cannot be had at this cost"
             else:
