@@ -118,8 +118,10 @@ def table(report: dict[str, Any]) -> str:
             beside,
         ]
 
-    stages = Recipe.from_json(report["recipe"]).stages
-    lines.append(line("searched: " + " + ".join(f"`{stage}`" for stage in map(told, stages)), tuned, ""))
+    found = Recipe.from_json(report["recipe"])
+    parts = [f"`{told(stage)}`" for stage in found.stages]
+    weights = "" if found.proportional == "none" else f', `proportional="{found.proportional}"`'
+    lines.append(line("searched: " + " + ".join(parts) + weights, tuned, ""))
     best = sorted(rows.items(), key=lambda row: (-row[1].agreement, row[0]))
     for name, seen in best[:_SHOWN]:
         pairs = list(zip(tuned.kept, seen.kept, strict=True))
