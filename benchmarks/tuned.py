@@ -82,11 +82,11 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
         if fixed.primary is None or name in report["rows"] or name in report["refused"]:
             continue
         try:
-            same = at_cost(lambda one: exams[0].judge(one).share("tokens"), fixed, cost, over=True)
+            same = at_cost(exams[0].judge, fixed, "tokens", cost, over=True)
             if same is None:
                 report["refused"][name] = "cannot be had at this cost"
             else:
-                ask(report, name, same, exams, args.out)
+                ask(report, name, same[0], exams, args.out)
         except MmaccelError as error:
             report["refused"][name] = str(error)
 

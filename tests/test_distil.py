@@ -224,6 +224,22 @@ def test_tokens_without_which_answers_change_are_picked_after_trying(trained, mo
     assert tried.state.log[-1]["watched"] < tried.state.log[0]["watched"]
 
 
+def test_tries_are_moved_in_pairs_to_opposite_sides(trained, monkeypatch, tmp_path):
+    _, train = trained
+    folder = train(steps=1).folder
+    paths = sorted((folder / "work" / "training").glob("*.pt"))
+    example, by, seen = Example.load(paths[0]), Choice.by, []
+    frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
+    tried = Tried(frozen, Shape(64, 32, 2, 4, True), paths, [example], 0.2, 200, tmp_path / "state.pt")
+    monkeypatch.setattr(Choice, "by", lambda self, scores: seen.append(scores) or by(self, scores))
+    tried._learned(example)
+    # of a network that has learned nothing all scores are equal
+    assert len(seen) == 8 and all(
+        torch.equal(up, -down) and up.abs().max() > 0 for up, down in zip(seen[::2], seen[1::2], strict=True)
+    )
+    assert not torch.equal(seen[0], seen[2])
+
+
 @pytest.mark.full
 def test_attention_is_learned_without_the_model(trained):
     _, train = trained

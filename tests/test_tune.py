@@ -281,23 +281,33 @@ def test_with_a_confidence_only_what_held_out_samples_show_is_taken():
 
 
 def test_a_part_alone_at_the_same_cost_is_taken_where_it_keeps_more():
-    """The parts work from layer 2 of 5 on; one of them cannot be had at the cost, and one refuses it."""
-    kept_by = {"uniform": 90, "random": 97, "divprune": 99, "pool": 100, "cdpruner": 100}  # by choice: names alone
+    """The parts work from layer 2 of 5 on; one of them cannot be had at the cost, one refuses it, and one a later question."""
+    kept_by = {
+        "uniform": 90,
+        "random": 97,
+        "divprune": 99,
+        "pool": 100,
+        "cdpruner": 100,
+        "centerclip": 100,
+    }  # by choice: names
+    asked: list[tuple[str, int]] = []
 
     class Fake:
         def ask(self, one: Recipe, rung: int) -> Measured:
-            if one.name == "cdpruner":
+            asked.append((one.name, rung))
+            if one.name == "cdpruner" or (one.name == "centerclip" and rung):
                 raise MmaccelError("no such budget")
             share = 0.9 if one.name == "pool" else 0.4 + 0.6 * one.stages[0].retain
             return measured(kept_by[one.name], 100, share, 0.01)
 
     made = space.Space.of(family_of(zoo.model("llava")), {name: recipe(name) for name in kept_by}, {})
-    asked = SimpleNamespace(judge=Fake(), goal="tokens", keep=0.95, rungs=2, space=made)
-    taken = rivals.best_of(asked, Candidate(recipe("random", retain=0.2), measured(97, 100, 0.5, 0.01), True))
+    made_up = SimpleNamespace(judge=Fake(), goal="tokens", keep=0.95, rungs=2, space=made)
+    taken = rivals.best_of(made_up, Candidate(recipe("random", retain=0.2), measured(97, 100, 0.5, 0.01), True))
+    assert all(asked.count((name, 1)) == 1 for name in ("uniform", "random", "divprune", "centerclip"))
     assert taken.recipe.name == "divprune" and taken.asked_all and len(taken.measured.kept) == 200
     assert taken.measured.share("tokens") == pytest.approx(0.5, abs=0.01)
     mine = Candidate(recipe("divprune", retain=0.2), measured(100, 100, 0.5), True)
-    assert rivals.best_of(asked, mine) is mine
+    assert rivals.best_of(made_up, mine) is mine
 
 
 def test_rank_correlation():
@@ -343,10 +353,16 @@ def test_of_few_tokens_a_cost_is_as_near_as_can_be():
     def share(one: Recipe) -> float:
         return round(one.stages[0].retain * 49) / 49
 
-    found = {over: rivals.at_cost(share, recipe("divprune"), 0.151, over=over) for over in (False, True)}
-    assert {over: share(one) for over, one in found.items()} == {False: 7 / 49, True: 8 / 49}
-    assert share(rivals.at_cost(share, recipe("divprune"), 10 / 49)) == 10 / 49
-    assert rivals.at_cost(lambda _: 0.9, recipe("divprune"), 0.2) is None
+    def near(cost: float, over: bool = False) -> float:
+        one, seen = rivals.at_cost(
+            lambda one: measured(9, 9, share(one)), recipe("divprune"), "tokens", cost, over=over
+        )
+        assert seen.share("tokens") == share(one)
+        return share(one)
+
+    assert {over: near(0.151, over) for over in (False, True)} == {False: 7 / 49, True: 8 / 49}
+    assert near(10 / 49) == 10 / 49
+    assert rivals.at_cost(lambda _: measured(9, 9, 0.9), recipe("divprune"), "tokens", 0.2) is None
 
 
 def test_what_beats_the_search_is_written(tmp_path, monkeypatch):

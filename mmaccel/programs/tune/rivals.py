@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from ...errors import MmaccelError
 from ...recipe import Recipe
-from .judge import Measured
+from .judge import Goal, Measured
 from .search import Candidate, Search, lost
+from .space import rounded
 
 #: two costs are equal that differ by less than this share of them, or of what the bare model spends
 _EQUAL, _ROUNDED = 0.02, 0.004
 #: of few tokens not every share can be had: a cost is as near as can be if it differs by less than this share
 _NEAR = 0.12
-#: the smallest budget that is tried, and how often one is mended
+#: the smallest budget that a part alone is given, and how often one is mended
 _LEAST, _TIMES = 0.005, 4
 #: of the parts, how many are asked every question: those that have moved the answers to the first ones least
 _ASKED = 6
 
 
-def at_cost(share: Callable[[Recipe], float], fixed: Recipe, cost: float, *, over: bool = False) -> Recipe | None:
-    """A recipe with the budget at which it costs as much; None where it cannot be had so.
+def at_cost(
+    ask: Callable[[Recipe], Measured], fixed: Recipe, goal: Goal, cost: float, *, over: bool = False
+) -> tuple[Recipe, Measured] | None:
+    """A recipe with the budget at which it costs as much, and what was measured of it; None where it cannot be had so.
 
     Parameters
     ----------
-    share : what a recipe spends of what the bare model spends.
-    cost : such a share.
+    ask : what becomes of some questions with a recipe.
+    cost : the share of ``goal`` that is to be spent of what the bare model spends.
     over : where too few tokens are there for this share, whether the next one above it is taken, or the one below.
     """
-    budget, near = cost, dict[float, Recipe]()
+    budget, near = cost, dict[float, tuple[Recipe, Measured]]()
     for _ in range(_TIMES):
         if not _LEAST <= budget <= 1:
             break
-        one = fixed.override(retain=float(f"{budget:.3g}"))
-        found = share(one)
+        one = fixed.override(retain=rounded(budget, 3))
+        measured = ask(one)
+        found = measured.share(goal)
         if abs(found - cost) < max(_EQUAL * cost, _ROUNDED):
-            return one
+            return one, measured
         if over == (found > cost) and abs(found - cost) < _NEAR * cost:
-            near[abs(found - cost)] = one
+            near[abs(found - cost)] = one, measured
         # what a recipe costs is near a straight line through nothing saved
         budget = 1 - (1 - budget) * (1 - cost) / max(1 - found, 1e-6)
     return near[min(near)] if near else None
@@ -55,26 +60,18 @@ def best_of(search: Search, found: Candidate) -> Candidate:
 
 def _rivals(search: Search, found: Candidate) -> Iterator[Candidate]:
     """The best parts alone, asked every question of the search."""
-    judge, goal = search.judge, search.goal
-    first: list[tuple[float, Recipe]] = []
-    for parts in search.space.parts.values():
-        for part in parts.values():
-            if not part.budget:
-                continue
-            seen: list[tuple[Recipe, Measured]] = []
-
-            def share(recipe: Recipe, seen: list[tuple[Recipe, Measured]] = seen) -> float:
-                seen.append((recipe, judge.ask(recipe, 0)))
-                return seen[-1][1].share(goal)
-
-            try:
-                same = at_cost(share, part.recipe, found.measured.share(goal))
-            except MmaccelError:
-                # a budget that the part cannot have
-                continue
-            first += [(lost(measured), recipe) for recipe, measured in seen if recipe is same]
-    for _, recipe in sorted(first, key=lambda pair: pair[0])[:_ASKED]:
-        yield Candidate(recipe, sum((judge.ask(recipe, rung) for rung in range(search.rungs)), Measured()), True)
+    judge, cost = search.judge, found.measured.share(search.goal)
+    first: list[tuple[Recipe, Measured]] = []
+    for part in (part for parts in search.space.parts.values() for part in parts.values() if part.budget):
+        # a budget may be one that the part cannot have
+        with suppress(MmaccelError):
+            same = at_cost(lambda recipe: judge.ask(recipe, 0), part.recipe, search.goal, cost)
+            first += [] if same is None else [same]
+    for recipe, seen in sorted(first, key=lambda pair: lost(pair[1]))[:_ASKED]:
+        # what fails on a later question is no rival, and takes nothing from what was found
+        with suppress(MmaccelError):
+            whole = sum((judge.ask(recipe, rung) for rung in range(1, search.rungs)), seen)
+            yield Candidate(recipe, whole, True)
 
 
 __all__ = ["at_cost", "best_of"]

@@ -100,9 +100,9 @@ class Part:
         return asked
 
 
-def rounded(budget: float) -> float:
-    """Two digits, which nobody can tell from more."""
-    return float(f"{budget:.2g}")
+def rounded(budget: float, digits: int = 2) -> float:
+    """Two digits, which nobody can tell from more, or as many as are asked for."""
+    return float(f"{budget:.{digits}g}")
 
 
 @dataclass(frozen=True)
