@@ -234,9 +234,28 @@ def test_what_stands_beside_a_trial_differs_in_one_thing():
     weighed = [made.beside({**asked, "proportional": "all"}, random.Random(seed)) for seed in range(99)]
     assert {one.get("proportional") for one in weighed} == {"none", "all"}
     budgets = {one["tokens budget"] for one in moves}
-    assert min(budgets) == pytest.approx(0.2) and max(budgets) == pytest.approx(0.6)
-    floor = made.beside({**asked, "tokens budget": space.LEAST}, random.Random(1))
-    assert floor["tokens budget"] >= space.LEAST
+    assert min(budgets) == pytest.approx(0.3) and max(budgets) == 1.0
+    least = [made.beside({**asked, "tokens budget": space.LEAST}, random.Random(seed)) for seed in range(200)]
+    assert min(one["tokens budget"] for one in least) == space.LEAST
+
+
+def test_a_budget_is_made_smaller_until_too_little_is_kept():
+    """What keeps enough spends its budget, and enough is kept from 0.17 on."""
+    made = space.Space.of(family_of(zoo.model("llava")), {name: recipe(name) for name in SMALL}, {})
+    best, tried = {"tokens": "uniform", "tokens budget": 0.5, "layers": "-", "cache": "-"}, []
+    others = {**best, "tokens": "random", "tokens budget": 0.1}
+    while params := made.smaller(best, best["tokens budget"], [(best, best["tokens budget"]), (others, 0.1), *tried]):
+        budget = params["tokens budget"]
+        assert {**params, "tokens budget": 0.5} == {**best, "tokens budget": 0.5} and budget < best["tokens budget"]
+        tried.append((params, budget if budget >= 0.17 else math.inf))
+        best = params if budget >= 0.17 else best
+    assert 0.17 <= best["tokens budget"] < 0.2 and len(tried) < 8
+    # what is not the best of its kind is left alone, and so is what has the smallest budget
+    assert made.smaller({**best, "tokens budget": 0.5}, 0.5, tried) is None
+    assert made.smaller({**best, "tokens budget": space.LEAST}, space.LEAST, []) is None
+    # of two budgets the second is made smaller where the first cannot be
+    two = {"tokens": "uniform", "tokens budget": space.LEAST, "layers": "fastv", "layers budget": 0.5, "cache": "-"}
+    assert made.smaller(two, 0.1, []) == {**two, "layers budget": pytest.approx(0.3)}
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice

@@ -27,17 +27,17 @@ from .examples import Example, Frozen
 _RATE, _CLIP = 1e-3, 1.0
 #: share of the running mean of the weights that every step leaves: single steps are noise, what they have in common is not
 _KEPT = 0.99
-#: steps between two looks at the watched questions, and looks without a gain after which it ends
-_LOOK, _PATIENCE = 100, 20
+#: steps between two looks at the watched questions; looks without a gain after which it ends, and at least this share of all
+#: steps: at the full rate a network may gain nothing for long and gain much once the rate falls
+_LOOK, _PATIENCE, _SHARE = 100, 20, 0.25
 #: how far above the largest signal of a picture half the range of what is learned begins: signals are learned as logarithms
 _STEEP = 100.0
 #: how much the token that most speaks for may outweigh likeness, and by what it is mended in the end
 _SCALES, _MENDED = (1.5, 3.0, 4.5), (0.7, 1.0, 1.4, 2.0)
 #: batches of watched questions that the language model reads once more to find these
 _ASKED = 4
-#: of a step that tries: picks of every picture, an even number, how far scores are moved for each, and budgets as shares of
-#: the one asked for
-_TRIES, _MOVED, _LESS = 8, 0.5, (0.5, 0.7, 1.0)
+#: of a step that tries: picks of every picture, an even number, and how far scores are moved for each
+_TRIES, _MOVED = 8, 0.5
 #: KL below which an answer is as good as kept, and the spread of its logarithm below which trying told nothing
 _SAME, _NOTHING = 0.03, 0.2
 
@@ -234,7 +234,8 @@ class Learner(ABC):
         if watched < state.best:
             state.best, state.since = watched, state.step
             self.best = copy.deepcopy(self.mean.module.state_dict())
-        state.ended = state.step >= self.steps or state.step - state.since >= _PATIENCE * _LOOK
+        patience = max(_PATIENCE * _LOOK, _SHARE * self.steps)
+        state.ended = state.step >= self.steps or state.step - state.since >= patience
 
     def _mend(self) -> None:
         """What cannot be told exactly is told too low: scores are multiplied by what keeps the watched answers best."""
@@ -286,7 +287,7 @@ class Tried(Learner):
     """
 
     def _learned(self, example: Example) -> tuple[Tensor, float]:
-        choice = Choice.of(example, self.retain * _LESS[self.state.step % len(_LESS)])
+        choice = Choice.of(example, self.retain)
         scores = self.network(choice.shown, choice.worth)
         draws = torch.Generator().manual_seed(self.state.step)
         kept, lost = [], []

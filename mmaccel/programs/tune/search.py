@@ -33,8 +33,8 @@ HALVING = 3
 _FIRST = (4, 16)
 #: what an answer too few counts, in shares of what the bare model spends, and how many questions the risk is worth
 _LOST, _GUESSED = 10.0, 8
-#: every second trial differs in one thing from one of so many that are best
-_BEST = 8
+#: one trial in so many is Optuna's; the others differ in one thing from one of so many that are best, each of other parts
+_OPEN, _BEST = 4, 8
 #: the budget at which every part is asked alone before the search proper
 _START = 0.5
 
@@ -158,7 +158,7 @@ class Search:
         ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
         with _quiet():
             while tried() < trials and time.monotonic() < ends:
-                if tried() % 2:
+                if tried() % _OPEN:
                     self._try_beside_the_best()
                 self.study.optimize(self._try, n_trials=1, callbacks=[tell])
 
@@ -180,16 +180,31 @@ class Search:
             self.study.enqueue_trial(trial.params, skip_if_exists=True)
 
     def _try_beside_the_best(self) -> None:
-        """Enqueue a trial that differs in one thing from one of the best so far; none while parts are still asked alone."""
+        """Enqueue a trial that differs in one thing from one of the best so far, first of all in a budget, which is made
+        smaller as long as enough is kept; none while parts are still asked alone."""
         from optuna.trial import TrialState
 
         if self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             return
         done = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        best = sorted(done, key=lambda trial: (trial.value, trial.number))[:_BEST]
+        # of those with the same parts the best one
+        of_parts = dict[tuple[Any, ...], "optuna.trial.FrozenTrial"]()
+        for trial in sorted(done, key=lambda trial: (trial.value, trial.number)):
+            of_parts.setdefault(tuple(trial.params[slot] for slot in self.space.parts), trial)
+        best = list(of_parts.values())[:_BEST]
+        pruned = self.study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
+        tried = [(trial.params, float(trial.value)) for trial in done] + [(trial.params, math.inf) for trial in pruned]
+        for trial in best:
+            if self._keeps_enough(trial) and (params := self.space.smaller(trial.params, trial.value, tried)):
+                self.study.enqueue_trial(params)
+                return
         if best:
             dice = random.Random(len(self.study.trials))
             self.study.enqueue_trial(self.space.beside(dice.choice(best).params, dice), skip_if_exists=True)
+
+    def _keeps_enough(self, trial: optuna.trial.FrozenTrial) -> bool:
+        measured = sum(map(Measured.of, trial.user_attrs["rungs"]), Measured())
+        return lost(measured) <= 1 - self.keep
 
     def _try(self, trial: optuna.Trial) -> float:
         """One trial: rung by rung, until the pruner has seen enough."""

@@ -8,8 +8,9 @@ at which they begin; a candidate takes at most one of each slot.
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,10 @@ _NOTHING = "-"
 #: whether tokens that are left weigh as many as they stand for
 _WEIGHTS = "proportional"
 _WEIGHED = ("none", "all")
-#: of the trials beside another, how many have another part, and how many of the others another budget, this many times as large
-_ANOTHER, _BUDGET, _FACTORS = 0.25, 0.8, (0.4, 0.6, 0.75, 0.9, 1.2)
+#: of the trials beside another, how many have another part, how many that or another budget, and how many times as large it is
+_ANOTHER, _BUDGET, _FACTORS = 0.4, 0.75, (0.6, 1.4, 2.0)
+#: a budget that keeps enough is tried this many times as large, and then halfway to one that does not, until they are as near
+_SMALLER, _NEAR = 0.6, 0.88
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,8 @@ class Space:
         return find_recipe(chosen, proportional=trial.suggest_categorical(_WEIGHTS, _WEIGHED))
 
     def beside(self, params: Mapping[str, Any], dice: Random) -> dict[str, Any]:
-        """Parameters that differ from those of a trial in one thing: a budget, mostly a smaller one, the part of a slot,
-        whether tokens have weights, or what else a part has, which is left open."""
+        """Parameters that differ from those of a trial in one thing: the part of a slot, a budget, whether tokens have
+        weights, or what else a part has, which is left open."""
         slot = dice.choice([*self.parts, *([_WEIGHTS] if "tokens" in self.parts else [])])
         if slot == _WEIGHTS:
             return {**params, slot: _WEIGHED[params.get(slot) != _WEIGHED[1]]}
@@ -195,6 +198,30 @@ class Space:
             return {**params, budget: min(1.0, max(LEAST, params[budget] * dice.choice(_FACTORS)))}
         own = f"{slot} layer", f"{slot}: {name}, "
         return {key: value for key, value in params.items() if not key.startswith(own)}
+
+    def smaller(
+        self, best: Mapping[str, Any], value: float, tried: Sequence[tuple[Mapping[str, Any], float]]
+    ) -> dict[str, Any] | None:
+        """Parameters that differ from those of a trial that keeps enough in one smaller budget, which was not tried yet; None
+        where nothing is left to be gained.
+
+        ``tried`` are the parameters of other trials, with what is made small, ``value`` of ``best``.
+        """
+        for name in (f"{slot} budget" for slot in self.parts):
+            if name not in best:
+                continue
+            below = [
+                (one[name], other)
+                for one, other in tried
+                if one.get(name, best[name]) < best[name] and {**one, name: None} == {**best, name: None}
+            ]
+            if any(other <= value for _, other in below):
+                continue
+            fails = max((budget for budget, _ in below), default=None)
+            next_ = best[name] * _SMALLER if fails is None else math.sqrt(fails * best[name])
+            if next_ >= LEAST and (fails is None or fails < _NEAR * best[name]):
+                return {**best, name: next_}
+        return None
 
     def starts(self, budget: float) -> list[dict[str, Any]]:
         """The parameters of trials with every part alone; the rest of what a part has is for the search."""
