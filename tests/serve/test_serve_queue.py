@@ -190,6 +190,9 @@ def refused(served):
         httpx.get(f"{served.address}/health")
     except httpx.ConnectError:
         return True
+    except httpx.TransportError:
+        # it ends while it is asked, or has not got round to it
+        return False
     return False
 
 
