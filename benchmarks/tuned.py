@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
             goal="tokens",
             trials=args.trials,
             out=args.out.with_suffix(".recipe.json"),
-            progress=lambda done, of: print(f"\r{done}/{of}", end="", flush=True),
+            progress=lambda what, done, of: print(f"\r{what} {done}/{of}", end="", flush=True),
         )
         if made.recipe is None:
             raise MmaccelError(f"No recipe keeps {args.keep:.0%} of the answers; give a smaller --keep.")

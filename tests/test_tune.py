@@ -311,22 +311,24 @@ def test_a_part_alone_at_the_same_cost_is_taken_where_it_keeps_more():
     }  # by choice: names
     asked: list[tuple[str, int]] = []
 
-    class Fake:
-        def ask(self, one: Recipe, rung: int) -> Measured:
-            asked.append((one.name, rung))
-            if one.name == "cdpruner" or (one.name == "centerclip" and rung):
-                raise MmaccelError("no such budget")
-            share = 0.9 if one.name == "pool" else 0.4 + 0.6 * one.stages[0].retain
-            return measured(kept_by[one.name], 100, share, 0.01)
+    def ask(one: Recipe, rung: int) -> Measured:
+        asked.append((one.name, rung))
+        if one.name == "cdpruner" or (one.name == "centerclip" and rung):
+            raise MmaccelError("no such budget")
+        share = 0.9 if one.name == "pool" else 0.4 + 0.6 * one.stages[0].retain
+        return measured(kept_by[one.name], 100, share, 0.01)
 
     made = space.Space.of(family_of(zoo.model("llava")), {name: recipe(name) for name in kept_by}, {})
-    made_up = SimpleNamespace(judge=Fake(), goal="tokens", keep=0.95, rungs=2, space=made)
-    taken = rivals.best_of(made_up, Candidate(recipe("random", retain=0.2), measured(97, 100, 0.5, 0.01), True))
+    made_up = SimpleNamespace(ask=ask, goal="tokens", keep=0.95, rungs=2, space=made)
+    told: list[tuple[str, int, int]] = []
+    mine = Candidate(recipe("random", retain=0.2), measured(97, 100, 0.5, 0.01), True)
+    taken = rivals.best_of(made_up, mine, lambda *done: told.append(done))
+    assert [done[1:] for done in told] == [(number, len(kept_by)) for number in range(1, len(kept_by) + 1)]
     assert all(asked.count((name, 1)) == 1 for name in kept_by.keys() - {"pool", "cdpruner"})
     assert taken.recipe.name == "divprune" and taken.asked_all and len(taken.measured.kept) == 200
     assert taken.measured.share("tokens") == pytest.approx(0.5, abs=0.01)
     mine = Candidate(recipe("divprune", retain=0.2), measured(100, 100, 0.5), True)
-    assert rivals.best_of(made_up, mine) is mine
+    assert rivals.best_of(made_up, mine, lambda *_: None) is mine
 
 
 def test_rank_correlation():
@@ -386,7 +388,7 @@ def test_of_few_tokens_a_cost_is_as_near_as_can_be():
 
 def test_what_beats_the_search_is_written(tmp_path, monkeypatch):
     rival = Candidate(recipe("random", retain=0.3), measured(8, 8, 0.3), True)
-    monkeypatch.setattr(rivals, "_rivals", lambda search, found: iter([rival]))
+    monkeypatch.setattr(rivals, "_rivals", lambda search, found, tell: iter([rival]))
     tuned = found(tmp_path)
     assert tuned.chosen is rival and len(tuned.held_out.kept) == 4
     assert Recipe.from_json((tmp_path / "recipe.json").read_text(encoding="utf-8")).stages == rival.recipe.stages
@@ -413,6 +415,9 @@ def test_an_interrupted_search_goes_on(tmp_path, monkeypatch):
     searched = [pair for pair in asked if pair[1] < 2]
     assert searched and not set(before[3:]) & set(searched)
     assert not (tmp_path / "recipe.json").read_text() == ""
+    # nor is what the recipe had to beat, when all of it is done: only what was held out
+    asked.clear()
+    assert found(tmp_path).recipe == tuned.recipe and {rung for _, rung in asked} == {1}
 
 
 @pytest.mark.parametrize(

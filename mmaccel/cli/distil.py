@@ -79,18 +79,7 @@ def run(
             "a question a line."
         )
     task = measure.Run(asked, which, context.obj, None, split="train", about=ask)
-    with working("reading, learning and asking") as bar:
-        done = ""
-
-        def progress(what: str, number: int, of: int) -> None:
-            nonlocal done
-            # one line for each part of the work; a bar that counts all of them would count unlike things
-            if bar.screen.is_terminal:
-                bar.progress.update(bar.progress.task_ids[0], description=f"{what} {number}/{of}")
-            elif what != done:
-                bar.say(what)
-            done = what
-
+    with working("reading watched questions", 1) as bar:
         made = distil(
             task.model,
             task.processor,
@@ -104,7 +93,7 @@ def run(
             batch_size=asked.batch_size,
             max_new_tokens=asked.max_new_tokens,
             complain=task.complaints.append,
-            progress=progress,
+            progress=bar.part,
         )
     rows = report.rows(made)
 

@@ -74,14 +74,7 @@ def run(
 
     json_file(output)
     task = measure.Run(asked, which, context.obj, None)
-    with working("recipes tried", trials) as bar:
-        done = 0
-
-        def progress(tried: int, of: int) -> None:
-            nonlocal done
-            bar.advance(tried - done)
-            done = tried
-
+    with working("trying recipes", trials) as bar:
         tuned = tune(
             task.model,
             task.processor,
@@ -97,7 +90,7 @@ def run(
             batch_size=asked.batch_size,
             max_new_tokens=asked.max_new_tokens,
             complain=task.complaints.append,
-            progress=progress,
+            progress=bar.part,
         )
     rows = report.rows(tuned)
     written = [*([out] if tuned.recipe is not None else []), out.with_suffix(".html"), out.with_suffix(".png")]

@@ -126,10 +126,19 @@ class Bar:
         counted = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()] if total is not None else []
         self.progress = Progress(*columns, *counted, console=screen, transient=True)
         self._task, self.total = self.progress.add_task(what, total=total, completed=done), total
+        self._part = ""
 
     def advance(self, count: int = 1) -> None:
         """So many more are done."""
         self.progress.update(self._task, advance=count, total=self.total)
+
+    def part(self, what: str, done: int, of: int) -> None:
+        """Of work with unlike parts, how far this one has come; elsewhere than on a terminal a line when one begins."""
+        if self.screen.is_terminal:
+            self.progress.update(self._task, description=what, completed=done, total=of)
+        elif what != self._part:
+            self.say(what)
+        self._part = what
 
     def say(self, sentence: str) -> None:
         """A line on standard error, above the bar."""

@@ -37,6 +37,8 @@ _LOST, _GUESSED = 10.0, 8
 _OPEN, _BEST = 4, 8
 #: the budget at which every part is asked alone before the search proper
 _START = 0.5
+#: under what name the journal has what a recipe did
+_ASKED = "asked "
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,13 @@ class Search:
         self.judge, self.rungs, self.goal, self.keep, self.settings = judge, rungs, goal, keep, settings
         self.study = _study(journal, len(judge.rungs[0]), settings)
         self.known: dict[str, list[Measured]] = {}
-        for trial in self.study.trials:
-            if "recipe" in trial.user_attrs:
-                self._remember(trial.user_attrs)
-        known = self.study.user_attrs.get("parts")
+        noted = self.study.user_attrs
+        for name, measured in noted.items():
+            if name.startswith(_ASKED):
+                self.known[name.removeprefix(_ASKED)] = [Measured.of(one) for one in measured]
+        known = noted.get("parts")
         if known is not None:
-            left_out = self.study.user_attrs["left out"]
+            left_out = noted["left out"]
             self.space = Space.of(judge.family, {name: offered[name] for name in known}, left_out)
             return
         self.space = Space.found(judge, goal, offered)
@@ -142,7 +145,7 @@ class Search:
         self.study.set_user_attr("left out", dict(self.space.left_out))
         self.study.set_user_attr("parts", self.space.names)
 
-    def run(self, trials: int, minutes: float | None, progress: Callable[[int, int], None] | None) -> None:
+    def run(self, trials: int, minutes: float | None, progress: Callable[[str, int, int], None]) -> None:
         """Try so many recipes in all, those of earlier runs included."""
         from optuna.trial import TrialState
 
@@ -150,8 +153,7 @@ class Search:
             return len(self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
 
         def tell(*_: Any) -> None:
-            if progress is not None:
-                progress(min(tried(), trials), trials)
+            progress("trying recipes", min(tried(), trials), trials)
 
         self._pick_up()
         tell()
@@ -163,11 +165,12 @@ class Search:
                 self.study.optimize(self._try, n_trials=1, callbacks=[tell])
 
     def candidates(self) -> list[Candidate]:
-        """Every recipe that was tried, once."""
+        """Every recipe that was tried, once; not those that what was found had to beat."""
+        tried = dict.fromkeys(trial.user_attrs.get("recipe") for trial in self.study.get_trials(deepcopy=False))
         return [
             Candidate(Recipe.from_json(text), sum(measured, Measured()), len(measured) == self.rungs)
-            for text, measured in self.known.items()
-            if measured
+            for text in tried
+            if text is not None and (measured := self.known.get(text))
         ]
 
     def _pick_up(self) -> None:
@@ -203,26 +206,20 @@ class Search:
             self.study.enqueue_trial(self.space.beside(dice.choice(best).params, dice), skip_if_exists=True)
 
     def _keeps_enough(self, trial: optuna.trial.FrozenTrial) -> bool:
-        measured = sum(map(Measured.of, trial.user_attrs["rungs"]), Measured())
-        return lost(measured) <= 1 - self.keep
+        measured = self.known[trial.user_attrs["recipe"]]
+        return lost(sum(measured, Measured())) <= 1 - self.keep
 
     def _try(self, trial: optuna.Trial) -> float:
         """One trial: rung by rung, until the pruner has seen enough."""
         import optuna
 
         try:
-            recipe = self.space.suggest(trial)
-            text = recipe.to_json()
-            done = self.known.setdefault(text, [])
-            asked = 0
+            recipe, measured = self.space.suggest(trial), Measured()
+            trial.set_user_attr("recipe", recipe.to_json())
             for rung in range(self.rungs):
-                if rung == len(done):
-                    done.append(self.judge.ask(recipe, rung))
-                asked += len(done[rung].kept)
-                trial.set_user_attr("recipe", text)
-                trial.set_user_attr("rungs", [one.as_dict() for one in done])
-                value = self.value(sum(done[: rung + 1], Measured()))
-                trial.report(value, asked)
+                measured += self.ask(recipe, rung)
+                value = self.value(measured)
+                trial.report(value, len(measured.kept))
                 if rung < self.rungs - 1 and trial.should_prune():
                     raise optuna.TrialPruned
         except MmaccelError as error:
@@ -231,14 +228,18 @@ class Search:
             raise optuna.TrialPruned from error
         return value
 
+    def ask(self, recipe: Recipe, rung: int) -> Measured:
+        """What a recipe does to the questions of a rung, from the journal where it was asked them before."""
+        text = recipe.to_json()
+        done = self.known.setdefault(text, [])
+        for number in range(len(done), rung + 1):
+            done.append(self.judge.ask(recipe, number))
+            self.study.set_user_attr(_ASKED + text, [one.as_dict() for one in done])
+        return done[rung]
+
     def value(self, measured: Measured) -> float:
         """What the study makes small: what is spent, and what more answers are lost than may be."""
         return measured.share(self.goal) + _LOST * max(0.0, lost(measured) - (1 - self.keep))
-
-    def _remember(self, attributes: Mapping[str, Any]) -> None:
-        found = [Measured.of(one) for one in attributes["rungs"]]
-        before = self.known.get(attributes["recipe"], [])
-        self.known[attributes["recipe"]] = max(found, before, key=len)
 
 
 def _study(journal: Path, first: int, settings: Mapping[str, Any]) -> optuna.Study:

@@ -38,7 +38,7 @@ def tune(
     batch_size: int = 16,
     max_new_tokens: int = 32,
     complain: Callable[[str], None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Tuned:
     """Search the recipe that spends least and keeps the model's answers.
 
@@ -62,7 +62,7 @@ def tune(
     trials, minutes : how many recipes are tried, in all, and how long at most; by default without a limit.
     measure : ``ttft`` in measured seconds of prefill rather than operations.
     batch_size, max_new_tokens, complain : as for :func:`mmaccel.programs.evaluate.evaluate`.
-    progress : called with how many recipes were tried, and how many are to be.
+    progress : called with what is being done, how much of it is done, and how much there is.
 
     Raises
     ------
@@ -79,6 +79,7 @@ def tune(
     >>> model.mmaccel.remove()
     """
     _check(keep, goal, confidence, trials, out)
+    tell = progress or (lambda what, done, of: None)
     if is_accelerated(model):
         raise MmaccelError("The search compares with the bare model; call model.mmaccel.remove() first.")
     offered = None if recipes is None else {one.name: one for one in map(find_recipe, recipes)}
@@ -100,8 +101,8 @@ def tune(
     search = Search(
         judge, len(rungs), goal, keep, offered or all_recipes(), Path(out).with_suffix(".journal"), settings
     )
-    search.run(trials, minutes, progress)
-    return _finish(search, held_out, confidence, Path(out))
+    search.run(trials, minutes, tell)
+    return _finish(search, held_out, confidence, Path(out), tell)
 
 
 def _check(keep: float, goal: str, confidence: float | None, trials: int, out: str | Path) -> None:
@@ -149,7 +150,13 @@ def _readable(questions: Sequence[Question], complain: Callable[[str], None] | N
         yield question
 
 
-def _finish(search: Search, held_out: Sequence[Question], confidence: float | None, out: Path) -> Tuned:
+def _finish(
+    search: Search,
+    held_out: Sequence[Question],
+    confidence: float | None,
+    out: Path,
+    tell: Callable[[str, int, int], None],
+) -> Tuned:
     """Choose, look at what was held out, and write."""
     goal, keep, judge = search.goal, search.keep, search.judge
     candidates = search.candidates()
@@ -157,7 +164,7 @@ def _finish(search: Search, held_out: Sequence[Question], confidence: float | No
     enough = [one for one in whole if one.measured.agreement >= keep and one.measured.share(goal) < 1]
     ordered = front(enough, goal, lambda m: -m.divergence)
     if ordered:
-        ordered[0] = best_of(search, ordered[0])
+        ordered[0] = best_of(search, ordered[0], tell)
     chosen, seen = choose(judge, search.rungs, ordered, keep, confidence)
     generated, recipe, figures = None, None, None
     if chosen is not None and seen is not None:
