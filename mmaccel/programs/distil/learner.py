@@ -30,6 +30,8 @@ _KEPT = 0.99
 #: steps between two looks at the watched questions; looks without a gain after which it ends, and at least this share of all
 #: steps: at the full rate a network may gain nothing for long and gain much once the rate falls
 _LOOK, _PATIENCE, _SHARE = 100, 20, 0.25
+#: looks whose mean says how good a network is: of many single looks at few questions the best one was lucky
+_RECENT = 5
 #: how far above the largest signal of a picture half the range of what is learned begins: signals are learned as logarithms
 _STEEP = 100.0
 #: how much the token that most speaks for may outweigh likeness, and by what it is mended in the end
@@ -46,7 +48,8 @@ _SAME, _NOTHING = 0.03, 0.2
 class State:
     """How far a training has come: everything that a run which goes on needs.
 
-    best, since : the smallest loss on the watched questions, and the step of it. log : a line every look.
+    best, since : the smallest loss on the watched questions, mean over the last looks, and the step of it. log : a line every
+        look.
     """
 
     step: int = 0
@@ -231,8 +234,9 @@ class Learner(ABC):
                 "kept": 1 - other,
             }
         )
-        if watched < state.best:
-            state.best, state.since = watched, state.step
+        recent = [line["watched"] for line in state.log[-_RECENT:]]
+        if (loss := sum(recent) / len(recent)) < state.best:
+            state.best, state.since = loss, state.step
             self.best = copy.deepcopy(self.mean.module.state_dict())
         patience = max(_PATIENCE * _LOOK, _SHARE * self.steps)
         state.ended = state.step >= self.steps or state.step - state.since >= patience
