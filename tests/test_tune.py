@@ -253,6 +253,11 @@ def test_a_budget_is_made_smaller_until_too_little_is_kept():
     # what is not the best of its kind is left alone, and so is what has the smallest budget
     assert made.smaller({**best, "tokens budget": 0.5}, 0.5, tried) is None
     assert made.smaller({**best, "tokens budget": space.LEAST}, space.LEAST, []) is None
+    # a part alone is tried once at what another one spends
+    lone = {**others, "tokens budget": 0.5}
+    assert made.alone(lone, 0.4, [lone, best]) == {**others, "tokens budget": pytest.approx(0.2)}
+    assert made.alone(lone, 0.4, [lone, others]) is None and made.alone(lone, 0.01, [lone]) is None
+    assert made.alone({**lone, "layers": "fastv", "layers budget": 0.5}, 0.4, []) is None
     # of two budgets the second is made smaller where the first cannot be
     two = {"tokens": "uniform", "tokens budget": space.LEAST, "layers": "fastv", "layers budget": 0.5, "cache": "-"}
     assert made.smaller(two, 0.1, []) == {**two, "layers budget": pytest.approx(0.3)}

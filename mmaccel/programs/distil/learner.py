@@ -29,7 +29,7 @@ _RATE, _CLIP = 1e-3, 1.0
 _KEPT = 0.99
 #: steps between two looks at the watched questions; looks without a gain after which it ends, and at least this share of all
 #: steps: at the full rate a network may gain nothing for long and gain much once the rate falls
-_LOOK, _PATIENCE, _SHARE = 100, 20, 0.25
+_LOOK, _PATIENCE, _SHARE = 100, 20, 0.5
 #: looks whose mean says how good a network is: of many single looks at few questions the best one was lucky
 _RECENT = 5
 #: how far above the largest signal of a picture half the range of what is learned begins: signals are learned as logarithms

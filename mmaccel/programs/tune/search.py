@@ -184,7 +184,8 @@ class Search:
 
     def _try_beside_the_best(self) -> None:
         """Enqueue a trial that differs in one thing from one of the best so far, first of all in a budget, which is made
-        smaller as long as enough is kept; none while parts are still asked alone."""
+        smaller as long as enough is kept; parts alone that keep enough are tried at what the best one spends. None while parts
+        are asked alone for the first time."""
         from optuna.trial import TrialState
 
         if self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
@@ -199,6 +200,12 @@ class Search:
         tried = [(trial.params, float(trial.value)) for trial in done] + [(trial.params, math.inf) for trial in pruned]
         for trial in best:
             if self._keeps_enough(trial) and (params := self.space.smaller(trial.params, trial.value, tried)):
+                self.study.enqueue_trial(params)
+                return
+        seen = [params for params, _ in tried]
+        for trial in of_parts.values():
+            times = best[0].value / trial.value
+            if times < 1 and self._keeps_enough(trial) and (params := self.space.alone(trial.params, times, seen)):
                 self.study.enqueue_trial(params)
                 return
         if best:

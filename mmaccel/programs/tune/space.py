@@ -223,6 +223,20 @@ class Space:
                 return {**best, name: next_}
         return None
 
+    def alone(
+        self, params: Mapping[str, Any], times: float, tried: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Parameters of a part alone with its budget so many times as large; None for several parts, and where a smaller
+        budget was tried before."""
+        slots = [slot for slot in self.parts if params.get(slot, _NOTHING) != _NOTHING]
+        if len(slots) != 1 or (name := f"{slots[0]} budget") not in params:
+            return None
+        smaller = params[name] * times
+        known = any(
+            one.get(name, 1.0) < params[name] and {**one, name: None} == {**params, name: None} for one in tried
+        )
+        return {**params, name: smaller} if smaller >= LEAST and not known else None
+
     def starts(self, budget: float) -> list[dict[str, Any]]:
         """The parameters of trials with every part alone; the rest of what a part has is for the search."""
         alone = dict.fromkeys(self.parts, _NOTHING)
