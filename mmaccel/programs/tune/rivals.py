@@ -14,7 +14,7 @@ from .space import rounded
 #: two costs are equal that differ by less than this share of them, or of what the bare model spends
 _EQUAL, _ROUNDED = 0.02, 0.004
 #: of few tokens not every share can be had: a cost is as near as can be if it differs by less than this share
-_NEAR = 0.12
+_NEAR = 0.2
 #: the smallest budget that a part alone is given, and how often one is mended
 _LEAST, _TIMES = 0.005, 4
 #: of the parts, how many are asked every question: those that have moved the answers to the first ones least
