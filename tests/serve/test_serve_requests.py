@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -251,7 +252,7 @@ MESSAGES = (
 
 def test_models_without_a_chat_template():
     """Turns by name, pictures before the words of theirs."""
-    processor = zoo.processor("llava")
+    processor = copy.deepcopy(zoo.processor("llava"))
     processor.chat_template = processor.tokenizer.chat_template = None
     shown = Image.new("RGB", (56, 56))
     found = encode(processor, [Chat(MESSAGES, (shown,))])
@@ -262,7 +263,7 @@ def test_models_without_a_chat_template():
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ 'a' + messages }}"])
 def test_templates_that_do_not_take_the_messages(template):
-    processor = zoo.processor("llava")
+    processor = copy.deepcopy(zoo.processor("llava"))
     processor.chat_template = template
     with pytest.raises(MmaccelError, match="template of this model does not take these messages: (roles|can only)"):
         encode(processor, [Chat(MESSAGES, (Image.new("RGB", (56, 56)),))])
