@@ -34,7 +34,7 @@ _FIRST = (4, 32)
 #: what an answer too few counts, in shares of what the bare model spends, and how many questions the risk is worth
 _LOST, _GUESSED = 10.0, 8
 #: one trial in so many is Optuna's; the others differ in one thing from one of so many that are best, each of other parts
-_OPEN, _BEST = 4, 8
+_OPEN, _BEST = 8, 4
 #: the budget at which every part is asked alone before the search proper
 _START = 0.5
 #: under what name the journal has what a recipe did
