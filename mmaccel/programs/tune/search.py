@@ -30,11 +30,11 @@ FEWEST = 10
 #: of the recipes that were asked the questions of one rung, one in so many is asked those of the next
 HALVING = 3
 #: questions of the first rung
-_FIRST = (4, 32)
+_FIRST = (4, 16)
 #: what an answer too few counts, in shares of what the bare model spends, and how many questions the risk is worth
 _LOST, _GUESSED = 10.0, 8
 #: one trial in so many is Optuna's; the others differ in one thing from one of so many that are best, each of other parts
-_OPEN, _BEST = 8, 4
+_OPEN, _BEST = 4, 8
 #: the budget at which every part is asked alone before the search proper
 _START = 0.5
 #: under what name the journal has what a recipe did
