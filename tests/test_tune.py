@@ -186,7 +186,9 @@ def test_parts_of_all_recipes():
 
 def test_parts_are_what_works_and_saves_something():
     judge = judge_of("llava", questions(1))
-    found = space.Space.found(judge, "tokens", {name: recipe(name) for name in SMALL})
+    told: list[tuple[str, int, int]] = []
+    found = space.Space.found(judge, "tokens", {name: recipe(name) for name in SMALL}, lambda *done: told.append(done))
+    assert [done[1:] for done in told] == [(number, len(SMALL)) for number in range(1, len(SMALL) + 1)]
     assert found.names == ["uniform", "fastv"] and "saves nothing" in found.left_out["snapkv"]
     with pytest.raises(MmaccelError, match="No recipe saves anything of 'ttft'"):
         space.Space.found(judge, "ttft", {"snapkv": recipe("snapkv")})
@@ -324,16 +326,18 @@ def test_a_part_alone_at_the_same_cost_is_taken_where_it_keeps_more():
         return measured(kept_by[one.name], 100, share, 0.01)
 
     made = space.Space.of(family_of(zoo.model("llava")), {name: recipe(name) for name in kept_by}, {})
-    made_up = SimpleNamespace(ask=ask, goal="tokens", keep=0.95, rungs=2, space=made)
     told: list[tuple[str, int, int]] = []
+    made_up = SimpleNamespace(
+        ask=ask, goal="tokens", keep=0.95, rungs=2, space=made, tell=lambda *done: told.append(done)
+    )
     mine = Candidate(recipe("random", retain=0.2), measured(97, 100, 0.5, 0.01), True)
-    taken = rivals.best_of(made_up, mine, lambda *done: told.append(done))
+    taken = rivals.best_of(made_up, mine)
     assert [done[1:] for done in told] == [(number, len(kept_by)) for number in range(1, len(kept_by) + 1)]
     assert all(asked.count((name, 1)) == 1 for name in kept_by.keys() - {"pool", "cdpruner"})
     assert taken.recipe.name == "divprune" and taken.asked_all and len(taken.measured.kept) == 200
     assert taken.measured.share("tokens") == pytest.approx(0.5, abs=0.01)
     mine = Candidate(recipe("divprune", retain=0.2), measured(100, 100, 0.5), True)
-    assert rivals.best_of(made_up, mine, lambda *_: None) is mine
+    assert rivals.best_of(made_up, mine) is mine
 
 
 def test_rank_correlation():
@@ -393,7 +397,7 @@ def test_of_few_tokens_a_cost_is_as_near_as_can_be():
 
 def test_what_beats_the_search_is_written(tmp_path, monkeypatch):
     rival = Candidate(recipe("random", retain=0.3), measured(8, 8, 0.3), True)
-    monkeypatch.setattr(rivals, "_rivals", lambda search, found, tell: iter([rival]))
+    monkeypatch.setattr(rivals, "_rivals", lambda search, found: iter([rival]))
     tuned = found(tmp_path)
     assert tuned.chosen is rival and len(tuned.held_out.kept) == 4
     assert Recipe.from_json((tmp_path / "recipe.json").read_text(encoding="utf-8")).stages == rival.recipe.stages

@@ -48,17 +48,17 @@ def at_cost(
     return near[min(near)] if near else None
 
 
-def best_of(search: Search, found: Candidate, tell: Callable[[str, int, int], None]) -> Candidate:
+def best_of(search: Search, found: Candidate) -> Candidate:
     """``found``, or what keeps the answers to the questions of the search better at its cost: a part alone.
 
     The cheapest of hundreds of recipes that seemed to keep enough was lucky; parts that are asked at this cost because they
     are parts were not.
     """
-    keeps = [one for one in _rivals(search, found, tell) if one.measured.agreement >= search.keep]
+    keeps = [one for one in _rivals(search, found) if one.measured.agreement >= search.keep]
     return min([found, *keeps], key=lambda one: lost(one.measured))
 
 
-def _rivals(search: Search, found: Candidate, tell: Callable[[str, int, int], None]) -> Iterator[Candidate]:
+def _rivals(search: Search, found: Candidate) -> Iterator[Candidate]:
     """The best parts alone, asked every question of the search."""
     cost, first = found.measured.share(search.goal), list[tuple[Recipe, Measured]]()
     alone = [part for parts in search.space.parts.values() for part in parts.values() if part.budget]
@@ -67,7 +67,7 @@ def _rivals(search: Search, found: Candidate, tell: Callable[[str, int, int], No
         with suppress(MmaccelError):
             same = at_cost(lambda recipe: search.ask(recipe, 0), part.recipe, search.goal, cost)
             first += [] if same is None else [same]
-        tell("trying every part alone at the same cost", number, len(alone))
+        search.tell("trying every part alone at the same cost", number, len(alone))
     for recipe, seen in sorted(first, key=lambda pair: lost(pair[1]))[:_ASKED]:
         # what fails on a later question is no rival, and takes nothing from what was found
         with suppress(MmaccelError):

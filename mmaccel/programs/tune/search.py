@@ -115,6 +115,7 @@ class Search:
     rungs : how many of the judge's are for the search.
     offered : the recipes to search among.
     settings : what an earlier run must have had for its journal to be gone on with.
+    tell : called with what is being done, how much of it is done, and how much there is.
     """
 
     def __init__(
@@ -126,7 +127,9 @@ class Search:
         offered: Mapping[str, Recipe],
         journal: Path,
         settings: Mapping[str, Any],
+        tell: Callable[[str, int, int], None],
     ) -> None:
+        self.tell = tell
         self.judge, self.rungs, self.goal, self.keep, self.settings = judge, rungs, goal, keep, settings
         self.study = _study(journal, len(judge.rungs[0]), settings)
         self.known: dict[str, list[Measured]] = {}
@@ -139,13 +142,13 @@ class Search:
             left_out = noted["left out"]
             self.space = Space.of(judge.family, {name: offered[name] for name in known}, left_out)
             return
-        self.space = Space.found(judge, goal, offered)
+        self.space = Space.found(judge, goal, offered, tell)
         for params in self.space.starts(_START):
             self.study.enqueue_trial(params, skip_if_exists=True)
         self.study.set_user_attr("left out", dict(self.space.left_out))
         self.study.set_user_attr("parts", self.space.names)
 
-    def run(self, trials: int, minutes: float | None, progress: Callable[[str, int, int], None]) -> None:
+    def run(self, trials: int, minutes: float | None) -> None:
         """Try so many recipes in all, those of earlier runs included."""
         from optuna.trial import TrialState
 
@@ -153,7 +156,7 @@ class Search:
             return len(self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
 
         def tell(*_: Any) -> None:
-            progress("trying recipes", min(tried(), trials), trials)
+            self.tell("trying recipes", min(tried(), trials), trials)
 
         self._pick_up()
         tell()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -116,12 +116,18 @@ class Space:
     left_out: Mapping[str, str]
 
     @staticmethod
-    def found(judge: Judge, goal: Goal, offered: Mapping[str, Recipe]) -> Space:
+    def found(
+        judge: Judge,
+        goal: Goal,
+        offered: Mapping[str, Recipe],
+        tell: Callable[[str, int, int], None] = lambda what, done, of: None,
+    ) -> Space:
         """The parts that work on the questions of the first rung, each asked once at its smallest budget.
 
         Parameters
         ----------
         offered : recipes by name.
+        tell : called with what is being done, how much of it is done, and how much there is.
 
         Raises
         ------
@@ -130,7 +136,8 @@ class Space:
         """
         useful: dict[str, Recipe] = {}
         left_out: dict[str, str] = {}
-        for name, recipe in _distinct(offered).items():
+        distinct = _distinct(offered)
+        for number, (name, recipe) in enumerate(distinct.items(), 1):
             try:
                 why = _useless(judge, recipe, goal)
             except MmaccelError as error:
@@ -139,6 +146,7 @@ class Space:
                 left_out[name] = why
             else:
                 useful[name] = recipe
+            tell("looking for what saves something", number, len(distinct))
         if not useful:
             raise MmaccelError(
                 f"No recipe saves anything of {goal!r} on these samples with this model; take another goal."

@@ -99,10 +99,10 @@ def tune(
         "versions": origin.versions(),
     }
     search = Search(
-        judge, len(rungs), goal, keep, offered or all_recipes(), Path(out).with_suffix(".journal"), settings
+        judge, len(rungs), goal, keep, offered or all_recipes(), Path(out).with_suffix(".journal"), settings, tell
     )
-    search.run(trials, minutes, tell)
-    return _finish(search, held_out, confidence, Path(out), tell)
+    search.run(trials, minutes)
+    return _finish(search, held_out, confidence, Path(out))
 
 
 def _check(keep: float, goal: str, confidence: float | None, trials: int, out: str | Path) -> None:
@@ -150,13 +150,7 @@ def _readable(questions: Sequence[Question], complain: Callable[[str], None] | N
         yield question
 
 
-def _finish(
-    search: Search,
-    held_out: Sequence[Question],
-    confidence: float | None,
-    out: Path,
-    tell: Callable[[str, int, int], None],
-) -> Tuned:
+def _finish(search: Search, held_out: Sequence[Question], confidence: float | None, out: Path) -> Tuned:
     """Choose, look at what was held out, and write."""
     goal, keep, judge = search.goal, search.keep, search.judge
     candidates = search.candidates()
@@ -164,7 +158,7 @@ def _finish(
     enough = [one for one in whole if one.measured.agreement >= keep and one.measured.share(goal) < 1]
     ordered = front(enough, goal, lambda m: -m.divergence)
     if ordered:
-        ordered[0] = best_of(search, ordered[0], tell)
+        ordered[0] = best_of(search, ordered[0])
     chosen, seen = choose(judge, search.rungs, ordered, keep, confidence)
     generated, recipe, figures = None, None, None
     if chosen is not None and seen is not None:
