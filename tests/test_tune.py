@@ -377,6 +377,19 @@ def test_what_is_found_is_used_and_told_apart(tmp_path):
     assert (tmp_path / "recipe.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_search_goes_down_to_the_least_that_keeps_enough(tmp_path, monkeypatch):
+    """`uniform` keeps all from 0.17 on, and `random` from 0.3; both begin at a half, and `random` before."""
+    enough = {"none": 1.0, "random": 0.3, "uniform": 0.17}
+
+    def ask(judge: Judge, one: Recipe, rung: int) -> Measured:
+        asked, spent = len(judge.rungs[rung]), one.stages[0].retain if one.stages else 1.0
+        return measured(asked if spent >= enough[one.name] else 0, asked, spent)
+
+    monkeypatch.setattr(Judge, "ask", ask)
+    tuned = found(tmp_path, goal="tokens", keep=0.9, trials=24, recipes=["random", "uniform"])
+    assert tuned.chosen.recipe.name == "uniform" and 0.17 <= tuned.share < 0.2
+
+
 def test_of_few_tokens_a_cost_is_as_near_as_can_be():
     """Of 49 tokens 15.1 % cannot be had: 7 are 14.3 %, and 8 are 16.3."""
 
