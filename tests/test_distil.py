@@ -240,6 +240,23 @@ def test_tries_are_moved_in_pairs_to_opposite_sides(trained, monkeypatch, tmp_pa
     assert not torch.equal(seen[0], seen[2])
 
 
+def test_the_best_network_is_told_by_several_looks(trained, monkeypatch, tmp_path):
+    """One lucky look at step 100 is not the best of them; what stays good from step 600 on is."""
+    _, train = trained
+    paths = sorted((train(steps=1).folder / "work" / "training").glob("*.pt"))
+    frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
+    shape = Shape(64, 32, 2, 4, True)
+    tried = Tried(frozen, shape, paths, [Example.load(paths[0])], 0.2, 9000, tmp_path / "state.pt")
+    looks = [5.0, 2.0, *[5.0] * 4, *[3.0] * 60]
+    monkeypatch.setattr(tried, "_watched", lambda: looks[tried.state.step // 100])
+    monkeypatch.setattr(tried, "lost", lambda scored: (0.0, 0.0))
+    while not tried.state.ended:
+        tried._look([])
+        tried.state.step += 100
+    # five looks of 3 in a row, and half of all steps without a gain
+    assert (tried.state.since, tried.state.best) == (1000, 3.0) and tried.state.log[-1]["step"] == 5500
+
+
 @pytest.mark.full
 def test_attention_is_learned_without_the_model(trained):
     _, train = trained

@@ -193,19 +193,20 @@ class Search:
 
         if self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             return
-        done = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        tried = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        done = [trial for trial in tried if trial.state == TrialState.COMPLETE]
         # of those with the same parts the best one
         of_parts = dict[tuple[Any, ...], "optuna.trial.FrozenTrial"]()
         for trial in sorted(done, key=lambda trial: (trial.value, trial.number)):
             of_parts.setdefault(tuple(trial.params[slot] for slot in self.space.parts), trial)
         best = list(of_parts.values())[:_BEST]
-        pruned = self.study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
-        tried = [(trial.params, float(trial.value)) for trial in done] + [(trial.params, math.inf) for trial in pruned]
+        # what was pruned keeps too little, whatever its first questions said
+        values = [(trial.params, trial.value if trial.state == TrialState.COMPLETE else math.inf) for trial in tried]
         for trial in best:
-            if self._keeps_enough(trial) and (params := self.space.smaller(trial.params, trial.value, tried)):
+            if self._keeps_enough(trial) and (params := self.space.smaller(trial.params, trial.value, values)):
                 self.study.enqueue_trial(params)
                 return
-        seen = [params for params, _ in tried]
+        seen = [trial.params for trial in tried]
         for trial in of_parts.values():
             times = best[0].value / trial.value
             if times < 1 and self._keeps_enough(trial) and (params := self.space.alone(trial.params, times, seen)):
