@@ -22,12 +22,14 @@ def _root() -> Path:
     return root
 
 
-def network(features: int, question: bool = True, seed: int = 0) -> Selector:
-    """One whose scores differ."""
+def network(features: int, question: bool = True, seed: int = 0, residual: bool = False) -> Selector:
+    """One whose scores differ, and whose residuals are about as large as features."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = Selector(Shape(features, width=16, question=question))
+        made = Selector(Shape(features, width=16, question=question, residual=residual))
         torch.nn.init.normal_(made.score.weight, std=0.3)
+        if made.residual is not None:
+            torch.nn.init.normal_(made.residual.weight, std=0.25)
     return made
 
 

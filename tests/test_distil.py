@@ -78,8 +78,8 @@ def test_the_training_reads_what_the_model_reads(family, video):
         torch.testing.assert_close(frozen.states(example, example.read), example.states, rtol=1e-4, atol=1e-4)
         folder = family_of(model).model.config._name_or_path + "/selector"
         choice = Choice.of(example, 0.3)
-        scores = Selector.load(folder)(choice.shown, choice.worth)
-        read = example.narrowed(choice.by(scores))
+        scores, residual = choice.told(Selector.load(folder))
+        read = example.narrowed(choice.by(scores), residual)
         small = frozen.states(example, read)
         assert int(read.visual.sum()) == int(choice.count.sum()) < int(example.read.visual.sum())
         seen: list[tuple[TokenBatch, torch.Tensor]] = []
@@ -103,7 +103,7 @@ def test_the_training_reads_what_the_model_reads(family, video):
     assert torch.equal(mine.question_valid.sum(1), theirs.question_valid.sum(1))
     assert torch.equal(mine.question[mine.question_valid], theirs.question[theirs.question_valid])
     torch.testing.assert_close(
-        Selector.load(folder)(theirs, worth)[mine.valid], scores[mine.valid], rtol=1e-4, atol=1e-5
+        Selector.load(folder)(theirs, worth)[0][mine.valid], scores[mine.valid], rtol=1e-4, atol=1e-5
     )
 
 
@@ -168,7 +168,7 @@ def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkey
     train = functools.partial(train, target=target)
     monkeypatch.setattr(learner, "_LOOK", 2)
     whole = train()
-    assert described(whole.folder)[0] == Shape(64, 32, 2, 4, True)
+    assert described(whole.folder)[0] == Shape(64, 32, 2, 4, True, target == "answers")
     assert {row["recipe"] for row in whole.report["held out"]} == {"learned", "balanced", "divprune"}
     assert [line["step"] for line in whole.log] == [0, 2, 3]
     for file in ("report.json", "report.png", CONFIG):
@@ -208,19 +208,19 @@ def test_tokens_without_which_answers_change_are_picked_after_trying(trained, mo
     example = Example.load(folder / "work" / "training" / "00000.pt")
     needed = (3, 12)
 
-    def answered(self, example, kept):
+    def answered(self, example, kept, residual=None):
         lost = 2.0 - kept[:, needed].sum(1).double()
         return lost, lost > 0
 
     monkeypatch.setattr(Tried, "answered", answered)
     frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
     paths = sorted((folder / "work" / "training").glob("*.pt"))
-    shape = Shape(64, 32, 2, 4, True)
+    shape = Shape(64, 32, 2, 4, True, True)
     tried = Tried(frozen, shape, paths, [example], 0.2, 200, tmp_path / "state.pt")
     choice = Choice.of(example, 0.2)
-    assert not choice.by(tried.scores(example, choice))[:, needed].all()
+    assert not choice.by(choice.told(tried.mean)[0])[:, needed].all()
     tried.run(None, lambda what, done, of: None)
-    assert choice.by(tried.scores(example, choice))[:, needed].all()
+    assert choice.by(choice.told(tried.mean)[0])[:, needed].all()
     assert tried.state.log[-1]["watched"] < tried.state.log[0]["watched"]
 
 
@@ -230,7 +230,7 @@ def test_tries_are_moved_in_pairs_to_opposite_sides(trained, monkeypatch, tmp_pa
     paths = sorted((folder / "work" / "training").glob("*.pt"))
     example, by, seen = Example.load(paths[0]), Choice.by, []
     frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
-    tried = Tried(frozen, Shape(64, 32, 2, 4, True), paths, [example], 0.2, 200, tmp_path / "state.pt")
+    tried = Tried(frozen, Shape(64, 32, 2, 4, True, True), paths, [example], 0.2, 200, tmp_path / "state.pt")
     monkeypatch.setattr(Choice, "by", lambda self, scores: seen.append(scores) or by(self, scores))
     tried._learned(example)
     # of a network that has learned nothing all scores are equal
@@ -245,11 +245,11 @@ def test_the_best_network_is_told_by_several_looks(trained, monkeypatch, tmp_pat
     _, train = trained
     paths = sorted((train(steps=1).folder / "work" / "training").glob("*.pt"))
     frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
-    shape = Shape(64, 32, 2, 4, True)
+    shape = Shape(64, 32, 2, 4, True, True)
     tried = Tried(frozen, shape, paths, [Example.load(paths[0])], 0.2, 9000, tmp_path / "state.pt")
     looks = [5.0, 2.0, *[5.0] * 4, *[3.0] * 60]
     monkeypatch.setattr(tried, "_watched", lambda: looks[tried.state.step // 100])
-    monkeypatch.setattr(tried, "lost", lambda scored: (0.0, 0.0))
+    monkeypatch.setattr(tried, "lost", lambda told: (0.0, 0.0))
     while not tried.state.ended:
         tried._look([])
         tried.state.step += 100
@@ -370,10 +370,10 @@ def test_a_selector_reads_the_question_or_not(tmp_path, question):
     other = replace(tokens, question=tokens.question.flip(1))
     moved = replace(tokens, cells=cells.flip(1))
     worth = torch.randn(1, 20, generator=random)
-    assert torch.equal(net(tokens, worth), net(other, worth)) is not question
-    assert not torch.equal(net(tokens, worth), net(moved, worth))
-    assert not torch.equal(net(tokens, worth), net(tokens, worth.flip(1)))
-    assert net(replace(tokens, question=None, question_valid=None), worth).isfinite().all()
+    assert torch.equal(net(tokens, worth)[0], net(other, worth)[0]) is not question
+    assert not torch.equal(net(tokens, worth)[0], net(moved, worth)[0])
+    assert not torch.equal(net(tokens, worth)[0], net(tokens, worth.flip(1))[0])
+    assert net(replace(tokens, question=None, question_valid=None), worth)[0].isfinite().all()
     net.save(tmp_path, Belongs("llava", 16, {}), {})
     assert Learned(tmp_path).needs_question is question
 
@@ -393,7 +393,7 @@ def test_vllm_serves_one_that_does_not_read_the_question(tmp_path):
 
 def test_scoring_costs_little():
     """Under two percent of what is saved of a 7B model's prefill at a tenth and a quarter: 2,304 tokens, Qwen2.5-VL-7B."""
-    net = Shape(3584, 256, 2, 4)
+    net = Shape(3584, 256, 2, 4, residual=True)
     tokens, weights_ = 2304, 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
     assert sum(x.numel() for x in Selector(net).parameters()) < 0.01 * weights_
     for retain in (0.1, 0.25):

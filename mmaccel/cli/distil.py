@@ -1,9 +1,9 @@
 """Train a selector: a small network that says which visual tokens your model needs, for your pictures and questions.
 
-No labels are needed. The frozen model answers the questions once, and it is noted which tokens its answers hang on; the network
-learns to tell them. --data is a JSONL file with a question a line, as mmaccel eval takes it, or a folder of pictures and
-videos, each of which is asked --ask. By default the network reads the question too; --blind trains one that does not, with
-which a picture can be reduced before anybody asks (as vLLM does).
+No labels are needed. The frozen model answers the questions once; the network learns with which tokens it still gives these
+answers, and what to add to them of what the others showed. --data is a JSONL file with a question a line, as mmaccel eval
+takes it, or a folder of pictures and videos, each of which is asked --ask. By default the network reads the question too;
+--blind trains one that does not, with which a picture can be reduced before anybody asks (as vLLM does).
 
 Written is a folder with the network, a report, its curves, and work/, which holds what the model read: started again with
 the same settings, the training goes on where it was interrupted. work/ may be deleted in the end. Use it as a recipe:
@@ -51,6 +51,14 @@ def run(
         str | None, typer.Option(metavar="QUESTION", help="What is asked about every picture and video of a folder.")
     ] = None,
     blind: Annotated[bool, typer.Option("--blind", help="Train a network that does not read the question.")] = False,
+    select_only: Annotated[
+        bool,
+        typer.Option(
+            "--select-only",
+            help="Only choose tokens. Else the network also says what to add to those that stay, which keeps more answers, and "
+            "the training takes gradients through the language model.",
+        ),
+    ] = False,
     target: Annotated[
         Literal["answers", "effect", "attention"],
         typer.Option(
@@ -87,6 +95,7 @@ def run(
             out=out,
             target=target,
             question=not blind,
+            residual=not select_only,
             retain=retain,
             steps=steps,
             minutes=minutes,

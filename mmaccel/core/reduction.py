@@ -40,6 +40,30 @@ class Links:
         return Links(out // width, out % width, unique % width, weight)
 
 
+@dataclass(frozen=True)
+class Residual:
+    """What is added to kept tokens, behind all merging: ``values [U, n, D]`` at ``batch [U, n]`` and ``slot [U, n]``, both
+    long; nothing where ``slot`` is -1."""
+
+    batch: Tensor
+    slot: Tensor
+    values: Tensor
+
+    @staticmethod
+    def to(kept: Tensor, values: Tensor) -> Residual:
+        """To the slots ``kept [N, n]`` bool: their ``values [N, n, D]``."""
+        slots = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+        rows = torch.arange(len(kept), device=kept.device)[:, None].expand_as(kept)
+        return Residual(rows, slots.masked_fill(~kept, -1), values)
+
+    def add(self, x: Tensor) -> Tensor:
+        """``x [B, S, D]`` with the values added."""
+        at = (self.batch * x.shape[1] + self.slot.clamp(min=0)).flatten().to(x.device, non_blocking=True)
+        none = (self.slot < 0)[..., None].to(x.device, non_blocking=True)
+        values = self.values.to(x.dtype).masked_fill(none, 0).flatten(0, 1)
+        return x.flatten(0, 1).index_add(0, at, values).view(x.shape)
+
+
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Sums of consecutive runs of rows, ``[L, D] -> [len(lengths), D]``, added in a fixed order, without atomics."""
     if values.shape[0] == 0:
@@ -57,6 +81,8 @@ class Reduction:
     valid : ``[N, n]`` bool, the slots that hold a token.
     links : how outputs are computed from inputs. ``None`` means pure pruning: every kept token stays as it is.
         A kept slot without a link keeps its own value.
+    residual : what is added where tokens enter the language model. It is no part of the map: whatever is composed or applied
+        to other tensors goes without, and :meth:`rewritten` adds it once.
 
     Examples
     --------
@@ -68,6 +94,7 @@ class Reduction:
     kept: Tensor
     valid: Tensor
     links: Links | None = None
+    residual: Residual | None = None
 
     # --- constructors -----------------------------------------------------------------------------------------
     @staticmethod
@@ -117,16 +144,21 @@ class Reduction:
         """The same on the CPU, where reading it does not make the host wait for the device each time."""
         if self.kept.device.type == "cpu":
             return self
-        links = self.links
+        links, residual = self.links, self.residual
         # one copy for all whole numbers, and so one wait
         whole = [self.kept.flatten().long(), self.valid.flatten().long()]
+        whole += [] if residual is None else [residual.batch.flatten(), residual.slot.flatten()]
         whole += [] if links is None else [links.batch, links.slot, links.source]
         kept, valid, *held = torch.cat(whole).cpu().split([len(x) for x in whole])
         kept, valid = kept.bool().view(self.kept.shape), valid.bool().view(self.valid.shape)
-        if links is None:
-            return Reduction(kept, valid)
-        batch, slot, source = held
-        return Reduction(kept, valid, Links(batch, slot, source, links.weight.cpu()))
+        if residual is not None:
+            # the values stay where they are added
+            batch, slot = (held.pop(0).view(residual.slot.shape) for _ in range(2))
+            residual = Residual(batch, slot, residual.values)
+        if links is not None:
+            batch, slot, source = held
+            links = Links(batch, slot, source, links.weight.cpu())
+        return Reduction(kept, valid, links, residual)
 
     def full_links(self) -> Links:
         """The links of every kept slot; those without a link get one to themselves, of weight one."""
@@ -180,6 +212,11 @@ class Reduction:
         merged = segment_sum(flat[source].float() * weight[:, None], lengths).to(x.dtype)
         return flat.index_copy(0, slot, merged).reshape(x.shape)
 
+    def rewritten(self, x: Tensor) -> Tensor:
+        """:meth:`substitute`, and the residual added: what tokens hold as they enter the language model."""
+        x = self.substitute(x)
+        return x if self.residual is None else self.residual.add(x)
+
     @cached_property
     def _sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """The sums of :meth:`substitute`, with the slots of all rows numbered consecutively: ``source [L]`` and ``weight [L]``
@@ -230,11 +267,16 @@ class Reduction:
             links = Links(
                 rows[unit], places[unit, self.links.slot], places[unit, self.links.source], self.links.weight
             ).sorted(shape[1])
-        return Reduction(lift(self.kept), lift(self.valid), links)
+        residual = self.residual
+        if residual is not None:
+            unit, slot = residual.batch, residual.slot
+            onto = places[unit, slot.clamp(min=0)].masked_fill(slot < 0, -1)
+            residual = Residual(rows[unit], onto, residual.values)
+        return Reduction(lift(self.kept), lift(self.valid), links, residual)
 
     def beside(self, others: Tensor) -> Reduction:
         """The same map with the slots ``others`` (bool, same shape) kept as they are."""
-        return Reduction(self.kept | others, self.valid | others, self.links)
+        return Reduction(self.kept | others, self.valid | others, self.links, self.residual)
 
 
 def _product(first: Links, second: Links, n: int) -> Links:

@@ -3,7 +3,8 @@
 What the runtime needs of a selector is here; ``mmaccel distil`` trains it. The network is a few pre-norm transformer blocks
 over the visual tokens of a picture or clip. What enters are features (normalised, projected to a small width), the place of
 the token in its grid, as sines of (t, row, column), and what a rule thinks of it; a question-aware one also attends to the
-words of the question as the language model embeds them, each together with the word before it.
+words of the question as the language model embeds them, each together with the word before it. Besides a score it may say of
+every token what is to be added to it when others are dropped: what these showed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Shape:
 
     features : width of what it reads, that of the language model.
     width : its own. blocks : how many. heads : of attention.
-    question : whether it reads the question.
+    question : whether it reads the question. residual : whether it says what is added to tokens that stay.
     """
 
     features: int
@@ -48,6 +49,7 @@ class Shape:
     blocks: int = 2
     heads: int = 4
     question: bool = True
+    residual: bool = False
 
     def operations(self, tokens: int, words: int = 32) -> float:
         """Multiplications and additions of scoring ``tokens`` of one picture or clip with a question of ``words``."""
@@ -55,6 +57,8 @@ class Shape:
         asked = words * (d * w + 2 * w * w + self.blocks * 2 * w * w) if self.question else 0
         each = d * w + (6 * _FREQUENCIES + 1) * w + self.blocks * 8 * w * w + w
         pairs = self.blocks * 2 * tokens * w
+        if self.residual:
+            each += w * d
         if self.question:
             each += self.blocks * (2 * w * w + 2 * words * w)
         return 2.0 * (tokens * (each + pairs) + asked)
@@ -77,24 +81,30 @@ class Selector(nn.Module):
         self.worth = nn.Linear(1, shape.width, bias=False)
         # all scores are equal before anything is learned
         nn.init.zeros_(self.score.weight)
+        self.residual = nn.Linear(shape.width, shape.features) if shape.residual else None
+        if self.residual is not None:
+            nn.init.zeros_(self.residual.weight)
+            nn.init.zeros_(self.residual.bias)
         self.ask = nn.Linear(shape.features, shape.width) if shape.question else None
         self.pair = nn.Linear(2 * shape.width, shape.width) if shape.question else None
 
-    def forward(self, tokens: TokenBatch, worth: Tensor) -> Tensor:
-        """``[N, n]`` float32, higher for tokens that are to stay; what padding has is of no meaning.
+    def forward(self, tokens: TokenBatch, worth: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores ``[N, n]`` float32, higher for tokens that are to stay, and residuals ``[N, n, D]`` float32, what is added to
+        each that stays where others do not, in the scale of its features, or None; what padding has is of no meaning.
 
         ``features [N, n, D]``, ``cells [N, n, 3]``, ``grid [N, 3]``, ``valid [N, n]``, and of one that reads the question
         ``question [N, q, D]`` and ``question_valid [N, q]``; ``worth [N, n]`` float32, what a rule thinks of the tokens.
         """
         count = tokens.valid.sum(1, keepdim=True).clamp(min=1)
         away = worth - (worth * tokens.valid).sum(1, keepdim=True) / count
-        x = _normed(tokens.features.masked_fill(~tokens.valid[..., None], 0.0))
-        x = self.enter(x) + self.place(_sines(tokens.cells, tokens.grid)) + self.worth(away[..., None])
+        features = tokens.features.masked_fill(~tokens.valid[..., None], 0.0).float()
+        x = self.enter(_normed(features)) + self.place(_sines(tokens.cells, tokens.grid)) + self.worth(away[..., None])
         words, there = self._words(tokens)
         for block in self.blocks:
             x = block(x, tokens.valid, words, there)
-        found: Tensor = self.score(_normed(x))[..., 0]
-        return found
+        x = _normed(x)
+        more = None if self.residual is None else self.residual(x) * features.std(-1, keepdim=True)
+        return self.score(x)[..., 0], more
 
     def _words(self, tokens: TokenBatch) -> tuple[Tensor | None, Tensor | None]:
         """``[N, 1 + q, w]``: nothing, for who finds no word that concerns it, and every word with the one before it."""

@@ -9,7 +9,7 @@ import torch
 from mmaccel_kernels.copies import first_copies, of_first
 from torch import Tensor
 
-from ..core.reduction import Reduction, top_mask
+from ..core.reduction import Reduction, Residual, top_mask
 from ..errors import UnsupportedError
 from ..method import ModelFacts, ProjectorMethod, TokenBatch
 from ..method.registry import method, register
@@ -31,6 +31,10 @@ class Learned(ProjectorMethod):
     the language model would read, the place in the grid, ``w_j`` and, if it was trained so, the question. With scores that are
     all equal it is ``spacetime``; what the question asks for is kept although it is like its neighbours.
 
+    To each token that stays ``(1 - count / n) r_j`` is added, a residual in which the network tells what it saw in all ``n``,
+    so that what is dropped is not lost; nothing is added where every token stays. Selectors that were trained without residuals
+    only choose.
+
     The network was trained without labels, on what becomes of the frozen model's own answers, or to tell how much they hang on
     each token, or what the attention of a layer pays it, which is *FlexSelect* (arXiv 2506.00993); see
     :func:`mmaccel.programs.distil.training.distil`. *VisionSelector* (arXiv 2510.16598), *CoViPAL* (arXiv 2508.17243) and
@@ -42,8 +46,8 @@ class Learned(ProjectorMethod):
         another model is refused.
 
     Paper and program: none of these is repeated here. FlexSelect's scorer is a small language model, those of CoViPAL and
-    VisionSelector do not read the question, Dynamic-LLaVA's also drops text. Network, signal and the choice of tokens that
-    differ are ours.
+    VisionSelector do not read the question, Dynamic-LLaVA's also drops text. Network, signal, residual and the choice of
+    tokens that differ are ours.
     """
 
     name = "learned"
@@ -79,13 +83,22 @@ class Learned(ProjectorMethod):
         Selector.load(self.selector)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
-        """``features [N, n, D]``, ``cells``, ``grid``, ``question [N, q, D]``, ``count [N]`` -> the picked slots."""
+        """``features [N, n, D]``, ``cells``, ``grid``, ``question [N, q, D]``, ``count [N]`` -> the picked slots, and what is
+        added to them."""
         worth = worths(tokens, count)
-        scores = Selector.load(self.selector, tokens.features.device)(tokens, worth)
+        scores, more = Selector.load(self.selector, tokens.features.device)(tokens, worth)
         # newlines have no place: of those that are equal every one has the score of the first
         seen = torch.cat([tokens.features.float(), tokens.cells.float()], dim=-1)
         scores = of_first(scores, first_copies(seen, tokens.valid))
-        return Reduction(picked(worth, scores, tokens.valid, count), tokens.valid)
+        kept = picked(worth, scores, tokens.valid, count)
+        residual = None if more is None else Residual.to(kept, more * dropped(tokens.valid, count))
+        return Reduction(kept, tokens.valid, residual=residual)
+
+
+def dropped(valid: Tensor, count: Tensor) -> Tensor:
+    """``[N, 1, 1]`` float32: the share of the tokens that do not stay."""
+    size = valid.sum(1).clamp(min=1)
+    return (1 - count.to(valid.device) / size).clamp(min=0)[:, None, None]
 
 
 def worths(tokens: TokenBatch, count: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any], scope: Scope[Mode
                 seen = draft.read(scope, stage.method, plan.drafts[stage.number], len(embeds), prompt.length)
                 prompt.looked = {"draft_match": seen.to(embeds.device)}
             made = tokens.reduce(prompt, stage, taps, plan.family.entering(embeds, planes), None)
-            embeds = made.substitute(embeds)
+            embeds = made.rewritten(embeds)
             planes = [made.substitute(plane) for plane in planes]
     return embeds, planes
 

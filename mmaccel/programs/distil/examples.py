@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -110,15 +111,20 @@ class Example:
             question_valid=there[self.row],
         )
 
-    def narrowed(self, kept: Tensor) -> Read:
-        """What the language model reads when of the pictures only ``kept [N, n]`` stay, padded on the left."""
-        rows = self.row[:, None].expand_as(kept)
+    def narrowed(self, kept: Tensor, residual: Tensor | None = None) -> Read:
+        """What the language model reads when of the pictures only ``kept [N, n]`` stay, padded on the left, ``residual
+        [N, n, D]`` added to each of these."""
+        rows, read = self.row[:, None].expand_as(kept), self.read
+        if residual is not None:
+            onto = rows[kept], self.places[kept]
+            values = read.embeds[onto] + residual[kept].to(read.embeds.dtype)
+            read = replace(read, embeds=read.embeds.index_put(onto, values))
         stays = torch.ones((), dtype=torch.bool, device=kept.device)
-        here = (self.read.there & ~self.read.visual).index_put((rows[kept], self.places[kept]), stays)
+        here = (read.there & ~read.visual).index_put((rows[kept], self.places[kept]), stays)
         slots, held = leftmost(here)
         width = slots.shape[1]
         shift = (torch.arange(width, device=slots.device) - (width - held.sum(1, keepdim=True))) % width
-        return self.read.at(slots.masked_fill(~held, -1).gather(1, shift))
+        return read.at(slots.masked_fill(~held, -1).gather(1, shift))
 
     def to(self, device: torch.device | str) -> Example:
         """On another device."""
@@ -184,19 +190,24 @@ class Frozen:
     def effect(self, example: Example) -> Tensor:
         """``[N, n]``, see the class; text keeps the weight of its keys."""
         gates = torch.where(example.read.visual, _DIMMED, 1.0).requires_grad_()
-        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
-        for weight in trained:
-            # nothing is kept for gradients that nobody wants
-            weight.requires_grad_(False)
-        try:
+        with self.still():
             said = self.logits(self.states(example, example.read, gates.log())).log_softmax(-1)
             steps = torch.arange(said.shape[1], device=said.device) < example.lengths[:, None]
             answer = (said.gather(-1, example.tokens[..., None])[..., 0] * steps).sum()
             (slope,) = torch.autograd.grad(answer, gates)
+        return self._of_pictures(example, slope.abs() * _DIMMED)
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Gradients go through the model, and none is kept for its weights, which nobody wants."""
+        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
+        for weight in trained:
+            weight.requires_grad_(False)
+        try:
+            yield
         finally:
             for weight in trained:
                 weight.requires_grad_()
-        return self._of_pictures(example, slope.abs() * _DIMMED)
 
     @torch.no_grad()
     def attention(self, example: Example) -> Tensor:
@@ -280,7 +291,8 @@ class Frozen:
 
     # --- once more --------------------------------------------------------------------------------------------
     def states(self, example: Example, read: Read, gates: Tensor | None = None) -> Tensor:
-        """The last hidden states ``[B, T, D]`` that the answers are predicted from, differentiable in ``gates``.
+        """The last hidden states ``[B, T, D]`` that the answers are predicted from, differentiable in ``gates`` and in what is
+        read.
 
         Parameters
         ----------

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ...errors import MmaccelError
 from ...method import TokenBatch
 from ...method.selector import Selector, Shape
-from ...pruning.learned import picked, worths
+from ...pruning.learned import dropped, picked, worths
 from ..evaluate import divergence
 from .examples import Example, Frozen
 
@@ -78,6 +78,11 @@ class Choice:
     def by(self, scores: Tensor) -> Tensor:
         """``[N, n]`` bool: what stays by scores."""
         return picked(self.worth, scores, self.shown.valid, self.count)
+
+    def told(self, network: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
+        """A network's scores, and its residuals by how many tokens are dropped."""
+        scores, residual = network(self.shown, self.worth)
+        return scores, None if residual is None else residual * dropped(self.shown.valid, self.count)
 
 
 class Learner(ABC):
@@ -191,30 +196,29 @@ class Learner(ABC):
         """The loss on the watched questions, by which the best network is told."""
 
     # --- looking --------------------------------------------------------------------------------------------
-    def scores(self, example: Example, choice: Choice) -> Tensor:
-        """``[N, n]``, what the mean of the networks says of all tokens."""
-        found: Tensor = self.mean(choice.shown, choice.worth)
-        return found
-
     def asked(self, most: int | None = None) -> Iterator[tuple[Example, Choice]]:
         """Batches of watched questions, one by one on the device."""
         for example in self.watched[:most]:
             example = example.to(self.device)
             yield example, Choice.of(example, self.retain)
 
-    @torch.no_grad()
-    def answered(self, example: Example, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B]`` each: KL of the answers with the tokens ``kept [N, n]`` alone, and whether they are other ones."""
-        states = self.frozen.states(example, example.narrowed(kept))
+    def answered(self, example: Example, kept: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``[B]`` each: KL of the answers with the tokens ``kept [N, n]`` alone, to which ``residual [N, n, D]`` is added, and
+        whether they are other ones."""
+        states = self.frozen.states(example, example.narrowed(kept, residual))
         full, mine = self.frozen.logits(example.states), self.frozen.logits(states)
         steps = torch.arange(full.shape[1], device=full.device)
         differ = (full.argmax(-1) != mine.argmax(-1)) & (steps < example.lengths[:, None])
         return divergence(list(full.unbind(1)), list(mine.unbind(1)), example.lengths), differ.any(1)
 
     @torch.no_grad()
-    def lost(self, scored: Callable[[Example, Choice], Tensor]) -> tuple[float, float]:
-        """Mean KL of some watched questions with what is picked by scores, and the share of answers that are other ones."""
-        found = [self.answered(case[0], case[1].by(scored(*case))) for case in self.asked(_ASKED)]
+    def lost(self, told: Callable[[Example, Choice], tuple[Tensor, Tensor | None]]) -> tuple[float, float]:
+        """Mean KL of some watched questions by what is told of their tokens, scores and residuals, and the share of answers
+        that are other ones."""
+        found = []
+        for example, choice in self.asked(_ASKED):
+            scores, residual = told(example, choice)
+            found.append(self.answered(example, choice.by(scores), residual))
         kl, other = (torch.cat(part).double().mean() for part in zip(*found, strict=True))
         return float(kl), float(other)
 
@@ -223,7 +227,7 @@ class Learner(ABC):
         state = self.state
         with torch.no_grad():
             watched = self._watched()
-            kl, other = self.lost(self.scores)
+            kl, other = self.lost(lambda _, choice: choice.told(self.mean))
         state.log.append(
             {
                 "step": state.step,
@@ -243,8 +247,16 @@ class Learner(ABC):
 
     def _mend(self) -> None:
         """What cannot be told exactly is told too low: scores are multiplied by what keeps the watched answers best."""
+
+        def lost(factor: float) -> float:
+            def told(_: Example, choice: Choice) -> tuple[Tensor, Tensor | None]:
+                scores, residual = choice.told(self.mean)
+                return factor * scores, residual
+
+            return self.lost(told)[0]
+
         with torch.no_grad():
-            factor = min(_MENDED, key=lambda factor: self.lost(lambda *case: factor * self.scores(*case))[0])
+            factor = min(_MENDED, key=lost)
             self.network.score.weight.mul_(factor)
 
 
@@ -253,7 +265,7 @@ class Told(Learner):
 
     def _learned(self, example: Example) -> tuple[Tensor, float]:
         choice = Choice.of(example, self.retain)
-        loss = self._missed(example, self.network(choice.shown, choice.worth))
+        loss = self._missed(example, choice.told(self.network)[0])
         return loss, float(loss.detach())
 
     def _missed(self, example: Example, scores: Tensor) -> Tensor:
@@ -271,14 +283,15 @@ class Told(Learner):
         """The signal, and the scale, that keep the answers to watched questions best where they are known exactly."""
 
         def best(cases: Iterable[tuple[int, float]]) -> tuple[int, float]:
-            return min(cases, key=lambda case: self.lost(lambda example, _: self._wanted(example, *case))[0])
+            return min(cases, key=lambda case: self.lost(lambda example, _: (self._wanted(example, *case), None))[0])
 
         signals, middle = self.watched[0].signals.shape[1], _SCALES[len(_SCALES) // 2]
         signal = best((signal, middle) for signal in range(signals))[0] if signals > 1 else 0
         return best((signal, scale) for scale in _SCALES)
 
     def _watched(self) -> float:
-        return sum(float(self._missed(case[0], self.scores(*case))) for case in self.asked()) / len(self.watched)
+        lost = (float(self._missed(example, choice.told(self.mean)[0])) for example, choice in self.asked())
+        return sum(lost) / len(self.watched)
 
 
 class Tried(Learner):
@@ -287,29 +300,38 @@ class Tried(Learner):
     Every picture is reduced a few times by scores that are moved at random, in pairs that are moved to opposite sides. How much
     better or worse than the mean of these the answer was kept is credited to the tokens that were picked then and not always:
     an evolution strategy in the space of scores with mirrored draws (arXiv 1703.03864), with the choice of tokens as it is in
-    use and no gradient of the model.
+    use. Residuals, which no choice stands before, are learned by the gradient of what one of these answers has lost, through
+    the model.
     """
 
     def _learned(self, example: Example) -> tuple[Tensor, float]:
         choice = Choice.of(example, self.retain)
-        scores = self.network(choice.shown, choice.worth)
+        scores, residual = choice.told(self.network)
         draws = torch.Generator().manual_seed(self.state.step)
         kept, lost = [], []
-        for _ in range(_TRIES // 2):
-            away = _MOVED * torch.randn(scores.shape, generator=draws).to(scores)
-            for moved in (scores.detach() + away, scores.detach() - away):
-                kept.append(choice.by(moved))
-                lost.append(_graded(self.answered(example, kept[-1])[0]))
+        with torch.no_grad():
+            for _ in range(_TRIES // 2):
+                away = _MOVED * torch.randn(scores.shape, generator=draws).to(scores)
+                for moved in (scores + away, scores - away):
+                    kept.append(choice.by(moved))
+                    lost.append(_graded(self.answered(example, kept[-1], residual)[0]))
         grades, picks = torch.stack(lost).to(scores), torch.stack(kept).to(scores)
         gain = (grades.mean(0) - grades) / (grades.std(0) + _NOTHING)
         credit = (gain[:, example.row, None] * (picks - picks.mean(0))).mean(0)
-        return -(scores * credit)[example.valid].sum() / len(example.row), float(grades.mean())
+        slope = -(scores * credit)[example.valid].sum() / len(example.row)
+        if residual is not None:
+            with self.frozen.still():
+                slope = slope + _graded(self.answered(example, kept[0], residual)[0]).mean()
+        return slope, float(grades.mean())
 
     def _found(self) -> tuple[int, float]:
         return 0, 1.0
 
     def _watched(self) -> float:
-        found = [self.answered(case[0], case[1].by(self.scores(*case)))[0] for case in self.asked()]
+        found = []
+        for example, choice in self.asked():
+            scores, residual = choice.told(self.mean)
+            found.append(self.answered(example, choice.by(scores), residual)[0])
         return float(_graded(torch.cat(found)).mean())
 
 

@@ -42,6 +42,7 @@ def distil(
     out: str | Path = "selector",
     target: Target = "answers",
     question: bool = True,
+    residual: bool = True,
     retain: float = 0.1,
     width: int | None = None,
     blocks: int = 2,
@@ -66,6 +67,8 @@ def distil(
         much the answer hangs on it, by one gradient of the model a question; ``attention``: what it is paid in the layer whose
         attention keeps the answers best, by one forward a question.
     question : whether the selector reads the question; without it a picture is reduced once for all questions.
+    residual : whether it also learns what to add to the tokens that stay, of what the others showed: by a gradient through the
+        language model in every step, and with ``answers`` alone. Without it the selector only chooses.
     retain : the share of the tokens at which answers are looked at.
     width, blocks : of the network; by default by the model's width.
     steps, minutes : how many steps at most, a batch each, and how long; the training ends earlier where the watched
@@ -81,7 +84,7 @@ def distil(
     out, tell = Path(out), progress or (lambda what, done, of: None)
     _check(model, questions, target, retain, steps, out)
     frozen = Frozen(model, processor, target)
-    shape = _shape(int(frozen.text.config.hidden_size), width, blocks, question)
+    shape = _shape(int(frozen.text.config.hidden_size), width, blocks, question, residual and target == "answers")
     training, watched, held_out = _split(questions)
     settings = {
         "model": fingerprint(model),
@@ -145,10 +148,10 @@ def _split(questions: Sequence[Question]) -> tuple[list[Question], list[Question
     return shuffled[held + watched :], shuffled[held : held + watched], shuffled[:held]
 
 
-def _shape(features: int, width: int | None, blocks: int, question: bool) -> Shape:
+def _shape(features: int, width: int | None, blocks: int, question: bool, residual: bool) -> Shape:
     if width is None:
         width = 32 if features < 512 else 128 if features < 2048 else 256
-    return Shape(features, width, blocks, heads=4, question=question)
+    return Shape(features, width, blocks, heads=4, question=question, residual=residual)
 
 
 def _finish(

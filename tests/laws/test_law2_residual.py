@@ -1,0 +1,58 @@
+"""Law 2 with residuals: dropping tokens and adding to the others = hiding them in the bare model, what is added put there by
+hand."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import random_selectors
+import torch
+import zoo
+
+from mmaccel import Learned, accelerated, recipe
+from mmaccel.families import family_of
+from mmaccel.method.selector import Belongs
+from mmaccel.runtime import tokens
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+def selector(model, folder):
+    """One with residuals, as a recipe."""
+    belongs = Belongs.to(family_of(model))
+    random_selectors.network(belongs.width, residual=True).save(folder, belongs, {})
+    return Learned(folder)
+
+
+@pytest.mark.parametrize("family", [family for family in zoo.FAMILIES if oracle.fits("learned", family)])
+@pytest.mark.parametrize("kind", ["video", "uneven"])
+def test_what_is_added_is_what_the_language_model_reads(family, kind, tmp_path, monkeypatch):
+    feed = zoo.inputs(family, kind if kind in zoo.kinds(family) else "images")
+    model, reduce, made = oracle.subject(family), tokens.reduce, []
+    what, forced = recipe(selector(model, tmp_path), retain=0.3), oracle.force(family, len(feed["input_ids"]))
+    monkeypatch.setattr(tokens, "reduce", lambda *given: made.append(reduce(*given)) or made[-1])
+    got = oracle.record(family, feed, what, forced, model=model)
+    assert made[-1].residual is not None and got.reduction.residual is None, "it is added once"
+
+    def written(kwargs):
+        length = made[-1].kept.shape[1]
+        embeds = kwargs["inputs_embeds"].clone()
+        at = made[-1].residual
+        for batch, slot, value in zip(at.batch.flatten(), at.slot.flatten(), at.values.flatten(0, 1), strict=True):
+            if slot >= 0:
+                assert got.kept[batch, slot] and slot < length
+                embeds[batch, slot] += value
+        return {**kwargs, "inputs_embeds": embeds}
+
+    prompt, steps = oracle.replay(family, feed, forced, got.seen, change=written)
+    oracle.close(got.prompt[got.kept], prompt[got.kept], what="prompt logits")
+    oracle.close(got.steps, steps, what="decoded logits")
+    oracle.apart(got.steps, oracle.replay(family, feed, forced, got.seen)[1])
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_nothing_is_added_where_every_token_stays(family, tmp_path):
+    feed, model = zoo.inputs(family, "images"), oracle.subject(family)
+    bare = oracle.bare(family)(**feed).logits
+    with accelerated(model, selector(model, tmp_path), retain=1.0, processor=zoo.processor(family)):
+        assert torch.equal(model(**feed).logits, bare)
