@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ...pruning.learned import dropped, picked, worths
 from ..evaluate import divergence
 from .examples import Example, Frozen
 
-_RATE, _CLIP = 1e-3, 1.0
+_CLIP = 1.0
 #: share of the running mean of the weights that every step leaves: single steps are noise, what they have in common is not
 _KEPT = 0.99
 #: steps between two looks at the watched questions; looks without a gain after which it ends, and at least this share of all
@@ -38,6 +38,8 @@ _STEEP = 100.0
 _SCALES, _MENDED = (1.5, 3.0, 4.5), (0.7, 1.0, 1.4, 2.0)
 #: batches of watched questions that the language model reads once more to find these
 _ASKED = 4
+#: budgets that tries take in turn, as multiples of the one that is asked for: what is to be added depends on them
+_BUDGETS = (1.0, 1.0, 2.5)
 #: of a step that tries: picks of every picture, an even number, and how far scores are moved for each
 _TRIES, _MOVED = 8, 0.5
 #: KL below which an answer is as good as kept, and the spread of its logarithm below which trying told nothing
@@ -94,6 +96,9 @@ class Learner(ABC):
     state : the file of its state; what it holds of the same training is gone on with.
     """
 
+    #: of AdamW, until half of the steps are done
+    rate: ClassVar[float] = 1e-3
+
     def __init__(
         self,
         frozen: Frozen,
@@ -113,7 +118,7 @@ class Learner(ABC):
         self.best = copy.deepcopy(self.network.state_dict())
         self.state = State()
         self.settings = {"shape": vars(shape), "retain": retain, "steps": steps}
-        self.optimiser = torch.optim.AdamW(self.network.parameters(), lr=_RATE, weight_decay=0.01)
+        self.optimiser = torch.optim.AdamW(self.network.parameters(), lr=self.rate, weight_decay=0.01)
         if state.is_file():
             self._resume()
         else:
@@ -174,7 +179,7 @@ class Learner(ABC):
         order = random.Random(step // len(self.paths)).sample(range(len(self.paths)), len(self.paths))
         example = Example.load(self.paths[order[step % len(order)]]).to(self.device)
         for group in self.optimiser.param_groups:
-            group["lr"] = _RATE * min(1.0, 0.05 + 2 * (1 - step / self.steps))
+            group["lr"] = self.rate * min(1.0, 0.05 + 2 * (1 - step / self.steps))
         slope, loss = self._learned(example)
         self.optimiser.zero_grad()
         slope.backward()  # type: ignore[no-untyped-call]
@@ -304,8 +309,11 @@ class Tried(Learner):
     the model.
     """
 
+    rate = 2e-3
+
     def _learned(self, example: Example) -> tuple[Tensor, float]:
-        choice = Choice.of(example, self.retain)
+        budget = self.retain * _BUDGETS[self.state.step % len(_BUDGETS)]
+        choice = Choice.of(example, budget if budget < 1 else self.retain)
         scores, residual = choice.told(self.network)
         draws = torch.Generator().manual_seed(self.state.step)
         kept, lost = [], []
