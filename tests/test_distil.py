@@ -32,6 +32,8 @@ from mmaccel.programs.distil.learner import Choice, Tried
 from mmaccel.programs.distil.training import FEWEST, distil
 from mmaccel.programs.evaluate import Question, ask_folder, ask_suite, batches, inputs_of
 from mmaccel.recipe import Recipe
+from mmaccel.runtime.encoded import Encoded
+from mmaccel.runtime.taps import Taps
 
 
 def questions(count: int, video: bool = False) -> list[Question]:
@@ -389,6 +391,45 @@ def test_vllm_serves_one_that_does_not_read_the_question(tmp_path):
     assert plan(False).reduces
     with pytest.raises(UnsupportedError, match="learned reads the question"):
         plan(True)
+
+
+@pytest.mark.usefixtures("no_gradients")
+def test_vllm_adds_to_what_stays_what_transformers_adds(tmp_path):
+    model, processor, seen = zoo.model("llava"), zoo.processor("llava"), []
+    belongs = Belongs.to(family_of(model))
+    random_selectors.network(belongs.width, False, residual=True).save(tmp_path, belongs, {})
+    given, chosen = zoo.inputs("llava", "image"), recipe(tmp_path, retain=0.3)
+    first = family_of(model).text.layers[0]
+    first.register_forward_pre_hook(lambda _, args, kwargs: seen.append((*args, *kwargs.values())[0]), with_kwargs=True)
+    with accelerated(model, chosen, processor=processor):
+        model(**given)
+        kept, visual = model.mmaccel.reduction.kept[0], model.mmaccel.layout.visual[0]
+    rows = model.get_image_features(pixel_values=given["pixel_values"]).pooler_output[0].view(-1, belongs.width)
+    plan = ServingPlan(Settings(chosen), model.config, ARCHITECTURES["LlavaForConditionalGeneration"])
+    (picture,) = plan.pictures("image", {"pixel_values": given["pixel_values"]}, len(rows))
+    encoded = Encoded({"pixel_values": given["pixel_values"]}, len(rows), {})
+    count = plan.count("image", picture, None).total
+    ((row, stays),) = plan.reduce("image", [picture], [rows], [count], None, encoded, Taps(plan.family, plan.wanted))
+    assert torch.equal(stays, kept[visual]) and not torch.allclose(row, rows[stays])
+    torch.testing.assert_close(row, seen[0][0][visual[kept]])
+
+
+@pytest.fixture
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def test_what_is_added_is_learned(trained, tmp_path):
+    """Some steps bring the answers of the untrained model nearer than choosing alone does."""
+    model, train = trained
+    least = {}
+    for residual in (True, False):
+        made = train(f"residual-{residual}", residual=residual, steps=40)
+        least[residual] = made.log[-1]["watched"]
+        assert described(made.folder)[0].residual is residual
+    assert least[True] < least[False] - 0.1
+    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
 
 
 def test_scoring_costs_little():
