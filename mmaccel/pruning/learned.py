@@ -51,7 +51,7 @@ class Learned(ProjectorMethod):
     """
 
     name = "learned"
-    summary = "spacetime, and what a small network trained on this model's own answers asks for"
+    summary = "spacetime, and what a small network trained on this model's own answers asks for and adds"
     unit = "picture"
     default_retain = 0.1
 
