@@ -81,8 +81,8 @@ class Reduction:
     valid : ``[N, n]`` bool, the slots that hold a token.
     links : how outputs are computed from inputs. ``None`` means pure pruning: every kept token stays as it is.
         A kept slot without a link keeps its own value.
-    residual : what is added where tokens enter the language model. It is no part of the map: whatever is composed or applied
-        to other tensors goes without, and :meth:`rewritten` adds it once.
+    residual : what is added to tokens as they enter the language model. It is no part of the map: nothing here applies or
+        composes it.
 
     Examples
     --------
@@ -211,11 +211,6 @@ class Reduction:
         flat = x.reshape(x.shape[0] * self.kept.shape[1], -1)
         merged = segment_sum(flat[source].float() * weight[:, None], lengths).to(x.dtype)
         return flat.index_copy(0, slot, merged).reshape(x.shape)
-
-    def rewritten(self, x: Tensor) -> Tensor:
-        """:meth:`substitute`, and the residual added: what tokens hold as they enter the language model."""
-        x = self.substitute(x)
-        return x if self.residual is None else self.residual.add(x)
 
     @cached_property
     def _sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

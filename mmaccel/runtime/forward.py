@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.chunks import Chunks
 from ..core.layout import Layout, Modality, Units
 from ..core.masks import true_last
-from ..core.reduction import Reduction
+from ..core.reduction import Reduction, Residual
 from ..core.stats import Stats
 from ..kv.cache import CacheState
 from ..kv.incoming import Incoming, Phase
@@ -163,6 +163,7 @@ class Prompt(Forward):
     encoded : the pictures and clips of this call.
     total : ``[B, S]`` on the CPU, what is left, over all stages that have worked.
     history : the same stage by stage.
+    residuals : what is added to the tokens that are left, behind all stages before the language model.
     arguments : per phase, arguments of the layers that replace the caller's.
     passes : of every stage inside the language model that has worked, its budget per unit and how many tokens these had before
         it and behind every layer, ``[N]`` long on the CPU.
@@ -180,6 +181,7 @@ class Prompt(Forward):
     encoded: Mapping[Modality, Encoded]
     total: Reduction
     history: list[StageResult] = field(default_factory=list)
+    residuals: list[Residual] = field(default_factory=list)
     arguments: list[dict[str, Any]] = field(default_factory=list)
     passes: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
     prepared: dict[type, dict[str, Tensor]] = field(default_factory=dict)

@@ -75,13 +75,16 @@ def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any], scope: Scope[Mode
                 seen = draft.read(scope, stage.method, plan.drafts[stage.number], len(embeds), prompt.length)
                 prompt.looked = {"draft_match": seen.to(embeds.device)}
             made = tokens.reduce(prompt, stage, taps, plan.family.entering(embeds, planes), None)
-            embeds = made.rewritten(embeds)
+            embeds = made.substitute(embeds)
             planes = [made.substitute(plane) for plane in planes]
     return embeds, planes
 
 
 def write(prompt: Prompt, embeds: Tensor, planes: Planes, kwargs: dict[str, Any]) -> None:
-    """Put what is left of the prompt into the arguments of the text model."""
+    """Put what is left of the prompt into the arguments of the text model, residuals added: what tokens are compared by is what
+    they showed."""
+    for residual in prompt.residuals:
+        embeds = residual.add(embeds)
     chosen, padded = prompt.compacted(prompt.total.kept)
     left = _left(prompt, chosen, embeds.device)
     # where every token stays the caller's embeddings need no copy

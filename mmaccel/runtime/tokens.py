@@ -45,6 +45,8 @@ def reduce(
     _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
     left.append(made.kept.sum(1))
     made = made.relabel(units.places, units.row, total.kept.shape).beside(total.kept & ~prompt.layout.visual)
+    if made.residual is not None:
+        prompt.residuals.append(made.residual)
     prompt.total = total.then(made)
     # figures per token, not its keys and features: this outlives the call
     figures = {

@@ -3,11 +3,14 @@ hand."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import oracle
 import pytest
 import random_selectors
 import torch
 import zoo
+from laws.test_law2_proportional import logarithms
 
 from mmaccel import Learned, accelerated, recipe
 from mmaccel.families import family_of
@@ -24,30 +27,45 @@ def selector(model, folder):
     return Learned(folder)
 
 
-@pytest.mark.parametrize("family", [family for family in zoo.FAMILIES if oracle.fits("learned", family)])
-@pytest.mark.parametrize("kind", ["video", "uneven"])
-def test_what_is_added_is_what_the_language_model_reads(family, kind, tmp_path, monkeypatch):
-    feed = zoo.inputs(family, kind if kind in zoo.kinds(family) else "images")
+def holds(family, feed, what, monkeypatch, weigh=lambda reduction, layout: None):
+    """The law; ``weigh`` makes ``weights`` of the replay."""
     model, reduce, made = oracle.subject(family), tokens.reduce, []
-    what, forced = recipe(selector(model, tmp_path), retain=0.3), oracle.force(family, len(feed["input_ids"]))
-    monkeypatch.setattr(tokens, "reduce", lambda *given: made.append(reduce(*given)) or made[-1])
-    got = oracle.record(family, feed, what, forced, model=model)
-    assert made[-1].residual is not None and got.reduction.residual is None, "it is added once"
+    forced = oracle.force(family, len(feed["input_ids"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "reduce", lambda *given: made.append(reduce(*given)) or made[-1])
+        got = oracle.record(family, feed, what, forced, model=model)
+    at = made[-1].residual
+    with accelerated(model, what, processor=zoo.processor(family)):
+        model(**feed, **oracle.counted(family, feed))
+        weights = weigh(model.mmaccel.reduction, model.mmaccel.layout)
 
     def written(kwargs):
-        length = made[-1].kept.shape[1]
-        embeds = kwargs["inputs_embeds"].clone()
-        at = made[-1].residual
+        length, embeds = made[-1].kept.shape[1], kwargs["inputs_embeds"].clone()
         for batch, slot, value in zip(at.batch.flatten(), at.slot.flatten(), at.values.flatten(0, 1), strict=True):
             if slot >= 0:
                 assert got.kept[batch, slot] and slot < length
                 embeds[batch, slot] += value
         return {**kwargs, "inputs_embeds": embeds}
 
-    prompt, steps = oracle.replay(family, feed, forced, got.seen, change=written)
+    prompt, steps = oracle.replay(family, feed, forced, got.seen, change=written, weights=weights)
     oracle.close(got.prompt[got.kept], prompt[got.kept], what="prompt logits")
     oracle.close(got.steps, steps, what="decoded logits")
-    oracle.apart(got.steps, oracle.replay(family, feed, forced, got.seen)[1])
+    oracle.apart(got.steps, oracle.replay(family, feed, forced, got.seen, weights=weights)[1])
+
+
+@pytest.mark.parametrize("family", [family for family in zoo.FAMILIES if oracle.fits("learned", family)])
+@pytest.mark.parametrize("kind", ["video", "uneven"])
+def test_what_is_added_is_what_the_language_model_reads(family, kind, tmp_path, monkeypatch):
+    feed = zoo.inputs(family, kind if kind in zoo.kinds(family) else "images")
+    holds(family, feed, recipe(selector(oracle.subject(family), tmp_path), retain=0.3), monkeypatch)
+
+
+def test_weights_follow_what_tokens_showed(tmp_path, monkeypatch):
+    """Who stands for whom is decided before anything is added."""
+    feed = zoo.inputs("qwen2_5_vl", "uneven")
+    what = recipe(selector(oracle.subject("qwen2_5_vl"), tmp_path), retain=0.3).override(proportional="all")
+    weigh = partial(logarithms, "qwen2_5_vl", feed, kind="all")
+    holds("qwen2_5_vl", feed, what, monkeypatch, weigh)
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl"])

@@ -186,8 +186,10 @@ class ServingPlan:
         width = hidden.shape[-1] // (1 + self.family.deepstack)
         for stage in prompt.plan.projector:
             made = tokens.reduce(prompt, stage, taps, hidden[..., :width], None)
-            # a residual is no part of what layers add
-            hidden = torch.cat([made.rewritten(hidden[..., :width]), made.substitute(hidden[..., width:])], dim=-1)
+            hidden = made.substitute(hidden)
+        for residual in prompt.residuals:
+            # it is no part of what layers add
+            hidden = torch.cat([residual.add(hidden[..., :width]), hidden[..., width:]], dim=-1)
         stays = _brought_to(prompt.total.kept, prompt.layout.valid, torch.tensor(list(kept)))
         return [(hidden[i, mask.to(hidden.device)], mask[: len(rows[i])]) for i, mask in enumerate(stays)]
 
