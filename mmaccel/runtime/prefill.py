@@ -83,8 +83,9 @@ def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any], scope: Scope[Mode
 def write(prompt: Prompt, embeds: Tensor, planes: Planes, kwargs: dict[str, Any]) -> None:
     """Put what is left of the prompt into the arguments of the text model, residuals added: what tokens are compared by is what
     they showed."""
-    for residual in prompt.residuals:
-        embeds = residual.add(embeds)
+    while prompt.residuals:
+        # as large as what they are added to, and not needed while decoding
+        embeds = prompt.residuals.pop(0).add(embeds)
     chosen, padded = prompt.compacted(prompt.total.kept)
     left = _left(prompt, chosen, embeds.device)
     # where every token stays the caller's embeddings need no copy
