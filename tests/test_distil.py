@@ -217,7 +217,7 @@ def test_tokens_without_which_answers_change_are_picked_after_trying(trained, mo
     monkeypatch.setattr(Tried, "answered", answered)
     frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
     paths = sorted((folder / "work" / "training").glob("*.pt"))
-    shape = Shape(64, 32, 2, 4, True, True)
+    shape = Shape(64, 32, 2, 4, True)
     tried = Tried(frozen, shape, paths, [example], 0.2, 200, tmp_path / "state.pt")
     choice = Choice.of(example, 0.2)
     assert not choice.by(choice.told(tried.mean)[0])[:, needed].all()
@@ -430,6 +430,23 @@ def test_what_is_added_is_learned(trained, tmp_path):
         assert described(made.folder)[0].residual is residual
     assert least[True] < least[False] - 0.1
     assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
+
+
+def test_a_model_without_gradients_or_memory_is_told_what_to_do(trained, monkeypatch):
+    _, train = trained
+    states = Frozen.states
+    monkeypatch.setattr(Frozen, "states", torch.no_grad()(states))
+    with pytest.raises(MmaccelError, match=r"give --select-only \(residual=False\)"):
+        train()
+
+    def full(*given):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Frozen, "states", full)
+    with pytest.raises(
+        MmaccelError, match="out of memory while learning; give a smaller --batch-size and another folder"
+    ):
+        train()
 
 
 def test_scoring_costs_little():

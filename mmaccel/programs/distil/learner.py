@@ -329,7 +329,13 @@ class Tried(Learner):
         slope = -(scores * credit)[example.valid].sum() / len(example.row)
         if residual is not None:
             with self.frozen.still():
-                slope = slope + _graded(self.answered(example, kept[0], residual)[0]).mean()
+                added = _graded(self.answered(example, kept[0], residual)[0]).mean()
+            if not added.requires_grad:
+                raise MmaccelError(
+                    "No gradient goes through the language model, as what is added to tokens is learned by; give --select-only "
+                    "(residual=False), or a model whose weights are not quantised."
+                )
+            slope = slope + added
         return slope, float(grades.mean())
 
     def _found(self) -> tuple[int, float]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from ...accelerate import is_accelerated
 from ...accelerate.tuned import fingerprint
 from ...errors import MmaccelError, UnsupportedError
@@ -109,7 +111,13 @@ def distil(
     seen = [Example.load(path) for path in examples("watched", watched)]
     kind = Tried if target == "answers" else Told
     learner = kind(frozen, shape, examples("training", training), seen, retain, steps, out / "work" / "state.pt")
-    learner.run(minutes, tell)
+    try:
+        learner.run(minutes, tell)
+    except torch.OutOfMemoryError as error:
+        raise MmaccelError(
+            "The device ran out of memory while learning; give a smaller --batch-size and another folder, or --select-only, "
+            "which keeps nothing for gradients."
+        ) from error
     return _finish(learner, processor, held_out, questions, out, batch_size, max_new_tokens, settings, tell)
 
 
