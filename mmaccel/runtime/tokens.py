@@ -13,7 +13,7 @@ from ..core.layout import Units
 from ..core.masks import question
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
-from ..method import DraftMethod, LayerMethod, PreviewMethod, TokenBatch, TokenMethod
+from ..method import DraftMethod, LayerMethod, PreviewMethod, ProjectorMethod, TokenBatch, TokenMethod
 from .forward import Prompt, StageResult, rows_at, sent
 from .plan import PlannedStage, record
 from .taps import Taps
@@ -223,6 +223,10 @@ def checked(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) 
     made = made.cpu() if shaped else made
     if not shaped or bool((made.kept & ~valid).any()):
         raise MmaccelError(f"Method {method.name!r} kept slots that hold no token.")
+    if made.residual is not None and not isinstance(method, ProjectorMethod):
+        raise MmaccelError(
+            f"Method {method.name!r} has a residual, which is added before the language model; make it a ProjectorMethod."
+        )
     kept = made.kept.sum(1)
     empty = (kept == 0) & (count > 0)
     over = kept != count if method.budget == "exact" else kept > count if method.budget == "at_most" else empty

@@ -12,7 +12,8 @@ import torch
 import zoo
 from laws.test_law2_proportional import logarithms
 
-from mmaccel import Learned, accelerated, recipe
+from mmaccel import FastV, Learned, MmaccelError, accelerated, recipe
+from mmaccel.core.reduction import Reduction, Residual
 from mmaccel.families import family_of
 from mmaccel.method.selector import Belongs
 from mmaccel.runtime import tokens
@@ -74,3 +75,10 @@ def test_nothing_is_added_where_every_token_stays(family, tmp_path):
     bare = oracle.bare(family)(**feed).logits
     with accelerated(model, selector(model, tmp_path), retain=1.0, processor=zoo.processor(family)):
         assert torch.equal(model(**feed).logits, bare)
+
+
+def test_a_residual_inside_the_language_model_is_refused():
+    kept, (count,) = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[4]])
+    made = Reduction(kept, kept, residual=Residual.to(kept, torch.zeros(1, 4, 8)))
+    with pytest.raises(MmaccelError, match="'fastv' has a residual.*make it a ProjectorMethod"):
+        tokens.checked(FastV(), made, kept, count)

@@ -114,13 +114,12 @@ class Example:
     def narrowed(self, kept: Tensor, residual: Tensor | None = None) -> Read:
         """What the language model reads when of the pictures only ``kept [N, n]`` stay, padded on the left, ``residual
         [N, n, D]`` added to each of these."""
-        rows, read = self.row[:, None].expand_as(kept), self.read
+        read, onto = self.read, (self.row[:, None].expand_as(kept)[kept], self.places[kept])
         if residual is not None:
-            onto = rows[kept], self.places[kept]
             values = read.embeds[onto] + residual[kept].to(read.embeds.dtype)
             read = replace(read, embeds=read.embeds.index_put(onto, values))
         stays = torch.ones((), dtype=torch.bool, device=kept.device)
-        here = (read.there & ~read.visual).index_put((rows[kept], self.places[kept]), stays)
+        here = (read.there & ~read.visual).index_put(onto, stays)
         slots, held = leftmost(here)
         width = slots.shape[1]
         shift = (torch.arange(width, device=slots.device) - (width - held.sum(1, keepdim=True))) % width
