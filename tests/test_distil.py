@@ -72,13 +72,14 @@ def test_layers_with_a_state_and_pictures_that_attend_both_ways_are_refused(fami
 
 
 @pytest.mark.parametrize(("family", "video"), few(CASES, [("llava", False), ("qwen2_5_vl", True), ("qwen3_vl", False)]))
-def test_the_training_reads_what_the_model_reads(family, video):
+def test_the_training_reads_what_the_model_reads(family, video, tmp_path):
     """All tokens: the states behind its answers. A tenth: those of the accelerated model, which picks the same tokens."""
     frozen, example = example_of(family, video)
     model = frozen.model
     with torch.no_grad():
         torch.testing.assert_close(frozen.states(example, example.read), example.states, rtol=1e-4, atol=1e-4)
-        folder = family_of(model).model.config._name_or_path + "/selector"
+        belongs, folder = Belongs.to(family_of(model)), str(tmp_path)
+        random_selectors.network(belongs.width, residual=True).save(folder, belongs, {})
         choice = Choice.of(example, 0.3)
         scores, residual = choice.told(Selector.load(folder))
         read = example.narrowed(choice.by(scores), residual)
@@ -92,7 +93,7 @@ def test_the_training_reads_what_the_model_reads(family, video):
             lambda module, args, kwargs, out: given.update(states=out.last_hidden_state), with_kwargs=True
         )
         inputs = inputs_of(model, frozen.processor, batch)
-        with accelerated(model, "learned", retain=0.3, processor=frozen.processor):
+        with accelerated(model, Learned(folder), retain=0.3, processor=frozen.processor):
             model(**inputs)
         watching.remove()
         note.remove()
