@@ -412,6 +412,10 @@ def test_embeddings_of_the_callers_own(family: str) -> None:
                 "With inputs_embeds",
                 UnsupportedError,
             )
+    # transformers places embeddings behind the last conversation of the model, of as many rows
+    for part in tiny.modules():
+        if hasattr(part, "rope_deltas"):
+            part.rope_deltas = None
     with accelerated(tiny, "none"):
         tiny(inputs_embeds=embeds, **rest)
 
