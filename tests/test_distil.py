@@ -171,7 +171,7 @@ def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkey
     train = functools.partial(train, target=target)
     monkeypatch.setattr(learner, "_LOOK", 2)
     whole = train()
-    assert described(whole.folder)[0] == Shape(64, 32, 2, 4, True, target == "answers")
+    assert described(whole.folder)[0] == Shape(64, 24, 2, 4, True, target == "answers")
     assert {row["recipe"] for row in whole.report["held out"]} == {"learned", "balanced", "divprune"}
     assert [line["step"] for line in whole.log] == [0, 2, 3]
     for file in ("report.json", "report.png", CONFIG):
@@ -244,20 +244,27 @@ def test_tries_are_moved_in_pairs_to_opposite_sides(trained, monkeypatch, tmp_pa
 
 
 def test_the_best_network_is_told_by_several_looks(trained, monkeypatch, tmp_path):
-    """One lucky look at step 100 is not the best of them; what stays good from step 600 on is."""
+    """One lucky look at step 100 is not the best of them; what stays good from step 600 on is, and later ones as good."""
     _, train = trained
     paths = sorted((train(steps=1).folder / "work" / "training").glob("*.pt"))
     frozen = Frozen(zoo.model("llava"), zoo.processor("llava"), "answers")
     shape = Shape(64, 32, 2, 4, True, True)
     tried = Tried(frozen, shape, paths, [Example.load(paths[0])], 0.2, 9000, tmp_path / "state.pt")
-    looks = [5.0, 2.0, *[5.0] * 4, *[3.0] * 60]
-    monkeypatch.setattr(tried, "_watched", lambda: looks[tried.state.step // 100])
+    # two questions, of which one is later answered a little worse and the other as much better or less
+    looks = [(5.0, 5.0), (2.0, 2.0), *[(5.0, 5.0)] * 4, *[(3.0, 3.0)] * 10, *[(3.2, 2.9)] * 10, *[(3.2, 3.1)] * 60]
+    monkeypatch.setattr(tried, "_watched", lambda: torch.tensor(looks[tried.state.step // 100]))
     monkeypatch.setattr(tried, "lost", lambda told: (0.0, 0.0))
+    kept = []
     while not tried.state.ended:
+        with torch.no_grad():
+            tried.mean.module.score.weight.fill_(tried.state.step)
         tried._look([])
+        kept.append(int(tried.best["score.weight"][0, 0]))
         tried.state.step += 100
     # five looks of 3 in a row, and half of all steps without a gain
-    assert (tried.state.since, tried.state.best) == (1000, 3.0) and tried.state.log[-1]["step"] == 5500
+    assert (tried.state.since, tried.state.least) == (1000, [3.0, 3.0]) and tried.state.log[-1]["step"] == 5500
+    # one lucky look is passed over; of those that differ from the best by no more than the questions do, the newest is kept
+    assert kept[9:11] == [900, 1000] and kept[-1] == 2600
 
 
 @pytest.mark.full

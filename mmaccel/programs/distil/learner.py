@@ -50,12 +50,13 @@ _SAME, _NOTHING = 0.03, 0.2
 class State:
     """How far a training has come: everything that a run which goes on needs.
 
-    best, since : the smallest loss on the watched questions, mean over the last looks, and the step of it. log : a line every
-        look.
+    recent : the losses on the watched questions in the last looks. least, since : their means over these looks where they were
+        smallest, and the step of it. log : a line every look.
     """
 
     step: int = 0
-    best: float = math.inf
+    recent: list[list[float]] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
     since: int = 0
     seconds: float = 0.0
     ended: bool = False
@@ -197,8 +198,8 @@ class Learner(ABC):
         """The signal that is learned, and its scale."""
 
     @abstractmethod
-    def _watched(self) -> float:
-        """The loss on the watched questions, by which the best network is told."""
+    def _watched(self) -> Tensor:
+        """``[losses]`` on the watched questions, the same ones in every look, by which networks are compared."""
 
     # --- looking --------------------------------------------------------------------------------------------
     def asked(self, most: int | None = None) -> Iterator[tuple[Example, Choice]]:
@@ -228,24 +229,28 @@ class Learner(ABC):
         return float(kl), float(other)
 
     def _look(self, running: Sequence[float]) -> None:
-        """Note how well it does, keep it if it is the best, and end where nothing is gained any more."""
+        """Note how well it does, keep it unless an earlier one was better, and end where nothing is gained any more."""
         state = self.state
         with torch.no_grad():
-            watched = self._watched()
+            watched = self._watched().double().cpu()
             kl, other = self.lost(lambda _, choice: choice.told(self.mean))
         state.log.append(
             {
                 "step": state.step,
                 "seconds": round(state.seconds, 1),
                 "loss": sum(running) / len(running) if running else None,
-                "watched": watched,
+                "watched": float(watched.mean()),
                 "kl": kl,
                 "kept": 1 - other,
             }
         )
-        recent = [line["watched"] for line in state.log[-_RECENT:]]
-        if (loss := sum(recent) / len(recent)) < state.best:
-            state.best, state.since = loss, state.step
+        state.recent = [*state.recent, watched.tolist()][-_RECENT:]
+        losses = torch.tensor(state.recent).mean(0)
+        if not state.least or losses.mean() < torch.tensor(state.least).mean():
+            state.least, state.since = losses.tolist(), state.step
+        # of those that few questions cannot tell apart, the one that learned longest: within a standard error of the difference
+        worse = losses - torch.tensor(state.least)
+        if worse.mean() <= worse.std(correction=0) / math.sqrt(len(worse)):
             self.best = copy.deepcopy(self.mean.module.state_dict())
         patience = max(_PATIENCE * _LOOK, _SHARE * self.steps)
         state.ended = state.step >= self.steps or state.step - state.since >= patience
@@ -294,9 +299,8 @@ class Told(Learner):
         signal = best((signal, middle) for signal in range(signals))[0] if signals > 1 else 0
         return best((signal, scale) for scale in _SCALES)
 
-    def _watched(self) -> float:
-        lost = (float(self._missed(example, choice.told(self.mean)[0])) for example, choice in self.asked())
-        return sum(lost) / len(self.watched)
+    def _watched(self) -> Tensor:
+        return torch.stack([self._missed(example, choice.told(self.mean)[0]) for example, choice in self.asked()])
 
 
 class Tried(Learner):
@@ -341,12 +345,12 @@ class Tried(Learner):
     def _found(self) -> tuple[int, float]:
         return 0, 1.0
 
-    def _watched(self) -> float:
+    def _watched(self) -> Tensor:
         found = []
         for example, choice in self.asked():
             scores, residual = choice.told(self.mean)
             found.append(self.answered(example, choice.by(scores), residual)[0])
-        return float(_graded(torch.cat(found)).mean())
+        return _graded(torch.cat(found))
 
 
 def _graded(kl: Tensor) -> Tensor:

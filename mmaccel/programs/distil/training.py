@@ -158,7 +158,7 @@ def _split(questions: Sequence[Question]) -> tuple[list[Question], list[Question
 
 def _shape(features: int, width: int | None, blocks: int, question: bool, residual: bool) -> Shape:
     if width is None:
-        width = 32 if features < 512 else 128 if features < 2048 else 256
+        width = 24 if features < 512 else 128 if features < 2048 else 256
     return Shape(features, width, blocks, heads=4, question=question, residual=residual)
 
 
