@@ -58,7 +58,10 @@ class Residual:
 
     def add(self, x: Tensor) -> Tensor:
         """``x [B, S, D]`` with the values added."""
-        at = (self.batch * x.shape[1] + self.slot.clamp(min=0)).flatten().to(x.device, non_blocking=True)
+        # nothing is added to a slot each: a GPU would add all of it to a single one in turn
+        spread = torch.arange(self.slot.shape[1], device=self.slot.device) % x.shape[1]
+        slot = torch.where(self.slot < 0, spread, self.slot)
+        at = (self.batch * x.shape[1] + slot).flatten().to(x.device, non_blocking=True)
         none = (self.slot < 0)[..., None].to(x.device, non_blocking=True)
         values = self.values.to(x.dtype).masked_fill(none, 0).flatten(0, 1)
         return x.flatten(0, 1).index_add(0, at, values).view(x.shape)
