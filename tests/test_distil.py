@@ -336,7 +336,7 @@ def test_a_selector_is_a_recipe_by_its_folder(tmp_path):
     assert torch.equal(*kept)
 
 
-@pytest.mark.parametrize("name", ["mini-llava", "mini-qwen-vl"])
+@pytest.mark.parametrize("name", ["mini-llava", "mini-llava-deep", "mini-qwen-vl"])
 def test_shipped_models_have_one(name):
     """It is theirs, and picks otherwise than the rule it begins with."""
     folder = shipped().with_name(name)
