@@ -27,8 +27,8 @@ from .examples import Example, Frozen
 _CLIP = 1.0
 #: share of the running mean of the weights that every step leaves: single steps are noise, what they have in common is not
 _KEPT = 0.99
-#: steps between two looks at the watched questions; looks without a gain after which it ends, and at least this share of all
-#: steps: at the full rate a network may gain nothing for long and gain much once the rate falls
+#: steps between two looks at the watched questions; after how many looks that all were worse it ends, and at least this share
+#: of all steps: at the full rate a network may gain nothing for long and gain much once the rate falls
 _LOOK, _PATIENCE, _SHARE = 100, 20, 0.5
 #: looks whose mean says how good a network is: of many single looks at few questions the best one was lucky
 _RECENT = 5
@@ -50,8 +50,8 @@ _SAME, _NOTHING = 0.03, 0.2
 class State:
     """How far a training has come: everything that a run which goes on needs.
 
-    recent : the losses on the watched questions in the last looks. least, since : their means over these looks where they were
-        smallest, and the step of it. log : a line every look.
+    recent : the losses on the watched questions in the last looks. least : their means over as many looks, where they were
+        smallest. since : the step of the network that is kept. log : a line every look.
     """
 
     step: int = 0
@@ -155,7 +155,7 @@ class Learner(ABC):
 
     # --- steps ----------------------------------------------------------------------------------------------
     def run(self, minutes: float | None, tell: Callable[[str, int, int], None]) -> None:
-        """Train until the watched questions no longer gain, or steps or time are at their end."""
+        """Train until the watched questions lose, or steps or time are at their end."""
         ends = None if minutes is None else time.monotonic() + 60 * minutes
         before, began = self.state.seconds, time.monotonic()
         running: list[float] = []
@@ -229,7 +229,7 @@ class Learner(ABC):
         return float(kl), float(other)
 
     def _look(self, running: Sequence[float]) -> None:
-        """Note how well it does, keep it unless an earlier one was better, and end where nothing is gained any more."""
+        """Note how well it does, keep it unless an earlier one was better, and end where that has long been so."""
         state = self.state
         with torch.no_grad():
             watched = self._watched().double().cpu()
@@ -247,11 +247,11 @@ class Learner(ABC):
         state.recent = [*state.recent, watched.tolist()][-_RECENT:]
         losses = torch.tensor(state.recent).mean(0)
         if not state.least or losses.mean() < torch.tensor(state.least).mean():
-            state.least, state.since = losses.tolist(), state.step
+            state.least = losses.tolist()
         # of those that few questions cannot tell apart, the one that learned longest: within a standard error of the difference
         worse = losses - torch.tensor(state.least)
         if worse.mean() <= worse.std(correction=0) / math.sqrt(len(worse)):
-            self.best = copy.deepcopy(self.mean.module.state_dict())
+            self.best, state.since = copy.deepcopy(self.mean.module.state_dict()), state.step
         patience = max(_PATIENCE * _LOOK, _SHARE * self.steps)
         state.ended = state.step >= self.steps or state.step - state.since >= patience
 

@@ -74,7 +74,7 @@ def distil(
     retain : the share of the tokens at which answers are looked at.
     width, blocks : of the network; by default by the model's width.
     steps, minutes : how many steps at most, a batch each, and how long; the training ends earlier where the watched
-        questions no longer gain.
+        questions lose for long.
     batch_size, max_new_tokens, complain : as for :func:`mmaccel.programs.evaluate.evaluate`.
     progress : called with what is being done, how much of it is done, and how much there is.
 
