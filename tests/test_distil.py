@@ -202,6 +202,12 @@ def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkey
         train("broken", retain=0.3)
     with pytest.raises(MmaccelError, match="another longest answer"):
         train("broken", max_new_tokens=5)
+    # as an mmaccel wrote it that noted other things
+    noted = torch.load(work / "state.pt", weights_only=True)
+    del noted["settings"]["form of its state"], noted["state"]["recent"]
+    torch.save(noted, work / "state.pt")
+    with pytest.raises(MmaccelError, match=r"another form of its state; give another folder, or delete its state\.pt"):
+        train("broken")
 
 
 def test_tokens_without_which_answers_change_are_picked_after_trying(trained, monkeypatch, tmp_path):

@@ -82,3 +82,14 @@ def test_a_residual_inside_the_language_model_is_refused():
     made = Reduction(kept, kept, residual=Residual.to(kept, torch.zeros(1, 4, 8)))
     with pytest.raises(MmaccelError, match="'fastv' has a residual.*make it a ProjectorMethod"):
         tokens.checked(FastV(), made, kept, count)
+
+
+def test_tokens_without_a_residual_are_not_all_added_to_one(monkeypatch):
+    """A GPU adds what meets in a row one by one."""
+    kept, values, met = torch.arange(8)[None] == 5, torch.ones(1, 8, 2), []
+    add = torch.Tensor.index_add
+    monkeypatch.setattr(
+        torch.Tensor, "index_add", lambda x, dim, at, y: met.append(at.bincount().max()) or add(x, dim, at, y)
+    )
+    assert torch.equal(Residual.to(kept, values).add(torch.zeros(1, 8, 2)), kept[..., None].float().expand(1, 8, 2))
+    assert met == [1]

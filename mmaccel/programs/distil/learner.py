@@ -118,7 +118,12 @@ class Learner(ABC):
         self.mean = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(_KEPT))
         self.best = copy.deepcopy(self.network.state_dict())
         self.state = State()
-        self.settings = {"shape": vars(shape), "retain": retain, "steps": steps}
+        self.settings = {
+            "shape": vars(shape),
+            "retain": retain,
+            "steps": steps,
+            "form of its state": [*vars(self.state)],
+        }
         self.optimiser = torch.optim.AdamW(self.network.parameters(), lr=self.rate, weight_decay=0.01)
         if state.is_file():
             self._resume()
@@ -232,19 +237,19 @@ class Learner(ABC):
         """Note how well it does, keep it unless an earlier one was better, and end where that has long been so."""
         state = self.state
         with torch.no_grad():
-            watched = self._watched().double().cpu()
+            watched = self._watched().tolist()
             kl, other = self.lost(lambda _, choice: choice.told(self.mean))
         state.log.append(
             {
                 "step": state.step,
                 "seconds": round(state.seconds, 1),
                 "loss": sum(running) / len(running) if running else None,
-                "watched": float(watched.mean()),
+                "watched": sum(watched) / len(watched),
                 "kl": kl,
                 "kept": 1 - other,
             }
         )
-        state.recent = [*state.recent, watched.tolist()][-_RECENT:]
+        state.recent = [*state.recent, watched][-_RECENT:]
         losses = torch.tensor(state.recent).mean(0)
         if not state.least or losses.mean() < torch.tensor(state.least).mean():
             state.least = losses.tolist()
