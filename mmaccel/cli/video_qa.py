@@ -163,7 +163,7 @@ def _check_summary(path: Path, *others: Path) -> None:
 
 
 def _write(path: Path, content: bytes, named: Path | None = None) -> None:
-    from ..programs.video_qa.answers import write_whole
+    from ..files import write_whole
 
     try:
         write_whole(path, content)

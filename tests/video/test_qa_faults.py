@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import transformers
 
-from mmaccel import MmaccelError, recipe
+from mmaccel import MmaccelError, files, recipe
 from mmaccel.cli import main
 from mmaccel.programs.video_qa import answers as answer_files
 from mmaccel.programs.video_qa import qa
@@ -317,14 +317,14 @@ def test_a_disk_that_fills_up_before_the_summary_is_one_sentence(
     stub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = stub(line("one?"), more=("--summary", str(tmp_path / "s.json")))
-    write = answer_files.write_whole
+    write = files.write_whole
 
     def full(path: Path, content: bytes) -> None:
         if path.name == "s.json":
             raise OSError(28, "No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(answer_files, "write_whole", full)
+    monkeypatch.setattr(files, "write_whole", full)
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "No space left on device" in err and "the same command goes on" in err
@@ -364,8 +364,9 @@ class Disk:
         names = ("open", "write", "fsync", "replace", "ftruncate", "truncate")
         proxied = {name: self._failing(getattr(os, name), name) for name in names}
         module = SimpleNamespace(**{**vars(os), **proxied})
-        monkeypatch.setattr(answer_files, "os", module)
-        monkeypatch.setattr(answer_files, "open", self._open, raising=False)
+        for place in (answer_files, files):
+            monkeypatch.setattr(place, "os", module)
+            monkeypatch.setattr(place, "open", self._open, raising=False)
 
     def _failing(self, call: Any, name: str) -> Any:
         def failing(*args: Any) -> Any:

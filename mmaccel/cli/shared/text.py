@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MmaccelError
+from ...files import write_whole
 from .options import STDOUT
 
 if TYPE_CHECKING:
@@ -90,9 +90,7 @@ def json_file(wanted: str | None) -> Path | None:
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Write a report, whole or not at all."""
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    write_whole(path, json.dumps(report, indent=1, default=str).encode() + b"\n")
 
 
 def tell(report: Mapping[str, Any], wanted: str | None, render: Callable[[], str]) -> None:

@@ -11,12 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from ...errors import MmaccelError
+from ...files import take_lock, write_whole
 from .questions import VideoQuestion
-
-try:
-    import fcntl
-except ImportError:  # Windows has none; two runs on one file are then not told apart
-    fcntl = None  # type: ignore[assignment]
 
 Record = dict[str, Any]
 #: settings that differ of which a refusal names no more
@@ -65,15 +61,7 @@ class AnswerFile:
         if self.path.exists() and not self.path.is_file():
             raise MmaccelError(f"Cannot write {str(self.path)!r} (it is no regular file); give another file.")
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # another run may have replaced the file since it was opened
-            free = os.path.samestat(os.fstat(self._file), os.stat(self.path))
-        except OSError:
-            free = False
-        if not free:
+        if not take_lock(self._file, self.path):
             raise MmaccelError(f"Another run writes to {str(self.path)!r}; wait for it, or give another file.")
 
     def _resume(self, settings: Record) -> None:
@@ -190,26 +178,4 @@ def _record(line: bytes) -> Record | None:
     return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    draft = path.with_name(path.name + ".part")
-    try:
-        with open(draft, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
-    with contextlib.suppress(OSError):
-        # the name, too, is to be on the disk; not every system opens folders
-        folder = os.open(path.absolute().parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-__all__ = ["AnswerFile", "write_whole"]
+__all__ = ["AnswerFile"]
