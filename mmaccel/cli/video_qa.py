@@ -35,7 +35,7 @@ import typer
 from ..errors import MmaccelError
 from ..programs.bench import origin
 from . import ask
-from .shared.measure import PARTIAL, percent, versions
+from .shared.measure import PARTIAL, percent
 from .shared.options import Frames, Json, Longest, ModelOptions, RecipeOptions
 from .shared.text import json_file, nbytes, seconds, show, table, working
 
@@ -112,6 +112,7 @@ def run(
     output: Json = None,
 ) -> int:
     """Answer what is left, write it, print the summary."""
+    from ..programs.identity import versions
     from ..programs.video_qa.answers import AnswerFile
     from ..programs.video_qa.questions import read_questions
 

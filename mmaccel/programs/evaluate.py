@@ -40,12 +40,18 @@ from ..suite import Item, Sample, is_right, make_suite
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a set. ``load`` reads or draws what it is about; ``expected`` is None where nobody knows."""
+    """One question of a set. ``load`` reads or draws what it is about; ``expected`` is None where nobody knows.
+
+    ``sample`` says which files ``load`` reads, and ``frames`` how many frames of a video it takes: by these
+    :func:`mmaccel.programs.identity.question_identity` reads files without decoding them.
+    """
 
     name: str
     task: str
     expected: str | None
     load: Callable[[], Prompt]
+    sample: Sample | None = None
+    frames: int = 0
 
 
 def ask_suite(
@@ -86,7 +92,7 @@ def ask_samples(samples: Iterable[Sample], *, frames: int = 16) -> list[Question
     """The questions of a JSONL set (:func:`mmaccel.suite.read_samples`), with ``frames`` evenly spaced frames of a video."""
 
     def question(sample: Sample) -> Question:
-        return Question(sample.name, sample.task or "all", sample.answer, lambda: _read(sample, frames))
+        return Question(sample.name, sample.task or "all", sample.answer, lambda: _read(sample, frames), sample, frames)
 
     return [question(sample) for sample in samples]
 

@@ -159,7 +159,7 @@ class Terminal(io.StringIO):
 def test_reading_that_takes_long_shows_how_far_it_is(
     patience: float, shown: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmaccel.programs.video_qa import identity
+    from mmaccel.programs import identity
 
     assert identity._QUIET == 2.0
     monkeypatch.setattr(identity, "_QUIET", patience)

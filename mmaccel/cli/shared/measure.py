@@ -92,6 +92,7 @@ class Run:
         if asked.suite and asked.data is not None:
             raise MmaccelError("Give --suite or --data, not both.")
         from ...programs.evaluate import fingerprint
+        from ...programs.identity import versions
 
         self.asked, self.typed, self.path, self.split, self.about = asked, typed, path, split, about
         self.complaints: list[str] = []
@@ -254,17 +255,6 @@ def spoken(answer: Answer) -> dict[str, Any]:
     """An answer for the report."""
     names = ("name", "task", "expected", "full", "answer", "right", "same", "kl")
     return {name: getattr(answer, name) for name in names}
-
-
-def versions() -> dict[str, str]:
-    """What figures depend on; ``code`` is a digest of mmaccel's own source."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parents[2]
-    for path in sorted(root.rglob("*.py")):
-        if root / "cli" not in path.parents:
-            digest.update(path.read_bytes())
-    found = origin.versions()
-    return {name: found[name] for name in ("mmaccel", "torch", "transformers")} | {"code": digest.hexdigest()[:16]}
 
 
 def percent(share: float | None) -> str:

@@ -42,7 +42,7 @@ from ...video.ahead import Ahead, begin
 from ...video.clip import Clip
 from ...video.wanted import GIB, Select, Wanted, check_timeout
 from ..evaluate import fingerprint
-from .identity import digests
+from ..identity import digests
 from .questions import VideoQuestion, as_questions, by_video
 
 Record = dict[str, Any]

@@ -1,0 +1,580 @@
+"""Identities by content: digests of recipes, method code, questions, pictures, clips and models.
+
+A result that was saved may be reused only where everything it depends on is the same. Names, titles and paths do not tell:
+a method keeps its name when its code changes, a file when its bytes do. The functions here return hexadecimal digests that
+change with the content.
+
+>>> from mmaccel.programs.identity import recipe_identity
+>>> from mmaccel.recipe import recipe
+>>> one_token, all_tokens = recipe("divprune", retain=1), recipe("divprune", retain=1.0)
+>>> recipe_identity(one_token) == recipe_identity(all_tokens)
+False
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ..errors import MmaccelError
+from ..method.loaded import Loaded
+from ..recipe import Recipe
+from .bench import origin
+
+#: seconds after which a reader of files shows how far it has come
+_QUIET = 2.0
+_CHUNK = 8 << 20
+#: files up to this size are hashed whole; larger ones by size, time of change and this much of each end
+_WHOLE, _END = 64 << 20, 1 << 20
+_PACKAGE = Path(__file__).parents[1]
+#: options that name a folder which by default lies, under the same name, beside the model's weights
+_BESIDE = ("selector", "draft")
+#: entries of a class that say nothing of what it does, or not the same in every process
+_SILENT = {
+    *(
+        "__dict__",
+        "__weakref__",
+        "__module__",
+        "__doc__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "__annotations__",
+    ),
+    *("__annotate__", "__annotate_func__", "__annotations_cache__", "__dataclass_params__", "__abstractmethods__"),
+    *("_abc_impl", "__orig_bases__", "__parameters__", "__hash__", "__match_args__"),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def recipe_identity(recipe: Recipe, model: str | Path | None = None) -> str:
+    """Digest of a recipe: every value with its type, the code of its methods, and the files that they load.
+
+    Parameters
+    ----------
+    recipe : what is to be identified. ``retain=1`` (one token), ``1.0`` (all) and ``True`` are different.
+    model : the model's folder, for methods that load what lies beside the weights (``selector/``, ``draft/``).
+
+    Raises
+    ------
+    MmaccelError
+        If the recipe cannot be built, or a file that it names cannot be read.
+    """
+    return digest(recipe_parts(recipe, model))
+
+
+def recipe_parts(recipe: Recipe, model: str | Path | None = None) -> dict[str, str]:
+    """The parts of :func:`recipe_identity` as digests by name, to tell which of them differs: ``recipe`` (all values),
+    ``code of METHOD`` and ``files of METHOD``."""
+    parts, built = {}, recipe.build()
+    parts["recipe"] = digest((recipe, [_fields(method) for _, method in built]))
+    for number, (stage, method) in enumerate(built):
+        # two stages of one method may name different files
+        label = (
+            stage.method if [s.method for s, _ in built].count(stage.method) == 1 else f"{stage.method} #{number + 1}"
+        )
+        parts[f"code of {label}"] = class_identity(type(method))
+        if files := list(_files_of(method, model)):
+            parts[f"files of {label}"] = digest(files)
+    return parts
+
+
+def class_identity(cls: type) -> str:
+    """Digest of a class's code: the source files of its modules and of the modules that these use, and its bytecode.
+
+    Bases count too. Left out are the standard library and installed packages, except for the package of the class itself;
+    :mod:`mmaccel` counts whole. Bytecode stands for what has no file, such as a class made in a notebook or by ``exec``.
+    """
+    return digest(_Code(cls))
+
+
+def code_identity() -> str:
+    """Digest of mmaccel's own source, kernels included; the command line, which changes no result, is left out."""
+    return _own_source()
+
+
+def versions() -> dict[str, str]:
+    """Versions that results depend on: of mmaccel, torch and transformers, and ``code``, the start of
+    :func:`code_identity`."""
+    found = origin.versions()
+    return {name: found[name] for name in ("mmaccel", "torch", "transformers")} | {"code": code_identity()[:16]}
+
+
+@functools.cache
+def _own_source() -> str:
+    import mmaccel_kernels
+
+    found = hashlib.sha256()
+    for root in (_PACKAGE, Path(str(mmaccel_kernels.__file__)).parent):
+        for path in sorted(root.rglob("*.py")):
+            if _PACKAGE / "cli" not in path.parents:
+                found.update(f"{path.relative_to(root).as_posix()} ".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The options of a method, or whatever an object holds."""
+    if dataclasses.is_dataclass(value):
+        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    return dict(vars(value)) if hasattr(value, "__dict__") else {}
+
+
+def _files_of(method: Any, model: str | Path | None) -> Iterator[tuple[str, Any]]:
+    """Names and contents of what the options of a method load."""
+    for name, value in _fields(method).items():
+        if name in _BESIDE and value == "" and model is not None:
+            value = str(Path(model) / name)
+        if not isinstance(value, (str, Path)) or not str(value):
+            continue
+        path = Path(value)
+        try:
+            there = path.exists()
+        except (OSError, ValueError):
+            # a text that is too long for a name, or holds a null
+            continue
+        if there:
+            yield name, path_identity(path, hash_large=False)
+        elif name == "draft" and len(path.parts) == 2:
+            yield name, hub_commit(str(value))
+
+
+# ----------------------------------------------------------------------------------------------------------- questions
+
+
+def question_identity(question: Any, hash_media: bool = False) -> str:
+    """Digest of a question: its text, earlier turns, choices, expected answer and task, and the content of what it is about.
+
+    Parameters
+    ----------
+    question : a :class:`mmaccel.programs.evaluate.Question` or :class:`mmaccel.programs.video_qa.VideoQuestion`. One that
+        names files is not loaded: its files are hashed. Others are loaded, and their pixels hashed.
+    hash_media : hash files of more than 64 MiB as a whole, too; otherwise their size, time of change, first and last MiB
+        count. Smaller files are always hashed whole. What is missing has a digest too.
+    """
+    sample = getattr(question, "sample", None)
+    if sample is not None:
+        files = [*sample.images, *([sample.video] if sample.video else [])]
+        words = (sample.question, sample.earlier, question.expected, question.task, question.frames)
+        return digest((words, [_media(path, hash_media) for path in files]))
+    if hasattr(question, "load"):
+        return digest((question.task, question.expected, question.load()))
+    asked = (question.question, question.choices, question.answer, question.error)
+    return digest((asked, _media(question.path, hash_media) if question.path else None))
+
+
+def _media(path: str | Path, hash_large: bool) -> str | None:
+    """The digest of a picture, a video or a folder of pictures; None where nothing can be read."""
+    try:
+        return path_identity(path, hash_large)
+    except (MmaccelError, ValueError):
+        return None
+
+
+def path_identity(path: str | Path, hash_large: bool = True) -> str:
+    """Digest of a file's content, or of the names and contents of all files below a folder; where it lies does not count.
+
+    ``hash_large=False`` takes size, time of change, first and last MiB of files of more than 64 MiB.
+
+    Raises
+    ------
+    MmaccelError
+        If it is missing or cannot be read.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            files = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("."))
+            return digest([(one.relative_to(path).as_posix(), _file(one, hash_large)) for one in files])
+        return _file(path, hash_large)
+    except OSError as error:
+        raise MmaccelError(
+            f"Cannot read {str(error.filename or path)!r} ({error.strerror}); give a file or folder that can be read."
+        ) from error
+
+
+def _file(path: Path, whole: bool) -> str:
+    state = path.stat()
+    return _hashed(path.resolve(), state.st_size, state.st_mtime_ns, whole or state.st_size <= _WHOLE)
+
+
+@functools.lru_cache(maxsize=4096)
+def _hashed(path: Path, size: int, changed: int, whole: bool) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        if whole:
+            while piece := file.read(_CHUNK):
+                found.update(piece)
+        else:
+            found.update(f"{size} {changed} ".encode() + file.read(_END))
+            file.seek(-_END, 2)
+            found.update(file.read(_END))
+    return found.hexdigest()
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+def model_identity(model: Any, processor: Any = None) -> str:
+    """Digest of a model.
+
+    Of a folder every byte of the files that may decide an answer counts, of a hub id its commit (:func:`digests`). Of a loaded
+    model its class, configuration and all weights; with ``processor`` also its tokenizer, chat template and settings.
+
+    Raises
+    ------
+    MmaccelError
+        If files cannot be read, or the commit of a hub id is unknown on this machine.
+    """
+    if isinstance(model, (str, Path)):
+        found = digests(str(model))
+        if None in found.values():
+            raise MmaccelError(
+                f"The commit of {str(model)!r} is not known on this machine; load the model once, or give a folder."
+            )
+        return digest(found)
+    generation = getattr(model, "generation_config", None)
+    settings = [_settings(one) for one in (getattr(model, "config", None), generation)]
+    weights = {name: _sums(weight) for name, weight in model.state_dict().items() if isinstance(weight, torch.Tensor)}
+    return digest((type(model).__qualname__, settings, weights, None if processor is None else _processor(processor)))
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """A configuration without where it was loaded from and by which version it is shown."""
+    found = config.to_dict() if hasattr(config, "to_dict") else {}
+    return {key: value for key, value in found.items() if key not in ("_name_or_path", "transformers_version")}
+
+
+def _processor(processor: Any) -> Any:
+    parts = [getattr(processor, name, None) for name in ("image_processor", "video_processor")]
+    tokenizer = getattr(processor, "tokenizer", processor)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    templates = [getattr(one, "chat_template", None) for one in (processor, tokenizer)]
+    return type(processor).__qualname__, [_settings(part) for part in parts], words, templates
+
+
+def _sums(weight: torch.Tensor) -> Any:
+    """What a tensor holds: a sum over its words of 8 bytes, each mixed with its place, exact and the same on every device."""
+    about = str(weight.dtype), tuple(weight.shape)
+    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    if whole.is_meta or not whole.numel():
+        return about
+    flat = whole.detach().contiguous().reshape(-1).view(torch.uint8)
+    even = len(flat) // 8 * 8
+    total = 0
+    for start in range(0, even, _CHUNK):
+        piece = flat[start : min(start + _CHUNK, even)]
+        words = (piece if piece.storage_offset() % 8 == 0 else piece.clone()).view(torch.int64)
+        x = words + torch.arange(start, start + len(words), device=words.device) * 0x9E3779B97F4A7C1
+        # a mix as in splitmix64: products wrap alike everywhere
+        x = (x ^ (x >> 30)) * 0x3F58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x14D049BB133111EB
+        total += int((x ^ (x >> 31)).sum())
+    return *about, total, flat[even:].tolist()
+
+
+def digests(model: str) -> dict[str, str | None]:
+    """Of a folder, a digest of every byte of every file that may decide an answer: weights, configurations, tokenizer, chat
+    templates, processors, code. Of a hub id, the commit that it stands for on this machine, which names them all; or None.
+
+    Nothing is taken from an earlier reading. A bar on standard error shows a reading that takes long.
+
+    Raises
+    ------
+    MmaccelError
+        If a file cannot be read.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return {"commit": hub_commit(model)}
+    from tqdm import tqdm
+
+    files = _files(folder)
+    found: dict[str, str | None] = {}
+    try:
+        with tqdm(
+            total=sum(path.stat().st_size for path in files),
+            desc="reading the model's files",
+            unit="B",
+            unit_scale=True,
+            delay=_QUIET,
+            disable=None,
+            leave=False,
+        ) as bar:
+            for path in files:
+                told = hashlib.sha256()
+                with path.open("rb") as file:
+                    while piece := file.read(_CHUNK):
+                        told.update(piece)
+                        bar.update(len(piece))
+                found[f"file {path.relative_to(folder).as_posix()}"] = told.hexdigest()
+    except OSError as error:
+        raise MmaccelError(
+            f"Cannot read {str(error.filename or folder)!r} of the model ({error.strerror}); mend it, or give another model."
+        ) from error
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that a model is loaded from: everything at the top but notes for people, and templates and code below."""
+    top = {path for path in folder.iterdir() if path.suffix.lower() != ".md"}
+    below = {path for kind in ("*.jinja", "*.py") for path in folder.rglob(kind)}
+    return sorted(path for path in top | below if path.is_file() and not path.name.startswith("."))
+
+
+def hub_commit(name: str) -> str | None:
+    """The commit that a hub id stands for; None where nobody knows, which loading the model has a sentence for."""
+    from transformers.utils.hub import cached_file, extract_commit_hash
+
+    try:
+        commit: str | None = extract_commit_hash(cached_file(name, "config.json"), None)
+    except Exception:
+        return None
+    return commit
+
+
+# ------------------------------------------------------------------------------------------------------ any value, code
+
+
+def digest(value: Any) -> str:
+    """Digest of a value with the types in it: of plain data, arrays, tensors, pictures, dataclasses, functions, classes.
+
+    A tuple equals a list, a mapping one in another order. ``1``, ``1.0`` and ``True`` differ.
+    """
+    feed = _Feed()
+    feed.add(value)
+    return feed.hash.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Code:
+    """Marks a class of which the code is to be hashed, with the modules it is from."""
+
+    cls: type
+
+
+class _Feed:
+    """Adds values to one hash, each with a tag of its type and its length, so that no two values read alike."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.sha256()
+        #: objects that were met, by id; they are held, so that no other object gets the id
+        self.seen: dict[int, tuple[int, Any]] = {}
+        #: top packages whose modules are followed although they are installed
+        self.packages: set[str] = set()
+
+    def _put(self, tag: str, content: bytes | str = b"") -> None:
+        content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+        self.hash.update(f"{tag} {len(content)} ".encode())
+        self.hash.update(content)
+
+    def add(self, value: Any) -> None:
+        """Add a value of any type."""
+        if value is None or value is ... or isinstance(value, bool):
+            self._put("is", repr(value))
+        elif isinstance(value, int):
+            self._put("int", hex(value))
+        elif isinstance(value, float):
+            self._put("float", float(value).hex())
+        elif isinstance(value, str):
+            self._put("str", str(value))
+        elif isinstance(value, (bytes, bytearray)):
+            self._put("bytes", bytes(value))
+        elif isinstance(value, Path):
+            self._put("path", str(value))
+        elif isinstance(value, (list, tuple)):
+            self._put(f"sequence of {len(value)}")
+            for one in value:
+                self.add(one)
+        elif isinstance(value, (set, frozenset)):
+            self._put("set", "".join(sorted(map(self._apart, value))))
+        elif isinstance(value, Mapping):
+            self._put(f"mapping of {len(value)}")
+            for key, one in sorted(((self._apart(key), one) for key, one in value.items()), key=lambda item: item[0]):
+                self._put("key", key)
+                self.add(one)
+        elif isinstance(value, torch.Tensor):
+            self._put("tensor", repr(_sums(value)))
+        elif isinstance(value, (np.ndarray, np.generic)) and value.dtype != object:
+            self._put(f"array {value.dtype} {value.shape}", value.tobytes())
+        elif isinstance(value, Image.Image):
+            self._put("picture", value.tobytes())
+            self.add((value.mode, value.size, value.getpalette(), value.info.get("transparency")))
+        elif isinstance(value, Loaded):
+            self._put("model", model_identity(value.model))
+        elif id(value) in self.seen:
+            self._put("again", str(self.seen[id(value)][0]))
+        else:
+            self.seen[id(value)] = len(self.seen), value
+            self._object(value)
+
+    def _apart(self, value: Any) -> str:
+        """The digest of a key or a member of a set, by which these are ordered."""
+        feed = _Feed()
+        feed.packages, feed.seen = self.packages, dict(self.seen)
+        feed.add(value)
+        return feed.hash.hexdigest()
+
+    def _object(self, value: Any) -> None:
+        """Add code, or an object that is no plain data."""
+        if isinstance(value, _Code):
+            self._method(value.cls)
+        elif isinstance(value, types.ModuleType):
+            self._module(value)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, types.CodeType):
+            self._bytecode(value)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            self._put(str(type(value).__name__))
+            self.add(value.__func__)
+        elif isinstance(value, property):
+            self.add((value.fget, value.fset, value.fdel))
+        elif isinstance(value, functools.partial):
+            self.add((value.func, value.args, value.keywords))
+        elif isinstance(value, functools.cached_property):
+            self.add(value.func)
+        elif isinstance(getattr(value, "__wrapped__", None), types.FunctionType):
+            self.add(value.__wrapped__)
+        else:
+            kind = type(value)
+            self._put("object", f"{kind.__module__}.{kind.__qualname__}")
+            if dataclasses.is_dataclass(value) or _follows(kind.__module__, self.packages):
+                self.add(_fields(value))
+            elif " at 0x" not in (told := repr(value)):
+                self._put("told", told)
+
+    # --- code -------------------------------------------------------------------------------------------------
+    def _method(self, cls: Any) -> None:
+        """Add a class, its bases, and the modules that they are from."""
+        self.packages.add(cls.__module__.partition(".")[0])
+        for base in cls.__mro__:
+            if _own(base.__module__) or _follows(base.__module__, self.packages):
+                self._put("base", f"{base.__module__}.{base.__qualname__}")
+                self._entries(base)
+                self.add(sys.modules.get(base.__module__))
+
+    def _class(self, cls: type) -> None:
+        self._put("class", f"{cls.__module__}.{cls.__qualname__}")
+        if _follows(cls.__module__, self.packages):
+            self._entries(cls)
+            self.add(cls.__bases__)
+
+    def _entries(self, cls: type) -> None:
+        for name, value in sorted(vars(cls).items()):
+            if name == "__dataclass_fields__":
+                self.add([(field, one.default, one.default_factory) for field, one in value.items()])
+            elif name not in _SILENT:
+                self._put("entry", name)
+                self.add(value)
+
+    def _module(self, module: types.ModuleType) -> None:
+        """Add the source of a module, and of the modules that it uses."""
+        name = module.__name__
+        self._put("module", name)
+        if _own(name):
+            self._put("mmaccel", code_identity())
+        elif not _follows(name, self.packages):
+            self._put("version", str(getattr(sys.modules.get(name.partition(".")[0]), "__version__", "")))
+        elif (source := _source(name)) is not None:
+            self._put("source", source.read_bytes())
+            used = {}
+            for value in list(vars(module).values()):
+                if isinstance(value, types.ModuleType):
+                    used[value.__name__] = value
+                elif isinstance(value, (type, types.FunctionType)) and value.__module__ in sys.modules:
+                    used[value.__module__] = sys.modules[value.__module__]
+            for other in sorted(used):
+                self.add(used[other])
+
+    def _function(self, function: types.FunctionType) -> None:
+        module = function.__module__ or ""
+        self._put("function", f"{module}.{function.__qualname__}")
+        if not (_own(module) or _follows(module, self.packages)):
+            return
+        self.add(function.__code__)
+        self.add((function.__defaults__, function.__kwdefaults__))
+        for cell in function.__closure__ or ():
+            try:
+                self.add(cell.cell_contents)
+            except ValueError:
+                # not set yet
+                self._put("empty")
+        if _own(module):
+            # what it calls is in mmaccel's own source
+            return
+        source = _source(module)
+        whole = source is None or not Path(function.__code__.co_filename).exists()
+        for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
+            value = function.__globals__[name]
+            # values of a file stand in its source, and may hold what runs have left there
+            if whole or isinstance(value, (type, types.FunctionType, types.ModuleType)):
+                self._put("global", name)
+                self.add(value)
+
+    def _bytecode(self, code: types.CodeType) -> None:
+        self._put("code", code.co_code)
+        self.add((code.co_names, code.co_varnames, code.co_freevars, code.co_argcount, code.co_kwonlyargcount))
+        self.add((code.co_flags, code.co_consts))
+
+
+def _own(module: str) -> bool:
+    return module.partition(".")[0] in ("mmaccel", "mmaccel_kernels")
+
+
+def _follows(module: str, packages: set[str]) -> bool:
+    """Whether the code of a module counts: it is of one of ``packages``, or neither mmaccel's, nor the standard library's, nor
+    that of an installed package."""
+    top = module.partition(".")[0]
+    if _own(module):
+        return False
+    return top in packages or top == "__main__" or (top not in sys.stdlib_module_names and top not in _installed())
+
+
+@functools.cache
+def _installed() -> frozenset[str]:
+    """Top names of installed packages."""
+    return frozenset(packages_distributions())
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module; None in a notebook, in a shell, or for what was made by ``exec``."""
+    path = Path(getattr(sys.modules.get(module), "__file__", None) or "")
+    return path if path.suffix == ".py" and path.is_file() else None
+
+
+def _names(code: types.CodeType) -> Iterable[str]:
+    """Names that code, or code inside it, takes from its module."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+__all__ = [
+    "class_identity",
+    "code_identity",
+    "digest",
+    "digests",
+    "hub_commit",
+    "model_identity",
+    "path_identity",
+    "question_identity",
+    "recipe_identity",
+    "recipe_parts",
+    "versions",
+]
