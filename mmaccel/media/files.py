@@ -13,11 +13,11 @@ from PIL.Image import Image as PILImage
 
 from ..errors import MmaccelError, UnsupportedError
 from ..video import Clip, decode, spaced
-from .prepare import load_picture
+from ..video.container import HEAD, KINDS, SUFFIXES, begins
+from .picture import first_line, load_picture
 
 #: of added tokens, those that stand for pixels or around them
 _PIXELS = re.compile(r"[<\[].*(ima?ge?|video|vision|row_\d+_col_\d+)", re.IGNORECASE)
-VIDEO_SUFFIXES = tuple(".mp4 .mov .mkv .webm .avi .m4v .mpg .mpeg .wmv .flv .ts .m2ts .ogv".split())
 
 
 def load_media(paths: list[Path], frames: int, fps: float) -> tuple[list[Any], Clip | None]:
@@ -31,26 +31,52 @@ def load_media(paths: list[Path], frames: int, fps: float) -> tuple[list[Any], C
     clips = [p for p in paths if moves(p)]
     if len(clips) > 1:
         raise MmaccelError(f"One video at a time, please; {clips[0]} and {clips[1]} are two.")
-    pictures = [load_picture(p) for p in paths if p not in clips]
+    pictures = [_picture(p) for p in paths if p not in clips]
     if not clips:
         return pictures, None
     return pictures, decode(clips[0], frames, folder_fps=fps)
 
 
-def moves(path: Path) -> bool:
-    """Whether a path is a clip: a folder, a video by its name, or an animated GIF."""
-    if path.suffix.lower() != ".gif":
-        return path.is_dir() or path.suffix.lower() in VIDEO_SUFFIXES
+def _picture(path: Path) -> PILImage:
     try:
-        with Image.open(path) as picture:
-            return bool(getattr(picture, "is_animated", False))
-    except OSError:
-        return False
+        return load_picture(path)
+    except MmaccelError:
+        if path.is_file() and not is_media(path):
+            raise MmaccelError(
+                f"{str(path)!r} is neither a picture nor a video of a known format; convert it to png or mp4."
+            ) from None
+        raise
+
+
+def moves(path: Path) -> bool:
+    """Whether a path is a clip: a folder, a video, or an animated GIF.
+
+    The first bytes of a file count, and its name only where those are of no known format.
+    """
+    if path.is_dir():
+        return True
+    kind = _begins(path)
+    if kind == "gif":
+        try:
+            with Image.open(path) as picture:
+                return bool(getattr(picture, "is_animated", False))
+        except Exception:
+            # a broken one; it is told as a picture
+            return False
+    return kind in KINDS or (kind is None and path.suffix.lower() in SUFFIXES)
 
 
 def is_media(path: Path) -> bool:
-    """Whether a path is a picture or a clip by its name."""
-    return moves(path) or path.suffix.lower() in Image.registered_extensions()
+    """Whether a path is a picture or a clip, by its first bytes or by its name."""
+    return _begins(path) in ("gif", "picture") or moves(path) or path.suffix.lower() in Image.registered_extensions()
+
+
+def _begins(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return begins(file.read(HEAD))
+    except OSError:
+        return None
 
 
 def read_folder(folder: Path, count: int, fps: float) -> Clip:
@@ -66,7 +92,8 @@ def read_video(path: Path, count: int) -> Clip:
 @dataclasses.dataclass(frozen=True)
 class Chat:
     """Messages as chat templates take them, ``{"role": ..., "content": [part, ...]}``, whose parts ``{"type": "image"}`` and
-    ``{"type": "video"}`` stand for the pictures and clips in their order."""
+    ``{"type": "video"}`` stand for the pictures and clips in their order; a picture is what
+    :func:`~mmaccel.media.picture.load_picture` takes."""
 
     messages: tuple[dict[str, Any], ...]
     pictures: tuple[PILImage, ...] = ()
@@ -104,8 +131,8 @@ def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
     Raises
     ------
     MmaccelError
-        If a text is none, or holds what stands for pixels in prompts of this model, or a clip is none, or the model's chat
-        template does not take the messages.
+        If a text is none, or holds what stands for pixels in prompts of this model, or a picture or clip is none, or the
+        model's chat template does not take the messages, or its processor the sizes.
     UnsupportedError
         If there is a clip and the processor takes none, or rows must be padded and the tokenizer cannot.
     """
@@ -133,14 +160,27 @@ def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
             )
         options |= {"padding": True, "padding_side": "left"}
     given: dict[str, Any] = {"text_kwargs": options} if options else {}
-    if chats[0].pictures:
+    shown = [[load_picture(picture) for picture in chat.pictures] for chat in chats]
+    if shown[0]:
         # GOT-OCR2 takes lists in a list for the pages of one prompt
-        alone = type(processor).__name__ == "GotOcr2Processor" and all(len(chat.pictures) == 1 for chat in chats)
-        given["images"] = [chat.pictures[0] if alone else list(chat.pictures) for chat in chats]
+        alone = type(processor).__name__ == "GotOcr2Processor" and all(len(pictures) == 1 for pictures in shown)
+        given["images"] = [pictures[0] if alone else pictures for pictures in shown]
     if clips:
         given["videos"] = [[clip.frames for clip in chat.clips] for chat in chats]
         given["videos_kwargs"] = {"do_sample_frames": False, "video_metadata": [clip.metadata() for clip in clips]}
-    return processor(text=texts, return_tensors="pt", **given)
+    try:
+        return processor(text=texts, return_tensors="pt", **given)
+    except MmaccelError:
+        raise
+    except (ValueError, ZeroDivisionError, RuntimeError) as error:
+        # mostly of sizes that a processor does not take
+        sizes = [picture.size for pictures in shown for picture in pictures]
+        sizes += [(clip.frames.shape[2], clip.frames.shape[1]) for clip in clips]
+        pixels = ", ".join(f"{width} x {height}" for width, height in dict.fromkeys(sizes))
+        raise MmaccelError(
+            f"The processor of this model does not take what is shown{f' ({pixels} pixels)' if pixels else ''}: "
+            f"{first_line(error)[:300].rstrip('.')}."
+        ) from error
 
 
 def check_words(processor: Any, words: Any) -> None:
@@ -196,7 +236,6 @@ def _text(processor: Any, chat: Chat) -> str:
 
 
 __all__ = [
-    "VIDEO_SUFFIXES",
     "Chat",
     "Clip",
     "Prompt",

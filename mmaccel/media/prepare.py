@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from PIL.Image import Image as PILImage
 
 from ..errors import MmaccelError, UnsupportedError
@@ -19,7 +18,7 @@ from ..method import FramesMethod
 from ..recipe import Recipe, RecipeLike
 from ..recipe import recipe as find_recipe
 from ..video.decode import decode_sampled
-from .picture import first_line, load_picture
+from .picture import first_line, load_picture, on_white, to_bytes
 
 Stages = tuple[tuple[FramesMethod, float], ...]
 
@@ -35,10 +34,10 @@ def prepare(processor: Any, recipe: RecipeLike = "balanced", *, retain: float | 
     Returns
     -------
     A copy of ``processor`` that shares its tokenizer and settings and is an instance of its class: call it, or its
-    ``apply_chat_template(..., tokenize=True)`` with pictures in the messages, as before. Pictures may be PIL images,
-    arrays, tensors, paths or URLs in lists of any depth; clips likewise, or lists of frames. Clips are reduced after
-    the processor has sampled their frames, and their metadata follows: when frames are dropped, ``frames_indices``
-    names those that stay. A recipe without ``frames`` methods returns the processor itself.
+    ``apply_chat_template(..., tokenize=True)`` with pictures in the messages, as before. Pictures may be what
+    :func:`~mmaccel.media.picture.load_picture` takes, or tensors, in lists of any depth; clips likewise, or lists of
+    frames. Clips are reduced after the processor has sampled their frames, and their metadata follows: when frames are
+    dropped, ``frames_indices`` names those that stay. A recipe without ``frames`` methods returns the processor itself.
 
     Raises
     ------
@@ -119,7 +118,7 @@ def _call(cls: Any, stages: Stages) -> Callable[..., Any]:
             if given.get("images") is not None:
                 given["images"] = _pictures(given["images"], stages)
             if given.get("videos") is not None:
-                given["videos"] = _checked_paths(given["videos"])
+                given["videos"] = _clips(given["videos"])
         return original(*bound.args, **bound.kwargs)
 
     return call
@@ -129,19 +128,17 @@ def _call(cls: Any, stages: Stages) -> Callable[..., Any]:
 
 
 def _pictures(images: Any, stages: Stages) -> Any:
-    """Every picture of a nested list, reduced; lists keep their shape, and a picture its type."""
+    """Every picture of a nested list, reduced; lists keep their shape, and arrays and tensors their layout."""
     if isinstance(images, (list, tuple)):
         return [_pictures(image, stages) for image in images]
-    if isinstance(images, (str, os.PathLike)):
-        return _reduced(load_picture(images), stages)
     if isinstance(images, (np.ndarray, torch.Tensor)) and images.ndim >= 4:
         return [_pictures(image, stages) for image in images]
     if isinstance(images, (np.ndarray, torch.Tensor)):
-        bytes_, back = _as_frames(images[None])
-        frame = bytes_[0, :, :, 0] if bytes_.shape[-1] == 1 else bytes_[0]
-        small = np.array(_reduced(Image.fromarray(frame), stages))
-        return back(small[None, ..., None] if small.ndim == 2 else small[None])[0]
-    return _reduced(images, stages) if isinstance(images, PILImage) else images
+        # transformers takes no picture without channels
+        bytes_, back = _as_frames((images[..., None] if images.ndim == 2 else images)[None])
+        small = np.array(_reduced(load_picture(bytes_[0]), stages))
+        return back(small[None])[0]
+    return _reduced(load_picture(images), stages)
 
 
 def _reduced(image: PILImage, stages: Stages) -> PILImage:
@@ -153,10 +150,12 @@ def _reduced(image: PILImage, stages: Stages) -> PILImage:
 # --------------------------------------------------------------------------------------------------------------- clips
 
 
-def _checked_paths(videos: Any) -> Any:
-    """Paths in a nested list of clips as strings of files that exist."""
+def _clips(videos: Any) -> Any:
+    """A nested list of clips: paths as strings of files that exist, and frames that are PIL pictures as RGB."""
     if isinstance(videos, (list, tuple)):
-        return [_checked_paths(video) for video in videos]
+        return [_clips(video) for video in videos]
+    if isinstance(videos, PILImage):
+        return load_picture(videos)
     if not isinstance(videos, (str, os.PathLike)):
         return videos
     text = os.fspath(videos)
@@ -202,8 +201,9 @@ def _video_hooks(cls: type, stages: Stages) -> dict[str, Any]:
 def _clip(clip: Any, metadata: Any, stages: Stages) -> tuple[Any, Any]:
     """One clip, ``[T, H, W, C]`` or ``[T, C, H, W]`` array or tensor, reduced, and its metadata for the frames that stay."""
     frames, back = _as_frames(clip)
-    # methods see RGB; an alpha channel is left out, as processors do
-    grey, frames = frames.shape[-1] == 1, np.repeat(frames, 3, axis=-1) if frames.shape[-1] == 1 else frames[..., :3]
+    # methods see RGB
+    grey = frames.shape[-1] == 1
+    frames = np.repeat(frames, 3, axis=-1) if grey else on_white(frames)
     indices = getattr(metadata, "frames_indices", None)
     indices = np.arange(len(frames)) if indices is None else np.asarray(indices)
     for method, retain in stages:
@@ -221,9 +221,9 @@ def _clip(clip: Any, metadata: Any, stages: Stages) -> tuple[Any, Any]:
 
 
 def _as_frames(pixels: Any) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
-    """``[T, H, W, C]`` uint8 of an array or tensor in any layout and range, and the way back to its own.
+    """``[T, H, W, C]`` uint8 of an array or tensor in any layout and range, and the way back to its layout.
 
-    ``[T, H, W]`` is grey. Floating point pixels lose what is finer than 1/255.
+    ``[T, H, W]`` is grey. Floating point pixels get their range back, and lose what is finer than 1/255; integers stay uint8.
     """
     if isinstance(pixels, torch.Tensor):
         pixels = pixels.detach()
@@ -236,22 +236,16 @@ def _as_frames(pixels: Any) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:
     if not grey and not first and array.shape[-1] not in (1, 3, 4):
         raise MmaccelError(f"Pixels of shape {tuple(array.shape[1:])} have no channel dimension of 1, 3 or 4.")
     out = array[..., None] if grey else array.transpose(0, 2, 3, 1) if first else array
-    low, high = (float(out.min()), float(out.max())) if out.size else (0.0, 0.0)
-    scale = 255.0 if array.dtype == np.bool_ or (np.issubdtype(array.dtype, np.floating) and high <= 1.0) else 1.0
-    if low < 0 or high > 255:
-        raise MmaccelError(
-            f"Pixels from {low:g} to {high:g} look normalised already; give them from 0 to 255 or from 0 to 1."
-        )
-    dtype = array.dtype
-    if dtype != np.uint8:
-        out = (out.astype(np.float32) * scale).round().astype(np.uint8)
+    out, white = to_bytes(out, "A picture or clip")
+    floating = np.issubdtype(array.dtype, np.floating)
 
     def back(frames: np.ndarray) -> Any:
         result = frames[..., 0] if grey else frames.transpose(0, 3, 1, 2) if first else frames
-        if dtype != np.uint8:
-            result = (result.astype(np.float32) / scale).astype(dtype)
+        if floating:
+            result = (result.astype(np.float32) * (white / 255)).astype(array.dtype)
         if isinstance(pixels, torch.Tensor):
-            return torch.from_numpy(np.ascontiguousarray(result)).to(pixels.device, pixels.dtype)
+            tensor = torch.from_numpy(np.ascontiguousarray(result)).to(pixels.device)
+            return tensor.to(pixels.dtype) if floating else tensor
         return result
 
     return np.ascontiguousarray(out), back

@@ -4,49 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from PIL import Image
 from PIL.Image import Image as PILImage
 
 from ..errors import MmaccelError
 from ..video import Clip, decode
-from .prepare import load_picture
+from ..video.container import HEAD, KINDS, begins
+from .picture import PictureLimits, load_picture
 
 #: bytes of one file
 UPLOAD = 64 << 20
-PIXELS = 40_000_000
 #: of the decoder: seconds, and bytes of the frames
 SECONDS, MEMORY = 60.0, 1 << 30
-PICTURES = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif", "BMP": ".bmp"}
-CLIPS = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".gif")
+#: formats of pictures that are decoded
+PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+LIMITS = PictureLimits(20_000, 40_000_000, 200, PICTURES)
 
 
 def picture(path: str | Path) -> PILImage:
-    """The picture, upright, RGB.
+    """The picture as :func:`~mmaccel.media.picture.load_picture` gives it.
 
     Raises
     ------
     MmaccelError
-        If it is no picture of a known kind, broken, or larger than is decoded here.
+        If it is of another format than :data:`PICTURES`, broken, or exceeds :data:`LIMITS`.
     """
     weigh(path)
-    try:
-        with Image.open(path, formats=tuple(PICTURES)) as opened:
-            width, height = opened.size
-    except Image.DecompressionBombError:
-        raise MmaccelError(f"The picture is far too large; at most {PIXELS // 10**6} megapixels are taken.") from None
-    except OSError:
-        raise MmaccelError(
-            f"This file is no picture that can be read; upload one of {', '.join(k.lower() for k in PICTURES)}."
-        ) from None
-    if width * height > PIXELS:
-        raise MmaccelError(
-            f"The picture has {width * height / 1e6:.0f} megapixels; at most {PIXELS // 10**6} are taken, so make it smaller."
-        )
-    try:
-        return load_picture(path)
-    except MmaccelError:
-        # its sentence names the path, which is ours and nobody's business
-        raise MmaccelError("The picture is broken and cannot be decoded; upload another.") from None
+    # bytes have no name: a path is ours and nobody's business
+    return load_picture(Path(path).read_bytes(), LIMITS)
 
 
 def clip(
@@ -60,8 +44,12 @@ def clip(
         If it is of an unknown kind, or cannot be decoded.
     """
     weigh(path)
-    if Path(path).suffix.lower() not in CLIPS:
-        raise MmaccelError(f"This file is no clip that can be read; upload one of {', '.join(s[1:] for s in CLIPS)}.")
+    with open(path, "rb") as file:
+        kind = begins(file.read(HEAD))
+    if kind not in KINDS:
+        raise MmaccelError(
+            "This file is no clip that can be read; upload a video such as mp4, mov, mkv, webm, avi or gif."
+        )
     try:
         return decode(path, frames, fps=fps, isolated=True, timeout=seconds, memory=memory)
     except MmaccelError as error:

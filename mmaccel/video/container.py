@@ -11,7 +11,14 @@ from typing import BinaryIO
 from ..errors import MmaccelError
 
 #: names as FFmpeg knows their demuxers
-KINDS = ("mov", "matroska", "avi", "gif", "flv", "asf", "ogg", "mpegts", "mpeg", "mpegvideo")
+KINDS = (
+    "mov", "matroska", "avi", "gif", "flv", "asf", "ogg", "mpegts", "mpeg", "mpegvideo", "mxf", "yuv4mpegpipe", "ivf",
+)  # fmt: skip
+#: what files of these kinds are called
+SUFFIXES = tuple(
+    ".mp4 .m4v .mov .qt .f4v .3gp .3g2 .mkv .webm .avi .flv .wmv .asf .ogv .ogm .ts .mts .m2ts .m2t .mpg .mpeg .m2v .mpv .vob "
+    ".mxf .y4m .ivf".split()
+)
 
 _BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp")
 _STARTS = {
@@ -22,7 +29,15 @@ _STARTS = {
     b"OggS": "ogg",
     b"\x00\x00\x01\xba": "mpeg",
     b"\x00\x00\x01\xb3": "mpegvideo",
+    b"\x06\x0e\x2b\x34\x02\x05\x01\x01\x0d\x01\x02": "mxf",
+    b"YUV4MPEG2 ": "yuv4mpegpipe",
+    b"DKIF": "ivf",
+    **dict.fromkeys((b"\xff\xd8\xff", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP  ", b"8BPS"), "picture"),
 }
+#: brands of files in boxes that hold pictures, such as AVIF
+_STILL = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1")
+#: bytes that tell what a file is
+HEAD = 4096
 _PLAYLISTS = (b"#EXTM3U", b"ffconcat", b"[playlist]", b"v=0", b"<MPD", b"<ASX", b"<asx", b"<SMIL", b"<smil")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:")
 
@@ -82,7 +97,7 @@ def container(path: Path) -> str:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
-            head = file.read(4096)
+            head = file.read(HEAD)
             kind = _kind(path, head)
             expected = _ANNOUNCED[kind](file, head, size) if kind in _ANNOUNCED else None
     except OSError as error:
@@ -94,24 +109,34 @@ def container(path: Path) -> str:
     return kind
 
 
-def _kind(path: Path, head: bytes) -> str:
-    if not head:
-        raise MmaccelError(f"The video {str(path)!r} is empty; copy it again.")
+def begins(head: bytes) -> str | None:
+    """What the first :data:`HEAD` bytes of a file say: one of :data:`KINDS`, ``picture``, ``playlist``, or None."""
     for start, kind in _STARTS.items():
         if head.startswith(start):
             return kind
     if head[4:8] in _BOXES:
-        return "mov"
-    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
-        return "avi"
+        return "picture" if head[4:8] == b"ftyp" and head[8:12] in _STILL else "mov"
+    if head[:4] == b"RIFF" and head[8:12] in (b"AVI ", b"WEBP"):
+        return "avi" if head[8:12] == b"AVI " else "picture"
     # packets of 188 bytes, in .m2ts files with a time stamp of 4 bytes in front
     for first, step in ((0, 188), (4, 192)):
         if len(head) > first + 4 * step and all(head[first + i * step] == 0x47 for i in range(5)):
             return "mpegts"
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if any(text.startswith(p) or (p.startswith(b"<") and p in text[:1024]) for p in _PLAYLISTS):
+        return "playlist"
+    return None
+
+
+def _kind(path: Path, head: bytes) -> str:
+    if not head:
+        raise MmaccelError(f"The video {str(path)!r} is empty; copy it again.")
+    kind = begins(head)
+    if kind in KINDS:
+        return kind
+    if kind == "playlist":
         raise MmaccelError(f"{str(path)!r} is a playlist, and those are not followed; give the video file itself.")
-    if head.startswith((b"\xff\xd8\xff", b"\x89PNG", b"BM")) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP"):
+    if kind == "picture":
         raise MmaccelError(f"{str(path)!r} is a picture; give it as one, or a folder of pictures as a video.")
     raise MmaccelError(
         f"The video {str(path)!r} is broken or no video (it begins like none); play it, or convert it to mp4."

@@ -39,7 +39,8 @@ def decode(
 
     Parameters
     ----------
-    path : mp4, mov, mkv, webm, avi, gif, ts, mpg, flv, wmv or ogv, or a folder. Addresses and playlists are refused.
+    path : a file that begins as mp4, mov, 3gp, mkv, webm, avi, gif, ts, mpg, flv, wmv, ogv, mxf, y4m or ivf, whatever it is
+        called, or a folder of pictures. Addresses and playlists are refused.
     frames : how many frames, or at most how many with ``fps``; a shorter video gives all that it has.
     fps : frames a second of playing time, from ``start`` on. If that makes more than ``frames``, they are evenly spaced.
     select : ``uniform``, evenly spaced in time; ``keyframes``, those of the container first (they are cheap to decode, and

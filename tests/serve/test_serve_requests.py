@@ -103,13 +103,13 @@ BAD = {
     "pixels in words": (body(messages=[user("<image>")]), "'<image>', which stands for pixels"),
     "no base 64": (content(picture("data:image/png;base64,$$$$")), "no valid base 64"),
     "no encoding": (content(picture("data:image/png,abc")), "must be in base 64"),
-    "no picture": (content(picture("data:image/png;base64,AAAA")), "no picture that can be read"),
+    "no picture": (content(picture("data:image/png;base64,AAAA")), "of another format than PNG"),
     "a path": (content(picture("/etc/passwd")), "no address of a picture or clip"),
     "a file": (content(picture("file:///etc/passwd")), "without --allow-files"),
     "a host": (content(picture("http://127.0.0.1:1/x.png")), "loads nothing from addresses"),
     "another scheme": (content(picture("ftp://example.com/x.png")), "no address of a picture or clip"),
     "a clip to a model of pictures": (None, "takes no video"),
-    "a broken clip": (content(clip("data:video/mp4;base64,AAAA")), "cannot be decoded"),
+    "a broken clip": (content(clip("data:video/mp4;base64,AAAA")), "no clip that can be read"),
     "text for a clip": (content(clip("data:text/html;base64,AAAA")), "no clip that can be read"),
     "an endless prompt": (body(messages=[user("one two " * 5000)]), "this model takes 4096 in all"),
 }
@@ -172,7 +172,7 @@ def test_what_processors_do_not_take(serve, tmp_path):
         "/v1/chat/completions",
         json={"model": "mini-qwen-vl", "messages": [user(picture(data_url(tmp_path / "line.png")), "?")]},
     )
-    assert found.status_code == 400 and "does not take what is shown" in found.json()["error"]["message"]
+    assert found.status_code == 400 and "at most 200 times the other" in found.json()["error"]["message"]
 
 
 def test_other_doors(served):

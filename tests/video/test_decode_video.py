@@ -36,7 +36,9 @@ ITS_OWN = {
         "odd.mp4",
     }
     | {"hevc.mp4", "mpeg4.mp4", "vp9.webm", "vp8.webm", "ntsc.mp4", "prores.mov", "h264-10bit.mkv"},
-    "torchcodec": set(KINDS) - {"mpeg4-b.avi", "mpeg2-b.mpg", "mpeg2-b.ts", "h264.ts", "camera.m2ts", "flv1.flv"},
+    "torchcodec": set(KINDS)
+    - {"mpeg4-b.avi", "mpeg2-b.mpg", "mpeg2-b.ts", "h264.ts", "camera.m2ts", "flv1.flv"}
+    - {"disc.vob", "camera.mts", "studio.mxf", "raw.y4m", "vp8.ivf"},
     "pyav": set(KINDS),
 }
 

@@ -13,7 +13,7 @@ from ...errors import MmaccelError
 from ...media.picture import load_picture
 from .base import Reader
 
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
+_SUFFIXES = tuple(".png .jpg .jpeg .jpe .jfif .bmp .webp .tif .tiff .ppm .pgm .avif .jp2".split())
 
 
 class PicturesReader(Reader):

@@ -26,7 +26,7 @@ class TorchcodecReader(Reader):
     def __init__(self, path: Path, kind: str) -> None:
         from torchcodec.decoders import VideoDecoder
 
-        if kind in ("avi", "flv", "mpeg", "mpegvideo", "mpegts"):
+        if kind in ("avi", "flv", "mpeg", "mpegvideo", "mpegts", "mxf", "yuv4mpegpipe", "ivf"):
             raise NotExactError(f"torchcodec is not exact in {kind} files; use another back end.")
         self._path, self._kind = path, kind
         self._decoder = VideoDecoder(str(path), dimension_order="NHWC", num_ffmpeg_threads=1, device="cpu")
