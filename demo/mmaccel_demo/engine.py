@@ -22,6 +22,7 @@ from mmaccel import recipe as recipe_of
 from mmaccel.cli import ask
 from mmaccel.media.files import Prompt, encode
 from mmaccel.programs.turns import Seat, Stopped, TimeOver, Watch
+from mmaccel.transformers_api import cache_of
 
 from . import limits
 from .overlay import View, view_of
@@ -227,7 +228,7 @@ class Engine(Seat):
             tell()
 
         def draw(model: Any, out: Any) -> None:
-            column.view = view_of(model, out.past_key_values, prompt, recipe)
+            column.view = view_of(model, cache_of(out), prompt, recipe)
 
         try:
             look()

@@ -31,6 +31,8 @@ from ..runtime.plan import Kernels, ModelPlan, plan_model, said
 from ..runtime.reuse import FrameReuse
 from ..runtime.scope import Scope, current, pop, push
 from ..runtime.taps import Taps
+from ..transformers_api import cache_in
+from ..transformers_api import check as check_transformers
 from .handle import Handle, check_model, exchange
 from .tuned import warn_of_another
 
@@ -55,6 +57,7 @@ class Accelerator(Handle):
     plan: ModelPlan
 
     def __init__(self, model: Any, recipe: Recipe, processor: Any = None, kernels: Kernels = "auto") -> None:
+        check_transformers()
         super().__init__(model)
         self.processor = processor
         self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
@@ -201,7 +204,7 @@ class Accelerator(Handle):
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
             configs = _Given(kwargs), config, self._model.generation_config
             self._drop_stale(None)
-            scope = self._scope(mmaccel, kwargs.get("past_key_values"))
+            scope = self._scope(mmaccel, cache_in(kwargs))
             scope.plan.check_generation(*configs)
             scope.new_tokens = said("max_new_tokens", *configs)
             if scope.plan.drafts:
@@ -227,7 +230,7 @@ class Accelerator(Handle):
         if current(self.plan) is not None and "mmaccel" not in kwargs:
             return None
         kwargs = dict(kwargs)
-        scope = self._scope(kwargs.pop("mmaccel", None), kwargs.get("past_key_values"), opened_by=module)
+        scope = self._scope(kwargs.pop("mmaccel", None), cache_in(kwargs), opened_by=module)
         labels = kwargs.get("labels")
         if scope.plan.active and isinstance(labels, Tensor):
             kwargs["labels"] = scope.labels = labels.clone()
@@ -273,7 +276,7 @@ class Accelerator(Handle):
         if scope is None:
             return None
         ids = kwargs.get("input_ids", args[0] if args else None)
-        cache = kwargs.get("past_key_values")
+        cache = cache_in(kwargs)
         scope.mask = kwargs.get("attention_mask")
         scope.input_ids, scope.clips = ids, kwargs.get("pixel_values_videos")
         given = ((name, kwargs.get(name)) for name in self.family.beside)

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from importlib import import_module, metadata
 from typing import Any
 
+from .. import transformers_api
+from ..errors import UnsupportedError
 from .shared.needs import missing
 from .shared.options import Json
 from .shared.text import nbytes, tell, working
@@ -40,7 +42,6 @@ _OPTIONAL = {
     "uvicorn": "the server",
     "matplotlib": "plots of benchmarks",
 }
-_SUPPORTED = ((5, 17), (5, 24))
 #: site of a recipe, and the steps behind it -> the operations there that have kernels
 _SITES: dict[str, tuple[str, ...]] = {
     "frames": (),
@@ -69,9 +70,7 @@ def examine() -> dict[str, Any]:
     for name in _REQUIRED:
         if versions[name] is None:
             problems.append(f"{name} is missing; run: pip install {name}")
-    found = _version("transformers")
-    if found is not None and not _SUPPORTED[0] <= tuple(map(int, found.split(".")[:2])) < _SUPPORTED[1]:
-        problems.append(f'transformers {found} is not supported; run: pip install "transformers>=5.17,<5.24"')
+    notes = _transformers(problems) if versions["transformers"] is not None else []
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
         problems.append(f"Python {platform.python_version()} is not supported; use 3.11 to 3.13.")
     return {
@@ -85,6 +84,7 @@ def examine() -> dict[str, Any]:
         "refused": _refused(),
         "video": _video(),
         "vllm": _vllm(problems),
+        "notes": notes,
         "problems": problems,
     }
 
@@ -94,6 +94,21 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _transformers(problems: list[str]) -> list[str]:
+    """What to know about the installed transformers; what it lacks goes to the ``problems``."""
+    if (old := transformers_api.too_old()) is not None:
+        problems.append(old)
+        return []
+    try:
+        transformers_api.check()
+    except UnsupportedError as error:
+        problems.append(str(error))
+    except Exception:  # transformers itself does not import, which the families say
+        return []
+    newer = transformers_api.untested()
+    return [] if newer is None else [newer]
 
 
 def _imports(module: str) -> bool:
@@ -272,6 +287,7 @@ def render(report: dict[str, Any]) -> str:
         lines.append(f"family          {kind:<17} {found}")
     for kind, why in report["refused"].items():
         lines.append(f"refused         {kind:<17} {why}")
+    lines += [f"note            {note}" for note in report["notes"]]
     lines += [f"PROBLEM         {problem}" for problem in report["problems"]]
     ready = sum(not found.startswith("not ready") for found in report["families"].values())
     count = len(report["problems"])

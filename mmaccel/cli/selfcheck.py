@@ -111,6 +111,7 @@ def check(name: str, chosen: Recipe, device: str, dtype: torch.dtype) -> dict[st
 
     from ..accelerate import accelerate_vlm
     from ..kv.cache import cache_bytes
+    from ..transformers_api import cache_of
 
     begin = time.perf_counter()
     torch.manual_seed(0)
@@ -132,7 +133,7 @@ def check(name: str, chosen: Recipe, device: str, dtype: torch.dtype) -> dict[st
         and not hasattr(model, "mmaccel")
         and hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     )
-    kv_full = cache_bytes(full.past_key_values)
+    kv_full = cache_bytes(cache_of(full))
     same = bool(torch.equal(none.sequences, full.sequences))
     back = out.sequences[:, : inputs["input_ids"].shape[1]]
     wrong = {

@@ -23,7 +23,6 @@ class ShortConvolutions(Stateful):
 
     carrying = ("conv",)
     net_name = "conv"
-    cache_name = "past_key_values"
 
     @property
     def last_norm(self) -> nn.Module:

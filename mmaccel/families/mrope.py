@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..transformers_api import cache_in
 from .base import Call, Continued, Family, Wrapper
 
 
@@ -50,11 +51,11 @@ def _continue_generate(
     family: ThreeAxes, original: Callable[..., Any], current: Callable[[], Call | None]
 ) -> Callable[..., Any]:
     # importing it takes seconds
-    from transformers import GenerationMixin
+    from ..transformers_api import GenerationMixin
 
     @functools.wraps(original)
     def positions(inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-        call, cache = current(), model_kwargs.get("past_key_values")
+        call, cache = current(), cache_in(model_kwargs)
         seen = cache.get_seq_length() if cache is not None else 0
         ids, types = model_kwargs.get("input_ids"), model_kwargs.get("mm_token_type_ids")
         if ids is None or ids.shape[1] == 0:
@@ -92,7 +93,7 @@ def _continue_forward(
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def positions(*args: Any, **kwargs: Any) -> Tensor | None:
-        call, cache = current(), kwargs.get("past_key_values")
+        call, cache = current(), cache_in(kwargs)
         ids, embeds, types = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("mm_token_type_ids")
         if call is None or cache is None or embeds is None:
             return original(*args, **kwargs)
@@ -120,7 +121,7 @@ def _continue_forward(
 def _place_new_pictures(original: Callable[..., Any], current: Callable[[], Call | None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def rope_index(input_ids: Tensor, mm_token_type_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        state = _kept(current(), kwargs.get("past_key_values"))
+        state = _kept(current(), cache_in(kwargs))
         if state is None or input_ids.shape[1] <= state.seen:
             return original(input_ids, mm_token_type_ids, *args, **kwargs)
         # only the new part: its grids are all that was given, and it starts where the cache ends

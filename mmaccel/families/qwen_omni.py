@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..transformers_api import cache_in
 from .base import Call, Facts, Wrapper
 from .mrope import next_positions
 from .qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL
@@ -81,11 +82,11 @@ def _continue_generate(
     family: Qwen2VL, original: Callable[..., Any], current: Callable[[], Call | None]
 ) -> Callable[..., Any]:
     # importing it takes seconds
-    from transformers import GenerationMixin
+    from ..transformers_api import GenerationMixin
 
     @functools.wraps(original)
     def positions(inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-        call, cache = current(), model_kwargs.get("past_key_values")
+        call, cache = current(), cache_in(model_kwargs)
         seen = cache.get_seq_length() if cache is not None else 0
         ids, mask = model_kwargs.get("input_ids"), model_kwargs.get("attention_mask")
         if ids is None or ids.shape[1] == 0:
@@ -119,7 +120,7 @@ def _continue_forward(
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def positions(**kwargs: Any) -> Tensor | None:
-        call, cache = current(), kwargs.get("past_key_values")
+        call, cache = current(), cache_in(kwargs)
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         if call is None or cache is None or embeds is None:
             return original(**kwargs)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..transformers_api import cache_in
 from .base import Call, Family, Wrapper
 
 
@@ -19,9 +20,8 @@ class Stateful(Family):
 
     stateful = True
     undivided = "has layers with a recurrent state, and two states do not join"
-    #: the attribute of a layer that holds what carries its state, and the argument that its cache comes by
+    #: the attribute of a layer that holds what carries its state
     net_name: ClassVar[str] = "linear_attn"
-    cache_name: ClassVar[str] = "cache_params"
 
     @cached_property
     def recurrent(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -44,7 +44,7 @@ class Stateful(Family):
 
     def wrappers(self) -> list[tuple[Any, str, Wrapper]]:
         """Also rows that go on with different numbers of tokens: padding behind other tokens changes a state, mask or not."""
-        rows = [(number, functools.partial(_row_by_row, number, self.cache_name)) for number in self.recurrent]
+        rows = [(number, functools.partial(_row_by_row, number)) for number in self.recurrent]
         return [*super().wrappers(), *((self.net_in(number), "forward", by_row) for number, by_row in rows)]
 
     def mask_argument(self, real: Tensor | None) -> dict[str, Tensor | None]:
@@ -54,11 +54,11 @@ class Stateful(Family):
 
 
 def _row_by_row(
-    number: int, cache_name: str, original: Callable[..., Tensor], current: Callable[[], Call | None]
+    number: int, original: Callable[..., Tensor], current: Callable[[], Call | None]
 ) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        call, cache = current(), kwargs.get(cache_name)
+        call, cache = current(), cache_in(kwargs)
         layer = None if cache is None else cache.layers[number]
         if call is None or attention_mask is None or not getattr(layer, "begun", False):
             return original(hidden_states, attention_mask=attention_mask, **kwargs)

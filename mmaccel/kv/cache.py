@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
+
+from ..errors import UnsupportedError
+from ..transformers_api import (
     Cache,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
+    cache_in,
 )
-
-from ..errors import UnsupportedError
 from .index import KeyIndex
 from .packed import QuantisedLayer
 from .pinned import Asks, Pinned, Reader
@@ -143,7 +144,7 @@ def state_of(cache: Any) -> CacheState | None:
 
 def pinned_of(kwargs: Mapping[str, Any]) -> Pinned | None:
     """What the cache among the arguments of a forward was pinned to, if it is."""
-    state = state_of(kwargs.get("past_key_values"))
+    state = state_of(cache_in(kwargs))
     return None if state is None else state.shared.pinned
 
 
@@ -188,7 +189,7 @@ def check_plain(cache: Cache) -> None:
         kinds = {type(layer).__name__ for layer in cache.layers}
         raise UnsupportedError(
             f"mmaccel needs a plain DynamicCache, not {type(cache).__name__} with {', '.join(sorted(kinds)) or 'offloading'}; "
-            "leave out past_key_values and cache_implementation."
+            "leave out the cache and cache_implementation."
         )
 
 
@@ -228,7 +229,7 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None, recurrent: Collection
             first = KeyIndex(places if valid is None else places.masked_fill(~valid, -1), padded, stored)
             lengths = valid.sum(1) if valid is not None else torch.full((len(old.keys),), stored)
             state.offset = stored - lengths.to(old.keys.device)
-        new.keys, new.values, new.dtype, new.device = old.keys, old.values, old.dtype, old.device
+        new.keys, new.values, new.dtype, new.device = old.keys, old.values, old.keys.dtype, old.device
         new.is_initialized, new.seen, new.index = True, stored, first
     cache.layers = list(state.every)
     cache.layer_class_to_replicate = None

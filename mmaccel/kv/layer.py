@@ -10,9 +10,9 @@ import torch
 from mmaccel_kernels.compact import Compacted, compact
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import DynamicLayer
 
 from ..errors import MmaccelError
+from ..transformers_api import DynamicLayer
 from .decoding import reads_as_stored
 from .incoming import Incoming
 from .index import KeyIndex, leftmost, to_device

@@ -17,6 +17,7 @@ from ..errors import MmaccelError, UnsupportedError
 from ..method import FramesMethod
 from ..recipe import Recipe, RecipeLike
 from ..recipe import recipe as find_recipe
+from ..transformers_api import remedy
 from ..video.decode import decode_sampled
 from .picture import first_line, load_picture, on_white, to_bytes
 
@@ -169,7 +170,7 @@ def _video_hooks(cls: type, stages: Stages) -> dict[str, Any]:
     if not hasattr(cls, "fetch_videos"):
         return {}
     if not hasattr(cls, "_decode_and_sample_videos"):
-        raise UnsupportedError(f"{cls.__name__} has no step after frame sampling; use transformers 5.17 to 5.23.")
+        raise UnsupportedError(f"{cls.__name__} has no step after frame sampling; run: {remedy()}")
     decode_and_sample, fetch = cls._decode_and_sample_videos, cls.fetch_videos
 
     def sampled(self: Any, videos: Any, video_metadata: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from ..accelerate import Accelerator, accelerated
 from ..errors import MmaccelError, UnsupportedError
@@ -22,6 +21,7 @@ from ..media.files import Clip, Prompt, encode
 from ..method import Policy
 from ..recipe import Recipe
 from ..recipe import recipe as find_recipe
+from ..transformers_api import DynamicCache, cache_argument
 from ..video.clip import as_frames, as_rate
 
 #: inputs that have an entry for every token of the prompt
@@ -176,7 +176,7 @@ class VideoSession:
         try:
             with self._accelerated() as model:
                 while len(answer) < longest:
-                    out = model(**feed, past_key_values=self._cache, use_cache=True)
+                    out = model(**feed, **cache_argument(self._cache), use_cache=True)
                     answer.append(int(out.logits[0, -1].argmax()))
                     if answer[-1] in stops:
                         break
@@ -239,7 +239,7 @@ class VideoSession:
             # Qwen2.5-Omni places the frames of a prompt only where it comes with a mask
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         with self._accelerated() as model:
-            model(**inputs, **pixels, past_key_values=self._cache, use_cache=True)
+            model(**inputs, **pixels, **cache_argument(self._cache), use_cache=True)
         self._state.rebase()
 
     def _accelerated(self) -> AbstractContextManager[Any]:

@@ -10,36 +10,54 @@ the function they delegate to.
 from __future__ import annotations
 
 import functools
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from mmaccel_kernels.chosen import chosen_attention
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..errors import UnsupportedError
 from ..kv.decoding import attend, reads_as_stored
+from ..transformers_api import (
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+)
 from .preview import Behind
 from .scope import current
 from .sparse import packed_read
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-#: what a model may have been loaded with
-BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+#: what a model may have been loaded with; everything else that :meth:`Plug.check_backend` lets pass is flash attention
+BACKENDS = ("eager", "sdpa")
 
 
+def is_flash(base: str) -> bool:
+    """Whether implementation ``base`` is called as flash attention is: versions 2 to 4, and kernels of the hub that
+    transformers loads in their place or by their own names, such as ``kernels-community/flash-attn2``."""
+    function = ALL_ATTENTION_FUNCTIONS.get(base)
+    return function is not None and function is ALL_ATTENTION_FUNCTIONS.get("flash_attention_2")
+
+
+@functools.cache
 def register(base: str, kind: str) -> str:
     """Register the ``text`` or ``vision`` function on top of implementation ``base``; returns its name."""
-    name = f"mmaccel_{kind}_{base}".replace("flash_attention", "fa").replace("flash", "fa")
-    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        function = {"text": _text_attention, "vision": _vision_attention}[kind]
-        AttentionInterface.register(name, functools.partial(function, base))
-        AttentionMaskInterface.register(name, functools.partial(_mask, base))
+    # a name with "/", "@" or ":" is one of a kernel on the hub
+    name = re.sub(r"\W", "_", f"mmaccel_{kind}_{base}".replace("flash_attention", "fa").replace("flash", "fa"))
+    function = {"text": _text_attention, "vision": _vision_attention}[kind]
+    AttentionInterface.register(name, functools.partial(function, base))
+    AttentionMaskInterface.register(name, functools.partial(_mask, base))
+    _BASES[name] = base
     return name
+
+
+#: the name of every function that was registered -> the implementation below it
+_BASES: dict[str, str] = {}
 
 
 class _Plugged:
@@ -52,17 +70,16 @@ class _Plugged:
 
     __slots__ = ()
     _plain: Any
-    _names: Mapping[str, str]
+    _kind: str
 
     @property
     def _attn_implementation(self) -> str:
-        base = self._plain._attn_implementation
-        return self._names.get(base, base)
+        base: str = self._plain._attn_implementation
+        return register(base, self._kind) if base in BACKENDS or is_flash(base) else base
 
     def __setattr__(self, name: str, value: Any) -> None:
         # whoever copies the name from here means the implementation below
-        below = {ours: base for base, ours in self._names.items()}
-        setattr(self._plain, name, below.get(value, value) if isinstance(value, str) else value)
+        setattr(self._plain, name, _BASES.get(value, value) if isinstance(value, str) else value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain.__reduce_ex__(protocol)
@@ -70,9 +87,8 @@ class _Plugged:
 
 @functools.cache
 def _plugged_class(plain: type, kind: str) -> type:
-    names = {base: register(base, kind) for base in BACKENDS}
     # transformers finds model classes by the name of the config's class
-    body = {"__slots__": ("_plain",), "_names": names, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    body = {"__slots__": ("_plain",), "_kind": kind, "__module__": plain.__module__, "__doc__": plain.__doc__}
     return type(plain.__name__, (_Plugged, plain), body)
 
 
@@ -83,7 +99,7 @@ class Plug:
     Raises
     ------
     UnsupportedError
-        If the config names an implementation that is not one of :data:`BACKENDS`.
+        If the config names an implementation that is neither one of :data:`BACKENDS` nor flash attention.
     """
 
     def __init__(self, root: nn.Module, kind: Literal["text", "vision"]) -> None:
@@ -124,10 +140,10 @@ class Plug:
     def check_backend(self) -> None:
         """Raise when the config names what mmaccel cannot build on."""
         for _, base in self.bases():
-            if base not in BACKENDS:
+            if base not in BACKENDS and not is_flash(base):
                 raise UnsupportedError(
-                    f"mmaccel does not work on top of attn_implementation={base!r}; load the model with one of "
-                    f"{', '.join(BACKENDS)}."
+                    f"mmaccel cannot build on attn_implementation={base!r}, only on eager, sdpa and flash attention; load the "
+                    'model with attn_implementation="sdpa".'
                 )
 
     def check(self) -> None:
@@ -147,7 +163,7 @@ def base_function(base: str, module: nn.Module) -> Attention:
         function: Attention = sys.modules[type(module).__module__].eager_attention_forward
         return function
     function = ALL_ATTENTION_FUNCTIONS[base]
-    return functools.partial(_flash, base, function) if "flash" in base else function
+    return functools.partial(_flash, base, function) if base not in BACKENDS else function
 
 
 def _flash(
@@ -254,7 +270,7 @@ def _text_attention(
         base = "eager" if base == "eager" else "sdpa"
         added = index.weighed(forward.incoming.weights, visible, query.shape[2])
         mask: Tensor | None = _for_heads(added, groups).to(query.dtype)
-    elif "flash" in base:
+    elif base not in BACKENDS:
         # flash attention aligns causal masks to the lower right and takes padding as [B, K]: enough unless heads store
         # different keys, a window would count stored instead of original places, or tokens look ahead or come back
         kwargs.pop("position_ids", None)
@@ -324,7 +340,7 @@ def _vision_attention(
     ) -> tuple[Tensor, Tensor | None]:
         weighed = scope.taps.see(encoded, module, query, key, mask, scale)
         # flash attention cannot add the weight of merged tokens to its logits
-        name = "sdpa" if weighed is not mask and "flash" in base else base
+        name = "sdpa" if weighed is not mask and base not in BACKENDS else base
         return base_function(name, module)(module, query, key, value, weighed, scaling=scaling, **kwargs)
 
     towers = scope.taps.towers

@@ -19,6 +19,7 @@ from ..kv.cache import CacheState, state_of
 from ..kv.decoding import on_gpu
 from ..kv.pinned import Pinned
 from ..method import ReadingPolicy, ReturningMethod
+from ..transformers_api import cache_in
 from . import replay
 from .packing import coming_unpacked
 from .plan import ModelPlan
@@ -60,7 +61,7 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
         compiled = None if compile_config is None else original(compile_config)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            scope, ids, state = current(plan), kwargs.get("input_ids"), state_of(kwargs.get("past_key_values"))
+            scope, ids, state = current(plan), kwargs.get("input_ids"), state_of(cache_in(kwargs))
             if state is not None and scope is not None and not args and ids is not None and ids.shape[1] == 1:
                 known = "" if scope.step is None else scope.step.obstacle
                 scope.stats.uncaptured = _obstacle_in_cache(plan, state) or known

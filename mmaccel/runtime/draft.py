@@ -19,7 +19,6 @@ from .scope import Scope
 
 #: tensors that a call may be given which are not those of the prompt
 _OWN = (
-    "past_key_values",
     "position_ids",
     "cache_position",
     "labels",

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 
 from ..core.layout import Layout
 from ..core.reduction import Reduction
@@ -18,6 +17,7 @@ from ..errors import UnsupportedError
 from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ..kv.incoming import Incoming
 from ..method import DraftPolicy, ReadingPolicy, ReturningMethod
+from ..transformers_api import DynamicCache, cache_argument, cache_in, cache_names, cache_of
 from . import chunks, continuation, lookahead, prefill, proportional, returning, tokens
 from .forward import Continuation, Forward, Prompt, chosen_of, rows_at, sent
 from .plan import ModelPlan
@@ -67,7 +67,7 @@ class TextHooks:
         if scope is None or scope.preview is not None:
             return None
         scope.stages = None
-        embeds, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
+        embeds, cache = kwargs.get("inputs_embeds"), cache_in(kwargs)
         if embeds is None:
             return None
         state = state_of(cache)
@@ -142,13 +142,17 @@ class TextHooks:
 
     def _adopt(self, kwargs: dict[str, Any], seen: int) -> CacheState | None:
         """The state of the call's cache, which is made here if the call has none; None if it is to have none."""
-        cache, use = kwargs.get("past_key_values"), kwargs.get("use_cache")
+        cache, use = cache_in(kwargs), kwargs.get("use_cache")
         config = self.plan.family.text.config
         if cache is None:
             if not (config.use_cache if use is None else use):
                 self.plan.check_cache(False)
                 return None
-            cache = kwargs["past_key_values"] = DynamicCache(config=config)
+            cache = DynamicCache(config=config)
+            # of two names transformers drops the older one, with a warning at every call
+            for name in cache_names():
+                kwargs.pop(name, None)
+            kwargs |= cache_argument(cache)
         mask = kwargs.get("attention_mask")
         valid = mask[:, :seen].bool() if mask is not None and seen else None
         state = adopt(cache, len(self.layers), valid, self.plan.family.recurrent)
@@ -338,7 +342,7 @@ class TextHooks:
             stages.forward.state.settle(whole=output is not None)
         if output is None:
             return None
-        cache = getattr(output, "past_key_values", None)
+        cache = cache_of(output)
         scope.cache = cache if cache is not None else scope.cache
         if stages is None:
             return None

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.masks import true_last
 from ..kv.index import KeyIndex
 from ..method import DraftPolicy, LayerAttention, PreviewMethod
+from ..transformers_api import Cache, DynamicLayer, cache_argument
 from . import draft
 from .forward import Prompt, rows_at, sent
 from .plan import ModelPlan, PlannedStage
@@ -166,8 +166,8 @@ def text_behind(
                 input_ids=written,
                 position_ids=places,
                 attention_mask=family.mask_argument(None),
-                past_key_values=cache,
                 use_cache=False,
+                **cache_argument(cache),
             )
     finally:
         scope.preview, scope.stages = None, held

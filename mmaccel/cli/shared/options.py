@@ -81,7 +81,7 @@ class ModelOptions:
         typer.Option(help="Of the weights; auto is as stored, on the CPU float32."),
     ] = "auto"
     attn: Annotated[
-        Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] | None,
+        Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] | None,
         typer.Option(help="Attention implementation.  [default: that of transformers]"),
     ] = None
     trust_remote_code: Annotated[

@@ -25,6 +25,7 @@ from ...kv.cache import cache_bytes
 from ...media.prepare import prepare
 from ...recipe import Recipe
 from ...runtime.scope import current
+from ...transformers_api import cache_of
 from .arithmetic import (
     Operations,
     count_operations,
@@ -283,7 +284,7 @@ class Bench:
         decode = None
         if case.answer > 1:
             decode = case.batch * (case.answer - 1) / (stamps.at[case.answer] - stamps.at[1])
-        stored, metadata = stored_bytes(out.past_key_values)
+        stored, metadata = stored_bytes(cache_of(out))
         return Sample(
             ttft=ttft,
             parts=parts,
@@ -291,10 +292,10 @@ class Bench:
             decode=decode,
             requests=case.batch / total,
             peak=self.peak.bytes(),
-            kv=cache_bytes(out.past_key_values),
+            kv=cache_bytes(cache_of(out)),
             stored=stored,
             metadata=metadata,
-            tokens=stored_tokens(out.past_key_values),
+            tokens=stored_tokens(cache_of(out)),
             stats=stats,
         )
 

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from ...accelerate import accelerated
 from ...errors import MmaccelError
@@ -30,6 +29,7 @@ from ...method import Policy, ReturningMethod
 from ...recipe import Recipe
 from ...recipe import recipe as find_recipe
 from ...runtime.remembered import Remembered
+from ...transformers_api import DynamicCache, cache_argument
 from ..bench.arithmetic import count_operations
 from ..evaluate import Batch, Question, answer_lengths, batches, divergence, inputs_of
 
@@ -182,7 +182,7 @@ class Exam:
 
     def _prompt(self, inputs: Mapping[str, Any], cache: Any) -> Tensor:
         """The last hidden state ``[B, 1, D]`` of the prompt, which is stored in the cache."""
-        out = self.family.inner(**inputs, past_key_values=cache, use_cache=True)
+        out = self.family.inner(**inputs, **cache_argument(cache), use_cache=True)
         return out.last_hidden_state[:, -1:].clone()
 
     def _answer(self, mask: Tensor, cache: Any, positions: Any, one_by_one: bool) -> list[Tensor]:
@@ -201,7 +201,7 @@ class Exam:
                 positions = first + torch.arange(piece.shape[1], device=first.device)
                 extra = {"position_ids": positions}
             out = self.family.inner(
-                input_ids=piece, attention_mask=mask, past_key_values=cache, use_cache=True, **extra
+                input_ids=piece, attention_mask=mask, use_cache=True, **cache_argument(cache), **extra
             )
             states.append(out.last_hidden_state)
         return states

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache
 
 from ...accelerate import Accelerator, accelerated
 from ...errors import MmaccelError
@@ -37,6 +36,7 @@ from ...method import EncoderMethod, FrameChoice, FramesMethod, PatchMethod, Pro
 from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage
 from ...recipe import recipe as find_recipe
+from ...transformers_api import DynamicCache, cache_argument
 from ...version import __version__
 from ...video.ahead import Ahead, begin
 from ...video.clip import Clip
@@ -546,7 +546,7 @@ class VideoAnswerer:
             apart = (positions.diff() != 1).flatten(0, -2).any(0).nonzero()
             end = max([end, *(int(last) + 1 for last in apart[-1:])])
             feed = {name: value[:, :end] if name in _PER_TOKEN else value for name, value in inputs.items()}
-            family.inner(**feed, position_ids=positions[..., :end], past_key_values=cache, use_cache=True)
+            family.inner(**feed, position_ids=positions[..., :end], use_cache=True, **cache_argument(cache))
             handle: Accelerator = model.mmaccel
             kept = visual if handle.reduction is None else visual[:, :end] & handle.reduction.kept.to(visual.device)
         self._count(handle.stats())
@@ -589,7 +589,7 @@ class VideoAnswerer:
                 if state.offset is not None:
                     # with M-RoPE a question may stand at the time of earlier frames than the last
                     state.offset, state.ahead = state.seen - begin[0].to(state.offset), None
-                answers = self._written(inputs, past_key_values=prefix.cache)
+                answers = self._written(inputs, **cache_argument(prefix.cache))
                 stats = self.model.mmaccel.stats()
         finally:
             restore()

@@ -1,0 +1,157 @@
+"""What mmaccel uses of transformers, by the names that the installed version has: the one place for what releases rename.
+
+Every class and function is imported when it is asked for, since importing transformers takes seconds, and one that is missing
+is named in one sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Mapping
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+from .errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from transformers import GenerationMixin as GenerationMixin
+    from transformers import PreTrainedConfig as PreTrainedConfig
+    from transformers.cache_utils import Cache as Cache
+    from transformers.cache_utils import DynamicCache as DynamicCache
+    from transformers.cache_utils import DynamicLayer as DynamicLayer
+    from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
+    from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import AttentionMaskInterface as AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ALL_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import AttentionInterface as AttentionInterface
+
+#: the oldest and the newest release of transformers that the tests run on
+TESTED = ((5, 17), (5, 24))
+#: every name by which a release takes the KV cache of a call, the newest first
+_CACHE = ("cache", "past_key_values", "cache_params")
+#: module of transformers -> the classes, functions and tables that mmaccel builds on
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "transformers": ("GenerationMixin", "PreTrainedConfig"),
+    "transformers.cache_utils": (
+        "Cache",
+        "DynamicCache",
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionLayer",
+    ),
+    "transformers.masking_utils": ("ALL_MASK_ATTENTION_FUNCTIONS", "AttentionMaskInterface", "create_causal_mask"),
+    "transformers.modeling_utils": ("ALL_ATTENTION_FUNCTIONS", "AttentionInterface", "PreTrainedModel"),
+}
+#: class -> the methods that mmaccel calls or wraps
+_METHODS: dict[str, tuple[str, ...]] = {
+    "GenerationMixin": ("generate", "_prepare_position_ids_for_generation", "_valid_auto_compile_criteria"),
+    "PreTrainedModel": ("get_compiled_call", "set_attn_implementation"),
+    "DynamicLayer": ("update", "get_seq_length", "get_mask_sizes", "crop", "reorder_cache", "lazy_initialization"),
+    "AttentionInterface": ("register", "valid_keys"),
+    "AttentionMaskInterface": ("register", "valid_keys"),
+}
+_MODULE_OF = {name: module for module, names in _NEEDED.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(_lacks([f"{_MODULE_OF[name]}.{name}"])) from error
+
+
+def too_old() -> str | None:
+    """What to do where the installed version is older than those that mmaccel supports; None where it is not."""
+    found, oldest = metadata.version("transformers"), TESTED[0]
+    if _number(found) >= oldest:
+        return None
+    return f"transformers {found} is older than {_dotted(oldest)}, the oldest that mmaccel supports; run: {remedy()}"
+
+
+def untested() -> str | None:
+    """What to know where the installed version is newer than those that the tests ran on; None where it is not."""
+    found, newest = metadata.version("transformers"), TESTED[1]
+    if _number(found) <= newest:
+        return None
+    return f"transformers {found} is newer than {_dotted(newest)}, the newest that mmaccel was tested with."
+
+
+def missing() -> list[str]:
+    """Everything that mmaccel needs and the installed transformers does not have, as dotted names."""
+    lacking = []
+    for name, module in _MODULE_OF.items():
+        try:
+            found = getattr(import_module(module), name)
+        except (ImportError, AttributeError):
+            lacking.append(f"{module}.{name}")
+            continue
+        lacking += [f"{module}.{name}.{part}" for part in _METHODS.get(name, ()) if not hasattr(found, part)]
+    if not lacking and not _accepted():
+        lacking.append(f"transformers.masking_utils.create_causal_mask({' or '.join(_CACHE)}=)")
+    return lacking
+
+
+@functools.cache
+def check() -> None:
+    """Raise :class:`UnsupportedError` where the installed transformers lacks something that mmaccel needs."""
+    if lacking := missing():
+        raise UnsupportedError(_lacks(lacking))
+
+
+def _lacks(names: list[str]) -> str:
+    found = metadata.version("transformers")
+    return f"transformers {found} has no {', '.join(names)}, which mmaccel needs; run: {remedy()}"
+
+
+def remedy() -> str:
+    """The command that installs the newest version that mmaccel was tested with."""
+    (oldest, newest) = TESTED
+    return f'pip install "transformers>={_dotted(oldest)},<{newest[0]}.{newest[1] + 1}"'
+
+
+def _number(version: str) -> tuple[int, int]:
+    """``"5.24.0.dev0"`` -> ``(5, 24)``."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _accepted() -> list[str]:
+    """The names of :data:`_CACHE` that functions of the installed transformers take, as far as one of them tells."""
+    # decorators that rename arguments keep the signature of what they wrap
+    parameters = inspect.signature(__getattr__("create_causal_mask")).parameters
+    return [name for name in _CACHE if name in parameters]
+
+
+@functools.cache
+def cache_names() -> tuple[str, ...]:
+    """The names by which a caller may pass a KV cache, the installed version's own first.
+
+    Hooks see a caller's arguments before transformers renames the old names, so all of them are read. A name that is newer than
+    the installed version is none: models would ignore it.
+    """
+    check()
+    return _CACHE[_CACHE.index(_accepted()[0]) :]
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The KV cache among the ``arguments`` of a call, by whichever name it was passed; None if there is none."""
+    return next((found for name in cache_names() if (found := arguments.get(name)) is not None), None)
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """The keyword argument that passes a KV ``cache`` to a model or to ``generate``."""
+    return {cache_names()[0]: cache}
+
+
+def cache_of(output: Any) -> Any:
+    """The KV cache that a model or ``generate`` returned with its ``output``; None if there is none."""
+    return getattr(output, cache_names()[0], None)
