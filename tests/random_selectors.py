@@ -37,7 +37,7 @@ def network(features: int, question: bool = True, seed: int = 0, residual: bool 
 def alone(features: int, question: bool = True) -> str:
     """The folder of one that belongs to no model."""
     folder = _root() / f"alone-{features}-{question}"
-    network(features, question).save(folder, Belongs("synthetic", features, {}), {})
+    network(features, question).save(folder, Belongs("synthetic", features, {"weight": [0.0] * 8}), {})
     return str(folder)
 
 

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from ..errors import MmaccelError, UnsupportedError
+from ..files import write_whole
 from .base import ModelFacts
+from .selector_schema import Stamp, read_config, read_weights, refusal, stamp
 from .tokens import TokenBatch
 
 CONFIG, WEIGHTS = "selector.json", "selector.safetensors"
@@ -29,6 +31,9 @@ CONFIG, WEIGHTS = "selector.json", "selector.safetensors"
 BESIDE = "selector"
 #: frequencies of the sines of a coordinate between 0 and 1
 _FREQUENCIES = 4
+#: the most that a shape may have: more than a selector for any language model needs, and built in a moment
+_MOST = {"features": 65_536, "width": 8_192, "blocks": 64, "heads": 256}
+_PARAMETERS = 1 << 26
 #: tensors by which a model is told from others, and how many values of each
 _TENSORS, _VALUES = 32, 8
 #: relative and absolute difference that the rounding of a dtype may make
@@ -40,8 +45,13 @@ class Shape:
     """What a selector is made of.
 
     features : width of what it reads, that of the language model.
-    width : its own. blocks : how many. heads : of attention.
+    width : its own, a multiple of ``heads``. blocks : how many. heads : of attention.
     question : whether it reads the question. residual : whether it says what is added to tokens that stay.
+
+    Raises
+    ------
+    MmaccelError
+        If a number is no integer from 1 to the most that is allowed, or there are too many parameters.
     """
 
     features: int
@@ -50,6 +60,26 @@ class Shape:
     heads: int = 4
     question: bool = True
     residual: bool = False
+
+    def __post_init__(self) -> None:
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise MmaccelError(f"`{name}` of a selector must be an integer from 1 to {most}, got {value!r:.40}.")
+        for name in ("question", "residual"):
+            if type(getattr(self, name)) is not bool:
+                raise MmaccelError(f"`{name}` of a selector must be true or false, got {getattr(self, name)!r:.40}.")
+        if self.width % self.heads:
+            raise MmaccelError(
+                f"`width` of a selector must be a multiple of `heads`, got {self.width} and {self.heads}."
+            )
+        if (count := self._weights()) > _PARAMETERS:
+            raise MmaccelError(f"A selector may have {_PARAMETERS:,} parameters, and this shape has {count:,}.")
+
+    def _weights(self) -> int:
+        """Parameters, biases left out."""
+        w, each = self.width, 8 + 4 * self.question
+        return w * (self.features * (1 + self.question + self.residual) + w * (self.blocks * each + 2 * self.question))
 
     def operations(self, tokens: int, words: int = 32) -> float:
         """Multiplications and additions of scoring ``tokens`` of one picture or clip with a question of ``words``."""
@@ -69,10 +99,6 @@ class Selector(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        if shape.width % shape.heads:
-            raise MmaccelError(
-                f"A selector of width {shape.width} cannot have {shape.heads} heads; give a multiple of them."
-            )
         self.shape = shape
         self.enter = nn.Linear(shape.features, shape.width)
         self.place = nn.Linear(6 * _FREQUENCIES, shape.width, bias=False)
@@ -130,14 +156,14 @@ class Selector(nn.Module):
         belongs : the model that it was trained for.
         record : how it was made and what was measured, for readers.
         """
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: x.detach().float().cpu().contiguous() for name, x in self.state_dict().items()}
-        save_file(weights, str(folder / WEIGHTS))
+        write_whole(folder / WEIGHTS, save(weights))
         config = {"shape": asdict(self.shape), "model": asdict(belongs), "record": dict(record)}
-        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        write_whole(folder / CONFIG, json.dumps(config, indent=1).encode() + b"\n")
 
     @staticmethod
     def load(folder: str | Path, device: torch.device | str = "cpu") -> Selector:
@@ -146,28 +172,20 @@ class Selector(nn.Module):
         Raises
         ------
         MmaccelError
-            If there is none, or it cannot be read.
+            If there is none, or a file of it cannot be used: both are checked before anything is built.
         """
         path = Path(folder) / WEIGHTS
         shape, _ = described(folder)
-        if not path.is_file():
-            raise MmaccelError(f"{str(folder)!r} lacks {WEIGHTS}; train the selector again with mmaccel distil.")
-        return _loaded(path.resolve(), path.stat().st_mtime_ns, shape, torch.device(device))
+        return _loaded(path, stamp(path), shape, torch.device(device))
 
 
 @functools.lru_cache(maxsize=16)
-def _loaded(path: Path, changed: int, shape: Shape, device: torch.device) -> Selector:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+def _loaded(path: Path, changed: Stamp, shape: Shape, device: torch.device) -> Selector:
     # weights that are not drawn leave the random numbers of the process alone
     with torch.device("meta"):
         made = Selector(shape)
-    try:
-        weights = {name: weight.to(device) for name, weight in load_file(str(path)).items()}
-        made.load_state_dict(weights, assign=True)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise MmaccelError(f"The selector {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+    weights = read_weights(path, {name: tuple(x.shape) for name, x in made.state_dict().items()})
+    made.load_state_dict({name: weight.to(device) for name, weight in weights.items()}, assign=True)
     return made.eval().requires_grad_(False)
 
 
@@ -177,18 +195,24 @@ def described(folder: str | Path) -> tuple[Shape, Belongs]:
     Raises
     ------
     MmaccelError
-        If there is no selector.
+        If there is no selector, or its ``selector.json`` does not say both.
     """
     path = Path(folder) / CONFIG
+    return _described(path, stamp(path))
+
+
+@functools.lru_cache(maxsize=16)
+def _described(path: Path, changed: Stamp) -> tuple[Shape, Belongs]:
+    shape, model = read_config(path, [field.name for field in fields(Shape)], _VALUES)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        known = {field.name for field in fields(Shape)}
-        return Shape(**{k: v for k, v in config["shape"].items() if k in known}), Belongs(**config["model"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MmaccelError(
-            f"{str(folder)!r} is no selector ({path.name} is missing or cannot be read); give a folder that mmaccel distil "
-            "wrote."
-        ) from error
+        made = Shape(**shape)
+    except MmaccelError as error:
+        raise refusal(path, str(error).rstrip(".")) from error
+    if made.features != model["width"]:
+        raise refusal(
+            path, f"it reads features of width {made.features} and belongs to a model of width {model['width']}"
+        )
+    return made, Belongs(**model)
 
 
 def beside(family: ModelFacts) -> str:
@@ -225,8 +249,8 @@ class Belongs:
     def check(self, family: ModelFacts, folder: str) -> None:
         """Raise :class:`UnsupportedError` for another model.
 
-        Where only the configuration is at hand, family and width are compared; weights that are quantised, or elsewhere, are
-        left out.
+        Where only the configuration is at hand, family and width are compared. Weights that are quantised, or elsewhere, are
+        left out; of a model that has others, at least one must be known.
         """
         width = _width(family)
         if (family.name, width) != (self.family, self.width):
@@ -235,9 +259,13 @@ class Belongs:
                 f"{family.name} of width {width}; train one for it with mmaccel distil."
             )
         known = _weights(family)
-        if known and not all(
-            _same(values, _first(known[name])) for name, values in self.weights.items() if name in known
-        ):
+        shared = [name for name in self.weights if name in known]
+        if known and not shared:
+            raise UnsupportedError(
+                f"The selector {folder!r} knows its model by weights that this one does not have, or has quantised; load the "
+                "model without quantisation, or train a selector for it with mmaccel distil."
+            )
+        if not all(_same(self.weights[name], _first(known[name])) for name in shared):
             raise UnsupportedError(
                 f"The selector {folder!r} was trained for a model with other weights, and what it would keep of this one's "
                 "answers is not known; train one for it with mmaccel distil."
