@@ -288,7 +288,7 @@ def test_what_is_refused_before_anything_runs(trained, tmp_path):
         ({"target": "labels"}, "it can be answers or effect or attention"),
         ({"retain": 1.0}, "no share of the tokens"),
         ({"steps": 0}, "no number of steps"),
-        ({"width": 30}, "a multiple of them"),
+        ({"width": 30}, "`width` of a selector must be a multiple of `heads`, got 30 and 4"),
     ):
         with pytest.raises(MmaccelError, match=words):
             train(**wrong)

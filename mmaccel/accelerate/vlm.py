@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -96,9 +97,17 @@ class Accelerator(Handle):
         return [] if self._last is None else list(self._last.history)
 
     def remove(self) -> None:
-        """Make the model exactly what it was: hooks, methods, attention implementation, this handle."""
+        """Make the model exactly what it was: hooks, methods, attention implementation, this handle. Drafts and text towers
+        that were loaded for it are freed, unless another model uses them."""
         super().remove()
         self._drop_stale(None)
+        # these refer to the handle, which would wait for the garbage collector with all that it loaded
+        for name in ("taps", "text", "merging", "pruning", "reuse"):
+            self.__dict__.pop(name, None)
+        # who keeps the handle for its statistics keeps no loaded model with it
+        self.plan = dataclasses.replace(self.plan, drafts={}, text_towers={})
+        if self._last is not None:
+            self._last.plan = self.plan
 
     def again(self) -> Accelerator:
         """The same put on once more, after :meth:`remove`."""

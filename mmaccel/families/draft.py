@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-from weakref import WeakValueDictionary
 
 from ..errors import UnsupportedError
-from ..method.loaded import Loaded
+from ..method.loaded import Loaded, load_once
 from .base import Family
 from .load import load_model
 from .registry import family_of
@@ -35,7 +33,8 @@ def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
         draft = draft or _beside(method, family)
         # weights that wait elsewhere for their turn are on no device
         weight = next(x for x in family.text.parameters() if x.device.type != "meta")
-        model = _loaded(draft, str(weight.device), str(weight.dtype).removeprefix("torch."))
+        device, dtype = str(weight.device), str(weight.dtype).removeprefix("torch.")
+        model = load_once("draft", draft, (device, dtype), lambda: load_model(draft, device=device, dtype=dtype)[0])
     made = family_of(model)
     check_free(made)
     if type(made) is not type(family):
@@ -70,18 +69,6 @@ def _beside(method: str, family: Family) -> str:
             "draft='Qwen/Qwen2.5-VL-3B-Instruct' for Qwen2.5-VL-7B."
         )
     return str(folder)
-
-
-#: drafts that were loaded here, and that somebody uses
-_used: WeakValueDictionary[tuple[str, str, str], Any] = WeakValueDictionary()
-
-
-def _loaded(name: str, device: str, dtype: str) -> Any:
-    """Loaded once for all models that it drafts for, and gone with the last of them."""
-    made = _used.get((name, device, dtype))
-    if made is None:
-        made = _used[name, device, dtype] = load_model(name, device=device, dtype=dtype)[0]
-    return made
 
 
 __all__ = ["BESIDE", "check_free", "load_draft"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MmaccelError
+from ..method.loaded import load_once
 
 
 @dataclass(frozen=True)
@@ -51,28 +52,33 @@ class TextTower:
 
     @staticmethod
     def load(name: str, device: torch.device | None = None) -> TextTower:
-        """From a folder of a transformers or open_clip model, or ``NAME:WEIGHTS`` as open_clip knows it; in float32.
+        """From a folder of a transformers or open_clip model, or ``NAME:WEIGHTS`` as open_clip knows it; in float32. Loaded
+        once for all models that use it, see :func:`~mmaccel.method.loaded.load_once`.
 
         Raises
         ------
         MmaccelError
             If it is none of these, or cannot be read.
         """
-        folder = Path(name)
-        try:
-            if (folder / "open_clip_config.json").is_file():
-                return _open_clip(name, f"local-dir:{folder}", None, device)
-            if folder.is_dir():
-                return _transformers(name, device)
-            model, _, weights = name.partition(":")
-            if not weights:
-                raise MmaccelError(
-                    f"clip={name!r} is no folder; give the folder of a CLIP model, or an open_clip model with its weights "
-                    "such as 'ViT-L-14-336:openai'."
-                )
-            return _open_clip(name, model, weights, device)
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise MmaccelError(f"The CLIP model {name!r} cannot be loaded: {error}") from error
+        return load_once("text tower", name, (str(device),), lambda: _load(name, device))
+
+
+def _load(name: str, device: torch.device | None) -> TextTower:
+    folder = Path(name)
+    try:
+        if (folder / "open_clip_config.json").is_file():
+            return _open_clip(name, f"local-dir:{folder}", None, device)
+        if folder.is_dir():
+            return _transformers(name, device)
+        model, _, weights = name.partition(":")
+        if not weights:
+            raise MmaccelError(
+                f"clip={name!r} is no folder; give the folder of a CLIP model, or an open_clip model with its weights "
+                "such as 'ViT-L-14-336:openai'."
+            )
+        return _open_clip(name, model, weights, device)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise MmaccelError(f"The CLIP model {name!r} cannot be loaded: {error}") from error
 
 
 def _transformers(name: str, device: torch.device | None) -> TextTower:

@@ -1,8 +1,12 @@
-"""A model that the caller has loaded, as the value of an option."""
+"""Models beside the accelerated one: those that the caller has loaded, and those that methods load, each once."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 
 class Loaded:
@@ -34,3 +38,57 @@ class Loaded:
 
     def __deepcopy__(self, memo: Any) -> Loaded:
         return self
+
+
+#: what was loaded and is still in use, by where it was loaded from
+_parts: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+_keepers: WeakSet[KeepLoaded] = WeakSet()
+_lock = threading.RLock()
+
+
+def load_once(kind: str, name: str, where: tuple[str, ...], load: Callable[[], Any]) -> Any:
+    """What ``load`` returns: a draft, a text tower. It is called once as long as anybody uses what it returned.
+
+    Parameters
+    ----------
+    kind, name, where : what is loaded, from which folder or hub id, and on which device or in which dtype. A folder counts
+        with names, sizes and times of its files: after a change it is loaded anew.
+    """
+    with _lock:
+        key = kind, name, where, _files(Path(name))
+        part = _parts.get(key)
+        if part is None:
+            part = _parts[key] = load()
+        for keeper in _keepers:
+            keeper.parts[id(part)] = part
+        return part
+
+
+class KeepLoaded:
+    """Keeps what :func:`load_once` returns, also while no model is accelerated: until this object is deleted, or to the end of
+    its ``with`` block."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Any] = {}
+        with _lock:
+            _keepers.add(self)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            _keepers.discard(self)
+            self.parts.clear()
+
+
+def _files(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    try:
+        found = [(path.name, path.stat()) for path in sorted(folder.iterdir())] if folder.is_dir() else []
+    except (OSError, ValueError):
+        # who loads from it says what is wrong
+        return ()
+    return tuple((name, about.st_size, about.st_mtime_ns) for name, about in found)
+
+
+__all__ = ["KeepLoaded", "Loaded", "load_once"]

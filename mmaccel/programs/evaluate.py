@@ -33,6 +33,7 @@ from ..accelerate.tuned import fingerprint as fingerprint
 from ..errors import MmaccelError
 from ..media.files import Clip, Prompt, encode, is_media, load_media, moves
 from ..media.prepare import prepare
+from ..method.loaded import KeepLoaded
 from ..recipe import Recipe
 from ..recipe import recipe as find_recipe
 from ..suite import Item, Sample, is_right, make_suite
@@ -294,6 +295,20 @@ def evaluate(
         raise MmaccelError("There is no question to ask; the set is empty.")
     if batch_size < 1 or max_new_tokens < 1:
         raise MmaccelError("batch_size and max_new_tokens must be 1 or more.")
+    with KeepLoaded():
+        yield from _evaluate(model, processor, questions, rows, batch_size, max_new_tokens, complain)
+
+
+def _evaluate(
+    model: Any,
+    processor: Any,
+    questions: Sequence[Question],
+    rows: Sequence[Row],
+    batch_size: int,
+    max_new_tokens: int,
+    complain: Callable[[str], None] | None,
+) -> Iterator[tuple[Row, list[Answer]]]:
+    """:func:`evaluate`, while what methods load stays loaded."""
     prepared = [prepare(processor, row.recipe) for row in rows]
     for row, worker in zip(rows, prepared, strict=True):
         with accelerated(model, row.recipe, processor=worker):

@@ -13,7 +13,7 @@ from tail import in_turn
 from transformers import AutoModelForImageTextToText, LogitsProcessor
 
 from mmaccel import MmaccelError, SpecKV, SpecPC, SpecPrefill, UnsupportedError, accelerate_vlm, accelerated, recipe
-from mmaccel.families import draft as families_draft
+from mmaccel.method import loaded as loaded_parts
 from mmaccel.runtime import draft as drafts
 from mmaccel.runtime import lookahead
 
@@ -139,7 +139,7 @@ def test_a_loaded_draft_is_the_callers():
         assert answer(model, feed, SpecPC(draft=loaded)) == named
         accelerate_vlm(model, "specpc", draft=loaded)
         assert model.mmaccel.plan.drafts[0].model is loaded
-        assert all(one is not loaded for one in families_draft._used.values())
+        assert all(one is not loaded for one in loaded_parts._parts.values())
         assert "draft=<Qwen2_5_VLForConditionalGeneration>" in repr(model.mmaccel)
         model.mmaccel.remove()
         assert torch.equal(loaded.generate(**feed, max_new_tokens=4, do_sample=False), before)
@@ -206,13 +206,55 @@ def test_a_draft_is_loaded_once_and_goes_with_the_handle():
     first, second = zoo.model("llava"), zoo.model("llava")
     named = {"draft": str(zoo.draft("llava"))}
     gc.collect()
-    before = len(families_draft._used)
+    before = len(loaded_parts._parts)
     accelerate_vlm(first, "specpc", **named)
     accelerate_vlm(second, "specprefill", **named)
-    assert len(families_draft._used) == before + 1
+    assert len(loaded_parts._parts) == before + 1
     draft = weakref.ref(first.mmaccel.plan.drafts[0].model)
     assert draft() is second.mmaccel.plan.drafts[0].model
     for model in (first, second):
         model.mmaccel.remove()
     gc.collect()
-    assert draft() is None and len(families_draft._used) == before
+    assert draft() is None and len(loaded_parts._parts) == before
+
+
+@pytest.mark.parametrize("name", ["specpc", "specprefill", "speckv"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_remove_frees_the_draft_at_once(name, keep):
+    """Without the garbage collector, after a call, and where the caller keeps the handle, the answer and the cache."""
+    model, feed = zoo.model("llava"), zoo.inputs("llava", "image")
+    gc.collect()
+    gc.disable()
+    try:
+        accelerate_vlm(model, name, draft=str(zoo.draft("llava")))
+        draft = weakref.ref(model.mmaccel.plan.drafts[0].model)
+        with torch.inference_mode():
+            out = model.generate(**feed, max_new_tokens=3, return_dict_in_generate=True)
+        handle = model.mmaccel
+        kept = (handle, out) if keep else None
+        model.mmaccel.remove()
+        del handle, out
+        assert draft() is None
+        assert kept is None or kept[0].stats().kv_bytes > 0
+    finally:
+        gc.enable()
+
+
+def test_what_a_program_loads_stays_until_it_ends(tmp_path):
+    """Between two accelerated calls nobody uses a draft; a program holds it, and a folder that changes is read anew."""
+    shutil.copytree(zoo.draft("llava"), tmp_path / "draft")
+    model, named = zoo.model("llava"), {"draft": str(tmp_path / "draft")}
+
+    def draft():
+        with accelerated(model, "specpc", **named):
+            return weakref.ref(model.mmaccel.plan.drafts[0].model)
+
+    with loaded_parts.KeepLoaded():
+        first = draft()
+        with loaded_parts.KeepLoaded():
+            assert draft()() is first() is not None
+        assert first() is not None
+        (tmp_path / "draft" / "config.json").touch()
+        second = draft()
+        assert second() is not first() is not None
+    assert first() is None and second() is None

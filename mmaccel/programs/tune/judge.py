@@ -26,6 +26,7 @@ from ...errors import MmaccelError
 from ...families import family_of
 from ...media.prepare import prepare
 from ...method import Policy, ReturningMethod
+from ...method.loaded import KeepLoaded
 from ...recipe import Recipe
 from ...recipe import recipe as find_recipe
 from ...runtime.remembered import Remembered
@@ -242,6 +243,8 @@ class Judge:
         self.family = family_of(model, processor)
         self.batch_size, self.longest, self.measure = batch_size, max_new_tokens, measure
         self._exams: dict[int, list[Exam]] = {}
+        #: drafts and text towers of the recipes that were asked
+        self._loaded = KeepLoaded()
 
     def exams(self, rung: int) -> list[Exam]:
         """The questions of a rung, answered by the bare model."""

@@ -33,6 +33,7 @@ from ...kv.cache import CacheState, adopt
 from ...media.files import Prompt, encode
 from ...media.prepare import prepare
 from ...method import EncoderMethod, FrameChoice, FramesMethod, PatchMethod, ProjectorMethod, ReuseMethod
+from ...method.loaded import KeepLoaded
 from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage
 from ...recipe import recipe as find_recipe
@@ -324,6 +325,8 @@ class VideoAnswerer:
         self.model, self.processor = model, processor
         self.size = settings.most
         self._prepared = prepare(processor, settings.recipe)
+        #: drafts and text towers of the recipe
+        self._loaded = KeepLoaded()
         with accelerated(model, settings.recipe, processor=self._prepared):
             pass  # what the model cannot do is said before the long run
         self._family = family_of(model, processor)

@@ -1,0 +1,100 @@
+"""Drafts and text towers are loaded once a program, and freed when it ends."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zoo
+from test_cdpruner import clip_folder
+
+from mmaccel import answer_videos, recipe
+from mmaccel.families import draft, text
+from mmaccel.media.files import Prompt
+from mmaccel.method import loaded
+from mmaccel.programs.evaluate import Question, Row, evaluate
+from mmaccel.programs.tune.judge import Judge
+from mmaccel.recipe import Recipe
+
+
+def questions(count: int) -> list[Question]:
+    def prompt(number: int) -> Prompt:
+        return Prompt("what is it ?" + " and why ?" * (number % 3), (zoo.image(80, 60, number),))
+
+    return [Question(f"q{i}", "all", None, lambda i=i: prompt(i)) for i in range(count)]
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often something was loaded, by its folder."""
+    counted: Counter[str] = Counter()
+
+    def counting(load: Any) -> Any:
+        def call(name: str, *args: Any, **options: Any) -> Any:
+            counted[Path(name).name] += 1
+            return load(name, *args, **options)
+
+        return call
+
+    monkeypatch.setattr(text, "_load", counting(text._load))
+    monkeypatch.setattr(draft, "load_model", counting(draft.load_model))
+    gc.collect()
+    return counted
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> list[Recipe]:
+    """One with a text tower, one with a draft, and one with both."""
+    width = zoo.model("llava").config.vision_config.hidden_size
+    tower = recipe("cdpruner", clip=str(clip_folder("transformers", tmp_path, width)), retain=0.5)
+    drafted = recipe("speckv", draft=str(zoo.draft("llava")), retain=0.5)
+    return [tower, drafted, recipe([tower, drafted])]
+
+
+def test_evaluate(loads, recipes):
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    rows = [Row(one) for one in recipes]
+    for _ in evaluate(model, processor, questions(6), rows, batch_size=2, max_new_tokens=3):
+        pass
+    assert [row.batches for row in rows] == [3, 3, 3]
+    assert len(loads) == 2 and set(loads.values()) == {1} and not loaded._parts
+
+
+def test_evaluate_that_is_broken_off_frees_them(loads, recipes):
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    run = evaluate(model, processor, questions(6), [Row(recipes[0])], batch_size=2, max_new_tokens=3)
+    next(run)
+    assert len(loaded._parts) == 1
+    run.close()
+    assert not loaded._parts
+
+
+def test_tune(loads, recipes):
+    judge = Judge(
+        zoo.model("llava"), zoo.processor("llava"), [questions(4)], batch_size=2, max_new_tokens=3, measure=True
+    )
+    for one in (*recipes, *recipes):
+        judge.ask(one, 0)
+    assert len(loads) == 2 and set(loads.values()) == {1}
+    del judge
+    assert not loaded._parts
+
+
+def of_clips() -> Recipe:
+    return recipe("specpc", draft=str(zoo.draft("qwen2_5_vl")), retain=0.5)
+
+
+def test_video_qa(loads, tmp_path):
+    folder = tmp_path / "clip"
+    folder.mkdir()
+    for number in range(4):
+        zoo.image(64, 64, number).save(folder / f"{number}.png")
+    asked = [{"id": str(i), "video": str(folder), "question": f"what is {i}?"} for i in range(4)]
+    model, processor = zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl")
+    options = {"recipe": of_clips(), "frames": 4, "batch_size": 1, "max_new_tokens": 2}
+    records = list(answer_videos(asked, model, processor, **options))
+    assert len(records) == 4 and not any("error" in one for one in records), records
+    assert list(loads.values()) == [1] and not loaded._parts
