@@ -53,6 +53,24 @@ class Reader(ABC):
         """A reader of the same file that another thread may use at the same time."""
 
 
+def upright(picture: np.ndarray, matrix: np.ndarray, turned: int = 0) -> np.ndarray:
+    """A frame as a player shows it.
+
+    Parameters
+    ----------
+    picture : ``[H, W, 3]``.
+    matrix : ``[2, 2]``; ``(x, y) @ matrix`` is where column x and row y of the stored frame go on the screen, but for a
+        shift. Of angles that are no quarter turns the nearest is taken, and sizes do not count.
+    turned : quarter turns, counterclockwise, that the decoder has made already.
+    """
+    picture = np.rot90(picture, -turned)
+    across, down = matrix.diagonal()
+    if abs(matrix).trace() < abs(matrix)[::-1].trace():
+        picture = picture.swapaxes(0, 1)
+        down, across = matrix[::-1].diagonal()[::-1]
+    return picture[:: -1 if down < 0 else 1, :: -1 if across < 0 else 1]
+
+
 def rate(timestamps: np.ndarray, declared: float) -> float:
     """Frames a second: what the container declares if that fits ``timestamps [N]`` (seconds from 0), else their mean."""
     steps = len(timestamps) - 1

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .base import NotExactError, Reader
-from .packets import Packets
+from .base import NotExactError, Reader, upright
+from .packets import Packets, alpha_of, first_frame, matrix_of
 
 #: frames fetched at once, a bound on memory
 _BATCH = 8
@@ -50,6 +50,14 @@ class DecordReader(Reader):
         packets = Packets.read(path, kind)
         if not packets.closed:
             raise NotExactError("decord is not exact in open groups of pictures; use another back end.")
+        first = first_frame(path, kind)
+        if alpha_of(first):
+            raise NotExactError("decord drops the alpha channel; use another back end.")
+        self._matrix = matrix_of(first)
+        # mirrors are turns to decord, other angles nothing, and in Matroska it turns nothing at all
+        straight = np.count_nonzero(self._matrix) == 2
+        across, down = self._matrix[0]
+        self._turned = int(np.rint(np.arctan2(-down, across) / (np.pi / 2))) if kind == "mov" and straight else 0
         decord.logging.set_level(decord.logging.QUIET)
         self._path, self._packets = path, packets
         self.timestamps, self.keyframes, self.fps = packets.timestamps, packets.keyframes, packets.fps
@@ -69,7 +77,8 @@ class DecordReader(Reader):
         for start in range(0, len(indices), _BATCH):
             batch = list(indices[start : start + _BATCH])
             pictures = self._reader.get_batch(batch).asnumpy()
-            yield from zip(self.timestamps[batch].tolist(), pictures, strict=True)
+            for time, picture in zip(self.timestamps[batch].tolist(), pictures, strict=True):
+                yield time, upright(picture, self._matrix, self._turned)
 
     def twin(self) -> DecordReader:
         """A second reader of its own."""

@@ -11,12 +11,22 @@ from typing import Any
 import numpy as np
 
 from ...errors import MmaccelError
+from ...media.picture import PictureLimits, check_size
 from .base import rate
+
+#: of frames; processors enlarge a thin frame until its shorter side fits the model
+LIMITS = PictureLimits(16_384, 1 << 27, 200)
 
 
 @contextmanager
 def opened(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
-    """PyAV's container and video stream, for one decoding thread."""
+    """PyAV's container and video stream, for one decoding thread.
+
+    Raises
+    ------
+    MmaccelError
+        If there is no video stream, or its frames exceed :data:`LIMITS`.
+    """
     import av
 
     # naming the format leaves nothing to a guess; the whitelist leaves nothing but files
@@ -25,8 +35,36 @@ def opened(path: Path, kind: str) -> Iterator[tuple[Any, Any]]:
         stream = container.streams.best("video")
         if stream is None:
             raise MmaccelError(f"{str(path)!r} has no video stream; give a video file.")
-        stream.codec_context.thread_count = 1
+        decoder = stream.codec_context
+        # a stream that breaks off early does not tell
+        if decoder.width and decoder.height:
+            check_size((decoder.width, decoder.height), f"The video {str(path)!r}", LIMITS)
+        # frames may become larger on the way
+        decoder.options = {"max_pixels": str(LIMITS.pixels)}
+        decoder.thread_count = 1
         yield container, stream
+
+
+def matrix_of(frame: Any) -> np.ndarray:
+    """``[2, 2]`` int32: the display matrix of a frame of PyAV, as :func:`~mmaccel.video.readers.base.upright` takes it.
+
+    A frame that was asked stays in memory until the garbage collector runs: PyAV ties it into a cycle.
+    """
+    data = frame.side_data.get("DISPLAYMATRIX")
+    if data is None:
+        return np.eye(2, dtype=np.int32)
+    return np.frombuffer(bytes(data), np.int32).reshape(3, 3)[:2, :2]
+
+
+def alpha_of(frame: Any) -> bool:
+    """Whether a frame of PyAV has an alpha channel."""
+    return any(component.is_alpha for component in frame.format.components)
+
+
+def first_frame(path: Path, kind: str) -> Any:
+    """The first frame, as PyAV gives it."""
+    with opened(path, kind) as (container, stream):
+        return next(container.decode(stream))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import MmaccelError
-from .base import Reader
-from .packets import Packets, opened
+from ...media.picture import on_white
+from .base import Reader, upright
+from .packets import Packets, alpha_of, matrix_of, opened
 
 #: packets at the end that may hold no picture of their own (some encoders write such); the frame before is still shown
 _EMPTY = 4
@@ -38,6 +39,8 @@ class PyAVReader(Reader):
         import av
 
         cursor = None
+        # by rotation, which costs nothing to ask
+        matrices: dict[int, np.ndarray] = {}
         try:
             with opened(self._path, self._kind) as (container, stream):
                 # a stream may change its size on the way; the one it begins with holds
@@ -46,7 +49,10 @@ class PyAVReader(Reader):
                     key = int(self.keyframes.searchsorted(index, "right")) - 1
                     if cursor is None or self.keyframes[key] > cursor.place:
                         cursor = self._cursor(container, stream, key)
-                    yield float(self.timestamps[index]), _upright(cursor.shown(index), *size)
+                    frame = cursor.shown(index)
+                    if frame.rotation not in matrices:
+                        matrices[frame.rotation] = matrix_of(frame)
+                    yield float(self.timestamps[index]), upright(_rgb(frame, *size), matrices[frame.rotation])
         except (av.error.FFmpegError, EOFError) as error:
             if getattr(error, "errno", None) == errno.ENOMEM:
                 raise MemoryError from error
@@ -107,7 +113,8 @@ class Cursor:
         return self._shown
 
 
-def _upright(frame: Any, width: int, height: int) -> np.ndarray:
-    """``[H, W, 3]`` uint8 RGB; the container says by how many degrees to turn a frame, counterclockwise."""
-    picture = frame.to_ndarray(format="rgb24", width=width or frame.width, height=height or frame.height)
-    return np.rot90(picture, round(frame.rotation / 90) % 4)
+def _rgb(frame: Any, width: int, height: int) -> np.ndarray:
+    """``[H, W, 3]`` uint8 as stored, on white."""
+    size = {"width": width or frame.width, "height": height or frame.height}
+    picture = frame.to_ndarray(format="rgba" if alpha_of(frame) else "rgb24", **size)
+    return on_white(picture)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .base import NotExactError, Reader, rate
+from .base import NotExactError, Reader, rate, upright
+from .packets import alpha_of, first_frame, matrix_of
 
 _BATCH = 8
 
@@ -16,12 +17,12 @@ class TorchcodecReader(Reader):
     """A video opened by torchcodec, with one decoding thread.
 
     It does not tell time stamps before it decodes: frames are chosen as if the rate were constant, and what comes out has
-    its true time.
+    its true time. PyAV tells how frames are to be turned or mirrored.
     """
 
     name = "torchcodec"
-    distributions = ("torchcodec",)
-    modules = ("torchcodec.decoders",)
+    distributions = ("torchcodec", "av")
+    modules = ("torchcodec.decoders", "av")
 
     def __init__(self, path: Path, kind: str) -> None:
         from torchcodec.decoders import VideoDecoder
@@ -29,8 +30,13 @@ class TorchcodecReader(Reader):
         if kind in ("avi", "flv", "mpeg", "mpegvideo", "mpegts", "mxf", "yuv4mpegpipe", "ivf"):
             raise NotExactError(f"torchcodec is not exact in {kind} files; use another back end.")
         self._path, self._kind = path, kind
+        first = first_frame(path, kind)
+        if alpha_of(first):
+            raise NotExactError("torchcodec drops the alpha channel; use another back end.")
         self._decoder = VideoDecoder(str(path), dimension_order="NHWC", num_ffmpeg_threads=1, device="cpu")
         about = self._decoder.metadata
+        # mirrors are turns to torchcodec; before 0.11 it made none, and did not tell
+        self._matrix, self._turned = matrix_of(first), round((getattr(about, "rotation", None) or 0.0) / 90)
         self._start = float(about.begin_stream_seconds or 0.0)
         total = len(self._decoder)
         if not total:
@@ -49,7 +55,8 @@ class TorchcodecReader(Reader):
         for start in range(0, len(indices), _BATCH):
             batch = self._decoder.get_frames_at(list(indices[start : start + _BATCH]))
             times = (batch.pts_seconds.numpy() - self._start).tolist()
-            yield from zip(times, batch.data.numpy(), strict=True)
+            for time, picture in zip(times, batch.data.numpy(), strict=True):
+                yield time, upright(picture, self._matrix, self._turned)
 
     def twin(self) -> TorchcodecReader:
         """A second decoder of its own."""
