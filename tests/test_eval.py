@@ -363,7 +363,6 @@ def test_eval_names_bad_lines_and_goes_on(folder, capsys):
         (["--recipe", "divprun"], "did you mean 'divprune'"),
         (["--recipe", "none", "--retain", "0.5"], "drops nothing"),
         (["--retain", "0"], "keeps no token"),
-        (["--retain", "1000", "--data", "{}/good.jsonl"], "has only 36"),
         (["--suite", "colours"], "There is no task 'colours'"),
         (["--suite", "video", "--frames", "7"], "even number"),
         (["--suite", "motion", "--limit", "1"], "takes no video"),

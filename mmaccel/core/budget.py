@@ -35,22 +35,22 @@ def check_retain(retain: Retain, what: str = "retain") -> Retain:
 
 
 def resolve(retain: Retain, size: int) -> int:
-    """How many of ``size`` tokens stay: the ratio rounded half up, or the count; at least one.
-
-    Raises
-    ------
-    MmaccelError
-        If a count exceeds ``size``.
-    """
+    """How many of ``size`` tokens stay: the ratio rounded half up, at least one; or the count, at most all."""
     if isinstance(retain, int):
-        if retain > size:
-            raise MmaccelError(
-                f"The budget keeps {retain} visual tokens, but a picture has only {size}; "
-                "lower the count or give a ratio such as retain=0.25."
-            )
-        return retain
+        return min(retain, size)
     # exact arithmetic: 0.29 * 100 is 28.999999999999996 in floating point
     return max(1, int(Fraction(str(retain)) * size + Fraction(1, 2)))
+
+
+def kept_whole(name: str, retain: Retain, sizes: list[int], what: str = "pictures or clips") -> list[str]:
+    """The note of the stage ``name`` where a count is more than some of ``sizes``: these are kept whole. Empty otherwise."""
+    small = [size for size in sizes if isinstance(retain, int) and size < retain]
+    if not small:
+        return []
+    return [
+        f"{name} was asked to keep {retain} tokens and keeps all of {len(small)} of {len(sizes)} {what}, which have at most "
+        f"{max(small)}"
+    ]
 
 
 def apportion(total: int, sizes: list[int], shares: list[float] | None = None) -> list[int]:
@@ -84,20 +84,18 @@ def counts(
     least: Retain | None = None,
     rounding: Callable[[Retain, int, tuple[int, int, int] | None], int] | None = None,
     grids: list[tuple[int, int, int]] | None = None,
-    follows: bool = False,
 ) -> Tensor:
     """How many tokens of every unit (segment, tile or picture) one stage keeps, ``[N]`` long on the CPU.
 
     Parameters
     ----------
-    retain : ratio of the *original* tokens, or a count, per picture or clip.
+    retain : ratio of the *original* tokens, or a count, per picture or clip; one that has fewer is kept whole.
     original, present : tokens each unit had at first and has now.
     picture : which picture or clip each unit belongs to; the budget of a picture is apportioned to its units.
     least : the budget of a later stage; this one keeps at least as many tokens.
     rounding : how a ratio of a picture becomes a whole number, at least one; default :func:`resolve`. It is given the ratio,
         the size, and the grid of a picture that is one unit.
     grids : (t, h, w) of each unit.
-    follows : whether a count was derived from that of another stage; it may then exceed a picture's size and is cut to it.
     """
     # recipes check their budgets where nothing else needs torch
     import torch
@@ -107,7 +105,7 @@ def counts(
         units = [i for i, q in enumerate(picture) if q == p]
         size = sum(original[i] for i in units)
         if rounding is None or isinstance(retain, int):
-            total = resolve(min(retain, size) if follows and isinstance(retain, int) else retain, size)
+            total = resolve(retain, size)
         else:
             total = max(1, rounding(retain, size, grids[units[0]] if grids and len(units) == 1 else None))
         total = total if least is None else max(total, resolve(least, size))

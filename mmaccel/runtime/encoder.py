@@ -141,8 +141,7 @@ class EncoderMerging:
         if not self.language:
             return apportion(resolve(retain, total), sizes)
         # a count is one of the whole picture, of which this may be a part
-        asked = min(retain, total) if isinstance(retain, int) else retain
-        budget = zip(apportion(resolve(asked, total), sizes), sizes, strict=True)
+        budget = zip(apportion(resolve(retain, total), sizes), sizes, strict=True)
         return [max(kept, self.method.fewest(size, len(self.layers))) for kept, size in budget]
 
     def _merged(self) -> Merged | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..core.budget import counts
+from ..core.budget import counts, kept_whole
 from ..core.layout import Layout, Modality
 from ..core.reduction import Reduction, top_mask
 from ..core.stats import Stats
@@ -40,6 +40,7 @@ def settle(
     there, rows = units.valid, units.row
     size = there.sum(1).tolist()
     count = counts(stage.budget, size, size, units.picture)
+    stats.notes += kept_whole(stage.method.name, stage.budget, size)
     target = targets(plan.towers, layout, encoded)
     for row, places, valid, wanted in zip(rows.tolist(), units.places, there, count.tolist(), strict=True):
         at = places[valid]

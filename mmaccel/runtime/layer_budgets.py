@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ..core.budget import Retain, resolve
+from ..core.budget import kept_whole, resolve
 from ..core.layout import Layout
 from ..kv import budgets
 from ..kv.packed import QuantisedLayer
@@ -38,25 +38,23 @@ class Waiting:
     seen: Tensor | None
 
 
-def prompt_budget(stage: CacheStage, layout: Layout) -> list[int]:
+def prompt_budget(stage: CacheStage, layout: Layout, notes: list[str]) -> list[int]:
     """Keys that stay in each row in the mean over layers: the budgets of its pictures, resolved on their original counts,
-    summed; of all keys of the prompt where text and pictures share one budget."""
+    summed; of all keys of the prompt where text and pictures share one budget. ``notes`` get what is kept whole."""
     if stage.retain is None:
         return layout.visual.sum(1).tolist()
     if stage.policy.joint:
-        return [resolve(stage.retain, n) for n in layout.valid.sum(1).tolist()]
-    return visual_budget(layout, stage.retain)
-
-
-def visual_budget(layout: Layout, retain: Retain) -> list[int]:
-    """Visual keys that stay in each row: the budgets of its pictures, resolved on their original counts, summed."""
+        prompts = layout.valid.sum(1).tolist()
+        notes += kept_whole(stage.policy.name, stage.retain, prompts, "prompts")
+        return [resolve(stage.retain, n) for n in prompts]
     sizes: dict[tuple[int, int], int] = {}
     for segment in layout.segments:
         key = (segment.row, segment.picture)
         sizes[key] = sizes.get(key, 0) + len(segment.places)
+    notes += kept_whole(stage.policy.name, stage.retain, list(sizes.values()))
     out = [0] * len(layout.valid)
     for (row, _), size in sizes.items():
-        out[row] += resolve(retain, size)
+        out[row] += resolve(stage.retain, size)
     return out
 
 

@@ -160,7 +160,7 @@ class PromptEviction:
     @cached_property
     def budget(self) -> list[int]:
         """Per row, see :func:`.layer_budgets.prompt_budget`."""
-        return prompt_budget(self.stage, self.layout)
+        return prompt_budget(self.stage, self.layout, self.prompt.stats.notes)
 
     def layer_budgets(self) -> list[list[int]]:
         """Per layer and row: how many of the competing keys stay, where that does not depend on the content."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.budget import counts
+from ..core.budget import counts, kept_whole
 from ..core.layout import Units
 from ..core.masks import question
 from ..core.reduction import Reduction
@@ -82,9 +82,12 @@ def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, prese
     official = method.official_count if method.official else None
     least = recipe.retain if recipe.primary is not None and stage.number < recipe.primary else None
     grids = [(t, h, w) for t, h, w in whole.grid.tolist()]
-    follows = recipe.anchor not in (None, stage.number)
     sizes = whole.valid.sum(1).tolist()
-    return counts(stage.budget, sizes, present.tolist(), whole.picture, least, official, grids, follows)
+    pictures = [
+        sum(n for n, q in zip(sizes, whole.picture, strict=True) if q == p) for p in dict.fromkeys(whole.picture)
+    ]
+    prompt.stats.notes += kept_whole(method.name, stage.budget, pictures)
+    return counts(stage.budget, sizes, present.tolist(), whole.picture, least, official, grids)
 
 
 def _shown(

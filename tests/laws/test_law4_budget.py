@@ -18,7 +18,7 @@ from mmaccel.method import ChunkMethod, LayerMethod, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-RETAIN = (1e-6, 0.1, 0.29, 0.5, 1.0, 1, 5)
+RETAIN = (1e-6, 0.1, 0.29, 0.5, 1.0, 1, 5, 30, 500)
 #: methods that reduce the tokens of a picture to what is asked, or to less
 TOKENS = tuple(
     name
@@ -37,8 +37,12 @@ KINDS = ("image", "images", "video", "mixed", "uneven", "textrow")
 
 
 def wanted(retain, size: int) -> int:
-    """The budget of a picture of `size` tokens, in whole numbers: half rounds up."""
-    return retain if isinstance(retain, int) else max(1, math.floor(Fraction(str(retain)) * size + Fraction(1, 2)))
+    """The budget of a picture of `size` tokens, in whole numbers: half rounds up, and no picture has more than all."""
+    return (
+        min(retain, size)
+        if isinstance(retain, int)
+        else max(1, math.floor(Fraction(str(retain)) * size + Fraction(1, 2)))
+    )
 
 
 def pictures(model):
@@ -228,26 +232,49 @@ def test_a_wrong_budget_leaves_the_recipe_that_was_there():
 
 
 @pytest.mark.parametrize(("family", "name"), square((*TOKENS, *KEYS), ("llava", "qwen2_5_vl", "llava_next")))
-def test_a_count_that_no_picture_has_is_refused_at_the_call(family, name):
+def test_a_count_that_no_picture_has_keeps_everything(family, name):
+    """To the bit what a share of 1.0 does, and the notes say so."""
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
-    forced = oracle.force(family, 2)
-    with accelerated(model, oracle.recipe(name, family, 500)):
-        for call in (lambda: model(**feed), lambda: oracle.decode(model, feed, forced)):
-            with pytest.raises(MmaccelError) as caught:
-                call()
-            message = str(caught.value)
-            assert "500" in message and message.endswith(".") and "\n" not in message
-        # the failed calls leave nothing behind: text runs bare as before
-        text = zoo.inputs(family, "text")
-        assert torch.equal(model(**text).logits, oracle.bare(family)(**text).logits)
-    assert torch.equal(model(**feed).logits, oracle.bare(family)(**feed).logits)
+    forced, found = oracle.force(family, len(feed["input_ids"])), {}
+    for retain in (500, 1.0):
+        with accelerated(model, oracle.recipe(name, family, retain), processor=zoo.processor(family)):
+            found[retain], _ = oracle.decode(model, feed, forced)
+            notes = [note for note in model.mmaccel.stats()["notes"] if f"{name} was asked to keep 500 tokens" in note]
+            assert len(notes) == (retain == 500)
+    assert torch.equal(found[500], found[1.0])
 
 
-def test_a_count_that_only_some_pictures_have_is_refused():
+@pytest.mark.parametrize("name", ("random", "fastv", "snapkv"))
+def test_a_count_that_only_some_pictures_have_keeps_the_others_whole(name):
+    """Every row as if it were alone, whatever stands beside it."""
     feed, model = zoo.inputs("qwen2_5_vl", "uneven"), oracle.subject("qwen2_5_vl")
-    with accelerated(model, "random", retain=30):
-        with pytest.raises(MmaccelError, match="30 visual tokens, but a picture has only 24"):
-            model(**feed)
+    recipe = oracle.recipe(name, "qwen2_5_vl", 30)
+    with accelerated(model, recipe):
+        cache = model(**feed, use_cache=True).past_key_values
+        sizes = [(row, len(places)) for row, places in pictures(model)]
+        (note,) = (note for note in model.mmaccel.stats()["notes"] if "asked to keep" in note)
+        last = oracle.stored(model, feed, cache)[-1] & oracle.visual("qwen2_5_vl", feed)[:, None]
+    small = [size for _, size in sizes if size < 30]
+    assert 0 < len(small) < len(sizes)
+    assert note == (
+        f"{name} was asked to keep 30 tokens and keeps all of {len(small)} of {len(sizes)} pictures or clips, which have at "
+        f"most {max(small)}"
+    )
+    for row, heads in enumerate(last.sum(-1)):
+        assert heads.unique().tolist() == [sum(min(30, size) for r, size in sizes if r == row)]
+
+
+@pytest.mark.parametrize("family", oracle.MERGING)
+def test_a_count_that_no_picture_has_merges_nothing_in_the_tower(family):
+    feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)
+    bare = oracle.bare(family)(**feed).logits
+    with accelerated(model, oracle.recipe("tome", family, 5000), processor=zoo.processor(family)):
+        logits = model(**feed).logits
+        stats = model.mmaccel.stats()
+    assert stats["visual_tokens_kept"] == stats["visual_tokens"]
+    assert any("tome was asked to keep 5000 tokens" in note for note in stats["notes"])
+    there = feed["attention_mask"].bool()
+    torch.testing.assert_close(logits[there], bare[there], rtol=1e-4, atol=1e-4)
 
 
 def test_the_authors_rounding():

@@ -499,9 +499,12 @@ def test_impossible_budgets_are_refused(retain) -> None:
         budget.check_retain(retain)
 
 
-def test_a_count_beyond_the_picture_is_refused() -> None:
-    with pytest.raises(MmaccelError, match="only 24"):
-        budget.resolve(25, 24)
+def test_a_count_beyond_the_picture_is_the_whole_picture() -> None:
+    assert budget.resolve(25, 24) == budget.resolve(24, 24) == 24
+    assert not budget.kept_whole("m", 24, [24, 25]) and not budget.kept_whole("m", 1.0, [24])
+    assert budget.kept_whole("m", 25, [24, 30, 7]) == [
+        "m was asked to keep 25 tokens and keeps all of 2 of 3 pictures or clips, which have at most 24"
+    ]
 
 
 def test_shares_sum_and_respects_sizes() -> None:
