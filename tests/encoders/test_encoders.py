@@ -384,7 +384,7 @@ def test_a_budget_too_small_is_refused_at_the_call_and_one_too_large_keeps_every
     with accelerated_encoder(made, "tome", retain=37):
         assert torch.equal(features(made, pixels()), bare)
         stats = made.mmaccel.stats()
-    assert stats["stages"][0]["tokens_in"] == stats["stages"][0]["resolved"] == stats["stages"][0]["tokens_kept"]
+    assert stats["tokens_in"] == stats["resolved"] == stats["tokens_kept"] > 0
 
 
 @pytest.mark.parametrize("name", ["clip", "open_clip"])
