@@ -216,6 +216,7 @@ class Accelerator(Handle):
             scope = self._scope(mmaccel, cache_in(kwargs))
             scope.plan.check_generation(*configs)
             scope.new_tokens = said("max_new_tokens", *configs)
+            scope.drafted = any(said(name, *configs) for name in ("prompt_lookup_num_tokens", "assistant_model"))
             if scope.plan.drafts:
                 # what generate makes of them may be encoded already
                 first = args[0] if args else kwargs.get("inputs")
@@ -336,12 +337,10 @@ class _Given:
     """Generation arguments given to ``generate`` by keyword, read like a generation config."""
 
     def __init__(self, kwargs: Mapping[str, Any]) -> None:
-        self.max_new_tokens = kwargs.get("max_new_tokens")
-        self.cache_implementation = kwargs.get("cache_implementation")
-        self.prefill_chunk_size = kwargs.get("prefill_chunk_size")
-        self.prompt_lookup_num_tokens = kwargs.get("prompt_lookup_num_tokens")
-        self.assistant_model = kwargs.get("assistant_model")
-        self.use_cache = kwargs.get("use_cache")
+        self._kwargs = kwargs
+
+    def __getattr__(self, name: str) -> Any:
+        return self._kwargs.get(name)
 
 
 #: transformers' continuous batching takes no pixels

@@ -41,6 +41,9 @@ def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[...,
         scope, compiled = current(plan), generation_config.compile_config is not None
         if scope is None or not scope.plan.active or not (compiled or replay.recordable(plan.family.model)):
             return original(model_kwargs, generation_config)
+        if scope.drafted:
+            # what is verified is cropped behind every step, and a captured one lets nothing move
+            return False
         scope.stats.uncaptured = _obstacle_in_call(plan, generation_config)
         if not compiled and not scope.stats.uncaptured:
             scope.stats.uncaptured = _obstacle_to_replay(plan, scope)

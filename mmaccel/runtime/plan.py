@@ -231,6 +231,11 @@ class ModelPlan(Plan):
                 "An accelerated model cannot draft for another one, which shows it no pictures; call "
                 "assistant.mmaccel.remove() first."
             )
+        if named := [name for name in _SELF_DRAFTS if said(name, *configs)]:
+            raise UnsupportedError(
+                f"{named[0]}= drafts from hidden states of the whole prompt, and an accelerated model has those of the tokens "
+                f"that are left; leave out {named[0]}."
+            )
         self.check_cache(said("use_cache", *configs))
         reads_ends = bool(self.stage_at_layer) or self.chunks is not None or self.policy is not None
         if reads_ends and (said("prompt_lookup_num_tokens", *configs) or said("assistant_model", *configs)):
@@ -238,6 +243,10 @@ class ModelPlan(Plan):
                 f"Assisted decoding puts candidates behind the prompt, and recipe {self.recipe.name!r} would take them for "
                 "its end; leave out the assistant, or use a recipe that works before the language model."
             )
+
+
+#: arguments of ``generate`` by which a model drafts for itself
+_SELF_DRAFTS = ("use_mtp", "assistant_early_exit", "speculation_type")
 
 
 def said(name: str, *configs: Any) -> Any:

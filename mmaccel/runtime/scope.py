@@ -43,6 +43,7 @@ class Scope(Generic[P]):
     clips : the pixels of clips that the model was given, for families whose towers have one function for both.
     stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
     dropped : ``[B, S]`` bool, which rows of the logits stand for tokens that were dropped; set when the forward is over.
+    drafted : whether ``generate`` verifies candidates of an assistant or of a look-up.
     new_tokens : how many ``generate`` makes at most, where it was told. until : the tokens that the cache has seen then.
     step : what replays decode steps on the cache as it is pinned. idle : what the cache was pinned to until an ordinary step.
     preview : what a look ahead is to see, while one is being taken.
@@ -65,6 +66,7 @@ class Scope(Generic[P]):
     dropped: Tensor | None = None
     stages: Stages | None = None
     timer: tuple[Any, str] | None = None
+    drafted: bool = False
     new_tokens: int | None = None
     until: int | None = None
     step: ReplayedStep | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmaccel import accelerated
+from mmaccel import UnsupportedError, accelerate_vlm, accelerated
 from mmaccel.families import family_of
 from mmaccel.runtime.attention import register
 
@@ -32,15 +32,22 @@ def test_registered_names_do_not_say_flash() -> None:
             assert name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
 
 
+#: what transformers makes of flash attention 2 and 3 where their packages are not installed, and what a user may name
+HUB = ("kernels-community/flash-attn2", "kernels-community/vllm-flash-attn3@v1", "someone/fa-2:forward")
+#: by which names the stand-in looked up its kernels
+named: set[str] = set()
+
+
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[tuple[Any, ...]]:
     """A stand-in for the flash kernels: transformers' own function runs, and what it would call is done in plain torch."""
     # a model that is built behind the patches below would have no implementation
     model(request.node.callspec.params["family"])
     calls: list[tuple[Any, ...]] = []
+    named.clear()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
-        assert kwargs.pop("attn_implementation") == "flash_attention_2"
+        named.add(kwargs.pop("attn_implementation"))
         assert kwargs.get("position_ids") is None
         assert attention_mask is None or (attention_mask.dim() == 2 and attention_mask.shape[1] == key.shape[1])
         assert kwargs["is_causal"]
@@ -104,6 +111,34 @@ def test_on_top_of_flash_attention(family: str, method: str, kind: str, flash: l
     assert any(1 < rows < columns for rows, columns, _ in flash) == (method in ("test-fixed", "fastv"))
     # where it does not read the prompt, it may never see padding
     assert ahead or any(padded for _, _, padded in flash) == (kind == "uneven")
+
+
+@pytest.mark.parametrize("base", [*HUB, "flash_attention_3", "flash_attention_4"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_on_top_of_every_kernel_that_is_called_as_flash_attention(
+    family: str, base: str, flash: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers registers a kernel of the hub by its own name, with the function and the mask of flash attention."""
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        monkeypatch.setitem(interface._global_mapping, base, interface["flash_attention_2"])
+    tiny, feed, results = model(family), inputs(family, "uneven"), []
+    for name in ("sdpa", base):
+        monkeypatch.setattr(tiny.config.text_config, "_attn_implementation_internal", name)
+        for recipe in ("divprune", "snapkv"):
+            with accelerated(tiny, recipe_of(recipe, family), processor=zoo.processor(family)):
+                results.append(logits(generate(tiny, feed)))
+    close(torch.cat(results[2:]), torch.cat(results[:2]))
+    assert flash and named == {base}
+    assert not any("/" in name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("mmaccel_"))
+
+
+def test_an_implementation_that_is_no_attention_of_ours_is_refused_with_another_remedy() -> None:
+    tiny = zoo.model("llava")
+    for base in ("flex_attention", "paged|sdpa", "someone/unknown"):
+        tiny.config.text_config._attn_implementation_internal = base
+        with pytest.raises(UnsupportedError, match=r'attn_implementation="sdpa"') as refused:
+            accelerate_vlm(tiny, "divprune")
+        assert repr(base) in str(refused.value) and base not in str(refused.value).partition("load")[2]
 
 
 @pytest.mark.parametrize("family", ("llava", "qwen2_5_vl"))

@@ -165,11 +165,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "record", recorded.record)
 
 
+SHORT_LINES = ("`tokenselect` on packed keys", "a prompt without pictures", "beams", "`prompt_lookup_num_tokens`")
+
+
 def test_every_line_is_run() -> None:
     assert list(table()) == list(LINES)
 
 
-@pytest.mark.parametrize("line", few(LINES, ("`tokenselect` on packed keys", "a prompt without pictures", "beams")))
+@pytest.mark.parametrize(
+    "line",
+    few(LINES, SHORT_LINES),
+)
 def test_what_the_table_says(line: str, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     captured, why = table()[line]
     for case in LINES[line]:

@@ -101,6 +101,14 @@ def test_prompt_lookup_inside_the_language_model_is_refused(method: str) -> None
             generate(tiny, feed, assistant_model=tiny)
 
 
+@pytest.mark.parametrize("name", ["use_mtp", "assistant_early_exit", "speculation_type"])
+def test_drafts_of_the_model_itself_are_refused_by_name(name: str) -> None:
+    """They read hidden states of the whole prompt, which a reduced one does not have."""
+    tiny = model("llava")
+    with accelerated(tiny, "divprune", retain=0.3), pytest.raises(UnsupportedError, match=f"leave out {name}"):
+        generate(tiny, inputs("llava"), **{name: 2})
+
+
 # the first candidates lie in the prompt for transformers, which in a bare PaliGemma sees them
 LOOKED_UP = tuple(family for family in FAMILIES if not zoo.behind(family))
 
