@@ -10,8 +10,8 @@ from torch.nn.functional import normalize, pad
 
 from ..core.masks import leftmost
 
-#: entries of the similarities held at once
-BLOCK = 1 << 24
+#: entries of the similarities held at once: on a CPU they stay in the cache of a core
+CACHED, BLOCK = 1 << 17, 1 << 24
 #: cosines that are nearer than this to the largest are equal to it: copies tie however a product rounds
 _NOISE = 1e-6
 
@@ -37,6 +37,7 @@ def merge(
     threshold: Tensor | None = None,
     by_rank: bool = False,
     most: int | None = None,
+    stay: int | None = None,
 ) -> Merge:
     """Merge every key that is ``gone`` into one that is ``kept``, and its value in the same way.
 
@@ -61,7 +62,8 @@ def merge(
     threshold : ``[B, H]``, the bar of the last call of ``ema``.
     by_rank : the bar is tested on the mean over heads of the n-th evicted key of each, as in the authors' programs, where
         it mixes keys of different places; by default every head decides for itself.
-    most : how many keys of a head are ``gone`` at most, where the host knows; no others are looked at. By default all may be.
+    most, stay : how many keys of a head are ``gone``, and how many ``kept``, at most, where the host knows; no others are looked
+        at. By default all may be.
 
     In the papers' programs ``weighted`` and ``ema`` shrink what they merge: ``c x`` counts as one whole term.
     """
@@ -72,7 +74,7 @@ def merge(
     if how == "nearest":
         best, pivot = torch.ones_like(at, dtype=torch.float32), _nearest(kept).gather(-1, at)
     else:
-        best, pivot = _most_alike(keys, kept, at, there)
+        best, pivot = _most_alike(keys, kept, at, there, keys.shape[2] if stay is None else stay)
     if how in ("average", "weighted", "ema"):
         over = (1, 2) if by_rank else (2,)
         bar = best.masked_fill(~takes, 0.0).sum(over, keepdim=True) / takes.sum(over, keepdim=True).clamp(min=1)
@@ -90,20 +92,29 @@ def merge(
     return Merge(flow.into(keys, half), flow.into(values, half), threshold)
 
 
-def _most_alike(keys: Tensor, kept: Tensor, at: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest cosine of every evicted key to the kept ones of its head, one to a copy, and whose it is, the lower slot on
-    a tie, ``[B, H, n]`` each; the evicted ones are those ``at [B, H, n]`` that are ``there``."""
+def _most_alike(keys: Tensor, kept: Tensor, at: Tensor, there: Tensor, stay: int) -> tuple[Tensor, Tensor]:
+    """The largest cosine of every evicted key to the kept ones of its head, ``stay`` at most, one to a copy, and whose it is,
+    the lower slot on a tie, ``[B, H, n]`` each; the evicted ones are those ``at [B, H, n]`` that are ``there``."""
     unit = normalize(keys.float(), dim=-1)
     rows, heads, total, width = keys.shape
-    mine = unit.gather(2, at[..., None].expand(-1, -1, -1, width))
-    height = max(1, BLOCK // max(1, rows * heads * total))
+    flat, head = unit.flatten(0, 2), torch.arange(0, rows * heads * total, total, device=at.device).view(rows, heads, 1)
+
+    def of(slots: Tensor) -> Tensor:
+        """``[B, H, n, D]``; whole vectors are copied faster than a gather copies their channels."""
+        return flat.index_select(0, (slots + head).flatten()).view(*slots.shape, width)
+
+    slots, held = leftmost(kept, max(1, min(stay, total)))
+    mine, against = of(at), of(slots).transpose(2, 3)
+    size = CACHED if keys.device.type == "cpu" else BLOCK
+    height = max(1, size // max(1, rows * heads * slots.shape[2]))
     found = []
     for part in mine.split(height, dim=2):
-        cosine = (part @ unit.transpose(2, 3)).masked_fill(~kept[:, :, None], -torch.inf)
+        cosine = (part @ against).masked_fill_(~held[:, :, None], -torch.inf)
         most = cosine.amax(-1)
         found.append((most, (cosine >= most[..., None] - _NOISE).byte().argmax(-1)))
     best, pivot = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*found, strict=True))
-    copy = (mine - unit.gather(2, pivot[..., None].expand_as(mine))).abs().amax(-1) == 0
+    pivot = slots.gather(2, pivot)
+    copy = (mine - of(pivot)).abs().amax(-1) == 0
     return best.clamp(max=1.0).masked_fill(copy, 1.0).masked_fill(~there, 0.0), pivot
 
 
@@ -155,11 +166,11 @@ class _Flow:
         """``(p + sum(weight * x)) / (1 + sum(mass))`` for every slot ``p`` of ``x [B, H, K, D]`` that something flows into,
         others as they are; ``half``: the mean of what flows and ``p`` in place of ``weight * x``."""
         flat = pad(x.flatten(0, 2), (0, 0, 0, 1))
-        part, pivots = flat[self.source].float(), flat[self.onto].float()
+        part, pivots = flat.index_select(0, self.source).float(), flat.index_select(0, self.onto).float()
         part = (part + pivots) / 2 if half else part * self.weight
         # sums in a fixed order, without atomics
         part = torch.cat([part, self.mass], dim=1)
-        summed = torch.segment_reduce(part, "sum", lengths=self.lengths, axis=0, unsafe=True)[self.run]
+        summed = torch.segment_reduce(part, "sum", lengths=self.lengths, axis=0, unsafe=True).index_select(0, self.run)
         # all that flows into one slot puts the same number there
-        flat[self.onto] = ((pivots + summed[:, :-1]) / (1 + summed[:, -1:])).to(x.dtype)
+        flat.index_copy_(0, self.onto, ((pivots + summed[:, :-1]) / (1 + summed[:, -1:])).to(x.dtype))
         return flat[:-1].view_as(x)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from mmaccel_kernels.importance import Importance
 from torch import Tensor
 
 from ..core.budget import layer_at
@@ -47,6 +48,21 @@ class Layerwise:
         return found
 
 
+@dataclass
+class SharedPass:
+    """What is computed in the same pass over the logits of a layer as the sums of its columns.
+
+    query : of the attention that it belongs to. value : ``[B, Hkv, K, Dv]``, for the output of the attention.
+    entropy : whether the entropy of the attention is wanted too.
+    found : what the pass found; None where nobody asked for sums over all queries.
+    """
+
+    query: Tensor
+    value: Tensor
+    entropy: bool
+    found: Importance | None = None
+
+
 @dataclass(frozen=True)
 class LayerAttention(Layerwise):
     """The attention of one language model layer over a prompt, computed in slices of query rows, never as a whole map.
@@ -57,6 +73,7 @@ class LayerAttention(Layerwise):
     text : ``[B, q]`` bool, the prompt tokens that are neither visual nor padding.
     said : the same on the CPU; None where the host would wait for it.
     prepared : what :meth:`LayerMethod.prepare` made of what entered the language model, ``[B, q]``.
+    shared_pass : what is computed together with sums over queries; None where nothing is.
     """
 
     query: Tensor
@@ -66,6 +83,7 @@ class LayerAttention(Layerwise):
     text: Tensor
     said: Tensor | None = None
     prepared: Mapping[str, Tensor] = field(default_factory=dict)
+    shared_pass: SharedPass | None = None
 
     @property
     def _tokens(self) -> Hashable:

@@ -68,6 +68,7 @@ class CacheStage:
             threshold=together.threshold,
             by_rank=self.policy.official,
             most=None if lengths is None else int((together.lengths - lengths).max()),
+            stay=None if lengths is None else int(lengths.max()),
         )
         if self.policy.scheduled and made.threshold is not None:
             for layer, bar in zip(together.layers, made.threshold.split(together.rows), strict=True):

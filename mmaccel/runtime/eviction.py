@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kv.cache import CacheState
 from ..method import LayerAttention, Policy, ReadingPolicy
+from ..method.layers import SharedPass
 from .cache_stage import CacheStage
 from .forward import Forward, Prompt
 from .plan import PlannedStage
@@ -42,6 +43,7 @@ class Eviction:
         self.pre_rope: Tensor | None = None
         self.scaling = 1.0
         self.asked: dict[int, tuple[Tensor, Tensor]] = {}
+        self._observed: tuple[LayerAttention, Tensor | None] | None = None
 
     @property
     def figures(self) -> list[Tensor]:
@@ -82,10 +84,13 @@ class Eviction:
             self._recall(number, query, key, visible, scaling)
         elif self.prompt is not None:
             prompt, tokens = self.prompt, self.prompt.tokens(number, query.device)
-            attention = LayerAttention(query, key, visible, scaling, tokens.text, memo=tokens.memo)
             timed = self.forward.measured("selection", query.device, [number]) if prompt.looks else nullcontext()
             with timed:
-                received = self._observe(number, attention, tokens.places, window)
+                if self._observed is None:
+                    attention = LayerAttention(query, key, visible, scaling, tokens.text, memo=tokens.memo)
+                    received = self._observe(number, attention, tokens.places, window)
+                else:
+                    (attention, received), self._observed = self._observed, None
                 # these queries are large, and free before anything is chosen
                 expected, self.pre_rope = prompt.expected(tokens, key, self.pre_rope), None
                 prompt.after_attention(number, attention, tokens, received, expected)
@@ -103,6 +108,31 @@ class Eviction:
         if number < first_layer(policy, self.depth):
             return None
         return read_layer(policy, self.state.layers[number], query, key, scaling)
+
+    def attend(
+        self,
+        number: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Tensor | None,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor | None:
+        """The output ``[B, q, Hq, D]`` of the attention of a prompt in layer ``number``, from the pass in which the policy sums
+        it over the queries: on a CPU both cost what the output alone does. None where the policy makes no such sums, and on a
+        GPU, whose kernels are faster. What the policy observed is used in :meth:`after_attention`."""
+        if self.prompt is None or not self.policy.observes or query.device.type != "cpu" or query.requires_grad:
+            return None
+        tokens = self.prompt.tokens(number, query.device)
+        shared = SharedPass(query, value, self.prompt.split == "entropy")
+        attention = LayerAttention(query, key, visible, scaling, tokens.text, memo=tokens.memo, shared_pass=shared)
+        self._observed = attention, self._observe(number, attention, tokens.places, window)
+        return (
+            None
+            if shared.found is None or shared.found.read is None
+            else shared.found.read.transpose(1, 2).contiguous()
+        )
 
     def settle(self) -> None:
         """The forward is over: evict from the layers that waited for it."""

@@ -24,13 +24,15 @@ from mmaccel.kv.scoring import importance
 from mmaccel.kv.scoring.chunks import by_chunks
 from mmaccel.method import KeyBatch
 from mmaccel.method import blocks as streaming
+from mmaccel.method.layers import SharedPass
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.mark.parametrize("block", (1, 100, 1 << 24))
 def test_column_sums_are_those_of_the_map(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "BLOCK", block)
+    monkeypatch.setattr(kernel, "CACHED", block)
+    monkeypatch.setattr(kernel, "ROWS", 1)
     for attention in (attention_of(), attention_of((0, 0), visible=False)):
         rows = attention.query.shape[2]
         whole = attention.attention(0, rows).nan_to_num(0.0)
@@ -58,14 +60,16 @@ def test_the_map_of_a_long_prompt_never_exists(monkeypatch: pytest.MonkeyPatch) 
     """The largest tensor at once is a block, whatever the length."""
     long, block = attention_of((0,), rows=256, total=256, visible=False), 6 * 256 * 16
     rows = torch.ones(1, 256, dtype=torch.bool)
-    for module, run in (
-        (kernel, lambda: importance.column_sums(long)),
-        (streaming, lambda: importance.share_seen(long, rows, 0.01)),
+    for module, name, run in (
+        (kernel, "CACHED", lambda: importance.column_sums(long)),
+        (kernel, "CACHED", lambda: importance.entropy(long)),
+        (streaming, "BLOCK", lambda: importance.share_seen(long, rows, 0.01)),
     ):
+        monkeypatch.setattr(module, name, 1 << 24)
         with Largest() as whole:
             run()
         assert whole.size >= 6 * 256 * 256
-        monkeypatch.setattr(module, "BLOCK", block)
+        monkeypatch.setattr(module, name, block)
         with Largest() as seen:
             run()
         assert seen.size <= block
@@ -88,7 +92,8 @@ def test_the_share_of_entries_that_matter(block: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("block", [1, 1000])
 def test_the_entropy_of_what_queries_pay(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all look at one key it is nought, where all look everywhere the logarithm of how many."""
-    monkeypatch.setattr(streaming, "BLOCK", block)
+    monkeypatch.setattr(kernel, "CACHED", block)
+    monkeypatch.setattr(kernel, "ROWS", 1)
     attention = attention_of()
     paid = attention.attention(0, 11).double()
     each = -(paid * paid.clamp(min=1e-300).log()).sum(-1)
@@ -100,6 +105,28 @@ def test_the_entropy_of_what_queries_pay(block: int, monkeypatch: pytest.MonkeyP
     seen = attention.visible.sum(-1).double()
     want = seen.clamp(min=1).log().sum((1, 2)) / (seen > 0).sum((1, 2))
     torch.testing.assert_close(importance.entropy(even), want.float())
+
+
+@pytest.mark.parametrize("visible", [True, False])
+@pytest.mark.parametrize("weighed", [True, False])
+def test_sums_come_with_the_output_of_the_attention(visible: bool, weighed: bool) -> None:
+    """One pass gives sums, output and entropy; sums that leave queries out leave the pass empty."""
+    attention = attention_of() if visible else attention_of((0, 0), visible=False)
+    heads, rows = attention.key.shape[1], attention.query.shape[2]
+    value = torch.randn(*attention.key.shape[:3], 5)
+    shared = SharedPass(attention.query, value, True)
+    passed = replace(attention, shared_pass=shared)
+    weight = torch.rand(2, rows) + 0.1 if weighed else None
+    torch.testing.assert_close(importance.column_sums(passed, weight), importance.column_sums(attention, weight))
+    paid = attention.attention(0, rows).nan_to_num(0.0)
+    wanted = paid @ value.repeat_interleave(paid.shape[1] // heads, 1)
+    assert shared.found is not None and shared.found.read is not None
+    torch.testing.assert_close(shared.found.read, wanted)
+    torch.testing.assert_close(importance.entropy(passed), importance.entropy(attention))
+    shared.found = None
+    late = torch.arange(rows).expand(2, -1) >= 2
+    importance.column_sums(passed, late.float())
+    assert shared.found is None
 
 
 def test_text_behind_the_last_picture() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..launch import run
-from .naive import importance_definition
+from .naive import Importance, importance_definition, importance_pass
 from .triton import importance_kernel, tiles
 
 #: how the query heads of one key head are joined
@@ -102,4 +102,13 @@ def _check(
         raise ValueError(f"importance joins heads by 'none', 'mean', 'sum' or 'max', not {join!r}.")
 
 
-__all__ = ["Join", "importance", "importance_cost", "importance_definition", "importance_kernel", "tiles"]
+__all__ = [
+    "Importance",
+    "Join",
+    "importance",
+    "importance_cost",
+    "importance_definition",
+    "importance_kernel",
+    "importance_pass",
+    "tiles",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from mmaccel_kernels.importance import importance
+from mmaccel_kernels.importance import importance, importance_pass
 from torch import Tensor
 
 from ...core.masks import question
@@ -23,12 +23,19 @@ def column_sums(attention: LayerAttention, weight: Tensor | None = None) -> Tens
     ----------
     weight : ``[B, q]`` float, the weight of each query (default 1). Leading queries of weight zero are not computed; the host
         waits to count them, once if the same tensor is given for all layers.
+
+    Where no query is left out and the attention has a :class:`~mmaccel.method.layers.SharedPass`, that is filled.
     """
-    query, visible = attention.query, attention.visible
+    query, visible, first = attention.query, attention.visible, 0
     if weight is not None:
         first = attention.once(_first, weight)
         query, weight = query[:, :, first:], weight[:, first:].float()
         visible = None if visible is None else visible[:, :, first:]
+    shared = attention.shared_pass
+    if shared is not None and shared.query is attention.query and not first:
+        given = attention.key, attention.scaling, weight, None, visible, shared.value, shared.entropy
+        shared.found = importance_pass(query, *given)
+        return shared.found.sums
     return importance(query, attention.key, scaling=attention.scaling, weight=weight, visible=visible)
 
 
@@ -70,21 +77,17 @@ def share_seen(attention: LayerAttention, rows: Tensor, threshold: float) -> Ten
 
 def entropy(attention: LayerAttention) -> Tensor:
     """``[B]`` float32: the entropy of the attention paid by each query, in nats, mean over queries and heads."""
-    batch, heads = attention.query.shape[:2]
-    total = attention.query.new_zeros(batch, dtype=torch.float64)
-    rows = total.clone()
-    for start, stop in row_blocks(attention):
-        logits = upto(attention, stop).logits(start, stop)
-        most = logits.amax(-1, keepdim=True)
-        # queries of padding attend to nothing
-        there = most[..., 0] > -torch.inf
-        logits = (logits - most).nan_to_num(0.0, neginf=-torch.inf)
-        weight = logits.exp()
-        sum_ = weight.sum(-1)
-        paid = sum_.log() - (weight * logits.clamp(min=torch.finfo(logits.dtype).min)).sum(-1) / sum_
-        total += paid.masked_fill(~there, 0.0).sum((1, 2))
-        rows += there.sum((1, 2))
-    return (total / rows.clamp(min=1)).float()
+    shared, visible = attention.shared_pass, attention.visible
+    found = None if shared is None or shared.query is not attention.query else shared.found
+    if found is None or found.nats is None:
+        found = importance_pass(attention.query, attention.key, attention.scaling, visible=visible, entropy=True)
+    assert found.nats is not None
+    batch, heads, queries, _ = attention.query.shape
+    if visible is None:
+        return (found.nats / max(1, heads * queries)).float()
+    # queries of padding attend to nothing
+    rows = visible.any(-1).sum((1, 2)) * (heads // visible.shape[1])
+    return (found.nats / rows.clamp(min=1)).float()
 
 
 def by_group(figures: Tensor, heads: int, join: Join = "mean") -> Tensor:
