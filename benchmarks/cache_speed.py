@@ -3,9 +3,9 @@
 Builds a LLaVA with the text model of SmolLM2-135M (30 layers, float32, random weights, whose speed is that of trained ones) and
 a vision tower too small to matter, and asks it about one picture of 576 tokens: once bare, once with a recipe. Both answer at
 the same time and take turns, after every layer of the prompt and after every token, so that other programs on the machine
-disturb both alike. Seconds are CPU seconds of the thread that answers. Figures are those of the recipe over those of the bare model, a pair for every repeat:
-`first` the prompt up to the first token, `step` the mean decode step of the answer, what is evicted or packed in it
-included.
+disturb both alike. Seconds are CPU seconds of the thread that answers. Figures are those of the recipe over those of the bare
+model, a pair for every repeat: `first` the prompt up to the first token, `step` the mean decode step of the answer, what is
+evicted or packed in it included.
 
     python benchmarks/cache_speed.py --out benchmarks/results/cache-speed-cpu.json --update benchmarks/README.md
     python benchmarks/cache_speed.py --recipe h2o-decode quest "kivi bits=4" --repeats 5

@@ -62,8 +62,8 @@ def merge(
     threshold : ``[B, H]``, the bar of the last call of ``ema``.
     by_rank : the bar is tested on the mean over heads of the n-th evicted key of each, as in the authors' programs, where
         it mixes keys of different places; by default every head decides for itself.
-    most, stay : how many keys of a head are ``gone``, and how many ``kept``, at most, where the host knows; no others are looked
-        at. By default all may be.
+    most, stay : how many keys of a head are ``gone``, and how many ``kept``, at most, where the host knows; no others are
+        looked at. By default all may be.
 
     In the papers' programs ``weighted`` and ``ema`` shrink what they merge: ``c x`` counts as one whole term.
     """

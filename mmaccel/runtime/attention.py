@@ -294,11 +294,11 @@ def _text_attention(
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
         if mask is not None and base == "eager":
             mask = _added(mask, query.dtype)
-    read, plain = None, base == "sdpa" and forward.incoming.weights is None and getattr(module, "is_causal", True)
-    if plain and stages.eviction is not None:
-        read = stages.eviction.attend(number, query, key, value, visible, scaling, window)
-    if read is not None:
-        out: tuple[Tensor, Tensor | None] = read, None
+    attended, plain = None, forward.incoming.weights is None and getattr(module, "is_causal", True)
+    if plain and base == "sdpa" and stages.eviction is not None:
+        attended = stages.eviction.attend(number, query, key, value, visible, scaling, window)
+    if attended is not None:
+        out: tuple[Tensor, Tensor | None] = attended, None
     else:
         out = base_function(base, module)(module, query, key, value, mask, scaling=scaling, **kwargs)
     stages.after_attention(number, query, key, visible, scaling, window)

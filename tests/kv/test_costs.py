@@ -1,0 +1,51 @@
+"""What a recipe for the cache may cost on a CPU, counted, so that no other program disturbs it; seconds are in
+``benchmarks/cache_speed.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from laws import helpers
+from torch.utils.flop_counter import FlopCounterMode
+
+from mmaccel import accelerated, recipes
+from mmaccel.method import Policy
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+OBSERVING = tuple(
+    name
+    for name, made in recipes().items()
+    if len(made.stages) == 1 and isinstance(method := made.stages[0].build(), Policy) and method.observes
+)
+
+
+def prompt() -> dict[str, torch.Tensor]:
+    """A picture, behind text that is longer than a block of the sums."""
+    feed = dict(zoo.inputs("llava", "image"))
+    ids = torch.cat([torch.full((1, 600), 20), feed["input_ids"]], 1)
+    return feed | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def sdpa(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Operations of attention without a mask, of which half is left out."""
+    batch, heads, rows, width = query
+    return 2 * batch * heads * rows * key[2] * (width + value[3]) // 2
+
+
+def products(name: str) -> int:
+    """Operations in products of matrices of a prompt."""
+    model, feed = helpers.model("llava"), prompt()
+    kernel = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa}
+    with FlopCounterMode(display=False, custom_mapping=kernel) as counted, accelerated(model, name):
+        model(**feed)
+    return counted.get_total_flops()
+
+
+@pytest.mark.parametrize("name", OBSERVING)
+def test_a_prompt_is_multiplied_with_its_keys_once(name: str) -> None:
+    """Sums of the attention over queries come from the pass that makes its output."""
+    assert products(name) <= 1.15 * products("none")
