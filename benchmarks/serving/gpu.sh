@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Throughput in vLLM at 7B on one large GPU: as it is, with its own EVS, and with mmaccel at 25 and 10 %, pictures and clips,
-# 1 to 32 clients. Wants vllm 0.32 and mmaccel, the model in the Hugging Face cache or the hub, and 80 GB for three engines.
+# 1 to 32 clients. Wants vllm 0.32 or 0.33 and mmaccel, the model in the Hugging Face cache or the hub, and 80 GB for three engines.
 #
 #   benchmarks/serving/gpu.sh [FOLDER]      PYTHON=python3.12 MODEL=./my-qwen benchmarks/serving/gpu.sh report
 #

@@ -131,7 +131,7 @@ def _video() -> dict[str, bool]:
 def _vllm(problems: list[str]) -> dict[str, Any] | None:
     """Whether recipes can be served by vLLM, and for which of its architectures; None where it is not installed."""
     try:
-        from ..integrations.vllm import ARCHITECTURES, tested, version
+        from ..integrations.vllm import ARCHITECTURES, tested, version, versions
     except ImportError:  # without torch nothing of ours imports
         return None
     if (found := version()) is None:
@@ -140,7 +140,7 @@ def _vllm(problems: list[str]) -> dict[str, Any] | None:
     allowed = os.environ.get("VLLM_PLUGINS")
     active = "mmaccel" in points and (allowed is None or "mmaccel" in allowed.split(","))
     if not tested():
-        problems.append(f'vLLM {found} is not one that recipes are tested with; run: pip install "vllm>=0.32,<0.33"')
+        problems.append(f'vLLM {found} is not one that recipes are tested with; run: pip install "{versions()}"')
     elif not active:
         why = "mmaccel is not installed" if "mmaccel" not in points else f"VLLM_PLUGINS={allowed} leaves it out"
         problems.append(f"vLLM does not load the plug-in mmaccel ({why}); install mmaccel, or name it in VLLM_PLUGINS.")

@@ -145,7 +145,7 @@ class Family(Towers):
         self.ranks = int(getattr(model, "_tp_size", None) or 1)
         if len(self.read_layers) > 1:
             self.whole = JOINED
-        if self.undivided is None and _slides(model.config):
+        if self.undivided is None and slides(model.config):
             self.undivided = WINDOWS
 
     @classmethod
@@ -424,7 +424,7 @@ def _turns_halves(config: Any) -> bool:
     return config.text_config.model_type not in _OTHER_ROPE
 
 
-def _slides(config: Any) -> bool:
+def slides(config: Any) -> bool:
     """Whether any layer of the language model has a sliding window."""
     text = config.text_config
     kinds = getattr(text, "layer_types", None)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import pickle
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +23,20 @@ from mmaccel import MmaccelError, UnsupportedError, accelerate_vlm
 from mmaccel.cli import doctor, main
 from mmaccel.families import described, families, family_of
 from mmaccel.integrations import vllm
-from mmaccel.integrations.vllm import ARCHITECTURES, checks, digits
+from mmaccel.integrations.vllm import ARCHITECTURES, checks, digits, models
 from mmaccel.integrations.vllm.architectures import joined
-from mmaccel.integrations.vllm.model import ReducedModel
+from mmaccel.integrations.vllm.model import Item, ReducedModel
 from mmaccel.integrations.vllm.plan import ServingPlan
 from mmaccel.integrations.vllm.positions import Place, expanded, filled_in, provisional
-from mmaccel.integrations.vllm.settings import Settings, as_integers, from_integers, settings_of
+from mmaccel.integrations.vllm.processor import FIELD, ReducedProcessor
+from mmaccel.integrations.vllm.settings import (
+    Settings,
+    as_integers,
+    from_integers,
+    override_of,
+    request_of,
+    settings_of,
+)
 from mmaccel.method import ProjectorMethod
 from mmaccel.method.registry import methods
 from mmaccel.recipe import recipe, recipes
@@ -32,13 +44,6 @@ from mmaccel.runtime.encoded import Encoded
 from mmaccel.runtime.taps import Taps
 
 QWEN, LLAVA = (ARCHITECTURES[f"{name}ForConditionalGeneration"] for name in ("Qwen2_5_VL", "Llava"))
-
-
-class Config:
-    """A configuration with what hf_overrides put there."""
-
-    def __init__(self, **given):
-        self.mmaccel = given
 
 
 @functools.cache
@@ -255,6 +260,47 @@ def test_two_budgets_of_one_picture():
         ours.count("image", picture, 65)
 
 
+def test_all_tokens_of_a_request_that_wants_the_bare_model():
+    for which in ("divprune", "pool", "visionzip"):
+        ours = plan("qwen2_5_vl", which, retain=0.25)
+        grid = {"image_grid_thw": torch.tensor([[1, 16, 16]])}
+        (picture,) = ours.pictures("image", grid, 64)
+        rows = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        taps = Taps(ours.family, ours.wanted)
+        ((row, stays),) = ours.reduce("image", [picture], [rows], [64], False, Encoded(grid, 64), taps)
+        assert ours.count("image", picture, False).total == 64 and bool(stays.all()) and torch.equal(row, rows)
+
+
+class Stock:
+    """A model of vLLM: one picture of 8 x 8 tokens after the other."""
+
+    def embed_multimodal(self, image_grid_thw):
+        return [torch.randn(64, 8, generator=torch.Generator().manual_seed(i)) for i in range(len(image_grid_thw))]
+
+
+class Served(ReducedModel, Stock):
+    """With a recipe."""
+
+    def __init__(self, which, **overrides):
+        self.plan = plan("qwen2_5_vl", which, **overrides)
+        self.taps, self.one_call = Taps(self.plan.family, self.plan.wanted), 1000
+
+
+def test_budgets_of_one_call_that_are_equal_numbers_stay_apart():
+    """One token of a picture, and all of it: 1 == 1.0."""
+    served = Served("divprune", retain=0.25, positions="paper")
+    for budgets in ((1, 1.0), (1.0, 1)):
+        counts = [1 if isinstance(budget, int) else 64 for budget in budgets]
+        items = [
+            Item({"image_grid_thw": torch.tensor([[1, 16, 16]])}, budget, 64, count)
+            for budget, count in zip(budgets, counts, strict=True)
+        ]
+        rows = served._embed("image", items)
+        assert [len(row) for row in rows] == counts
+        alone = [served._embed("image", [item])[0] for item in items]
+        assert torch.equal(rows[0], alone[0]) and len(alone[1]) == counts[1]
+
+
 def test_a_budget_that_is_left_over_is_filled_up():
     ours = plan("qwen2_5_vl", "fastvid", retain=0.3)
     grid = {"video_grid_thw": torch.tensor([[4, 16, 16]])}
@@ -270,7 +316,7 @@ def test_a_budget_that_is_left_over_is_filled_up():
 
 
 # ----------------------------------------------------------------------------------------------------------- settings
-@pytest.mark.parametrize("retain", [0.1, 0.25, 1.0, 1 / 3, 0.29, 1e-9, 64, None])
+@pytest.mark.parametrize("retain", [0.1, 0.25, 1.0, 1 / 3, 0.29, 1e-9, 64, 1, None, False])
 def test_budgets_travel_exactly(retain):
     found = from_integers(*torch.tensor(as_integers(retain)).tolist())
     assert found == retain and type(found) is type(retain)
@@ -282,12 +328,11 @@ def test_a_request_s_bad_budget_is_refused(retain):
         as_integers(retain)
 
 
-def test_without_settings_there_is_nothing_to_do():
-    assert settings_of(object()) is None
-    assert settings_of(Config(recipe="divprune", retain=0.1, numbering="transformers")) == Settings(
+def test_settings_of_an_override():
+    assert settings_of({"recipe": "divprune", "retain": 0.1, "numbering": "transformers"}) == Settings(
         recipe("divprune", retain=0.1), "transformers"
     )
-    one, two = (settings_of(Config(recipe="divprune", retain=r)).fingerprint() for r in (0.1, 0.2))
+    one, two = (settings_of({"recipe": "divprune", "retain": r}).fingerprint() for r in (0.1, 0.2))
     assert one != two
 
 
@@ -300,11 +345,113 @@ def test_without_settings_there_is_nothing_to_do():
         ({"recipe": "divprune", "numbering": "mine"}, "numbering='mine'"),
         ({"recipe": "divprune", "layer": 3}, "no option"),
         ({"recipe": "divprune", "proportional": "all"}, "proportional='all' gives keys weights"),
+        ("divprune", "needs an object with a recipe"),
+        (False, "needs an object with a recipe"),
     ],
 )
 def test_bad_settings_are_one_sentence(given, said):
     with pytest.raises(MmaccelError, match=said):
-        settings_of(Config(**given))
+        settings_of(given)
+
+
+class ModelConfig:
+    """vLLM's, with overrides written into the checkpoint's configuration as vLLM does."""
+
+    config_updated = False
+
+    def __init__(self, hf_overrides, **checkpoint):
+        self.hf_overrides, self.hf_config = hf_overrides, SimpleNamespace(**checkpoint)
+        if callable(hf_overrides):
+            self.hf_config = hf_overrides(self.hf_config)
+        else:
+            vars(self.hf_config).update(hf_overrides)
+
+
+def _asks(config):
+    config.mmaccel = {"recipe": "divprune"}
+    return config
+
+
+def _runs_once(config):
+    config.mmaccel = {"recipe": config.__dict__.pop("once")}
+    return config
+
+
+ASKED = {"recipe": "divprune"}
+
+
+@pytest.mark.parametrize(
+    "overrides, checkpoint, found",
+    [
+        ({}, {}, None),
+        ({"mmaccel": ASKED}, {}, ASKED),
+        ({"mmaccel": ASKED}, {"mmaccel": {"recipe": "snapkv"}}, ASKED),
+        ({"mmaccel": None}, {"mmaccel": {"recipe": "snapkv"}}, None),
+        ({}, {"mmaccel": {"recipe": "snapkv"}}, None),
+        (_asks, {}, ASKED),
+        (_asks, {"mmaccel": {"recipe": "snapkv"}}, ASKED),
+        (lambda config: config, {}, None),
+        (lambda config: config, {"mmaccel": {"recipe": "snapkv"}}, None),
+        (_runs_once, {"once": "divprune"}, ASKED),
+    ],
+)
+def test_only_the_caller_asks_for_a_recipe(overrides, checkpoint, found):
+    """Overrides are found in the process that makes the configuration, and in those that it is sent to."""
+    config = ModelConfig(overrides, **checkpoint)
+    assert override_of(config) == found
+    if not callable(overrides):
+        assert override_of(pickle.loads(pickle.dumps(config))) == found
+    assert override_of(object()) is None and override_of(SimpleNamespace(hf_config=None)) is None
+
+
+@pytest.mark.parametrize(
+    "processing, budget",
+    [
+        ({}, None),
+        ({"retain": None}, None),
+        ({"mmaccel": None}, None),
+        ({"mmaccel": True}, None),
+        ({"mmaccel": {}}, None),
+        ({"retain": 0.1}, 0.1),
+        ({"mmaccel": {"retain": 0.1}}, 0.1),
+        ({"mmaccel": {"retain": 64}, "max_pixels": 100}, 64),
+        ({"mmaccel": False}, False),
+    ],
+    ids=str,
+)
+def test_a_request_s_budget(processing, budget):
+    found = request_of(processing)
+    assert found == budget and type(found) is type(budget)
+
+
+@pytest.mark.parametrize(
+    "processing, said",
+    [
+        ({"mmaccel": {"recipe": "uniform"}}, "can change 'retain' alone, got 'recipe'"),
+        ({"mmaccel": {"retain": 0.1, "positions": "paper"}}, "got 'positions'"),
+        ({"mmaccel": {"retian": 0.1}}, "got 'retian'"),
+        ({"mmaccel": {1: 0.1}}, "got 1 in mmaccel"),
+        ({"mmaccel": "divprune"}, "got 'divprune'"),
+        ({"mmaccel": "false"}, "got 'false'"),
+        ({"mmaccel": [0.1]}, r"got \[0.1\]"),
+        ({"mmaccel": 0.1}, "got 0.1"),
+        ({"mmaccel": 0}, "got 0"),
+        ({"mmaccel": 1}, "got 1"),
+        ({"mmaccel": {"retain": float("nan")}}, "retain=nan"),
+        ({"mmaccel": {"retain": "0.1"}}, "retain='0.1'"),
+        ({"mmaccel": {"retain": [0.1]}}, "retain="),
+        ({"mmaccel": {"retain": False}}, "retain=False"),
+        ({"retain": False}, "retain=False"),
+        ({"retain": float("inf")}, "retain=inf"),
+        ({"retain": 0.1, "mmaccel": {"retain": 0.1}}, "one budget"),
+        ({"retain": 0.1, "mmaccel": False}, "one budget"),
+    ],
+    ids=str,
+)
+def test_what_a_request_cannot_have_is_one_sentence(processing, said):
+    with pytest.raises(MmaccelError, match=said) as error:
+        request_of(processing)
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
 def test_every_recipe_is_served_or_refused_in_one_sentence():
@@ -329,6 +476,272 @@ def test_layers_that_vllm_does_not_build_are_refused():
         plan("llava", "vtc-cls", layers=(-1,))
 
 
+# ------------------------------------------------------------------------------------------------------ requests, vLLM
+@dataclass(frozen=True)
+class Inputs:
+    """What vLLM gives a processor, as far as it matters here."""
+
+    hf_processor_mm_kwargs: dict
+
+
+class StockProcessor:
+    """A processor of vLLM: it tells what it was given."""
+
+    def __init__(self):
+        half = SimpleNamespace(max_pixels=None)
+        self.info = SimpleNamespace(
+            get_hf_processor=lambda: SimpleNamespace(image_processor=half, patch_size=14),
+            supported_mm_processor_kwargs={"images_kwargs": {"do_resize"}, "text_kwargs": {"padding"}},
+        )
+
+    def apply(self, inputs, timing_ctx):
+        return inputs.hf_processor_mm_kwargs
+
+
+class ServedProcessor(ReducedProcessor, StockProcessor):
+    """With a recipe."""
+
+    plan = plan("qwen2_5_vl", "divprune", retain=0.25)
+
+
+def given(**processing):
+    return ServedProcessor().apply(Inputs(processing), None)
+
+
+def test_both_spellings_of_a_budget_are_one_and_share_what_is_cached():
+    nested, flat = given(mmaccel={"retain": 0.1}), given(retain=0.1)
+    assert nested == flat == {FIELD: (1, 10)}
+    assert given() == given(mmaccel=True) == given(retain=None) == {FIELD: (0, 0)}
+    assert given(mmaccel=False) == {FIELD: (0, 1)} and given(retain=10**40)[FIELD][0] < 2**63
+
+
+@pytest.mark.parametrize(
+    "processing",
+    [
+        {"do_resize": False},
+        {"images_kwargs": {"do_resize": False}},
+        {"max_pixels": 10},
+        {"images_kwargs": {"max_pixels": 10}, "text_kwargs": {}},
+        {"patch_size": 7},
+        {"videos_kwargs": None},
+    ],
+    ids=str,
+)
+def test_options_of_the_model_s_processor_pass(processing):
+    assert given(retain=0.5, **processing) == {**processing, FIELD: (1, 2)}
+
+
+@pytest.mark.parametrize(
+    "processing",
+    [
+        {"retian": 0.1},
+        {"recipe": "uniform"},
+        {"keep": 0.1},
+        {"images_kwargs": {"retain": 0.1}},
+        {"images_kwargs": {"mmaccel": {"retain": 0.1}}},
+        {"images_kwargs": {"retian": 0.1}},
+        {"images_kwargs": {1: 0.1}},
+        {"MMACCEL": {"retain": 0.1}},
+    ],
+    ids=str,
+)
+def test_options_that_nobody_reads_are_refused(processing):
+    with pytest.raises(MmaccelError, match="Nothing reads .* in mm_processor_kwargs"):
+        given(**processing)
+
+
+def test_a_request_s_wrong_budget_is_refused_before_its_pictures_are_processed(monkeypatch):
+    monkeypatch.delattr(StockProcessor, "apply")
+    for wrong in ({"mmaccel": {"recipe": "uniform"}}, {"retain": 1.5}, {"retain": 1e-30}, {"mmaccel": "no"}):
+        with pytest.raises(MmaccelError):
+            given(**wrong)
+
+
+class Configuration:
+    """vLLM's."""
+
+    def __init__(self, model_config):
+        self.model_config = model_config
+        self.try_verify_and_update_config()
+
+    def try_verify_and_update_config(self):
+        self.updated = True
+
+
+class Registry:
+    """vLLM's."""
+
+    def resolve_model_cls(self, architectures, model_config):
+        return Stock, architectures
+
+
+#: what of vLLM is leant on, as (module, name)
+LEANT_ON = [("vllm.config", "VllmConfig"), ("vllm.model_executor.models.registry", "_ModelRegistry")]
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Makes modules of vLLM that have as much as is said, and runs the plug-in's function; the lines that it logs."""
+
+    def make(found="0.33.0", without=(), methods=True):
+        monkeypatch.setattr(checks, "version", lambda: found)
+        monkeypatch.setattr(vllm, "_registered", False)
+        classes = {
+            LEANT_ON[0]: type("VllmConfig", (Configuration,), {}),
+            LEANT_ON[1]: type("_ModelRegistry", (Registry,), {}),
+        }
+        if not methods:
+            classes = {place: type(place[1], (), {}) for place in classes}
+        for name in ("vllm", "vllm.model_executor", "vllm.model_executor.models", *(name for name, _ in LEANT_ON)):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        loader = ModuleType("vllm.model_executor.model_loader")
+        loader.utils = SimpleNamespace(_MODEL_ARCH_BY_HASH={})
+        monkeypatch.setitem(sys.modules, loader.__name__, loader)
+        for place, kind in classes.items():
+            if place not in without:
+                setattr(sys.modules[place[0]], place[1], kind)
+        lines = []
+        monkeypatch.setattr(checks._log, "warning", lambda text, *values: lines.append(text % values))
+        vllm.register()
+        vllm.register()
+        return lines, classes[LEANT_ON[0]], classes[LEANT_ON[1]]
+
+    return make
+
+
+def test_a_tested_vllm_says_nothing_and_gives_ours_to_those_that_asked(stub, monkeypatch):
+    lines, configuration, registry = stub()
+    monkeypatch.setattr(models, "_class", lambda stock, name: (stock, "ours"))
+    monkeypatch.setattr(checks, "check", lambda vllm_config: checked.append(vllm_config))
+    checked: list = []
+    plain, asked = ModelConfig({}), ModelConfig({"mmaccel": ASKED})
+    name = "LlavaForConditionalGeneration"
+    for config, found in ((plain, Stock), (asked, (Stock, "ours")), (plain, Stock)):
+        assert configuration(config).updated
+        assert (
+            registry().resolve_model_cls(name, config)
+            == registry().resolve_model_cls(name, model_config=config)
+            == (found, name)
+        )
+        assert registry().resolve_model_cls("GemmaForCausalLM", config) == (Stock, "GemmaForCausalLM")
+    assert not lines and len(checked) == 1
+    # a part of a model that was checked
+    asked.config_updated = True
+    configuration(asked)
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize("found", ["0.31.1", "0.34.0", "0.34.0rc1", "1.0", "dev", None])
+def test_an_untested_vllm_is_stock_and_says_so_once(found, stub):
+    lines, configuration, registry = stub(found)
+    assert registry.resolve_model_cls is Registry.resolve_model_cls
+    for config in (None, ModelConfig({}), ModelConfig(lambda config: config)):
+        assert configuration(config).updated
+    assert len(lines) == 1 and f"tested with vllm>=0.32,<0.34, and this is vLLM {found}" in lines[0]
+    assert lines[0].endswith("runs as without mmaccel.")
+    with pytest.raises(UnsupportedError, match="install a tested vLLM, or leave mmaccel out"):
+        configuration(ModelConfig({"mmaccel": ASKED}))
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.33.0", "0.40.0"])
+@pytest.mark.parametrize("without", [*([place] for place in LEANT_ON), LEANT_ON], ids=str)
+def test_whatever_vllm_lacks_it_goes_on_and_says_so_once(found, without, stub):
+    lines, configuration, _ = stub(found, without)
+    assert len(lines) == 1 and lines[0].endswith("recipes are not served, and vLLM runs as without mmaccel.")
+    assert configuration(ModelConfig({})).updated
+    if LEANT_ON[0] not in without:
+        with pytest.raises(UnsupportedError, match="leave mmaccel out"):
+            configuration(ModelConfig({"mmaccel": ASKED}))
+
+
+def test_a_vllm_whose_methods_have_other_names_goes_on(stub):
+    lines, *_ = stub("0.33.0", methods=False)
+    assert len(lines) == 1 and "AttributeError" in lines[0]
+
+
+def test_a_vllm_that_fails_in_any_way_goes_on(stub, monkeypatch):
+    def broken():
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(checks, "tested", broken)
+    lines, configuration, _ = stub()
+    assert len(lines) == 1 and "RuntimeError: no such thing" in lines[0] and configuration(ModelConfig({})).updated
+
+
+def test_processes_that_vllm_starts_do_not_repeat_it(stub, monkeypatch):
+    monkeypatch.setattr(checks.multiprocessing, "parent_process", lambda: "another")
+    assert stub("0.40.0")[0] == []
+
+
+def test_the_key_of_a_checkpoint_is_ignored_with_a_line(stub):
+    lines, configuration, _ = stub()
+    config = ModelConfig({}, mmaccel={"recipe": "snapkv"})
+    assert configuration(config).updated and len(lines) == 1 and "config.json has no effect" in lines[0]
+
+
+def test_a_recipe_in_a_nested_configuration_is_refused(stub):
+    _, configuration, _ = stub()
+    with pytest.raises(UnsupportedError, match="hf_overrides has mmaccel inside 'text_config'"):
+        configuration(ModelConfig({"text_config": {"mmaccel": ASKED}}))
+
+
+def test_vllm_does_not_remember_classes_of_our_architectures(stub):
+    """Once a recipe was asked for in a process; before that its cache is its own."""
+    stub()
+    utils = sys.modules["vllm.model_executor.model_loader"].utils
+    utils._MODEL_ARCH_BY_HASH[1] = (Stock, "LlavaForConditionalGeneration")
+    models.forget_classes()
+    models.forget_classes()
+    kept = utils._MODEL_ARCH_BY_HASH
+    assert not kept
+    kept[1] = (Stock, "LlavaForConditionalGeneration")
+    kept[2] = (Stock, "GemmaForCausalLM")
+    models.forget_classes()
+    assert utils._MODEL_ARCH_BY_HASH == {2: (Stock, "GemmaForCausalLM")}
+
+
+def served_as(family: str, **text):
+    """vLLM's configuration of a tiny model, whose language model is otherwise in ``text``."""
+    hf_config = copy.deepcopy(config(family))
+    vars(hf_config.text_config).update(text)
+    one = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf_config),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(**one),
+    )
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ({"layer_types": None, "sliding_window": 16}, "sliding windows"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "a RoPE for each type of layer"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "scales its RoPE"),
+    ],
+)
+def test_language_models_that_kept_positions_do_not_reach_are_refused(text, said):
+    with pytest.raises(UnsupportedError, match=said) as error:
+        checks._check_positions(served := served_as("llava", **text))
+        checks._three_equal_axes(served.model_config.hf_config)
+    assert '"positions": "paper"' in str(error.value)
+
+
+def test_plain_positions_become_three_equal_axes():
+    served = served_as("llava")
+    checks._check_positions(served)
+    checks._three_equal_axes(served.model_config.hf_config)
+    text = served.model_config.hf_config.text_config
+    assert text.rope_parameters["mrope_section"] == [text.head_dim // 2, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl", "pixtral"])
+def test_who_has_positions_on_three_axes(name):
+    turning = "mrope_section" in (config(name).get_text_config().rope_parameters or {})
+    assert ServingPlan(Settings(recipe("divprune")), config(name), LLAVA).turns == turning == name.startswith("qwen")
+
+
 # --------------------------------------------------------------------------------------------------------------- seams
 def test_items_of_a_call_come_apart_and_together_again():
     pixels = torch.randn(4 + 16 + 8, 3)
@@ -340,6 +753,21 @@ def test_items_of_a_call_come_apart_and_together_again():
     assert QWEN.modality(given) == "image" and QWEN.modality({"pixel_values_videos": pixels}) == "video"
     ragged = {"pixel_values": [torch.zeros(1, 3), torch.zeros(2, 3)]}
     assert [len(x) for x in joined(LLAVA.items(ragged))["pixel_values"]] == [1, 2]
+
+
+def test_pictures_of_any_size_with_text_behind_their_rows():
+    """A LLaVA with the tower of Pixtral: marks behind the rows stay where they stood, whatever goes."""
+    ours = ServingPlan(Settings(recipe("divprune", retain=0.25)), config("pixtral"), LLAVA)
+    pixels = [torch.zeros(3, 16, 40), torch.zeros(3, 32, 24)]
+    pictures = ours.pictures("image", {"pixel_values": pixels}, 22)
+    assert [picture[0].grid for picture in pictures] == [(1, 2, 5), (1, 4, 3)]
+    assert [ours.count("image", picture, None).total for picture in pictures] == [3, 3]
+    processor = object.__new__(ServedProcessor)
+    processor.plan = ours
+    rows = torch.tensor([True, True, False, True, True, False])
+    assert processor._apart(rows) and not processor._apart(rows[:2]) and not processor._apart(rows[1:4][:2])
+    with pytest.raises(UnsupportedError, match="not tried with Pixtral"):
+        ServingPlan(Settings(recipe("visionzip")), config("pixtral"), LLAVA)
 
 
 def test_names_of_newer_checkpoints():
@@ -370,6 +798,7 @@ def test_nothing_of_it_is_imported_by_the_package():
     [
         ("0.32.4", True, "0.32.4 loads the plug-in mmaccel"),
         ("0.32.4", False, "DOES NOT load the plug-in mmaccel"),
+        ("0.33.1", True, "0.33.1 loads the plug-in mmaccel"),
         ("0.40.0", True, "IS NOT a tested version"),
         (None, True, None),
     ],
@@ -389,7 +818,9 @@ def test_doctor_says_whether_recipes_can_be_served(found, loads, said, monkeypat
     assert any("vLLM" in problem for problem in report["problems"]) == (not loads or found == "0.40.0")
 
 
-def test_the_entry_point_names_a_function():
-    text = (Path(vllm.__file__).parents[3] / "pyproject.toml").read_text()
-    point = tomllib.loads(text)["project"]["entry-points"]["vllm.general_plugins"]["mmaccel"]
+def test_the_entry_point_names_a_function_and_the_extra_what_is_tested():
+    text = (Path(vllm.__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    point = project["entry-points"]["vllm.general_plugins"]["mmaccel"]
     assert EntryPoint("mmaccel", point, "vllm.general_plugins").load() is vllm.register
+    assert project["optional-dependencies"]["vllm"] == [checks.versions()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import zoo
 from serving import answers
@@ -18,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "serving.md").read_text(
 
 
 def _serves(family: str, architecture: str, recipe: str) -> bool:
-    settings = settings_of(SimpleNamespace(mmaccel={"recipe": recipe}))
+    settings = settings_of({"recipe": recipe})
     try:
         ServingPlan(settings, zoo.model(family).config, ARCHITECTURES[architecture])
     except MmaccelError:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +12,15 @@ import shipped
 import tiny
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.models.registry import _ModelRegistry
 
-from mmaccel.integrations.vllm import checks, register
+from mmaccel.integrations.vllm import register
 
 pytestmark = pytest.mark.vllm
 
 QWEN, LLAVA = "mini-qwen-vl", "mini-llava"
+#: visual tokens of a picture of the suite
+WHOLE = 49
 DIVPRUNE = {"recipe": "divprune", "retain": 0.25}
 
 
@@ -164,6 +164,9 @@ def test_what_follows_a_prompt_that_ends_in_a_picture_stands_where_it_stood(numb
         (DIVPRUNE, {"enable_mm_embeds": True}, "--enable-mm-embeds"),
         ({"recipe": "fopru"}, {"tensor_parallel_size": 2}, "tensor parallelism"),
         (DIVPRUNE, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        (DIVPRUNE, {"mm_processor_kwargs": {"retain": 0.1}}, "'retain' in mm_processor_kwargs is for requests"),
+        (DIVPRUNE, {"mm_processor_kwargs": {"mmaccel": {"retain": 0.1}}}, "'mmaccel' in mm_processor_kwargs"),
+        ("divprune", {}, "needs an object with a recipe"),
     ],
     ids=str,
 )
@@ -175,53 +178,59 @@ def test_what_cannot_work_is_refused_at_the_start(recipe, options, said):
         made.create_engine_config()
 
 
-def test_an_untested_vllm_is_refused(monkeypatch):
-    from vllm.engine.arg_utils import EngineArgs
+def test_what_requests_say_is_done_or_refused_and_others_go_on():
+    asked = shipped.prompts("existence", "motion", count=1)
+    first = asked[0]
+    wrong = [
+        {"retain": 0},
+        {"retain": 1.5},
+        {"retain": "much"},
+        {"mmaccel": {"retain": float("nan")}},
+        {"mmaccel": {"retain": [0.1]}},
+        {"mmaccel": {"recipe": "uniform"}},
+        {"mmaccel": {"retian": 0.1}},
+        {"mmaccel": "off"},
+        {"retain": 0.1, "mmaccel": False},
+        {"recipe": "uniform"},
+        {"retian": 0.1},
+        {"images_kwargs": {"retain": 0.1}},
+    ]
+    tenth = shipped.expected(QWEN, asked, "divprune", retain=0.1)
+    bare, quarter = shipped.expected(QWEN, asked), shipped.expected(QWEN, asked, "divprune", retain=0.25)
+    with engine(QWEN, {**DIVPRUNE, "numbering": "transformers"}) as llm:
+        for processing in wrong:
+            with pytest.raises(ValueError, match=r"retain|mmaccel"):
+                shipped.served(llm, [shipped.request(QWEN, first, **processing)])
+        for processing, want in (
+            ({"mmaccel": {"retain": 0.1}}, tenth),
+            ({"retain": 0.1}, tenth),
+            ({"mmaccel": False}, bare),
+            ({"mmaccel": None}, quarter),
+            # what is for the model's processor is none of our business
+            ({"images_kwargs": {"do_resize": True}, "retain": 0.1}, tenth),
+        ):
+            assert shipped.served(llm, [shipped.request(QWEN, one, **processing) for one in asked]) == want, processing
+        # one token and all of them, in one batch
+        both = [shipped.request(QWEN, first, retain=retain) for retain in (1, 1.0)]
+        alone = [shipped.served(llm, [one])[0] for one in both]
+        assert shipped.served(llm, both) == alone
+        assert shipped.length(llm, both[1]) - shipped.length(llm, both[0]) == WHOLE - 1
 
-    monkeypatch.setattr(checks, "version", lambda: "0.99.1")
-    made = EngineArgs(str(shipped.MODELS / QWEN), dtype="float32", hf_overrides={"mmaccel": DIVPRUNE})
-    with pytest.raises(ValueError, match="tested with vLLM 0.32, and this is 0.99.1"):
-        made.create_engine_config()
-    # without the override it is none of our business
-    EngineArgs(str(shipped.MODELS / QWEN), dtype="float32").create_engine_config()
 
-
-def test_requests_with_a_bad_budget_are_refused_and_others_go_on():
-    (asked,) = shipped.prompts("existence", count=1)
-    with engine(QWEN, DIVPRUNE) as llm:
-        for retain in (0, 1.5, "much", 100_000):
-            with pytest.raises(ValueError, match="retain=|budget keeps"):
-                shipped.served(llm, [shipped.request(QWEN, asked, retain=retain)])
-        assert shipped.served(llm, [shipped.request(QWEN, asked)]) == shipped.expected(
-            QWEN, [asked], "divprune", retain=0.25
-        )
+def test_a_request_without_reduction_has_the_positions_of_the_bare_model():
+    """Even where the recipe numbers through what stays."""
+    asked = shipped.prompts("existence", "relation", count=3)
+    requests = [shipped.request(QWEN, one, mmaccel=False) for one in asked]
+    with engine(QWEN, {**DIVPRUNE, "positions": "paper"}) as llm:
+        assert shipped.served(llm, requests) == shipped.expected(QWEN, asked)
 
 
 def test_registering_again_changes_nothing():
-    guarded = VllmConfig.try_verify_and_update_config
+    guarded, resolve = VllmConfig.try_verify_and_update_config, _ModelRegistry.resolve_model_cls
     register()
     register()
-    assert VllmConfig.try_verify_and_update_config is guarded
+    assert VllmConfig.try_verify_and_update_config is guarded and _ModelRegistry.resolve_model_cls is resolve
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-
-
-def test_what_vllm_remembers_of_a_class_does_not_outlive_an_upgrade(tmp_path):
-    """Not one of mmaccel, whichever of its modules changes, nor one of vLLM."""
-    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
-
-    registered = ModelRegistry.models["LlavaForConditionalGeneration"]
-    package = Path(importlib.util.find_spec(registered.module_name).origin)
-    copy = shutil.copytree(package.parent, tmp_path / "package")
-    hashed = _LazyRegisteredModel._get_modelinfo_module_hash
-    before = hashed(copy / package.name)
-    assert before == hashed(package)
-    for module in copy.glob("*.py"):
-        with module.open("a") as file:
-            file.write("#")
-        before, earlier = hashed(copy / package.name), before
-        assert before != earlier, module
-    assert "0-32" in registered._get_cache_filename()
-    assert registered.load_model_cls().__name__ == "LlavaForConditionalGeneration"
 
 
 def test_positions_beyond_the_table_are_refused():

@@ -89,15 +89,43 @@ def test_answers_and_budgets_over_http(server):
     assert lengths == sorted(set(lengths))
 
 
-@pytest.mark.parametrize("retain", [0, -1, 1.5, "much", None, [0.1], True, 5000])
-def test_a_bad_budget_is_an_http_400(server, retain):
+@pytest.mark.parametrize(
+    "processing",
+    [
+        *({"retain": retain} for retain in (0, -1, 1.5, "much", [0.1], True)),
+        *({"mmaccel": {"retain": retain}} for retain in (0, 2.5, "0.1", [0.1], False)),
+        {"mmaccel": {"recipe": "uniform", "retain": 0.1}},
+        {"mmaccel": {"retian": 0.1}},
+        {"mmaccel": "false"},
+        {"mmaccel": 0.1},
+        {"mmaccel": [0.1]},
+        {"mmaccel": {"retain": 0.1}, "retain": 0.1},
+        {"recipe": "uniform"},
+        {"retian": 0.1},
+        {"images_kwargs": {"retain": 0.1}},
+    ],
+    ids=str,
+)
+def test_what_a_request_cannot_have_is_an_http_400(server, processing):
     (asked,) = shipped.prompts("existence", count=1)
-    if retain is None:
-        # as if nothing was said
-        assert chat(server, asked, retain=None).status_code == 200
-        return
-    refused = chat(server, asked, retain=retain)
+    refused = chat(server, asked, **processing)
     assert refused.status_code == 400, refused.text
     said = refused.json()["error"]["message"]
-    assert "retain=" in said or "budget keeps" in said
+    assert "retain" in said or "mmaccel" in said
     assert answer(chat(server, asked))[0] == shipped.expected(MODEL, [asked], "divprune", retain=0.25)[0]
+
+
+def test_both_spellings_of_a_budget_over_http(server):
+    asked = shipped.prompts("existence", "comparison", count=3)
+    for processing, options in (
+        ({"mmaccel": {"retain": 0.1}}, ("divprune", 0.1)),
+        ({"retain": 0.1}, ("divprune", 0.1)),
+        ({"mmaccel": None}, ("divprune", 0.25)),
+        ({"retain": None}, ("divprune", 0.25)),
+        ({"mmaccel": True}, ("divprune", 0.25)),
+        ({"mmaccel": False}, ("none", 1.0)),
+        ({"images_kwargs": {"do_resize": True}}, ("divprune", 0.25)),
+    ):
+        which, retain = options
+        want = shipped.expected(MODEL, asked, which, **({} if which == "none" else {"retain": retain}))
+        assert [answer(chat(server, one, **processing))[0] for one in asked] == want, processing

@@ -17,22 +17,18 @@ Arguments = Mapping[str, Any]
 class Architecture:
     """One model class of vLLM.
 
-    module : of vLLM, where the class is.
     pixels : the argument of ``embed_multimodal`` that holds the pixels of a modality.
     layers : the path of the tower's layers, for methods that look into the tower.
     sizes : arguments in which items are joined along the first axis, with the argument (one row an item) whose product is
         each item's share of it. All others have one entry an item, or are one number for all.
     rename : makes a name of a checkpoint one that vLLM's ``load_weights`` knows.
-    named : the class in that module, where it has another name than the architecture.
     pictures : of a call of ``embed_multimodal``, where the family cannot tell them from vLLM's arguments.
     """
 
-    module: str
     pixels: Mapping[Modality, str]
     layers: str
     sizes: Mapping[str, str] = field(default_factory=dict)
     rename: Callable[[str], str] | None = None
-    named: str | None = None
     pictures: Callable[[Any, Modality, Arguments], list[Picture] | None] = lambda family, modality, arguments: None
 
     def modality(self, arguments: Arguments) -> Modality | None:
@@ -112,32 +108,37 @@ def _pooled(family: Any, modality: Modality, arguments: Arguments) -> list[Pictu
     return found
 
 
+def _sized(family: Any, modality: Modality, arguments: Arguments) -> list[Picture] | None:
+    """Pictures of a LLaVA with Pixtral's tower by their pixels, which are of any size."""
+    if family.name != "pixtral":
+        return None
+    patch, offset, found = family.vision.patch_size, 0, []
+    for pixels in arguments["pixel_values"]:
+        height, width = pixels.shape[-2] // patch, pixels.shape[-1] // patch
+        found.append([Tile.raster(1, height, width, offset)])
+        offset += height * width
+    return found
+
+
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 _BOTH: dict[Modality, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 _TILES = {"pixel_values": "image_num_patches", "pixel_values_videos": "video_num_patches"}
-_MODELS = "vllm.model_executor.models"
 _NESTED = "vision_tower.vision_model.encoder.layers"
 
 #: by the name in vLLM's registry
 ARCHITECTURES: dict[str, Architecture] = {
-    "Qwen2VLForConditionalGeneration": Architecture(f"{_MODELS}.qwen2_vl", _BOTH, "visual.blocks", _GRIDS),
-    "Qwen2_5_VLForConditionalGeneration": Architecture(f"{_MODELS}.qwen2_5_vl", _BOTH, "visual.blocks", _GRIDS),
-    "Qwen3VLForConditionalGeneration": Architecture(f"{_MODELS}.qwen3_vl", _BOTH, "visual.blocks", _GRIDS),
+    "Qwen2VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
+    "Qwen2_5_VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
+    "Qwen3VLForConditionalGeneration": Architecture(_BOTH, "visual.blocks", _GRIDS),
     "LlavaForConditionalGeneration": Architecture(
-        f"{_MODELS}.llava", {"image": "pixel_values"}, _NESTED, rename=_clip_tower
+        {"image": "pixel_values"}, _NESTED, rename=_clip_tower, pictures=_sized
     ),
-    "LlavaNextForConditionalGeneration": Architecture(
-        f"{_MODELS}.llava_next", {"image": "pixel_values"}, _NESTED, rename=_clip_tower
-    ),
-    "LlavaOnevisionForConditionalGeneration": Architecture(
-        f"{_MODELS}.llava_onevision", _BOTH, _NESTED, rename=_clip_tower, pictures=_pooled
-    ),
+    "LlavaNextForConditionalGeneration": Architecture({"image": "pixel_values"}, _NESTED, rename=_clip_tower),
+    "LlavaOnevisionForConditionalGeneration": Architecture(_BOTH, _NESTED, rename=_clip_tower, pictures=_pooled),
     "InternVLForConditionalGeneration": Architecture(
-        f"{_MODELS}.interns1",
         _BOTH,
         "vision_tower.encoder.layer",
         _TILES,
-        named="InternS1ForConditionalGeneration",
         pictures=_counted,
     ),
 }

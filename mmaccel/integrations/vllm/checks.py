@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
+from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UnsupportedError
+from ...families.base import slides
 from .architectures import ARCHITECTURES
+from .settings import ASKED, override_of
 
 if TYPE_CHECKING:
     from .plan import ServingPlan
 
 _log = logging.getLogger("vllm.mmaccel")
 #: versions of vLLM that this is tested with: from the first, below the second
-TESTED = ((0, 32), (0, 33))
+TESTED = ((0, 32), (0, 34))
 
 
 def version() -> str | None:
@@ -34,23 +38,76 @@ def tested() -> bool:
     return all(n.isdigit() for n in numbers) and TESTED[0] <= tuple(map(int, numbers)) < TESTED[1]
 
 
-def guard() -> None:
-    """Have every configuration that vLLM makes checked, where its overrides have ``mmaccel``."""
+def versions() -> str:
+    """The tested versions, as pip takes them."""
+    (first, *start), (last, *stop) = TESTED
+    return f"vllm>={first}.{start[0]},<{last}.{stop[0]}"
+
+
+def install() -> None:
+    """Let vLLM serve recipes; where that cannot be, refuse configurations that ask for one, and log why.
+
+    Never raises: vLLM calls plug-ins unguarded, and an exception here would end every vLLM of this machine.
+    """
+    problem = None
+    try:
+        if tested():
+            from .models import wrap_registry
+
+            wrap_registry()
+        else:
+            problem = f"mmaccel is tested with {versions()}, and this is vLLM {version()}"
+    except Exception as error:
+        problem = f"mmaccel does not work in this vLLM {_version()} ({type(error).__name__}: {error})"
+    try:
+        guard(problem)
+    except Exception as error:
+        problem = problem or f"mmaccel does not work in this vLLM {_version()} ({type(error).__name__}: {error})"
+    # the processes that vLLM starts would say it again
+    if problem and multiprocessing.parent_process() is None:
+        _log.warning("%s: recipes are not served, and vLLM runs as without mmaccel.", problem)
+
+
+def _version() -> str | None:
+    try:
+        return version()
+    except Exception:
+        return None
+
+
+def guard(problem: str | None = None) -> None:
+    """Have every configuration that vLLM makes checked, where its overrides have ``mmaccel``; with a ``problem`` they are
+    refused."""
     from vllm.config import VllmConfig
 
-    original = getattr(VllmConfig, "try_verify_and_update_config", None)
-    if original is None:
-        # some other vLLM, which must start without a recipe as if we were not there
-        _log.warning("vLLM %s is not tested with mmaccel: recipes are not served", version())
-        return
+    original = VllmConfig.try_verify_and_update_config
 
     @functools.wraps(original)
     def verify(self: Any) -> Any:
-        if self.model_config is not None and getattr(self.model_config.hf_config, "mmaccel", None) is not None:
-            check(self)
+        # vLLM makes configurations of parts of a model out of one that has been here
+        if self.model_config is not None and not getattr(self.model_config, "config_updated", False):
+            _verify(self, problem)
         return original(self)
 
     VllmConfig.try_verify_and_update_config = verify
+
+
+def _verify(vllm_config: Any, problem: str | None) -> None:
+    model_config = vllm_config.model_config
+    if override_of(model_config) is not None:
+        if problem is not None:
+            raise UnsupportedError(f"{problem}; install a tested vLLM, or leave mmaccel out of hf_overrides.")
+        check(vllm_config)
+        return
+    overrides = getattr(model_config, "hf_overrides", None)
+    if isinstance(overrides, Mapping):
+        for name, nested in overrides.items():
+            if isinstance(nested, Mapping) and "mmaccel" in nested:
+                raise UnsupportedError(
+                    f"hf_overrides has mmaccel inside {name!r}, where it has no effect; put it beside {name!r}."
+                )
+    if getattr(getattr(model_config, "hf_config", None), "mmaccel", None) is not None:
+        _log.warning("The key mmaccel in the model's config.json has no effect; only hf_overrides turn a recipe on.")
 
 
 def check(vllm_config: Any) -> None:
@@ -61,20 +118,16 @@ def check(vllm_config: Any) -> None:
     MmaccelError
         With one sentence that names what it is and what to do.
     """
-    if not tested():
-        raise UnsupportedError(
-            f"mmaccel is tested with vLLM {'.'.join(map(str, TESTED[0]))}, and this is {version()}; install that one, or leave "
-            "mmaccel out of hf_overrides."
-        )
-    from .models import plan_of
+    from .models import forget_classes, plan_of
 
+    forget_classes()
     name = vllm_config.model_config.architecture
     if name not in ARCHITECTURES:
         raise UnsupportedError(
             f"mmaccel does not serve {name} in vLLM; it serves {', '.join(ARCHITECTURES)}. Leave mmaccel out of hf_overrides."
         )
     plan = plan_of(vllm_config.model_config, name)
-    if plan is None or not plan.reduces:
+    if not plan.reduces:
         return
     for stage in plan.plan.projector:
         if stage.method.foreseen == "limit":
@@ -112,6 +165,10 @@ def _check_encoding(vllm_config: Any, plan: ServingPlan) -> None:
             f"LoRA on the vision tower counts its tokens by those that stay, and recipe {recipe!r} leaves fewer; leave "
             "out --enable-tower-connector-lora."
         )
+    if given := [name for name in ASKED if name in (pictures.mm_processor_kwargs or {})]:
+        raise UnsupportedError(
+            f"{given[0]!r} in mm_processor_kwargs is for requests; give the server's budget beside the recipe in hf_overrides."
+        )
     if not plan.wanted:
         return
     if vllm_config.parallel_config.tensor_parallel_size > 1:
@@ -137,6 +194,11 @@ def _check_positions(vllm_config: Any) -> None:
         raise UnsupportedError(f"Kept positions are not tested with speculative decoding; {remedy}")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise UnsupportedError(f"Kept positions reach only the first stage of pipeline parallelism; {remedy}")
+    if slides(vllm_config.model_config.hf_config):
+        raise UnsupportedError(
+            "This language model has sliding windows, which in vLLM count the tokens of the reduced prompt, and with kept "
+            f"positions those of the whole one; {remedy}"
+        )
 
 
 def _three_equal_axes(hf_config: Any) -> None:
@@ -144,6 +206,11 @@ def _three_equal_axes(hf_config: Any) -> None:
     same function."""
     text = hf_config.get_text_config()
     rope = dict(text.rope_parameters or {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise UnsupportedError(
+            "This language model has a RoPE for each type of layer, and vLLM takes kept positions for one RoPE only; give "
+            '"positions": "paper" beside the recipe.'
+        )
     kind = rope.get("rope_type", "default")
     if kind != "default":
         raise UnsupportedError(
@@ -155,4 +222,4 @@ def _three_equal_axes(hf_config: Any) -> None:
     text.rope_parameters = {**rope, "mrope_section": [half, 0, 0]}
 
 
-__all__ = ["TESTED", "check", "guard", "tested", "version"]
+__all__ = ["TESTED", "check", "guard", "install", "tested", "version", "versions"]

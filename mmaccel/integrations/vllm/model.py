@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...core.budget import Retain
 from ...core.layout import Modality, Picture
 from ...runtime.encoded import Encoded
 from ...runtime.taps import Taps
@@ -25,7 +24,7 @@ from .architectures import alone, joined
 from .plan import ServingPlan
 from .positions import Place, expanded, filled_in, provisional
 from .processor import APART, FIELD
-from .settings import from_integers
+from .settings import Budget, as_integers, from_integers
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,14 @@ class Item:
     """A picture or clip on its way through the encoder.
 
     arguments : of ``embed_multimodal``, for it alone.
-    retain : the budget of its request; None is that of the server.
+    budget : of its request; None is that of the server.
     before, kept : its tokens, and how many are to stay.
-    tokens, visual : of a clip whose frames stand apart, ``[n]`` long and bool, the tokens that take its place in the unreduced
-        prompt, and which are visual.
+    tokens, visual : of an item with text between its placeholders, ``[n]`` long and bool, the tokens that take its place in the
+        unreduced prompt, and which are visual.
     """
 
     arguments: dict[str, Any]
-    retain: Retain | None
+    budget: Budget
     before: int
     kept: int
     tokens: Tensor | None = None
@@ -119,28 +118,29 @@ class ReducedModel:
         _check([len(row) for row in rows], [item.before for item in items])
         if self.plan.reduces:
             pictures = self.plan.pictures(modality, arguments, encoded.tokens)
-            for retain in dict.fromkeys(item.retain for item in items):
-                self._reduce(modality, retain, items, pictures, rows, encoded)
+            # 1 and 1.0 are equal, and two budgets
+            for asked in dict.fromkeys(as_integers(item.budget) for item in items):
+                self._reduce(modality, asked, items, pictures, rows, encoded)
         _check([len(row) for row in rows], [item.rows for item in items])
         return rows
 
     def _reduce(
         self,
         modality: Modality,
-        retain: Retain | None,
+        asked: tuple[int, int],
         items: list[Item],
         pictures: list[Picture],
         rows: list[Tensor],
         encoded: Encoded,
     ) -> None:
         """Put what stays of the items with one budget into ``rows``."""
-        mine = [i for i, item in enumerate(items) if item.retain == retain]
+        mine = [i for i, item in enumerate(items) if as_integers(item.budget) == asked]
         made = self.plan.reduce(
             modality,
             [pictures[i] for i in mine],
             [rows[i] for i in mine],
             [items[i].kept for i in mine],
-            retain,
+            items[mine[0]].budget,
             encoded,
             self.taps,
         )
@@ -153,7 +153,7 @@ class ReducedModel:
                 rows[i] = torch.cat([row, channels.to(row.device)], dim=1)
 
     def _with_text(self, item: Item, rows: Tensor, stays: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of a clip whose frames stand apart with those of its text, and which tokens of its range they are."""
+        """Rows of an item with those of the text between them, and which tokens of its range they are."""
         assert item.tokens is not None and item.visual is not None
         text: Tensor = ~item.visual
         words = self.get_language_model().embed_input_ids(item.tokens[text].to(rows.device))  # type: ignore[attr-defined]
@@ -190,14 +190,16 @@ class ReducedModel:
         """Positions ``[3, n]`` of a prompt, or ``[3, n + 1]`` where :mod:`.positions` says so, and that of the next token
         less n."""
         features = sorted(mm_features, key=lambda feature: feature.mm_position.offset)
-        if not self.plan.settings.keeps_positions:
+        # of a request that keeps all tokens positions are the bare model's, whatever the recipe says
+        whole_pictures = bool(features) and all(_budget(feature) is False for feature in features)
+        if not self.plan.settings.keeps_positions and not whole_pictures:
             return torch.arange(len(input_tokens)).repeat(3, 1), 0
         places = [_place(input_tokens, feature) for feature in features]
         tokens, starts = expanded(input_tokens, places)
         found = [_moved(feature, place, start) for feature, place, start in zip(features, places, starts, strict=True)]
         whole = self._positions(tokens, found)
         earlier = [self._ahead(whole[:, start : start + len(p.whole)]) for p, start in zip(places, starts, strict=True)]
-        if not self.plan.reduces:
+        if not self.plan.keeps_positions:
             ahead = torch.zeros(len(tokens), dtype=torch.long)
             for place, start, less in zip(places, starts, earlier, strict=True):
                 ahead[start + len(place.whole) :] += less
@@ -255,6 +257,12 @@ def _check(made: list[int], wanted: list[int]) -> None:
     """vLLM would put rows of a wrong number behind the wrong placeholders, and say nothing."""
     if made != wanted:
         raise RuntimeError(f"the encoder made {made} tokens where the prompt was prepared for {wanted}")
+
+
+def _budget(feature: Any) -> Budget:
+    """That of the request which a picture belongs to."""
+    numerator, denominator = (int(n) for n in feature.data[FIELD].data[:2])
+    return from_integers(numerator, denominator)
 
 
 def _place(tokens: list[int], feature: Any) -> Place:

@@ -1,13 +1,14 @@
-"""The classes that take the place of vLLM's architectures, by their names; each is made when it is first asked for.
+"""The classes that take the place of vLLM's where the caller asks for a recipe, and how vLLM comes to them.
 
-Without ``mmaccel`` in the overrides a class makes an object of vLLM's own class and processor, and nothing else.
+vLLM's registry stays as it is: nothing is registered. Its method that turns names of architectures into classes is wrapped, and
+gives one of ours for a model whose overrides have ``mmaccel``. All other models get what vLLM gives them, and so does whatever
+vLLM derives from their classes: for embeddings, classification and the like.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import types
 from typing import Any
 
@@ -15,31 +16,63 @@ from .architectures import ARCHITECTURES
 from .model import ReducedModel
 from .plan import ServingPlan
 from .processor import ReducedProcessor
-from .settings import settings_of
+from .settings import override_of, settings_of
 
 
-def plan_of(model_config: Any, name: str) -> ServingPlan | None:
-    """The plan of a model that vLLM loads as the architecture ``name``; None where the overrides ask for nothing."""
-    config = model_config.hf_config
-    settings = settings_of(config)
-    return None if settings is None else ServingPlan(settings, config, ARCHITECTURES[name])
+def plan_of(model_config: Any, name: str) -> ServingPlan:
+    """The plan of a model whose overrides ask for a recipe, and which vLLM loads as the architecture ``name``.
+
+    Raises
+    ------
+    MmaccelError
+        If the recipe is invalid, or cannot be served.
+    """
+    return ServingPlan(settings_of(override_of(model_config)), model_config.hf_config, ARCHITECTURES[name])
+
+
+def wrap_registry() -> None:
+    """Have vLLM's registry give our classes to models whose overrides ask for a recipe."""
+    from vllm.model_executor.models.registry import _ModelRegistry
+
+    original = _ModelRegistry.resolve_model_cls
+
+    @functools.wraps(original)
+    def resolve(self: Any, architectures: Any, model_config: Any) -> Any:
+        stock, name = original(self, architectures, model_config)
+        if name not in ARCHITECTURES or override_of(model_config) is None:
+            return stock, name
+        forget_classes()
+        return _class(stock, name), name
+
+    _ModelRegistry.resolve_model_cls = resolve
+
+
+class _Others(dict[Any, Any]):
+    """vLLM's cache of classes without the architectures that have two."""
+
+    def __setitem__(self, key: Any, found: Any) -> None:
+        if found[1] not in ARCHITECTURES:
+            super().__setitem__(key, found)
+
+
+def forget_classes() -> None:
+    """Have vLLM look up the classes of our architectures anew each time.
+
+    It caches them by the folder of the model, whatever the overrides say: of two engines of one folder in one process, the
+    second would get the class of the first.
+    """
+    from vllm.model_executor.model_loader import utils
+
+    if not isinstance(utils._MODEL_ARCH_BY_HASH, _Others):
+        utils._MODEL_ARCH_BY_HASH = _Others()
 
 
 @functools.cache
-def _class(name: str) -> type:
-    architecture = ARCHITECTURES[name]
-    stock = getattr(importlib.import_module(architecture.module), architecture.named or name)
-
-    def new(cls: type, *args: Any, vllm_config: Any = None, prefix: str = "") -> Any:
-        # copies are made without arguments
-        if vllm_config is None or settings_of(vllm_config.model_config.hf_config) is not None:
-            return object.__new__(cls)
-        return stock(vllm_config=vllm_config, prefix=prefix)
-
+def _class(stock: Any, name: str) -> type:
+    """A class of vLLM with ours before it."""
     body = {
         "__module__": __name__,
         "__doc__": stock.__doc__,
-        "__new__": new,
         "plan_of": staticmethod(lambda vllm_config: plan_of(vllm_config.model_config, name)),
     }
     made = types.new_class(name, (ReducedModel, stock), exec_body=lambda space: space.update(body))
@@ -50,17 +83,11 @@ def _class(name: str) -> type:
 
 
 def _processor(make: Any, name: str, info: Any, dummy_inputs: Any) -> Any:
-    """vLLM's processor, with ours before it where a recipe is asked for."""
-    stock = make(info, dummy_inputs)
+    """vLLM's processor, with ours before it."""
+    kind = type(make(info, dummy_inputs))
     plan = plan_of(info.ctx.model_config, name)
-    if plan is None:
-        return stock
-    kind = type(stock)
     reduced = types.new_class(kind.__name__, (ReducedProcessor, kind), exec_body=lambda space: space.update(plan=plan))
     return reduced(info, dummy_inputs)
 
 
-def __getattr__(name: str) -> Any:
-    if name in ARCHITECTURES:
-        return _class(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["forget_classes", "plan_of", "wrap_registry"]

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...core.budget import Retain
 from ...core.layout import Layout, Modality, Picture, Segment
 from ...core.masks import even_in_groups
 from ...core.reduction import Reduction
 from ...core.stats import Stats
 from ...errors import UnsupportedError
 from ...families import described
+from ...families.mrope import ThreeAxes
 from ...kv.incoming import Incoming
 from ...method import DraftMethod, PreviewMethod, ProjectorMethod, Tap
 from ...runtime import tokens
@@ -29,7 +29,7 @@ from ...runtime.forward import Prompt
 from ...runtime.plan import ModelPlan, plan_model
 from ...runtime.taps import Taps
 from .architectures import Architecture
-from .settings import Settings
+from .settings import Budget, Settings
 
 #: why a recipe with a method of this site is refused
 _ELSEWHERE = {
@@ -77,6 +77,11 @@ class ServingPlan:
             _check(method, settings.recipe.name)
         self.plan: ModelPlan = plan_model(settings.recipe, self.family, None, "auto")
         self.wanted: list[Tap] = [tap for stage in self.plan.stages for tap in stage.method.taps()]
+        if self.wanted and self.family.name == "pixtral":
+            raise UnsupportedError(
+                f"Recipe {settings.recipe.name!r} looks into the vision tower, which is not tried with Pixtral's in vLLM; use "
+                "a recipe that reads the tokens alone, such as 'divprune'."
+            )
         for number in (self.family.tap_layer(layer) for tap in self.wanted for layer in tap.layers):
             if number > self.family.feature_layer:
                 raise UnsupportedError(
@@ -97,22 +102,24 @@ class ServingPlan:
     @property
     def turns(self) -> bool:
         """Whether the family has positions on three axes (M-RoPE) of its own."""
-        return self.family.name.startswith("qwen")
+        return isinstance(self.family, ThreeAxes)
 
     @property
     def keeps_positions(self) -> bool:
         """Whether positions of kept tokens must be carried to the language model."""
         return self.reduces and self.settings.keeps_positions
 
-    def of(self, retain: Retain | None) -> ModelPlan:
+    def of(self, budget: Budget) -> ModelPlan:
         """The plan of a request with a budget of its own.
 
         Raises
         ------
         MmaccelError
-            If it is of no use.
+            If the recipe cannot have it.
         """
-        return self.plan if retain is None else self.plan.for_call({"retain": retain})
+        if budget is None or budget is False:
+            return self.plan.for_call(budget)
+        return self.plan.for_call({"retain": budget})
 
     def pictures(self, modality: Modality, arguments: Mapping[str, Any], before: int) -> list[Picture]:
         """Pictures or clips of a call of the encoder that makes ``before`` tokens."""
@@ -125,15 +132,15 @@ class ServingPlan:
         """The token that stands for a picture or clip in a prompt; families that show clips as pictures have one for both."""
         return int(self.family.token_id(modality if modality in self.family.modalities else "image") or 0)
 
-    def count(self, modality: Modality, picture: Picture, retain: Retain | None) -> Kept:
+    def count(self, modality: Modality, picture: Picture, budget: Budget) -> Kept:
         """How many tokens stay of a picture.
 
         Raises
         ------
         MmaccelError
-            If the budget is of no use for it.
+            If the recipe cannot have this budget.
         """
-        prompt = _prompt(self.of(retain), modality, [picture])
+        prompt = _prompt(self.of(budget), modality, [picture])
         sizes = [len(tile) for tile in picture]
         total, each = sum(sizes), sizes
         for stage in prompt.plan.projector:
@@ -163,7 +170,7 @@ class ServingPlan:
         pictures: Sequence[Picture],
         rows: Sequence[Tensor],
         kept: Sequence[int],
-        retain: Retain | None,
+        budget: Budget,
         encoded: Encoded,
         taps: Taps,
     ) -> list[tuple[Tensor, Tensor]]:
@@ -180,7 +187,7 @@ class ServingPlan:
         -------
         Of each picture the rows that stay and ``[n]`` bool, which they are.
         """
-        prompt = _prompt(self.of(retain), modality, pictures)
+        prompt = _prompt(self.of(budget), modality, pictures)
         prompt.encoded = {modality: encoded}
         hidden = pad_sequence(list(rows), batch_first=True)
         width = hidden.shape[-1] // (1 + self.family.deepstack)

@@ -11,16 +11,16 @@ import torch
 from ...core.layout import Modality
 from ...errors import MmaccelError, UnsupportedError
 from .plan import ServingPlan
-from .settings import as_integers
+from .settings import ASKED, Budget, as_integers, from_integers, request_of
 
 #: the field of an item that says what stays of it: ``[4]`` int64, the budget of its request as two whole numbers, its tokens,
 #: and how many stay
 FIELD = "mmaccel_budget"
-#: the field of a clip whose frames stand apart in the prompt: ``[2, n]`` int64, the tokens that take its place in the unreduced
+#: the field of an item with text between its placeholders: ``[2, n]`` int64, the tokens that take its place in the unreduced
 #: prompt, and 1 for those that are visual
 APART = "mmaccel_apart"
-#: what a request may say in ``mm_processor_kwargs``
-ASKED = "retain"
+#: parts of ``mm_processor_kwargs`` that hold options of one processor each
+_SCOPES = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
 #: vLLM makes the table of M-RoPE so many times as long as the positions that a model was trained on
 _TABLE = 4
 
@@ -30,6 +30,29 @@ class ReducedProcessor:
 
     plan: ServingPlan
     info: Any
+
+    def apply(self, inputs: Any, timing_ctx: Any) -> Any:
+        """As the processor's, once it is known what the request asks for."""
+        others = {name: value for name, value in inputs.hf_processor_mm_kwargs.items() if name not in ASKED}
+        self._check_known(others)
+        budget = request_of(inputs.hf_processor_mm_kwargs)
+        self.plan.of(budget)
+        others[FIELD] = as_integers(budget)
+        return super().apply(dataclasses.replace(inputs, hf_processor_mm_kwargs=others), timing_ctx)  # type: ignore[misc]
+
+    def _check_known(self, processing: Mapping[str, Any]) -> None:
+        """Refuse options that nobody reads: a budget that is misspelt would be that of the server."""
+        processor = self.info.get_hf_processor()
+        parts = [processor, *(getattr(processor, name, None) for name in ("image_processor", "video_processor"))]
+        scopes = self.info.supported_mm_processor_kwargs
+        known = {*_SCOPES, *(name for names in scopes.values() for name in names)}
+        for scope, given in processing.items():
+            for name in (scope, *(given if scope in _SCOPES and isinstance(given, Mapping) else ())):
+                if name not in known and not any(hasattr(part, str(name)) for part in parts):
+                    raise MmaccelError(
+                        f"Nothing reads {name!r} in mm_processor_kwargs: it is no option of the model's processor, and "
+                        'mmaccel takes {"mmaccel": {"retain": 0.1}} or {"retain": 0.1}.'
+                    )
 
     def _get_mm_hashes(self, inputs: Any) -> Any:
         """Caches of pictures depend on the recipe too; the budget of a request is in their key already."""
@@ -45,14 +68,10 @@ class ReducedProcessor:
     def _get_prompt_updates(
         self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
     ) -> Sequence[Any]:
-        retain = hf_processor_mm_kwargs.get(ASKED)
-        # a budget of no use is refused before a picture is
-        budget = as_integers(retain)
-        self.plan.of(retain)
         updates = super()._get_prompt_updates(  # type: ignore[misc]
             mm_items, _others(hf_processor_mm_kwargs), out_mm_kwargs
         )
-        return [self._shorter(update, out_mm_kwargs, retain, budget) for update in updates]
+        return [self._shorter(update, out_mm_kwargs, hf_processor_mm_kwargs[FIELD]) for update in updates]
 
     def _get_mm_prompt_updates(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_mm_prompt_updates(*args, **kwargs)  # type: ignore[misc]
@@ -78,10 +97,12 @@ class ReducedProcessor:
                 'show fewer pictures, or serve with "positions": "paper" beside the recipe.'
             )
 
-    def _shorter(self, update: Any, out_mm_kwargs: Any, retain: Any, budget: tuple[int, int]) -> Any:
+    def _shorter(self, update: Any, out_mm_kwargs: Any, asked: tuple[int, int]) -> Any:
         """The update of a prompt with the placeholders that stay; writes :data:`FIELD` into the items."""
         from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem
         from vllm.multimodal.processing import PromptUpdateDetails
+
+        budget = from_integers(*asked)
 
         def content(number: int) -> Any:
             found = update.content(number) if callable(update.content) else update.content
@@ -92,10 +113,10 @@ class ReducedProcessor:
                 torch.ones_like(full, dtype=torch.bool) if details.is_embed is None else details.is_embed(details.full)
             )
             before = int(visual.sum())
-            total = self._total(update.modality, item, before, retain)
-            data = torch.tensor([*budget, before, total])
+            total = self._total(update.modality, item, before, budget)
+            data = torch.tensor([*asked, before, total])
             item[FIELD] = MultiModalFieldElem(data=data, field=MultiModalBatchedField(keep_on_cpu=True))
-            if self._apart(update.modality, visual):
+            if self._apart(visual):
                 apart = torch.stack([full, visual.long()])
                 item[APART] = MultiModalFieldElem(data=apart, field=MultiModalBatchedField(keep_on_cpu=True))
                 length = len(full) - before + total
@@ -108,15 +129,16 @@ class ReducedProcessor:
 
         return dataclasses.replace(update, replacement=content)
 
-    def _apart(self, modality: Modality, visual: torch.Tensor) -> bool:
-        """Whether an item is a clip whose frames stand apart.
+    def _apart(self, visual: torch.Tensor) -> bool:
+        """Whether text stands between the placeholders of an item: between frames of a clip, or behind rows of a picture.
 
-        How many tokens stay of each frame is known only when it is encoded. Hence all of it becomes placeholders, and the text
-        between its frames comes with what is encoded.
+        How many tokens stay on either side of it is known only when the item is encoded. Hence all of it becomes placeholders,
+        and the text comes with what is encoded.
         """
-        return self.plan.reduces and modality == "video" and not bool(visual.all())
+        places = visual.nonzero()[:, 0]
+        return self.plan.reduces and int(places[-1] - places[0]) + 1 != len(places)
 
-    def _total(self, modality: Modality, item: Any, before: int, retain: Any) -> int:
+    def _total(self, modality: Modality, item: Any, before: int, budget: Budget) -> int:
         """How many of the ``before`` tokens of an item stay."""
         if any(name.endswith("_embeds") for name in item):
             raise UnsupportedError(
@@ -124,12 +146,12 @@ class ReducedProcessor:
             )
         arguments = {name: _alone(element.data) for name, element in item.items() if name not in (FIELD, APART)}
         (picture,) = self.plan.pictures(modality, arguments, before)
-        return self.plan.count(modality, picture, retain).total
+        return self.plan.count(modality, picture, budget).total
 
 
 def _others(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What a request says to the processor of transformers."""
-    return {name: value for name, value in kwargs.items() if name not in (ASKED, "mmaccel")}
+    return {name: value for name, value in kwargs.items() if name != FIELD}
 
 
 def _alone(data: Any) -> Any:

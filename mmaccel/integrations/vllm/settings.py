@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from ...core.budget import Retain, check_retain
 from ...errors import MmaccelError, UnsupportedError
@@ -17,6 +18,10 @@ from ...version import __version__
 #: whose position text has behind a clip whose time goes further than its height and width: vLLM goes on behind the last frame,
 #: transformers 5 behind the larger side of the grid
 NUMBERINGS = ("vllm", "transformers")
+#: of a request: a share or count of tokens, None for that of the server, or False for all tokens as the bare model has them
+Budget = Retain | Literal[False] | None
+#: what a request calls its budget in ``mm_processor_kwargs``, see :func:`request_of`
+ASKED = ("mmaccel", "retain")
 #: a whole number that a 64-bit integer holds
 _MOST = 2**62
 
@@ -42,17 +47,38 @@ class Settings:
         return f"mmaccel {__version__} {self.numbering} {json.dumps(self.recipe.to_json())}"
 
 
-def settings_of(hf_config: Any) -> Settings | None:
-    """The settings in a model's configuration; None where there are none, and then vLLM is to be left alone.
+def override_of(model_config: Any) -> Any:
+    """What the caller's ``hf_overrides`` say of ``mmaccel``, from vLLM's ``ModelConfig``; None where they say nothing.
+
+    vLLM writes overrides into the configuration of the checkpoint, which may have the key ``mmaccel`` of its own. That one is
+    ignored: a model that was downloaded must not choose a recipe.
+    """
+    config = getattr(model_config, "hf_config", None)
+    given = getattr(config, "mmaccel", None)
+    if given is None:
+        return None
+    overrides = getattr(model_config, "hf_overrides", None)
+    if isinstance(overrides, Mapping):
+        return overrides.get("mmaccel")
+    if not callable(overrides):
+        return None
+    without = copy.deepcopy(config)
+    vars(without).pop("mmaccel", None)
+    try:
+        return getattr(overrides(without), "mmaccel", None)
+    except Exception:
+        # a function that cannot run twice; the caller wrote it, and most checkpoints have no such key
+        return given
+
+
+def settings_of(given: Any) -> Settings:
+    """The settings that ``hf_overrides={"mmaccel": given}`` asks for.
 
     Raises
     ------
     MmaccelError
-        If the recipe, an option or a budget is of no use.
+        If the recipe, an option or a budget is invalid.
     """
-    given = getattr(hf_config, "mmaccel", None)
-    if given is None:
-        return None
     if not isinstance(given, Mapping) or "recipe" not in given:
         raise MmaccelError(
             'hf_overrides={"mmaccel": ...} needs an object with a recipe, such as {"recipe": "divprune", "retain": 0.25}.'
@@ -70,22 +96,58 @@ def settings_of(hf_config: Any) -> Settings | None:
     return Settings(chosen, numbering)
 
 
-def as_integers(retain: Retain | None) -> tuple[int, int]:
+def request_of(processing: Mapping[str, Any]) -> Budget:
+    """The budget that a request asks for in its ``mm_processor_kwargs``.
+
+    ``{"mmaccel": {"retain": 0.1}}``, as :func:`mmaccel.accelerate_vlm` spells it for one call, and ``{"retain": 0.1}`` mean the
+    same; ``{"mmaccel": False}`` keeps all tokens; null or nothing is the budget of the server.
+
+    Raises
+    ------
+    MmaccelError
+        If it asks for anything else, or for two budgets.
+    """
+    nested, flat = processing.get("mmaccel"), processing.get("retain")
+    if nested is not None and flat is not None:
+        raise MmaccelError(
+            f"A request has one budget, got retain={flat!r} and mmaccel={nested!r}; leave one of them out."
+        )
+    if nested is None or nested is True:
+        retain = flat
+    elif nested is False:
+        return False
+    elif isinstance(nested, Mapping):
+        if others := [name for name in nested if name != "retain"]:
+            raise MmaccelError(
+                f"A request to vLLM can change 'retain' alone, got {', '.join(map(repr, others))} in mmaccel; start a server "
+                "with what you want, or leave it out."
+            )
+        retain = nested.get("retain")
+    else:
+        raise MmaccelError(
+            f'mmaccel must be an object such as {{"retain": 0.1}}, or false for all tokens, got {nested!r}.'
+        )
+    return None if retain is None else check_retain(retain)
+
+
+def as_integers(budget: Budget) -> tuple[int, int]:
     """A budget as two whole numbers, which travel between vLLM's processes unrounded: a share as numerator and denominator, a
-    count with denominator 0, None as two zeros."""
-    if retain is None:
+    count with denominator 0, None as two zeros, False as 0 and 1."""
+    if budget is None:
         return 0, 0
-    check_retain(retain)
-    if isinstance(retain, int):
-        return retain, 0
-    share = Fraction(str(retain))
+    if budget is False:
+        return 0, 1
+    check_retain(budget)
+    if isinstance(budget, int):
+        return min(budget, _MOST), 0
+    share = Fraction(str(budget))
     if share.denominator >= _MOST:
-        raise MmaccelError(f"retain={retain} keeps next to nothing; give a share such as 0.05, or a count such as 64.")
+        raise MmaccelError(f"retain={budget} keeps next to nothing; give a share such as 0.05, or a count such as 64.")
     return share.numerator, share.denominator
 
 
-def from_integers(numerator: int, denominator: int) -> Retain | None:
+def from_integers(numerator: int, denominator: int) -> Budget:
     """The budget that :func:`as_integers` wrote."""
     if denominator:
-        return numerator / denominator
+        return numerator / denominator if numerator else False
     return numerator or None
