@@ -23,7 +23,7 @@ from mmaccel import MmaccelError, UnsupportedError, accelerate_vlm
 from mmaccel.cli import doctor, main
 from mmaccel.families import described, families, family_of
 from mmaccel.integrations import vllm
-from mmaccel.integrations.vllm import ARCHITECTURES, checks, digits, models
+from mmaccel.integrations.vllm import ARCHITECTURES, checks, digits, models, processor
 from mmaccel.integrations.vllm.architectures import joined
 from mmaccel.integrations.vllm.model import Item, ReducedModel
 from mmaccel.integrations.vllm.plan import ServingPlan
@@ -256,8 +256,17 @@ def test_two_budgets_of_one_picture():
     ours = plan("qwen2_5_vl", "divprune", retain=0.25)
     (picture,) = ours.pictures("image", {"image_grid_thw": torch.tensor([[1, 16, 16]])}, 64)
     assert [ours.count("image", picture, retain).total for retain in (None, 0.1, 20, 1.0)] == [16, 6, 20, 64]
-    with pytest.raises(MmaccelError, match="only 64"):
-        ours.count("image", picture, 65)
+
+
+def test_a_count_above_what_a_picture_has_keeps_it_whole_and_says_so_once(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(processor._log, "warning", lambda text, *values: lines.append(text % values))
+    served = object.__new__(ServedProcessor)
+    for sides, budget, total in (((16, 16), 64, 64), ((8, 8), 64, 16), ((16, 8), 10**30, 32), ((16, 16), None, 16)):
+        grid = SimpleNamespace(data=torch.tensor([1, *sides]))
+        before = sides[0] * sides[1] // 4
+        assert served._total("image", {"image_grid_thw": grid}, before, budget) == total
+    assert len(lines) == 1 and "asked to keep 64 tokens and keeps all of" in lines[0]
 
 
 def test_all_tokens_of_a_request_that_wants_the_bare_model():
@@ -762,10 +771,10 @@ def test_pictures_of_any_size_with_text_behind_their_rows():
     pictures = ours.pictures("image", {"pixel_values": pixels}, 22)
     assert [picture[0].grid for picture in pictures] == [(1, 2, 5), (1, 4, 3)]
     assert [ours.count("image", picture, None).total for picture in pictures] == [3, 3]
-    processor = object.__new__(ServedProcessor)
-    processor.plan = ours
+    served = object.__new__(ServedProcessor)
+    served.plan = ours
     rows = torch.tensor([True, True, False, True, True, False])
-    assert processor._apart(rows) and not processor._apart(rows[:2]) and not processor._apart(rows[1:4][:2])
+    assert served._apart(rows) and not served._apart(rows[:2]) and not served._apart(rows[1:3])
     with pytest.raises(UnsupportedError, match="not tried with Pixtral"):
         ServingPlan(Settings(recipe("visionzip")), config("pixtral"), LLAVA)
 

@@ -48,11 +48,13 @@ class Kept:
 
     before : its visual tokens. total : how many stay.
     segments : how many stay of each segment; None where only their sum is known.
+    notes : what the budget means for this picture, where that is not obvious.
     """
 
     before: int
     total: int
     segments: list[int] | None
+    notes: tuple[str, ...] = ()
 
 
 class ServingPlan:
@@ -155,7 +157,7 @@ class ServingPlan:
             total = int(count.sum())
             known = stage.method.unit == "segment" or len(sizes) == 1
             each = count.tolist() if known else [] if total < sum(sizes) else sizes
-        return Kept(sum(sizes), total, each or None)
+        return Kept(sum(sizes), total, each or None, tuple(prompt.stats.notes))
 
     def _tried(self, prompt: Prompt, sizes: list[int]) -> tuple[int, list[int]]:
         """Run the first methods of a plan on nothing: how many tokens stay follows from the grid."""

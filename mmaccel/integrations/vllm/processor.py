@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ...errors import MmaccelError, UnsupportedError
 from .plan import ServingPlan
 from .settings import ASKED, Budget, as_integers, from_integers, request_of
 
+_log = logging.getLogger("vllm.mmaccel")
 #: the field of an item that says what stays of it: ``[4]`` int64, the budget of its request as two whole numbers, its tokens,
 #: and how many stay
 FIELD = "mmaccel_budget"
@@ -30,6 +32,8 @@ class ReducedProcessor:
 
     plan: ServingPlan
     info: Any
+    #: whether it was said that a count is more than a picture has
+    said = False
 
     def apply(self, inputs: Any, timing_ctx: Any) -> Any:
         """As the processor's, once it is known what the request asks for."""
@@ -146,7 +150,11 @@ class ReducedProcessor:
             )
         arguments = {name: _alone(element.data) for name, element in item.items() if name not in (FIELD, APART)}
         (picture,) = self.plan.pictures(modality, arguments, before)
-        return self.plan.count(modality, picture, budget).total
+        kept = self.plan.count(modality, picture, budget)
+        if kept.notes and not self.said:
+            self.said = True
+            _log.warning("%s. This is said once.", "; ".join(kept.notes))
+        return kept.total
 
 
 def _others(kwargs: Mapping[str, Any]) -> dict[str, Any]:
