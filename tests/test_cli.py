@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zoo
 from PIL import Image
 
@@ -62,7 +65,7 @@ def test_ask_compares_full_and_accelerated(folder, capsys):
         assert 0 < run["first_token_seconds"] < run["total_seconds"]
         assert run["new_tokens"] == 4
         assert run["tokens_per_second"] > 0
-    assert report["agreement"].keys() == {"same_answer", "same_leading_tokens", "kl_first_token"}
+    assert report["agreement"].keys() == {"same_answer", "same_leading_tokens", "kl", "kl_tokens"}
     assert report["recipe"]["name"] == "balanced"
 
     text = output(capsys, *argv)
@@ -89,7 +92,35 @@ def test_ask_with_everything_kept_agrees(folder, capsys):
     report = json.loads(output(capsys, *argv, "--retain", "1.0", "--json"))
     assert report["agreement"]["same_answer"]
     assert report["agreement"]["same_leading_tokens"] == 4
-    assert report["agreement"]["kl_first_token"] < 1e-6
+    assert report["agreement"]["kl"] < 1e-6 and report["agreement"]["kl_tokens"] == 4
+
+
+@pytest.mark.parametrize("recipe", ("snapkv", "h2o-decode", "tova"))
+def test_ask_compares_steps_behind_a_compressed_cache(folder, capsys, recipe):
+    """The first token comes before anything is evicted, and says nothing of it."""
+    argv = ["ask", "--model", folder / "llava", "--max-new-tokens", 4, folder / "a.png", "what?"]
+    agreement = json.loads(output(capsys, *argv, "--recipe", recipe, "--json"))["agreement"]
+    assert agreement["kl_tokens"] > 1 and agreement["kl"] > 0
+    text = output(capsys, *argv, "--recipe", recipe)
+    assert f"KL divergence of the first {agreement['kl_tokens']} tokens {agreement['kl']:.4f} nats" in text
+
+
+def test_agreement_is_over_the_steps_behind_the_same_text():
+    """Up to the first token that differs, whose distributions still follow the same text."""
+    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0))
+
+    def run(ids: list[int], logits: torch.Tensor) -> Any:
+        return SimpleNamespace(ids=torch.tensor(ids), logits=logits, answer=str(ids))
+
+    full = run([1, 2, 3, 4, 5, 6], logits)
+    other = logits.clone()
+    other[2:] = torch.randn(4, 11, generator=torch.Generator().manual_seed(1))
+    terms = [
+        float((p.exp() * (p - q)).sum()) for p, q in zip(logits.log_softmax(-1), other.log_softmax(-1), strict=True)
+    ]
+    for ids, steps in (([1, 2, 9, 4, 5, 6], 3), ([1, 2, 3, 4, 5, 6], 6), ([9, 2], 1), ([1, 2], 2)):
+        found = ask.agreement(full, run(ids, other[: len(ids)]))
+        assert found["kl_tokens"] == steps and found["kl"] == pytest.approx(sum(terms[:steps]) / steps, abs=1e-5)
 
 
 def test_ask_passes_budget_and_options_on(folder, capsys):
@@ -148,6 +179,16 @@ def test_ask_about_a_video_file(folder, tmp_path, capsys):
         (["{}/frames", "{}/empty", "what?"], "One video at a time"),
         (["{}/frames", "what?"], "takes no video"),
         (["{}/a.png", " "], "question is empty"),
+        (["{}/a.png", ""], "question is empty"),
+        (["{}/a.png"], "The question is missing behind '"),
+        (["{}/a.png", "{}/b.jpg"], "The question is missing behind '"),
+        (["{}/frames"], "The question is missing behind '"),
+        (["gone.3gp"], "The question is missing behind 'gone.3gp'"),
+        (["gone.PNG"], "The question is missing behind 'gone.PNG'"),
+        (["what?"], "The picture or video is missing; give its path before the question"),
+        (["what is in a.png"], "The picture or video is missing; give its path before the question"),
+        (["word " * 2000], "The picture or video is missing; give its path before the question"),
+        ([], "The picture or video and the question are missing"),
         (["{}/a.png", "what?", "--recipe", "divprun"], "did you mean 'divprune'"),
         (["{}/a.png", "what?", "--retain", "0"], "keeps no token"),
         (["{}/a.png", "what?", "--set", "layer"], "OPTION=VALUE"),
@@ -181,8 +222,6 @@ def test_ask_refuses_families_it_does_not_know(folder, tmp_path, capsys):
 
 def test_ask_reads_safetensors_only(folder, tmp_path, capsys):
     import shutil
-
-    import torch
 
     shutil.copytree(folder / "llava", tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").unlink()

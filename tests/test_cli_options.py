@@ -109,7 +109,8 @@ def test_json_goes_to_standard_output_or_a_file(tmp_path: Path, capsys: pytest.C
     ("argv", "words"),
     [
         (["bnch"], "mmaccel: .*'bnch'.*'bench'.* See mmaccel --help"),
-        (["ask"], "mmaccel ask: Missing argument .* See mmaccel ask --help"),
+        (["video-qa"], "mmaccel video-qa: Missing argument .* See mmaccel video-qa --help"),
+        (["ask"], "mmaccel ask: The picture or video and the question are missing; write the question last"),
         (["eval", "--reciep", "x"], "mmaccel eval: .*--reciep.*--recipe"),
         (["eval", "--limit", "many"], "'--limit'.*integer"),
         (["eval", "--retain", "much"], "'--retain': 'much' is no budget; give a ratio such as 0.25"),

@@ -116,8 +116,8 @@ def _agreement(exchange: Exchange) -> str:
         return ""
     same = "The two answers are equal" if found["same_answer"] else "The two answers differ"
     return (
-        f'<p class="mm-agreement" role="status">{same}; their first {found["same_leading_tokens"]} tokens are the same; KL '
-        f"divergence of the first token {found['kl_first_token']:.2g} nats.</p>"
+        f'<p class="mm-agreement" role="status">{same}; their first {found["same_leading_tokens"]} tokens are the same; '
+        f"mean KL divergence of the first {found['kl_tokens']} tokens {found['kl']:.2g} nats.</p>"
     )
 
 
@@ -141,8 +141,9 @@ def figures(exchange: Exchange) -> Table:
         if a is not None and b is not None:
             rows.append((name, form(a), form(b), f"{b / a:.0%}" if a else ""))
 
-    add("time to first token", full.first_token_seconds, fast.first_token_seconds, seconds)
-    add("tokens per second", full.tokens_per_second, fast.tokens_per_second, lambda x: f"{x:.1f}")
+    if exchange.timed:
+        add("time to first token", full.first_token_seconds, fast.first_token_seconds, seconds)
+        add("tokens per second", full.tokens_per_second, fast.tokens_per_second, lambda x: f"{x:.1f}")
     add(LEFT, full.visual_tokens_kept, fast.visual_tokens_kept, str)
     add(HELD, held(full), held(fast), lambda x: f"{x:.0f}")
     add("KV cache", full.kv_bytes, fast.kv_bytes, nbytes)
@@ -160,7 +161,7 @@ def costs(exchange: Exchange) -> Table:
     full, fast = exchange.full.answer, exchange.fast[0].answer
     assert full is not None and fast is not None
     pairs = {
-        "first token": (full.first_token_seconds, fast.first_token_seconds),
+        **({"first token": (full.first_token_seconds, fast.first_token_seconds)} if exchange.timed else {}),
         "tokens": (full.visual_tokens_kept, fast.visual_tokens_kept),
         "keys": (held(full), held(fast)),
         "KV cache": (full.kv_bytes, fast.kv_bytes),
@@ -180,17 +181,17 @@ def comparison(exchange: Exchange) -> Table:
             text = column.text or "(an empty answer)"
         else:
             text = f"{column.text} … ({said})" if column.text else f"({said})"
-        agrees = "" if found is None else f"{'yes' if found['same_answer'] else 'no'}, KL {found['kl_first_token']:.2g}"
-        cells = ["", "", "", ""]
+        agrees = "" if found is None else f"{'yes' if found['same_answer'] else 'no'}, KL {found['kl']:.2g}"
+        cells = dict.fromkeys((LEFT, HELD, "KV cache", *(["first token"] if exchange.timed else [])), "")
         if answer is not None:
-            cells = [
-                str(answer.visual_tokens_kept),
-                f"{held(answer):.0f}",
-                seconds(answer.first_token_seconds),
-                nbytes(answer.kv_bytes),
-            ]
-        rows.append((column.title, text, agrees, *cells))
-    return _columns(["recipe", "answer", "as full", LEFT, HELD, "first token", "KV cache"], rows)
+            cells |= {
+                LEFT: str(answer.visual_tokens_kept),
+                HELD: f"{held(answer):.0f}",
+                "KV cache": nbytes(answer.kv_bytes),
+            }
+            cells |= {"first token": seconds(answer.first_token_seconds)} if exchange.timed else {}
+        rows.append({"recipe": column.title, "answer": text, "as full": agrees, **cells})
+    return {head: [row[head] for row in rows] for head in rows[0]}
 
 
 def times(exchange: Exchange) -> Table:

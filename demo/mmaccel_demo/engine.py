@@ -27,6 +27,8 @@ from mmaccel.transformers_api import cache_of
 from . import limits
 from .overlay import View, view_of
 
+#: instead of times
+_UNTIMED = "the models that come with mmaccel are too small to gain time, so none is shown"
 #: seconds after which a silent run looks whether it is to stop
 _LOOK = 0.1
 
@@ -54,6 +56,8 @@ class Exchange:
 
     full: Column
     fast: list[Column]
+    #: whether times are shown
+    timed: bool = True
     #: it is to stop, and the model is at work on the token after which it does
     stopping: bool = False
 
@@ -65,6 +69,8 @@ class Exchange:
     def note(self) -> str:
         """What the figures do not show, in words."""
         notes = [note for one in self.fast if one.answer is not None for note in one.answer.stats["notes"]]
+        if self.done:
+            notes.append("times are of one run each, after a warm-up" if self.timed else _UNTIMED)
         return " ".join(f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in dict.fromkeys(notes))
 
     def report(self) -> dict[str, Any]:
@@ -105,14 +111,21 @@ class Engine(Seat):
     name : what the page calls the model.
     seconds : that it works for one question.
     several : questions that are answered at once.
+    timed : whether its times are shown.
     """
 
     def __init__(
-        self, model: Any, processor: Any, name: str, seconds: float = limits.ANSWERED, several: int = 1
+        self,
+        model: Any,
+        processor: Any,
+        name: str,
+        seconds: float = limits.ANSWERED,
+        several: int = 1,
+        timed: bool = True,
     ) -> None:
         super().__init__(model, processor, seconds)
-        self.name = name
-        self.twins = [Engine(*self.twin(), name, seconds) for _ in range(several - 1)]
+        self.name, self.timed = name, timed
+        self.twins = [Engine(*self.twin(), name, seconds, timed=timed) for _ in range(several - 1)]
 
     def free(self) -> Engine:
         """This engine or a twin that answers nobody; this one if there is none."""
@@ -147,7 +160,7 @@ class Engine(Seat):
         MmaccelError
             If none of the recipes, or the prompt, can be honoured, or the time for one question is over.
         """
-        exchange = Exchange(Column("full model"), [Column(_title(one)) for one in chosen])
+        exchange = Exchange(Column("full model"), [Column(_title(one)) for one in chosen], self.timed)
         news: queue.Queue[BaseException | None] = queue.Queue()
 
         def work() -> None:
@@ -209,6 +222,9 @@ class Engine(Seat):
                 self._one(column, prompt, recipe, longest, look, tell)
                 if exchange.full.answer is not None and column.answer is not None:
                     column.agreement = ask.agreement(exchange.full.answer, column.answer)
+                    column.answer.logits = None
+            if exchange.full.answer is not None:
+                exchange.full.answer.logits = None
         except TimeOver:
             for column in (exchange.full, *exchange.fast):
                 column.state = "stopped" if column.state in ("waits", "runs") else column.state
@@ -339,7 +355,7 @@ class House:
             model, processor = ask.load_model(argparse.Namespace(**{**vars(self.options), "model": name}))
         finally:
             logging.set_tqdm_hook(before)
-        return Engine(model, processor, short, self.seconds, self.several)
+        return Engine(model, processor, short, self.seconds, self.several, timed=self.options.model is not None)
 
     def sentence(self) -> str:
         """What is loaded, or how far loading is, or why there is nothing."""

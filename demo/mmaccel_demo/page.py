@@ -476,7 +476,11 @@ def _comparing(house: House, visitors: Visitors, examples: list[Example]) -> Any
         yield (
             cards.say(exchange.note()),
             gr.update(value=pd.DataFrame(cards.comparison(exchange)), visible=True),
-            gr.update(value=pd.DataFrame(took := cards.times(exchange)), visible=bool(views), sort=took["recipe"]),
+            gr.update(
+                value=pd.DataFrame(took := cards.times(exchange)),
+                visible=bool(views) and exchange.timed,
+                sort=took["recipe"],
+            ),
             gr.update(value=overlay.sheet(views), visible=bool(views)),
         )
 

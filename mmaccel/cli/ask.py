@@ -44,20 +44,19 @@ KNOWN = (
 
 
 def run(
-    media: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Pictures, or one video file or folder of frames.")
-    ],
-    question: Annotated[str, typer.Argument(metavar="QUESTION", help="The question, in quotes.")],
     which: ModelOptions,
     how: RecipeOptions,
+    media: Annotated[
+        list[str] | None, typer.Argument(metavar="PATH...", help="Pictures, or one video file or folder of frames.")
+    ] = None,
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="The question, in quotes.")] = "",
     max_new_tokens: Longest = 64,
     frames: Frames = 16,
     fps: Annotated[float, typer.Option(metavar="N", help="Frames a second in a folder of frames.")] = 1.0,
     output: Json = None,
 ) -> int:
     """Load, ask twice, print."""
-    if not question.strip():
-        raise MmaccelError('The question is empty; write it last and in quotes, such as "What is this?".')
+    check_order(media or [], question)
     if not fps > 0:
         raise MmaccelError(f"--fps {fps:g} is no rate; give frames a second above 0.")
     json_file(output)
@@ -65,7 +64,7 @@ def run(
 
     with working("reading what is asked about") as bar:
         chosen = how.chosen()
-        pictures, clip = load_media([Path(path) for path in media], frames, fps)
+        pictures, clip = load_media([Path(path) for path in media or []], frames, fps)
         prompt = [Prompt(question, tuple(pictures), clip)]
     video = clip is not None
     model, processor = load_model(which, video)
@@ -93,6 +92,37 @@ def run(
     }
     tell(report, output, lambda: render(report))
     return 0
+
+
+def check_order(media: list[str], question: str) -> None:
+    """See that paths come first and a question last.
+
+    Raises
+    ------
+    MmaccelError
+        If one of them is missing.
+    """
+    from ..media.files import is_media
+
+    last = Path(question)
+    try:
+        # a word that is no file may be a question, and one behind a path most likely is
+        named = is_media(last) and (last.is_file() or (not media and " " not in question))
+    except OSError:
+        # longer than a path may be
+        named = False
+    if not question.strip():
+        what = "The question is empty" if media else "The picture or video and the question are missing"
+        raise MmaccelError(f'{what}; write the question last and in quotes, such as "What is this?".')
+    if named:
+        raise MmaccelError(
+            f'The question is missing behind {question!r}; write it last and in quotes, such as "What is this?".'
+        )
+    if not media:
+        raise MmaccelError(
+            "The picture or video is missing; give its path before the question, as in "
+            f"mmaccel ask photo.jpg {question[:60]!r}."
+        )
 
 
 def shipped(video: bool = False) -> Path:
@@ -157,12 +187,14 @@ class Answer:
     kv_bytes: int
     peak_memory_bytes: int | None
     stats: dict[str, Any]
+    #: ``[T]`` int64
     ids: Any
-    first_logits: Any
+    #: ``[T, vocabulary]`` float32, of every step; None once they have been compared
+    logits: Any
 
     def public(self) -> dict[str, Any]:
         """Without tensors."""
-        return {k: v for k, v in vars(self).items() if k not in ("ids", "first_logits")}
+        return {k: v for k, v in vars(self).items() if k not in ("ids", "logits")}
 
 
 def answer(
@@ -228,22 +260,33 @@ def answer(
         peak_memory_bytes=torch.cuda.max_memory_allocated(model.device) if cuda else None,
         stats=stats,
         ids=ids.cpu(),
-        first_logits=out.logits[0][0].float().cpu(),
+        logits=torch.cat(out.logits).float().cpu(),
     )
 
 
 def agreement(full: Answer, fast: Answer) -> dict[str, Any]:
-    """How near the accelerated answer is to the full one: equal text, equal leading tokens, and the KL divergence of the
-    distribution of the first new token (nats), the only one that both runs condition on the same text."""
-    from torch.nn.functional import kl_div
+    """How near the accelerated answer is to the full one.
+
+    Returns
+    -------
+    Equal text; equal leading tokens; and ``kl``, KL(full || accelerated) of the distributions of new tokens in nats, the
+    mean over the ``kl_tokens`` steps that both runs took behind the same text: those of the leading tokens and the one after
+    them. A cache is first compressed behind the prompt, which the first step does not show.
+    """
+    import torch
+
+    from ..programs.evaluate import divergence
 
     pairs = zip(full.ids.tolist(), fast.ids.tolist(), strict=False)
-    leading = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(full.ids), len(fast.ids)))
-    p, q = full.first_logits.log_softmax(-1), fast.first_logits.log_softmax(-1)
+    shorter = min(len(full.ids), len(fast.ids))
+    leading = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    steps = min(leading + 1, shorter)
+    kl = divergence(full.logits[:steps, None], fast.logits[:steps, None], torch.tensor([steps]))
     return {
         "same_answer": full.answer == fast.answer,
         "same_leading_tokens": leading,
-        "kl_first_token": max(0.0, float(kl_div(q, p, reduction="sum", log_target=True))),
+        "kl": float(kl),
+        "kl_tokens": steps,
     }
 
 
@@ -279,8 +322,8 @@ def render(report: dict[str, Any]) -> str:
             "",
             table(rows, numbers=(1, 2, 3)),
             "",
-            f"agreement: {verdict}; {agree['same_leading_tokens']} leading tokens are the same; KL divergence of the first "
-            f"token {agree['kl_first_token']:.4f} nats",
+            f"agreement: {verdict}; {agree['same_leading_tokens']} leading tokens are the same; mean KL divergence of "
+            f"the first {agree['kl_tokens']} tokens {agree['kl']:.4f} nats",
             *(f"note: {note}" for note in fast["stats"]["notes"]),
             *(["", f"{KNOWN} They are too small to gain time; --model MODEL asks yours."] if shown else []),
         ]

@@ -64,9 +64,8 @@ def test_a_picture_is_answered_twice(visit, files):
     assert full["visual tokens left"] == "196" and fast["visual tokens left"] == "49"
     assert full["visual keys a head"] == "196" and fast["visual keys a head"] == "49"
     for column in (full, fast):
-        # an answer of so few tokens has no rate
-        assert "tokens per second" not in column
-        assert re.fullmatch(r"[\d.]+ m?s", column["time to first token"])
+        # the models that come with mmaccel are too small to gain time
+        assert "tokens per second" not in column and "time to first token" not in column
     held = [float(column["KV cache"].split()[0]) for column in (full, fast)]
     assert held[1] < held[0]
     said = page.text(".mm-agreement")
@@ -211,7 +210,7 @@ def test_recipes_are_compared(visit, tmp_path):
     rows = page.rows(".answers-compare")
     assert len(rows) == 6 and rows[0][:2] == ["full model", last.answer]
     assert all(row[3] == "49" for row in rows[1:4])
-    assert page.all(".times-compare canvas, .times-compare svg")
+    assert not page.all(".times-compare canvas, .times-compare svg")
 
 
 def test_an_example_is_answered_when_the_page_opens(site, visit, tmp_path):

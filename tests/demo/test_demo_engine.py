@@ -359,6 +359,24 @@ def test_steps_through_layers_and_the_cache(house, files):
     assert re.search(r"kept by 1 of \d heads", overlay.draw(view, 1))
 
 
+def test_times_of_models_that_gain_none_are_not_shown(house, films, files):
+    """Of the shipped models no time stands anywhere, and a sentence says why; of a model of the user's they do."""
+    for where, prompt, timed in (
+        (house.engine("picture"), scene(files), False),
+        (films, Prompt("what?", clip=clip()), True),
+    ):
+        exchange = answered(where, prompt, "uniform", retain=0.25)
+        assert exchange.fast[0].answer.logits is None, "what was compared is let go of"
+        assert ("time to first token" in cards.figures(exchange)[""]) is timed
+        assert ("first token" in cards.costs(exchange)["what"]) is timed
+        assert ("first token" in cards.comparison(exchange)) is timed
+        said = exchange.note()
+        assert ("Times are of one run each, after a warm-up." in said) is timed
+        assert ("too small to gain time" in said) is not timed
+        found = exchange.fast[0].agreement
+        assert f"of the first {found['kl_tokens']} tokens" in cards.columns(exchange)
+
+
 def test_tokens_and_keys_are_named_as_what_they_are(house, files):
     """A recipe that evicts from the cache leaves all tokens, and of their keys the budget: in the table, the chart and the
     drawing; one that drops before the language model leaves as many of both."""
