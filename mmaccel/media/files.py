@@ -137,9 +137,8 @@ def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
         If there is a clip and the processor takes none, or rows must be padded and the tokenizer cannot.
     """
     chats = [prompt.chat() if isinstance(prompt, Prompt) else prompt for prompt in prompts]
+    check_words(processor, [words for chat in chats for words in chat.words()])
     for chat in chats:
-        for words in chat.words():
-            check_words(processor, words)
         for clip in chat.clips:
             if not isinstance(clip, Clip):
                 raise MmaccelError(
@@ -183,29 +182,31 @@ def encode(processor: Any, prompts: Sequence[Prompt | Chat]) -> Any:
         ) from error
 
 
-def check_words(processor: Any, words: Any) -> None:
-    """See that ``words`` of a question are text which the processor does not take for pixels.
+def check_words(processor: Any, texts: Sequence[Any]) -> None:
+    """See that ``texts`` of questions are text which the processor does not take for pixels.
 
     Raises
     ------
     MmaccelError
         If they are not.
     """
-    if not isinstance(words, str):
-        raise MmaccelError(f"A question is text, not {type(words).__name__}.")
-    try:
-        words.encode()
-    except UnicodeEncodeError as error:
-        raise MmaccelError(
-            f"{error.object[error.start]!a} in the question is half a character; write the text in UTF-8."
-        ) from None
     added = (token for token in processor.tokenizer.get_added_vocab() if _PIXELS.match(token))
     named = (getattr(processor, name, None) for name in ("image_token", "video_token"))
-    found = sorted({token for token in (*added, *named) if token and token in words})
-    if found:
-        raise MmaccelError(
-            f"The question holds {found[0]!r}, which stands for pixels in prompts of this model; write it in another way."
-        )
+    pixels = sorted({token for token in (*added, *named) if token})
+    for words in texts:
+        if not isinstance(words, str):
+            raise MmaccelError(f"A question is text, not {type(words).__name__}.")
+        try:
+            words.encode()
+        except UnicodeEncodeError as error:
+            raise MmaccelError(
+                f"{error.object[error.start]!a} in the question is half a character; write the text in UTF-8."
+            ) from None
+        found = next((token for token in pixels if token in words), None)
+        if found is not None:
+            raise MmaccelError(
+                f"The question holds {found!r}, which stands for pixels in prompts of this model; write it in another way."
+            )
 
 
 def _text(processor: Any, chat: Chat) -> str:

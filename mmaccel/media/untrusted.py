@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+from PIL import Image
 from PIL.Image import Image as PILImage
 
 from ..errors import MmaccelError
-from ..video import Clip, decode
+from ..video import Clip
 from ..video.container import HEAD, KINDS, begins
+from ..video.isolated import decode_isolated
+from ..video.wanted import Wanted
 from .picture import PictureLimits, load_picture
 
 #: bytes of one file
@@ -33,10 +38,28 @@ def picture(path: str | Path) -> PILImage:
     return load_picture(Path(path).read_bytes(), LIMITS)
 
 
+def pixels(path: str | Path) -> int:
+    """How many pixels a picture says that it has; none of what is no picture."""
+    try:
+        with Image.open(path, formats=PICTURES) as opened:
+            return opened.width * opened.height
+    except Exception:
+        # decoding it says why
+        return 0
+
+
 def clip(
-    path: str | Path, frames: int, fps: float | None = None, *, seconds: float = SECONDS, memory: int = MEMORY
+    path: str | Path,
+    frames: int,
+    fps: float | None = None,
+    *,
+    seconds: float = SECONDS,
+    memory: int = MEMORY,
+    begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> Clip:
     """At most ``frames`` frames of the clip, decoded in a process that can be killed, in ``seconds`` and ``memory`` bytes.
+
+    ``path`` may be a folder of frames. ``begun`` is told of every process that decodes.
 
     Raises
     ------
@@ -44,14 +67,15 @@ def clip(
         If it is of an unknown kind, or cannot be decoded.
     """
     weigh(path)
-    with open(path, "rb") as file:
-        kind = begins(file.read(HEAD))
-    if kind not in KINDS:
-        raise MmaccelError(
-            "This file is no clip that can be read; upload a video such as mp4, mov, mkv, webm, avi or gif."
-        )
+    if not Path(path).is_dir():
+        with open(path, "rb") as file:
+            kind = begins(file.read(HEAD))
+        if kind not in KINDS:
+            raise MmaccelError(
+                "This file is no clip that can be read; upload a video such as mp4, mov, mkv, webm, avi or gif."
+            )
     try:
-        return decode(path, frames, fps=fps, isolated=True, timeout=seconds, memory=memory)
+        return decode_isolated(path, Wanted(frames, fps, memory=memory), seconds, begun=begun)
     except MmaccelError as error:
         said = str(error).replace(repr(str(path)), "").replace(str(path), "").strip()
         raise MmaccelError(f"The clip cannot be decoded; upload another. ({' '.join(said.split())})") from None

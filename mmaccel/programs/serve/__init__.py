@@ -1,8 +1,9 @@
-"""A server that speaks OpenAI's chat completions, for every recipe: cache policies, codecs and lossless ones included.
+"""A server that speaks OpenAI's chat completions, for every recipe: cache policies and codecs included.
 
-``app`` is what is asked over HTTP, ``asked`` one request as it is checked, ``sources`` where pictures and clips may come from,
-``desk`` who is answered when, ``answering`` the answer of one model, ``sampling`` and ``words`` its tokens, ``metrics`` what
-Prometheus is told, ``errors`` how a request is refused, ``running`` the process around it.
+``connections`` limits connections, ``app`` is what is asked over HTTP, ``body`` reads the JSON of a request, ``asked`` checks
+it, ``sources`` where pictures and clips may come from, ``desk`` who is answered when, ``answering`` the answer of one model,
+``sampling`` and ``words`` its tokens, ``metrics`` what Prometheus is told, ``errors`` how a request is refused, ``running`` the
+process around it.
 
 It stands on Starlette, pydantic and uvicorn, which the extra ``serving`` of transformers installs too, and not on the classes
 of ``transformers serve``. Those have no place for what belongs to one request here: their handler calls

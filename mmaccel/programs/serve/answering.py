@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +27,13 @@ from .asked import Asked
 from .sampling import sampler
 from .sources import Sources
 from .words import Words
+
+#: characters that one token stands for at most, where a prompt is refused before it is tokenised
+_TOKEN = 32
+#: seconds between two looks at whether a clip is still wanted
+_LOOK = 0.1
+#: characters that are tokenised at once
+_PIECE = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,40 @@ class _Enough(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), self.words.enough, dtype=torch.bool, device=input_ids.device)
+
+
+@contextmanager
+def _killing(stop: threading.Event) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """Kill the process that decodes when nobody wants its frames any more. What comes back is told of every such process.
+
+    Raises
+    ------
+    Stopped
+        Inside, when ``stop`` is set.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    done = threading.Event()
+
+    def begun(process: subprocess.Popen[bytes]) -> None:
+        processes.append(process)
+        if stop.is_set():
+            process.kill()
+            process.wait()
+            raise Stopped
+
+    def watch() -> None:
+        while not done.wait(_LOOK):
+            if stop.is_set():
+                for process in processes:
+                    process.kill()
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield begun
+    finally:
+        done.set()
+        watching.join()
 
 
 class Answering(Seat):
@@ -150,6 +193,7 @@ class Answering(Seat):
             If the request cannot be honoured.
         """
         processor, budget = self.budgeted(asked.budget)
+        self._check_text(asked, stop)
         inputs = self._encoded(processor, self._chat(asked, stop))
         prompt = inputs["input_ids"].shape[1]
         longest = self._longest(prompt, asked)
@@ -179,39 +223,81 @@ class Answering(Seat):
             stats,
         )
 
+    def _check_text(self, asked: Asked, stop: threading.Event) -> None:
+        """Refuse a text that is longer than the model takes in the time that so many tokens take.
+
+        Raises
+        ------
+        MmaccelError
+            If it is.
+        Stopped
+            If nobody wants to know.
+        """
+        places = self._places
+        texts = [part["text"] for message in asked.messages for part in message["content"] if part["type"] == "text"]
+        long = sum(map(len, texts))
+        if places is None or long <= places:
+            return
+        if long <= places * _TOKEN:
+            left = places
+            for piece in (text[at : at + _PIECE] for text in texts for at in range(0, len(text), _PIECE)):
+                if stop.is_set():
+                    raise Stopped
+                # half a character is refused later
+                whole = piece.encode(errors="replace").decode()
+                ids = self.processor.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
+                # where a text was cut there may be a token more
+                left -= max(0, len(ids) - 1)
+                if left < 0:
+                    break
+            else:
+                return
+        raise MmaccelError(
+            f"The text of the prompt has {long:,} characters, more than {places:,} tokens; this model takes {places} in all, "
+            "so ask for less."
+        )
+
     def _chat(self, asked: Asked, stop: threading.Event) -> Chat:
         """All that is shown, decoded in the time and memory that one clip may take."""
         pictures: list[Any] = []
         clips: list[Clip] = []
         end, memory = time.monotonic() + untrusted.SECONDS, untrusted.MEMORY
+        too_much = MmaccelError(
+            f"What the request shows takes more than {untrusted.SECONDS:g} seconds or {untrusted.MEMORY >> 20} MiB to decode; "
+            "show less, or smaller pictures."
+        )
         with tempfile.TemporaryDirectory(prefix="mmaccel-serve-", ignore_cleanup_errors=True) as folder:
-            for medium in asked.media:
+            paths = [self.sources.fetch(medium.url, Path(folder), end, stop) for medium in asked.media]
+            shown = list(zip(asked.media, paths, strict=True))
+            if 3 * sum(untrusted.pixels(path) for medium, path in shown if medium.kind == "image") > memory:
+                raise too_much
+            for medium, path in shown:
                 if stop.is_set():
                     raise Stopped
                 seconds = end - time.monotonic()
                 if seconds <= 0 or memory <= 0:
-                    raise MmaccelError(
-                        f"What the request shows takes more than {untrusted.SECONDS:g} seconds or "
-                        f"{untrusted.MEMORY >> 20} MiB to decode; show less, or smaller pictures."
-                    )
-                path = self.sources.fetch(medium.url, Path(folder), end)
-                if medium.kind == "image":
-                    pictures.append(picture := untrusted.picture(path))
-                    memory -= 3 * picture.width * picture.height
-                else:
-                    clips.append(clip := untrusted.clip(path, self.limits.frames, seconds=seconds, memory=memory))
+                    raise too_much
+                try:
+                    if medium.kind == "image":
+                        pictures.append(picture := untrusted.picture(path))
+                        memory -= 3 * picture.width * picture.height
+                        continue
+                    with _killing(stop) as begun:
+                        clip = untrusted.clip(path, self.limits.frames, seconds=seconds, memory=memory, begun=begun)
+                    clips.append(clip)
                     memory -= clip.frames.nbytes
+                except (MmaccelError, Stopped):
+                    raise
+                except Exception as error:
+                    # libraries of pictures raise whatever they like at broken files
+                    what = {"image": "picture", "video": "clip"}[medium.kind]
+                    raise MmaccelError(
+                        f"The {what} is broken and cannot be decoded ({type(error).__name__}); send another."
+                    ) from error
         return Chat(asked.messages, tuple(pictures), tuple(clips))
 
     def _encoded(self, processor: Any, chat: Chat) -> dict[str, Any]:
-        try:
-            inputs = encode(processor, [chat]).to(self.model.device)
-        except MmaccelError:
-            raise
-        except ValueError as error:
-            # sizes that a processor does not take
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise MmaccelError(f"The processor of this model does not take what is shown: {first[:300]}") from error
+        inputs = encode(processor, [chat]).to(self.model.device)
         dtype = self.model.dtype
         return {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
 

@@ -8,8 +8,9 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,13 +25,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .. import hosts
 from ..turns import Stopped
 from .answering import Answer
-from .asked import read
-from .desk import Desk, Job
+from .asked import Asked, read
+from .desk import Desk, Job, Place
 from .errors import Refused, refusal
 from .metrics import Metrics
 
 #: bytes of the body of a request, and seconds in which it must be sent
 BODY, SENDING = 96 << 20, 60.0
+#: a body must come at so many bytes a second, but for the first seconds
+SPEED, START = 16 << 10, 5.0
+#: bytes of a body that is read before there is a place for its request
+SMALL = 64 << 10
 CHAT = "/v1/chat/completions"
 
 logger = logging.getLogger(__name__)
@@ -70,14 +75,17 @@ def make_app(desk: Desk, name: str, key: str | None = None, allowed: Sequence[st
     async def figures(request: Request) -> Response:
         return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    chat = _Chat(desk, name, metrics)
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(desk.close)
+        chat.reader.shutdown(wait=False)
 
     return Starlette(
         routes=[
-            Route(CHAT, _Chat(desk, name, metrics), methods=["POST"]),
+            Route(CHAT, chat, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
@@ -92,7 +100,7 @@ def make_app(desk: Desk, name: str, key: str | None = None, allowed: Sequence[st
 def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         # no such path, or another method than it takes
-        said = f"{request.method} {request.url.path}: {error.detail}."
+        said = f"{request.method} {request.scope['path'][:200]}: {error.detail}."
         error = Refused(error.status_code, said, headers=dict(error.headers or {}))
     assert isinstance(error, Refused)
     return JSONResponse(error.body(), error.status, error.headers)
@@ -101,7 +109,7 @@ def _refuse(request: Request, error: Exception) -> Response:
 def _check_model(asked: str, name: str) -> None:
     if asked != name:
         raise Refused(
-            400, f"There is no model {asked[:80]!r} here; this server has {name!r}.", "model_not_found", "model"
+            404, f"There is no model {asked[:80]!r} here; this server has {name!r}.", "model_not_found", "model"
         )
 
 
@@ -142,21 +150,22 @@ class _Chat:
 
     def __init__(self, desk: Desk, name: str, metrics: Metrics) -> None:
         self.desk, self.name, self.metrics = desk, name, metrics
+        # one after the other: each holds the lock of the interpreter for a moment, which the event loop needs, too
+        self.reader = ThreadPoolExecutor(1, "mmaccel-serve-reader")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
-        with self.desk.place():
+        with ExitStack() as stack:
             try:
-                body = await _body(Request(scope, receive))
-                # some tens of MB of text take a while
-                asked = await asyncio.to_thread(read, body)
+                body = await _body(Request(scope, receive), lambda: stack.enter_context(self.desk.place()))
+                asked = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, body)
                 del body
-                _check_model(asked.model, self.name)
-                self.desk.seats[0].check(asked)
+                if isinstance(asked, Refused):
+                    raise asked
                 with self.desk.answered(asked) as job:
                     leaving = asyncio.create_task(_until_left(receive, job))
                     try:
-                        await self._tell(job, _Telling(self.name, asked.usage, send), arrived)
+                        await self._tell(job, _Telling(self.name, asked.stream, asked.usage, send), arrived)
                     finally:
                         leaving.cancel()
             except (Stopped, ClientDisconnect):
@@ -165,6 +174,16 @@ class _Chat:
                 raise
             except Exception as error:
                 raise _told(error) from error
+
+    def _read(self, body: bytes) -> Asked | Refused:
+        """The request, or why there is none; an error would keep the body alive by its traceback."""
+        try:
+            asked = read(body)
+            _check_model(asked.model, self.name)
+            self.desk.seats[0].check(asked)
+            return asked
+        except Exception as error:
+            return _told(error).with_traceback(None)
 
     async def _tell(self, job: Job, telling: _Telling, arrived: float) -> None:
         try:
@@ -184,13 +203,17 @@ class _Chat:
         while True:
             news = await job.news.get()
             if isinstance(news, BaseException):
-                raise news
+                try:
+                    raise news
+                finally:
+                    # its traceback holds this frame
+                    del news
             if first is None:
                 first = time.perf_counter() - arrived
             if isinstance(news, Answer):
                 self.metrics.answered(news, first)
-                return await (telling.end if job.asked.stream else telling.whole)(news, first)
-            if job.asked.stream:
+                return await (telling.end if telling.stream else telling.whole)(news, first)
+            if telling.stream:
                 await telling.piece(news)
 
 
@@ -200,19 +223,36 @@ async def _until_left(receive: Receive, job: Job) -> None:
     job.end()
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, take: Callable[[], Place]) -> bytes:
+    """The body of a request, which takes its place when it is here, or large."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         # other types could be sent by any page that somebody has open in a browser on this machine
         raise Refused(415, "Send the request as application/json.")
+    too_large = Refused(413, f"The request is too large; at most {BODY >> 20} MiB are taken.", "too_large")
+    # h11 has seen that it is a number
+    if int(request.headers.get("content-length", 0)) > BODY:
+        raise too_large
+    place: Place | None = None
     found = bytearray()
+    begin = asyncio.get_running_loop().time()
     with suppress(TimeoutError):
-        async with asyncio.timeout(SENDING):
+        async with asyncio.timeout_at(begin + START) as limit:
             async for piece in request.stream():
                 found += piece
                 if len(found) > BODY:
-                    raise Refused(413, f"The request is too large; at most {BODY >> 20} MiB are taken.", "too_large")
+                    found.clear()
+                    raise too_large
+                limit.reschedule(begin + min(SENDING, START + len(found) / SPEED))
+                if len(found) > SMALL:
+                    place = place or take()
+                    place.hold(len(found))
+            (place or take()).hold(len(found))
             return bytes(found)
-    raise Refused(408, f"The request was not sent within {SENDING:g} seconds.", headers={"x-should-retry": "false"})
+    raise Refused(
+        408,
+        f"The request was not sent within {SENDING:g} seconds, or at less than {SPEED >> 10} KiB a second.",
+        headers={"x-should-retry": "false"},
+    )
 
 
 def _told(error: Exception) -> Refused:
@@ -226,9 +266,9 @@ def _told(error: Exception) -> Refused:
 class _Telling:
     """One answer on its way, as OpenAI's clients read it: whole, or in chunks of an event stream."""
 
-    def __init__(self, name: str, usage: bool, send: Send) -> None:
+    def __init__(self, name: str, stream: bool, usage: bool, send: Send) -> None:
         self.about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
-        self.usage, self.send, self.begun = usage, send, False
+        self.stream, self.usage, self.send, self.begun = stream, usage, send, False
 
     async def whole(self, answer: Answer, first: float) -> None:
         choice = {

@@ -6,14 +6,17 @@ import asyncio
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from ..turns import Stopped
 from .answering import Answer, Answering
 from .asked import Asked
-from .errors import Refused
+from .errors import Refused, refusal
+
+#: bytes of the bodies of all requests that are here
+HELD = 512 << 20
 
 
 class Job:
@@ -40,31 +43,59 @@ class Job:
         self.say(Stopped())
 
 
+class Place:
+    """Of one request among those that are answered or wait."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self.size = 0
+
+    def hold(self, size: int) -> None:
+        """Note that the body of the request has ``size`` bytes so far.
+
+        Raises
+        ------
+        Refused
+            If all bodies together have more than is held here.
+        """
+        self._desk.held += size - self.size
+        self.size = size
+        if self._desk.held > HELD:
+            raise self._desk.full(
+                f"The requests that are here have {HELD >> 20} MiB, which is all that this server holds"
+            )
+
+
 class Desk:
     """The models, and the queue in front of them, first come, first served.
 
     Parameters
     ----------
     seats : twins, each of which answers one request at a time.
-    waiting : requests that may wait, those included whose bodies are still being sent.
+    waiting : requests that may wait, those included whose large bodies are still being sent.
     """
 
     def __init__(self, seats: Sequence[Answering], waiting: int) -> None:
         self.seats, self.capacity = seats, len(seats) + waiting
-        self.present = self.running = 0
-        self._free, self._here, self._lock = list(seats), threading.local(), threading.Lock()
+        self.present = self.running = self.held = 0
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._queue: deque[Job] = deque()
         self._jobs: set[Job] = set()
         self._mean, self.closed = 1.0, False
         # a recorded graph belongs to the thread that recorded it, so each has its model for good
-        self._pool = ThreadPoolExecutor(len(seats), "mmaccel-serve", self._sit)
+        self._threads = [threading.Thread(target=self._sit, args=(seat,), daemon=True) for seat in seats]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting(self) -> int:
         """Requests that are here and not answered yet."""
-        return self.present - self.running
+        # a seat may still be at work for a client that left
+        return max(0, self.present - self.running)
 
     @contextmanager
-    def place(self) -> Iterator[None]:
+    def place(self) -> Iterator[Place]:
         """A place for one request.
 
         Raises
@@ -75,31 +106,35 @@ class Desk:
         if self.closed:
             raise self.ending()
         if self.present >= self.capacity:
-            seconds = str(max(1, math.ceil(self._mean * self.present / len(self.seats))))
-            raise Refused(
-                429,
-                f"{self.present} requests are being answered or wait, which is all that this server takes; try again in "
-                f"{seconds} s.",
-                "queue_full",
-                headers={"retry-after": seconds},
-            )
+            raise self.full(f"{self.present} requests are being answered or wait, which is all that this server takes")
         self.present += 1
+        place = Place(self)
         try:
-            yield
+            yield place
         finally:
             self.present -= 1
+            self.held -= place.size
+
+    def full(self, reason: str) -> Refused:
+        """What is said to those for whom there is no room now."""
+        seconds = str(max(1, math.ceil(self._mean * self.present / len(self.seats))))
+        return Refused(429, f"{reason}; try again in {seconds} s.", "queue_full", headers={"retry-after": seconds})
 
     @contextmanager
     def answered(self, asked: Asked) -> Iterator[Job]:
         """A request in the queue. Behind the block nobody wants its answer any more."""
         job = Job(asked)
         self._jobs.add(job)
-        future: Future[None] = self._pool.submit(self._work, job)
+        with self._lock:
+            self._queue.append(job)
+            self._work.notify()
         try:
             yield job
         finally:
             job.stop.set()
-            future.cancel()
+            with self._lock, suppress(ValueError):
+                # nothing is kept of those who left, however long the seats are taken
+                self._queue.remove(job)
             self._jobs.discard(job)
 
     @staticmethod
@@ -112,23 +147,36 @@ class Desk:
         self.closed = True
         for job in list(self._jobs):
             job.end()
-        self._pool.shutdown(cancel_futures=True)
-
-    def _sit(self) -> None:
         with self._lock:
-            self._here.seat = self._free.pop()
+            self._work.notify_all()
+        for thread in self._threads:
+            thread.join()
 
-    def _work(self, job: Job) -> None:
-        begin = time.monotonic()
-        with self._lock:
-            self.running += 1
-        try:
-            if not job.stop.is_set():
-                found = self._here.seat.answer(job.asked, job.say, job.stop)
-                self._mean += (time.monotonic() - begin - self._mean) / 8
-                job.say(found)
-        except BaseException as error:
-            job.say(error)
-        finally:
+    def _sit(self, seat: Answering) -> None:
+        while True:
             with self._lock:
-                self.running -= 1
+                while not self._queue and not self.closed:
+                    self._work.wait()
+                if self.closed:
+                    return
+                job = self._queue.popleft()
+                self.running += 1
+            try:
+                self._answer(seat, job)
+            finally:
+                # while it waits, a thread holds nothing of the last request
+                del job
+                with self._lock:
+                    self.running -= 1
+
+    def _answer(self, seat: Answering, job: Job) -> None:
+        begin = time.monotonic()
+        try:
+            found = seat.answer(job.asked, job.say, job.stop)
+            self._mean += (time.monotonic() - begin - self._mean) / 8
+            job.say(found)
+        except Stopped:
+            job.say(Stopped())
+        except BaseException as error:
+            # a traceback keeps what was sent alive, and is for faults of ours
+            job.say(refusal(error) or error)

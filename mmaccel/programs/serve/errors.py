@@ -9,6 +9,9 @@ import torch
 from ...errors import MmaccelError
 from ..turns import TimeOver
 
+#: characters of a sentence, and of the name of a field, that may hold what a client sent
+_SENTENCE, _NAME = 500, 200
+
 
 class Refused(Exception):
     """A request that is not answered.
@@ -16,6 +19,7 @@ class Refused(Exception):
     Parameters
     ----------
     status : of HTTP.
+    sentence : may quote what a client sent; it is cut, and what cannot be encoded is written with backslashes.
     code : by which programs know the reason.
     parameter : the field of the request that is wrong.
     headers : beside the usual ones.
@@ -29,8 +33,9 @@ class Refused(Exception):
         parameter: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(sentence)
-        self.status, self.code, self.parameter, self.headers = status, code, parameter, headers or {}
+        super().__init__(_line(sentence, _SENTENCE))
+        self.status, self.code, self.headers = status, code, headers or {}
+        self.parameter = None if parameter is None else _line(parameter, _NAME)
 
     def body(self) -> dict[str, Any]:
         """What OpenAI's clients read."""
@@ -38,6 +43,10 @@ class Refused(Exception):
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
+
+
+def _line(text: str, most: int) -> str:
+    return " ".join(text[:most].encode(errors="backslashreplace").decode().split())
 
 
 def refusal(error: BaseException) -> Refused | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -14,11 +17,16 @@ from ...recipe import Recipe
 from ..turns import Seat
 from .answering import Answering, Limits
 from .app import make_app
+from .connections import BACKLOG, Connection
 from .desk import Desk
 from .sources import Sources
 
 #: seconds in which answers may end when the server does
 GRACE = 30
+#: connections that the system accepts for a server that is busy
+LISTEN = 128
+#: seconds between two lines of one logger and level
+_QUIET = 60.0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -85,6 +93,44 @@ def make_desk(
     return Desk(seats, waiting)
 
 
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():
+            # asyncio accepts as many at a time as it has listened for, which is few
+            bound.listen(LISTEN)
+
+
+class _Quiet(logging.Filter):
+    """One line a minute of each logger, level and kind of error: what clients do wrong must not fill a disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[Any, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is written."""
+        key = record.name, record.levelno, record.exc_info and record.exc_info[0]
+        now = time.monotonic()
+        if now - self._last.get(key, -_QUIET) < _QUIET:
+            return False
+        self._last[key] = now
+        return True
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("asyncio", "uvicorn.error", f"{__package__}.app")]
+    quiet = _Quiet()
+    for logger in loggers:
+        logger.addFilter(quiet)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(quiet)
+
+
 def make_server(desk: Desk, name: str, **options: Any) -> uvicorn.Server:
     """The server, for ``run(sockets=[...])``; ``options`` are those of :func:`mmaccel.programs.serve.app.make_app`."""
     config = uvicorn.Config(
@@ -94,12 +140,15 @@ def make_server(desk: Desk, name: str, **options: Any) -> uvicorn.Server:
         server_header=False,
         lifespan="on",
         ws="none",
+        loop="asyncio",
+        http=Connection,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=GRACE,
     )
-    return uvicorn.Server(config)
+    return _Server(config)
 
 
 def run(server: uvicorn.Server, bound: socket.socket) -> None:
     """Serve until interrupted or terminated."""
-    with suppress(KeyboardInterrupt):
+    with _quiet(), suppress(KeyboardInterrupt):
         server.run(sockets=[bound])

@@ -16,6 +16,9 @@ from transformers import (
 
 from .asked import Asked
 
+#: a lower temperature is greedy: the noise is far below the distances of logits, which overflow when they are divided by it
+_COLDEST = 1e-5
+
 
 class Dice(LogitsProcessor):
     """Adds Gumbel noise to scores ``[B, V]``: the largest sum is a sample of their softmax, so that greedy decoding samples.
@@ -46,7 +49,7 @@ def sampler(config: Any, asked: Asked) -> LogitsProcessorList:
         temperature = (config.temperature or 1.0) if temperature is None else temperature
         top_p, top_k = config.top_p if top_p is None else top_p, config.top_k
     found = LogitsProcessorList()
-    if not temperature:
+    if not temperature or temperature < _COLDEST:
         return found
     if temperature != 1:
         found.append(TemperatureLogitsWarper(float(temperature)))

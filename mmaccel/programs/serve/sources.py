@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import binascii
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import httpx
 
 from ...errors import MmaccelError
 from ...media import untrusted
+from ..turns import Stopped
 
 #: seconds between two pieces of what is loaded, and how often an address may lead elsewhere
 PAUSE, HOPS = 10.0, 3
+#: frames of a clip that is sent as pictures
+FRAMES = 1024
+#: seconds between two looks at whether anybody still wants what is loaded
+_LOOK = 0.1
+#: characters in which a data: address says what it is
+_ABOUT = 200
+#: bytes of base 64 that are decoded at once: the lock of the interpreter is held as long
+_PIECE = 1 << 20
+#: the other alphabet of base 64, and blanks and line breaks, which are left out
+_ALPHABET, _BLANKS = bytes.maketrans(b"-_", b"+/"), b" \t\r\n\v\f"
+#: the characters of base 64 that may be written with a percent sign, which is no other escape
+_PERCENT = {
+    "%2B": "+",
+    "%2b": "+",
+    "%2F": "/",
+    "%2f": "/",
+    "%3D": "=",
+    "%3d": "=",
+    "%0D": "",
+    "%0d": "",
+    "%0A": "",
+    "%0a": "",
+}
 #: of clips, which decoders know by the name of the file; pictures are known by what is in them
 _TYPES = {
     "image/gif": ".gif",
@@ -54,11 +79,15 @@ class Sources:
         self.hosts = frozenset(host.lower() for host in hosts)
         self.folders = tuple(Path(folder).resolve() for folder in folders)
 
-    def fetch(self, url: str, into: Path, end: float) -> Path:
+    def fetch(self, url: str, into: Path, end: float, stop: threading.Event | None = None) -> Path:
         """The file of an address: itself if it lies here, else below the folder ``into``; until ``end`` of the monotonic clock.
+
+        The frames of a ``data:video/jpeg`` address are a folder.
 
         Raises
         ------
+        Stopped
+            If ``stop`` is set while it is loaded.
         MmaccelError
             If it may not be named, is not there, is larger than is taken, or takes too long.
         """
@@ -69,7 +98,7 @@ class Sources:
         if scheme == "file:":
             return self._file(url)
         if scheme in ("http:", "https:"):
-            return self._load(url, into, end)
+            return self._load(url, into, end, stop or threading.Event())
         raise MmaccelError(
             f"{_short(url)!r} is no address of a picture or clip; give a data: address in base 64, file: or http(s):."
         )
@@ -90,19 +119,45 @@ class Sources:
             raise no from error
         return path
 
-    def _load(self, url: str, into: Path, end: float) -> Path:
+    def _load(self, url: str, into: Path, end: float, stop: threading.Event) -> Path:
         if not self.hosts:
             raise MmaccelError("This server loads nothing from addresses; send a data: address in base 64.")
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(self._within(url, into, end, stop))
+        finally:
+            # does not wait for a name that is still looked up
+            loop.close()
+
+    async def _within(self, url: str, into: Path, end: float, stop: threading.Event) -> Path:
+        """Until ``end``, also where a host sends its headers a byte at a time, and while the file is wanted."""
+        loading = asyncio.ensure_future(self._follow(url, into))
+        try:
+            while not loading.done():
+                if stop.is_set():
+                    raise Stopped
+                if (left := end - time.monotonic()) <= 0:
+                    raise MmaccelError(f"{_short(url)!r} takes too long to load.")
+                await asyncio.wait({loading}, timeout=min(_LOOK, left))
+            return loading.result()
+        finally:
+            loading.cancel()
+            await asyncio.wait({loading}, timeout=_LOOK)
+            if loading.done() and not loading.cancelled():
+                # has been raised above, or nobody wants it
+                loading.exception()
+
+    async def _follow(self, url: str, into: Path) -> Path:
         # nothing of the environment: no proxies, no passwords of .netrc
-        with httpx.Client(trust_env=False, follow_redirects=False, timeout=PAUSE) as client:
+        async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=PAUSE) as client:
             try:
                 where = httpx.URL(url)
                 for _ in range(HOPS + 1):
                     # every step of a way that leads elsewhere
                     self._check_host(where)
-                    with client.stream("GET", where, headers={"accept-encoding": "identity"}) as answer:
+                    async with client.stream("GET", where, headers={"accept-encoding": "identity"}) as answer:
                         if not answer.is_redirect:
-                            return _loaded(answer, where, into, end)
+                            return await _loaded(answer, where, into)
                         where = where.join(answer.headers.get("location", ""))
             except httpx.InvalidURL:
                 raise MmaccelError(f"{_short(url)!r} is no address, or leads to none.") from None
@@ -120,39 +175,82 @@ class Sources:
 
 
 def _data(url: str, into: Path) -> Path:
-    about, _, content = url[5:].partition(",")
-    kind, *parameters = about.split(";")
-    if "base64" not in parameters:
+    about, comma, _ = url[5:_ABOUT].partition(",")
+    kind, *parameters = (part.strip().lower() for part in about.split(";"))
+    if not comma or "base64" not in parameters:
         raise MmaccelError("A data: address must be in base 64, such as data:image/png;base64,iVBORw0...")
-    if len(content) > untrusted.UPLOAD * 4 // 3 + 4:
-        raise MmaccelError(
-            f"The file in the data: address is too large; at most {untrusted.UPLOAD >> 20} MiB are taken."
-        )
-    try:
-        found = base64.b64decode(unquote_to_bytes(content), validate=True)
-    except (binascii.Error, ValueError):
-        raise MmaccelError("The data: address is no valid base 64; encode the bytes of the file.") from None
+    content = url[6 + len(about) :]
+    if "%" in content:
+        if content.count("%") > len(content) // 16:
+            raise _no_base64()
+        for written, meant in _PERCENT.items():
+            content = content.replace(written, meant)
     path = into / f"{len(os.listdir(into))}{_suffix(kind)}"
-    path.write_bytes(found)
+    if kind != "video/jpeg":
+        _decode(content, path, untrusted.UPLOAD)
+        return path
+    # how clients of vLLM send frames
+    if content.count(",") >= FRAMES:
+        raise MmaccelError(f"The clip has more than {FRAMES} frames; send fewer.")
+    path.mkdir()
+    left = untrusted.UPLOAD
+    for number, frame in enumerate(content.split(",")):
+        file = path / f"{number}.jpg"
+        left -= _decode(frame, file, left)
+        with file.open("rb") as picture:
+            if picture.read(2) != b"\xff\xd8":
+                raise MmaccelError(
+                    f"Frame {number} of the clip is no JPEG; send JPEGs in base 64 with commas between them."
+                )
     return path
 
 
-def _loaded(answer: httpx.Response, url: httpx.URL, into: Path, end: float) -> Path:
+def _decode(content: str, path: Path, most: int) -> int:
+    """Write the bytes of base 64 to a file; how many they are."""
+    size, kept, ended = 0, b"", False
+    try:
+        with path.open("wb") as file:
+            for at in range(0, max(1, len(content)), _PIECE):
+                kept += content[at : at + _PIECE].encode("ascii").translate(_ALPHABET, _BLANKS)
+                if at + _PIECE >= len(content):
+                    # the urlsafe alphabet is often written without padding
+                    kept += b"=" * (-len(kept) % 4)
+                piece, kept = kept[: len(kept) & ~3], kept[len(kept) & ~3 :]
+                if piece and ended:
+                    raise ValueError("something behind the end")
+                size += file.write(binascii.a2b_base64(piece, strict_mode=True))
+                ended = ended or piece.endswith(b"=")
+                if size > most:
+                    raise MmaccelError(
+                        f"The file in the data: address is too large; at most {untrusted.UPLOAD >> 20} MiB are taken."
+                    )
+    except MmaccelError:
+        raise
+    except ValueError:
+        raise _no_base64() from None
+    return size
+
+
+def _no_base64() -> MmaccelError:
+    return MmaccelError("The data: address is no valid base 64; encode the bytes of the file.")
+
+
+async def _loaded(answer: httpx.Response, url: httpx.URL, into: Path) -> Path:
     if answer.status_code != 200:
         raise MmaccelError(f"{_short(str(url))!r} cannot be loaded (status {answer.status_code}).")
     kind = answer.headers.get("content-type", "").partition(";")[0]
-    path = into / f"{len(os.listdir(into))}{_suffix(kind) or Path(url.path).suffix.lower()[:8]}"
+    named = Path(url.path).suffix.lower()
+    named = named if named[1:].isalnum() and named.isascii() and len(named) < 9 else ""
+    path = into / f"{len(os.listdir(into))}{_suffix(kind) or named}"
     size = 0
     with path.open("wb") as file:
         # as sent: what was packed would unpack to any size
-        for piece in answer.iter_raw():
+        async for piece in answer.aiter_raw():
             size += len(piece)
             if size > untrusted.UPLOAD:
                 raise MmaccelError(
                     f"{_short(str(url))!r} is too large; at most {untrusted.UPLOAD >> 20} MiB are taken."
                 )
-            if time.monotonic() > end:
-                raise MmaccelError(f"{_short(str(url))!r} takes too long to load.")
             file.write(piece)
     return path
 

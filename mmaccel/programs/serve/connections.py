@@ -1,0 +1,123 @@
+"""HTTP connections with limits: how many there are, how long a request may take to begin, and an answer to be taken."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+#: connections at a time, where the process may have enough descriptors, and descriptors that are left for everything else
+CONNECTIONS, SPARE = 512, 128
+#: connections that are accepted before others are served, each of which has a descriptor before it is counted
+BACKLOG = 16
+#: seconds from a connection, or from the answer before, to the end of the next headers
+HEADERS = 10.0
+#: seconds in which a client must take something of its answer
+TAKING = 30.0
+#: bytes that are read at once, and of a body in chunks, which may be of a byte each and are parsed one by one
+_READ, _CHUNKED = 128 << 10, 8 << 10
+
+
+def limit() -> int:
+    """How many connections this process may have."""
+    if sys.platform == "win32":
+        return CONNECTIONS
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CONNECTIONS if soft == resource.RLIM_INFINITY else min(CONNECTIONS, max(8, soft - SPARE))
+
+
+class Connection(H11Protocol, asyncio.BufferedProtocol):
+    """uvicorn's protocol with limits. Of too many connections the one is closed that has waited longest without a request."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._buffer: memoryview | None = None
+        self._since = time.monotonic()
+        self._late: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        #: whether all that still comes is thrown away
+        self._done = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is here whose headers are complete."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make room for one more."""
+        super().connection_made(transport)
+        if len(self.connections) > limit():
+            others = (one for one in self.connections if isinstance(one, Connection) and one.idle and one is not self)
+            oldest = min(others, key=lambda one: one._since, default=self)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timers."""
+        for timer in (self._late, self._stalled):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        known = not self.idle and not any(name == b"transfer-encoding" for name, _ in self.headers)
+        self._buffer = memoryview(bytearray(_READ if known else _CHUNKED))
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes came."""
+        assert self._buffer is not None
+        data, self._buffer = bytes(self._buffer[:nbytes]), None
+        self.data_received(data)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request, unless its answer was sent before it was read."""
+        if not self._done:
+            super().data_received(data)
+            self._wait()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request. What is left of this one is read to its end, so that the client reads the answer."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
+            self._done = True
+            self.transport.write_eof()
+        self._wait()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, unless an answer has begun."""
+        with suppress(h11.LocalProtocolError):
+            super().send_400_response(msg)
+        self.transport.close()
+
+    def pause_writing(self) -> None:
+        """The client does not take what is sent."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(TAKING, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client takes it."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def _wait(self) -> None:
+        """Begin to wait for the headers of a request, go on, or end."""
+        if not self.idle:
+            if self._late is not None:
+                self._late.cancel()
+            self._late = None
+        elif self._late is None and not self.transport.is_closing():
+            self._since = time.monotonic()
+            self._late = self.loop.call_later(HEADERS, self.transport.abort)
