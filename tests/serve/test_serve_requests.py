@@ -28,6 +28,7 @@ openai = pytest.importorskip("openai", reason="the client of OpenAI is not insta
 
 from mmaccel.programs.serve import app  # noqa: E402
 from mmaccel.programs.serve.asked import read  # noqa: E402
+from mmaccel.programs.serve.errors import Refused  # noqa: E402
 from mmaccel.programs.serve.sampling import Dice, sampler  # noqa: E402
 from mmaccel.programs.serve.words import Words  # noqa: E402
 
@@ -125,6 +126,135 @@ def test_bad_requests_are_refused_in_one_sentence(served, things, name):
     assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert re.search(re.escape(sentence), error["message"]), error["message"]
     assert "\n" not in error["message"] and "mmaccel-serve-" not in error["message"] and len(error["message"]) < 600
+
+
+#: fields that clients send and that ask for nothing
+NOTHING = {
+    "response_format": {"type": "text"},
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "function_call": "none",
+    "logit_bias": {},
+    "store": True,
+    "metadata": {"run": "7"},
+    "user": "someone",
+    "n": 1,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "stream_options": {"include_usage": False, "include_obfuscation": False},
+    "parallel_tool_calls": True,
+    "service_tier": "auto",
+    "seed": 7,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0,
+    "reasoning_effort": "low",
+    "verbosity": "medium",
+    "modalities": ["text"],
+    "prediction": {"type": "content", "content": "x"},
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "s",
+    "max_completion_tokens": 16,
+    "stop": [],
+}
+#: fields that ask for what there is not
+SOMETHING = {
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "logit_bias": {"5": 100},
+    "n": 2,
+    "logprobs": True,
+    "top_logprobs": 3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "x", "format": "wav"},
+    "web_search_options": {},
+    "top_k": 5,
+    "temprature": 0,
+}
+#: names of classes and of what pydantic calls its types
+PRIVATE = re.compile(r"_[A-Z]|\b(Body|Literal|dict|list_type|instance of|model_type|literal)\b")
+
+
+def test_fields_that_ask_for_nothing(served, things):
+    """Alone and together, by the client of OpenAI and as null; the answer is the same."""
+    expected = text(chat(served, things.message, temperature=0))
+    together = {name: value for name, value in NOTHING.items() if name != "top_logprobs"}
+    assert text(chat(served, things.message, temperature=0, **together, max_tokens=None)) == expected
+    for name, value in NOTHING.items():
+        for given in (value, None):
+            read(json.dumps(body(**{name: given})).encode())
+    for name in SOMETHING:
+        read(json.dumps(body(**{name: None})).encode())
+    assert text(chat(served, things.message, temperature=0, extra_body=dict.fromkeys(NOTHING))) == expected
+
+
+@pytest.mark.parametrize("name", SOMETHING)
+def test_fields_that_ask_for_what_there_is_not(served, name):
+    found = served.http.post("/v1/chat/completions", json=body(**{name: SOMETHING[name]}))
+    error = found.json()["error"]
+    assert (found.status_code, error["param"]) == (400, name)
+    assert error["message"].startswith(name) and "leave it out" in error["message"]
+    assert not PRIVATE.search(error["message"]) and error["message"].count(". ") == 0
+
+
+def test_messages_as_clients_send_them_back(served, things):
+    """What the client of OpenAI made of an answer is a message of the next request."""
+    first = chat(served, things.message, temperature=0)
+    answer = first.choices[0].message.model_dump()
+    assert answer["refusal"] is None and answer["tool_calls"] is None
+    more = {"annotations": [], "tool_calls": [], "provider_specific_fields": None, "audio": None}
+    question = user("and now ?") | {"name": "someone"}
+    shown = things.message["content"][0]
+    cached = shown | {"cache_control": {"type": "ephemeral"}, "uuid": "7"}
+    plain = {"type": "image_url", "image_url": shown["image_url"]["url"]}
+    detailed = {"type": "image_url", "image_url": shown["image_url"] | {"detail": "original", "format": "image/png"}}
+    words = things.message["content"][1]
+    answers = {
+        text(chat(served, user(one, words["text"]), answer | more, question, temperature=0))
+        for one in (shown, cached, plain, detailed)
+    }
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "where"),
+    [
+        ([7], "messages.0 must be an object"),
+        ({"role": "user"}, "messages: input should be a valid list"),
+        ([{"role": "user"}], "messages.0.content is missing"),
+        ([{"role": "user", "content": {}}], "messages.0.content: input should be a valid list"),
+        ([{"role": "user", "content": ["?"]}], "messages.0.content.0"),
+        ([{"role": "user", "content": [{"text": "?"}]}], "messages.0.content.0.type is missing"),
+        ([{"role": "user", "content": [{"type": 7}]}], "messages.0.content.0.type must be 'text'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text is missing"),
+        ([{"role": "user", "content": [{"type": "text", "text": 7}]}], "messages.0.content.0.text: input"),
+        ([{"role": "user", "content": [{"type": "text", "text": "?", "x": 1}]}], "messages.0.content.0.x is not known"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": 7}]}],
+            "messages.0.content.0.image_url must be",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 7}}]}],
+            "messages.0.content.0.image_url.url: input",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x", "fps": 2}}]}],
+            "messages.0.content.0.video_url.fps is not known",
+        ),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages.0.tool_calls must be"),
+        ([{"role": "user", "content": "x", "audio": {"id": "a"}}], "messages.0.audio is not supported"),
+    ],
+)
+def test_fields_are_named_as_they_were_sent(messages, where):
+    with pytest.raises(Refused) as caught:
+        read(json.dumps(body(messages=messages)).encode())
+    assert str(caught.value).startswith(where) and not PRIVATE.search(str(caught.value))
 
 
 def test_errors_are_those_of_the_client(served):
@@ -307,6 +437,10 @@ def test_dice(served, things):
     greedy = direct("mini-llava", things.prompt, "divprune").answer
     assert text(chat(served, things.message, temperature=0, seed=5)) == greedy
     assert text(chat(served, things.message, temperature=2.0, top_p=1e-6)) == greedy
+    for cold in (1e-40, 1e-320, 1e-30, 1e-9):
+        assert text(chat(served, unsure, temperature=cold, seed=3, max_tokens=12)) == text(
+            chat(served, unsure, temperature=0, max_tokens=12)
+        )
 
 
 def test_the_dice_are_fair():
@@ -330,6 +464,25 @@ def test_how_models_sample_by_themselves():
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     assert names(greedy) == names(greedy, top_p=0.5) == []
     assert names(greedy, temperature=0.5, top_p=0.5) == ["Temperature", "TopP", "Dice"]
+
+
+@pytest.mark.parametrize(
+    "how", [{"temperature": 10.0**-n} for n in range(1, 46)] + [{"top_p": 10.0**-n} for n in range(1, 46)]
+)
+def test_cold_texts_are_the_likeliest(how):
+    """The further down the temperature or the share of the likeliest, the surer; never another token by an overflow."""
+    scores = torch.tensor([[1e3, 3.2e3, -2e3, 3.3e3, 0.0]])
+    model = SimpleNamespace(do_sample=True, temperature=1.0, top_p=1.0, top_k=0)
+    for config in (model, SimpleNamespace(**{**vars(model), **how})):
+        for processor in sampler(config, read(json.dumps(body(seed=1, **how)).encode())):
+            scores = processor(None, scores)
+        assert scores.argmax(-1).item() == 3
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "0", "-1e-9", "1.0000001", "1e400", '"0.5"', "true"])
+def test_shares_that_are_refused(value):
+    with pytest.raises(Refused, match="top_p: input should be"):
+        read(json.dumps(body(top_p="@")).replace('"@"', value).encode())
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import http.server
 import os
+import socket
 import tempfile
 import threading
 import time
+import urllib.parse
 
+import numpy as np
 import pytest
-from clients import chat, picture, text, user
+from clients import chat, clip, picture, text, user
+from PIL import Image
 
 pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip install '.[test]'")
 
 from mmaccel import MmaccelError
 from mmaccel.media import untrusted
+from mmaccel.media.files import read_folder
 from mmaccel.programs.serve import sources
 from mmaccel.programs.serve.sources import Sources
+from mmaccel.programs.turns import Stopped
 
 NO = "no file in a folder that this server allows"
 
@@ -188,6 +196,134 @@ def test_hosts_that_send_too_much_or_too_slowly(webs, tmp_path, monkeypatch):
     one.server_close()
     with pytest.raises(MmaccelError, match="cannot be loaded"):
         fetch(Sources(hosts=["127.0.0.1:1"]), "http://127.0.0.1:1/x", tmp_path)
+
+
+@pytest.fixture
+def trickle():
+    """A host that sends the headers of its answer a byte at a time, without end."""
+    ended = threading.Event()
+
+    def serve(bound):
+        while not ended.is_set():
+            try:
+                connection, _ = bound.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nx-slow: ")
+                while not ended.wait(0.02):
+                    connection.sendall(b"a")
+
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        thread = threading.Thread(target=serve, args=(bound,))
+        thread.start()
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+        ended.set()
+        bound.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+def test_slow_headers_of_a_host(trickle, tmp_path):
+    """All that an address takes has an end, and an earlier one when nobody wants it any more."""
+    begin = time.monotonic()
+    with pytest.raises(MmaccelError, match="takes too long to load"):
+        fetch(Sources(hosts=[trickle]), f"http://{trickle}/one.png", tmp_path, seconds=0.5)
+    assert time.monotonic() - begin < 5
+    left = threading.Event()
+    threading.Timer(0.3, left.set).start()
+    with pytest.raises(Stopped):
+        Sources(hosts=[trickle]).fetch(f"http://{trickle}/one.png", tmp_path, time.monotonic() + 60, left)
+    assert time.monotonic() - begin < 10
+
+
+def test_who_leaves_while_a_host_is_slow(serve, trickle):
+    import httpx
+    from test_serve_queue import until
+
+    served = serve("mini-llava", sources=Sources([trickle]))
+    with httpx.Client(base_url=served.address, timeout=0.5) as other, pytest.raises(httpx.TimeoutException):
+        messages = [user(picture(f"http://{trickle}/one.png"), "?")]
+        other.post("/v1/chat/completions", json={"model": served.name, "messages": messages})
+    begin = time.monotonic()
+    until(lambda: served.desk.present == served.desk.running == 0)
+    assert time.monotonic() - begin < 5
+    assert text(chat(served, user("?"), max_tokens=1)) is not None
+
+
+CONTENT = bytes(range(256)) * 9
+BASE64 = base64.b64encode(CONTENT).decode()
+URLSAFE = base64.urlsafe_b64encode(CONTENT).decode()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"data:image/png;base64,{BASE64}",
+        f"data:image/png;base64,{URLSAFE}",
+        f"data:image/png;base64,{URLSAFE.rstrip('=')}",
+        f"data:image/png;base64,{base64.encodebytes(CONTENT).decode()}",
+        f"data:image/png;base64, {base64.encodebytes(CONTENT).decode().replace(chr(10), chr(13) + chr(10))}",
+        f"data:image/png;base64,{urllib.parse.quote(BASE64, safe='')}",
+        f"DATA:Image/PNG;charset=utf-8;BASE64,{BASE64}",
+        f"data:;base64,{BASE64}",
+    ],
+)
+@pytest.mark.parametrize("piece", [sources._PIECE, 5, 64])
+def test_ways_to_write_base64(tmp_path, monkeypatch, url, piece):
+    monkeypatch.setattr(sources, "_PIECE", piece)
+    assert fetch(Sources(), url, tmp_path).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["A", "A===", "AAA=AAAA", "AA==AAAA", "====", "AAAA*", "A\u0100AA", "=AAA", "AAAA%41", "AA=A", "AAAA===="],
+)
+@pytest.mark.parametrize("piece", [sources._PIECE, 4])
+def test_what_is_no_base64(tmp_path, monkeypatch, content, piece):
+    monkeypatch.setattr(sources, "_PIECE", piece)
+    with pytest.raises(MmaccelError, match="no valid base 64"):
+        fetch(Sources(), f"data:image/png;base64,{content}", tmp_path)
+
+
+def test_names_of_files_on_hosts(webs, tmp_path):
+    one, _ = webs
+    for path in ("/x.p%00ng", "/x.p%2Fng", "/x.%2E%2E", "/x.", "/x." + "g" * 500, "/x.p\u00f6g"):
+        found = fetch(Sources(hosts=[one.name]), f"http://{one.name}{path}", tmp_path)
+        assert found.parent == tmp_path and found.suffix == ""
+
+
+def frames(*paths):
+    return "data:video/jpeg;base64," + ",".join(base64.b64encode(path.read_bytes()).decode() for path in paths)
+
+
+def test_frames_in_an_address(serve, tmp_path):
+    """How clients of vLLM send a clip: its frames as JPEGs. They are the clip that a folder of them is."""
+    folder = tmp_path / "frames"
+    folder.mkdir()
+    for number in range(12):
+        shade = np.full((56, 80, 3), 20 * number, np.uint8)
+        Image.fromarray(shade).save(folder / f"{number}.jpg")
+    paths = [folder / f"{number}.jpg" for number in range(12)]
+    found = untrusted.clip(fetch(Sources(), frames(*paths), tmp_path), 5)
+    expected = read_folder(folder, 5, 1.0)
+    assert (found.frames == expected.frames).all() and found.indices == expected.indices and found.fps == 1.0
+    served = serve("mini-qwen-vl", "none")
+    shown = chat(served, user(clip(frames(*paths)), "what ?"), temperature=0)
+    assert shown.mmaccel["visual_tokens"] > 0
+    Image.new("RGB", (8, 8)).save(tmp_path / "small.jpg")
+    (tmp_path / "none.jpg").write_bytes(b"GIF89a")
+    for url, said in (
+        (frames(*paths, tmp_path / "small.jpg"), "differ in size"),
+        (frames(*paths, tmp_path / "none.jpg"), "Frame 12 of the clip is no JPEG"),
+        (frames(*paths) + ",", "Frame 12 of the clip is no JPEG"),
+        ("data:video/jpeg;base64,", "Frame 0 of the clip is no JPEG"),
+        ("data:video/jpeg;base64," + "," * 2000, "more than 1024 frames"),
+    ):
+        answer = served.http.post(
+            "/v1/chat/completions", json={"model": "mini-qwen-vl", "messages": [user(clip(url), "what ?")]}
+        )
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+        assert "mmaccel-serve-" not in answer.text
 
 
 def test_a_request_may_name_what_is_allowed(serve, things, webs, tmp_path, monkeypatch):

@@ -183,7 +183,9 @@ class _Chat:
             self.desk.seats[0].check(asked)
             return asked
         except Exception as error:
-            return _told(error).with_traceback(None)
+            refused = _told(error)
+            refused.__context__ = refused.__cause__ = None
+            return refused.with_traceback(None)
 
     async def _tell(self, job: Job, telling: _Telling, arrived: float) -> None:
         try:

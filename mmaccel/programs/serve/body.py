@@ -60,7 +60,9 @@ def _cut(body: bytes) -> tuple[bytes, dict[str, str]]:
         if begin < 0 or end < 0:
             break
         at = end
-        address = _plain(body[begin + 1 : end]) if end - begin > _LONG else None
+        # a quote with a backslash before it is in the middle of a text
+        begins = end - begin > _LONG and body[begin - 1 : begin] != b"\\"
+        address = _plain(body[begin + 1 : end]) if begins else None
         if address is not None:
             name = f"data:{nonce}{len(addresses)}"
             addresses[name] = address

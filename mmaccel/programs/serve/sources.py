@@ -216,8 +216,8 @@ def _decode(content: str, path: Path, most: int) -> int:
                     # the urlsafe alphabet is often written without padding
                     kept += b"=" * (-len(kept) % 4)
                 piece, kept = kept[: len(kept) & ~3], kept[len(kept) & ~3 :]
-                if piece and ended:
-                    raise ValueError("something behind the end")
+                if (piece and ended) or piece.endswith(b"==="):
+                    raise ValueError("no end, or something behind it")
                 size += file.write(binascii.a2b_base64(piece, strict_mode=True))
                 ended = ended or piece.endswith(b"=")
                 if size > most:
