@@ -92,7 +92,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             return
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
             self._done = True
-            self.transport.write_eof()
+            # perhaps it has left
+            with suppress(OSError):
+                self.transport.write_eof()
         self._wait()
 
     def send_400_response(self, msg: str) -> None:
