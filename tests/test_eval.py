@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -422,15 +423,14 @@ def test_compare_draws_and_goes_on(compare, tmp_path, monkeypatch):
     assert {row["title"] for row in rows} == {*titles, "pool 0.5"}  # what was found before is not lost
 
 
-def test_compare_saves_while_it_runs(compare, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "_SAVE_EVERY", 0.0)
+def test_compare_notes_every_batch_while_it_runs(compare, tmp_path, monkeypatch):
+    """In a journal, which is gone when the report is written."""
     original = evaluation._Runner.answers
-
-    found: list[str] = []
+    found: list[list[dict]] = []
 
     def breaks(self, recipe, processor):
         if recipe.name == "fastv":
-            found.append((tmp_path / "curves.json").read_text())
+            found.append([json.loads(line) for line in (tmp_path / "curves.json.journal").read_text().splitlines()])
             raise KeyboardInterrupt
         return original(self, recipe, processor)
 
@@ -438,7 +438,10 @@ def test_compare_saves_while_it_runs(compare, tmp_path, monkeypatch):
     compare("--recipe", "uniform", "fastv", "--retain", 0.5, status=130)
     rows = {row["title"]: row["batches"] for row in json.loads((tmp_path / "curves.json").read_text())["rows"]}
     assert rows == {"none": 1, "uniform 0.5": 1, "fastv 0.5": 0}
-    assert {row["title"]: row["batches"] for row in json.loads(found[0])["rows"]} == rows
+    head, *batches = found[0]
+    assert set(head) == {"settings", "asked"}
+    assert [(line["batch"], len(line["answers"])) for line in batches] == [(0, 2), (0, 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.json"]
 
 
 def test_results_of_other_settings_are_not_mixed(compare, tmp_path):
@@ -448,6 +451,314 @@ def test_results_of_other_settings_are_not_mixed(compare, tmp_path):
     _, err = compare(*argv, "--limit", 1, status=2)
     assert "different settings (limit)" in err
     assert (tmp_path / "curves.json").read_text() == before
+
+
+# ----------------------------------------------------------------------------------------- what is taken over, and what not
+USER = """
+from dataclasses import dataclass
+from mmaccel.core.reduction import Reduction
+from mmaccel.method import ProjectorMethod
+from mmaccel.method.registry import register
+
+@register
+@dataclass(frozen=True)
+class Users(ProjectorMethod):
+    name = "users"
+    summary = "a method of the user's"
+
+    def reduce(self, tokens, count):
+        return Reduction.top({sign}tokens.features.float().norm(dim=-1), tokens.valid, count)
+"""
+
+
+@pytest.fixture
+def evaluated(folder, tmp_path, capsys, monkeypatch):
+    """Runs ``eval`` on a copy of the questions; gives rows by title, standard error, and which recipes were asked."""
+    for name in ("a.png", "b.jpg", "good.jsonl"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    original, calls = evaluation._Runner.answers, []
+    monkeypatch.setattr(evaluation._Runner, "answers", lambda self, r, p: calls.append(r.name) or original(self, r, p))
+
+    def run(*argv, status=0, data="good.jsonl"):
+        calls.clear()
+        head = ["eval", "--model", folder / "llava", "--data", tmp_path / data, "--max-new-tokens", 2]
+        _, err = command(capsys, *head, *argv, "--json", tmp_path / "out.json", status=status)
+        report = json.loads((tmp_path / "out.json").read_text())
+        assert not (tmp_path / "out.json.journal").exists()
+        return {row["title"]: row for row in report["rows"]}, err, list(calls)
+
+    return run
+
+
+def test_a_method_whose_code_changed_is_run_again(evaluated, tmp_path, monkeypatch):
+    import importlib
+    import sys
+
+    from mmaccel.method import registry
+
+    known = dict(registry.methods())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def run(sign):
+        (tmp_path / "users_methods.py").write_text(USER.format(sign=sign))
+        sys.modules.pop("users_methods", None)
+        importlib.invalidate_caches()
+        importlib.import_module("users_methods")
+        return evaluated("--recipe", "users", "fastv", "--retain", 0.25)
+
+    try:
+        first, _, calls = run("")
+        assert set(calls) == {"none", "users", "fastv"}
+        again, err, calls = run("")
+        assert again == first and not calls
+        assert "3 of 3 recipes are taken over from" in err and "none, users 0.25, fastv 0.25" in err
+        changed, err, calls = run("-")
+        assert set(calls) == {"users"}
+        assert changed["fastv 0.25"] == first["fastv 0.25"]
+        assert changed["users 0.25"]["figures"]["kl"] != first["users 0.25"]["figures"]["kl"]
+        assert "users 0.25 is run again: code of users differs from" in err
+        assert "2 of 3 recipes are taken over" in err
+    finally:
+        sys.modules.pop("users_methods", None)
+        registry._methods.clear()
+        registry._methods.update(known)
+
+
+def test_one_token_and_all_tokens_are_two_rows(evaluated):
+    """``1`` is a count and ``1.0`` a share, though 1 == 1.0."""
+    one, _, _ = evaluated("--recipe", "divprune", "--retain", 1)
+    assert list(one) == ["none", "divprune 1"] and one["divprune 1"]["figures"]["visual_tokens_kept"] < 2
+    both, err, calls = evaluated("--recipe", "divprune", "--retain", 1.0)
+    assert calls == ["divprune", "divprune"] and list(both) == ["none", "divprune 1.0", "divprune 1"]
+    assert both["divprune 1.0"]["figures"]["visual_tokens_kept"] == both["none"]["figures"]["visual_tokens_kept"]
+    assert both["divprune 1"] == one["divprune 1"] and "run again" not in err
+    together, _, calls = evaluated("--recipe", "divprune", "--retain", 1, 1.0)
+    assert together == both and not calls
+
+
+def test_two_files_with_one_name_inside_are_two_rows(evaluated, tmp_path):
+    (tmp_path / "sub").mkdir()
+    for file, retain in (("x.json", 0.5), ("y.json", 0.25), ("sub/x.json", 0.1)):
+        (tmp_path / file).write_text(mmaccel.Recipe("mine", (mmaccel.Stage("uniform", retain),)).to_json())
+    files = [tmp_path / "x.json", tmp_path / "y.json"]
+    rows, _, _ = evaluated("--recipe", *files)
+    assert list(rows) == ["none", "mine (x.json) 0.5", "mine (y.json) 0.25"]
+    assert [round(row["figures"]["visual_share_per_layer"], 2) for row in rows.values()] == [1.0, 0.5, 0.25]
+    rows, _, calls = evaluated("--recipe", *files, tmp_path / "sub" / "x.json")
+    assert len(rows) == 4 and all(title.startswith(("none", "mine (")) for title in rows)
+    assert len(calls) == 2  # two batches of the new one
+    rows, _, calls = evaluated("--recipe", tmp_path / "x.json")
+    assert "mine 0.5" in rows and not calls  # the same recipe under a shorter name
+
+
+def test_changed_questions_and_pictures_are_asked_again(evaluated, tmp_path):
+    first, _, _ = evaluated("--recipe", "uniform", "--retain", 0.5)
+    again, _, calls = evaluated("--recipe", "uniform", "--retain", 0.5)
+    assert again == first and not calls
+    zoo.image(120, 90, 5).save(tmp_path / "a.png")
+    changed, err, calls = evaluated("--recipe", "uniform", "--retain", 0.5)
+    assert len(calls) == 4
+    assert "Nothing is taken over: 2 of 3 questions differ" in err and "good.jsonl, line 1, id 'first'" in err
+    (tmp_path / "good.jsonl").write_text((tmp_path / "good.jsonl").read_text().replace("why is it ?", "why was it ?"))
+    _, err, calls = evaluated("--recipe", "uniform", "--retain", 0.5)
+    assert len(calls) == 4 and "1 of 3 questions differ" in err and "line 3" in err
+
+
+def test_a_selector_that_was_trained_anew_is_run_again(folder, evaluated, tmp_path):
+    import random_selectors
+
+    from mmaccel.families import family_of
+    from mmaccel.method.selector import Belongs
+
+    family = family_of(zoo.model("llava"), zoo.processor("llava"))
+
+    def train(seed):
+        made = random_selectors.network(family.model.config.text_config.hidden_size, seed=seed)
+        made.save(tmp_path / "selector", Belongs.to(family), {})
+
+    train(0)
+    mine = mmaccel.Recipe("mine", (mmaccel.Stage("learned", 0.25, {"selector": str(tmp_path / "selector")}),))
+    (tmp_path / "mine.json").write_text(mine.to_json())
+    _, _, calls = evaluated("--recipe", tmp_path / "mine.json")
+    assert "mine" in calls
+    assert not evaluated("--recipe", tmp_path / "mine.json")[2]
+    train(1)
+    _, err, calls = evaluated("--recipe", tmp_path / "mine.json")
+    assert set(calls) == {"mine"} and "files of learned differs" in err
+
+
+def test_a_run_that_was_killed_goes_on_at_its_batch(folder, tmp_path, monkeypatch, capsys):
+    """Whatever moment it is killed at: the figures are those of a run in one piece."""
+    argv = ["eval", "--model", folder / "llava", "--data", folder / "good.jsonl", "--max-new-tokens", 2]
+    argv += ["--batch-size", 1, "--recipe", "uniform", "fastv", "--retain", 0.5, "--json"]
+    command(capsys, *argv, tmp_path / "whole.json")
+    whole = json.loads((tmp_path / "whole.json").read_text())
+    out, original = tmp_path / "out.json", evaluation._Runner.answers
+
+    class Killed(BaseException):
+        pass
+
+    asked: list[str] = []
+    for number in range(1, 6):
+
+        def answers(self, recipe, processor, number=number):
+            asked.append(recipe.name)
+            if len(asked) > 2:
+                raise Killed
+            return original(self, recipe, processor)
+
+        monkeypatch.setattr(evaluation._Runner, "answers", answers)
+        # the process is gone: nothing is written at the end
+        monkeypatch.setattr("mmaccel.cli.shared.results.Results.save", lambda self, report: None)
+        asked.clear()
+        capsys.readouterr()
+        with contextlib.suppress(Killed):
+            main([str(one) for one in argv] + [str(out)])
+        monkeypatch.undo()
+        if number == 2:
+            with open(f"{out}.journal", "ab") as file:
+                file.write(b'{"row": {"recipe": "torn')
+    command(capsys, *argv, out)
+    report = json.loads(out.read_text())
+    for now, before in zip(report["rows"], whole["rows"], strict=True):
+        assert {k: v for k, v in now.items() if k != "answers"} == {k: v for k, v in before.items() if k != "answers"}
+        assert now["answers"] == before["answers"]
+    assert not Path(f"{out}.journal").exists()
+
+
+def test_two_runs_on_one_file_are_refused(folder, tmp_path, capsys):
+    from mmaccel.files import locked
+
+    argv = ["eval", "--model", folder / "llava", "--data", folder / "good.jsonl", "--json", tmp_path / "out.json"]
+    with locked(tmp_path / "out.json.journal", "x", "y"):
+        _, err = command(capsys, *argv, status=2)
+    assert f"Another run writes to {str(tmp_path / 'out.json')!r}; wait for it, or give another file." in err
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"settings": {}}', "\x00", '{"settings": 1, "asked": [], "rows": 5}']
+)
+def test_files_of_something_else_are_named(folder, tmp_path, capsys, content):
+    argv = ["eval", "--model", folder / "llava", "--data", folder / "good.jsonl", "--json", tmp_path / "out.json"]
+    (tmp_path / "out.json").write_text(content)
+    _, err = command(capsys, *argv, status=2)
+    assert f"{str(tmp_path / 'out.json')!r} exists and holds no results" in err
+    assert err.rstrip().endswith("give another file, or delete this one.")
+    assert (tmp_path / "out.json").read_text() == content and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", ["[]\n", '{"settings": {}}\n', "{}\n", "nonsense\n", "\x00\x00", '{"row": 1}\n'])
+def test_journals_of_something_else_are_named_or_begun_anew(folder, tmp_path, capsys, content):
+    argv = ["eval", "--model", folder / "llava", "--data", folder / "good.jsonl", "--max-new-tokens", 1]
+    (tmp_path / "out.json.journal").write_text(content)
+    capsys.readouterr()
+    status = main([str(one) for one in (*argv, "--json", tmp_path / "out.json")])
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    if status:
+        assert status == 2 and str(tmp_path / "out.json.journal") in err and "delete" in err
+    else:
+        assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["figures"]["questions"] == 3
+
+
+# -------------------------------------------------------------------------------------------------- bad data ends itself
+def refuses(recipe_name, word):
+    """A stand-in for a recipe that cannot answer some questions."""
+    original = evaluation._Runner._generate
+
+    def generate(self, recipe, processor, inputs, longest, follow=None):
+        if recipe.name == recipe_name and any(word in prompt.question for _, prompt in self.batch):
+            raise mmaccel.UnsupportedError("this cannot be done.")
+        return original(self, recipe, processor, inputs, longest, follow)
+
+    return generate
+
+
+def test_a_question_that_cannot_be_asked_does_not_take_its_batch_with_it(folder, tmp_path, capsys):
+    """With a placeholder in it, about a picture that the processor refuses; the others as if they stood alone."""
+    (tmp_path / "thin.png").write_bytes(b"")
+    Image.new("RGB", (1, 224)).save(tmp_path / "thin.png")
+    zoo.image(120, 90, 0).save(tmp_path / "a.png")
+    lines = [
+        {"image": "a.png", "question": "what ?"},
+        {"id": "odd", "image": "a.png", "question": "what is <|image_pad|> ?"},
+        {"image": "thin.png", "question": "what ?"},
+        {"image": "a.png", "question": "why is it ?"},
+        {"id": "odd", "image": "a.png", "question": "twice ?"},
+        {"image": "a.png", "question": " "},
+        {"image": "a.png", "question": "what ?", "earlier": 5},
+        {"image": "a.png", "question": "what ?", "id": [1]},
+        {"image": "a.png\0", "question": "what ?"},
+        {"image": "a.png", "question": "half \ud800"},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "q.jsonl").write_bytes(text.encode() + b'{"image": "a.png", "question": "\xff"}\n')
+    argv = ["eval", "--model", folder / "qwen2_5_vl", "--max-new-tokens", 2, "--recipe", "uniform", "--retain", 0.5]
+    out, err = command(capsys, *argv, "--data", tmp_path / "q.jsonl", "--json", status=measure.PARTIAL)
+    report = json.loads(out)
+    names = [[answer["name"] for answer in row["answers"]] for row in report["rows"]]
+    assert names[0] == names[1]
+    assert names[0] == ["line 1", "line 4"]
+    told = "\n".join(report["complaints"])
+    assert any(one.startswith("q.jsonl, line 3: ") for one in report["complaints"])
+    for words in (
+        "q.jsonl, line 2, id 'odd': The question holds '<|image_pad|>'",
+        "aspect ratio must be smaller than 200",
+        "q.jsonl, line 5: the id 'odd' is that of line 2 already",
+        "q.jsonl, line 6: the text field 'question' is missing",
+        "q.jsonl, line 7: the field 'earlier' must be",
+        "q.jsonl, line 8: the field 'id' must be",
+        "q.jsonl, line 9: ",
+        "q.jsonl, line 10: ",
+        "q.jsonl, line 11: this is no text in UTF-8",
+    ):
+        assert words in told and words in err, told
+    (tmp_path / "alone.jsonl").write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[3]) + "\n")
+    alone = json.loads(command(capsys, *argv, "--data", tmp_path / "alone.jsonl", "--json").out)
+    for one, other in zip(report["rows"], alone["rows"], strict=True):
+        mine = [(a["answer"], a["full"]) for a in one["answers"]]
+        assert mine == [(a["answer"], a["full"]) for a in other["answers"]]
+
+
+def test_what_one_recipe_cannot_answer_is_named_for_that_recipe(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluation._Runner, "_generate", refuses("uniform", "which"))
+    argv = ["eval", "--model", folder / "llava", "--max-new-tokens", 2, "--recipe", "uniform", "fastv", "--retain", 0.5]
+    argv += ["--data", folder / "good.jsonl", "--json", tmp_path / "out.json"]
+    out, err = command(capsys, *argv, status=measure.PARTIAL)
+    rows = {row["title"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert [row["figures"]["questions"] for row in rows.values()] == [3, 2, 3]
+    assert rows["uniform 0.5"]["failed"] == [{"question": "good.jsonl, line 2", "error": "this cannot be done."}]
+    assert "uniform 0.5: good.jsonl, line 2: this cannot be done." in err
+    assert "note: uniform 0.5: 1 questions could not be answered" in out
+    # a second run says so too
+    _, err = command(capsys, *argv, status=measure.PARTIAL)
+    assert "3 of 3 recipes are taken over" in err and "uniform 0.5: good.jsonl, line 2: this cannot be done." in err
+
+
+def test_a_recipe_that_answers_nothing_leaves_the_others(compare, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation._Runner, "_generate", refuses("uniform", ""))
+    out, err = compare("--recipe", "uniform", "fastv", "--retain", 0.5, status=measure.PARTIAL)
+    rows = {
+        row["title"]: row["figures"]["questions"] for row in json.loads((tmp_path / "curves.json").read_text())["rows"]
+    }
+    assert rows == {"none": 3, "uniform 0.5": 0, "fastv 0.5": 3}
+    assert (tmp_path / "curves.png").is_file() and "3 could not be used" in err
+
+
+def test_an_unexpected_error_of_one_question_is_told_with_its_type(folder, capsys, monkeypatch):
+    original = evaluation._Runner._generate
+
+    def generate(self, *args, **named):
+        if any("which" in prompt.question for _, prompt in self.batch):
+            raise IndexError("out of range\nsecond line")
+        return original(self, *args, **named)
+
+    monkeypatch.setattr(evaluation._Runner, "_generate", generate)
+    argv = ["eval", "--model", folder / "llava", "--max-new-tokens", 2, "--data", folder / "good.jsonl", "--json"]
+    out, err = command(capsys, *argv, status=measure.PARTIAL)
+    assert json.loads(out)["rows"][0]["figures"]["questions"] == 2
+    assert "good.jsonl, line 2: The model cannot answer it (IndexError: out of range)." in err
 
 
 def test_compare_leaves_out_what_the_model_cannot_do(folder, tmp_path, capsys, monkeypatch):

@@ -5,8 +5,10 @@ layers, as a share of what the unaccelerated model holds there; or, with --x kv,
 expected answers the share of answers that equal the unaccelerated ones is drawn. The unaccelerated answers are computed once
 for all recipes.
 
-Results are written while it runs, to --json or beside the picture. Started again with the same settings, it goes on where it
-was, and what is finished is not run again; a recipe can be added that way. The figures are those of mmaccel eval.
+Results are written to --json or beside the picture, and every batch to a journal beside them while it runs. Started again, the
+command goes on where it was, and what is finished is not run again; a recipe can be added that way. It says what it takes over
+and why not the rest: a recipe whose values, code or files changed is run again, and all are when questions or pictures changed.
+The figures are those of mmaccel eval.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import MmaccelError, UnsupportedError
+from ..files import write_whole
 from .shared import measure
 from .shared.options import Json, ModelOptions, budget
 from .shared.text import json_file, show
@@ -76,6 +79,10 @@ def run(
     if not out.absolute().parent.is_dir():
         raise MmaccelError(f"The folder {str(out.absolute().parent)!r} does not exist; make it first.")
     path = json_file(output) or out.with_suffix(".json")
+    if out.is_dir() or path.resolve() in (out.resolve(), *([asked.data.resolve()] if asked.data else [])):
+        raise MmaccelError(
+            f"--out {str(out)!r} and --json {str(path)!r} must be two files, and neither that of --data."
+        )
     rows = measure.rows(recipe or RECIPES, retain or RETAIN)
     task = measure.Run(asked, which, context.obj, path)
     if not recipe:
@@ -113,11 +120,14 @@ def draw(report: dict[str, Any], path: Path, axis: str = "layers") -> None:
     judged = report["rows"][0]["figures"]["accuracy"] is not None
     height = "accuracy" if judged else "loyalty"
     curves: dict[str, list[tuple[float, float]]] = {}
-    for row in report["rows"]:
+    baseline, *others = report["rows"]
+    for row in others:
         figures = row["figures"]
-        curves.setdefault(row["recipe"]["name"], []).append((100 * figures[key], 100 * figures[height]))
+        if figures["questions"]:
+            # of recipes that fail at all questions with an expected answer there is no accuracy
+            curves.setdefault(row["name"], []).append((100 * figures[key], 100 * (figures[height] or 0.0)))
     figure, axes = pyplot.subplots(figsize=(7.6, 4.4), layout="constrained")
-    (_, level), *_ = curves.pop("none")
+    level = 100 * baseline["figures"][height]
     axes.axhline(level, color="black", linewidth=1, linestyle=(0, (1, 2)), label="none (unaccelerated)")
     for number, (name, points) in enumerate(curves.items()):
         across, up = zip(*sorted(points), strict=True)
@@ -141,8 +151,10 @@ def draw(report: dict[str, Any], path: Path, axis: str = "layers") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)
     try:
-        figure.savefig(path, dpi=160)
+        write_whole(path, lambda file: figure.savefig(file, dpi=160, format=path.suffix[1:]))
     except OSError as error:
-        raise MmaccelError(f"Cannot write {str(path)!r}: {error.strerror}.") from error
+        raise MmaccelError(
+            f"Cannot write {str(path)!r} ({error.strerror}); when that is mended, the same command draws it."
+        ) from error
     finally:
         pyplot.close(figure)

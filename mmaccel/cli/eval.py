@@ -7,8 +7,11 @@ answer, which both models are made to write; and, a question, the visual tokens 
 layers as a share of all, and the bytes of the KV cache at the end of that answer (padding of the batch included).
 
 A line of --data is a JSON object: "question", and "image" (a path or a list of paths) or "video" (a path); "answer", "id" and
-"task" are optional. Paths are relative to the file. Lines, pictures and videos that cannot be used are named and left out; the
-exit status is then 3.
+"task" are optional. Paths are relative to the file. Lines, pictures and videos that cannot be used are named and left out, and
+for one recipe questions that it cannot answer; the exit status is then 3.
+
+With --json FILE, the command goes on where an earlier run with the same settings was stopped, and says what it takes over. A
+recipe whose values, code or files changed is run again, and all are when questions or pictures changed.
 """
 
 from __future__ import annotations

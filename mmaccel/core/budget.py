@@ -34,6 +34,14 @@ def check_retain(retain: Retain, what: str = "retain") -> Retain:
     return retain
 
 
+def budget_text(retain: Retain) -> str:
+    """A budget in words that say what it is: ``1`` is a count, ``1.0`` a ratio, and no two budgets have the same text."""
+    if isinstance(retain, int):
+        return str(int(retain))
+    short = f"{retain:g}" if float(f"{retain:g}") == retain else repr(float(retain))
+    return f"{short}.0" if short.isdigit() else short
+
+
 def resolve(retain: Retain, size: int) -> int:
     """How many of ``size`` tokens stay: the ratio rounded half up, at least one; or the count, at most all."""
     if isinstance(retain, int):

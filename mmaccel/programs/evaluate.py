@@ -30,6 +30,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..accelerate import accelerated
 from ..accelerate.tuned import fingerprint as fingerprint
+from ..core.budget import budget_text
 from ..errors import MmaccelError
 from ..media.files import Clip, Prompt, encode, is_media, load_media, moves
 from ..media.prepare import prepare
@@ -53,6 +54,12 @@ class Question:
     load: Callable[[], Prompt]
     sample: Sample | None = None
     frames: int = 0
+
+    @property
+    def label(self) -> str:
+        """Where it stands and what it is called, for messages: ``questions.jsonl, line 5, id 'cat'``."""
+        where = "" if self.sample is None else self.sample.where
+        return self.name if not where else where if where.endswith(self.name) else f"{where}, id {self.name!r}"
 
 
 def ask_suite(
@@ -205,29 +212,41 @@ class Sums:
 class Row:
     """One recipe with its budget, and what is known of it so far.
 
-    ``batches`` counts those done, so that a run that was broken off can go on: :meth:`as_dict` is all it takes.
+    ``batches`` counts those done, so that a run that was broken off can go on: :meth:`as_dict` is all it takes. ``failed``
+    lists questions that this recipe could not answer, ``{"question": label, "error": reason}``; they are in no figure.
+    ``name`` is the recipe's, unless another row has the same. ``identity`` is what :func:`.identity.recipe_parts` says of it.
     """
 
     recipe: Recipe
     batches: int = 0
     tasks: dict[str, Sums] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    failed: list[dict[str, str]] = field(default_factory=list)
+    name: str = ""
+    identity: dict[str, str] = field(default_factory=dict)
 
     def __init__(self, recipe: str | Path | Mapping[str, Any] | Recipe, retain: float | None = None) -> None:
         self.recipe = find_recipe(recipe)
         if retain is not None:
             self.recipe = self.recipe.override(retain=retain)
         self.recipe.build()
-        self.batches, self.tasks, self.notes = 0, {}, []
+        self.batches, self.tasks, self.notes, self.failed = 0, {}, [], []
+        self.name, self.identity = self.recipe.name, {}
 
     @property
     def title(self) -> str:
-        """Name and budget, such as ``divprune 0.25``."""
-        return self.recipe.name if self.recipe.retain is None else f"{self.recipe.name} {self.recipe.retain:g}"
+        """Name and budget, such as ``divprune 0.25``: ``1`` is a token a picture, ``1.0`` all of them."""
+        return self.name if self.recipe.retain is None else f"{self.name} {budget_text(self.recipe.retain)}"
 
-    def add(self, answers: Iterable[Answer]) -> None:
+    @property
+    def asked(self) -> int:
+        """Questions that were answered or failed."""
+        return sum(sums.questions for sums in self.tasks.values()) + len(self.failed)
+
+    def add(self, answers: Iterable[Answer], failed: Iterable[dict[str, str]] = ()) -> None:
         """Count a batch."""
         self.batches += 1
+        self.failed += failed
         for answer in answers:
             self.tasks.setdefault(answer.task, Sums()).add(answer)
             self.notes = list(dict.fromkeys((*self.notes, *answer.notes)))
@@ -244,17 +263,20 @@ class Row:
         """Plain data that :meth:`restore` reads back."""
         return {
             "title": self.title,
+            "name": self.name,
             "retain": self.recipe.retain,
             "recipe": dataclasses.asdict(self.recipe),
+            "identity": self.identity,
             "batches": self.batches,
             "figures": self.figures(),
             "notes": self.notes,
+            "failed": self.failed,
             "tasks": {task: {"figures": s.figures(), "sums": vars(s).copy()} for task, s in self.tasks.items()},
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
         """Take over what an earlier run has found about the same recipe."""
-        self.batches, self.notes = int(data["batches"]), list(data.get("notes", ()))
+        self.batches, self.notes, self.failed = int(data["batches"]), list(data["notes"]), list(data["failed"])
         self.tasks = {task: Sums(**found["sums"]) for task, found in data["tasks"].items()}
 
 
@@ -283,8 +305,9 @@ def evaluate(
     rows : what to try; they are filled in place. A row of recipe ``none`` gets the unaccelerated run.
     batch_size : questions a batch; the last ones of a kind make a smaller batch.
     max_new_tokens : longest answer.
-    complain : called with one sentence for every question whose picture or video cannot be read; it is then left out.
-        Without it, that is an error.
+    complain : called with one sentence for every question that cannot be read or that the unaccelerated model cannot answer; it
+        is then left out, and its batch goes on without it. What only a recipe cannot answer is in :attr:`Row.failed`. Without
+        ``complain`` both are errors.
 
     Raises
     ------
@@ -313,27 +336,50 @@ def _evaluate(
     for row, worker in zip(rows, prepared, strict=True):
         with accelerated(model, row.recipe, processor=worker):
             pass  # what the model cannot do is said before the long run
-    read = 0
+    usable = 0
+
+    def leave_out(question: Question, error: Exception) -> None:
+        if complain is None:
+            raise error
+        complain(f"{question.label}: {sentence(error, 'The model cannot answer it')}")
+
     for number, batch in enumerate(batches(questions, batch_size, complain)):
-        read += len(batch)
         pending = [(row, worker) for row, worker in zip(rows, prepared, strict=True) if row.batches <= number]
         if not pending:
+            usable += len(batch)
             continue
         try:
-            runner = _Runner(model, processor, batch, max_new_tokens)
+            runners = _runners(model, processor, batch, max_new_tokens, leave_out)
+            usable += sum(len(runner.batch) for runner in runners)
             for row, worker in pending:
-                answers = runner.answers(row.recipe, worker)
-                row.add(answers)
+                failed: list[dict[str, str]] = []
+
+                def fail(question: Question, error: Exception, failed: list[dict[str, str]] = failed) -> None:
+                    if complain is None:
+                        raise error
+                    why = sentence(error, "The model cannot answer it")
+                    failed.append({"question": question.label, "error": why})
+
+                answers = [one for runner in runners for one in _answers(runner, row.recipe, worker, fail)]
+                row.add(answers, failed)
                 yield row, answers
         except torch.OutOfMemoryError as error:
             raise MmaccelError(
                 "The device ran out of memory; take a smaller batch, fewer frames, or weights in bfloat16."
             ) from error
-    if not read:
-        raise MmaccelError("No picture and no video of the set can be read, so there is nothing to ask about.")
+    if not usable:
+        raise MmaccelError(
+            "No question of the set can be asked: none has pictures or a video that can be read and used."
+        )
 
 
 Batch = list[tuple[Question, Prompt]]
+
+
+def sentence(error: Exception, what: str) -> str:
+    """An error of ours as it is; another one with ``what`` it kept from being done, its type and its first line."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return first if isinstance(error, MmaccelError) else f"{what} ({type(error).__name__}: {first})."
 
 
 def batches(questions: Sequence[Question], size: int, complain: Callable[[str], None] | None = None) -> Iterator[Batch]:
@@ -343,10 +389,10 @@ def batches(questions: Sequence[Question], size: int, complain: Callable[[str], 
     for question in questions:
         try:
             prompt = question.load()
-        except MmaccelError as error:
+        except Exception as error:
             if complain is None:
                 raise
-            complain(f"{question.name}: {error}")
+            complain(f"{question.label}: {sentence(error, 'It cannot be read')}")
             continue
         kind = len(prompt.pictures), len(prompt.clip.frames) if prompt.clip is not None else 0
         waiting[kind].append((question, prompt))
@@ -435,6 +481,42 @@ class _Runner:
         tokens = out.sequences[:, inputs["input_ids"].shape[1] :]
         texts = self.processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return _Written(tokens, out.logits, [text.strip() for text in texts], stats)
+
+
+Fail = Callable[[Question, Exception], None]
+
+
+def _runners(model: Any, processor: Any, batch: Batch, longest: int, fail: Fail) -> list[_Runner]:
+    """The unaccelerated answers to a batch; where they fail, to ever smaller parts of it, so that ``fail`` is told of the
+    questions that fail alone."""
+    try:
+        return [_Runner(model, processor, batch, longest)]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if len(batch) == 1:
+            fail(batch[0][0], error)
+            return []
+    half = len(batch) // 2
+    return [one for part in (batch[:half], batch[half:]) for one in _runners(model, processor, part, longest, fail)]
+
+
+def _answers(runner: _Runner, recipe: Recipe, processor: Any, fail: Fail) -> list[Answer]:
+    """The answers to a batch under a recipe; where they fail, to ever smaller parts of it."""
+    batch = runner.batch
+    try:
+        return runner.answers(recipe, processor)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if len(batch) == 1:
+            fail(batch[0][0], error)
+            return []
+    half, found = len(batch) // 2, []
+    for part in (batch[:half], batch[half:]):
+        for one in _runners(runner.model, runner.processor, part, runner.longest, fail):
+            found += _answers(one, recipe, processor, fail)
+    return found
 
 
 class _Follow(LogitsProcessor):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -19,7 +20,8 @@ from mmaccel.suite.items import Item
 class Sample:
     """One line of a JSONL set. ``earlier`` holds the questions and answers of the conversation before.
 
-    ``answer`` is None where the set has none; ``name`` is the line's ``id``, else which line it is.
+    ``answer`` is None where the set has none; ``name`` is the line's ``id``, else which line it is; ``where`` names file and
+    line.
     """
 
     question: str
@@ -30,6 +32,7 @@ class Sample:
     detail: str = ""
     earlier: tuple[tuple[str, str], ...] = field(default=())
     name: str = ""
+    where: str = ""
 
 
 def write_video(frames: np.ndarray, path: Path, fps: float = 4.0) -> None:
@@ -78,47 +81,86 @@ def _sample(line: str, folder: Path) -> Sample:
         raise ValueError(f"no JSON ({no_json(error)})") from error
     if not isinstance(record, dict):
         raise ValueError("a JSON object is needed")
-    if not isinstance(record.get("question"), str) or not record["question"].strip():
+    question = _text(record, "question")
+    if not question.strip():
         raise ValueError("the text field 'question' is missing")
-    if not isinstance(record.get("answer"), str | None):
-        raise ValueError("the field 'answer' must be text")
-    images = record.get("images", record.get("image", []))
+    images = record.get("images", record.get("image")) or []
     images = [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
+    if not isinstance(images, list) or not all(isinstance(path, str) and path for path in images):
         raise ValueError("the field 'images' must be a list of paths")
-    video = record.get("video")
-    if not isinstance(video, str | None):
-        raise ValueError("the field 'video' must be a path")
+    video = _text(record, "video")
     if bool(images) == bool(video):
         raise ValueError("either 'image', 'images' or 'video' is needed")
-    return Sample(
-        record["question"],
-        record.get("answer"),
+    earlier = record.get("earlier") or []
+    if not isinstance(earlier, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(part, str) for part in turn) for turn in earlier
+    ):
+        raise ValueError("the field 'earlier' must be a list of [question, answer]")
+    name = record.get("id", "")
+    if isinstance(name, bool) or not isinstance(name, (str, int)):
+        raise ValueError("the field 'id' must be text or a whole number")
+    sample = Sample(
+        question,
+        None if record.get("answer") is None else _text(record, "answer"),
         tuple(folder / path for path in images),
         folder / video if video else None,
-        str(record.get("task", "")),
-        str(record.get("detail", "")),
-        tuple((str(question), str(answer)) for question, answer in record.get("earlier", ())),
-        str(record.get("id", "")),
+        _text(record, "task"),
+        _text(record, "detail"),
+        tuple((question, answer) for question, answer in earlier),
+        str(name),
     )
+    try:
+        turns = [part for turn in sample.earlier for part in turn]
+        "".join([question, sample.answer or "", *images, video, sample.task, sample.name, *turns]).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{error.object[error.start]!a} is half a character; write the text in UTF-8") from error
+    return sample
+
+
+def _text(record: dict[str, Any], field: str) -> str:
+    """A text field, empty where it is missing or null."""
+    value = record.get(field)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"the field {field!r} must be text")
+    return value or ""
 
 
 def read_samples(path: Path) -> tuple[list[Sample], list[str]]:
     """Read a JSONL set: the samples, and one complaint (with its line number) for every line that is none.
 
+    Of two lines with one ``id`` the second is none.
+
     Raises
     ------
+    OSError : when the file cannot be read.
     ValueError : when no line is a sample.
     """
-    samples, complaints = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    samples: list[Sample] = []
+    complaints: list[str] = []
+    known: dict[str, int] = {}
+    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        where = f"{path.name}, line {number}"
         try:
-            sample = _sample(line, path.parent)
-            samples.append(replace(sample, name=sample.name or f"line {number}"))
-        except (ValueError, TypeError) as error:
-            complaints.append(f"{path.name}, line {number}: {error}")
+            sample = _sample(line.decode(), path.parent)
+            if sample.name in known and sample.name:
+                raise ValueError(f"the id {sample.name[:80]!r} is that of line {known[sample.name]} already")
+            samples.append(replace(sample, where=where))
+            known[sample.name] = number
+        except UnicodeDecodeError:
+            complaints.append(f"{where}: this is no text in UTF-8")
+        except ValueError as error:
+            complaints.append(f"{where}: {error}")
     if not samples:
         raise ValueError("\n".join([f"{path.name} holds no sample", *complaints]))
-    return samples, complaints
+    return [replace(one, name=one.name or _line(one.where, known)) for one in samples], complaints
+
+
+def _line(where: str, known: Container[str]) -> str:
+    """The name of a line without an id: ``line 5``, unless that is the id of another."""
+    name = where.rpartition(", ")[2]
+    while name in known:
+        name += "'"
+    return name

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,16 +14,17 @@ import typer
 from ...errors import MmaccelError
 from ...programs.bench import origin
 from .. import ask
-from .options import Frames, Longest, ModelOptions
-from .text import nbytes, table, working, write_json
+from .options import Frames, Longest, ModelOptions, named
+from .results import Results
+from .text import nbytes, table, working
 
 if TYPE_CHECKING:
-    from ...programs.evaluate import Answer, Question, Row
+    from ...programs.evaluate import Question, Row
 
 #: exit status when something could not be used and the rest was done
 PARTIAL = 3
-#: seconds between two writings of the results
-_SAVE_EVERY = 5.0
+#: complaints that are printed; all are in the report
+_SHOWN = 20
 _PER_TASK = 20
 
 
@@ -62,10 +60,13 @@ def rows(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[Row]:
     from ...programs.evaluate import Row
 
     found = [Row("none")]
-    for name in recipes:
+    for name, base in named(recipes):
         # none has no budget, and stands beside others that have one
-        there_is_one = Row(name).recipe.primary is not None or len(recipes) == 1
-        found += [Row(name, budget) for budget in (budgets if budgets and there_is_one else [None])]
+        there_is_one = base.primary is not None or len(recipes) == 1
+        for budget in budgets if budgets and there_is_one else [None]:
+            row = Row(base, budget)
+            row.name = name
+            found.append(row)
     return list({row.title: row for row in found}.values())
 
 
@@ -91,7 +92,6 @@ class Run:
         """
         if asked.suite and asked.data is not None:
             raise MmaccelError("Give --suite or --data, not both.")
-        from ...programs.evaluate import fingerprint
         from ...programs.identity import versions
 
         self.asked, self.typed, self.path, self.split, self.about = asked, typed, path, split, about
@@ -105,7 +105,6 @@ class Run:
         self.model, self.processor = ask.load_model(which)
         self.settings = {
             "model": name,
-            "weights": fingerprint(self.model),
             "device": str(self.model.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "attention": self.model.config._attn_implementation,
@@ -115,7 +114,7 @@ class Run:
             "max_new_tokens": asked.max_new_tokens,
             "versions": versions(),
         }
-        self.earlier = self._earlier()
+        self.folder = str(which.model)
 
     def _questions(self) -> tuple[list[Question], dict[str, Any]]:
         from ...programs.evaluate import ask_folder, ask_samples, ask_suite
@@ -150,111 +149,99 @@ class Run:
             raise MmaccelError(f"There is no file {str(options.data)!r}; give a JSONL file with a question a line.")
         try:
             samples, self.complaints = read_samples(options.data)
-        except UnicodeDecodeError as error:
-            raise MmaccelError(f"{str(options.data)!r} is no text in UTF-8; give a JSONL file.") from error
+        except OSError as error:
+            raise MmaccelError(f"Cannot read {str(options.data)!r} ({error.strerror}); give a JSONL file.") from error
         except ValueError as error:
             raise MmaccelError("; ".join(str(error).splitlines()[:4]) + ".") from error
-        digest = hashlib.sha256(options.data.read_bytes()).hexdigest()[:16]
-        asked = {"data": str(options.data), "data_sha256": digest, "limit": options.limit}
+        asked = {"data": str(options.data), "limit": options.limit}
         return ask_samples(samples[: options.limit], frames=options.frames), asked
+
+    @staticmethod
+    def _identity(question: Question) -> str:
+        """What it is known by; one that cannot be read is named when it is asked."""
+        from ...programs.identity import question_identity
+
+        try:
+            return question_identity(question)[:16]
+        except Exception:
+            return ""
 
     # --- running ----------------------------------------------------------------------------------------------
     def evaluate(self, rows: list[Row], keep_answers: bool = False) -> dict[str, Any]:
-        """Fill the rows, saving on the way, and return the report."""
+        """Fill the rows, noting every batch on the disk, and return the report."""
+        from ...families import family_of
         from ...programs.evaluate import evaluate
+        from ...programs.identity import class_identity, model_identity, recipe_parts
 
-        said: dict[str, list[dict[str, Any]]] = {}
+        if self.path is not None:
+            # what saved results are known by
+            self.settings["model files"] = model_identity(self.folder)
+            self.settings["family"] = class_identity(type(family_of(self.model, self.processor)))[:16]
         for row in rows:
-            found = self.earlier.pop(row.title, None)
-            usable = found is not None and found["recipe"] == plain(row.as_dict())["recipe"]
-            if found is not None and usable and (not keep_answers or "answers" in found):
-                row.restore(found)
-                if "answers" in found:
-                    said[row.title] = found["answers"]
-        done = [sum(sums.questions for sums in row.tasks.values()) for row in rows]
-        if any(done):
-            print(f"{sum(done)} answers are taken over from {self.path}", file=sys.stderr)
-        saved, unreadable = time.monotonic(), set(self.complaints)
-        try:
-            with working("answers", len(self.questions) * len(rows), sum(done)) as bar:
+            row.identity = recipe_parts(row.recipe, self.folder)
+        asked = [(question.label, self._identity(question)) for question in self.questions]
+        with Results(self.path, self.settings, asked, keep_answers) as results:
+            results.take_over(rows)
+            results.begin()
+            try:
+                with working("answers", len(self.questions) * len(rows), sum(row.asked for row in rows)) as bar:
 
-                def complain(sentence: str) -> None:
-                    if sentence not in unreadable:
-                        unreadable.add(sentence)
-                        self.complaints.append(sentence)
-                    bar.total = (bar.total or 0) - len(rows)
+                    def complain(told: str) -> None:
+                        results.leave_out(told)
+                        bar.total = (bar.total or 0) - len(rows)
 
-                for row, answers in evaluate(
-                    self.model,
-                    self.processor,
-                    self.questions,
-                    rows,
-                    batch_size=self.asked.batch_size,
-                    max_new_tokens=self.asked.max_new_tokens,
-                    complain=complain,
-                ):
-                    bar.advance(len(answers))
-                    if keep_answers:
-                        said.setdefault(row.title, []).extend(map(spoken, answers))
-                    if time.monotonic() - saved > _SAVE_EVERY:
-                        self.save(rows, said)
-                        saved = time.monotonic()
-        finally:
-            report = self.save(rows, said)
+                    known = {row.title: len(row.failed) for row in rows}
+                    for row, answers in evaluate(
+                        self.model,
+                        self.processor,
+                        self.questions,
+                        rows,
+                        batch_size=self.asked.batch_size,
+                        max_new_tokens=self.asked.max_new_tokens,
+                        complain=complain,
+                    ):
+                        failed = row.failed[known[row.title] :]
+                        known[row.title] = len(row.failed)
+                        results.add(row, answers, failed)
+                        bar.advance(len(answers) + len(failed))
+            except MmaccelError:
+                self._tell([*self.complaints, *results.left_out])
+                raise
+            finally:
+                report = self._report(rows, results)
+                if any(row.batches for row in rows):
+                    results.save({**report, "rows": [*report["rows"], *results.others]})
+        self.complaints = report["complaints"]
         return report
 
-    def save(self, rows: list[Row], said: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-        """Write the report, whole or not at all, and return it."""
-        told = [{**row.as_dict(), **({"answers": said[row.title]} if row.title in said else {})} for row in rows]
-        report = {
+    def _report(self, rows: list[Row], results: Results) -> dict[str, Any]:
+        said = results.said
+        failed = [f"{row.title}: {one['question']}: {one['error']}" for row in rows for one in row.failed]
+        return {
             "command": origin.command("mmaccel", arguments=self.typed),
             "date": origin.today(),
             "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
             "settings": self.settings,
             "questions": len(self.questions),
-            "complaints": self.complaints,
-            "rows": [*told, *self.earlier.values()],
+            "asked": results.questions,
+            "left_out": results.left_out,
+            "complaints": [*self.complaints, *results.left_out, *failed],
+            "rows": [{**row.as_dict(), **({"answers": said[row.title]} if row.title in said else {})} for row in rows],
         }
-        if self.path is not None and any(row.batches for row in rows):
-            write_json(self.path, plain(report))
-        return {**report, "rows": told}
-
-    def _earlier(self) -> dict[str, dict[str, Any]]:
-        """Rows by title that an earlier run with the same settings has left in the file."""
-        if self.path is None or not self.path.exists():
-            return {}
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            before, rows = dict(found["settings"]), {row["title"]: row for row in found["rows"]}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise MmaccelError(f"{str(self.path)!r} exists and holds no results; give another file.") from error
-        now = plain(self.settings)
-        differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        if differ:
-            raise MmaccelError(
-                f"{str(self.path)!r} holds results of a run with different settings ({', '.join(differ)}); give another "
-                "file, or delete this one."
-            )
-        return rows
 
     def finish(self) -> int:
         """Say what could not be used; the exit status."""
-        for complaint in self.complaints:
-            print(complaint, file=sys.stderr)
-        if self.complaints:
-            print(f"{len(self.complaints)} could not be used and were left out.", file=sys.stderr)
+        self._tell(self.complaints)
         return PARTIAL if self.complaints else 0
 
-
-def plain(data: Any) -> Any:
-    """As it comes back from JSON."""
-    return json.loads(json.dumps(data))
-
-
-def spoken(answer: Answer) -> dict[str, Any]:
-    """An answer for the report."""
-    names = ("name", "task", "expected", "full", "answer", "right", "same", "kl")
-    return {name: getattr(answer, name) for name in names}
+    @staticmethod
+    def _tell(complaints: list[str]) -> None:
+        for complaint in complaints[:_SHOWN]:
+            print(complaint, file=sys.stderr)
+        if len(complaints) > _SHOWN:
+            print(f"... and {len(complaints) - _SHOWN} more, see 'complaints' of --json", file=sys.stderr)
+        if complaints:
+            print(f"{len(complaints)} could not be used and were left out.", file=sys.stderr)
 
 
 def percent(share: float | None) -> str:
@@ -274,11 +261,17 @@ def render(report: dict[str, Any], by_task: bool = True) -> str:
                 row["title"],
                 percent(f["accuracy"]),
                 percent(f["loyalty"]),
-                f"{f['kl']:.3f}",
-                f"{f['visual_tokens_kept']:.0f}",
-                percent(f["visual_share_per_layer"]),
-                nbytes(f["kv_bytes"]),
-                percent(f["kv_share"]),
+                *(
+                    [
+                        f"{f['kl']:.3f}",
+                        f"{f['visual_tokens_kept']:.0f}",
+                        percent(f["visual_share_per_layer"]),
+                        nbytes(f["kv_bytes"]),
+                        percent(f["kv_share"]),
+                    ]
+                    if f["questions"]
+                    else ["-"] * 5
+                ),
             ]
         )
     lines = [
@@ -291,10 +284,24 @@ def render(report: dict[str, Any], by_task: bool = True) -> str:
     if by_task and len(tasks) > 1:
         judged = report["rows"][0]["figures"]["accuracy"] is not None
         what = "accuracy" if judged else "loyalty"
-        body = [[task, *(percent(row["tasks"][task]["figures"][what]) for row in report["rows"])] for task in tasks]
+        body = [
+            [
+                task,
+                *(
+                    percent(row["tasks"][task]["figures"][what]) if task in row["tasks"] else "-"
+                    for row in report["rows"]
+                ),
+            ]
+            for task in tasks
+        ]
         titles = [row["title"] for row in report["rows"]]
         title = "accuracy" if judged else "same answer"
         lines += ["", table([[title, *titles], *body], numbers=range(1, len(titles) + 1))]
-    notes = [f"note: {row['title']}: {note}" for row in report["rows"] for note in row.get("notes", ())]
+    notes = [f"note: {row['title']}: {note}" for row in report["rows"] for note in row["notes"]]
+    notes += [
+        f"note: {row['title']}: {len(row['failed'])} questions could not be answered; no figure of it holds them"
+        for row in report["rows"]
+        if row["failed"]
+    ]
     lines += ["", *notes] if notes else []
     return "\n".join(lines)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -149,18 +151,37 @@ def _setting(text: str) -> tuple[str, Any]:
     return key, tuple(value) if isinstance(value, list) else value
 
 
-def rows_of(
-    recipes: list[str] | tuple[str, ...], budgets: list[float] | tuple[float, ...] | None
-) -> list[tuple[str, Recipe]]:
-    """Every recipe at every budget, once, with a title; one without a budget just once."""
-    from ...recipe import recipe
+def rows_of(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[tuple[str, Recipe]]:
+    """Every recipe at every budget, once, with a title that no other has; one without a budget just once."""
+    from ...core.budget import budget_text
 
     found = {}
-    for name in recipes:
-        base = recipe(name)
+    for name, base in named(recipes):
         if not budgets or base.primary is None:
-            found[base.name] = base
+            found[name] = base
             continue
         for share in budgets:
-            found[f"{base.name} {share:g}"] = base.override(retain=share)
+            found[f"{name} {budget_text(share)}"] = base.override(retain=share)
+    return list(found.items())
+
+
+def named(recipes: Sequence[str]) -> list[tuple[str, Recipe]]:
+    """Recipes as they were given, each content once, by names that differ: of files whose recipes have one name, the name of
+    the file stands behind it."""
+    from ...programs.identity import recipe_identity
+    from ...recipe import recipe
+
+    given: dict[str, tuple[str, Recipe]] = {}
+    for text in recipes:
+        one = recipe(text)
+        given.setdefault(recipe_identity(one), (text, one))
+    found: dict[str, Recipe] = {}
+    for text, one in given.values():
+        others = [other for other, its in given.values() if its.name == one.name and other != text]
+        name, file = one.name, Path(text).name
+        if others and text != name:
+            name += f" ({text if file in [Path(other).name for other in others] else file})"
+        while name in found:
+            name += "'"
+        found[name] = one
     return list(found.items())

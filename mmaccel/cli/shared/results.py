@@ -1,0 +1,279 @@
+"""The results of ``eval`` and ``compare`` on the disk: a report that is written whole, and a journal while a run goes on.
+
+The journal lies beside the report, as ``NAME.journal``, and is gone when the report is written. It gets one line when a batch
+is done, so that whatever ends a run loses no more than the batch that it was at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ...errors import MmaccelError, no_json
+from ...files import locked
+from .text import write_json
+
+if TYPE_CHECKING:
+    from ...programs.evaluate import Answer, Row
+
+#: questions that differ of which a message names no more
+_NAMED = 3
+
+
+class Results:
+    """What is known of rows so far, and where it is kept.
+
+    While it is open no other run writes to the file. Rows of an earlier run are taken over where settings, questions and the
+    recipe (:func:`mmaccel.programs.identity.recipe_parts`) are the same.
+
+    Parameters
+    ----------
+    path : of the report; None keeps nothing.
+    settings : what all rows depend on. Another run's results are refused.
+    questions : label and identity of every question. With others, all rows are run again.
+    answers : whether the report holds every answer; rows without them are then run again.
+
+    Raises
+    ------
+    MmaccelError
+        If the file holds something else or results of other settings, cannot be written, or another run writes to it.
+    """
+
+    def __init__(
+        self, path: Path | None, settings: Mapping[str, Any], questions: Iterable[tuple[str, str]], answers: bool
+    ) -> None:
+        self.path, self.answers = path, answers
+        self.settings, self.questions = plain(settings), [list(pair) for pair in questions]
+        #: of every row by its title, the answers that the report shows
+        self.said: dict[str, list[dict[str, Any]]] = {}
+        self.left_out: list[str] = []
+        #: rows of an earlier run that nobody asked for this time
+        self.others: list[dict[str, Any]] = []
+        self._lines: list[dict[str, Any]] = []
+        self._held = contextlib.ExitStack()
+        #: of the journal, and how much of it is whole
+        self._file, self._end = -1, 0
+        if path is None:
+            return
+        self.journal = path.with_name(path.name + ".journal")
+        self._held.enter_context(locked(self.journal, str(path), "give another file"))
+        try:
+            if not path.exists() or self._read_report(path):
+                self._read_journal()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- what an earlier run has left -------------------------------------------------------------------------
+    def _read_report(self, path: Path) -> bool:
+        """Take rows from the report; False if its questions are others."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            before, questions, self.others = dict(found["settings"]), list(found["asked"]), list(found["rows"])
+            self.left_out = list(found["left_out"])
+            for row in self.others:
+                _ = row["title"], dict(row["identity"]), row["figures"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            why = f" ({no_json(error)})" if isinstance(error, (json.JSONDecodeError, RecursionError)) else ""
+            raise MmaccelError(
+                f"{str(path)!r} exists and holds no results of this command{why}; give another file, or delete this one."
+            ) from error
+        self._check(before, path)
+        return self._same(questions, path)
+
+    def _read_journal(self) -> None:
+        """Take batches from the journal, up to a line that is torn."""
+        whole, end = [], 0
+        for line in self.journal.read_bytes().splitlines(keepends=True):
+            try:
+                record = json.loads(line) if line.endswith(b"\n") else None
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                break
+            whole.append(record)
+            end += len(line)
+        try:
+            if not whole:
+                return
+            self._check(dict(whole[0]["settings"]), self.journal)
+            if not self._same(list(whole[0]["asked"]), self.journal):
+                return
+            for record in whole[1:]:
+                if "left_out" in record:
+                    self.left_out = list(dict.fromkeys((*self.left_out, str(record["left_out"]))))
+                else:
+                    self._lines.append({key: record[key] for key in ("row", "batch", "answers", "failed")})
+        except (KeyError, TypeError) as error:
+            raise MmaccelError(
+                f"{str(self.journal)!r} is no journal of this command; delete it, and what it knew is run again."
+            ) from error
+        self._end = end
+
+    def _check(self, before: Mapping[str, Any], path: Path) -> None:
+        if differ := [key for key in {**before, **self.settings} if before.get(key) != self.settings.get(key)]:
+            raise MmaccelError(
+                f"{str(path)!r} holds results of a run with different settings ({', '.join(differ)}); give another "
+                "file, or delete this one."
+            )
+
+    def _same(self, before: list[Any], path: Path) -> bool:
+        """Whether an earlier run asked the same questions; if not, all it found is left."""
+        if before == self.questions:
+            return True
+        known = {str(identity) for _, identity in before}
+        new = [label for label, identity in self.questions if identity not in known]
+        what = (
+            f"{len(new)} of {len(self.questions)} questions differ from those in {path}"
+            if new
+            else (f"the questions in {path} were others, or in another order")
+        )
+        named = f" ({'; '.join(new[:_NAMED])}{'; ...' if len(new) > _NAMED else ''})" if new else ""
+        print(f"Nothing is taken over: {what}{named}.", file=sys.stderr)
+        self.others, self.left_out, self._lines = [], [], []
+        return False
+
+    def take_over(self, rows: list[Row]) -> None:
+        """Fill rows from an earlier run, and say which are taken over and why others are not."""
+        from ...programs.evaluate import Answer
+
+        whole: list[str] = []
+        part: list[str] = []
+        for row in rows:
+            mine = next((old for old in self.others if old["identity"] == row.identity), None)
+            if mine is None:
+                self._explain(row)
+            elif self.answers and "answers" not in mine:
+                print(f"{row.title} is run again: the file holds figures of it and no answers.", file=sys.stderr)
+                self.others.remove(mine)
+            else:
+                self.others.remove(mine)
+                row.restore(mine)
+                if self.answers:
+                    self.said[row.title] = list(mine["answers"])
+            for line in self._lines:
+                if line["row"] == row.identity and line["batch"] == row.batches:
+                    answers = [Answer(**{**one, "notes": tuple(one["notes"])}) for one in line["answers"]]
+                    row.add(answers, line["failed"])
+                    self.say(row, answers)
+            if row.batches:
+                done = row.asked + len(self.left_out) >= len(self.questions)
+                (whole if done else part).append(row.title if done else f"{row.title} ({row.asked} answers)")
+        told = [f"{len(whole)} of {len(rows)} recipes are taken over from {self.path}: {', '.join(whole)}"] * bool(
+            whole
+        )
+        told += [f"begun in {self.path}: {', '.join(part)}"] * bool(part)
+        if told:
+            print("; ".join(told), file=sys.stderr)
+
+    def _explain(self, row: Row) -> None:
+        for old in [one for one in self.others if one["title"] == row.title]:
+            parts = {**old["identity"], **row.identity}
+            differ = [name for name in parts if old["identity"].get(name) != row.identity.get(name)]
+            print(
+                f"{row.title} is run again: {', '.join(differ)} differ{'s' * (len(differ) == 1)} from {self.path}.",
+                file=sys.stderr,
+            )
+            self.others.remove(old)
+
+    # --- writing ----------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Open the journal, behind what it knows that is of use."""
+        if self.path is None:
+            return
+        try:
+            self._file = os.open(self.journal, os.O_WRONLY | os.O_APPEND)
+            os.ftruncate(self._file, self._end)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if not self._end:
+            self._append({"settings": self.settings, "asked": self.questions})
+
+    def add(self, row: Row, answers: list[Answer], failed: list[dict[str, str]]) -> None:
+        """Note a batch of a row, which counts it already; when this returns, it is on the disk."""
+        self.say(row, answers)
+        told = [dataclasses.asdict(one) for one in answers]
+        self._append({"row": row.identity, "batch": row.batches - 1, "answers": told, "failed": failed})
+
+    def leave_out(self, told: str) -> None:
+        """Note a question that no recipe is asked."""
+        if told not in self.left_out:
+            self.left_out.append(told)
+            self._append({"left_out": told})
+
+    def say(self, row: Row, answers: list[Answer]) -> None:
+        """Keep answers for the report."""
+        if self.answers:
+            self.said.setdefault(row.title, []).extend(map(spoken, answers))
+
+    def _append(self, *lines: Mapping[str, Any]) -> None:
+        if self._file < 0:
+            return
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        try:
+            while content:
+                # a disk that is almost full takes a part only
+                content = content[os.write(self._file, content) :]
+            os.fsync(self._file)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> MmaccelError:
+        return MmaccelError(
+            f"Cannot write {str(self.journal)!r} ({error.strerror}); when that is mended, the same command goes on."
+        )
+
+    def save(self, report: Mapping[str, Any]) -> None:
+        """Write the report, whole or not at all; then the journal is empty."""
+        if self.path is None:
+            return
+        try:
+            write_json(self.path, plain(report))
+        except OSError as error:
+            raise MmaccelError(
+                f"Cannot write {str(self.path)!r} ({error.strerror}); when that is mended, the same command goes on."
+            ) from error
+        self._close()
+        with contextlib.suppress(OSError):
+            self.journal.unlink()
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._close()
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                if not self.journal.stat().st_size:
+                    self.journal.unlink()
+        self._held.close()
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def plain(data: Any) -> Any:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(data, default=str))
+
+
+def spoken(answer: Answer) -> dict[str, Any]:
+    """An answer for the report."""
+    names = ("name", "task", "expected", "full", "answer", "right", "same", "kl")
+    return {name: getattr(answer, name) for name in names}
+
+
+__all__ = ["Results", "plain"]
