@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import mmaccel
 from mmaccel.media import draw
+from mmaccel.media.picture import load_picture
 from mmaccel.suite import make_item
 
 SHIPPED = Path(mmaccel.__file__).parent / "models" / "mini-llava"
@@ -30,9 +31,9 @@ def main() -> None:
     args = parser.parse_args()
     processor = AutoProcessor.from_pretrained(SHIPPED)
     model = AutoModelForImageTextToText.from_pretrained(SHIPPED, dtype=torch.float32).eval()
-    picture = Image.open(args.picture) if args.picture else Image.fromarray(make_item("count", "test", 4).pictures()[0])
+    picture = load_picture(args.picture or make_item("count", "test", 4).pictures()[0])
     side = model.config.vision_config.image_size
-    picture = picture.convert("RGB").resize((side, side), Image.Resampling.BICUBIC)
+    picture = picture.resize((side, side), Image.Resampling.BICUBIC)
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "describe the picture"}]}]
     prompt = processor.apply_chat_template(chat, add_generation_prompt=True)
     inputs = processor(images=picture, text=prompt, return_tensors="pt")

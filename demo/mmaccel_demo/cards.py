@@ -117,7 +117,7 @@ def _agreement(exchange: Exchange) -> str:
     same = "The two answers are equal" if found["same_answer"] else "The two answers differ"
     return (
         f'<p class="mm-agreement" role="status">{same}; their first {found["same_leading_tokens"]} tokens are the same; '
-        f"mean KL divergence of the first {found['kl_tokens']} tokens {found['kl']:.2g} nats.</p>"
+        f"KL divergence {found['kl']:.2g} nats (mean; tokens compared: {found['kl_tokens']}).</p>"
     )
 
 

@@ -322,8 +322,8 @@ def render(report: dict[str, Any]) -> str:
             "",
             table(rows, numbers=(1, 2, 3)),
             "",
-            f"agreement: {verdict}; {agree['same_leading_tokens']} leading tokens are the same; mean KL divergence of "
-            f"the first {agree['kl_tokens']} tokens {agree['kl']:.4f} nats",
+            f"agreement: {verdict}; {agree['same_leading_tokens']} leading tokens are the same; KL divergence "
+            f"{agree['kl']:.4f} nats (mean; tokens compared: {agree['kl_tokens']})",
             *(f"note: {note}" for note in fast["stats"]["notes"]),
             *(["", f"{KNOWN} They are too small to gain time; --model MODEL asks yours."] if shown else []),
         ]

@@ -9,6 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from .picture import load_picture
+
 if TYPE_CHECKING:
     from ..core.layout import Segment
     from ..core.reduction import Reduction
@@ -24,14 +26,14 @@ def overlay(image: Image.Image, grid: tuple[int, int], owner: Tensor) -> Image.I
 
     Parameters
     ----------
-    image : any size and mode; the result is RGB of the same size.
+    image : any size and mode; the result is RGB, upright.
     grid : (height, width) in cells.
     owner : ``[height * width]`` long, for every cell in raster order the cell it flows into; -1 where it was dropped.
         A group has the colour of its place in the grid, whatever else is kept.
     """
     height, width = grid
     owners = owner.detach().cpu().numpy().astype(np.int64).reshape(height, width)
-    pixels = np.asarray(image.convert("RGB")).astype(np.float32)
+    pixels = np.asarray(load_picture(image)).astype(np.float32)
     rows = np.arange(pixels.shape[0]) * height // pixels.shape[0]
     columns = np.arange(pixels.shape[1]) * width // pixels.shape[1]
 

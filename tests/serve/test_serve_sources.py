@@ -141,9 +141,9 @@ def webs():
 def test_hosts_by_name(webs, tmp_path):
     one, other = webs
     allowed = Sources(hosts=[one.name, "Images.example.com"])
-    for path, suffix in (("/file.png", ".png"), ("/hop", ".png"), ("/film", ".mp4"), ("/x.jpg?a=b#c", ".jpg")):
+    for path in ("/file.png", "/hop", "/film", "/x.jpg?a=b#c"):
         found = fetch(allowed, f"http://{one.name}{path}", tmp_path)
-        assert found.read_bytes() == b"x" * 100 and found.suffix == suffix and found.parent == tmp_path
+        assert found.read_bytes() == b"x" * 100 and found.parent == tmp_path
     for url in (
         f"http://{other.name}/file.png",
         f"http://{one.name}@{other.name}/file.png",

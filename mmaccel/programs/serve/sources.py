@@ -42,17 +42,6 @@ _PERCENT = {
     "%0A": "",
     "%0a": "",
 }
-#: of clips, which decoders know by the name of the file; pictures are known by what is in them
-_TYPES = {
-    "image/gif": ".gif",
-    "video/mp4": ".mp4",
-    "video/quicktime": ".mov",
-    "video/x-matroska": ".mkv",
-    "video/matroska": ".mkv",
-    "video/webm": ".webm",
-    "video/x-msvideo": ".avi",
-    "video/x-m4v": ".m4v",
-}
 
 
 class Sources:
@@ -185,7 +174,7 @@ def _data(url: str, into: Path) -> Path:
             raise _no_base64()
         for written, meant in _PERCENT.items():
             content = content.replace(written, meant)
-    path = into / f"{len(os.listdir(into))}{_suffix(kind)}"
+    path = into / str(len(os.listdir(into)))
     if kind != "video/jpeg":
         _decode(content, path, untrusted.UPLOAD)
         return path
@@ -238,10 +227,7 @@ def _no_base64() -> MmaccelError:
 async def _loaded(answer: httpx.Response, url: httpx.URL, into: Path) -> Path:
     if answer.status_code != 200:
         raise MmaccelError(f"{_short(str(url))!r} cannot be loaded (status {answer.status_code}).")
-    kind = answer.headers.get("content-type", "").partition(";")[0]
-    named = Path(url.path).suffix.lower()
-    named = named if named[1:].isalnum() and named.isascii() and len(named) < 9 else ""
-    path = into / f"{len(os.listdir(into))}{_suffix(kind) or named}"
+    path = into / str(len(os.listdir(into)))
     size = 0
     with path.open("wb") as file:
         # as sent: what was packed would unpack to any size
@@ -253,10 +239,6 @@ async def _loaded(answer: httpx.Response, url: httpx.URL, into: Path) -> Path:
                 )
             file.write(piece)
     return path
-
-
-def _suffix(kind: str) -> str:
-    return _TYPES.get(kind.strip().lower(), "")
 
 
 def _short(url: str) -> str:
