@@ -353,6 +353,7 @@ def test_settings_of_an_override():
         ({"recipe": "divprune", "retain": 2.5}, "outside"),
         ({"recipe": "divprune", "numbering": "mine"}, "numbering='mine'"),
         ({"recipe": "divprune", "layer": 3}, "no option"),
+        ({"recipe": "divprune", 3: 4}, "no option"),
         ({"recipe": "divprune", "proportional": "all"}, "proportional='all' gives keys weights"),
         ("divprune", "needs an object with a recipe"),
         (False, "needs an object with a recipe"),
@@ -411,6 +412,19 @@ def test_only_the_caller_asks_for_a_recipe(overrides, checkpoint, found):
     if not callable(overrides):
         assert override_of(pickle.loads(pickle.dumps(config))) == found
     assert override_of(object()) is None and override_of(SimpleNamespace(hf_config=None)) is None
+
+
+class FromCheckpoint:
+    """A configuration with code of its own."""
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+def test_a_configuration_that_fails_is_none_of_ours(stub):
+    lines, configuration, _ = stub()
+    config = SimpleNamespace(hf_config=FromCheckpoint(), hf_overrides={})
+    assert override_of(config) is None and configuration(config).updated and not lines
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import UnsupportedError
 from ...families.base import slides
 from .architectures import ARCHITECTURES
-from .settings import ASKED, override_of
+from .settings import ASKED, override_of, written_in
 
 if TYPE_CHECKING:
     from .plan import ServingPlan
@@ -106,7 +106,7 @@ def _verify(vllm_config: Any, problem: str | None) -> None:
                 raise UnsupportedError(
                     f"hf_overrides has mmaccel inside {name!r}, where it has no effect; put it beside {name!r}."
                 )
-    if getattr(getattr(model_config, "hf_config", None), "mmaccel", None) is not None:
+    if written_in(model_config) is not None:
         _log.warning("The key mmaccel in the model's config.json has no effect; only hf_overrides turn a recipe on.")
 
 

@@ -47,24 +47,30 @@ class Settings:
         return f"mmaccel {__version__} {self.numbering} {json.dumps(self.recipe.to_json())}"
 
 
+def written_in(model_config: Any) -> Any:
+    """What the configuration inside vLLM's ``ModelConfig`` has as ``mmaccel``, whoever wrote it; None without."""
+    try:
+        return getattr(model_config.hf_config, "mmaccel", None)
+    except Exception:
+        # configurations may run code that came with a checkpoint
+        return None
+
+
 def override_of(model_config: Any) -> Any:
     """What the caller's ``hf_overrides`` say of ``mmaccel``, from vLLM's ``ModelConfig``; None where they say nothing.
 
     vLLM writes overrides into the configuration of the checkpoint, which may have the key ``mmaccel`` of its own. That one is
     ignored: a model that was downloaded must not choose a recipe.
     """
-    config = getattr(model_config, "hf_config", None)
-    given = getattr(config, "mmaccel", None)
+    given = written_in(model_config)
     if given is None:
         return None
     overrides = getattr(model_config, "hf_overrides", None)
-    if isinstance(overrides, Mapping):
-        return overrides.get("mmaccel")
     if not callable(overrides):
-        return None
-    without = copy.deepcopy(config)
-    vars(without).pop("mmaccel", None)
+        return overrides.get("mmaccel") if isinstance(overrides, Mapping) else None
     try:
+        without = copy.deepcopy(model_config.hf_config)
+        vars(without).pop("mmaccel", None)
         return getattr(overrides(without), "mmaccel", None)
     except Exception:
         # a function that cannot run twice; the caller wrote it, and most checkpoints have no such key
@@ -83,7 +89,7 @@ def settings_of(given: Any) -> Settings:
         raise MmaccelError(
             'hf_overrides={"mmaccel": ...} needs an object with a recipe, such as {"recipe": "divprune", "retain": 0.25}.'
         )
-    options = {name: value for name, value in given.items() if name not in ("recipe", "numbering")}
+    options = {str(name): value for name, value in given.items() if name not in ("recipe", "numbering")}
     numbering = given.get("numbering", "vllm")
     if numbering not in NUMBERINGS:
         raise MmaccelError(f"numbering={numbering!r} is unknown; use {' or '.join(map(repr, NUMBERINGS))}.")
