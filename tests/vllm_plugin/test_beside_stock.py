@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_architecture
 from vllm.model_executor.models.adapters import as_embedding_model, as_seq_cls_model
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from mmaccel import accelerated
 from mmaccel.integrations.vllm import ARCHITECTURES
@@ -144,6 +145,28 @@ def test_a_recipe_behind_a_bare_engine_of_the_same_folder_is_served() -> None:
     assert lengths[1] < lengths[0] == lengths[2]
 
 
+#: options of processors that clients of vLLM send
+OPTIONS = {
+    "qwen": {"min_pixels": 784, "max_pixels": 100352, "size": None, "fps": 2, "patch_size": 14, "num_frames": 4},
+    "llava": {"do_resize": True, "size": {"height": 32, "width": 32}, "crop_size": None, "do_rescale": True},
+    "intern": {"crop_to_patches": True, "max_patches": 4, "min_patches": 1},
+}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "pixtral"])
+def test_options_of_every_processor_are_told_from_those_that_nobody_reads(family: str, models: Path) -> None:
+    made = EngineArgs(str(tiny.folder(family, models)), dtype="float32", hf_overrides={"mmaccel": DIVPRUNE})
+    config = made.create_engine_config().model_config
+    processor = MULTIMODAL_REGISTRY.create_processor(config)
+    usual = next(options for name, options in OPTIONS.items() if family.startswith(name) or name == "llava")
+    usual |= {"images_kwargs": {"do_resize": True}, "text_kwargs": {"padding": True}, "return_tensors": "pt"}
+    processor._check_known(usual)
+    for wrong in ("retian", "recipe", "positions", "budget", "keep", "ratio", "mmacel", "numbering", "variant"):
+        for given in ({wrong: 0.1}, {"images_kwargs": {wrong: 0.1}}):
+            with pytest.raises(ValueError, match=f"Nothing reads '{wrong}'"):
+                processor._check_known({**usual, **given})
+
+
 def _last_states(asked: list[shipped.Prompt]) -> torch.Tensor:
     """``[N, D]``: what transformers makes of prompts, reduced, at their last token, of length 1."""
     model, processor = shipped._loaded(QWEN)
@@ -166,6 +189,21 @@ def test_embeddings_of_reduced_prompts_are_those_of_transformers() -> None:
     made = torch.tensor([one.outputs.embedding for one in out])
     torch.testing.assert_close(made, _last_states(asked), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(made, torch.tensor([one.outputs.embedding for one in whole]), atol=1e-2)
+
+
+def test_classes_of_reduced_prompts_are_those_of_transformers() -> None:
+    asked = shipped.prompts("existence", "comparison", count=3)
+    model, processor = shipped._loaded(QWEN)
+    no, yes = processor.tokenizer.convert_tokens_to_ids(["no", "yes"])
+    want = []
+    for prompt in asked:
+        with torch.inference_mode(), accelerated(model, "divprune", processor=processor, retain=0.25):
+            out = model(**encode(processor, [prompt]))
+        want.append(torch.sigmoid(out.logits[0, -1, yes] - out.logits[0, -1, no]))
+    with tiny.engine(shipped.MODELS / QWEN, DIVPRUNE, hf_overrides=JUDGE, **CLASSIFY) as llm:
+        out = llm.classify([shipped.request(QWEN, one) for one in asked], use_tqdm=False)
+    made = torch.tensor([one.outputs.probs[0] for one in out])
+    torch.testing.assert_close(made, torch.stack(want), rtol=1e-3, atol=1e-3)
 
 
 if __name__ == "__main__":

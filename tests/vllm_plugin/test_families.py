@@ -63,6 +63,18 @@ def test_clips_whose_frames_stand_apart_in_chunks_from_caches_and_with_budgets_o
     ]
 
 
+def test_pictures_with_text_behind_their_rows_in_chunks_from_caches_and_with_budgets_of_their_own(models: Path) -> None:
+    """A LLaVA with the tower of Pixtral, whose rows end in marks that are text."""
+    place, small = tiny.folder("pixtral", models), {"max_num_batched_tokens": 16, "enable_chunked_prefill": True}
+    with tiny.engine(place, {"recipe": "divprune", "retain": 0.5}, **small) as llm:
+        for kind in ("image", "images"):
+            rows = tiny.rows("pixtral", kind)
+            for _ in range(2):
+                for retain in (0.5, 0.1):
+                    want = tiny.expected("pixtral", rows, "divprune", retain=retain)
+                    assert tiny.served(llm, "pixtral", rows, retain=retain) == want
+
+
 def test_all_places_of_a_clip_keep_their_positions(models: Path) -> None:
     """Where a budget drops nothing, a prompt whose clip is one range of placeholders has the positions of the bare one."""
     rows = tiny.rows("qwen3_vl", "mixed")

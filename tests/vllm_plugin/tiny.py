@@ -32,6 +32,8 @@ Row = tuple[list[Image.Image], list[np.ndarray], str]
 
 
 def _overrides(family: str) -> dict[str, Any]:
+    if family == "pixtral":
+        return {**WIDE, "head_dim": 32}
     if not family.startswith("qwen"):
         return WIDE
     rope = {**SECTIONS, "mrope_interleaved": True} if family == "qwen3_vl" else SECTIONS
@@ -48,7 +50,7 @@ def folder(family: str, parent: Path) -> Path:
     if not place.exists():
         made = model(family)
         made.save_pretrained(place)
-        if not family.startswith(("qwen", "internvl")):
+        if not family.startswith(("qwen", "internvl", "pixtral")):
             _name_as_published(place / "model.safetensors")
         zoo.processor(family).save_pretrained(place)
     return place
