@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from ..copies import first_copies, of_first, pairs_of_first
-from ..greedy import has_room, largest
+from ..greedy import by_row, has_room, largest, row_groups
 
 
 def greedy_dpp_definition(
     x: Tensor, quality: Tensor, valid: Tensor, count: Tensor, noise: float, most: int | None
 ) -> Tensor:
     """:func:`.greedy_dpp` in plain torch."""
+    if len(groups := row_groups(x)) > 1:
+        found = [greedy_dpp_definition(x[g], quality[g], valid[g], count[g], noise, most) for g in groups]
+        return torch.cat(found)
     first = first_tokens(x, quality)
     all_pairs = products(x, first) if has_room(x) else None
     left, least, spent = start(x, quality, valid, noise)
@@ -24,9 +27,9 @@ def greedy_dpp_definition(
         pick = merit.argmax(1)
         best = merit[rows, pick][:, None]
         picked[rows, pick] |= i < count
-        cosine = torch.bmm(x, x[rows, pick, :, None])[..., 0] if all_pairs is None else all_pairs[rows, pick]
+        cosine = by_row(x, x[rows, pick]) if all_pairs is None else all_pairs[rows, pick]
         e = quality * cosine * quality[rows, pick][:, None]
-        e = of_first(e - torch.bmm(basis[rows, :i, pick][:, None], basis[:, :i])[:, 0], first)
+        e = of_first(e - by_row(basis[:, :i].mT, basis[rows, :i, pick]), first)
         # what is spanned has a negative merit, and nothing new to subtract
         basis[:, i] = torch.where(best > 0, e / best.clamp(min=torch.finfo(torch.float32).tiny).sqrt(), 0.0)
         left = left - basis[:, i].square()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..copies import first_copies, of_first, pairs_of_first
-from ..greedy import has_room, largest
+from ..greedy import by_row, has_room, largest, row_groups
 
 #: products held at once
 BLOCK = 1 << 22
@@ -16,6 +16,9 @@ def max_min_definition(
     x: Tensor, valid: Tensor, count: Tensor, noise: float, most: int | None, limit: Tensor
 ) -> Tensor:
     """:func:`.max_min` in plain torch: a pick is one row of distances, a minimum and an argmax."""
+    if len(groups := row_groups(x)) > 1:
+        found = [max_min_definition(x[g], valid[g], count[g], noise, most, limit[g]) for g in groups]
+        return torch.cat(found)
     first = first_copies(x, valid)
     all_pairs = all_distances(x, first, noise) if has_room(x) else None
     nearest = of_copies(_nearest(x, valid, noise), first) if all_pairs is None else nearest_of(all_pairs, valid)
@@ -27,7 +30,7 @@ def max_min_definition(
         pick = merit.argmax(1)
         far[rows, pick] = torch.where(i < count, left[rows, pick], far[rows, pick])
         if all_pairs is None:
-            away = of_first(distance(torch.bmm(x, x[rows, pick, :, None])[..., 0], noise), first)
+            away = of_first(distance(by_row(x, x[rows, pick]), noise), first)
             if first is not None:
                 away = away.masked_fill(first == first[rows, pick][:, None], 0.0)
         else:
