@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..core.budget import layer_at
+from ..core.precision import without_autocast
 from ..errors import UnsupportedError
 from .tower import Towers
 
@@ -151,7 +152,8 @@ def _look(
     else:
         key = project(x, 1)
         query = project(x[:, :1], 0) if per_head else key
-    mask = merged.attention(query, key, None, key.shape[-1] ** -0.5)
+    with without_autocast(x.device):
+        mask = merged.attention(query, key, None, key.shape[-1] ** -0.5)
     if mask is None:
         return None
     if isinstance(attention, nn.MultiheadAttention):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.precision import without_autocast
 from ..errors import MmaccelError
 from ..method.loaded import load_once
 
@@ -40,13 +41,15 @@ class TextTower:
     @torch.no_grad()
     def project(self, features: Tensor) -> Tensor:
         """Hidden states of patches ``[..., width]`` in the common space, ``[..., d]`` float32; NaN stays NaN."""
-        return self.norm(features.to(self.projection)) @ self.projection
+        with without_autocast(features.device):
+            return self.norm(features.to(self.projection)) @ self.projection
 
     @torch.no_grad()
     def embed(self, texts: list[str], words: bool = False) -> tuple[Tensor, Tensor]:
         """``[N, q, d]`` float32 and ``[N, q]`` bool: the segments of every text, or its ``words``; an empty text has none."""
         read = self.words if words else self.texts
-        found = [read(text) if text else self.projection.new_zeros(0, self.projection.shape[1]) for text in texts]
+        with without_autocast(self.projection.device):
+            found = [read(text) if text else self.projection.new_zeros(0, self.projection.shape[1]) for text in texts]
         there = nn.utils.rnn.pad_sequence([torch.ones(len(x), dtype=torch.bool) for x in found], batch_first=True)
         return nn.utils.rnn.pad_sequence(found, batch_first=True), there.to(self.projection.device)
 

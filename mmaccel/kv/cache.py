@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.precision import in_attention_dtype
 from ..errors import UnsupportedError
 from ..transformers_api import (
     Cache,
@@ -25,6 +26,7 @@ from ..transformers_api import (
     cache_in,
 )
 from .index import KeyIndex
+from .layer import token_bytes
 from .packed import QuantisedLayer
 from .pinned import Asks, Pinned, Reader
 from .recurrent import RecurrentLayer, states_of
@@ -177,8 +179,7 @@ def bare_bytes(cache: Any, config: Any) -> int:
             window = getattr(plain, "sliding_window", None)
             tokens = layer.seen if window is None else min(layer.seen, window - 1)
             rows, heads = layer.keys.shape[:2]
-            channels = layer.keys.shape[-1] + layer.values.shape[-1]
-            total += rows * heads * tokens * channels * layer.keys.element_size()
+            total += rows * heads * tokens * layer.bare_bytes
     return total
 
 
@@ -229,7 +230,8 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None, recurrent: Collection
             first = KeyIndex(places if valid is None else places.masked_fill(~valid, -1), padded, stored)
             lengths = valid.sum(1) if valid is not None else torch.full((len(old.keys),), stored)
             state.offset = stored - lengths.to(old.keys.device)
-        new.keys, new.values, new.dtype, new.device = old.keys, old.values, old.keys.dtype, old.device
+        new.keys, new.values = in_attention_dtype(old.keys, old.values)
+        new.dtype, new.device, new.bare_bytes = old.keys.dtype, old.device, token_bytes(old.keys, old.values)
         new.is_initialized, new.seen, new.index = True, stored, first
     cache.layers = list(state.every)
     cache.layer_class_to_replicate = None

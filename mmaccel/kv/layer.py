@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from mmaccel_kernels.compact import Compacted, compact
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..core.precision import in_attention_dtype
 from ..errors import MmaccelError
 from ..transformers_api import DynamicLayer
 from .decoding import reads_as_stored
@@ -21,6 +22,11 @@ from .room import append, trimmed
 from .shared import Shared
 
 _BY_ROW = ("capacity", "received", "threshold")
+
+
+def token_bytes(keys: Tensor, values: Tensor) -> int:
+    """Bytes of the key and the value of one token in one head."""
+    return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
 
 
 @dataclass
@@ -154,7 +160,10 @@ class CompressedLayer(DynamicLayer):
     Both have room for tokens to come behind them once one was added, see :func:`.room.append`.
     Only :meth:`update`, :meth:`stored`, :meth:`evict`, :meth:`crop` and the selection of rows know how they are stored.
 
+    Keys and values have one dtype, see :func:`mmaccel.core.precision.in_attention_dtype`.
+
     window : places back that the attention of the layer reaches, as of the last forward; None for all.
+    bare_bytes : of the key and the value of one token and head as the layer was given them first.
     """
 
     keys: Any
@@ -164,6 +173,7 @@ class CompressedLayer(DynamicLayer):
         super().__init__()
         self.shared, self.number = shared, number
         self.seen = 0
+        self.bare_bytes = 0
         self.window: int | None = None
         self.ragged: Ragged | None = None
         self.schedule = ScheduleState()
@@ -214,6 +224,8 @@ class CompressedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns all that are to be read, ``[B, Hkv, K, D]``."""
+        given = key_states, value_states
+        key_states, value_states = in_attention_dtype(*given)
         if self.shared.pinned is not None:
             return self.shared.pinned.layers[self.number].write(key_states, value_states)
         incoming, new = self.shared.incoming, key_states.shape[-2]
@@ -222,6 +234,16 @@ class CompressedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+            self.bare_bytes = token_bytes(*given)
+        elif self.keys.dtype != key_states.dtype:
+            # an earlier call ran in another precision: the wider one holds the keys of both
+            dtype = torch.promote_types(self.keys.dtype, key_states.dtype)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
+            self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
+            if self.ragged is not None:
+                self.ragged = replace(
+                    self.ragged, keys=self.ragged.keys.to(dtype), values=self.ragged.values.to(dtype)
+                )
         self.keys = append(self.keys, key_states, -2, coming)
         self.values = append(self.values, value_states, -2, coming)
         if incoming is None:

@@ -19,6 +19,7 @@ import torch
 from mmaccel_kernels.chosen import chosen_attention
 from torch import Tensor, nn
 
+from ..core.precision import in_attention_dtype, without_autocast
 from ..errors import UnsupportedError
 from ..kv.decoding import attend, reads_as_stored
 from ..transformers_api import (
@@ -204,12 +205,16 @@ def _text_attention(
     scope = current()
     stages = scope.stages if scope is not None else None
     number = getattr(module, "layer_idx", None)
+    if scope is not None and number is not None:
+        query, key, value = in_attention_dtype(query, key, value)
     if scope is not None and scope.pinned is not None and number is not None:
         # a captured step
         pinned = scope.pinned.layers[number]
         pinned.ask(query)
         if not pinned.masked:
-            return pinned.attend(query, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+            with without_autocast(query.device):
+                scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+                return pinned.attend(query.to(pinned.keys.dtype), scale), None
         attention_mask = pinned.end.visible if pinned.end.added is None else pinned.end.added
         attention_mask = None if attention_mask is None else _for_heads(attention_mask, query.shape[1] // key.shape[1])
     if scope is not None and scope.preview is not None and number is not None:
@@ -238,7 +243,7 @@ def _text_attention(
     as_stored = layer is not None and reads_as_stored(layer, forward.incoming, query)
     if layer is not None and as_stored and base == "eager":
         # eager attention returns its weights
-        key, value = layer.stored()
+        query, key, value = in_attention_dtype(query, *layer.stored())
         as_stored = False
     visible = None
     # of what is read as it is stored the newest token sees everything, wherever heads end
@@ -249,14 +254,15 @@ def _text_attention(
         visible = visible.to(query.device, non_blocking=True)
     chosen = None
     if stages.eviction is not None:
-        chosen = stages.eviction.read(number, query, None if as_stored else key, scaling)
+        with without_autocast(query.device):
+            chosen = stages.eviction.read(number, query, None if as_stored else key, scaling)
     if layer is not None and as_stored:
         pages = packed_read(layer, chosen) if chosen is not None and visible is None else None
         if chosen is None or pages is not None:
-            read = attend(layer, query, visible, scaling, pages=pages)
+            read = attend(layer, query.to(layer.keys.dtype), visible, scaling, pages=pages)
             stages.after_attention(number, query, key, visible, scaling, window)
             return read, None
-        key, value = layer.stored()
+        query, key, value = in_attention_dtype(query, *layer.stored())
     groups = query.shape[1] // key.shape[1]
     if chosen is not None and base != "eager":
         read, _ = chosen_attention(query, key, value, chosen, scaling=scaling, visible=visible)
@@ -344,7 +350,8 @@ def _vision_attention(
     def attended(
         query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        weighed = scope.taps.see(encoded, module, query, key, mask, scale)
+        with without_autocast(query.device):
+            weighed = scope.taps.see(encoded, module, query, key, mask, scale)
         # flash attention cannot add the weight of merged tokens to its logits
         name = "sdpa" if weighed is not mask and base not in BACKENDS else base
         return base_function(name, module)(module, query, key, value, weighed, scaling=scaling, **kwargs)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.masks import true_last
+from ..core.precision import without_autocast
 from ..errors import UnsupportedError
 from ..families import Family
 from ..families.draft import check_free
@@ -71,7 +72,8 @@ class Watched:
             visible = (causal & valid[:, None] & there[..., None])[:, None]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attention = LayerAttention(query, key, visible, scale, torch.zeros_like(valid))
-        seen = self.method.see(attention, prompt).to(self.steps[-1].device)
+        with without_autocast(query.device):
+            seen = self.method.see(attention, prompt).to(self.steps[-1].device)
         join = torch.maximum if self.method.joined == "max" else torch.add
         self.steps[-1] = join(self.steps[-1], seen)
 
@@ -99,7 +101,8 @@ def read(scope: Scope[Any], method: DraftMethod, draft: Family, batch: int, leng
             plug.off()
     # what was written before a step: the last token is seen by none
     goes_on = _goes_on(draft, written[:, : len(watched.steps) - 1])
-    seen = method.settle(torch.stack(watched.steps, 1), pad(goes_on, (1, 0), value=True))
+    with without_autocast(goes_on.device):
+        seen = method.settle(torch.stack(watched.steps, 1), pad(goes_on, (1, 0), value=True))
     seen = torch.zeros_like(seen).scatter(1, order, seen)
     return seen.repeat_interleave(batch // len(seen), 0)
 

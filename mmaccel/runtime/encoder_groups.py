@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.budget import counts, kept_whole
 from ..core.layout import Layout, Modality
+from ..core.precision import without_autocast
 from ..core.reduction import Reduction, top_mask
 from ..core.stats import Stats
 from ..families.tower import Towers
@@ -65,7 +66,8 @@ def settle(
         tile=left.tile.to(device),
         tiles=left.tiles.to(device),
     )
-    rest = AimMerge().reduce(tokens, count.to(device)).cpu()
+    with without_autocast(device):
+        rest = AimMerge().reduce(tokens, count.to(device)).cpu()
     return merged, rest.relabel(left.places, left.row, target.shape)
 
 

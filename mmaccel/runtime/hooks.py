@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layout import Layout
+from ..core.precision import without_autocast
 from ..core.reduction import Reduction
 from ..errors import UnsupportedError
 from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
@@ -191,13 +192,14 @@ class TextHooks:
             together=plan.family.together(ids, layout.valid, scope.beside, seen),
         )
         embeds, planes = prefill.reduce(prompt, self.taps, kwargs, scope)
-        # from here on the cache is changed
-        scope.stages = Stages(prompt)
-        if scope.stages.packing is not None:
-            scope.stages.packing.note_prompt(prompt, embeds)
-        proportional.weigh(prompt, embeds, planes)
-        prefill.write(prompt, embeds, planes, kwargs)
-        tokens.prepare(prompt, kwargs["inputs_embeds"])
+        with without_autocast(embeds.device):
+            # from here on the cache is changed
+            scope.stages = Stages(prompt)
+            if scope.stages.packing is not None:
+                scope.stages.packing.note_prompt(prompt, embeds)
+            proportional.weigh(prompt, embeds, planes)
+            prefill.write(prompt, embeds, planes, kwargs)
+            tokens.prepare(prompt, kwargs["inputs_embeds"])
         return prompt
 
     def _continue(
@@ -225,7 +227,8 @@ class TextHooks:
                 hidden, kwargs = self._layer_of_prompt(forward, number, hidden, kwargs)
             elif isinstance(forward, Continuation) and forward.returns:
                 if (stage := forward.plan.stage_at_layer.get(number)) is not None:
-                    hidden = returning.come_back(forward, stage.method, number, hidden, kwargs)
+                    with without_autocast(hidden.device):
+                        hidden = returning.come_back(forward, stage.method, number, hidden, kwargs)
                 kwargs = {**kwargs, **forward.arguments}
             else:
                 return None
@@ -252,7 +255,8 @@ class TextHooks:
                 hidden = self._reduce(prompt, number, hidden, kwargs)
         if prompt.chunked is not None and prompt.chunked.due(number):
             with prompt.measured("selection", hidden.device):
-                hidden = chunks.join(prompt, number, hidden, {**kwargs, **prompt.arguments[-1]})
+                with without_autocast(hidden.device):
+                    hidden = chunks.join(prompt, number, hidden, {**kwargs, **prompt.arguments[-1]})
         kwargs = self._arguments(prompt, number, kwargs)
         if number in prompt.plan.family.recurrent:
             kwargs["attention_mask"] = prompt.real
@@ -279,7 +283,8 @@ class TextHooks:
         attention = lookahead.own_attention(
             scope, prompt, number, layer, hidden, self._arguments(prompt, number, kwargs)
         )
-        prompt.looked = prompt.plan.stage_at_layer[number].method.look(attention)
+        with without_autocast(hidden.device):
+            prompt.looked = prompt.plan.stage_at_layer[number].method.look(attention)
 
     def _reduce(self, prompt: Prompt, number: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Run the method at layer ``number``: the tokens it drops are gone from here on."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.masks import true_last
+from ..core.precision import without_autocast
 from ..kv.index import KeyIndex
 from ..method import DraftPolicy, LayerAttention, PreviewMethod
 from ..transformers_api import Cache, DynamicLayer, cache_argument
@@ -116,7 +117,9 @@ def first_pass(
             return index.mask(places, window, prompt.together if family.looks_ahead(number) else None)
 
     attention = _attention(scope, prompt, int(method.layer), lambda: family.text(**given), chosen, visible)
-    return {name: figures.to(device).gather(1, slots) for name, figures in method.look(attention).items()}
+    with without_autocast(device):
+        seen = method.look(attention)
+    return {name: figures.to(device).gather(1, slots) for name, figures in seen.items()}
 
 
 class _Passing(DynamicLayer):

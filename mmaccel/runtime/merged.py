@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.masks import true_first
+from ..core.precision import without_autocast
 from ..core.reduction import Reduction, segment_sum
 from ..errors import MmaccelError, UnsupportedError
 from ..method import EncoderMethod, EncoderTokens
@@ -91,6 +92,10 @@ class Merged(Shortened):
 
     def merge(self, hidden: Tensor, depth: float) -> Tensor:
         """Decide what is merged in this layer, and merge the sums behind its attention, ``[tiles, T, C]`` or ``[S, C]``."""
+        with without_autocast(hidden.device):
+            return self._merge(hidden, depth)
+
+    def _merge(self, hidden: Tensor, depth: float) -> Tensor:
         assert self.layer is not None
         keys, tokens = torch.cat(self._keys), len(self.place)
         attention = torch.cat(self._attention) if self._attention else None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.precision import without_autocast
 from ..core.reduction import Reduction
 from ..errors import MmaccelError, UnsupportedError
 from ..method import PatchMethod
@@ -111,7 +112,7 @@ class PatchPruning:
             return
         names = ("pixel_values", "hidden_states")
         pixels = args[0] if args else next(kwargs[name] for name in names if name in kwargs)
-        with scope.stats.clock.measure("selection", pixels.device), torch.no_grad():
+        with scope.stats.clock.measure("selection", pixels.device), torch.no_grad(), without_autocast(pixels.device):
             scope.encoding.merged = self._chosen(stage.method, scope.encoding, pixels)
 
     def _chosen(self, method: PatchMethod, encoded: Encoded, pixels: Tensor) -> Pruned | None:

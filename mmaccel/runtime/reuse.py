@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..core.precision import without_autocast
 from ..errors import UnsupportedError
 from ..families.base import clip_frames
 from ..families.tower import Towers
@@ -185,7 +186,8 @@ def reuse_layer(
         x = flat[places]
         normed = layer.first_norm(x)
         key = layer.project(normed, 1)
-        chosen = method.recompute(key.float(), keys[at].float())
+        with without_autocast(key.device):
+            chosen = method.recompute(key.float(), keys[at].float())
         fresh += chosen.numel()
         take, put = functools.partial(_take, chosen), functools.partial(_put, chosen)
         mine, value = take(normed), values[at]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.precision import without_autocast
 from ..core.stats import Stage as StageStats
 from ..kv.cache import CacheState
 from ..kv.codecs import TokenGroup
@@ -38,6 +39,12 @@ class Stages:
         """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number`` of the
         cache."""
         self.attended += 1
+        with without_autocast(query.device):
+            self._after_attention(number, query, key, visible, scaling, window)
+
+    def _after_attention(
+        self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float, window: int | None
+    ) -> None:
         forward, device = self.forward, query.device
         returns, stage = isinstance(forward, Continuation) and forward.returns, None
         if (returns or isinstance(forward, Prompt)) and forward.plan.stage_at_layer:
@@ -73,6 +80,10 @@ class Stages:
 
     def finish(self) -> None:
         """The last layer has run: what waited for it."""
+        with without_autocast(self.forward.device):
+            self._finish()
+
+    def _finish(self) -> None:
         forward, eviction, packing = self.forward, self.eviction, self.packing
         device = forward.phase(0).places.device
         if eviction is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.budget import counts, kept_whole
 from ..core.layout import Units
 from ..core.masks import question
+from ..core.precision import without_autocast
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import DraftMethod, LayerMethod, PreviewMethod, ProjectorMethod, TokenBatch, TokenMethod
@@ -37,7 +38,7 @@ def reduce(
     count, left = prompt.passes.setdefault(stage.number, (budget(prompt, stage, whole, present), [present]))
     tokens, wanted = _shown(prompt, stage, taps, hidden, slots, whole, units)
     # a choice has no gradient; the values that are merged have theirs
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(hidden.device):
         if marks := method.marks(tokens):
             tokens = replace(tokens, signals={**tokens.signals, **marks})
             prompt.marks |= by_place(marks, units, prompt.total.kept.shape)
@@ -113,7 +114,8 @@ def _shown(
         count,
     )
     valid: Tensor = found["valid"]
-    signals = taps.signals(method.taps(), prompt.encoded, units) if method.taps() else {}
+    with without_autocast(device):
+        signals = taps.signals(method.taps(), prompt.encoded, units) if method.taps() else {}
     if isinstance(method, (LayerMethod, PreviewMethod, DraftMethod)):
         for name, figures in prompt.looked.items():
             signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
