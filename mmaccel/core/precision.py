@@ -18,8 +18,8 @@ def autocasts(device: torch.device) -> bool:
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """A block that runs outside ``torch.autocast`` on ``device``.
 
-    Methods, and what this package does with their results, state the dtype of every step. Autocast would run their matrix products
-    in half precision and return other dtypes than they expect.
+    Methods, and what this package does with their results, state the dtype of every step. Autocast would run their matrix
+    products in half precision and return other dtypes than they expect.
     """
     return torch.autocast(device.type, enabled=False) if autocasts(device) else _UNCHANGED
 
@@ -28,8 +28,8 @@ def in_attention_dtype(*states: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values in the one dtype in which attention computes; the values come last.
 
     Under ``torch.autocast`` that is its dtype: rotary embeddings of a float32 model turn queries and keys into float32 while
-    the values are half precision, and every attention implementation casts all of them back. Otherwise it is the dtype of the values, as
-    flash attention has it for models whose norms are float32.
+    the values are half precision, and every attention implementation casts all of them back. Otherwise it is the dtype of the
+    values, as flash attention has it for models whose norms are float32.
     """
     values = states[-1]
     dtype = values.dtype

@@ -26,7 +26,7 @@ from ..transformers_api import (
     cache_in,
 )
 from .index import KeyIndex
-from .layer import token_bytes
+from .layer import bare_bytes as bare_token_bytes
 from .packed import QuantisedLayer
 from .pinned import Asks, Pinned, Reader
 from .recurrent import RecurrentLayer, states_of
@@ -231,7 +231,7 @@ def adopt(cache: Cache, layers: int, valid: Tensor | None, recurrent: Collection
             lengths = valid.sum(1) if valid is not None else torch.full((len(old.keys),), stored)
             state.offset = stored - lengths.to(old.keys.device)
         new.keys, new.values = in_attention_dtype(old.keys, old.values)
-        new.dtype, new.device, new.bare_bytes = old.keys.dtype, old.device, token_bytes(old.keys, old.values)
+        new.dtype, new.device, new.bare_bytes = old.keys.dtype, old.device, bare_token_bytes(old.keys, old.values)
         new.is_initialized, new.seen, new.index = True, stored, first
     cache.layers = list(state.every)
     cache.layer_class_to_replicate = None

@@ -24,8 +24,11 @@ from .shared import Shared
 _BY_ROW = ("capacity", "received", "threshold")
 
 
-def token_bytes(keys: Tensor, values: Tensor) -> int:
-    """Bytes of the key and the value of one token in one head."""
+def bare_bytes(keys: Tensor, values: Tensor) -> int:
+    """Bytes that a ``DynamicCache`` holds of one token in one head, whose key and value are given so."""
+    if keys.dtype != values.dtype:
+        # transformers 5.23 stores both in the dtype of the keys, 5.24 each in its own
+        keys, values = DynamicLayer().update(keys[:, :, :0], values[:, :, :0])
     return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
 
 
@@ -163,7 +166,7 @@ class CompressedLayer(DynamicLayer):
     Keys and values have one dtype, see :func:`mmaccel.core.precision.in_attention_dtype`.
 
     window : places back that the attention of the layer reaches, as of the last forward; None for all.
-    bare_bytes : of the key and the value of one token and head as the layer was given them first.
+    bare_bytes : what the bare model's cache would hold of one token in one head.
     """
 
     keys: Any
@@ -234,16 +237,14 @@ class CompressedLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-            self.bare_bytes = token_bytes(*given)
+            self.bare_bytes = bare_bytes(*given)
         elif self.keys.dtype != key_states.dtype:
             # an earlier call ran in another precision: the wider one holds the keys of both
             dtype = torch.promote_types(self.keys.dtype, key_states.dtype)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
             self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
             if self.ragged is not None:
-                self.ragged = replace(
-                    self.ragged, keys=self.ragged.keys.to(dtype), values=self.ragged.values.to(dtype)
-                )
+                self.ragged = replace(self.ragged, keys=self.ragged.keys.to(dtype), values=self.ragged.values.to(dtype))
         self.keys = append(self.keys, key_states, -2, coming)
         self.values = append(self.values, value_states, -2, coming)
         if incoming is None:

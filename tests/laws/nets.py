@@ -13,5 +13,6 @@ def run_over(net: nn.Module, forward: Callable[..., Tensor], hidden_states: Tens
     """``forward`` of a net over the tokens that are ``net.there [B, S]``, each row closed up by itself; zero at the others."""
     out = torch.zeros_like(hidden_states)
     for row, there in enumerate(net.there):
-        out[row, there] = forward(hidden_states[row, there][None])[0]
+        # autocast makes half precision of it
+        out[row, there] = forward(hidden_states[row, there][None])[0].to(out.dtype)
     return out
