@@ -7,10 +7,21 @@ from torch import Tensor
 
 from ..core.masks import suffix_sums
 from ..core.reduction import top_mask
-from ..errors import MmaccelError
-from ..method import KeyBatch, Policy
+from ..method import KeyBatch, LayerAttention, Policy
+from ..method.results import check_numbers, check_tensor
 from . import budgets
 from .scoring.chunks import by_chunks
+
+
+def scored(policy: Policy, keys: KeyBatch) -> Tensor:
+    """The policy's scores, ``[B, Hkv, K]`` float; checked."""
+    made = check_tensor(policy, "score()", policy.score(keys), "float", keys.keys.shape[:3], keys.keys)
+    return check_numbers(policy, "score()", made, keys.valid[:, None])
+
+
+def observed(policy: Policy, attention: LayerAttention, before: Tensor) -> Tensor:
+    """What the policy observes of an attention, ``[B, Hkv, K]`` float; checked."""
+    return check_tensor(policy, "observe()", policy.observe(attention, before), "float", before.shape, before)
 
 
 def rank(
@@ -24,12 +35,7 @@ def rank(
     question : ``[B, 2]`` long, the places between which ``protect=("question",)`` protects text.
     scores : those of another policy, or those of this one that are there already; what is protected is that of ``policy``.
     """
-    scores = policy.score(keys) if scores is None else scores
-    if scores.shape != keys.keys.shape[:3]:
-        raise MmaccelError(
-            f"Method {policy.name!r} returned scores of shape {tuple(scores.shape)} where rows, key heads and keys are "
-            f"{tuple(keys.keys.shape[:3])}."
-        )
+    scores = scored(policy, keys) if scores is None else scores
     if policy.chunk:
         scores = by_chunks(scores, keys, policy.chunk)
     must = protected(policy, keys, start, question)

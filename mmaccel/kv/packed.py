@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from mmaccel_kernels.compact import compact
+from mmaccel_kernels.pages import Pages
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..method.results import check_type
 from .codecs import Eligible, TokenGroup
 from .index import KeyIndex, leftmost
 from .layer import CompressedLayer
 from .ragged import Ragged
 from .shared import Shared
-
-if TYPE_CHECKING:
-    from mmaccel_kernels.pages import Pages
 
 
 class Held(NamedTuple):
@@ -218,7 +217,7 @@ class QuantisedLayer(CompressedLayer):
         groups += [PackedGroup(None, rest[..., :0], empty, none)] * (group.number + 1 - len(groups))
         own = groups[group.number]
         before = own.pages if own.pages is not None else groups[group.like].pages
-        new = group.codec.pack(*flat, before, query_energy, every)
+        new = check_type(group.codec, "pack()", group.codec.pack(*flat, before, query_energy, every), Pages)
         groups[group.number] = own.extended(new, rest, due, self.schedule.received, count)
         super().evict((rest >= 0) & ~due, (keys, values), lengths)
         self._join(groups)

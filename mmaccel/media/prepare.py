@@ -15,6 +15,8 @@ from PIL.Image import Image as PILImage
 
 from ..errors import MmaccelError, UnsupportedError
 from ..method import FramesMethod
+from ..method.frames import check_frames
+from ..method.refused import described, refuse
 from ..recipe import Recipe, RecipeLike
 from ..recipe import recipe as find_recipe
 from ..transformers_api import remedy
@@ -145,6 +147,8 @@ def _pictures(images: Any, stages: Stages) -> Any:
 def _reduced(image: PILImage, stages: Stages) -> PILImage:
     for method, retain in stages:
         image = method.picture(image, retain)
+        if not isinstance(image, PILImage):
+            refuse(method, "picture()", described(image), "a PIL picture")
     return image
 
 
@@ -208,8 +212,8 @@ def _clip(clip: Any, metadata: Any, stages: Stages) -> tuple[Any, Any]:
     indices = getattr(metadata, "frames_indices", None)
     indices = np.arange(len(frames)) if indices is None else np.asarray(indices)
     for method, retain in stages:
-        stay = method.choose(frames, retain)
-        frames = frames[stay] if method.only_chooses else method.clip(frames, retain)
+        stay = check_frames(method, "choose()", method.choose(frames, retain), len(frames))
+        frames = frames[stay] if method.only_chooses else _shown(method, frames, retain)
         if len(stay) != len(frames):
             raise MmaccelError(
                 f"Method {method.name!r} made {len(frames)} frames but says that it keeps {len(stay)}; its choose() must "
@@ -219,6 +223,14 @@ def _clip(clip: Any, metadata: Any, stages: Stages) -> tuple[Any, Any]:
     if dataclasses.is_dataclass(metadata) and not isinstance(metadata, type):
         metadata = dataclasses.replace(metadata, **{"frames_indices": indices.tolist()})
     return back(frames[..., :1] if grey else frames), metadata
+
+
+def _shown(method: FramesMethod, frames: np.ndarray, retain: float) -> np.ndarray:
+    """The frames ``[T', H, W, 3]`` uint8 that a method shows in place of ``frames``."""
+    made = method.clip(frames, retain)
+    if not isinstance(made, np.ndarray) or made.ndim != 4 or made.shape[3] != 3 or made.dtype != np.uint8:
+        refuse(method, "clip()", described(made), "a uint8 array of shape (frames, height, width, 3)")
+    return made
 
 
 def _as_frames(pixels: Any) -> tuple[np.ndarray, Callable[[np.ndarray], Any]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from ..core.budget import resolve
 from .base import Method
+from .refused import described, refuse
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -54,7 +55,7 @@ class FrameChoice(FramesMethod):
         count = resolve(retain, total) if total else 0
         if count >= total:
             return np.arange(total)
-        return self.pick(frames, count)
+        return check_frames(self, "pick()", self.pick(frames, count), total, count)
 
     def clip(self, frames: np.ndarray, retain: float) -> np.ndarray:
         """``[T, H, W, 3]`` uint8 -> ``[T', H, W, 3]``."""
@@ -63,3 +64,26 @@ class FrameChoice(FramesMethod):
     def picture(self, image: PILImage, retain: float) -> PILImage:
         """One picture, as it is."""
         return image
+
+
+def check_frames(method: Method, call: str, made: Any, total: int, count: int | None = None) -> np.ndarray:
+    """``made`` as ``[T']`` int64 if it has ascending indices of the ``total`` frames of a clip, one at least, or ``count``.
+
+    Raises
+    ------
+    MmaccelError
+        If it has not.
+    """
+    number = "one or more" if count is None else str(count)
+    wanted = f"{number} ascending indices of frames from 0 to {total - 1}, each once"
+    try:
+        found = np.asarray(made)
+    except ValueError:
+        found = np.empty((0, 0))
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        refuse(method, call, described(found if isinstance(made, (list, tuple)) else made), wanted)
+    if len(found) == 0 or (count is not None and len(found) != count):
+        refuse(method, call, f"{len(found)} indices", wanted)
+    if found[0] < 0 or found[-1] >= total or not (np.diff(found) > 0).all():
+        refuse(method, call, f"the indices {', '.join(map(str, found[:8]))}{', ...' * (len(found) > 8)}", wanted)
+    return found.astype(np.int64)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import MmaccelError
 from .keys import KeyBatch, Policy
+from .results import check_numbers, check_tensor
 
 #: how the query heads of a KV head agree
 REDUCE = ("max", "mean")
@@ -161,7 +162,10 @@ class ReadingPolicy(Policy):
     def pick(self, step: ReadStep) -> tuple[Picked, dict[str, Tensor]]:
         """The units that are read, and what the next step is given as ``carried``, ``[B, ...]`` each. By default the best by
         :meth:`rate`, of equal ones the first."""
-        return best(self.rate(step), step), {}
+        ratings = check_tensor(
+            self, "rate()", self.rate(step), "float", (len(step.gone), None, step.gone.shape[2]), step.keys
+        )
+        return best(check_numbers(self, "rate()", ratings, ~step.gone), step), {}
 
     # --- what all of them share -----------------------------------------------------------------------------------
     @property

@@ -254,7 +254,7 @@ def _reduce(prompt: Prompt, chunked: Chunked, into: Tensor, layer: int, hidden: 
     batch = TokenBatch(**found, entered=entered, left=there[:, None], clips=clips, signals=signals)
     # a choice has no gradient
     with torch.no_grad():
-        made = tokens.checked(method, method.reduce(batch, wanted), units.valid, count)
+        made = tokens.checked(method, method.reduce(batch, wanted), units.valid, count, hidden.shape[2])
     prompt.stats.stages[chunked.stage.number].tokens_kept += int(made.kept.sum() - made.valid.sum())
     made = made.relabel(units.places, units.row, shape)
     prompt.total = total.then(made.beside(total.kept & ~made.valid))

@@ -11,10 +11,11 @@ from torch.nn.functional import pad
 
 from ..core.masks import true_last
 from ..core.precision import without_autocast
-from ..errors import UnsupportedError
+from ..errors import MmaccelError, UnsupportedError
 from ..families import Family
 from ..families.draft import check_free
 from ..method import Drafted, DraftMethod, LayerAttention
+from ..method.results import check_tensor
 from .attention import Plug
 from .scope import Scope
 
@@ -73,7 +74,8 @@ class Watched:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attention = LayerAttention(query, key, visible, scale, torch.zeros_like(valid))
         with without_autocast(query.device):
-            seen = self.method.see(attention, prompt).to(self.steps[-1].device)
+            seen = self.method.see(attention, prompt)
+        seen = check_tensor(self.method, "see()", seen, "float", self.valid.shape, query).to(self.steps[-1].device)
         join = torch.maximum if self.method.joined == "max" else torch.add
         self.steps[-1] = join(self.steps[-1], seen)
 
@@ -102,7 +104,9 @@ def read(scope: Scope[Any], method: DraftMethod, draft: Family, batch: int, leng
     # what was written before a step: the last token is seen by none
     goes_on = _goes_on(draft, written[:, : len(watched.steps) - 1])
     with without_autocast(goes_on.device):
-        seen = method.settle(torch.stack(watched.steps, 1), pad(goes_on, (1, 0), value=True))
+        steps = torch.stack(watched.steps, 1)
+        seen = method.settle(steps, pad(goes_on, (1, 0), value=True))
+    check_tensor(method, "settle()", seen, "float", (len(steps), steps.shape[2]), steps)
     seen = torch.zeros_like(seen).scatter(1, order, seen)
     return seen.repeat_interleave(batch // len(seen), 0)
 
@@ -140,6 +144,8 @@ def _written(method: Drafted, draft: Family, told: dict[str, Tensor]) -> Tensor:
     """The tokens that the draft writes, ``[b, n]`` long."""
     try:
         written: Tensor = draft.model.generate(**told, max_new_tokens=method.lookahead, do_sample=False, num_beams=1)
+    except MmaccelError:
+        raise
     except ValueError as error:
         raise UnsupportedError(
             f"{method.name}: the draft cannot read this prompt ({str(error).splitlines()[0]}); name one of the same series."

@@ -15,7 +15,7 @@ so this is the merged sum behind the attention plus its own MLP.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..core.budget import Retain, apportion, resolve
 from ..method import EncoderMethod
+from ..method.refused import described, refuse
 from .encoded import Encoded
 from .merged import Merged, Run
 from .plan import Plan, PlannedStage, record
@@ -131,9 +132,23 @@ class EncoderMerging:
             units = self.towers.units(encoded, *frame)
             entries = torch.cat([torch.zeros(cls, units.shape[1], dtype=torch.long), units + cls])
             slots = (torch.tensor(at)[:, None, None] + entries).to(hidden.device)
-            plan = self.method.schedule(len(units), len(self.layers), kept)
+            plan = self._schedule(len(units), kept)
             merged.runs.append(Run(slots, plan))
         return merged if any(sum(run.plan) for run in merged.runs) else None
+
+    def _schedule(self, tokens: int, kept: int) -> list[int]:
+        """How many of the ``tokens`` each merging layer removes, so that ``kept`` are left."""
+        plan: Any = self.method.schedule(tokens, len(self.layers), kept)
+        numbers = isinstance(plan, Sequence) and all(type(n) is int and n >= 0 for n in plan)
+        if not numbers or len(plan) != len(self.layers) or tokens - sum(plan) < 1:
+            returned = str(plan) if isinstance(plan, list) else described(plan)
+            refuse(
+                self.method,
+                "schedule()",
+                returned,
+                f"a list of {len(self.layers)} numbers, one a layer, that leave 1 token or more of {tokens}",
+            )
+        return list(plan)
 
     def _budget(self, sizes: list[int], retain: Retain) -> list[int]:
         """How many patches (or blocks that merge as one) of each frame or tile stay in the tower, of ``sizes``."""

@@ -13,6 +13,7 @@ from mmaccel_kernels.chosen import ChosenKeys
 from torch import Tensor
 
 from ..kv.cache import CacheState
+from ..kv.choose import observed
 from ..method import LayerAttention, Policy, ReadingPolicy
 from ..method.layers import SharedPass
 from .cache_stage import CacheStage
@@ -155,7 +156,7 @@ class Eviction:
         if policy.observes:
             before = schedule.figures(key.shape[2])
             before = key.new_zeros(key.shape[:3], dtype=torch.float32) if before is None else before
-            received = policy.observe(attention, before)
+            received = observed(policy, attention, before)
         if policy.scheduled:
             schedule.received, schedule.scaling, schedule.window = received, attention.scaling, window
             if policy.window:

@@ -20,6 +20,7 @@ from ..kv.incoming import Incoming, Phase
 from ..kv.index import KeyIndex
 from ..kv.returning import Aside
 from ..method import ChunkMethod, LayerAttention
+from ..method.results import check_figures
 from .encoded import Encoded
 from .plan import ModelPlan, PlannedStage
 
@@ -152,7 +153,9 @@ class Chunked:
 
     def look(self, layer: int, attention: LayerAttention) -> None:
         """Show the method what a layer attends to."""
-        self.looked = self.stage.method.look(attention, self.positions, layer)
+        method, query = self.stage.method, attention.query
+        seen = method.look(attention, self.positions, layer)
+        self.looked = check_figures(method, "look()", seen, (query.shape[0], query.shape[2]), query)
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ from ..errors import UnsupportedError
 from ..kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ..kv.incoming import Incoming
 from ..method import DraftPolicy, ReadingPolicy, ReturningMethod
+from ..method.results import figures_of
 from ..transformers_api import DynamicCache, cache_argument, cache_in, cache_names, cache_of
 from . import chunks, continuation, lookahead, prefill, proportional, returning, tokens
 from .forward import Continuation, Forward, Prompt, chosen_of, rows_at, sent
@@ -284,7 +285,7 @@ class TextHooks:
             scope, prompt, number, layer, hidden, self._arguments(prompt, number, kwargs)
         )
         with without_autocast(hidden.device):
-            prompt.looked = prompt.plan.stage_at_layer[number].method.look(attention)
+            prompt.looked = figures_of(prompt.plan.stage_at_layer[number].method, attention)
 
     def _reduce(self, prompt: Prompt, number: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Run the method at layer ``number``: the tokens it drops are gone from here on."""

@@ -15,6 +15,7 @@ from ..core.masks import true_last
 from ..core.precision import without_autocast
 from ..kv.index import KeyIndex
 from ..method import DraftPolicy, LayerAttention, PreviewMethod
+from ..method.results import figures_of
 from ..transformers_api import Cache, DynamicLayer, cache_argument
 from . import draft
 from .forward import Prompt, rows_at, sent
@@ -118,8 +119,8 @@ def first_pass(
 
     attention = _attention(scope, prompt, int(method.layer), lambda: family.text(**given), chosen, visible)
     with without_autocast(device):
-        seen = method.look(attention)
-    return {name: figures.to(device).gather(1, slots) for name, figures in seen.items()}
+        looked = figures_of(method, attention)
+    return {name: figures.to(device).gather(1, slots) for name, figures in looked.items()}
 
 
 class _Passing(DynamicLayer):

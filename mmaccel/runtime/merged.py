@@ -10,6 +10,7 @@ from ..core.precision import without_autocast
 from ..core.reduction import Reduction, segment_sum
 from ..errors import MmaccelError, UnsupportedError
 from ..method import EncoderMethod, EncoderTokens
+from ..method.results import check_numbers, check_slots, check_tensor
 from .shortened import Shortened
 
 
@@ -111,10 +112,11 @@ class Merged(Shortened):
                 cls_attention=None if attention is None else attention[slots].sum(-1),
             )
             entry = torch.arange(slots.shape[1], device=slots.device).expand(slots.shape[:2])
-            into = self.method.match(seen, remove) if remove else entry
+            into = entry
             if remove:
+                into, weights = self._matched(seen, remove)
                 target[slots] = slots.gather(1, into[..., None].expand_as(slots))
-                weight[slots] = self.method.weigh(seen, into)[..., None].expand_as(slots)
+                weight[slots] = weights[..., None].expand_as(slots)
             stays.append(true_first(into == entry)[:, : slots.shape[1] - remove])
             kept -= slots.shape[0] * remove * slots.shape[2]
         left = target == torch.arange(tokens, device=target.device)
@@ -131,6 +133,14 @@ class Merged(Shortened):
         for run, stay in zip(self.runs, stays, strict=True):
             run.slots = rank[run.slots.gather(1, stay[..., None].expand(-1, -1, run.slots.shape[2]))]
         return self.pack(self.flow.apply(hidden.flatten(0, -2)), hidden)
+
+    def _matched(self, seen: EncoderTokens, remove: int) -> tuple[Tensor, Tensor]:
+        """What the method says of each token of ``seen``: the slot it flows into, and its weight there, ``[N, T]`` each."""
+        method, size = self.method, seen.size
+        into = check_tensor(method, "match()", method.match(seen, remove), "integer", size.shape, size)
+        check_slots(method, "match()", into, size.shape[1])
+        weights = check_tensor(method, "weigh()", method.weigh(seen, into), "float", size.shape, size)
+        return into, check_numbers(method, "weigh()", weights)
 
     def pack(self, flat: Tensor, like: Tensor) -> Tensor:
         """``[S, C]`` in the shape the tower works in."""

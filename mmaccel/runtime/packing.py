@@ -23,6 +23,7 @@ from ..kv.index import KeyIndex
 from ..kv.packed import QuantisedLayer
 from ..kv.scoring.importance import energy
 from ..kv.shared import Shared
+from ..method.results import check_tensor
 from .eviction import Eviction
 from .forward import Forward, Prompt, chosen_of
 
@@ -59,7 +60,8 @@ class Packing:
         for group in self.groups:
             if group.of == "salient":
                 of = (mask.to(embeds.device, non_blocking=True) for mask in (kept & visual, kept & ~visual))
-                self.salient = group.source.salient(embeds, *of).cpu()
+                found = group.source.salient(embeds, *of)
+                self.salient = check_tensor(group.source, "salient()", found, "bool", embeds.shape[:2], embeds).cpu()
 
     def note_queries(self, number: int, query: Tensor, heads: int) -> None:
         """Note what codecs must know of ``query [B, Hq, q, D]`` of layer ``number``, where anything may be packed."""

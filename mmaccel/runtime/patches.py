@@ -19,6 +19,7 @@ from ..core.precision import without_autocast
 from ..core.reduction import Reduction
 from ..errors import MmaccelError, UnsupportedError
 from ..method import PatchMethod
+from ..method.results import check_tensor
 from .encoded import Encoded
 from .encoder_groups import targets
 from .forward import Prompt, StageResult
@@ -121,9 +122,10 @@ class PatchPruning:
         target = torch.arange(sum(places.numel() for _, places in groups), device=pixels.device)
         kept = len(target)
         for values, places in groups:
-            made = method.predict(values)
             shape = values.shape[0], values.shape[1] * values.shape[2]
-            if made.shape != shape or not torch.equal(made.gather(1, made), made):
+            made = check_tensor(method, "predict()", method.predict(values), "integer", shape, values)
+            inside = made.clamp(0, shape[1] - 1)
+            if not bool(((inside == made) & (inside.gather(1, inside) == made)).all()):
                 raise MmaccelError(
                     f"Method {method.name!r} must give [{shape[0]}, {shape[1]}] slots, each of which is its own or one that is."
                 )

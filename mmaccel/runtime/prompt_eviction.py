@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.budget import resolve
 from ..kv.cache import CacheState
-from ..kv.choose import choose, per_head, rank
+from ..kv.choose import choose, per_head, rank, scored
 from ..kv.index import to_device
 from ..kv.packed import QuantisedLayer
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, mean_rotation, share_seen
@@ -256,16 +256,16 @@ class PromptEviction:
         """The scores ``[R, Hkv, K]`` of ``keys``, those of ``together``, by the policy or another one."""
         policy = by or self.policy
         if policy.by_layer and len(together.layers) > 1:
-            scores = torch.cat([policy.score(self._batch(Together([layer]))[0]) for layer in together.layers])
+            scores = torch.cat([scored(policy, self._batch(Together([layer]))[0]) for layer in together.layers])
         else:
-            scores = self._score(together, keys) if by is None else by.score(keys)
+            scores = self._score(together, keys) if by is None else scored(by, keys)
         return self._rank(keys, tokens, scores)
 
     def _score(self, together: Together, keys: KeyBatch) -> Tensor:
         """What the policy says of ``keys``, those of ``together``, ``[R, Hkv, K]``."""
         if self.behind is None:
-            return self.policy.score(keys)
-        return self.policy.score(_followed(keys, self.behind, together))[..., : keys.keys.shape[2]]
+            return scored(self.policy, keys)
+        return scored(self.policy, _followed(keys, self.behind, together))[..., : keys.keys.shape[2]]
 
     def _rank(self, keys: KeyBatch, tokens: Tokens, scores: Tensor | None = None) -> Tensor:
         return rank(self.policy, keys, self.prompt.seen == 0, tokens.question, scores)

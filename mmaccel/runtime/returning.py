@@ -15,6 +15,7 @@ from ..kv.index import KeyIndex
 from ..kv.returning import Aside, Returning
 from ..kv.sparse import SparseRead
 from ..method import LayerAttention, LayerMethod, ReturningMethod
+from ..method.results import check_tensor, figures_of
 from .forward import Continuation, Prompt, rows_at, sent
 from .plan import ModelPlan
 
@@ -89,7 +90,7 @@ def look(
     memory = _memory(forward)
     places = forward.phase(number).places.to(query.device)
     new = torch.arange(places.shape[1], device=places.device) >= places.shape[1] - forward.length
-    seen = method.look(LayerAttention(query, key, visible, scaling, (places >= 0) & new))
+    seen = figures_of(method, LayerAttention(query, key, visible, scaling, (places >= 0) & new))
     at, n = _by_place(forward.index(number), memory, query.device)
     figures = {name: _placed(x, at, n) for name, x in seen.items()}
     forward.figures, forward.among = figures, _placed(at < n, at, n) & memory.visual.to(query.device)
@@ -158,7 +159,8 @@ def _chosen(forward: Continuation, method: LayerMethod, count: Tensor, device: t
     """``[B, n]`` bool, the visual tokens that the layers behind see."""
     assert isinstance(method, ReturningMethod) and forward.among is not None
     figures = {name: x.to(device) for name, x in forward.figures.items()}
-    return method.recall(figures, forward.among.to(device), count)
+    among = forward.among.to(device)
+    return check_tensor(method, "recall()", method.recall(figures, among, count), "bool", among.shape, among)
 
 
 def _by_place(index: KeyIndex, memory: Returning, device: torch.device) -> tuple[Tensor, int]:

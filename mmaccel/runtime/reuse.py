@@ -22,6 +22,7 @@ from ..errors import UnsupportedError
 from ..families.base import clip_frames
 from ..families.tower import Towers
 from ..method import ReuseMethod
+from ..method.results import check_slots, check_tensor
 from .encoded import Encoded
 from .plan import ModelPlan, record
 from .reused import Frames
@@ -188,6 +189,8 @@ def reuse_layer(
         key = layer.project(normed, 1)
         with without_autocast(key.device):
             chosen = method.recompute(key.float(), keys[at].float())
+        chosen = check_tensor(method, "recompute()", chosen, "integer", (len(key), None), key)
+        check_slots(method, "recompute()", chosen, key.shape[1], rising=True)
         fresh += chosen.numel()
         take, put = functools.partial(_take, chosen), functools.partial(_put, chosen)
         mine, value = take(normed), values[at]

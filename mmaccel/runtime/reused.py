@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import MmaccelError
 from ..method import ReuseMethod
+from ..method.refused import described, refuse
 from .shortened import Subsequence
 
 
@@ -30,6 +31,9 @@ class Frames:
         start = kept = 0
         for sizes in clips:
             references, places = method.references(len(sizes)), dict[int, Tensor]()
+            told = isinstance(references, Sequence) and all(type(at) is int for at in references)
+            if not told or len(references) != len(sizes):
+                refuse(method, "references()", described(references), f"a list of {len(sizes)} frames, by number")
             if any(not 0 <= at <= frame or references[at] != at for frame, at in enumerate(references)):
                 raise MmaccelError(
                     f"Method {method.name!r} must refer every frame to itself or to an earlier one that refers to itself."

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kv.cache import CacheState
-from ..kv.choose import per_head, rank
+from ..kv.choose import observed, per_head, rank
 from ..kv.index import to_device
 from ..kv.packed import QuantisedLayer
 from ..kv.pinned import Asks
@@ -104,7 +104,7 @@ class Schedule:
         keys, visible = together.stored[0], together.mask(places, schedule.window)
         before = keys.new_zeros(keys.shape[:3], dtype=torch.float32) if together.received is None else together.received
         attention = LayerAttention(query, keys, visible, schedule.scaling, places >= 0)
-        together.observed(self.policy.observe(attention, before))
+        together.observed(observed(self.policy, attention, before))
         for layer in together.layers:
             layer.schedule.keep(self.policy.window)
 

@@ -19,7 +19,9 @@ from ..kv.packed import QuantisedLayer
 from ..kv.pinned import PinnedLayer
 from ..kv.shared import Shared
 from ..kv.sparse import Choices, LayerRead, Rivalry, SparseMemory, SparseRead
-from ..method import KeyUnits, LayerAttention, Observed, Policy, ReadingPolicy, ReadStep
+from ..method import KeyUnits, LayerAttention, Observed, Picked, Policy, ReadingPolicy, ReadStep
+from ..method.refused import described, refuse
+from ..method.results import check_slots, check_tensor, check_type
 
 #: entries of keys that are looked at together at the end of a prompt: layers of a short one at once, of a long one alone
 TOGETHER = 1 << 24
@@ -56,7 +58,8 @@ def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attentio
     stored = there.new_zeros(shape).scatter_(2, at, True).any(1)[:, :end]
     visual = (table[..., 0] >= 0) & stored
     memory = shared.sparse = shared.sparse.to(device)
-    chosen = policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen) & visual
+    chosen = policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen)
+    chosen = check_tensor(policy, "recall()", chosen, "bool", visual.shape, visual) & visual
     memory.paid, memory.chosen = by_place, chosen
     # heads that store different keys share no count
     if policy.steady and index.shape[1] == 1 and memory.left_out is None:
@@ -105,6 +108,11 @@ def _chosen(
         scaling,
     )
     picked, carried = policy.pick(step)
+    check_type(policy, "pick()", picked, Picked)
+    units = check_tensor(policy, "pick() (`units`)", picked.units, "int32", (len(query), None, None), query)
+    check_tensor(policy, "pick() (`counts`)", picked.counts, "int32", units.shape[:2], query)
+    # behind those that are picked stands the number of all
+    check_slots(policy, "pick() (`units`)", units, choices.gone.shape[2] // choices.each + 1)
     return choices.chosen(picked), carried
 
 
@@ -221,7 +229,8 @@ def prepare_reads(
         assert memory is not None and table is not None
         size = (table[..., 0] >= 0).sum(1).clamp(min=1)
         share = (memory.count.to(size.device) / size).clamp(max=1)
-        memory.level = policy.level(observed, share) if observed else torch.zeros_like(share)
+        level = policy.level(observed, share) if observed else torch.zeros_like(share)
+        memory.level = check_tensor(policy, "level()", level, "float", share.shape, share)
 
 
 def _alike(layers: Sequence[QuantisedLayer]) -> Iterator[list[QuantisedLayer]]:
@@ -265,6 +274,9 @@ def _looked_at(
     # as if they were rows
     there = (choices.rated >= 0).repeat(number, 1, 1, 1)
     made = policy.summarise(KeyUnits(torch.cat(units) if number > 1 else units[0], there, scaling))
+    for name, x in made.items():
+        if len(check_type(policy, f"summarise() ({name!r})", x, Tensor)) != len(there):
+            refuse(policy, f"summarise() ({name!r})", described(x), f"a tensor of {len(there)} rows")
     parts = {name: x.chunk(number) for name, x in made.items()}
     return [LayerRead(choices, {name: x[n] for name, x in parts.items()}, {}) for n in range(number)]
 

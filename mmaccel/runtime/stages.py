@@ -10,6 +10,7 @@ from ..core.stats import Stage as StageStats
 from ..kv.cache import CacheState
 from ..kv.codecs import TokenGroup
 from ..method import LayerAttention, LayerMethod, Policy
+from ..method.results import figures_of
 from . import returning, tokens
 from .eviction import Eviction
 from .forward import Continuation, Forward, Prompt, chosen_of
@@ -66,7 +67,7 @@ class Stages:
                     prepared = {name: figures.to(device).gather(1, at) for name, figures in known.items()}
                 there = text.to(device, non_blocking=True)
                 attention = LayerAttention(query, key, visible, scaling, there, text, prepared)
-                seen = stage.method.look(attention)
+                seen = figures_of(stage.method, attention)
             forward.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
         if isinstance(forward, Prompt) and forward.chunked is not None and forward.chunked.due(number + 1):
             there = forward.phase(number).places >= 0

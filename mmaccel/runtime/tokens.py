@@ -15,6 +15,7 @@ from ..core.precision import without_autocast
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import DraftMethod, LayerMethod, PreviewMethod, ProjectorMethod, TokenBatch, TokenMethod
+from ..method.results import check_figures, check_reduction
 from .forward import Prompt, StageResult, rows_at, sent
 from .plan import PlannedStage, record
 from .taps import Taps
@@ -39,10 +40,10 @@ def reduce(
     tokens, wanted = _shown(prompt, stage, taps, hidden, slots, whole, units)
     # a choice has no gradient; the values that are merged have theirs
     with torch.no_grad(), without_autocast(hidden.device):
-        if marks := method.marks(tokens):
+        if marks := check_figures(method, "marks()", method.marks(tokens), tokens.valid.shape, tokens.valid):
             tokens = replace(tokens, signals={**tokens.signals, **marks})
             prompt.marks |= by_place(marks, units, prompt.total.kept.shape)
-        made = checked(method, method.reduce(tokens, wanted), units.valid, count)
+        made = checked(method, method.reduce(tokens, wanted), units.valid, count, tokens.features.shape[2])
     _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
     left.append(made.kept.sum(1))
     made = made.relabel(units.places, units.row, total.kept.shape).beside(total.kept & ~prompt.layout.visual)
@@ -68,6 +69,7 @@ def prepare(prompt: Prompt, embeds: Tensor) -> None:
             visual = prompt.layout.visual.gather(1, chosen.clamp(min=0)) & (chosen >= 0)
             seen, text, slots = sent(embeds.device, visual, (chosen >= 0) & ~visual, prompt.slots(chosen))
             made = kind.prepare(embeds, text.bool(), seen.bool())
+            made = check_figures(kind, "prepare()", made, embeds.shape[:2], embeds)
             prompt.prepared[kind] = {name: figures.gather(1, slots) for name, figures in made.items()}
 
 
@@ -222,12 +224,9 @@ def _normed(prompt: Prompt, hidden: Tensor) -> Tensor:
     return made.to(hidden.device)
 
 
-def checked(method: TokenMethod, made: Reduction, valid: Tensor, count: Tensor) -> Reduction:
-    """What a method made, on the CPU. One of somebody else's may be wrong; say so before the answers are."""
-    shaped = made.kept.shape == valid.shape
-    made = made.cpu() if shaped else made
-    if not shaped or bool((made.kept & ~valid).any()):
-        raise MmaccelError(f"Method {method.name!r} kept slots that hold no token.")
+def checked(method: TokenMethod, made: Any, valid: Tensor, count: Tensor, width: int) -> Reduction:
+    """What a method made of tokens of ``width`` channels, on the CPU, if it is a reduction of these that meets the budget."""
+    made = check_reduction(method, made, valid, width)
     if made.residual is not None and not isinstance(method, ProjectorMethod):
         raise MmaccelError(
             f"Method {method.name!r} has a residual, which is added before the language model; make it a ProjectorMethod."

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import gcd
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from mmaccel_kernels.pack import quantise
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import Method
+from ...method.refused import described, refuse
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,11 @@ class Codec(Method):
         head = torch.repeat_interleave(cu_pages.diff().long(), output_size=len(count))
         tile = self.tile_of(values.shape[1])
         cut = Cut(start, count, head, lengths, tile, query_energy)
-        planes = self.key_planes(keys.contiguous(), cut, before)
+        planes = self._checked("key_planes()", self.key_planes(keys.contiguous(), cut, before))
         narrow = sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
         return Pages(
             keys=planes,
-            values=self.value_planes(values.contiguous(), cut),
+            values=self._checked("value_planes()", self.value_planes(values.contiguous(), cut)),
             page=self.page,
             tile=tile,
             count=count,
@@ -148,6 +149,11 @@ class Codec(Method):
             key_width=keys.shape[1] if narrow else 0,
             tokens=len(keys),
         )
+
+    def _checked(self, call: str, planes: Any) -> tuple[Plane, ...]:
+        if not isinstance(planes, tuple) or not planes or not all(isinstance(plane, Plane) for plane in planes):
+            refuse(self, call, described(planes), "a tuple of one Plane or more")
+        return planes
 
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
         """The keys of every page, ``keys [total, D]``."""

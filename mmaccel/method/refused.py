@@ -1,0 +1,23 @@
+"""The error for a method that returned what it must not, in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from ..errors import MmaccelError
+from .base import Method
+
+
+def refuse(method: Method | type[Method], call: str, returned: str, wanted: str) -> NoReturn:
+    """Raise :class:`MmaccelError`: what ``call`` of a method returned, and what it must return."""
+    raise MmaccelError(f"Method {method.name!r} returned {returned} from {call}; it must return {wanted}.")
+
+
+def described(made: Any) -> str:
+    """A result in words."""
+    if made is None:
+        return "None"
+    if not hasattr(made, "dtype") or not hasattr(made, "shape"):
+        return f"an object of type {type(made).__name__}"
+    where = f" on {made.device}" if hasattr(made, "device") else ""
+    return f"a {str(made.dtype).removeprefix('torch.')} tensor of shape {tuple(made.shape)}{where}"

@@ -1,0 +1,136 @@
+"""Check what a method returned, so that a mistake in it is named before it becomes a wrong answer.
+
+Types, shapes, dtypes and devices are checked on every device, which costs nothing. Values (NaN, indices out of range) are
+checked where the result is on the CPU: on a GPU the host would wait for them. All checks raise :class:`MmaccelError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..core.reduction import Links, Reduction, Residual
+from .base import Method
+from .layers import LayerAttention, LayerMethod
+from .preview import PreviewMethod
+from .refused import described, refuse
+
+R = TypeVar("R")
+Kind = Literal["float", "bool", "integer", "int32"]
+
+_WORDS: dict[Kind, str] = {"float": "floating-point", "bool": "bool", "integer": "integer", "int32": "int32"}
+
+
+def check_type(method: Method | type[Method], call: str, made: Any, kind: type[R]) -> R:
+    """``made`` if it is an instance of ``kind``."""
+    if not isinstance(made, kind):
+        refuse(method, call, described(made), f"a {kind.__name__}")
+    return made
+
+
+def check_tensor(
+    method: Method | type[Method], call: str, made: Any, kind: Kind, shape: Sequence[int | None], like: Tensor | None
+) -> Tensor:
+    """``made`` if it is a tensor of this kind of dtype, of this ``shape`` (None for any length), on the device of ``like``."""
+    if not (isinstance(made, Tensor) and _is(made, kind) and _fits(made, shape)):
+        told = ", ".join("any" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
+        refuse(method, call, described(made), f"a {_WORDS[kind]} tensor of shape ({told})")
+    if like is not None and made.device != like.device:
+        refuse(method, call, described(made), f"a tensor on {like.device}, where its inputs are")
+    return made
+
+
+def check_figures(
+    method: Method | type[Method], call: str, made: Any, shape: Sequence[int | None], like: Tensor
+) -> dict[str, Tensor]:
+    """``made`` if it is a dict of floating-point tensors of this ``shape``, by name."""
+    if not isinstance(made, Mapping) or not all(isinstance(name, str) for name in made):
+        refuse(method, call, described(made), "a dict of tensors by name")
+    return {name: check_tensor(method, call, x, "float", shape, like) for name, x in made.items()}
+
+
+def figures_of(method: LayerMethod | PreviewMethod, attention: LayerAttention) -> dict[str, Tensor]:
+    """What ``method.look`` makes of the attention of a layer, ``[B, K]`` each."""
+    key = attention.key
+    return check_figures(method, "look()", method.look(attention), (key.shape[0], key.shape[2]), key)
+
+
+def check_numbers(method: Method, call: str, made: Tensor, where: Tensor | None = None) -> Tensor:
+    """``made`` if it has no NaN, at least ``where`` it is looked at (bool, of a shape that broadcasts); on the CPU."""
+    if made.device.type == "cpu":
+        wrong = made.isnan() if where is None else made.isnan() & where
+        if bool(wrong.any()):
+            refuse(method, call, f"NaN for {int(wrong.sum())} of {wrong.numel()} values", "numbers (inf is allowed)")
+    return made
+
+
+def check_slots(method: Method, call: str, made: Tensor, count: int, rising: bool = False) -> Tensor:
+    """``made`` if all are indices of ``count`` things, in every row each larger than the one before where they are to be
+    ``rising``; on the CPU."""
+    if made.device.type == "cpu" and made.numel():
+        least, most = map(int, made.aminmax())
+        if least < 0 or most >= count:
+            refuse(method, call, f"indices from {least} to {most}", f"indices from 0 to {count - 1}")
+        if rising and not bool((made.diff(dim=-1) > 0).all()):
+            refuse(method, call, "indices out of order or more than once", "ascending indices, each once")
+    return made
+
+
+def check_reduction(method: Method, made: Any, valid: Tensor, width: int) -> Reduction:
+    """``made``, on the CPU, if it is a reduction of the slots ``valid [N, n]`` of tokens of ``width`` channels. How many stay
+    is not checked. ``valid`` is bool and on the CPU."""
+    call, made = "reduce()", check_type(method, "reduce()", made, Reduction)
+    for name in ("kept", "valid"):
+        check_tensor(method, f"reduce() (`{name}`)", getattr(made, name), "bool", valid.shape, None)
+    if made.links is not None:
+        links = check_type(method, call, made.links, Links)
+        for name in ("batch", "slot", "source"):
+            check_tensor(
+                method, f"reduce() (`links.{name}`)", getattr(links, name), "integer", (len(links.batch),), None
+            )
+        check_tensor(method, "reduce() (`links.weight`)", links.weight, "float", (len(links.batch),), None)
+    if made.residual is not None:
+        residual = check_type(method, call, made.residual, Residual)
+        shape = check_tensor(method, "reduce() (`residual.slot`)", residual.slot, "integer", (None, None), None).shape
+        check_tensor(method, "reduce() (`residual.batch`)", residual.batch, "integer", shape, None)
+        check_tensor(method, "reduce() (`residual.values`)", residual.values, "float", (*shape, width), None)
+    made = made.cpu()
+    if bool((made.kept & ~valid).any()):
+        refuse(
+            method, call, "a reduction that keeps slots that hold no token", "one whose `kept` is within `tokens.valid`"
+        )
+    if made.links is not None:
+        _check_links(method, made.links, made.kept, valid)
+    if made.residual is not None:
+        batch, slot = made.residual.batch, made.residual.slot
+        check_slots(method, "reduce() (`residual.batch`)", batch, len(valid))
+        check_slots(method, "reduce() (`residual.slot`)", slot.clamp(min=0), valid.shape[1])
+        check_numbers(method, "reduce() (`residual.values`)", made.residual.values, (slot >= 0)[..., None])
+    return made
+
+
+def _check_links(method: Method, links: Links, kept: Tensor, valid: Tensor) -> None:
+    check_slots(method, "reduce() (`links.batch`)", links.batch, len(valid))
+    check_slots(method, "reduce() (`links.slot`)", links.slot, valid.shape[1])
+    check_slots(method, "reduce() (`links.source`)", links.source, valid.shape[1])
+    if not bool(links.weight.isfinite().all()):
+        refuse(method, "reduce()", "a reduction with weights that are NaN or infinite", "finite `links.weight`")
+    if not bool(kept[links.batch, links.slot].all()):
+        refuse(method, "reduce()", "links into slots that are not kept", "links whose `slot` is kept")
+    if not bool(valid[links.batch, links.source].all()):
+        refuse(method, "reduce()", "links from slots that hold no token", "links whose `source` is in `tokens.valid`")
+
+
+def _is(x: Tensor, kind: Kind) -> bool:
+    if kind == "float":
+        return x.is_floating_point()
+    if kind == "int32":
+        return x.dtype == torch.int32
+    return (x.dtype == torch.bool) == (kind == "bool") and not x.is_floating_point() and not x.is_complex()
+
+
+def _fits(x: Tensor, shape: Sequence[int | None]) -> bool:
+    return x.dim() == len(shape) and all(n is None or n == have for n, have in zip(shape, x.shape, strict=True))
