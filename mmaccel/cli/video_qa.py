@@ -4,10 +4,11 @@ A line of QUESTIONS is a JSON object: "video" (a file, or a folder of pictures; 
 "question"; optional are "choices" (a list; the model answers with a letter), "answer" (the right one, to be scored) and "id".
 
 A line of the answers holds "id", "video", "question" and "answer"; with choices the letter of the "choice" that was taken;
-and "right" where the right answer is known ("expected"). It is on the disk before the next one is begun. Started again with
-the same options, the command goes on where it was killed; answers of another model (any byte of its files), recipe, number
-of frames, mmaccel or transformers are never mixed with them. Questions without "id" are known by what they ask: lines may be
-added, moved or removed.
+"right" where the right answer is known ("expected"), and "content", by which a question about another video of that name is
+told. It is on the disk before the next one is begun. Started again with the same options, the command goes on where it was
+killed; answers of another model (any byte of its files), recipe (its values, the code of its methods, files that they load),
+number of frames, kind of device, mmaccel, torch or transformers are never mixed with them, and questions whose videos changed
+are asked again. Questions without "id" are known by what they ask: lines may be added, moved or removed.
 
 A video or line that cannot be used gets a line with "error", one sentence, and the rest goes on; the exit status is then 3.
 Started again, such questions, and no others, are asked again.
@@ -122,6 +123,13 @@ def run(
     asked = read_questions(questions)
     identity = settings.identity()
     with AnswerFile(out, identity) as file:
+        if changed := file.expect(asked):
+            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+            told = f"{', '.join(changed[:_SHOWN])}{more}"
+            print(
+                f"{len(changed)} answers in {out} are to videos that changed, and are asked again: {told}",
+                file=sys.stderr,
+            )
         before = len(asked) - len(file.left(asked))
         if before:
             print(f"{before} of {len(asked)} answers are taken over from {out}", file=sys.stderr)

@@ -377,7 +377,7 @@ Batch = list[tuple[Question, Prompt]]
 
 
 def sentence(error: Exception, what: str) -> str:
-    """An error of ours as it is; another one with ``what`` it kept from being done, its type and its first line."""
+    """The first line of an error of ours; of another one with ``what`` it kept from being done, and its type."""
     first = (str(error).strip().splitlines() or [""])[0]
     return first if isinstance(error, MmaccelError) else f"{what} ({type(error).__name__}: {first})."
 

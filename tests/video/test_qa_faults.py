@@ -17,10 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
-from mmaccel import MmaccelError, files, recipe
+from mmaccel import MmaccelError, files, method, recipe
 from mmaccel.cli import main
+from mmaccel.programs import identity
+from mmaccel.programs.bench import origin
 from mmaccel.programs.video_qa import answers as answer_files
 from mmaccel.programs.video_qa import qa
 from mmaccel.programs.video_qa.answers import AnswerFile
@@ -116,7 +119,10 @@ def test_files_that_come_and_go_count_and_a_few_are_named(folder: Path, tmp_path
     ("where", "name", "value", "said"),
     [
         (transformers, "__version__", "0.0", "transformers"),
-        (qa, "__version__", "0.0", "mmaccel"),
+        (torch, "__version__", "0.0", "torch"),
+        (origin, "__version__", "0.0", "mmaccel"),
+        (identity, "code_identity", lambda: "0" * 64, "code"),
+        (torch.cuda, "is_available", lambda: True, "device"),
         (VideoQuestion, "words", lambda self: "Answer now.", "prompt"),
     ],
 )
@@ -128,6 +134,32 @@ def test_who_answers_and_how_it_is_asked_count(
     monkeypatch.setattr(where, name, value)
     with pytest.raises(MmaccelError, match=rf"different settings \({said}\)"):
         AnswerFile(tmp_path / "a.jsonl", settings.identity())
+
+
+def test_the_whole_recipe_counts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``1`` is a token and ``1.0`` all of them; the code of methods and of what chooses frames; files that they load."""
+    one, everything = (QASettings(str(folder), recipe("divprune", retain=retain)) for retain in (1, 1.0))
+    begun(tmp_path / "a.jsonl", one)
+    with pytest.raises(MmaccelError, match=r"different settings \(recipe of 'divprune'\)"):
+        AnswerFile(tmp_path / "a.jsonl", everything.identity())
+    with monkeypatch.context() as patch:
+        patch.setattr(method("divprune"), "reduce", lambda self, tokens, count: None)
+        with pytest.raises(MmaccelError, match=r"different settings \(code of divprune of 'divprune'\)"):
+            AnswerFile(tmp_path / "a.jsonl", one.identity())
+    chosen = QASettings(str(folder), recipe("none"), frame_method="scene-frames")
+    begun(tmp_path / "b.jsonl", chosen)
+    with monkeypatch.context() as patch:
+        patch.setattr(method("scene-frames"), "pick", lambda self, frames, count: None)
+        with pytest.raises(MmaccelError, match="code of scene-frames"):
+            AnswerFile(tmp_path / "b.jsonl", chosen.identity())
+    clip = tmp_path / "clip"
+    clip.mkdir()
+    (clip / "weights").write_bytes(b"1")
+    loads = QASettings(str(folder), recipe("cdpruner", retain=0.5, clip=str(clip)))
+    begun(tmp_path / "c.jsonl", loads)
+    (clip / "weights").write_bytes(b"2")
+    with pytest.raises(MmaccelError, match="files of cdpruner"):
+        AnswerFile(tmp_path / "c.jsonl", loads.identity())
 
 
 def test_a_hub_id_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +191,6 @@ class Terminal(io.StringIO):
 def test_reading_that_takes_long_shows_how_far_it_is(
     patience: float, shown: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmaccel.programs import identity
-
     assert identity._QUIET == 2.0
     monkeypatch.setattr(identity, "_QUIET", patience)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
@@ -277,6 +307,36 @@ def test_answers_outlive_changes_of_the_set(stub: Any, tmp_path: Path, capsys: p
     assert json.loads(out)["taken_over"] == 1 and json.loads(out)["answered_now"] == 0
     assert "2 answers in" in err and "other questions; they stay there" in err
     assert [one for one in records(tmp_path / "a.jsonl") if one in first] == first
+
+
+def test_questions_about_a_video_that_changed_are_asked_again(
+    stub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that has other bytes, though as many and of the same time; a folder of pictures; another file under the name."""
+    (tmp_path / "a.mp4").write_bytes(b"first")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "1.png").write_bytes(b"first")
+    (tmp_path / "b.mp4").write_bytes(b"first")
+    asked = line("one?"), line("two?", "pictures"), line("three?", "b.mp4")
+    argv = stub(*asked, more=("--json",))
+    assert main(argv) == 0
+    before = {one["question"]: one for one in records(tmp_path / "a.jsonl")}
+    for path in (tmp_path / "a.mp4", tmp_path / "pictures" / "1.png"):
+        state = path.stat()
+        path.write_bytes(b"other")
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    # another process has read nothing yet
+    identity._hashed.cache_clear()
+    capsys.readouterr()
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["answered_now"] == 2 and json.loads(out)["taken_over"] == 1
+    assert "2 answers in" in err and "videos that changed, and are asked again" in err
+    after = {one["question"]: one for one in records(tmp_path / "a.jsonl")}
+    assert {name for name in before if before[name]["content"] != after[name]["content"]} == {"one?", "two?"}
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["answered_now"] == 0 and "changed" not in err
 
 
 def test_lines_without_an_answer_are_asked_again(stub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

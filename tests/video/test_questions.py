@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,59 @@ def test_lines_are_read_and_bad_ones_named(tmp_path: Path) -> None:
     path.write_text("\n".join(['{"video": "a.mp4", "question": "else?"}', "", LINES[0]]))
     other, again = read_questions(path)
     assert again.name == first.name != other.name
+
+
+def test_what_a_bad_line_says_of_itself_stays_in_its_record(tmp_path: Path) -> None:
+    """Whatever is wrong with it; only what is no text, or the name of another, does not."""
+    path = tmp_path / "q.jsonl"
+    good = {"id": "good", "video": "g.mp4", "question": "?"}
+    base = {"id": "mine", "video": "a.mp4", "question": "which?"}
+    wrong = [
+        {"choices": ["red"]},
+        {"choices": ["red", "blue"], "answer": "green"},
+        {"choices": 5},
+        {"answer": 3},
+        {"question": "half \ud83d"},
+        {"question": 5},
+        {"video": ""},
+        {"id": [1]},
+        {"id": "good"},
+        {"id": 7, "choices": ["red"]},
+    ]
+    for change in wrong:
+        path.write_text(json.dumps(good) + "\n" + json.dumps({**base, **change}) + "\n")
+        _, one = read_questions(path)
+        record = one.failed(one.error)
+        assert one.error.startswith("q.jsonl, line 2: ") and json.dumps(record).encode()
+        expected = {**base, **{k: v for k, v in change.items() if k in base}}
+        if expected["id"] in ([1], "good"):
+            assert record["id"] not in ("mine", "good") and record["id"]
+        else:
+            assert record["id"] == str(expected["id"])
+        assert record["video"] == expected["video"]
+        assert record["question"] == ("which?" if "question" not in change else "")
+    asked = as_questions([good, {**base, "choices": ["red"]}, VideoQuestion("good", "b", "b", "what?")])
+    assert (asked[1].name, asked[1].video, asked[1].question) == ("mine", "a.mp4", "which?")
+    assert (asked[2].name, asked[2].video, asked[2].question) == ("good'", "b", "what?")
+
+
+def test_a_line_that_is_no_text_is_a_fault_of_that_line(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_bytes(b'{"video": "a.mp4", "question": "?"}\n{"video": "\xff.mp4", "question": "?"}\n')
+    good, bad = read_questions(path)
+    assert not good.error and bad.error == "q.jsonl, line 2: this is no JSON (no text in UTF-8)."
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["video,question\na.mp4,what?\n", "[]\n", '{"image": "a.png", "question": "?"}\n', "\x00\x01", '{"video": 5}\n'],
+)
+def test_a_file_without_any_question_is_refused_with_what_is_expected(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "q.csv"
+    path.write_text(content)
+    with pytest.raises(MmaccelError, match=r"holds no question that can be asked .*such as \{.video.: ") as caught:
+        read_questions(path)
+    assert "q.csv, line 1" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_files_that_are_no_questions(tmp_path: Path) -> None:

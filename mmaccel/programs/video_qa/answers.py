@@ -12,6 +12,7 @@ from typing import Any
 
 from ...errors import MmaccelError
 from ...files import take_lock, write_whole
+from ..identity import question_identity
 from .questions import VideoQuestion
 
 Record = dict[str, Any]
@@ -44,6 +45,8 @@ class AnswerFile:
         self.path = Path(os.path.realpath(path))
         self.beside = self.path.with_name(self.path.name + ".run.json")
         self.done: dict[str, Record] = {}
+        #: by the names of questions, what their content is known by
+        self._content: dict[str, str] = {}
         if not self.path.absolute().parent.is_dir():
             raise MmaccelError(f"The folder {str(self.path.absolute().parent)!r} does not exist; make it first.")
         self._file = -1
@@ -114,6 +117,37 @@ class AnswerFile:
                 "another file, or delete this one."
             )
 
+    def expect(self, questions: Iterable[VideoQuestion]) -> list[str]:
+        """Note what the content of questions is known by, and drop answers to other content, such as of a video that changed.
+
+        Returns
+        -------
+        The names of the questions whose answers were dropped.
+
+        Raises
+        ------
+        MmaccelError
+            If the file answers another question under the name of one, or cannot be written.
+        """
+        asked = [one for one in questions if not one.error]
+        self.left(asked)
+        self._content = {one.name: question_identity(one)[:16] for one in asked}
+        changed = [name for name, content in self._content.items() if self._other(name, content)]
+        if changed:
+            left = {name: record for name, record in self.done.items() if name not in changed}
+            try:
+                # whole or not at all
+                write_whole(self.path, b"".join(map(_line, left.values())))
+            except OSError as error:
+                raise MmaccelError(f"Cannot write {str(self.path)!r} ({error.strerror}); give another file.") from error
+            self.close()
+            self._open()
+            self.done = left
+        return changed
+
+    def _other(self, name: str, content: str) -> bool:
+        return name in self.done and self.done[name].get("content") != content
+
     def left(self, questions: Iterable[VideoQuestion]) -> list[VideoQuestion]:
         """The questions that have no answer yet.
 
@@ -137,8 +171,9 @@ class AnswerFile:
         """Append one record; when this returns, it is on the disk. A name that is done is not written twice."""
         if record["id"] in self.done:
             return
-        line = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-        end = os.fstat(self._file).st_size
+        if record["id"] in self._content and "error" not in record:
+            record = {**record, "content": self._content[record["id"]]}
+        line, end = _line(record), os.fstat(self._file).st_size
         try:
             written = os.write(self._file, line)
             while written < len(line):
@@ -165,6 +200,10 @@ class AnswerFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _record(line: bytes) -> Record | None:

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
 from ...accelerate import Accelerator, accelerated
@@ -38,12 +37,11 @@ from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage
 from ...recipe import recipe as find_recipe
 from ...transformers_api import DynamicCache, cache_argument
-from ...version import __version__
 from ...video.ahead import Ahead, begin
 from ...video.clip import Clip
 from ...video.wanted import GIB, Select, Wanted, check_timeout
-from ..evaluate import fingerprint
-from ..identity import digests
+from ..evaluate import fingerprint, sentence
+from ..identity import digests, recipe_parts, versions
 from .questions import VideoQuestion, as_questions, by_video
 
 Record = dict[str, Any]
@@ -122,7 +120,7 @@ class QASettings:
             raise MmaccelError(
                 f"There is no frame method {self.frame_method!r}; use uniform, keyframes, {', '.join(choosing)}."
             )
-        built = Stage(self.frame_method, 1.0, self.frame_options).build()
+        built = self._choice().stages[0].build()
         assert isinstance(built, FrameChoice)
         return built
 
@@ -160,16 +158,34 @@ class QASettings:
             "model": Path(self.model).resolve().name if Path(self.model).is_dir() else self.model,
             **digests(self.model),
             "dtype": self.dtype,
+            "device": self._device(),
+            "attn": self.attn or "default",
             "trust_remote_code": self.trust_remote_code,
             "recipe": dataclasses.asdict(self.recipe),
+            **_parts(self.recipe, self.model),
             "frames": self.frames,
             "frame_method": self.frame_method,
             "frame_options": dict(self.frame_options),
+            **({} if self.chooser() is None else _parts(self._choice(), self.model)),
             "max_new_tokens": self.max_new_tokens,
             "prompt": asked,
-            "mmaccel": __version__,
-            "transformers": transformers.__version__,
+            **versions(),
         }
+
+    def _device(self) -> str:
+        """The kind of device, by which ``dtype="auto"`` and roundings differ."""
+        if self.device is not None:
+            return self.device.partition(":")[0]
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def _choice(self) -> Recipe:
+        """The method that chooses frames, as a recipe of its own."""
+        return Recipe(f"frames by {self.frame_method}", (Stage(self.frame_method, 1.0, self.frame_options),))
+
+
+def _parts(recipe: Recipe, model: str) -> dict[str, str]:
+    """What :func:`.identity.recipe_parts` says, under names that tell recipes apart."""
+    return {f"{name} of {recipe.name!r}": part for name, part in recipe_parts(recipe, model).items()}
 
 
 @dataclass
@@ -379,7 +395,7 @@ class VideoAnswerer:
             try:
                 batch += self._next([one for one in group if one not in misplaced], clips)
             except Exception as caught:
-                yield from self._failed(wanted, _sentence(caught, "The frames could not be chosen"))
+                yield from self._failed(wanted, sentence(caught, "The frames could not be chosen"))
                 continue
             for one in misplaced:
                 error = (
@@ -470,7 +486,7 @@ class VideoAnswerer:
             else:
                 parts = []
         except Exception as caught:
-            error = _sentence(caught, "The model could not answer")
+            error = sentence(caught, "The model could not answer")
             parts = [[([one], clip)] for group, clip in batch for one in group]
             parts = [] if len(parts) == 1 else parts
         if not parts:
@@ -639,12 +655,6 @@ class VideoAnswerer:
             self.figures.seconds[name] += seconds
         for note in stats["notes"]:
             self.figures.note(note)
-
-
-def _sentence(error: Exception, what: str) -> str:
-    """An error of ours as it is, another with ``what`` it kept from being done."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return first if isinstance(error, MmaccelError) else f"{what} ({type(error).__name__}: {first})."
 
 
 def answer_videos(

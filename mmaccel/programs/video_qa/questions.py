@@ -18,6 +18,7 @@ from ...errors import MmaccelError, no_json
 from ...suite import is_right
 
 _LETTERS = string.ascii_uppercase
+_EXAMPLE = '{"video": "a.mp4", "question": "What happens?"}'
 _LETTER = re.compile(r"\(?([A-Za-z])(?:[).:,]|\s*$)")
 
 
@@ -104,21 +105,25 @@ def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
     Raises
     ------
     MmaccelError
-        If there is no such file, it is no text in UTF-8, or holds no line.
+        If there is no such file, or no line of it is a question.
     """
     file = Path(path)
     try:
-        lines = file.read_bytes().decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise MmaccelError(f"{str(file)!r} is no text in UTF-8; give a JSONL file.") from error
+        lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
         raise MmaccelError(
-            f"Cannot read {str(file)!r} ({error.strerror}); give a JSONL file with a question a line."
+            f"Cannot read {str(file)!r} ({error.strerror}); give a JSONL file with a question a line, such as {_EXAMPLE}."
         ) from error
     listed = [(line, None, f"{file.name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not listed:
         raise MmaccelError(f"{str(file)!r} holds no question; give a JSONL file with a question a line.")
-    return _named(listed, str(file.parent))
+    found = _named(listed, str(file.parent))
+    if all(one.error for one in found):
+        raise MmaccelError(
+            f"{str(file)!r} holds no question that can be asked ({found[0].error.rstrip('.')}); give a JSONL file with a "
+            f"question a line, such as {_EXAMPLE}."
+        )
+    return found
 
 
 def as_questions(given: str | os.PathLike[str] | Iterable[VideoQuestion | Mapping[str, Any]]) -> list[VideoQuestion]:
@@ -158,23 +163,46 @@ def _named(listed: Iterable[tuple[Any, str | None, str]], folder: str) -> list[V
             if one.name in names:
                 raise MmaccelError(f"the id {one.name[:80]!r} is that of {names[one.name]} already")
         except MmaccelError as error:
-            own = after(given.strip()) if own is None else own
+            kept = _kept(given)
+            own = kept.get("id") or own or after(str(given))
             while own in names:
                 own += "'"
-            one = VideoQuestion(own, error=f"{where}: {error}.")
+            one = VideoQuestion(
+                own, kept.get("video", ""), question=kept.get("question", ""), error=f"{where}: {error}."
+            )
         names[one.name] = where
         found.append(one)
     return found
 
 
+def _kept(given: Any) -> dict[str, str]:
+    """What the record of a question with an error says of it: ``id``, ``video`` and ``question``, as far as they are texts."""
+    if isinstance(given, VideoQuestion):
+        return {"id": given.name, "video": given.video, "question": given.question}
+    try:
+        given = json.loads(given.decode()) if isinstance(given, bytes) else given
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(given, Mapping):
+        return {}
+    known = {field: given.get(field) for field in ("id", "video", "question")}
+    if isinstance(known["id"], int) and not isinstance(known["id"], bool):
+        known["id"] = str(known["id"])
+    return {
+        field: value
+        for field, value in known.items()
+        if isinstance(value, str) and value == value.encode(errors="ignore").decode()
+    }
+
+
 def _question(given: Any, own: str, folder: str) -> VideoQuestion:
     """A line or object as a question called ``own`` unless it says otherwise; errors are told without their final stop."""
     try:
-        given = json.loads(given) if isinstance(given, str) else given
+        given = json.loads(given.decode()) if isinstance(given, bytes) else given
     except (ValueError, RecursionError) as error:
         raise MmaccelError(f"this is no JSON ({no_json(error)})") from error
     if not isinstance(given, Mapping):
-        raise MmaccelError('a JSON object is needed, such as {"video": "a.mp4", "question": "What happens?"}')
+        raise MmaccelError(f"a JSON object is needed, such as {_EXAMPLE}")
     for field in ("video", "question"):
         if not isinstance(given.get(field), str) or not given[field].strip():
             raise MmaccelError(f"the text field {field!r} is missing or empty")
