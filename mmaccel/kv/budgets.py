@@ -178,18 +178,21 @@ def adaptive(scores: Tensor, among: Tensor, count: Tensor, floor: float, officia
 
     Parameters
     ----------
-    scores : ``[B, H, K]``; among : ``[B, K]`` bool, the keys that compete; count : ``[B]``, the mean over heads.
-    official : as in the authors' program ``floor count`` is cut to a whole number and every head's number is rounded by
-        itself; else they sum to ``H * count``.
+    scores : ``[B, H, K]``, infinite for keys that must stay; among : ``[B, K]`` bool, the keys that compete;
+        count : ``[B]``, the mean over heads.
+    official : as in the authors' program the heads compete for what ``count`` leaves beside the keys that must stay (the
+        observation window), the floor's share of that is cut to a whole number, and every head's number is rounded by itself;
+        else they sum to ``H * count``.
     """
     heads = scores.shape[1]
     wide = among.repeat(1, heads)
     best = top_mask(scores.flatten(1), wide, count * heads)
     won = best.unflatten(1, (heads, -1)).sum(-1)
-    won_by, sure = won.double() * (1 - floor), floor * count[:, None].double()
     if official:
-        return (won_by + sure.floor()).round().long()
-    ideal = won_by + sure
+        must = (scores.isposinf() & among[:, None]).sum(-1)
+        free = (count[:, None] - must).clamp(min=0)
+        return must + ((won - must) * (1 - floor) + (floor * free.double()).floor()).round().long()
+    ideal = won.double() * (1 - floor) + floor * count[:, None].double()
     given = ideal.floor().long()
     # largest remainders, ties to the lower head
     rest = won.sum(1) - given.sum(1)

@@ -78,11 +78,12 @@ def evad(params: Params, arrays: Arrays) -> None:
 def streamdvc_kmeans(params: Params, arrays: Arrays) -> None:
     """The memory after every frame is that of the clip up to it, place by place, and so are its weights."""
     size, places = params["memory_tokens"], params["tokens_per_frame"]
-    method, (x, weight) = (
-        make("streamdvc", iterations=params["iterations"]),
-        (arrays["frame0"], torch.ones(size).long()),
-    )
-    for i in range(size // places, params["frames"]):
+    if params.get("no_momentum_in_memory"):
+        raise NotOffered("a memory whose tokens weigh one each")
+    begun = size // places
+    method = make("streamdvc", iterations=params["iterations"])
+    x, weight = torch.cat([arrays[f"frame{f}"] for f in range(begun)]), torch.ones(size).long()
+    for i in range(begun, params["frames"]):
         clip = film_of(torch.stack([arrays[f"frame{f}"] for f in range(i + 1)]))
         made = method.reduce(clip, torch.tensor([size]))
         close(made.apply(clip.features)[0], arrays[f"mem{i}"])
@@ -92,7 +93,8 @@ def streamdvc_kmeans(params: Params, arrays: Arrays) -> None:
 
 def streamdvc_adjacent(params: Params, arrays: Arrays) -> None:
     """Tokens of the memory that weigh more are made of copies: two that stand side by side merge before all others."""
-    assert params["weighted"]
+    if not params["weighted"]:
+        raise NotOffered("neighbours that merge without weights")
     tokens, weights = arrays["buffer"], arrays["weights"].tolist()
     size = len(tokens)
     # behind a token that weighs more stands its copy, and the one that was to be there comes when they have merged
@@ -173,7 +175,8 @@ def longvlm(params: Params, arrays: Arrays) -> None:
 # --- cells ------------------------------------------------------------------------------------------------------------
 def sttm(params: Params, arrays: Arrays) -> None:
     """Tokens in the order of their first places, the number of patches of each, and what becomes of rotary tables."""
-    assert not params.get("pos_emb_weighted_avg")
+    if params.get("pos_emb_weighted_avg"):
+        raise NotOffered("rotary tables weighted by patches where features are not")
     video = arrays["video"].movedim(1, -1)
     frames, high, wide, width = video.shape
     clip = replace(film_of(video.flatten(1, 2)), grid=torch.tensor([[frames, high, wide]]))

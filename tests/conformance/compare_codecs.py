@@ -77,8 +77,9 @@ def calibquant(params: Params, arrays: Arrays) -> None:
 
 def vidkv(params: Params, arrays: Arrays) -> None:
     key_bits, value_bits = params["nbits"]
-    if value_bits not in (1.58, 2) or params["q_group_size"] != 32:
-        raise NotOffered(f"vidkv with {value_bits} bits for the values and groups of {params['q_group_size']}")
+    if not 1 < key_bits <= 2 or value_bits not in (1.58, 2) or params["q_group_size"] != 32:
+        raise NotOffered(f"vidkv with {key_bits}, {value_bits} bits and groups of {params['q_group_size']}")
+    vidkv_exact(params, arrays)
     k, v = arrays["in_k"], arrays["in_v"]
     codec = make("vidkv", key_bits=key_bits, value_bits=value_bits)
     pages = packed(codec, k, v)
@@ -124,6 +125,21 @@ def vidkv(params: Params, arrays: Arrays) -> None:
     close(ternary - 1, arrays["out_v_dequant_as_shipped"])
     scale = arrays["out_v_scale"].mT.repeat_interleave(32, dim=2)
     close(pages.decoded()[1].reshape(v.shape), (fields(arrays["out_v_code"], 2).mT - 1) * scale)
+
+
+def vidkv_exact(params: Params, arrays: Arrays) -> None:
+    """The variant without a transform: hard channels and values as the program has them, signs of the easy channels."""
+    k, v = arrays["in_k"], arrays["in_v"]
+    codec = make("vidkv", variant="exact", key_bits=params["nbits"][0], value_bits=params["nbits"][1], page=64)
+    pages = packed(codec, k, v)
+    hard, easy = pages.keys
+    for plane, name in ((hard, "hard"), (easy, "easy")):
+        assert plane.channels is not None and torch.equal(plane.channels[0].long(), arrays[f"out_{name}_idx"])
+    assert torch.equal(codes(pages, hard, k).mT, fields(arrays["out_hard_code"], 2))
+    assert torch.equal(codes(pages, pages.values[0], v).mT, fields(arrays["out_v_code"], 2))
+    plain = k[..., arrays["out_easy_idx"]]
+    size = plain.abs().unflatten(2, (-1, 32)).mean(3).repeat_interleave(32, dim=2)
+    close(pages.decoded()[0].reshape(k.shape)[..., arrays["out_easy_idx"]], torch.where(plain < 0, -size, size))
 
 
 def same_signs(ours: Tensor, theirs: Tensor, x: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ def specprefill(params: Params, arrays: Arrays) -> None:
 
 
 def specpc(params: Params, arrays: Arrays) -> None:
-    """The vector ranks all tokens and keeps the window; so here what stands before the window are visual tokens."""
+    """The vector ranks all tokens, also those of the window, and keeps the window; so here all are visual tokens, of which so
+    many are asked for that the window completes the budget."""
     options: dict[str, Any] = {name: params[f"{name}_size"] for name in ("window", "kernel")}
     options |= {"pool": {"avg": "mean"}.get(params["pool_type"], params["pool_type"])}
     options |= {"join": "sum" if params["reduction_type"] == "mean" else "max", "weighted": params["weighted_query"]}
@@ -53,9 +54,13 @@ def specpc(params: Params, arrays: Arrays) -> None:
     close(method.over(steps, there), arrays["aggregated"])
     score = method.settle(steps, there)
     before = size - params["window_size"]
-    count = torch.tensor([params["max_capacity_prompt"] - params["window_size"]])
-    made = method.reduce(one_unit(score[0, :before, None], draft_match=score[0, :before]), count)
-    same_set(torch.cat([kept_of(made), torch.arange(before, size)]), arrays["kept"][0])
+    most, everyone = params["max_capacity_prompt"], one_unit(score[0, :, None], draft_match=score[0])
+    for count in range(most - params["window_size"], most + 1):
+        kept = kept_of(method.reduce(everyone, torch.tensor([count])))
+        ours = torch.cat([kept[kept < before], torch.arange(before, size)])
+        if len(ours) == most:
+            break
+    same_set(ours, arrays["kept"][0])
 
 
 COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {

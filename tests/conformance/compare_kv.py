@@ -190,11 +190,16 @@ def d2o(params: Params, arrays: Arrays) -> None:
 
 
 def elastic_cache(params: Params, arrays: Arrays) -> None:
-    """Every layer by itself: the prompt, then two steps, the second of which drops the slot at the distance."""
+    """Every layer by itself: the prompt, then steps, the last of which drops the slot at the distance."""
     keys, values, new, total = arrays["in_k"], arrays["in_v"], arrays["in_new_k"], params["num_of_token"]
     heads, share = keys.shape[1], 1 - params["ratio"]
     # theirs drops one more than it says, and so none at the first step
     count = total - int(total - total * share) - 1
+    assert count == arrays["out_positions"].shape[1]
+    slot = int(arrays["out_decode_selected_idx"])
+    # a distance from the end tells how many keys there are when the first one goes, after how many steps that is
+    steps = slot + 1 - params["distance"] - count if params["distance"] < 0 else 2
+    growth = (steps - 0.5) / steps
     options = {
         "joint": True,
         "distance": params["distance"],
@@ -205,21 +210,23 @@ def elastic_cache(params: Params, arrays: Arrays) -> None:
     def prompt(layer: int) -> CacheRun:
         received = arrays["in_score_sum"][layer].expand(1, heads, -1)
         nothing = torch.zeros(())
-        policy = receiving("elastic-cache", [received, nothing, nothing], every=2, growth=share, **options)
+        policy = receiving("elastic-cache", [received, *[nothing] * steps], every=steps, growth=growth, **options)
         run = CacheRun(policy, count)
         run.begin(total)
         run.feed(keys[layer, None], values[layer, None], torch.zeros_like(keys[layer, None]))
         return run
 
     for layer, theirs in enumerate(arrays["out_positions"]):
-        run, slot = prompt(layer), int(arrays["out_decode_selected_idx"])
+        run = prompt(layer)
         same_positions(run.positions(), theirs.expand(1, heads, -1))
-        for _ in range(2):
+        for _ in range(steps):
             run.begin(1, prompt=False)
             run.feed(new[layer, None], new[layer, None], torch.zeros_like(new[layer, None]))
-        held = torch.cat([theirs, torch.tensor([total, total + 1])])
+        held = torch.cat([theirs, torch.arange(total, total + steps)])
         same_positions(run.positions(), torch.cat([held[:slot], held[slot + 1 :]]).expand(1, heads, -1))
-    with fault(True, "dropped keys are counted from the start of the middle, so that they merge into others"):
+    with fault(
+        params["start_size"], "dropped keys are counted from the start of the middle, so that they merge into others"
+    ):
         for layer, theirs in enumerate(arrays["out_positions"]):
             positions = theirs.expand(1, heads, -1)
             same_pairs(prompt(layer), positions, arrays["out_k"][layer, None], arrays["out_v"][layer, None])

@@ -145,12 +145,16 @@ class Cascade:
 def framefusion(params: Params, arrays: Arrays) -> None:
     cascade = Cascade(params, arrays)
     for number, step in enumerate(params["steps"], 1):
-        # the program averages over whatever query rows it gets
-        scores = arrays["attn_rows"].mean((0, 1)) if "attn_rows" in arrays else None
+        # the program averages over whatever query rows it gets, of this step or of all
+        rows = arrays.get(f"attn_rows{number}", arrays.get("attn_rows"))
+        scores = None if rows is None else rows.mean((0, 1))
+        if scores is not None and len(scores) != len(cascade.place):
+            scores = scores[cascade.place]
         cascade.step(scores)
         pruned = len(cascade.done) > len(step["sparsity_list"])
         assert cascade.done[: len(step["sparsity_list"])] == pytest.approx(step["sparsity_list"])
-        assert pruned == ("attn_rows" in arrays) == cascade.method.rests(*cascade.asked)
+        assert pruned == cascade.method.rests(*cascade.asked)
+        assert rows is not None or not pruned
         same_set(cascade.place, arrays[f"pos{number}"])
         close(cascade.hidden, arrays[f"out{number}"][0])
 
@@ -298,31 +302,59 @@ def flexselect(params: Params, arrays: Arrays) -> None:
     same_set(kept_of(made), arrays["selected"].nonzero()[:, 0])
 
 
+def flexselect_mean(params: Params, arrays: Arrays) -> None:
+    raise NotOffered("the mean over heads and words; flexselect takes the largest")
+
+
 def sparsevlm_plus(params: Params, arrays: Arrays) -> None:
     raise NotOffered("attention divided by products of position codes, which change its sign")
 
 
 def homer(params: Params, arrays: Arrays) -> None:
-    before, (length, other), behind = params["prefix"], params["context"], params["suffix"]
-    assert length == other == params["eff_chunk_len"]
+    before, lengths, behind = params["prefix"], params["context"], params["suffix"]
+    size = before + sum(lengths) + behind
     method = make("homer", bias=tuple(map(tuple, arrays["bias"].tolist())))
-    span = Span(before, before + length + other, length)
-    chunks = Chunks.cut([torch.arange(span.end + behind)], [span])
-    stays, middle = chunks.shared.clone(), ~chunks.shared[0]
-    for number, side in enumerate("LR"):
+    if lengths[0] < lengths[1]:
+        # ours fill a chunk before the next one; the program's are given as they are
+        chunks = _cut(before, lengths, behind)
+    else:
+        span = Span(before, size - behind, lengths[0])
+        assert span.length <= params["eff_chunk_len"] and span.chunks == len(lengths) == 2
+        chunks = Chunks.cut([torch.arange(size)], [span])
+    stays, slots = chunks.shared.clone(), chunks.places.shape[1]
+
+    def both(name: str, dim: int = 1) -> Tensor:
+        """Of both chunks, with padding in front of the shorter one."""
+        parts = [arrays[f"{name}{side}"].movedim(dim, 1) for side in "LR"]
+        return torch.cat([torch.cat([x.new_zeros(1, slots - x.shape[1], *x.shape[2:]), x], 1) for x in parts])
+
+    for number, (side, length) in enumerate(zip("LR", lengths, strict=True)):
+        mine = arrays[f"attn{side}"].shape[-1]
+        middle = slice(before, before + length)
         # the logarithm of a softmax is a row of logits
-        seen = paid(arrays[f"attn{side}"].log()[:, :, None].expand(-1, -1, length + before + behind, -1))
+        seen = paid(arrays[f"attn{side}"].log()[:, :, None].expand(-1, -1, mine, -1))
         found = method.look(seen, arrays[f"pos{side}"], 0)["significance"][0, middle]
         close(found, arrays[f"significance{side}"][0, middle])
         batch = one_unit(arrays[f"hidden{side}"][0, middle], significance=found)
         made = method.reduce(batch, torch.tensor([length - params["reduce"][number]]))
-        stays[number, before + kept_of(made)] = True
-        assert torch.equal(stays[number], arrays[f"keep{side}"])
+        stays[number, slots - mine + before + kept_of(made)] = True
+        assert torch.equal(stays[number, slots - mine :], arrays[f"keep{side}"])
     _, how = chunks.join(stays, chunks.pairs(torch.tensor([True])))
-    close(how.apply(torch.cat([arrays["hiddenL"], arrays["hiddenR"]])), arrays["hidden"])
-    keys = torch.cat([arrays["keyL"], arrays["keyR"]]).transpose(1, 2)
-    close(how.apply(keys).transpose(1, 2), arrays["key"])
-    assert torch.equal(how.pick(torch.cat([arrays["posL"], arrays["posR"]])), arrays["pos"])
+    close(how.apply(both("hidden")), arrays["hidden"])
+    close(how.apply(both("key", 2)).transpose(1, 2), arrays["key"])
+    assert torch.equal(how.pick(both("pos")), arrays["pos"])
+
+
+def _cut(before: int, lengths: list[int], behind: int) -> Chunks:
+    """The chunks of one prompt, of ``lengths`` that need not be equal."""
+    ends = [before, *(before + sum(lengths[: i + 1]) for i in range(len(lengths)))]
+    slots, size = before + max(lengths) + behind, ends[-1] + behind
+    places = torch.full((len(lengths), slots), -1)
+    for row, (first, last) in enumerate(itertools.pairwise(ends)):
+        mine = torch.cat([torch.arange(before), torch.arange(first, last), torch.arange(size - behind, size)])
+        places[row, slots - len(mine) :] = mine
+    shared = (places >= 0) & ((places < before) | (places >= size - behind))
+    return Chunks(torch.zeros(len(lengths), dtype=torch.long), places, shared)
 
 
 _FASTV = "src/FastV/llava-hf/transformers/src/transformers/models/llama/modeling_llama.py"
@@ -369,6 +401,10 @@ COMPARATORS: dict[tuple[str, str], Callable[[Params, Arrays], None]] = {
         "yunzhuzhang0918/flexselect",
         "eval/llava/model/token_selector/qwen_selector.py:token_selection",
     ): flexselect,
+    (
+        "yunzhuzhang0918/flexselect",
+        "eval/llava/model/token_selector/qwen_selector.py:token_selection_mean",
+    ): flexselect_mean,
     ("thu-nics/FrameFusion", "framefusion/main.py:FrameFusion.forward"): framefusion,
     ("thu-nics/FrameFusion", "framefusion/main.py:FrameFusion.forward called once per layer"): framefusion_cascade,
     # one of the vectors bears the name of another repository

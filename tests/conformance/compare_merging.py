@@ -205,11 +205,15 @@ def moviechat(params: Params, arrays: Arrays) -> None:
 def moviechat_memory(params: Params, arrays: Arrays) -> None:
     """Fragments, then the current frame; the positions that are added to every frame are the vector's."""
     names = sorted((name for name in arrays if name.startswith("frag")), key=lambda name: int(name[4:]))
-    frames = torch.cat([*(arrays[name] for name in names), arrays["current"]])
+    # of every fragment the newest of at most so many frames
+    fragments = [arrays[name][: params["n_frame"]][-params["short_memory_length"] :] for name in names]
+    long = len(fragments[0])
+    if any(len(one) != long for one in fragments[:-1]) or len(fragments[-1]) > long:
+        raise NotOffered("fragments of unequal lengths before the last; moviechat-memory cuts a clip into equal ones")
+    frames = torch.cat([*fragments, arrays["current"]])
     slots, places = len(arrays["positions"]), frames.shape[1]
-    assert {len(arrays[name]) for name in names[:-1]} == {params["n_frame"]} == {params["short_memory_length"]}
     clip = film_of(frames)
-    method = make("moviechat-memory", short=params["n_frame"], merge=params["short_memory_merge"])
+    method = make("moviechat-memory", short=long, merge=params["short_memory_merge"])
     ours = method.reduce(clip, torch.tensor([slots * places])).apply(clip.features)[0].unflatten(0, (-1, places))
     close(ours[: len(arrays["long_memory"])], arrays["long_memory"])
     close((ours + arrays["positions"][:, None]).flatten(0, 1), arrays["out"][0])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from comparators import Arrays, Params, close
-from harness import make
+from harness import NotOffered, make
 from torch import Tensor, nn
 
 from mmaccel.families.base import Description
@@ -18,13 +18,18 @@ from mmaccel.runtime.reused import Frames
 
 def pixelprune(params: Params, arrays: Arrays) -> None:
     """Pictures through the adapter of the family that the program is for, which cuts them into blocks."""
-    method = make("pixelprune", scan=params["method"], metric=params["metric"], threshold=params["threshold"])
+    options = {"anchored": params["anchored"]} if "anchored" in params else {}
+    # the program's "exact" is the largest difference at a threshold of zero
+    metric = {"exact": "max"}.get(params["metric"], params["metric"])
+    threshold = 0.0 if params["metric"] == "exact" else params["threshold"]
+    method = make("pixelprune", scan=params["method"], metric=metric, threshold=threshold, **options)
+    family = Qwen3VL(Description(_Config(params["spatial_merge_size"])))
     first = 0
     for number, grid in enumerate(arrays["image_grid_thw"]):
         pixels = arrays["pixel_values"][first : first + int(grid.prod())]
         first += len(pixels)
         # the vector has colours as they are, which the adapter takes for divided ones
-        [(values, places)] = FAMILY.unit_pixels(EncoderCall({"image_grid_thw": grid[None]}), 2 * pixels)
+        [(values, places)] = family.unit_pixels(EncoderCall({"image_grid_thw": grid[None]}), 2 * pixels)
         source = method.predict(values)
         kept = source == torch.arange(source.shape[1])
         assert torch.equal(kept.flatten().nonzero()[:, 0], arrays[f"kept{number}"])
@@ -34,6 +39,8 @@ def pixelprune(params: Params, arrays: Arrays) -> None:
 def stc_cacher(params: Params, arrays: Arrays) -> None:
     """One layer; frames of a clip are the program's chunks of one frame."""
     method = make("stc-cacher", share=params["update_token_ratio"], interval=params["cache_interval"])
+    if any(len(arrays[f"x{call}"]) != 1 for call in range(params["calls"])):
+        raise NotOffered("chunks of several frames; stc-cacher recomputes frame by frame")
     hidden = torch.cat([arrays[f"x{frame}"] for frame in range(params["calls"])])
     layer = _Layer(arrays, params["heads"])
     parts, total = LayerParts(FAMILY, layer), hidden.shape[1]
@@ -80,10 +87,10 @@ class _Layer(nn.Module):
 class _Config:
     """What the adapter asks of Qwen3-VL's configuration."""
 
-    spatial_merge_size, deepstack_visual_indexes, model_type = 2, (), "qwen3_vl"
+    deepstack_visual_indexes, model_type = (), "qwen3_vl"
 
-    def __init__(self) -> None:
-        self.vision_config = self.text_config = self
+    def __init__(self, merge: int = 2) -> None:
+        self.spatial_merge_size, self.vision_config, self.text_config = merge, self, self
 
 
 FAMILY = Qwen3VL(Description(_Config()))

@@ -78,11 +78,23 @@ def verdict(
     return None
 
 
+def comparator_of(about: Mapping[str, Any]) -> Compare | None:
+    """The comparator of a vector's function; of one in another file of the repository by the name of the function, where all
+    that have this name agree."""
+    repository, function = about["repo"], about["function"]
+    if (exact := COMPARATORS.get((repository, function))) is not None:
+        return exact
+    name = function.rpartition(":")[2]
+    same = [(known, compare) for (known, other), compare in COMPARATORS.items() if other.rpartition(":")[2] == name]
+    found = {compare for known, compare in same if known == repository} or {compare for _, compare in same}
+    return found.pop() if len(found) == 1 else None
+
+
 def judge(path: Path, entries: Sequence[missing.Entry] = ENTRIES) -> str | None:
     """The verdict on a vector; the list goes by its name, wherever it lies."""
     entry = next((entry for entry in entries for name in entry.vectors if Path(name).name == path.stem), None)
     about, arrays = load(path)
-    return verdict(COMPARATORS.get((about["repo"], about["function"])), about, arrays, entry)
+    return verdict(comparator_of(about), about, arrays, entry)
 
 
 def test_vector(vector: Path) -> None:

@@ -165,3 +165,17 @@ def test_the_authors_split_over_layers_in_a_model(name: str, options: dict[str, 
             cache = model(**feed, use_cache=True).past_key_values
         held[variant] = [int((layer.index.index >= 0).sum(-1).float().mean()) for layer in cache.layers]
     assert sum(held["official"]) == pytest.approx(sum(held["exact"]), rel=0.1)
+
+
+@pytest.mark.parametrize(("window", "capacity", "floor"), [(10, 64, 0.2), (7, 40, 0.3), (16, 64, 0.5), (3, 33, 0.9)])
+def test_official_floors_count_what_is_left_beside_the_window(window: int, capacity: int, floor: float) -> None:
+    """The program: ``round(won (1 - floor) + int(floor (capacity - window)))`` keys before the window, for every head."""
+    heads, keys, rng = 8, 120, torch.Generator().manual_seed(window)
+    scores = torch.rand(1, heads, keys, generator=rng) * torch.rand(1, heads, 1, generator=rng)
+    base = capacity - window
+    best = torch.zeros(heads * keys).scatter_(0, scores.flatten().topk(heads * base).indices, 1.0)
+    theirs = (best.view(heads, keys).sum(1).double() * (1 - floor) + int(floor * base)).round().long() + window
+    whole = torch.nn.functional.pad(scores, (0, window), value=torch.inf)
+    among = torch.ones(1, keys + window, dtype=torch.bool)
+    ours = budgets.adaptive(whole, among, torch.tensor([capacity]), floor, official=True)
+    assert ours.tolist() == [theirs.tolist()]
