@@ -277,3 +277,43 @@ def test_quickstart_as_a_new_user_sees_it() -> None:
         assert words in told
     gain = float(re.search(r"([\d.]+) times as fast", told)[1])
     assert gain > 2 and taken < 180
+
+
+# ------------------------------------------------------------------------------------------------------ rows of reports
+def test_rows_that_differ_have_titles_that_differ(tmp_path):
+    """``1`` is a token and ``1.0`` all of them; recipes of two files may have one name; nothing comes twice."""
+    from mmaccel import Recipe, Stage
+    from mmaccel.cli.shared.measure import rows
+    from mmaccel.cli.shared.options import rows_of
+
+    (tmp_path / "sub").mkdir()
+    for file, method in (
+        ("x.json", "uniform"),
+        ("y.json", "random"),
+        ("sub/x.json", "divprune"),
+        ("z.json", "uniform"),
+    ):
+        (tmp_path / file).write_text(Recipe("mine", (Stage(method, 0.5),)).to_json())
+    x, y, other, same = (str(tmp_path / file) for file in ("x.json", "y.json", "sub/x.json", "z.json"))
+    budgets = [1, 1.0, 0.25, 0.25, 0.1234567, 0.1234568]
+    told = ["1", "1.0", "0.25", "0.1234567", "0.1234568"]
+    assert [title for title, _ in rows_of(["divprune", "divprune"], budgets)] == [f"divprune {one}" for one in told]
+    assert [type(one.retain) for _, one in rows_of(["divprune"], [1, 1.0])] == [int, float]
+    assert [row.title for row in rows(["divprune"], budgets)] == ["none", *(f"divprune {one}" for one in told)]
+    found = dict(rows_of([x, y, same], None))
+    assert {title: one.stages[0].method for title, one in found.items()} == {
+        "mine (x.json)": "uniform",
+        "mine (y.json)": "random",
+    }
+    found = dict(rows_of([x, y, other], None))
+    assert [found[f"mine ({one})"].stages[0].method for one in (x, "y.json", other)] == [
+        "uniform",
+        "random",
+        "divprune",
+    ]
+    (tmp_path / "d.json").write_text(Recipe("divprune", (Stage("uniform", 0.5),)).to_json())
+    found = dict(rows_of(["divprune", str(tmp_path / "d.json")], [0.5]))
+    assert {title: one.stages[0].method for title, one in found.items()} == {
+        "divprune 0.5": "divprune",
+        "divprune (d.json) 0.5": "uniform",
+    }

@@ -122,6 +122,21 @@ def test_remembered_pictures_are_the_same(family):
     assert set(vars(model.model)) == before
 
 
+@pytest.mark.parametrize("family", few(["llava", "qwen2_5_vl", "llava_next", "internvl"], ["llava", "qwen2_5_vl"]))
+def test_other_pixels_are_not_answered_from_memory(family):
+    """One changed value is enough; the same values in another tensor are the same."""
+    model, processor = zoo.model(family), zoo.processor(family)
+    inputs, memory = encode(processor, [questions(1)[0].load()]), Remembered()
+    changed = {name: value.clone() for name, value in inputs.items()}
+    changed["pixel_values"].view(-1)[7] += 0.5
+    with torch.inference_mode():
+        bare = [model(**feed).logits for feed in (inputs, changed)]
+        with memory.on(family_of(model)):
+            found = [model(**feed).logits for feed in (inputs, changed, {k: v.clone() for k, v in changed.items()})]
+    assert torch.equal(found[0], bare[0]) and torch.equal(found[1], bare[1]) and torch.equal(found[2], bare[1])
+    assert not torch.equal(*bare) and memory.passes == 2
+
+
 def test_a_merge_in_the_tower_is_not_answered_from_memory():
     model, processor = zoo.model("llava"), zoo.processor("llava")
     inputs, memory = encode(processor, [questions(1)[0].load()]), Remembered()

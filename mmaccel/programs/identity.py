@@ -206,11 +206,13 @@ def path_identity(path: str | Path, hash_large: bool = True) -> str:
 
 def _file(path: Path, whole: bool) -> str:
     state = path.stat()
-    return _hashed(path.resolve(), state.st_size, state.st_mtime_ns, whole or state.st_size <= _WHOLE)
+    # the time of the last change of any kind, which nobody can set, tells within a process whether to read again
+    touched = state.st_ino, state.st_ctime_ns
+    return _hashed(path.resolve(), state.st_size, state.st_mtime_ns, whole or state.st_size <= _WHOLE, touched)
 
 
 @functools.lru_cache(maxsize=4096)
-def _hashed(path: Path, size: int, changed: int, whole: bool) -> str:
+def _hashed(path: Path, size: int, changed: int, whole: bool, touched: tuple[int, int]) -> str:
     found = hashlib.sha256()
     with path.open("rb") as file:
         if whole:

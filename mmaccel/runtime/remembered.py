@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.layout import Modality
@@ -19,15 +20,17 @@ from .scope import current
 class Remembered:
     """What the vision towers made of the pixels of one batch: features by modality, and every tap that was asked for so far.
 
-    A recipe that asks for a tap that none before it did makes the towers run once more. Recipes that work inside the towers,
-    or work on pixels, cannot be answered from here: the first run as if nothing were remembered, with the others
+    A recipe that asks for a tap that none before it did makes the towers run once more, and so do other pixels, whose features
+    then take the place of those that were kept: what is answered from here is told by its content. Recipes that work inside
+    the towers, or work on pixels, cannot be answered from here: the first run as if nothing were remembered, with the others
     :meth:`on` is not to be used.
 
-    passes : how often the towers ran to fill it.
+    given : what the towers were given, by modality. passes : how often they ran to fill it.
     """
 
     features: dict[Modality, Any] = field(default_factory=dict)
     taps: dict[Modality, dict[tuple[str, int], list[Tensor]]] = field(default_factory=dict)
+    given: dict[Modality, Any] = field(default_factory=dict)
     passes: int = 0
 
     @contextmanager
@@ -58,18 +61,34 @@ class Remembered:
             wanted = set()
             if scope is not None and encoded is not None:
                 wanted = {(kind, layer) for layer, kinds in scope.taps.layers.items() for kind in kinds}
-            known = self.taps.setdefault(modality, {})
+            if not _equal(self.given.get(modality), (args, kwargs)):
+                self.features.pop(modality, None)
+                self.taps[modality] = {}
+            known = self.taps[modality]
             if modality in self.features and wanted <= known.keys():
                 if encoded is not None:
                     encoded.taps.update({tap: known[tap] for tap in wanted})
             else:
                 self.features[modality] = original(*args, **kwargs)
+                self.given[modality] = args, kwargs
                 self.passes += 1
                 if encoded is not None:
                     known.update(encoded.taps)
             return self.features[modality]
 
         return features
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two arguments of a tower have the same content."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return one is other or (alike and torch.equal(one, other))
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    return type(one) is type(other) and bool(one == other)
 
 
 __all__ = ["Remembered"]
