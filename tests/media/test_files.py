@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import zoo
 from odd import FILES, RGB, saved
-from PIL import Image
+from PIL import Image, features
 
 from mmaccel import MmaccelError
 from mmaccel.cli import main
@@ -47,8 +47,9 @@ def test_clips_by_any_name(made, tmp_path, called):
 
 @pytest.mark.parametrize("called", ("", ".MP4", ".3gp", ".ts", ".PNG"))
 def test_pictures_by_any_name(tmp_path, called):
-    avif = saved(Image.fromarray(RGB), "AVIF")
-    known = {**{name: data for name, (data, _) in FILES.items()}, "small.avif": avif}
+    known = {name: data for name, (data, _) in FILES.items()}
+    if features.check("avif"):
+        known["small.avif"] = saved(Image.fromarray(RGB), "AVIF")
     for name, data in known.items():
         # what PIL knows and we do not is taken by its name
         unknown = name.endswith((".tga", ".ico", ".pgm"))
