@@ -16,7 +16,7 @@ except ImportError:  # Windows has none; two runs on one file are then not told 
     fcntl = None  # type: ignore[assignment]
 
 
-def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
+def write_whole(path: Path, content: bytes | memoryview | Callable[[BinaryIO], object]) -> None:
     """Write a file whole or not at all: into ``NAME.part`` first, which then takes the file's name.
 
     Parameters

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import io
 import json
+import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,10 +34,11 @@ from mmaccel.programs.distil import learner
 from mmaccel.programs.distil.examples import Example, Frozen, Target
 from mmaccel.programs.distil.learner import Choice, Tried
 from mmaccel.programs.distil.training import FEWEST, distil
-from mmaccel.programs.evaluate import Question, ask_folder, ask_suite, batches, inputs_of
+from mmaccel.programs.evaluate import Question, ask_folder, ask_samples, ask_suite, batches, inputs_of
 from mmaccel.recipe import Recipe
 from mmaccel.runtime.encoded import Encoded
 from mmaccel.runtime.taps import Taps
+from mmaccel.suite import Sample
 
 
 def questions(count: int, video: bool = False) -> list[Question]:
@@ -198,15 +203,21 @@ def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkey
     assert (work / "state.pt").exists() and not (work.parent / WEIGHTS).exists()
     monkeypatch.setattr(learner.Learner, "_step", step)
     assert weights(train("broken").folder) == weights(whole.folder)
-    with pytest.raises(MmaccelError, match="another retain"):
+    assert train("broken").report["steps of earlier runs"] == 3
+    with pytest.raises(MmaccelError, match=r"state.pt' belongs to a run with different settings \(retain\); delete it"):
         train("broken", retain=0.3)
-    with pytest.raises(MmaccelError, match="another longest answer"):
+    with pytest.raises(
+        MmaccelError, match=r"settings.json' .* different settings \(longest answer\); delete the folder"
+    ):
         train("broken", max_new_tokens=5)
     # as an mmaccel wrote it that noted other things
-    noted = torch.load(work / "state.pt", weights_only=True)
+    held = (work / "state.pt").read_bytes()[32:]
+    noted = torch.load(io.BytesIO(held), weights_only=True)
     del noted["settings"]["form of its state"], noted["state"]["recent"]
-    torch.save(noted, work / "state.pt")
-    with pytest.raises(MmaccelError, match=r"another form of its state; give another folder, or delete its state\.pt"):
+    content = io.BytesIO()
+    torch.save(noted, content)
+    (work / "state.pt").write_bytes(hashlib.sha256(content.getvalue()).digest() + content.getvalue())
+    with pytest.raises(MmaccelError, match=r"different settings \(form of its state\); delete it, or give another"):
         train("broken")
 
 
@@ -214,7 +225,7 @@ def test_tokens_without_which_answers_change_are_picked_after_trying(trained, mo
     """Of every picture the same two tokens keep the answer; told apart by their places, they come to be picked first."""
     _, train = trained
     folder = train(steps=1).folder
-    example = Example.load(folder / "work" / "training" / "00000.pt")
+    example = Example.load(next((folder / "work" / "training").glob("00000-*.pt")))
     needed = (3, 12)
 
     def answered(self, example, kept, residual=None):
@@ -271,6 +282,225 @@ def test_the_best_network_is_told_by_several_looks(trained, monkeypatch, tmp_pat
     assert (tried.state.since, tried.state.least) == (2600, [3.0, 3.0]) and tried.state.log[-1]["step"] == 7100
     # one lucky look is passed over; of those that differ from the best by no more than the questions do, the newest is kept
     assert kept[9:11] == [900, 1000] and kept[-1] == 2600
+
+
+# ---------------------------------------------------------------------------------------------- what is gone on with
+def files_of(work: Path) -> dict[str, Path]:
+    """The files of a training's state, by kind."""
+    first, second = sorted((work / "training").glob("*.pt"))[:2]
+    return {
+        "state.pt": work / "state.pt",
+        "settings.json": work / "training" / "settings.json",
+        "settings.json of watched": work / "watched" / "settings.json",
+        "example": first,
+        "second example": second,
+    }
+
+
+def damages(path: Path, others: dict[str, Path]) -> dict[str, Callable[[], object]]:
+    """What may have become of a file; ``others`` are those of another training."""
+    held = path.read_bytes()
+
+    def write(content: bytes) -> Callable[[], object]:
+        return lambda: path.write_bytes(content)
+
+    def tensors(value: object) -> bytes:
+        content = io.BytesIO()
+        torch.save(value, content)
+        return content.getvalue()
+
+    def folder() -> None:
+        path.unlink()
+        path.mkdir()
+
+    class Evil:
+        def __reduce__(self):
+            return print, ("code was run",)
+
+    sealed = (hashlib.sha256(x).digest() + x for x in (tensors({"settings": 3}), pickle.dumps(Evil()), tensors([1])))
+    return {
+        "empty": write(b""),
+        "a byte": write(b"x"),
+        "half": write(held[: len(held) // 2]),
+        "a byte less": write(held[:-1]),
+        "a byte more": write(held + b"x"),
+        "a bit": write(held[: len(held) // 3] + bytes([held[len(held) // 3] ^ 1]) + held[len(held) // 3 + 1 :]),
+        "zeros": write(b"\0" * len(held)),
+        "text": write(b"milk and bread\n"),
+        "a list": write(b"[]"),
+        "NaN": write(b'{"model": NaN, "questions": NaN}'),
+        "deep": write(b"[" * 100_000),
+        "no UTF-8": write(b"\xff\xfe\x00"),
+        "a tensor": write(tensors(torch.zeros(3))),
+        "tensors of wrong types": write(tensors({"settings": "x", "state": {}, "read.embeds": 3})),
+        "a pickle": write(pickle.dumps(Evil())),
+        **{f"sealed {number}": write(content) for number, content in enumerate(sealed)},
+        **{f"{name} of another": write(other.read_bytes()) for name, other in others.items()},
+        "a folder": folder,
+    }
+
+
+def test_damaged_files_are_named_with_what_to_do(trained, monkeypatch, capfd):
+    """Cut short, mixed up, of other programs and trainings: one sentence, which names the file; and nothing is overwritten."""
+    _, train = trained
+    mine, other = (train(name, steps=1, retain=retain).folder / "work" for name, retain in (("a", 0.2), ("b", 0.3)))
+    monkeypatch.setattr(Frozen, "example", None)
+    again, wrong = functools.partial(train, "a", steps=1, retain=0.2), []
+    for name, path in files_of(mine).items():
+        held = path.read_bytes()
+        others = {**files_of(other), **{f"my {key}": file for key, file in files_of(mine).items() if key != name}}
+        for what, damage in damages(path, others).items():
+            damage()
+            # a line end does not count
+            same = path.is_file() and path.read_bytes().rstrip(b"\n") == held.rstrip(b"\n")
+            try:
+                again()
+                if not same:
+                    wrong.append(f"{name}, {what}: accepted")
+            except MmaccelError as error:
+                said = str(error)
+                if path.name not in said or "delete" not in said or "\n" in said or len(said) > 900:
+                    wrong.append(f"{name}, {what}: {said}")
+            except Exception as error:
+                wrong.append(f"{name}, {what}: {error!r}")
+            if path.is_dir():
+                path.rmdir()
+            path.write_bytes(held)
+    assert not wrong, "\n".join(wrong)
+    assert "code was run" not in capfd.readouterr().out
+    again()
+
+
+def test_a_torn_example_is_made_again_once_it_is_deleted(trained):
+    _, train = trained
+    whole = train(steps=1)
+    path = next((whole.folder / "work" / "training").glob("00001-*.pt"))
+    held, name = path.read_bytes(), path.name
+    path.write_bytes(held[:1000])
+    with pytest.raises(MmaccelError, match=rf"{name}' is damaged.*; delete it, and it is made again"):
+        train(steps=1)
+    path.unlink()
+    before = weights(whole.folder)
+    assert weights(train(steps=1).folder) == before and path.read_bytes() == held
+
+
+def test_other_questions_are_another_training(trained, tmp_path):
+    """Names stay; a word, the bytes of a picture, an answer, the number of frames change."""
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    picture = tmp_path / "a.png"
+    zoo.image(40, 40, 1).save(picture)
+
+    def train(text: str = "what ?", frames: int = 16, order: int = 1):
+        samples = [Sample(text if i == 5 else "what ?", images=(picture,), name=f"q{i}") for i in range(FEWEST)]
+        asked = ask_samples(samples, frames=frames)[::order]
+        return distil(model, processor, asked, out=tmp_path / "s", steps=1, max_new_tokens=2, retain=0.2)
+
+    before = weights(train().folder)
+    assert weights(train().folder) == before
+    with pytest.raises(
+        MmaccelError, match=r"different settings \(questions: 6 q5\); delete the folder .* give another"
+    ):
+        train("where ?")
+    with pytest.raises(MmaccelError, match=r"questions: 1 q0, 2 q1, 3 q2 and 29 more"):
+        train(frames=8)
+    with pytest.raises(MmaccelError, match=r"questions: 1 q0, 2 q1, 3 q2 and"):
+        train(order=-1)
+    picture.write_bytes(picture.read_bytes() + b"!")
+    with pytest.raises(MmaccelError, match=r"questions: 1 q0, 2 q1, 3 q2 and 29 more"):
+        train()
+
+
+def test_other_weights_are_another_training(trained):
+    model, train = trained
+    train(steps=1)
+    with torch.no_grad():
+        model.lm_head.weight.view(-1)[1000] += 1e-3
+    with pytest.raises(MmaccelError, match=r"different settings \(model\)"):
+        train(steps=1)
+
+
+def test_two_trainings_in_one_folder_are_told_apart(trained, monkeypatch):
+    _, train = trained
+    said, step = [], learner.Learner._step
+
+    def stepping(self):
+        with pytest.raises(MmaccelError) as raised:
+            train()
+        said.append(str(raised.value))
+        return step(self)
+
+    monkeypatch.setattr(learner.Learner, "_step", stepping)
+    train(steps=1)
+    assert said[0].startswith("Another run writes to ") and "selector" in said[0] and "wait for it, or give" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("work", False),
+        ("work/training", False),
+        ("work/lock", True),
+        ("work/state.pt", True),
+        ("work/watched/settings.json", True),
+        ("selector.json", True),
+        ("selector.safetensors", True),
+        ("report.json", True),
+        ("report.png", True),
+    ],
+)
+def test_something_else_under_a_name_is_named(trained, tmp_path, name, folder):
+    _, train = trained
+    path = tmp_path / "selector" / name
+    path.parent.mkdir(parents=True)
+    path.mkdir() if folder else path.touch()
+    with pytest.raises(MmaccelError, match=rf"{name}'.*(give another|delete)"):
+        train(steps=1)
+
+
+def test_questions_that_cannot_be_used_are_left_out(trained, tmp_path):
+    """What cannot be loaded, what the processor refuses, and what the model cannot read: named, and neighbours stay."""
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+
+    def broken() -> Prompt:
+        raise MmaccelError("the picture is broken.")
+
+    clip = Prompt("what ?", clip=Clip(zoo.clip(8, 96, 64, 1), list(range(8)), 8, 2.0))
+    long = Prompt("why ? <image> " * 3, (zoo.image(80, 60, 2),))
+    bad = [
+        Question("broken", "all", None, broken),
+        Question("clip", "all", None, lambda: clip),
+        Question("long", "all", None, lambda: long),
+    ]
+    asked = questions(FEWEST)
+    for number, one in enumerate(bad):
+        asked.insert(7 * number, one)
+    said: list[str] = []
+    options = {"steps": 1, "max_new_tokens": 2, "retain": 0.2, "out": tmp_path / "s"}
+    made = distil(model, processor, asked, complain=said.append, **options)
+    assert sorted(one.partition(":")[0] for one in said) == ["broken", "clip", "long"] and not any(
+        "\n" in x for x in said
+    )
+    assert made.report["questions"] == FEWEST
+    said.clear()
+    few_left = [*questions(FEWEST - 1), *bad]
+    with pytest.raises(MmaccelError, match=r"There are 31 questions or pictures of 34 that can be used"):
+        distil(model, processor, few_left, complain=said.append, **{**options, "out": tmp_path / "t"})
+    assert len(said) == 3
+
+
+def test_a_question_on_which_the_model_fails_is_left_out_of_its_batch(trained, monkeypatch):
+    _, train = trained
+    said, example = [], Frozen.example
+
+    def failing(self, batch, longest):
+        if any(question.name == "q3" for question, _ in batch):
+            raise RuntimeError("cannot read this\nor that")
+        return example(self, batch, longest)
+
+    monkeypatch.setattr(Frozen, "example", failing)
+    made = train(steps=1, complain=said.append)
+    assert set(said) == {"q3: the model cannot be asked this (RuntimeError: cannot read this)."}
+    assert made.log
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +23,14 @@ from mmaccel import MmaccelError, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.cli import ask, main
 from mmaccel.families import family_of
 from mmaccel.media.files import Clip, Prompt, encode
-from mmaccel.programs.evaluate import Question, Row, ask_suite, evaluate, fingerprint
+from mmaccel.programs.evaluate import Question, Row, ask_samples, ask_suite, evaluate, fingerprint
 from mmaccel.programs.tune import certain, report, rivals, search, space
 from mmaccel.programs.tune.judge import GOALS, Judge, Measured
 from mmaccel.programs.tune.search import Candidate, choose, front, split
 from mmaccel.programs.tune.tuning import tune
 from mmaccel.recipe import Recipe, TunedRecipe, recipe
 from mmaccel.runtime.remembered import Remembered
-from mmaccel.suite import VIDEO_TASKS, export, make_item
+from mmaccel.suite import VIDEO_TASKS, Sample, export, make_item
 
 #: one of each site, one that works at every step, one with positions of its own for clips, one that keeps two sites apart
 SHOWN = ("resize", "tome", "divprune", "fastv", "snapkv", "h2o-decode", "kivi")  # by choice: one of each kind
@@ -460,10 +461,14 @@ def test_an_interrupted_search_goes_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"keep": 0.2}, "another keep"),
-        ({"count": 13}, "another samples"),
-        ({"goal": "cost"}, "another goal"),
-        ({"recipes": ["uniform"]}, "another recipes"),
+        ({"keep": 0.2}, r"different settings \(keep\)"),
+        ({"count": 13}, r"\(questions: 13 q12\)"),
+        ({"goal": "cost"}, r"\(goal\)"),
+        ({"recipes": ["uniform"]}, r"\(recipes: fastv, snapkv\)"),
+        ({"recipes": [recipe("uniform", retain=1), "fastv", "snapkv"]}, r"\(recipes: uniform\)"),
+        ({"batch_size": 7}, r"\(batch size\)"),
+        ({"max_new_tokens": 4}, r"\(longest answer\)"),
+        ({"measure": True}, r"\(measured\)"),
     ],
 )
 def test_a_journal_of_another_search_is_refused(tmp_path, change, said):
@@ -474,7 +479,7 @@ def test_a_journal_of_another_search_is_refused(tmp_path, change, said):
 
 def test_a_journal_of_another_model_is_refused(tmp_path):
     found(tmp_path, trials=1)
-    with pytest.raises(MmaccelError, match="another model"):
+    with pytest.raises(MmaccelError, match=r"different settings \(model; batch size; longest answer\)"):
         tune(
             zoo.model("qwen2_5_vl"),
             zoo.processor("qwen2_5_vl"),
@@ -484,6 +489,249 @@ def test_a_journal_of_another_model_is_refused(tmp_path):
             keep=0.1,
             recipes=SMALL,
         )
+
+
+def about(text: str, picture: Path) -> Question:
+    """A question about a picture in a file."""
+    (one,) = ask_samples([Sample(text, images=(picture,), name="a")])
+    return one
+
+
+def test_a_journal_of_changed_questions_is_refused(tmp_path):
+    """The names stay, and a word, a byte of a picture, or the number of frames changes."""
+    picture = tmp_path / "a.png"
+    zoo.image(40, 40, 1).save(picture)
+    model, processor = zoo.model("llava"), zoo.processor("llava")
+    options = {"out": tmp_path / "r.json", "goal": "kv", "keep": 0.1, "trials": 1, "recipes": SMALL}
+
+    def run(*last: Question) -> None:
+        tune(model, processor, [*questions(11), *last], max_new_tokens=3, batch_size=8, **options)
+
+    run(about("what is it ?", picture))
+    run(about("what is it ?", picture))
+    with pytest.raises(MmaccelError, match=r"different settings \(questions: 12 a\); give another file"):
+        run(about("what is this ?", picture))
+    with pytest.raises(MmaccelError, match="questions: 12 a"):
+        run(replace(about("what is it ?", picture), expected="a dog"))
+    with pytest.raises(MmaccelError, match="questions: 12 a"):
+        run(replace(about("what is it ?", picture), frames=3))
+    picture.write_bytes(picture.read_bytes() + b"!")
+    with pytest.raises(MmaccelError, match="questions: 12 a"):
+        run(about("what is it ?", picture))
+
+
+def test_a_journal_of_other_weights_is_refused(tmp_path):
+    """In the middle of a tensor, which no short look at a model sees."""
+    found(tmp_path, trials=1)
+    model = zoo.model("llava")
+    with torch.no_grad():
+        model.lm_head.weight.view(-1)[1000] += 1e-3
+    with pytest.raises(MmaccelError, match=r"different settings \(model\)"):
+        tune(
+            model,
+            zoo.processor("llava"),
+            questions(12),
+            out=tmp_path / "recipe.json",
+            goal="kv",
+            keep=0.1,
+            trials=1,
+            max_new_tokens=3,
+            batch_size=8,
+            recipes=SMALL,
+        )
+
+
+def damages(journal: Path, others: Path) -> dict[str, Callable[[], object]]:
+    """What may have become of a journal."""
+    held = journal.read_bytes()
+    lines = held.splitlines(keepends=True)
+    other = others.read_bytes()
+
+    def write(content: bytes) -> Callable[[], object]:
+        return lambda: journal.write_bytes(content)
+
+    def folder() -> None:
+        journal.unlink()
+        journal.mkdir()
+
+    def resealed(line: bytes, change: Callable[[dict], object]) -> bytes:
+        digest, _, text = line.partition(b" ")
+        log = json.loads(text)
+        change(log)
+        return digest + b" " + json.dumps(log).encode() + b"\n"
+
+    return {
+        "text": write(b"shopping list\nmilk\n"),
+        "text without an end": write(b"milk"),
+        "bytes": write(bytes(range(256)) * 9),
+        "JSON": write(b'{"op_code": 0}\n'),
+        "of optuna": write(b"".join(line.partition(b" ")[2] for line in lines[1:])),
+        "a line less": write(b"".join(lines[:5] + lines[6:])),
+        "a line twice": write(b"".join(lines[:5] + lines[4:])),
+        "lines in another order": write(b"".join([*lines[:5], lines[6], lines[5], *lines[7:]])),
+        "the end of another": write(b"".join(lines[:5]) + b"".join(other.splitlines(keepends=True)[5:])),
+        "NaN": write(b"".join([*lines[:5], resealed(lines[5], lambda log: log.update(op_code=math.nan)), *lines[6:]])),
+        "a word for a number": write(b"".join([*lines[:5], resealed(lines[5], lambda log: log.update(op_code="x"))])),
+        "one bit": write(held[: len(held) // 2] + bytes([held[len(held) // 2] ^ 1]) + held[len(held) // 2 + 1 :]),
+        "zeros behind": write(held + b"\0" * 99 + b"\n"),
+        "a hole": write(held[:900] + b"\0" * 400 + held[1300:]),
+        "a folder": folder,
+    }
+
+
+def test_a_damaged_journal_is_named_with_what_to_do(tmp_path):
+    found(tmp_path, trials=3)
+    others = tmp_path / "others"
+    others.mkdir()
+    found(others, trials=3, keep=0.2)
+    journal, wrong = tmp_path / "recipe.journal", []
+    held = journal.read_bytes()
+    for what, damage in damages(journal, others / "recipe.journal").items():
+        damage()
+        before = None if journal.is_dir() else journal.read_bytes()
+        try:
+            found(tmp_path, trials=3)
+            wrong.append(f"{what}: accepted")
+        except MmaccelError as error:
+            said = str(error)
+            if "recipe.journal" not in said or "give another file" not in said or "\n" in said:
+                wrong.append(f"{what}: {said}")
+        except Exception as error:
+            wrong.append(f"{what}: {error!r}")
+        if journal.is_dir():
+            journal.rmdir()
+        elif journal.read_bytes() != before:
+            wrong.append(f"{what}: the file was changed")
+        journal.write_bytes(held)
+    assert not wrong, wrong
+
+
+def test_a_journal_that_was_cut_short_goes_on(tmp_path):
+    """At every kind of place: in its first line, behind it, and in later ones; what is left of a torn line is dropped."""
+    found(tmp_path, trials=3)
+    journal = tmp_path / "recipe.journal"
+    held = journal.read_bytes()
+    ends = [0]
+    for line in held.splitlines(keepends=True):
+        ends.append(ends[-1] + len(line))
+    for left in (0, 1, ends[1] - 1, ends[1], ends[1] + 7, ends[4], ends[9] - 3, ends[-2], ends[-1] - 1, ends[-1]):
+        journal.write_bytes(held[:left])
+        tuned = found(tmp_path, trials=3)
+        assert len(tuned.candidates) >= 3, left
+        # and again, from what it has written now
+        assert found(tmp_path, trials=3).report["tried by earlier runs"] >= 3
+
+
+def test_two_searches_on_one_file_are_told_apart(tmp_path, monkeypatch):
+    said, original = [], Judge.ask
+
+    def ask(self: Judge, one: Recipe, rung: int) -> Measured:
+        if not said:
+            said.append("")
+            with pytest.raises(MmaccelError) as raised:
+                found(tmp_path, trials=1)
+            said.append(str(raised.value))
+        return original(self, one, rung)
+
+    monkeypatch.setattr(Judge, "ask", ask)
+    assert found(tmp_path, trials=1).candidates
+    assert said[1].startswith("Another run writes to ") and "recipe.journal" in said[1] and "wait for it" in said[1]
+    # and the first one lets go of it
+    assert found(tmp_path, trials=1).candidates
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "recipe.html", "recipe.png", "recipe.journal"])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(MmaccelError, match=rf"{name}.* give another file"):
+        found(tmp_path)
+
+
+def test_two_recipes_of_one_name_are_refused(tmp_path):
+    with pytest.raises(MmaccelError, match="Two different recipes are called 'uniform'"):
+        found(tmp_path, recipes=["uniform", recipe("uniform", retain=0.125), "fastv"])
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        recipe("divprune", retain=0.18, proportional="all"),
+        recipe("fastv", retain=0.5, layer=2, variant="official"),
+        recipe("divprune", retain=9, positions="paper"),
+        recipe(["divprune", "snapkv"], retain=1.0, text_retain=0.5, window=16),
+        recipe("pyramiddrop", retain=0.4),
+        recipe("none"),
+    ],
+)
+def test_what_is_printed_makes_the_recipe_again(chosen):
+    names = {name: getattr(mmaccel, name) for name in ("Recipe", "Stage")}
+    assert eval(report.python(chosen), names) == replace(chosen, summary="", paper="")
+    told = report.words(chosen)
+    for name in ("proportional", "variant", "positions", "text_retain", "anchor"):
+        value = getattr(chosen, name)
+        assert (f"{name}={value!r}" in told) == (value != getattr(Recipe, name)), told
+        assert (f"{name}={value!r}" in str(chosen)) == (value != getattr(Recipe, name))
+
+
+def test_too_few_kept_of_what_was_held_out_is_said(tmp_path, monkeypatch):
+    """The search keeps all answers; of the four that it never saw three are kept, where 80 % were asked."""
+    original = Judge.ask
+
+    def ask(self: Judge, one: Recipe, rung: int) -> Measured:
+        seen = original(self, one, rung)
+        kept = (True,) * len(seen.kept)
+        return replace(seen, kept=(*kept[1:], rung < len(self.rungs) - 1), kl=seen.kl)
+
+    monkeypatch.setattr(Judge, "ask", ask)
+    monkeypatch.setattr(search, "lost", lambda seen: 1 - seen.agreement)
+    tuned = found(tmp_path, keep=0.8)
+    assert tuned.chosen is not None and tuned.held_out.agreement == 0.75
+    warning = "WARNING: 80.0 % of the answers were to be kept, and of the held-out ones"
+    assert warning in report.verdict(tuned) and warning in (tmp_path / "recipe.html").read_text()
+    assert tuned.recipe.tuned["held out keeps enough"] is False
+
+
+def test_a_sample_that_the_model_cannot_be_asked_is_left_out(tmp_path):
+    """One that the processor refuses, and one on which the model fails: both are named, and their neighbours are asked."""
+    said: list[str] = []
+
+    def refused() -> Prompt:
+        return Prompt("what ?", (zoo.image(80, 60, 1),), clip=Clip(zoo.clip(8, 96, 64, 1), list(range(8)), 8, 2.0))
+
+    asked = [*questions(12), Question("bad", "all", None, refused)]
+    long = Question("long", "all", None, lambda: Prompt("why ? <image> " * 3, (zoo.image(80, 60, 2),)))
+    asked.insert(3, long)
+    options = {"out": tmp_path / "recipe.json", "goal": "kv", "keep": 0.1, "trials": 1, "recipes": SMALL}
+    tuned = tune(zoo.model("llava"), zoo.processor("llava"), asked, complain=said.append, max_new_tokens=3, **options)
+    assert tuned.candidates and tuned.report["samples left out"] == len(said) == 2
+    assert {one.partition(":")[0] for one in said} == {"bad", "long"}
+    assert not any("\n" in one for one in said)
+    with pytest.raises(MmaccelError, match="long: "):
+        tune(zoo.model("llava"), zoo.processor("llava"), asked, **{**options, "out": tmp_path / "other.json"})
+    with pytest.raises(MmaccelError, match="There are 9 samples that can be used, and 10 are needed"):
+        few_left = [*questions(9), long]
+        tune(zoo.model("llava"), zoo.processor("llava"), few_left, complain=said.append, **options)
+
+
+def test_a_question_on_which_the_model_fails_is_left_out_of_its_batch(monkeypatch):
+    """The others of its batch are asked together."""
+    said, generated = [], []
+    judge = judge_of("llava", questions(4))
+    judge.complain = said.append
+    original = type(judge.model).generate
+
+    def generate(self, *args, **options):
+        if len(options["input_ids"]) == 4:
+            raise ValueError("cannot read this\nor that")
+        generated.append(len(options["input_ids"]))
+        if len(generated) == 2:
+            raise ValueError("cannot read this\nor that")
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(type(judge.model), "generate", generate)
+    assert len(judge.ask(recipe("uniform", retain=0.5), 0).kept) == 3
+    assert said == ["q1: the model cannot be asked this (ValueError: cannot read this)."] and judge.left_out == 1
+    assert generated == [1, 1, 1, 1, 3]
 
 
 def test_what_nothing_reaches_is_said(tmp_path, monkeypatch):

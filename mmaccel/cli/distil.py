@@ -6,7 +6,8 @@ takes it, or a folder of pictures and videos, each of which is asked --ask. By d
 --blind trains one that does not, with which a picture can be reduced before anybody asks (as vLLM does).
 
 Written is a folder with the network, a report, its curves, and work/, which holds what the model read: started again with
-the same settings, the training goes on where it was interrupted. work/ may be deleted in the end. Use it as a recipe:
+the same settings, the training resumes where it was interrupted; with others (another model, a changed question or picture) it
+is refused. work/ may be deleted in the end. Use it as a recipe:
 
 \b
   accelerate_vlm(model, Learned("selector/"), retain=0.1)
@@ -20,6 +21,7 @@ The exit status is 3 if some samples could not be used (they are named).
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -87,27 +89,34 @@ def run(
             "a question a line."
         )
     task = measure.Run(asked, which, context.obj, None, split="train", about=ask)
-    with working("reading watched questions", 1) as bar:
-        made = distil(
-            task.model,
-            task.processor,
-            task.questions,
-            out=out,
-            target=target,
-            question=not blind,
-            residual=not select_only,
-            retain=retain,
-            steps=steps,
-            minutes=minutes,
-            batch_size=asked.batch_size,
-            max_new_tokens=asked.max_new_tokens,
-            complain=task.complaints.append,
-            progress=bar.part,
-        )
+    try:
+        with working("reading watched questions", 1) as bar:
+            made = distil(
+                task.model,
+                task.processor,
+                task.questions,
+                out=out,
+                target=target,
+                question=not blind,
+                residual=not select_only,
+                retain=retain,
+                steps=steps,
+                minutes=minutes,
+                batch_size=asked.batch_size,
+                max_new_tokens=asked.max_new_tokens,
+                complain=task.complaints.append,
+                progress=bar.part,
+            )
+    except MmaccelError:
+        # the samples that were left out may be why
+        task.finish()
+        raise
     rows = report.rows(made)
 
     def text() -> str:
         return f"{table(rows, numbers=range(1, len(rows[0])))}\n\n{report.verdict(made)}\nwritten: {out}"
 
+    if before := made.report["steps of earlier runs"]:
+        print(f"{before} steps are taken over from {out / 'work' / 'state.pt'}", file=sys.stderr)
     tell({"verdict": report.verdict(made), **made.report}, output, text)
     return task.finish()

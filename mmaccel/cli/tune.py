@@ -6,18 +6,22 @@ ever fewer recipes are asked the others. Three in ten samples are held out for t
 interval. A line of --data is that of mmaccel eval.
 
 Written are the recipe, which accelerate_vlm(model, "recipe.json") and every --recipe take, and beside it a report (.html, .png)
-and the journal of the search (.journal): started again with the same settings, it goes on where it was interrupted.
+and the journal of the search (.journal): started again with the same settings, it resumes where it was interrupted. With others
+(another model, a changed sample, another method's code) the journal is refused. A warning says if the recipe keeps less of the
+held-out samples than --keep asks for.
 
 The exit status is 3 if no recipe keeps enough (the front is shown), or if some samples could not be used (they are named).
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from ..errors import MmaccelError
 from .shared import measure
 from .shared.options import Json, ModelOptions
 from .shared.text import json_file, table, tell, working
@@ -74,30 +78,38 @@ def run(
 
     json_file(output)
     task = measure.Run(asked, which, context.obj, None)
-    with working("trying recipes", trials) as bar:
-        tuned = tune(
-            task.model,
-            task.processor,
-            task.questions,
-            keep=keep,
-            goal=goal,
-            out=out,
-            recipes=recipe or None,
-            confidence=confidence,
-            trials=trials,
-            minutes=minutes,
-            measure=seconds,
-            batch_size=asked.batch_size,
-            max_new_tokens=asked.max_new_tokens,
-            complain=task.complaints.append,
-            progress=bar.part,
-        )
+    try:
+        with working("trying recipes", trials) as bar:
+            tuned = tune(
+                task.model,
+                task.processor,
+                task.questions,
+                keep=keep,
+                goal=goal,
+                out=out,
+                recipes=recipe or None,
+                confidence=confidence,
+                trials=trials,
+                minutes=minutes,
+                measure=seconds,
+                batch_size=asked.batch_size,
+                max_new_tokens=asked.max_new_tokens,
+                complain=task.complaints.append,
+                progress=bar.part,
+            )
+    except MmaccelError:
+        # the samples that were left out may be why
+        task.finish()
+        raise
     rows = report.rows(tuned)
     written = [*([out] if tuned.recipe is not None else []), out.with_suffix(".html"), out.with_suffix(".png")]
 
     def text() -> str:
         named = ", ".join(map(str, written))
         return f"{table(rows, numbers=range(2, len(rows[0])))}\n\n{report.verdict(tuned)}\nwritten: {named}"
+
+    if before := tuned.report["tried by earlier runs"]:
+        print(f"{before} recipes are taken over from {out.with_suffix('.journal')}", file=sys.stderr)
 
     tell({"verdict": report.verdict(tuned), "front": rows, **tuned.report}, output, text)
     return max(task.finish(), 0 if tuned.recipe is not None else measure.PARTIAL)

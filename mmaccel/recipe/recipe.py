@@ -189,17 +189,20 @@ class Recipe:
 
     def __repr__(self) -> str:
         """What makes it another recipe than a default one; summary and paper are left to :meth:`describe`."""
-        said = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "stages", *_WORDS)
-        }
-        fields = [f"{name}={value!r}" for name, value in said.items() if value != getattr(Recipe, name)]
-        return f"Recipe({', '.join([repr(self.name), *([repr(self.stages)] if self.stages else []), *fields])})"
+        return f"Recipe({', '.join([repr(self.name), *([repr(self.stages)] if self.stages else []), *self.settings])})"
 
     def __str__(self) -> str:
-        """In words, as one line: ``dycoke (dycoke-ttm 47.5 %; dycoke-cache 30 %)``."""
+        """In words, as one line: ``dycoke (dycoke-ttm 47.5 %; dycoke-cache 30 %)``, and whatever else is not as by default."""
         if [stage.method for stage in self.stages] == [self.name]:
-            return str(self.stages[0])
-        return f"{self.name} ({'; '.join(map(str, self.stages)) or 'nothing is dropped'})"
+            return ", ".join([str(self.stages[0]), *self.settings])
+        return f"{self.name} ({'; '.join([*map(str, self.stages), *self.settings]) or 'nothing is dropped'})"
+
+    @property
+    def settings(self) -> list[str]:
+        """What holds for all stages and is not as by default, as it is written in Python: ``positions='paper'``."""
+        words = ("name", "stages", *_WORDS)
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in words}
+        return [f"{name}={value!r}" for name, value in values.items() if value != getattr(Recipe, name)]
 
     @property
     def rounding(self) -> Variant:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,10 +20,12 @@ from ...core.layout import Layout
 from ...core.masks import leftmost, question
 from ...errors import MmaccelError, UnsupportedError
 from ...families import Family, family_of
+from ...files import write_whole
 from ...method import TokenBatch
 from ...recipe import Recipe, Stage
 from ...runtime.remembered import Remembered
 from ..evaluate import Batch, Question, answer_lengths, batches, inputs_of
+from ..resume import check_settings, without_unusable
 
 #: keeps every token; what is asked of it is the layout
 _ALL = Recipe("all", (Stage("uniform", 1.0),))
@@ -131,20 +134,48 @@ class Example:
         return replace(self, **move, read=Read(*(x.to(device) for x in vars(self.read).values())))
 
     # --- files ------------------------------------------------------------------------------------------------
-    def save(self, path: Path) -> None:
-        """Write it, whole or not at all."""
+    def save(self, folder: Path, number: int, settings: Mapping[str, Any]) -> Path:
+        """Write it whole as ``NUMBER-DIGEST.pt``; the digest covers its content, its number and the settings.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        """
         data = {**{f"read.{name}": x for name, x in vars(self.read).items()}, **vars(self)}
         data.pop("read")
-        draft = path.with_suffix(".part")
-        torch.save(data, draft)
-        os.replace(draft, path)
+        content = io.BytesIO()
+        torch.save(data, content)
+        held = content.getbuffer()
+        path = folder / f"{number:05d}-{_digest(held, number, settings)}.pt"
+        write_whole(path, held)
+        return path
 
     @staticmethod
     def load(path: Path) -> Example:
-        """Read it back; what is not looked at is not read."""
-        data = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        read = {name.removeprefix("read."): data.pop(name) for name in list(data) if name.startswith("read.")}
-        return Example(Read(**read), **data)
+        """Read it back; what is not looked at is not read.
+
+        Raises
+        ------
+        MmaccelError
+            If it cannot be read.
+        """
+        try:
+            data = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            read = {name.removeprefix("read."): data.pop(name) for name in list(data) if name.startswith("read.")}
+            return Example(Read(**read), **data)
+        except Exception as error:
+            raise _damaged(path) from error
+
+
+def _digest(content: Any, number: int, settings: Mapping[str, Any]) -> str:
+    found = hashlib.sha256(content)
+    found.update(json.dumps([number, settings]).encode())
+    return found.hexdigest()[:16]
+
+
+def _damaged(path: Path) -> MmaccelError:
+    return MmaccelError(f"{str(path)!r} is damaged, or was not made by this training; delete it, and it is made again.")
 
 
 class Frozen:
@@ -354,37 +385,68 @@ def cached(
 ) -> list[Path]:
     """The files of all examples, of which those that are missing are made.
 
+    Parameters
+    ----------
+    folder : of the files; ``settings.json`` in it holds the settings.
+    settings : everything that examples depend on, as plain data.
+    complain : told of every question that the model cannot be asked, which is then left out; without it that is an error.
+
     Raises
     ------
     MmaccelError
-        If the folder holds examples of another model or other questions, or a question cannot be read.
+        If the folder belongs to a run with other settings, or a file in it is damaged; the message names it. If no question
+        can be used.
     """
     folder.mkdir(parents=True, exist_ok=True)
     note, plain = folder / "settings.json", json.loads(json.dumps(settings))
-    if note.is_file():
-        before = json.loads(note.read_text(encoding="utf-8"))
-        if differ := [name for name in plain if before.get(name) != plain[name]]:
-            raise MmaccelError(
-                f"{str(folder)!r} holds examples with another {' and another '.join(differ)}; give another folder, or "
-                "delete it."
-            )
-    else:
-        note.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    _check_note(note, plain)
+    earlier: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.pt")):
+        at = path.name.partition("-")[0]
+        if at in earlier:
+            raise _damaged(path)
+        earlier[at] = path
     found: list[Path] = []
     asked = 0
+
+    def make(batch: Batch) -> Example:
+        return frozen.example(batch, longest)
+
     try:
         for number, batch in enumerate(batches(questions, batch_size, complain)):
-            path = folder / f"{number:05d}.pt"
-            if not path.is_file():
-                frozen.example(batch, longest).save(path)
-            found.append(path)
+            held = earlier.get(f"{number:05d}")
+            if held is None:
+                example = without_unusable(batch, make, complain)[1]
+                if example is not None:
+                    found.append(example.save(folder, number, plain))
+            elif not held.is_file() or held.stem.partition("-")[2] != _digest(held.read_bytes(), number, plain):
+                raise _damaged(held)
+            else:
+                found.append(held)
             asked += len(batch)
             progress(asked, len(questions))
     except torch.OutOfMemoryError as error:
         raise MmaccelError("The device ran out of memory; give a smaller --batch-size, or smaller pictures.") from error
     except UnsupportedError as error:
         raise MmaccelError(f"Examples cannot be made with this model: {error}") from error
+    if not found:
+        raise MmaccelError(f"None of {len(questions)} {folder.name} questions can be used; give others.")
     return found
+
+
+def _check_note(note: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings where there are none; refuse others."""
+    remedy = f"delete the folder {str(note.parent)!r}, or give another one with --out (out=)"
+    if not note.exists():
+        write_whole(note, json.dumps(settings, indent=1).encode() + b"\n")
+        return
+    try:
+        before = json.loads(note.read_text(encoding="utf-8"))
+        if not isinstance(before, dict):
+            raise TypeError("no object")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise MmaccelError(f"{str(note)!r} cannot be read, or is damaged; {remedy}.") from error
+    check_settings(note, before, settings, remedy)
 
 
 __all__ = ["Example", "Frozen", "Read", "Target", "cached"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import io
 import math
-import os
 import random
 import time
 from abc import ABC, abstractmethod
@@ -18,13 +19,17 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...errors import MmaccelError
+from ...files import write_whole
 from ...method import TokenBatch
 from ...method.selector import Selector, Shape
 from ...pruning.learned import dropped, picked, worths
 from ..evaluate import divergence
+from ..resume import check_settings
 from .examples import Example, Frozen
 
 _CLIP = 1.0
+#: bytes of the digest that the file of a state begins with
+_SEAL = hashlib.sha256().digest_size
 #: share of the running mean of the weights that every step leaves: single steps are noise, what they have in common is not
 _KEPT = 0.99
 #: steps between two looks at the watched questions; after how many looks that all were worse it ends, and at least this share
@@ -123,21 +128,30 @@ class Learner(ABC):
             "retain": retain,
             "steps": steps,
             "form of its state": [*vars(self.state)],
+            # their names hold digests of their content, and of all that they depend on
+            "examples": [path.name for path in self.paths],
         }
         self.optimiser = torch.optim.AdamW(self.network.parameters(), lr=self.rate, weight_decay=0.01)
-        if state.is_file():
+        #: the step at which an earlier run stopped
+        self.taken_over = 0
+        if state.exists():
             self._resume()
+            self.taken_over = self.state.step
         else:
             self.signal, self.scale = self._found()
 
     # --- how far it has come --------------------------------------------------------------------------------
     def _resume(self) -> None:
-        found = torch.load(self.path, map_location=self.device, weights_only=True)
-        if differ := [name for name, value in self.settings.items() if found["settings"].get(name) != value]:
-            raise MmaccelError(
-                f"{str(self.path.parent)!r} is of a training with another {' and another '.join(differ)}; give another folder, "
-                "or delete its state.pt."
-            )
+        remedy = "delete it, or give another folder with --out (out=)"
+        try:
+            held = self.path.read_bytes()
+            if hashlib.sha256(held[_SEAL:]).digest() != held[:_SEAL]:
+                raise ValueError("another digest")
+            found = torch.load(io.BytesIO(held[_SEAL:]), map_location=self.device, weights_only=True)
+            before = dict(found["settings"])
+        except Exception as error:
+            raise MmaccelError(f"{str(self.path)!r} is damaged, or no state of a training; {remedy}.") from error
+        check_settings(self.path, before, self.settings, remedy)
         self.state, (self.signal, self.scale) = State(**found["state"]), found["found"]
         self.network.load_state_dict(found["network"])
         self.mean.load_state_dict(found["mean"])
@@ -145,7 +159,6 @@ class Learner(ABC):
         self.optimiser.load_state_dict(found["optimiser"])
 
     def _save(self) -> None:
-        draft = self.path.with_suffix(".part")
         kept = {
             "settings": self.settings,
             "state": vars(self.state),
@@ -155,8 +168,10 @@ class Learner(ABC):
             "best": self.best,
             "optimiser": self.optimiser.state_dict(),
         }
-        torch.save(kept, draft)
-        os.replace(draft, self.path)
+        content = io.BytesIO()
+        torch.save(kept, content)
+        held = content.getvalue()
+        write_whole(self.path, hashlib.sha256(held).digest() + held)
 
     # --- steps ----------------------------------------------------------------------------------------------
     def run(self, minutes: float | None, tell: Callable[[str, int, int], None]) -> None:

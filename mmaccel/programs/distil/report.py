@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MmaccelError
+from ...files import write_whole
 from ..tune.certain import SHOWN, interval
 from ..tune.judge import Measured
 
@@ -80,8 +81,8 @@ def write(made: Distilled) -> None:
     MmaccelError
         If matplotlib is missing.
     """
-    (made.folder / REPORT).write_text(json.dumps(made.report, indent=1) + "\n", encoding="utf-8")
-    (made.folder / PICTURE).write_bytes(draw(made))
+    write_whole(made.folder / REPORT, json.dumps(made.report, indent=1).encode() + b"\n")
+    write_whole(made.folder / PICTURE, draw(made))
 
 
 def draw(made: Distilled) -> bytes:

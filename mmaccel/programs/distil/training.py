@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +11,16 @@ from typing import Any, get_args
 import torch
 
 from ...accelerate import is_accelerated
-from ...accelerate.tuned import fingerprint
 from ...errors import MmaccelError, UnsupportedError
 from ...families import family_of
-from ...method.selector import Belongs, Shape
+from ...files import locked
+from ...method.selector import CONFIG, WEIGHTS, Belongs, Shape
 from ...pruning.learned import Learned
 from ...recipe import RecipeLike
 from ...recipe import recipe as find_recipe
 from ..bench import origin
 from ..evaluate import Question
+from ..resume import naming_files, run_settings, shown, usable
 from ..tune.judge import Judge, Measured
 from . import report
 from .examples import Example, Frozen, Target, cached
@@ -75,25 +75,52 @@ def distil(
     width, blocks : of the network; by default by the model's width.
     steps, minutes : how many steps at most, a batch each, and how long; the training ends earlier where the watched
         questions lose for long.
-    batch_size, max_new_tokens, complain : as for :func:`mmaccel.programs.evaluate.evaluate`.
+    batch_size, max_new_tokens : as for :func:`mmaccel.programs.evaluate.evaluate`.
+    complain : called with one sentence for every question that cannot be used, which is then left out. Without it, that is an
+        error.
     progress : called with what is being done, how much of it is done, and how much there is.
 
     Raises
     ------
     MmaccelError
-        If questions are too few or cannot be read, or the folder holds a training of another model or other settings.
+        If questions are too few or cannot be read; the folder holds a training with other settings (another model, a changed
+        question) or a damaged file, or another run writes to it.
     """
     out, tell = Path(out), progress or (lambda what, done, of: None)
     _check(model, questions, target, retain, steps, out)
     frozen = Frozen(model, processor, target)
     shape = _shape(int(frozen.text.config.hidden_size), width, blocks, question, residual and target == "answers")
-    training, watched, held_out = _split(questions)
+    work, other = out / "work", "delete it, or give another folder with --out (out=)"
+    with naming_files(other):
+        work.mkdir(parents=True, exist_ok=True)
+        with locked(work / "lock", str(out), "give another folder with --out (out=)"):
+            return _distil(
+                frozen, shape, questions, out, retain, steps, minutes, batch_size, max_new_tokens, complain, tell
+            )
+
+
+def _distil(
+    frozen: Frozen,
+    shape: Shape,
+    questions: Sequence[Question],
+    out: Path,
+    retain: float,
+    steps: int,
+    minutes: float | None,
+    batch_size: int,
+    max_new_tokens: int,
+    complain: Callable[[str], None] | None,
+    tell: Callable[[str, int, int], None],
+) -> Distilled:
+    """:func:`distil` in a folder of which this process has the lock."""
+    taken = usable(frozen.processor, questions, complain)
+    _check_enough(len(taken), len(questions))
+    training, watched, held_out = _split(taken)
     settings = {
-        "model": fingerprint(model),
-        "questions": hashlib.sha256("\n".join(q.name for q in questions).encode()).hexdigest()[:16],
+        **run_settings(frozen.model, frozen.processor, taken),
         "batch size": batch_size,
         "longest answer": max_new_tokens,
-        "target": target,
+        "target": frozen.target,
     }
 
     def examples(name: str, asked: Sequence[Question]) -> list[Path]:
@@ -109,7 +136,7 @@ def distil(
         )
 
     seen = [Example.load(path) for path in examples("watched", watched)]
-    kind = Tried if target == "answers" else Told
+    kind = Tried if frozen.target == "answers" else Told
     learner = kind(frozen, shape, examples("training", training), seen, retain, steps, out / "work" / "state.pt")
     try:
         learner.run(minutes, tell)
@@ -118,7 +145,7 @@ def distil(
             "The device ran out of memory while learning; give a smaller --batch-size and another folder, or --select-only, "
             "which keeps nothing for gradients."
         ) from error
-    return _finish(learner, processor, held_out, questions, out, batch_size, max_new_tokens, settings, tell)
+    return _finish(learner, held_out, len(taken), out, batch_size, max_new_tokens, settings, complain, tell)
 
 
 def _check(model: Any, questions: Sequence[Question], target: str, retain: float, steps: int, out: Path) -> None:
@@ -141,10 +168,19 @@ def _check(model: Any, questions: Sequence[Question], target: str, retain: float
         raise MmaccelError(f"steps={steps} is no number of steps; give 1 or more.")
     if out.exists() and not out.is_dir():
         raise MmaccelError(f"{str(out)!r} is a file, and a selector is a folder; give another name.")
-    if len(questions) < FEWEST:
+    for name in (CONFIG, WEIGHTS, report.REPORT, report.PICTURE):
+        if (out / name).exists() and not (out / name).is_file():
+            raise MmaccelError(f"{str(out / name)!r} is no regular file, so it cannot be written; give another folder.")
+    _check_enough(len(questions), len(questions))
+
+
+def _check_enough(count: int, of: int) -> None:
+    """See that so many questions can be used, ``of`` those that were given."""
+    if count < FEWEST:
+        which = "" if count == of else f" of {of} that can be used"
         raise MmaccelError(
-            f"There are {len(questions)} questions or pictures, and a selector needs at least {FEWEST}, better a thousand; "
-            "give more."
+            f"There are {count} questions or pictures{which}, and a selector needs at least {FEWEST}, better a thousand; give "
+            "more."
         )
 
 
@@ -164,13 +200,13 @@ def _shape(features: int, width: int | None, blocks: int, question: bool, residu
 
 def _finish(
     learner: Learner,
-    processor: Any,
     held_out: Sequence[Question],
-    questions: Sequence[Question],
+    questions: int,
     out: Path,
     batch_size: int,
     longest: int,
     settings: Mapping[str, Any],
+    complain: Callable[[str], None] | None,
     tell: Callable[[str, int, int], None],
 ) -> Distilled:
     """Write the selector, and measure it on what was held out."""
@@ -183,8 +219,9 @@ def _finish(
         "signal": learner.signal,
         "scale": learner.scale,
         "retain": retain,
-        "questions": len(questions),
+        "questions": questions,
         "steps": learner.state.step,
+        "steps of earlier runs": learner.taken_over,
         "minutes": round(learner.state.seconds / 60, 1),
         "parameters": parameters,
         "share of the model": share,
@@ -192,7 +229,15 @@ def _finish(
         "versions": origin.versions(),
     }
     network.save(out, belongs, record)
-    judge = Judge(model, processor, [held_out], batch_size=batch_size, max_new_tokens=longest, measure=False)
+    judge = Judge(
+        model,
+        learner.frozen.processor,
+        [held_out],
+        batch_size=batch_size,
+        max_new_tokens=longest,
+        measure=False,
+        complain=complain,
+    )
     recipes: dict[str, RecipeLike] = {"learned": Learned(str(out)), **{name: name for name in _RIVALS}}
     budgets = tuple(dict.fromkeys(min(1.0, retain * times) for times in _BUDGETS))
     found: dict[str, dict[float, Measured]] = {}
@@ -200,7 +245,7 @@ def _finish(
         for budget in budgets:
             found.setdefault(name, {})[budget] = judge.ask(find_recipe(one, retain=budget), 0)
             tell("asking held-out questions", sum(map(len, found.values())), len(recipes) * len(budgets))
-    told = {**record, "held out": report.figures(found), "log": learner.state.log, "settings": dict(settings)}
+    told = {**record, "held out": report.figures(found), "log": learner.state.log, "settings": shown(settings)}
     made = Distilled(out, parameters, share, learner.signal, tuple(learner.state.log), found, told)
     network.save(out, belongs, {**record, "held out": report.figures(found)})
     report.write(made)

@@ -33,6 +33,7 @@ from ...runtime.remembered import Remembered
 from ...transformers_api import DynamicCache, cache_argument
 from ..bench.arithmetic import count_operations
 from ..evaluate import Batch, Question, answer_lengths, batches, divergence, inputs_of
+from ..resume import without_unusable
 
 Goal = Literal["ttft", "tokens", "kv", "cost"]
 GOALS: Mapping[Goal, str] = {
@@ -227,6 +228,7 @@ class Judge:
     Parameters
     ----------
     rungs : the questions of every rung.
+    complain : told of every question that the model cannot be asked, which is then left out; without it that is an error.
     """
 
     def __init__(
@@ -238,8 +240,9 @@ class Judge:
         batch_size: int,
         max_new_tokens: int,
         measure: bool,
+        complain: Callable[[str], None] | None = None,
     ) -> None:
-        self.model, self.processor, self.rungs = model, processor, rungs
+        self.model, self.processor, self.rungs, self.complain = model, processor, rungs, complain
         self.family = family_of(model, processor)
         self.batch_size, self.longest, self.measure = batch_size, max_new_tokens, measure
         self._exams: dict[int, list[Exam]] = {}
@@ -249,9 +252,25 @@ class Judge:
     def exams(self, rung: int) -> list[Exam]:
         """The questions of a rung, answered by the bare model."""
         if rung not in self._exams:
-            read = batches(self.rungs[rung], self.batch_size)
-            self._exams[rung] = [Exam(self.model, self.processor, batch, self.longest, self.measure) for batch in read]
+
+            def make(batch: Batch) -> Exam:
+                return Exam(self.model, self.processor, batch, self.longest, self.measure)
+
+            read = batches(self.rungs[rung], self.batch_size, self.complain)
+            made = [without_unusable(batch, make, self.complain)[1] for batch in read]
+            found = [exam for exam in made if exam is not None]
+            if not found:
+                raise MmaccelError(
+                    f"None of {len(self.rungs[rung])} questions can be used, and the search needs some; give others."
+                )
+            self._exams[rung] = found
         return self._exams[rung]
+
+    @property
+    def left_out(self) -> int:
+        """Questions of the rungs that were read, and could not be used."""
+        used = {rung: sum(len(exam.batch) for exam in exams) for rung, exams in self._exams.items()}
+        return sum(len(self.rungs[rung]) - count for rung, count in used.items())
 
     def ask(self, recipe: Recipe, rung: int) -> Measured:
         """The recipe on the questions of one rung.

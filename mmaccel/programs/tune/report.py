@@ -9,14 +9,20 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...accelerate.tuned import fingerprint
 from ...errors import MmaccelError
+from ...files import write_whole
+from ...recipe import Recipe
 from ..bench import origin
+from ..resume import shown
 from .certain import SHOWN, interval
 from .judge import GOALS, Measured
 
 if TYPE_CHECKING:
     from .search import Candidate, Search, Tuned
 
+#: fields of a recipe that change what it does
+_TYPED = ("stages", "positions", "variant", "text_retain", "anchor", "proportional")
 #: fewer pairs have no rank correlation worth a name
 _FEWEST_PAIRS = 8
 
@@ -33,7 +39,7 @@ def figures(
     recipe: dict[str, Any] = {}
     if chosen is not None and held_out is not None and generated is not None:
         recipe = {
-            "model": search.settings["model"],
+            "model": fingerprint(search.judge.model),
             "goal": search.goal,
             "keep": search.keep,
             "confidence": confidence,
@@ -41,6 +47,7 @@ def figures(
             "kept": chosen.measured.agreement,
             "asked": len(chosen.measured.kept),
             "held out": told(held_out),
+            "held out keeps enough": min(held_out.agreement, generated["loyalty"]) >= search.keep,
             "held out, generated": {name: generated[name] for name in ("questions", "loyalty", "accuracy", "kl")},
             "date": origin.today(),
             "versions": search.settings["versions"],
@@ -48,9 +55,11 @@ def figures(
     return {
         "goal": search.goal,
         "keep": search.keep,
-        "settings": dict(search.settings),
+        "settings": shown(search.settings),
         "recipe": recipe,
+        "python": None if chosen is None else python(chosen.recipe),
         "tried": len(candidates),
+        "tried by earlier runs": search.taken_over,
         "asked all": sum(one.asked_all for one in candidates),
         "left out": dict(search.space.left_out),
         "proxies": proxies(search),
@@ -105,8 +114,18 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def words(recipe: Recipe) -> str:
+    """All that a recipe does, on one line: its stages with budgets and options, and what holds for all of them."""
+    return "; ".join([*map(str, recipe.stages), *recipe.settings]) or "none"
+
+
+def python(recipe: Recipe) -> str:
+    """A line of Python that makes an equal recipe of names of :mod:`mmaccel`."""
+    return repr(Recipe(recipe.name, **{name: getattr(recipe, name) for name in _TYPED}))
+
+
 def verdict(tuned: Tuned) -> str:
-    """What was found, in a sentence or two."""
+    """What was found, in a few sentences; the last line makes the recipe in Python."""
     what = GOALS[tuned.goal]
     if tuned.chosen is None or tuned.held_out is None or tuned.generated is None:
         return (
@@ -115,11 +134,19 @@ def verdict(tuned: Tuned) -> str:
         )
     held, asked = tuned.held_out, len(tuned.held_out.kept)
     low, high = interval(sum(held.kept), asked)
-    stages, share = "; ".join(map(str, tuned.chosen.recipe.stages)), tuned.chosen.measured.share(tuned.goal)
-    return (
-        f"{stages}: {percent(share)} of {tuned.goal} ({what}), and {percent(held.agreement)} of {asked} held-out answers "
-        f"kept ({SHOWN:.0%} interval {percent(low)} to {percent(high)}; written token by token {percent(tuned.generated)})."
-    )
+    share = tuned.chosen.measured.share(tuned.goal)
+    lines = [
+        f"{words(tuned.chosen.recipe)}: {percent(share)} of {tuned.goal} ({what}), and {percent(held.agreement)} of {asked} "
+        f"held-out answers kept ({SHOWN:.0%} interval {percent(low)} to {percent(high)}; written token by token "
+        f"{percent(tuned.generated)})."
+    ]
+    if not tuned.report["recipe"]["held out keeps enough"]:
+        least = min(held.agreement, tuned.generated)
+        lines.append(
+            f"WARNING: {percent(tuned.keep)} of the answers were to be kept, and of the held-out ones {percent(least)} are; "
+            "give more samples, or a higher --keep."
+        )
+    return "\n".join([*lines, f"in Python: {tuned.report['python']}"])
 
 
 def rows(tuned: Tuned) -> list[list[str]]:
@@ -130,9 +157,8 @@ def rows(tuned: Tuned) -> list[list[str]]:
     for one in sorted(shown, key=lambda c: c.measured.share(tuned.goal)):
         shares = [percent(one.measured.share(goal)) for goal in GOALS]
         star = "*" if one is tuned.chosen else ""
-        stages = "; ".join(map(str, one.recipe.stages)) or "none"
         kept = percent(one.measured.agreement)
-        body.append([star, stages, *shares, kept, f"{one.measured.divergence:.4f}"])
+        body.append([star, words(one.recipe), *shares, kept, f"{one.measured.divergence:.4f}"])
     return [head, *body]
 
 
@@ -145,8 +171,8 @@ def write(tuned: Tuned, out: Path) -> None:
         If matplotlib is missing.
     """
     picture = draw(tuned)
-    out.with_suffix(".png").write_bytes(picture)
-    out.with_suffix(".html").write_text(page(tuned, picture, out.stem), encoding="utf-8")
+    write_whole(out.with_suffix(".png"), picture)
+    write_whole(out.with_suffix(".html"), page(tuned, picture, out.stem).encode())
 
 
 def draw(tuned: Tuned) -> bytes:
@@ -209,7 +235,7 @@ def page(tuned: Tuned, picture: bytes, name: str) -> str:
     correlations = {key: value for key, value in report["proxies"].items() if key != "recipes" and value is not None}
     ranks = ", ".join(f"{key} {value:.2f}" for key, value in correlations.items())
     parts = [
-        f"<h1>{escape(name)}</h1><p>{escape(verdict(tuned))}</p>",
+        f"<h1>{escape(name)}</h1>" + "".join(f"<p>{escape(line)}</p>" for line in verdict(tuned).splitlines()),
         f'<img alt="answers kept over what is spent" src="data:image/png;base64,{base64.b64encode(picture).decode()}">',
         f"<h2>Front</h2>{_table(head, body)}",
         f"<h2>Search</h2><p>{report['tried']} recipes, {report['asked all']} of them asked all questions of the search.</p>",

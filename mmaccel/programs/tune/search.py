@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import random
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MmaccelError
 from ...recipe import Recipe, TunedRecipe
 from ..evaluate import Question
 from .certain import lower, needed
+from .journal import Journal
 from .judge import Goal, Judge, Measured
 from .space import Space
 
@@ -114,7 +113,7 @@ class Search:
     ----------
     rungs : how many of the judge's are for the search.
     offered : the recipes to search among.
-    settings : what an earlier run must have had for its journal to be gone on with.
+    journal : what earlier runs with these settings have tried.
     tell : called with what is being done, how much of it is done, and how much there is.
     """
 
@@ -125,13 +124,15 @@ class Search:
         goal: Goal,
         keep: float,
         offered: Mapping[str, Recipe],
-        journal: Path,
+        journal: Journal,
         settings: Mapping[str, Any],
         tell: Callable[[str, int, int], None],
     ) -> None:
         self.tell = tell
         self.judge, self.rungs, self.goal, self.keep, self.settings = judge, rungs, goal, keep, settings
-        self.study = _study(journal, len(judge.rungs[0]), settings)
+        self.study = _study(journal, len(judge.rungs[0]))
+        #: recipes that earlier runs have tried
+        self.taken_over = len(self._tried())
         self.known: dict[str, list[Measured]] = {}
         noted = self.study.user_attrs
         for name, measured in noted.items():
@@ -150,10 +151,9 @@ class Search:
 
     def run(self, trials: int, minutes: float | None) -> None:
         """Try so many recipes in all, those of earlier runs included."""
-        from optuna.trial import TrialState
 
         def tried() -> int:
-            return len(self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+            return len(self._tried())
 
         def tell(*_: Any) -> None:
             self.tell("trying recipes", min(tried(), trials), trials)
@@ -166,6 +166,11 @@ class Search:
                 if tried() % _OPEN:
                     self._try_beside_the_best()
                 self.study.optimize(self._try, n_trials=1, callbacks=[tell])
+
+    def _tried(self) -> list[optuna.trial.FrozenTrial]:
+        from optuna.trial import TrialState
+
+        return self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
 
     def candidates(self) -> list[Candidate]:
         """Every recipe that was tried, once; not those that what was found had to beat."""
@@ -193,7 +198,7 @@ class Search:
 
         if self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             return
-        tried = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        tried = self._tried()
         done = [trial for trial in tried if trial.state == TrialState.COMPLETE]
         # of those with the same parts the best one
         of_parts = dict[tuple[Any, ...], "optuna.trial.FrozenTrial"]()
@@ -253,31 +258,22 @@ class Search:
         return measured.share(self.goal) + _LOST * max(0.0, lost(measured) - (1 - self.keep))
 
 
-def _study(journal: Path, first: int, settings: Mapping[str, Any]) -> optuna.Study:
+def _study(journal: Journal, first: int) -> optuna.Study:
     """The study of a journal, which is made where there is none."""
     try:
         import optuna
         from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
     except ImportError:
         raise MmaccelError("The search needs optuna; run: pip install 'mmaccel[tune]'.") from None
-    plain = json.loads(json.dumps(settings))
     with _quiet():
         study = optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(journal))),
+            storage=JournalStorage(journal),
             study_name="tune",
             load_if_exists=True,
             pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=HALVING),
         )
         # another seed after every interruption, or it would say the same again
         study.sampler = optuna.samplers.TPESampler(multivariate=True, group=True, seed=len(study.trials))
-    before = study.user_attrs.get("settings")
-    if before is None:
-        study.set_user_attr("settings", plain)
-    elif differ := [name for name in plain if before.get(name) != plain[name]]:
-        raise MmaccelError(
-            f"{str(journal)!r} is of a search with another {' and another '.join(differ)}; give another file, or delete it."
-        )
     return study
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...accelerate import is_accelerated
-from ...accelerate.tuned import fingerprint
 from ...errors import MmaccelError
-from ...recipe import RecipeLike, TunedRecipe
+from ...files import write_whole
+from ...recipe import Recipe, RecipeLike, TunedRecipe
 from ...recipe import recipe as find_recipe
 from ...recipe import recipes as all_recipes
 from ...suite import read_samples
-from ..bench import origin
 from ..evaluate import Question, Row, ask_samples, evaluate
+from ..identity import recipe_identity
+from ..resume import naming_files, run_settings, usable
 from . import report
+from .journal import Journal
 from .judge import GOALS, Goal, Judge
 from .rivals import best_of
 from .search import Search, Tuned, choose, front, split
@@ -61,14 +62,16 @@ def tune(
         enough; by default it must keep enough of those of the search.
     trials, minutes : how many recipes are tried, in all, and how long at most; by default without a limit.
     measure : ``ttft`` in measured seconds of prefill rather than operations.
-    batch_size, max_new_tokens, complain : as for :func:`mmaccel.programs.evaluate.evaluate`.
+    batch_size, max_new_tokens : as for :func:`mmaccel.programs.evaluate.evaluate`.
+    complain : called with one sentence for every sample that cannot be used, which is then left out. Without it, that is an
+        error.
     progress : called with what is being done, how much of it is done, and how much there is.
 
     Raises
     ------
     MmaccelError
-        If samples are too few for the confidence, or cannot be read, the journal is that of another model or other samples, or
-        optuna is missing.
+        If samples are too few for the confidence, or cannot be read; the journal belongs to a run with other settings, is
+        damaged, or in use by another run; or optuna is missing.
 
     Examples
     --------
@@ -82,27 +85,50 @@ def tune(
     tell = progress or (lambda what, done, of: None)
     if is_accelerated(model):
         raise MmaccelError("The search compares with the bare model; call model.mmaccel.remove() first.")
-    offered = None if recipes is None else {one.name: one for one in map(find_recipe, recipes)}
-    readable = list(_readable(_questions(questions, complain), complain))
-    rungs, held_out = split(readable, keep, confidence)
-    judge = Judge(
-        model, processor, [*rungs, held_out], batch_size=batch_size, max_new_tokens=max_new_tokens, measure=measure
-    )
-    settings = {
-        "model": fingerprint(model),
-        "samples": hashlib.sha256("\n".join(q.name for q in readable).encode()).hexdigest()[:16],
-        "goal": goal,
-        "keep": keep,
-        "recipes": None if offered is None else sorted(offered),
-        "measured": measure,
-        "longest answer": max_new_tokens,
-        "versions": origin.versions(),
-    }
-    search = Search(
-        judge, len(rungs), goal, keep, offered or all_recipes(), Path(out).with_suffix(".journal"), settings, tell
-    )
-    search.run(trials, minutes)
-    return _finish(search, held_out, confidence, Path(out))
+    offered = _offered(recipes) if recipes else all_recipes()
+    with naming_files("give another file with --out (out=), or delete it"):
+        given = _questions(questions, complain)
+        readable = usable(processor, given, complain)
+        rungs, held_out = split(readable, keep, confidence)
+        settings = {
+            **run_settings(model, processor, readable),
+            "goal": goal,
+            "keep": keep,
+            "recipes": {name: _identity(one, model) for name, one in offered.items()},
+            "measured": measure,
+            "batch size": batch_size,
+            "longest answer": max_new_tokens,
+        }
+        with Journal(Path(out).with_suffix(".journal"), settings) as journal:
+            judge = Judge(
+                model,
+                processor,
+                [*rungs, held_out],
+                batch_size=batch_size,
+                max_new_tokens=max_new_tokens,
+                measure=measure,
+                complain=complain,
+            )
+            search = Search(judge, len(rungs), goal, keep, offered, journal, settings, tell)
+            search.run(trials, minutes)
+            return _finish(search, confidence, Path(out), len(given) - len(readable))
+
+
+def _offered(recipes: Sequence[RecipeLike]) -> dict[str, Recipe]:
+    """Recipes by name."""
+    found: dict[str, Recipe] = {}
+    for one in map(find_recipe, recipes):
+        if found.setdefault(one.name, one) != one:
+            raise MmaccelError(f"Two different recipes are called {one.name!r}; give one of them another name.")
+    return found
+
+
+def _identity(one: Recipe, model: Any) -> str:
+    """The digest of a recipe, with the code of its methods; one that cannot be built is left out later, and says why."""
+    try:
+        return recipe_identity(one, getattr(model.config, "_name_or_path", None) or None)[:16]
+    except MmaccelError as error:
+        return str(error)
 
 
 def _check(keep: float, goal: str, confidence: float | None, trials: int, out: str | Path) -> None:
@@ -121,6 +147,11 @@ def _check(keep: float, goal: str, confidence: float | None, trials: int, out: s
         raise MmaccelError(f"trials={trials} is no number of recipes to try; give 1 or more.")
     if Path(out).suffix != ".json" or not Path(out).absolute().parent.is_dir():
         raise MmaccelError(f"{str(out)!r} must end in .json and lie in a folder that exists.")
+    for path in map(Path(out).with_suffix, (".json", ".html", ".png")):
+        if path.exists() and not path.is_file():
+            raise MmaccelError(
+                f"{str(path)!r} is no regular file, so it cannot be written; give another file with --out."
+            )
 
 
 def _questions(given: str | Path | Sequence[Question], complain: Callable[[str], None] | None) -> Sequence[Question]:
@@ -138,19 +169,7 @@ def _questions(given: str | Path | Sequence[Question], complain: Callable[[str],
     return ask_samples(samples)
 
 
-def _readable(questions: Sequence[Question], complain: Callable[[str], None] | None) -> Iterator[Question]:
-    for question in questions:
-        try:
-            question.load()
-        except MmaccelError as error:
-            if complain is None:
-                raise
-            complain(f"{question.name}: {error}")
-            continue
-        yield question
-
-
-def _finish(search: Search, held_out: Sequence[Question], confidence: float | None, out: Path) -> Tuned:
+def _finish(search: Search, confidence: float | None, out: Path, left_out: int) -> Tuned:
     """Choose, look at what was held out, and write."""
     goal, keep, judge = search.goal, search.keep, search.judge
     candidates = search.candidates()
@@ -166,7 +185,7 @@ def _finish(search: Search, held_out: Sequence[Question], confidence: float | No
         for _ in evaluate(
             judge.model,
             judge.processor,
-            held_out,
+            [question for exam in judge.exams(search.rungs) for question, _ in exam.batch],
             [row],
             batch_size=judge.batch_size,
             max_new_tokens=judge.longest,
@@ -174,9 +193,10 @@ def _finish(search: Search, held_out: Sequence[Question], confidence: float | No
             pass
         generated, figures = row.figures()["loyalty"], row.figures()
     told = report.figures(search, candidates, chosen, seen, figures, confidence)
+    told["samples left out"] = left_out + judge.left_out
     if chosen is not None:
         recipe = TunedRecipe.of(chosen.recipe, out.stem, told["recipe"])
-        out.write_text(recipe.to_json() + "\n", encoding="utf-8")
+        write_whole(out, recipe.to_json().encode() + b"\n")
     tuned = Tuned(
         goal,
         keep,
