@@ -499,7 +499,7 @@ def test_a_question_on_which_the_model_fails_is_left_out_of_its_batch(trained, m
 
     monkeypatch.setattr(Frozen, "example", failing)
     made = train(steps=1, complain=said.append)
-    assert set(said) == {"q3: the model cannot be asked this (RuntimeError: cannot read this)."}
+    assert set(said) == {"q3: The model cannot answer it (RuntimeError: cannot read this)."}
     assert made.log
 
 

@@ -730,7 +730,7 @@ def test_a_question_on_which_the_model_fails_is_left_out_of_its_batch(monkeypatc
 
     monkeypatch.setattr(type(judge.model), "generate", generate)
     assert len(judge.ask(recipe("uniform", retain=0.5), 0).kept) == 3
-    assert said == ["q1: the model cannot be asked this (ValueError: cannot read this)."] and judge.left_out == 1
+    assert said == ["q1: The model cannot answer it (ValueError: cannot read this)."] and judge.left_out == 1
     assert generated == [1, 1, 1, 1, 3]
 
 

@@ -12,7 +12,7 @@ import torch
 from ..errors import MmaccelError, UnsupportedError
 from ..media.files import encode
 from .bench import origin
-from .evaluate import Batch, Question, batches
+from .evaluate import Batch, Question, batches, sentence
 from .identity import code_identity, digest, model_identity, question_identity
 
 T = TypeVar("T")
@@ -133,10 +133,7 @@ def without_unusable(
 
 
 def _complaint(question: Question, error: Exception) -> str:
-    if isinstance(error, MmaccelError):
-        return f"{question.name}: {error}"
-    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"{question.name}: the model cannot be asked this ({type(error).__name__}: {first})."
+    return f"{question.label}: {sentence(error, 'The model cannot answer it')}"
 
 
 __all__ = ["check_settings", "naming_files", "run_settings", "shown", "usable", "without_unusable"]
