@@ -281,3 +281,20 @@ def ask(wrapper, modality, shown):
         request = (zoo.QUESTION, lambda doc: chat, options, *where)
     one = Instance("generate_until", request, 0, {"task": "task", "doc_id": 0, "repeats": 1})
     return [unwrap_generation_output(said)[0] for said in wrapper.generate_until([one])]
+
+
+def test_a_program_that_leaves_no_result_is_quoted(tmp_path: Path) -> None:
+    """lmms-eval ends with status 0 where one of its imports fails, and prints why."""
+    from lmms.run import run
+
+    assert run("json.tool", ["in.json", "out.json"], write(tmp_path / "in.json"), ["out.json"]) == [
+        tmp_path / "out.json"
+    ]
+    for arguments, how in ((["--help"], "left no result"), (["none.json"], "ended with status")):
+        with pytest.raises(SystemExit, match=rf"json.tool {arguments[0]} {how}.*; it printed:\n.*none.json|usage"):
+            run("json.tool", arguments, tmp_path, ["*.result"])
+
+
+def write(path: Path) -> Path:
+    path.write_text("{}")
+    return path.parent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import re
 import runpy
@@ -45,6 +47,23 @@ def test_public_names_are_there():
     assert sorted(mmaccel.__all__) == mmaccel.__all__
     with pytest.raises(AttributeError, match="no attribute 'accelerate_llm'"):
         mmaccel.accelerate_llm  # noqa: B018
+
+
+def test_scripts_import_what_there_is():
+    """Nobody runs all of them after a name has moved."""
+    gone = []
+    for path in (one for top in ("benchmarks", "training", "docs", "examples") for one in (ROOT / top).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("mmaccel", "mmaccel_kernels"):
+                module = import_module(node.module)
+                names = [one.name for one in node.names if not hasattr(module, one.name)]
+                gone += [f"{path.relative_to(ROOT)}: {node.module}.{name}" for name in names if not found(module, name)]
+    assert gone == []
+
+
+def found(module, name):
+    """Whether a package has a module of this name that nobody has imported yet."""
+    return hasattr(module, "__path__") and importlib.util.find_spec(f"{module.__name__}.{name}") is not None
 
 
 def test_every_method_is_a_name_of_the_package():

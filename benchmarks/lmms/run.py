@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmaccel.cli.ask import shipped
-from mmaccel.cli.shared.measure import percent, versions
+from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.programs.bench import origin
+from mmaccel.programs.identity import code_identity
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS, export, make_suite
 
 TASK = "mmaccel_suite"
@@ -105,7 +106,7 @@ def main() -> int:
         "command": origin.command("python", sys.argv[0]),
         "date": origin.today(),
         "machine": f"a CPU ({origin.processor()})",
-        "versions": origin.versions(("lmms-eval", "torch", "transformers", "mmaccel")) | {"code": versions()["code"]},
+        "versions": origin.versions(("lmms-eval", "torch", "transformers", "mmaccel")) | {"code": code_identity()[:16]},
         "model": model.name,
         "questions": len(names),
         "rows": rows,
@@ -135,9 +136,8 @@ def compare(model: str, title: str, names: list[str], work: Path) -> dict[str, A
         "--output_path",
         f"out/{title}",
     ]
-    run("lmms_eval", theirs, work)
-    (found,) = work.glob(f"out/{title}/*/*_results.json")
-    (samples,) = work.glob(f"out/{title}/*/*_samples_{TASK}.jsonl")
+    kinds = ("results.json", f"samples_{TASK}.jsonl")
+    found, samples = run("lmms_eval", theirs, work, [f"out/{title}/*/*_{kind}" for kind in kinds])
     lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     said = {names[line["doc_id"]]: line["filtered_resps"] for line in lines}
 
@@ -154,8 +154,7 @@ def compare(model: str, title: str, names: list[str], work: Path) -> dict[str, A
         "--json",
         "eval.json",
     ]
-    run("mmaccel", here, work)
-    report = work / "eval.json"
+    (report,) = run("mmaccel", here, work, ["eval.json"])
     row = json.loads(report.read_text(encoding="utf-8"))["rows"][-1]
     report.unlink()
     answers = {answer["name"]: answer["answer"] for answer in row["answers"]}
@@ -176,14 +175,19 @@ def compare(model: str, title: str, names: list[str], work: Path) -> dict[str, A
     }
 
 
-def run(module: str, arguments: list[str], work: Path) -> None:
-    """A program of this environment, offline; what it says is shown if it fails."""
+def run(module: str, arguments: list[str], work: Path, results: list[str]) -> list[Path]:
+    """Run a program of this environment, offline, and return the file that it leaves for each pattern of ``results``; what it
+    printed is shown if it fails or leaves none."""
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "cache")}
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], cwd=work, env=offline, capture_output=True, text=True
     )
-    if done.returncode:
-        sys.exit(f"{module} {shlex.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    found = [list(work.glob(pattern)) for pattern in results]
+    if done.returncode or any(len(files) != 1 for files in found):
+        how = f"ended with status {done.returncode}" if done.returncode else "left no result"
+        printed = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}".strip() or "nothing"
+        sys.exit(f"{module} {shlex.join(arguments)} {how}; it printed:\n{printed}")
+    return [files[0] for files in found]
 
 
 def table(result: dict[str, Any]) -> str:

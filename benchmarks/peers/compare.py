@@ -59,6 +59,10 @@ POLICIES = {
 IMAGE = 9
 
 
+#: what the environment of a peer was tested with
+PACKAGES = {"kvpress": ["kvpress==0.5.5", "transformers==5.2.0"]}
+
+
 def environment(folder: Path, packages: Sequence[str], alone: Sequence[str] = ()) -> Path:
     """The Python of a virtual environment with ``packages`` from the package index, made if it is not there; those in ``alone``
     come without what they depend on."""
@@ -330,7 +334,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", default="kvpress", choices=["kvpress"])
+    parser.add_argument("--peer", default="kvpress", choices=PACKAGES)
     parser.add_argument(
         "--environments", type=Path, default=Path.home() / ".cache" / "mmaccel" / "peers", help="folder"
     )
@@ -347,7 +351,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write JSON here")
     parser.add_argument("--update", type=Path, default=None, help="write the tables between the marks of this page")
     args = parser.parse_args()
-    python = environment(args.environments / args.peer, [args.peer])
+    python = environment(args.environments / args.peer, PACKAGES[args.peer])
     made = {
         "random": lambda: random_model(args.side, args.text, args.layers, args.width),
         "mini-llava": mini_llava,

@@ -242,11 +242,11 @@ def table(result: Mapping[str, Any]) -> str:
 def package_environment(folder: Path) -> Path:
     """The Python of an environment with the packages; VisionZip's modules are in its source distribution only."""
     # what VisionZip imports of transformers is gone in later versions; SGLang is read, not run, and would bring a whole server
-    python = environment(folder, ["tomesd", "transformers<5"], alone=["sglang"])
+    python = environment(folder, ["tomesd==0.1.3", "transformers==4.57.6"], alone=["sglang==0.5.23"])
     source = folder / "source"
     if not source.exists():
         with tempfile.TemporaryDirectory() as work:
-            wanted = ["--no-deps", "--no-binary", "visionzip", "visionzip"]
+            wanted = ["--no-deps", "--no-binary", "visionzip", "visionzip==0.1.3"]
             subprocess.run([python, "-m", "pip", "download", "--quiet", "--dest", work, *wanted], check=True)
             (archive,) = Path(work).glob("visionzip-*.tar.gz")
             with tarfile.open(archive) as packed:
