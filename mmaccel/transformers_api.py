@@ -131,15 +131,22 @@ def _accepted() -> list[str]:
     return [name for name in _CACHE if name in parameters]
 
 
-@functools.cache
+#: see :func:`cache_names`
+_names: tuple[str, ...] = ()
+
+
 def cache_names() -> tuple[str, ...]:
     """The names by which a caller may pass a KV cache, the installed version's own first.
 
     Hooks see a caller's arguments before transformers renames the old names, so all of them are read. A name that is newer than
     the installed version is none: models would ignore it.
     """
-    check()
-    return _CACHE[_CACHE.index(_accepted()[0]) :]
+    # torch.compile traces what functools.cache wraps, and cannot follow the checks
+    global _names
+    if not _names:
+        check()
+        _names = _CACHE[_CACHE.index(_accepted()[0]) :]
+    return _names
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:

@@ -91,12 +91,10 @@ def test_calls_do_not_warn_of_old_names() -> None:
 @pytest.fixture
 def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """What was found out about the installed transformers is forgotten before and after."""
-    kept = (transformers_api.check, transformers_api.cache_names)
-    for function in kept:
-        function.cache_clear()
+    monkeypatch.setattr(transformers_api, "_names", ())
+    transformers_api.check.cache_clear()
     yield monkeypatch
-    for function in kept:
-        function.cache_clear()
+    transformers_api.check.cache_clear()
 
 
 def _renames_the_cache(patch: pytest.MonkeyPatch) -> str:

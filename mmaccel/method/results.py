@@ -24,6 +24,11 @@ Kind = Literal["float", "bool", "integer", "int32"]
 _WORDS: dict[Kind, str] = {"float": "floating-point", "bool": "bool", "integer": "integer", "int32": "int32"}
 
 
+def on_host(made: Tensor) -> bool:
+    """Whether the values of a result can be looked at without waiting for a device, or breaking a graph that is compiled."""
+    return made.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def check_type(method: Method | type[Method], call: str, made: Any, kind: type[R]) -> R:
     """``made`` if it is an instance of ``kind``."""
     if not isinstance(made, kind):
@@ -60,7 +65,7 @@ def figures_of(method: LayerMethod | PreviewMethod, attention: LayerAttention) -
 
 def check_numbers(method: Method, call: str, made: Tensor, where: Tensor | None = None) -> Tensor:
     """``made`` if it has no NaN, at least ``where`` it is looked at (bool, of a shape that broadcasts); on the CPU."""
-    if made.device.type == "cpu":
+    if on_host(made):
         wrong = made.isnan() if where is None else made.isnan() & where
         if bool(wrong.any()):
             refuse(method, call, f"NaN for {int(wrong.sum())} of {wrong.numel()} values", "numbers (inf is allowed)")
@@ -70,7 +75,7 @@ def check_numbers(method: Method, call: str, made: Tensor, where: Tensor | None 
 def check_slots(method: Method, call: str, made: Tensor, count: int, rising: bool = False) -> Tensor:
     """``made`` if all are indices of ``count`` things, in every row each larger than the one before where they are to be
     ``rising``; on the CPU."""
-    if made.device.type == "cpu" and made.numel():
+    if on_host(made) and made.numel():
         least, most = map(int, made.aminmax())
         if least < 0 or most >= count:
             refuse(method, call, f"indices from {least} to {most}", f"indices from 0 to {count - 1}")

@@ -21,6 +21,7 @@ from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 import mmaccel
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.kv import pinned
+from mmaccel.method import results
 from mmaccel.runtime import captured, replay
 
 
@@ -85,6 +86,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmaccel_kernels.decode, "attend", mmaccel_kernels.decode.traced)
     monkeypatch.setattr(replay, "recordable", lambda device: True)
     monkeypatch.setattr(replay, "record", recorded.record)
+    # on a GPU the host would wait for what methods return
+    monkeypatch.setattr(results, "on_host", lambda made: False)
 
 
 CASES = [
