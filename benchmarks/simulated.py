@@ -484,7 +484,8 @@ def machine(devices: int = 1) -> Iterator[Machine]:
         for name, value in _patches(made).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         _kernels(made, stack)
-        stack.enter_context(mock.patch.object(draft, "_loaded", lambda *given: _loaded(made, *given)))
+        loaded = lambda kind, name, where, load: _loaded(made, name, *where)  # noqa: E731
+        stack.enter_context(mock.patch.object(draft, "load_once", loaded))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_Functions(made))
         stack.enter_context(_Dispatch(made))
