@@ -788,7 +788,14 @@ def test_pictures_of_any_size_with_text_behind_their_rows():
     served = object.__new__(ServedProcessor)
     served.plan = ours
     rows = torch.tensor([True, True, False, True, True, False])
-    assert served._apart(rows) and not served._apart(rows[:2]) and not served._apart(rows[1:3])
+    for shown, modality, apart in (
+        (rows, "image", True),
+        (rows[:2], "image", False),
+        (rows[1:3], "image", False),
+        (rows[1:3], "video", True),
+        (rows[:2], "video", False),
+    ):
+        assert served._apart(modality, shown) == apart
     with pytest.raises(UnsupportedError, match="not tried with Pixtral"):
         ServingPlan(Settings(recipe("visionzip")), config("pixtral"), LLAVA)
 

@@ -65,7 +65,7 @@ def test_clips_whose_frames_stand_apart_in_chunks_from_caches_and_with_budgets_o
 
 
 @pytest.mark.parametrize("family, frames", [("qwen3_vl", 2), ("internvl", 1)])
-def test_clips_of_one_step_have_no_text_between_their_placeholders(family: str, frames: int, models: Path) -> None:
+def test_clips_of_one_step_with_text_around_their_placeholders(family: str, frames: int, models: Path) -> None:
     rows = [([], [zoo.clip(frames, 64, 48, seed=seed)], zoo.QUESTION) for seed in range(3)]
     with tiny.engine(tiny.folder(family, models), {"recipe": "divprune", "retain": 0.25}) as llm:
         assert tiny.served(llm, family, rows) == tiny.expected(family, rows, "divprune", retain=0.25)

@@ -120,7 +120,7 @@ class ReducedProcessor:
             total = self._total(update.modality, item, before, budget)
             data = torch.tensor([*asked, before, total])
             item[FIELD] = MultiModalFieldElem(data=data, field=MultiModalBatchedField(keep_on_cpu=True))
-            if self._apart(visual):
+            if self._apart(update.modality, visual):
                 apart = torch.stack([full, visual.long()])
                 item[APART] = MultiModalFieldElem(data=apart, field=MultiModalBatchedField(keep_on_cpu=True))
                 length = len(full) - before + total
@@ -133,14 +133,15 @@ class ReducedProcessor:
 
         return dataclasses.replace(update, replacement=content)
 
-    def _apart(self, visual: torch.Tensor) -> bool:
-        """Whether text stands between the placeholders of an item: between frames of a clip, or behind rows of a picture.
+    def _apart(self, modality: Modality, visual: torch.Tensor) -> bool:
+        """Whether all of an item becomes placeholders, and its text comes with what is encoded.
 
-        How many tokens stay on either side of it is known only when the item is encoded. Hence all of it becomes placeholders,
-        and the text comes with what is encoded.
+        So it is where text stands between placeholders, behind rows of a picture or between frames of a clip: how many tokens
+        stay on either side of it is known only when the item is encoded. Clips of one frame are as those of several.
         """
         places = visual.nonzero()[:, 0]
-        return self.plan.reduces and int(places[-1] - places[0]) + 1 != len(places)
+        between = int(places[-1] - places[0]) + 1 != len(places)
+        return self.plan.reduces and (between or (modality == "video" and not bool(visual.all())))
 
     def _total(self, modality: Modality, item: Any, before: int, budget: Budget) -> int:
         """How many of the ``before`` tokens of an item stay."""
