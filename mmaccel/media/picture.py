@@ -109,7 +109,7 @@ def _decoded(source: str | BytesIO | PILImage, name: str, limits: PictureLimits)
         raise
     except UnidentifiedImageError as error:
         known = f"another format than {', '.join(limits.formats)}" if limits.formats else "no known format"
-        raise MmaccelError(f"{name} cannot be read: it is of {known}, or broken.") from error
+        raise MmaccelError(f"{name} cannot be read: it is of {known}, or broken; convert it to PNG or JPEG.") from error
     except Image.DecompressionBombError as error:
         raise MmaccelError(
             f"{name} has far too many pixels; at most {limits.pixels / 1e6:.0f} megapixels are taken."
@@ -191,8 +191,10 @@ def _on_white(image: PILImage) -> PILImage:
         return image.convert("RGB")
     if image.mode == "La":
         image = image.convert("LA")
-    clear = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear).convert("RGB")
+    clear = image if image.mode == "RGBA" else image.convert("RGBA")
+    white = Image.new("RGB", clear.size, "white")
+    white.paste(clear, mask=clear)
+    return white
 
 
 def on_white(frames: np.ndarray) -> np.ndarray:

@@ -89,6 +89,10 @@ def test_what_is_neither_is_named(tmp_path):
         assert not is_media(path)
         with pytest.raises(MmaccelError, match=f"{name}' is neither a picture nor a video of a known format"):
             load_media([path], 2, 1.0)
+    phone = tmp_path / "IMG_0001.HEIC"
+    phone.write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(400))
+    with pytest.raises(MmaccelError, match=r"The picture .*HEIC' cannot be read: .*convert it to PNG or JPEG"):
+        load_media([phone], 2, 1.0)
     with pytest.raises(MmaccelError, match=r"The picture .*gone.png' does not exist"):
         load_media([tmp_path / "gone.png"], 2, 1.0)
 
