@@ -691,6 +691,7 @@ def test_a_question_that_cannot_be_asked_does_not_take_its_batch_with_it(folder,
         {"image": "a.png", "question": "what ?", "id": [1]},
         {"image": "a.png\0", "question": "what ?"},
         {"image": "a.png", "question": "half \ud800"},
+        {"image": "a.png", "question": "and why " * 4096},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "q.jsonl").write_bytes(text.encode() + b'{"image": "a.png", "question": "\xff"}\n')
@@ -711,7 +712,8 @@ def test_a_question_that_cannot_be_asked_does_not_take_its_batch_with_it(folder,
         "q.jsonl, line 8: the field 'id' must be",
         "q.jsonl, line 9: ",
         "q.jsonl, line 10: ",
-        "q.jsonl, line 11: this is no text in UTF-8",
+        "q.jsonl, line 11: The prompt has ",
+        "q.jsonl, line 12: this is no text in UTF-8",
     ):
         assert words in told and words in err, told
     (tmp_path / "alone.jsonl").write_text(json.dumps(lines[0]) + "\n" + json.dumps(lines[3]) + "\n")

@@ -38,6 +38,7 @@ from ..method.loaded import KeepLoaded
 from ..recipe import Recipe
 from ..recipe import recipe as find_recipe
 from ..suite import Item, Sample, is_right, make_suite
+from .positions import check_positions
 
 
 @dataclass(frozen=True)
@@ -467,6 +468,7 @@ class _Runner:
     def _generate(
         self, recipe: Recipe, processor: Any, inputs: Any, longest: int, follow: _Follow | None = None
     ) -> _Written:
+        check_positions(self.model, recipe, inputs, longest)
         with torch.inference_mode(), accelerated(self.model, recipe, processor=processor):
             out = self.model.generate(
                 **inputs,

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zoo
 from asking import ASKED, alone, answerer, answers, ask
 from tail import in_turn
 
 from mmaccel import MmaccelError, recipe
+from mmaccel.media.files import Prompt, encode
+from mmaccel.programs.positions import check_positions
 from mmaccel.programs.video_qa.qa import QASettings, VideoAnswerer
 from mmaccel.programs.video_qa.questions import VideoQuestion
 
@@ -86,6 +89,38 @@ def test_one_question_that_breaks_the_model_breaks_no_other(films: Path, monkeyp
             assert "(ValueError: a processor says no)" in found[question.name]["error"]
         else:
             assert found[question.name]["answer"] == wanted[question.name]
+
+
+@pytest.mark.parametrize("which", ["none", "divprune", "fastv"])
+def test_a_prompt_beyond_the_positions_of_the_model_is_an_error_of_its_question(which: str, films: Path) -> None:
+    """With one prefill a video and with one a question; nothing is computed, and no other answer changes."""
+    one = answerer("qwen2_5_vl", which, 8)
+    asked = (ASKED[0], "and why " * 4096, ASKED[1])
+    questions = ask(films, ("a.mp4",), asked)
+    found = {r["id"]: r for r in one.run(questions)}
+    long = questions[1].name
+    assert "positions in all, so show fewer" in found[long]["error"] and "answer" not in found[long]
+    others = [questions[0], questions[2]]
+    assert {r.name: found[r.name]["answer"] for r in others} == alone("qwen2_5_vl", which, others)
+
+
+def test_positions_are_counted_and_not_tokens() -> None:
+    """With M-RoPE a clip has more tokens than positions; recipes that place tokens anew are let through."""
+    model, processor = zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl")
+    inputs = encode(processor, [Prompt("what ?", (zoo.image(224, 224, 0),))])
+    tokens = inputs["input_ids"].shape[1]
+    places = int(model.model.get_rope_index(**{k: v for k, v in inputs.items() if "pixel" not in k})[0].max()) + 1
+    text, most = model.config.get_text_config(), model.config.get_text_config().max_position_embeddings
+    assert places + 8 < tokens
+    try:
+        text.max_position_embeddings = places + 8
+        check_positions(model, recipe("none"), inputs, 8)
+        with pytest.raises(MmaccelError, match=f"{tokens} tokens at {places} positions"):
+            check_positions(model, recipe("none"), inputs, 9)
+        check_positions(model, recipe("divprune", retain=0.5, positions="paper"), inputs, 9)
+        check_positions(model, recipe("homer", retain=0.5), inputs, 9)
+    finally:
+        text.max_position_embeddings = most
 
 
 @pytest.mark.parametrize(("at", "which"), in_turn((1, 2, 5), ("divprune", "fastv")))

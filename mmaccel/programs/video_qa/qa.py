@@ -42,6 +42,7 @@ from ...video.clip import Clip
 from ...video.wanted import GIB, Select, Wanted, check_timeout
 from ..evaluate import fingerprint, sentence
 from ..identity import digests, recipe_parts, versions
+from ..positions import check_positions
 from .questions import VideoQuestion, as_questions, by_video
 
 Record = dict[str, Any]
@@ -552,6 +553,7 @@ class VideoAnswerer:
         positions are not those of text. No question has touched them."""
         first = batch[0][0][0].words()
         inputs = self._encode(self._prepared, [Prompt(first, clip=clip.cut()) for _, clip in batch])
+        check_positions(self._base, self.settings.recipe, inputs, self.settings.max_new_tokens)
         self.figures.prefills += len(batch)
         ids, family, model = inputs["input_ids"], self._family, self._base
         visual = family.visual(ids)
@@ -634,6 +636,7 @@ class VideoAnswerer:
 
     def _written(self, inputs: Mapping[str, Any], **options: Any) -> list[str]:
         """What ``generate`` writes behind prompts, greedily."""
+        check_positions(self._base, self.settings.recipe, inputs, self.settings.max_new_tokens)
         out = self.model.generate(
             **inputs, max_new_tokens=self.settings.max_new_tokens, do_sample=False, num_beams=1, **options
         )
