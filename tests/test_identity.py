@@ -70,7 +70,9 @@ def user(tmp_path, monkeypatch):
         importlib.invalidate_caches()
         sys.dont_write_bytecode, old = True, sys.dont_write_bytecode
         try:
-            importlib.import_module(name)
+            # the last first, as Python itself follows no long chain of imports
+            for module in (*reversed(others), name):
+                importlib.import_module(module)
         finally:
             sys.dont_write_bytecode = old
         return recipe_identity(recipe(f"mine-{name}", retain=0.5))
@@ -136,6 +138,18 @@ def test_code_that_a_method_calls_elsewhere_counts(user):
         first = write("")
         assert write("") == first
         assert write("-") != first, imports
+
+
+def test_long_chains_of_modules_are_followed_to_the_end(user):
+    """A package of a thousand modules, each of which uses the next."""
+    chain = {f"chain{i}": f"import chain{i + 1}\n" for i in range(999)}
+
+    def write(last: str) -> str:
+        return user("mine_c", "import chain0", **chain, chain999=last)
+
+    first = write("SCALE = 1")
+    assert write("SCALE = 1") == first
+    assert write("SCALE = 2") != first
 
 
 def test_code_without_a_file_counts():

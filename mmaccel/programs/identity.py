@@ -357,6 +357,9 @@ def digest(value: Any) -> str:
     """
     feed = _Feed()
     feed.add(value)
+    # one after the other: modules may use each other in long chains
+    while feed.modules:
+        feed.source(feed.modules.pop(0))
     return feed.hash.hexdigest()
 
 
@@ -376,6 +379,8 @@ class _Feed:
         self.seen: dict[int, tuple[int, Any]] = {}
         #: top packages whose modules are followed although they are installed
         self.packages: set[str] = set()
+        #: modules whose source is still to be added
+        self.modules: list[types.ModuleType] = []
 
     def _put(self, tag: str, content: bytes | str = b"") -> None:
         content = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
@@ -425,7 +430,7 @@ class _Feed:
     def _apart(self, value: Any) -> str:
         """The digest of a key or a member of a set, by which these are ordered."""
         feed = _Feed()
-        feed.packages, feed.seen = self.packages, dict(self.seen)
+        feed.packages, feed.seen, feed.modules = self.packages, dict(self.seen), self.modules
         feed.add(value)
         return feed.hash.hexdigest()
 
@@ -485,23 +490,28 @@ class _Feed:
                 self.add(value)
 
     def _module(self, module: types.ModuleType) -> None:
-        """Add the source of a module, and of the modules that it uses."""
+        """Add a module by what its code is known by; where it counts itself, its source follows."""
         name = module.__name__
         self._put("module", name)
         if _own(name):
             self._put("mmaccel", code_identity())
         elif not _follows(name, self.packages):
             self._put("version", str(getattr(sys.modules.get(name.partition(".")[0]), "__version__", "")))
-        elif (source := _source(name)) is not None:
-            self._put("source", source.read_bytes())
-            used = {}
-            for value in list(vars(module).values()):
-                if isinstance(value, types.ModuleType):
-                    used[value.__name__] = value
-                elif isinstance(value, (type, types.FunctionType)) and value.__module__ in sys.modules:
-                    used[value.__module__] = sys.modules[value.__module__]
-            for other in sorted(used):
-                self.add(used[other])
+        elif _source(name) is not None:
+            self.modules.append(module)
+
+    def source(self, module: types.ModuleType) -> None:
+        """Add the source of a module, and the modules that it uses."""
+        source = _source(module.__name__)
+        self._put(f"source of {module.__name__}", b"" if source is None else source.read_bytes())
+        used = {}
+        for value in list(vars(module).values()):
+            if isinstance(value, types.ModuleType):
+                used[value.__name__] = value
+            elif isinstance(value, (type, types.FunctionType)) and value.__module__ in sys.modules:
+                used[value.__module__] = sys.modules[value.__module__]
+        for other in sorted(used):
+            self.add(used[other])
 
     def _function(self, function: types.FunctionType) -> None:
         module = function.__module__ or ""
@@ -519,14 +529,13 @@ class _Feed:
         if _own(module):
             # what it calls is in mmaccel's own source
             return
-        source = _source(module)
-        whole = source is None or not Path(function.__code__.co_filename).exists()
+        if _source(module) is not None and Path(function.__code__.co_filename).exists():
+            # what it calls and reads stands in that file, or in the modules that it uses
+            self.add(sys.modules[module])
+            return
         for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
-            value = function.__globals__[name]
-            # values of a file stand in its source, and may hold what runs have left there
-            if whole or isinstance(value, (type, types.FunctionType, types.ModuleType)):
-                self._put("global", name)
-                self.add(value)
+            self._put("global", name)
+            self.add(function.__globals__[name])
 
     def _bytecode(self, code: types.CodeType) -> None:
         self._put("code", code.co_code)
