@@ -435,3 +435,21 @@ def test_what_all_bodies_have_together(served, monkeypatch):
         assert first.result()[0] == 200
     until(lambda: served.desk.held == 0)
     assert hostile.post(where(served), sent)[0] == 200
+
+
+def test_memory_is_given_back(served, things, monkeypatch):
+    """After large bodies, refused ones too, and after pictures, once for those that come together."""
+    given_back = []
+    monkeypatch.setattr(app, "_TRIM", 0.2)
+    monkeypatch.setattr(app, "_release", lambda: given_back.append(True))
+    large = b" " * (2 << 20)
+    for sent in (large + hostile.with_text("?"), large + b"{", hostile.showing(data_url(things.png))):
+        given_back.clear()
+        for _ in range(3):
+            hostile.post(where(served), sent)
+        until(lambda: given_back)
+    time.sleep(0.5)
+    given_back.clear()
+    hostile.post(where(served), hostile.with_text("?"))
+    time.sleep(0.5)
+    assert not given_back

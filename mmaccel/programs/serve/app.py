@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hmac
 import json
 import logging
@@ -36,6 +37,8 @@ BODY, SENDING = 96 << 20, 60.0
 SPEED, START = 16 << 10, 5.0
 #: bytes of a body that is read before there is a place for its request
 SMALL = 64 << 10
+#: bytes of a body behind which, as behind pictures, freed memory is given back to the system, and how many seconds later
+_LARGE, _TRIM = 1 << 20, 1.0
 CHAT = "/v1/chat/completions"
 
 logger = logging.getLogger(__name__)
@@ -81,7 +84,7 @@ def make_app(desk: Desk, name: str, key: str | None = None, allowed: Sequence[st
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(desk.close)
-        chat.reader.shutdown(wait=False)
+        chat.close()
 
     return Starlette(
         routes=[
@@ -152,6 +155,13 @@ class _Chat:
         self.desk, self.name, self.metrics = desk, name, metrics
         # one after the other: each holds the lock of the interpreter for a moment, which the event loop needs, too
         self.reader = ThreadPoolExecutor(1, "mmaccel-serve-reader")
+        self._trimming: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self.reader.shutdown(wait=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
@@ -159,7 +169,10 @@ class _Chat:
             try:
                 body = await _body(Request(scope, receive), lambda: stack.enter_context(self.desk.place()))
                 asked = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, body)
+                large = len(body) > _LARGE
                 del body
+                if large or (isinstance(asked, Asked) and asked.media):
+                    stack.callback(self._tidy)
                 if isinstance(asked, Refused):
                     raise asked
                 with self.desk.answered(asked) as job:
@@ -174,6 +187,15 @@ class _Chat:
                 raise
             except Exception as error:
                 raise _told(error) from error
+
+    def _tidy(self) -> None:
+        """Give memory back, soon and for several requests at once."""
+        if self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(_TRIM, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming = None
+        self.reader.submit(_release)
 
     def _read(self, body: bytes) -> Asked | Refused:
         """The request, or why there is none; an error would keep the body alive by its traceback."""
@@ -255,6 +277,12 @@ async def _body(request: Request, take: Callable[[], Place]) -> bytes:
         f"The request was not sent within {SENDING:g} seconds, or at less than {SPEED >> 10} KiB a second.",
         headers={"x-should-retry": "false"},
     )
+
+
+def _release() -> None:
+    """Give freed memory back to the system, where the C library is glibc, which keeps blocks of several MiB for later."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _told(error: Exception) -> Refused:
