@@ -217,10 +217,12 @@ class Accelerator(Handle):
             scope.plan.check_generation(*configs)
             scope.new_tokens = said("max_new_tokens", *configs)
             scope.drafted = any(said(name, *configs) for name in ("prompt_lookup_num_tokens", "assistant_model"))
+            given = {"input_ids": args[0] if args else kwargs.get("inputs"), **kwargs}
+            if isinstance(ids := given["input_ids"], Tensor) and ids.dim() == 2:
+                scope.given_length = ids.shape[1]
             if scope.plan.drafts:
                 # what generate makes of them may be encoded already
-                first = args[0] if args else kwargs.get("inputs")
-                scope.given = {"input_ids": first, **kwargs}
+                scope.given = given
             push(scope)
             try:
                 made = original(*args, **kwargs)
@@ -287,6 +289,7 @@ class Accelerator(Handle):
             return None
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = cache_in(kwargs)
+        scope.begin_forward(ids, cache)
         scope.mask = kwargs.get("attention_mask")
         scope.input_ids, scope.clips = ids, kwargs.get("pixel_values_videos")
         given = ((name, kwargs.get(name)) for name in self.family.beside)

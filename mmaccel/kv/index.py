@@ -50,7 +50,7 @@ class KeyIndex:
         self.padded = padded
         self.upto = upto
         self._know(lengths)
-        self._mask: tuple[Tensor, int | None, Tensor] | None = None
+        self._mask: tuple[Tensor, int | None, Tensor | None, Tensor] | None = None
         self._slots: Tensor | None = None
         self._weighed: tuple[Tensor, Tensor | None, int, Tensor] | None = None
 
@@ -153,7 +153,8 @@ class KeyIndex:
         windowed = self.windowed(window)
         if together is None and not self.padded and not windowed and (q == 1 or q == len(self)):
             return None
-        if self._mask is None or self._mask[0] is not queries or self._mask[1] != window:
+        known = self._mask
+        if known is None or known[0] is not queries or known[1] != window or known[2] is not together:
             keys, at = self.by_head[:, :, None], queries.to(self.index)[:, None, :, None]
             mask = keys <= at
             if together is not None:
@@ -161,8 +162,8 @@ class KeyIndex:
             mask &= keys >= 0
             if window is not None and windowed:
                 mask &= at - keys < window
-            self._mask = (queries, window, mask)
-        return self._mask[2]
+            self._mask = known = (queries, window, together, mask)
+        return known[3]
 
     def _together(self, queries: Tensor, together: Tensor) -> Tensor:
         """Which queries at places ``[B, q]`` attend to which keys both ways, ``[B, 1 or Hkv, q, K]`` bool."""

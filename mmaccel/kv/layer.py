@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,15 +36,14 @@ def bare_bytes(keys: Tensor, values: Tensor) -> int:
 class ScheduleState:
     """What the schedule of a recipe carries from step to step beside the keys of one layer.
 
-    capacity : ``[B, Hkv]`` long on the CPU, keys each head may hold; settled at the end of a prompt, when ``settled`` tokens
-        were seen.
+    capacity : ``[B, Hkv]`` long on the CPU, keys each head may hold; settled at the end of a prompt.
     received : ``[B, Hkv, K]`` float32, figures per stored slot (see :meth:`mmaccel.method.Policy.observe`); slots that came
         later have none yet.
     queries, places : of every forward that is remembered, the oldest first, ``[B, Hq, q, D]`` and ``[B, q]``, -1 for padding.
     unseen : how many of the last queries the policy has not observed yet.
     scaling, window : of the layer's attention, its sliding window in original places; as of the last forward.
-    threshold : ``[B, Hkv]``, the bar of merging that is averaged over calls.
-    evicted : tokens seen when the layer was last evicted from.
+    threshold : ``[B, Hkv]``, the bar of merging that is averaged over calls; NaN where there was no call.
+    settled, evicted : of every row how many tokens were seen when its capacity was settled, and when it was last evicted from.
     """
 
     capacity: Tensor | None = None
@@ -55,8 +54,8 @@ class ScheduleState:
     scaling: float = 1.0
     window: int | None = None
     threshold: Tensor | None = None
-    settled: int = 0
-    evicted: int = 0
+    settled: list[int] = field(default_factory=list)
+    evicted: list[int] = field(default_factory=list)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that is carried."""
@@ -73,6 +72,9 @@ class ScheduleState:
         self.queries, self.places = (
             tuple(x[rows.to(x.device)] for x in blocks) for blocks in (self.queries, self.places)
         )
+        if self.capacity is not None:
+            on_host = rows.tolist()
+            self.settled, self.evicted = ([known[row] for row in on_host] for known in (self.settled, self.evicted))
 
     def remember(self, queries: Tensor, places: Tensor) -> None:
         """Append ``queries [B, Hq, q, D]`` of ``places [B, q]``; nothing is copied."""
@@ -100,9 +102,16 @@ class ScheduleState:
 
     def rebase(self, fewer: int) -> None:
         """Count places anew, of which there are ``fewer`` before the last ones."""
-        self.settled -= fewer
-        self.evicted -= fewer
+        self.settled, self.evicted = ([seen - fewer for seen in known] for known in (self.settled, self.evicted))
         self.places = tuple(torch.where(x < 0, x, (x - fewer).clamp(min=0)) for x in self.places)
+
+    def forget(self, rows: Tensor) -> None:
+        """Forget what is carried of ``rows [B]`` bool on the CPU, which begin anew; nothing is changed in place."""
+        if self.received is not None:
+            self.received = self.received.masked_fill(to_device(rows, self.received.device)[:, None, None], 0.0)
+        if self.threshold is not None:
+            self.threshold = self.threshold.masked_fill(to_device(rows, self.threshold.device)[:, None], torch.nan)
+        self.places = tuple(x.masked_fill(to_device(rows, x.device)[:, None], -1) for x in self.places)
 
     def figures(self, slots: int) -> Tensor | None:
         """``received`` of as many slots, zero for those that came later."""

@@ -59,7 +59,7 @@ def merge(
     ----------
     keys, values : ``[B, H, K, D]``.
     kept, gone : ``[B, H, K]`` bool; slots that are neither take no part.
-    threshold : ``[B, H]``, the bar of the last call of ``ema``.
+    threshold : ``[B, H]``, the bar of the last call of ``ema``; NaN for heads that had no call.
     by_rank : the bar is tested on the mean over heads of the n-th evicted key of each, as in the authors' programs, where
         it mixes keys of different places; by default every head decides for itself.
     most, stay : how many keys of a head are ``gone``, and how many ``kept``, at most, where the host knows; no others are
@@ -81,7 +81,8 @@ def merge(
         bar = bar[..., 0].expand(-1, keys.shape[1])
         if how == "ema":
             if threshold is not None:
-                bar = torch.where(takes.any(-1), decay * threshold + (1 - decay) * bar, threshold)
+                bar = torch.where(threshold.isnan(), bar, decay * threshold + (1 - decay) * bar)
+                bar = torch.where(takes.any(-1), bar, threshold)
             threshold = bar
         takes = takes & ((_by_rank(best, takes) if by_rank else best) >= bar[..., None])
     one = torch.ones_like(best)

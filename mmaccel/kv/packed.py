@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -215,9 +215,13 @@ class QuantisedLayer(CompressedLayer):
         empty = None if self.schedule.received is None else self.schedule.received[..., :0]
         none = Held(torch.zeros_like(count), torch.zeros_like(count))
         groups += [PackedGroup(None, rest[..., :0], empty, none)] * (group.number + 1 - len(groups))
+        groups = [replace(one, held=one.known()) for one in groups]
         own = groups[group.number]
-        before = own.pages if own.pages is not None else groups[group.like].pages
-        new = check_type(group.codec, "pack()", group.codec.pack(*flat, before, query_energy, every), Pages)
+        before = own if own.pages is not None else groups[group.like]
+        unused = before.known().live == 0
+        empty_heads = unused.expand_as(every) if before.pages is not None and bool(unused.any()) else None
+        made_now = group.codec.pack(*flat, before.pages, query_energy, every, empty_heads)
+        new = check_type(group.codec, "pack()", made_now, Pages)
         groups[group.number] = own.extended(new, rest, due, self.schedule.received, count)
         super().evict((rest >= 0) & ~due, (keys, values), lengths)
         self._join(groups)

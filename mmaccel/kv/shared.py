@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,9 @@ from .sparse import SparseMemory
 
 #: what is known of the first places, ``[B, n, ...]``; and of rows
 _BY_PLACE = ("grid_table", "visual", "weights")
-_BY_ROW = ("offset", "ahead", *_BY_PLACE)
+_BY_ROW = ("offset", "ahead", "axes_ahead", *_BY_PLACE)
+#: the first picture of a row that has none
+_NO_PICTURE = sys.maxsize
 
 
 @dataclass
@@ -32,6 +35,9 @@ class Shared:
     ahead : ``[B]`` long: with M-RoPE the last frames of a slow clip may stand at later positions than the question behind them.
         transformers goes on behind the question while it generates, and behind the frames, so much further, in the next
         turn and in a forward without positions. None once that has happened.
+    axes_ahead : ``[B, axes]`` long: behind a prompt that ends in a picture every axis goes on from its own end while
+        transformers generates, so much further than the first one; in the next turn all go on from the furthest. None where all
+        axes are equal.
     incoming : the tokens of the forward that is being run, while one is.
     grid_table : ``[B, n, 4]`` int32, for the first ``n`` places (picture, t, row, column), -1 for text and for what has no
         cell; only where a recipe goes on evicting while it decodes, or reads some keys at every step.
@@ -41,7 +47,9 @@ class Shared:
     sparse : what a recipe carries that reads other keys at every step.
     returning : what a recipe carries whose dropped tokens may come back.
     stream : all pictures are stretches of one clip, whose frames are counted on.
-    pack_at : how many tokens will have been seen when codecs are to look at the cache again; 0 where that is not known.
+    first_pictures : of every row the place of its first visual token; empty where nobody said, and all rows count as such that
+        have pictures.
+    pack_at : how many tokens will have been seen when codecs are to look at each row again; empty where that is not known.
     pinned : where the layers write and read while captured steps run.
     broken : a forward was broken off; layers may hold different tokens.
     windowed : some layers of the model have sliding windows.
@@ -50,13 +58,15 @@ class Shared:
     indices: list[KeyIndex | None]
     offset: Tensor | None = None
     ahead: Tensor | None = None
+    axes_ahead: Tensor | None = None
     incoming: Incoming | None = None
     grid_table: Tensor | None = None
     visual: Tensor | None = None
     weights: Tensor | None = None
     sparse: SparseMemory | None = None
     returning: Returning | None = None
-    pack_at: int = 0
+    first_pictures: Sequence[int] = ()
+    pack_at: Sequence[int] = ()
     pinned: Pinned | None = None
     stream: bool = False
     broken: bool = False
@@ -101,6 +111,34 @@ class Shared:
         before = visual[:, :0] if self.visual is None else self.visual[:, :since]
         self.visual = torch.cat([pad(before, (0, since - before.shape[1])), visual], dim=1)
 
+    def note_pictures(self, visual: Tensor, since: int) -> Tensor:
+        """Remember where the first picture of every row is, of which those from ``since`` on are ``visual [B, S]`` bool on the
+        CPU; returns which rows had none before, ``[B]`` bool on the CPU."""
+        before = self.first_pictures or (_NO_PICTURE,) * len(visual)
+        found, first = visual.any(1).tolist(), visual.byte().argmax(1).tolist()
+        self.first_pictures = [
+            old if old < _NO_PICTURE else since + place if there else _NO_PICTURE
+            for old, there, place in zip(before, found, first, strict=True)
+        ]
+        return torch.tensor([old == _NO_PICTURE for old in before])
+
+    @property
+    def text_rows(self) -> Tensor | None:
+        """``[B]`` bool on the CPU, the rows without a picture, of which nothing is dropped or packed; None where all have
+        one."""
+        if _NO_PICTURE not in self.first_pictures:
+            # nearly every batch
+            return None
+        return torch.tensor([first == _NO_PICTURE for first in self.first_pictures])
+
+    def behind_pictures(self) -> tuple[Tensor | None, Tensor | None]:
+        """``offset`` and ``ahead`` for what follows in another turn: in rows that end in a picture all axes go on from the
+        furthest."""
+        if self.axes_ahead is None or self.offset is None or self.ahead is None:
+            return self.offset, self.ahead
+        ends = (self.axes_ahead != 0).any(1)
+        return torch.where(ends, self.offset - self.ahead, self.offset), self.ahead.masked_fill(ends, 0)
+
     def split(self, at: int) -> None:
         """Let layers from ``at`` on have indices of their own: they are about to store other tokens than those before."""
         self.indices[at:] = _clones(self.indices[at:])
@@ -110,6 +148,9 @@ class Shared:
         on_host = rows.cpu()
         for index in self.each():
             index.select(rows, on_host)
+        for name in ("first_pictures", "pack_at"):
+            if known := getattr(self, name):
+                setattr(self, name, [known[row] for row in on_host.tolist()])
         for name in _BY_ROW:
             tensor: Tensor | None = getattr(self, name)
             if tensor is not None:
@@ -127,7 +168,8 @@ class Shared:
 
     def crop(self, seen: int) -> None:
         """A layer was cropped to ``seen`` tokens: what comes next takes the places of those that are gone, and is text."""
-        self.pack_at = 0
+        self.pack_at = ()
+        self.first_pictures = [first if first < seen else _NO_PICTURE for first in self.first_pictures]
         cut = self.grid_table is not None and self.grid_table.shape[1] > seen
         for name in _BY_PLACE:
             if (known := getattr(self, name)) is not None:
@@ -146,7 +188,9 @@ class Shared:
             held[torch.where(index.index < 0, seen, index.index).flatten().long().to(held.device)] = True
         if held is None or bool(held[:seen].all()):
             return seen
-        left, self.pack_at = int(held[:seen].sum()), 0
+        left, self.pack_at = int(held[:seen].sum()), ()
+        # a row that had a picture goes on as such
+        self.first_pictures = [min(first, 0) if first < _NO_PICTURE else first for first in self.first_pictures]
         new = held[:seen].cumsum(0) - 1
         for index in indices:
             index.rename(new.to(index.index), left)
@@ -163,8 +207,9 @@ class Shared:
 
     def reset(self) -> None:
         """Forget the prompt; indices are let go of by the layers."""
-        self.offset = self.ahead = self.grid_table = self.visual = self.weights = self.sparse = self.returning = None
-        self.incoming, self.broken, self.pack_at = None, False, 0
+        self.offset = self.ahead = self.axes_ahead = self.grid_table = self.visual = self.weights = None
+        self.sparse = self.returning = None
+        self.incoming, self.broken, self.first_pictures, self.pack_at = None, False, (), ()
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that is held between two forwards."""

@@ -48,8 +48,6 @@ class CacheStage:
         """Evict, or merge, what is not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
         keys that were packed: they would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`."""
         how, decay = self.policy.choice("compact")
-        for layer in together.layers:
-            layer.schedule.evicted = layer.seen
         if how == "evict":
             together.evict(kept, lengths=lengths)
             return

@@ -209,6 +209,8 @@ def _obstacle_in_cache(plan: ModelPlan, state: CacheState) -> str:
         return ""
     if state.offset is None or any(layer.empty for layer in state.layers):
         return _NOTHING
+    if state.shared.axes_ahead is not None:
+        return "behind a prompt that ends in a picture every axis of positions goes on from its own end"
     if state.shared.weights is not None and plan.family.text.config._attn_implementation != "mmaccel_text_sdpa":
         return "tokens have weights, which captured steps have only with sdpa attention"
     method = None if plan.policy is None else plan.policy.method

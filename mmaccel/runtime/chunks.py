@@ -170,6 +170,7 @@ def _place(
 def _follow(state: CacheState, now: Chunks, joins: list[list[int]], behind: Tensor, shorter: Tensor) -> None:
     """Let a cache go on where positions have come forward, ``behind`` and ``shorter [B]`` (see :meth:`_Row.settled`), and have
     the rows of chunks."""
+    (state.offset, state.ahead), state.shared.axes_ahead = state.shared.behind_pictures(), None
     assert state.offset is not None
     behind, shorter = behind.to(state.offset.device), shorter.to(state.offset.device)
     state.offset = state.offset + behind

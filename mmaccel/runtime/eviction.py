@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kv.cache import CacheState
 from ..kv.choose import observed
+from ..kv.index import to_device
 from ..method import LayerAttention, Policy, ReadingPolicy
 from ..method.layers import SharedPass
 from .cache_stage import CacheStage
@@ -39,8 +40,8 @@ class Eviction:
         rules = CacheStage.of(forward.plan, stage, self.depth)
         self.schedule = Schedule(rules, state)
         self.prompt = PromptEviction(rules, state, forward, self.schedule) if isinstance(forward, Prompt) else None
-        if self.prompt is not None:
-            self.schedule.catch_up()
+        if isinstance(forward, Prompt):
+            self.schedule.catch_up(forward.first_time)
         self.pre_rope: Tensor | None = None
         self.scaling = 1.0
         self.asked: dict[int, tuple[Tensor, Tensor]] = {}
@@ -59,7 +60,8 @@ class Eviction:
     @property
     def shrinks(self) -> bool:
         """Whether a schedule may evict when this forward is over."""
-        return self.policy.scheduled and (self.prompt is None or self.policy.cap > 0)
+        prompt = self.prompt
+        return self.policy.scheduled and (prompt is None or self.policy.cap > 0 or prompt.text_rows is not None)
 
     def done(self, number: int) -> list[int]:
         """Layers from which nothing is evicted any more in this forward, since the attention of layer ``number`` has run."""
@@ -97,8 +99,10 @@ class Eviction:
                 prompt.after_attention(number, attention, tokens, received, expected)
             prompt.relieve()
         elif self.policy.scheduled:
-            places = self.forward.phase(number).places.to(query.device, non_blocking=True)
-            self.schedule.note(self.state.layers[number], query, places, scaling, window)
+            phase = self.forward.phase(number)
+            places = phase.places.to(query.device, non_blocking=True)
+            padding = self.forward.length - phase.lengths if phase.padded else None
+            self.schedule.note(self.state.layers[number], query, places, scaling, window, padding)
 
     def read(self, number: int, query: Tensor, key: Tensor | None, scaling: float) -> ChosenKeys | None:
         """What the attention of layer ``number`` is to read of all that it stores; None for everything. ``key`` is None where
@@ -143,11 +147,12 @@ class Eviction:
         if self.prompt is not None and isinstance(self.policy, ReadingPolicy):
             first = first_layer(self.policy, self.depth)
             with self.forward.measured("selection", device):
-                prepare_reads(self.policy, self.state.layers[first:], self.scaling, self.asked)
+                rows = self.prompt.text_rows
+                prepare_reads(self.policy, self.state.layers[first:], self.scaling, self.asked, rows)
             self.asked = {}
         if self.shrinks:
             with self.forward.measured("selection", device):
-                self.schedule.settle(self.prompt is not None)
+                self.schedule.settle(None if self.prompt is None else self.prompt.pictured_rows)
 
     def _observe(self, number: int, attention: LayerAttention, places: Tensor, window: int | None) -> Tensor | None:
         """What the policy makes of the attention of a layer, ``[B, Hkv, K]`` float32; a schedule carries it on."""
@@ -157,6 +162,9 @@ class Eviction:
             before = schedule.figures(key.shape[2])
             before = key.new_zeros(key.shape[:3], dtype=torch.float32) if before is None else before
             received = observed(policy, attention, before)
+            rows = None if self.prompt is None else self.prompt.text_rows
+            if rows is not None and not policy.observes_steps:
+                received = torch.where(to_device(rows, received.device)[:, None, None], before, received)
         if policy.scheduled:
             schedule.received, schedule.scaling, schedule.window = received, attention.scaling, window
             if policy.window:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -177,6 +178,7 @@ class Prompt(Forward):
     chunked : its chunks, where the lower layers read it in several.
     turned : cosines and sines of the tokens that are left, by phase and kind of RoPE, where layers have several.
     looked : figures per key that the method at the next layer made of the attention before it, ``[B, q]``.
+    first_time : ``[B]`` bool on the CPU, rows without a picture in the cache before this prompt.
     """
 
     layout: Layout
@@ -193,6 +195,14 @@ class Prompt(Forward):
     together: Tensor | None = None
     chunked: Chunked | None = None
     turned: dict[tuple[int, str], tuple[Tensor, ...]] = field(default_factory=dict)
+    first_time: Tensor | None = None
+
+    @cached_property
+    def text_rows(self) -> Tensor | None:
+        """``[B]`` bool on the CPU, the rows that have no picture in this prompt, to which nothing may happen that does not
+        happen in a forward without pictures; None where all have some."""
+        rows = ~self.layout.visual.any(1)
+        return rows if bool(rows.any()) else None
 
     def measured(
         self, name: str, device: torch.device, layers: Sequence[int] | None = None

@@ -114,8 +114,14 @@ class TextHooks:
         batch, length = embeds.shape[:2]
         # one new token is a decode step; looking for placeholders in it would cost every step
         prefill = length > 1
-        scope.stats.prompt_tokens += batch * length * prefill
-        scope.stats.decode_steps += not prefill
+        if prefill and not scope.forwards:
+            seen = 0 if scope.cache is None else scope.cache.get_seq_length()
+            # the first candidates of a draft may stand behind a prompt
+            drafted = 0 if scope.given_length is None else max(0, seen + length - scope.given_length)
+            scope.stats.prompt_tokens += batch * (length - drafted if drafted < length else length)
+        else:
+            # candidates of a draft are several tokens
+            (scope.figures or scope.stats).decode_steps += 1
         # a candidate of prompt lookup may repeat a placeholder, when the pictures of this call are in the cache already
         guessed = scope.generating and state is not None and scope.layout is not None
         if not prefill or guessed or ids is None or ids.shape != embeds.shape[:2]:
@@ -192,9 +198,12 @@ class TextHooks:
             Reduction.identity(layout.valid),
             together=plan.family.together(ids, layout.valid, scope.beside, seen),
         )
+        returning.check_rows(prompt)
         embeds, planes = prefill.reduce(prompt, self.taps, kwargs, scope)
         with without_autocast(embeds.device):
             # from here on the cache is changed
+            if state is not None:
+                prompt.first_time = state.shared.note_pictures(layout.visual, seen)
             scope.stages = Stages(prompt)
             if scope.stages.packing is not None:
                 scope.stages.packing.note_prompt(prompt, embeds)
@@ -216,7 +225,7 @@ class TextHooks:
         forward = Continuation(scope.plan, scope.stats, state, incoming, embeds.device, returns)
         # from here on the cache is changed
         scope.stages = Stages(forward)
-        continuation.write(forward, state, valid, kwargs)
+        continuation.write(forward, state, valid, kwargs, scope.generating and not scope.forwards)
         return forward
 
     # --- between layers ---------------------------------------------------------------------------------------
@@ -336,6 +345,12 @@ class TextHooks:
         scope = current(self.plan)
         if scope is None or scope.preview is not None:
             return None
+        try:
+            return self._leave(scope, kwargs, output)
+        finally:
+            scope.end_forward()
+
+    def _leave(self, scope: Scope[ModelPlan], kwargs: dict[str, Any], output: Any) -> Any:
         stages = scope.stages
         if stages is not None and output is not None:
             self._look_behind(scope, stages, kwargs)

@@ -4,13 +4,15 @@ A layer is packed as soon as nothing is evicted from it any more, if the host kn
 only the device knows wait for the end of the forward, and what is due of them is copied to the host together.
 
 While tokens are decoded, packing interrupts steps that are otherwise alike. So it is known beforehand which step is the next
-to pack (:attr:`mmaccel.kv.shared.Shared.pack_at`), and heads that fill their pages at different steps do not have a step
-each: they are packed together, once in so many tokens as a page has.
+to pack (:attr:`mmaccel.kv.shared.Shared.pack_at`), and heads of a row that fill their pages at different steps do not have a
+step each: they are packed together, once in so many tokens as a page has. Every row has steps of its own, whatever its
+neighbours are, and a row without pictures has none: nothing of it is packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -40,10 +42,8 @@ class Packing:
         self.forward, self.state, self.eviction = forward, state, eviction
         self.groups = forward.plan.token_groups
         self.now = forward.seen + forward.length
-        self.looks = isinstance(forward, Prompt) or self.now >= state.shared.pack_at
-        self.packed = False
-        if self.looks:
-            state.shared.pack_at = self.now + max(group.codec.residual + group.codec.page for group in self.groups)
+        #: the rows that had something to pack, while decoding
+        self.packed: set[int] = set()
         self.window = max(group.codec.window for group in self.groups)
         self.salient: Tensor | None = None
         self.query_energy: dict[int, Tensor] = {}
@@ -71,14 +71,38 @@ class Packing:
             self.query_energy[number] = energy(query[:, :, -self.window :], there, heads)
 
     @cached_property
+    def rows(self) -> list[bool]:
+        """The rows that are looked at in this forward, of every layer alike."""
+        forward, shared, phase = self.forward, self.state.shared, self.forward.phase(0)
+        batch = len(phase.places)
+        before = list(shared.pack_at) or [0] * batch
+        if isinstance(forward, Prompt) or phase.padded:
+            # padding fills no pages
+            before = [at + pad for at, pad in zip(before, (forward.length - phase.lengths).tolist(), strict=True)]
+        looks = [self.now >= at for at in before]
+        if isinstance(forward, Prompt):
+            looks = [one or new for one, new in zip(looks, forward.layout.visual.any(1).tolist(), strict=True)]
+        if (text := shared.text_rows) is not None:
+            looks = [one and not bare for one, bare in zip(looks, text.tolist(), strict=True)]
+        later = self.now + max(group.codec.residual + group.codec.page for group in self.groups)
+        shared.pack_at = [later if one else at for one, at in zip(looks, before, strict=True)]
+        return looks
+
+    @property
+    def looks(self) -> bool:
+        """Whether anything may be packed in this forward."""
+        return True in self.rows
+
+    @cached_property
     def due(self) -> list[tuple[TokenGroup, Eligible]]:
         """What may be packed in this forward, of every layer alike."""
         forward, shared = self.forward, self.state.shared
         if not self.looks:
             return []
         layout = forward.layout if isinstance(forward, Prompt) else None
+        rows = None if all(self.rows) else torch.tensor(self.rows)
         each = ((group, eligible_of(group, shared, layout, forward.seen, self.salient)) for group in self.groups)
-        return [(group, eligible) for group, eligible in each if eligible is not None]
+        return [(group, replace(eligible, rows=rows)) for group, eligible in each if eligible is not None]
 
     def pack(self, number: int) -> None:
         """Pack what is due of a layer, now or when the forward is over."""
@@ -107,25 +131,35 @@ class Packing:
         for (group, eligible), count in zip(self.due, counts, strict=True):
             layer.pack(group, eligible, self._made, self.query_energy.get(layer.number), count)
             if eligible.others and not layer.empty:
-                self._look_again(group.codec, torch.tensor(len(layer.index) - layer.width) if count is None else count)
+                rows, loose = len(self.rows), len(layer.index) - layer.width
+                self._look_again(group.codec, torch.full((rows, 1), loose) if count is None else count)
 
     def _look_again(self, codec: Codec, count: Tensor) -> None:
-        """Settle when to look at the cache again, of which a layer had ``count`` tokens to pack."""
+        """Settle when to look at each row of the cache again, of which a layer had ``count [B, 1 or Hkv]`` tokens to pack."""
         due, shared = codec.packable(count), self.state.shared
-        if bool(due.any()) and not isinstance(self.forward, Prompt):
-            self.packed = True
-            shared.pack_at = self.now + min(group.codec.page for group in self.groups)
-        elif not self.packed:
-            # as soon as one head has a page
-            shared.pack_at = min(shared.pack_at, self.now + codec.residual + codec.page - int((count - due).max()))
+        new = self.forward.layout.visual.any(1) if isinstance(self.forward, Prompt) else torch.zeros(len(count)).bool()
+        packs, left = (due.any(1) & ~new).tolist(), (count - due).amax(1).tolist()
+        page, at = min(group.codec.page for group in self.groups), list(shared.pack_at)
+        for row in (row for row, looks in enumerate(self.rows) if looks):
+            if packs[row]:
+                self.packed.add(row)
+                at[row] = self.now + page
+            elif row not in self.packed:
+                # as soon as one head has a page
+                at[row] = min(at[row], self.now + codec.residual + codec.page - left[row])
+        shared.pack_at = at
 
     def _asked(self, layer: QuantisedLayer, eligible: Eligible) -> Tensor:
         """``[B, Hkv]`` long, the tokens of each head that may be packed."""
         return layer.eligible_slots(eligible).sum(-1).expand(-1, layer.keys.shape[1])
 
     def _count(self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible) -> Tensor | None:
-        """How many tokens of a layer are of a group and in full precision, ``[B, 1 or Hkv]`` long on the CPU; None where only
-        the device knows."""
+        """How many tokens of a layer are of a group and in full precision, ``[B, 1 or Hkv]`` long on the CPU; 0 in rows that
+        are not looked at; None where only the device knows."""
+        count = self._count_of_all(layer, group, eligible)
+        return count if count is None or eligible.rows is None else count * eligible.rows[:, None]
+
+    def _count_of_all(self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible) -> Tensor | None:
         if eligible.mask is None:
             return layer.loose
         forward = self.forward
@@ -153,8 +187,13 @@ class Packing:
 
 def coming_unpacked(groups: Sequence[TokenGroup], shared: Shared, seen: int) -> int | None:
     """How many tokens may follow those ``seen`` until one comes with which something may be packed; None if none ever does."""
-    goes_on = any(group.of in ("all", "text") for group in groups)
-    return max(0, shared.pack_at - seen - 1) if goes_on else None
+    if not any(group.of in ("all", "text") for group in groups):
+        return None
+    text, at = shared.text_rows, shared.pack_at
+    rows = [row for row in range(len(at)) if text is None or not text[row]]
+    if at and not rows:
+        return None
+    return max(0, min((at[row] for row in rows), default=0) - seen - 1)
 
 
 def eligible_of(

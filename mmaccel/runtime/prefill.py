@@ -33,7 +33,7 @@ class Left:
     at : ``[B, q]`` long, their places in the prompt; 0 for padding.
     rank : ``[B, q]`` long, counted from 0; -1 for padding.
     valid : ``[B, S]`` bool, places of the prompt that are no padding.
-    last, ends_in_text : ``[B, 1]`` long and ``[B]`` bool, the last of them, and whether it is text.
+    last : ``[B, 1]`` long, the last of them.
     visual, spots : ``[B, q]`` bool on the CPU and ``[n]`` long, those of the tokens that are visual, and their slots counted
         over all rows.
     """
@@ -42,7 +42,6 @@ class Left:
     rank: Tensor
     valid: Tensor
     last: Tensor
-    ends_in_text: Tensor
     visual: Tensor
     spots: Tensor
 
@@ -109,16 +108,15 @@ def _left(prompt: Prompt, chosen: Tensor, device: torch.device) -> Left:
     at = chosen.clamp(min=0)
     stays = visual.gather(1, at) & (chosen >= 0)
     last = (real * torch.arange(prompt.length)).argmax(1, keepdim=True)
-    at, rank, valid, last, text, spots = sent(
+    at, rank, valid, last, spots = sent(
         device,
         at,
         (chosen >= 0).cumsum(1) - 1,
         real,
         last,
-        ~visual.gather(1, last)[:, 0],
         stays.flatten().nonzero()[:, 0],
     )
-    return Left(at, rank, valid.bool(), last, text.bool(), stays, spots)
+    return Left(at, rank, valid.bool(), last, stays, spots)
 
 
 def _positions(prompt: Prompt, left: Left, given: Tensor | None, device: torch.device) -> Tensor:
@@ -128,16 +126,18 @@ def _positions(prompt: Prompt, left: Left, given: Tensor | None, device: torch.d
     last place of a row and ``n`` the tokens the cache has seen. Then, as transformers counts,
 
         furthest = 1 + max P[a, s]              over all axes and places
-        after    = 1 + P[0, s*]                 if ``s*`` is text
-                   furthest                     if the prompt ends in a picture
-        offset   = n - after                    the token that follows ``n`` others stands at ``n - offset``
-        ahead    = furthest - after             > 0 only where frames of a slow clip stand later than the text behind them
+        after[a] = 1 + P[a, s*]                 the same on all axes if ``s*`` is text
+        offset   = n - after[0]                 the token that follows ``n`` others stands at ``n - offset`` on the first axis
+        ahead    = furthest - after[0]          > 0 where frames of a slow clip stand later than the text behind them, and where
+                                                a prompt ends in a picture
+        axes_ahead[a] = after[a] - after[0]     not 0 only where a prompt ends in a picture
     """
     state, plan = prompt.state, prompt.plan
     positions = _given(prompt, left, given, device)
     axes = positions[-3:] if positions.dim() == 3 else positions[None]
     furthest = axes.amax(0).masked_fill(~left.valid, -1).amax(1) + 1
-    after = torch.where(left.ends_in_text, axes[0].expand_as(left.valid).gather(1, left.last)[:, 0] + 1, furthest)
+    ends = axes.expand(-1, *left.valid.shape).gather(2, left.last.expand(len(axes), -1, -1))[..., 0] + 1
+    after, apart = ends[0], (ends - ends[0]).T
     ahead: Tensor | None = furthest - after
     kept = positions[..., torch.arange(len(left.at), device=device)[:, None], left.at]
     if plan.recipe.positions == "paper" and (plan.encoder is not None or plan.projector):
@@ -149,9 +149,12 @@ def _positions(prompt: Prompt, left: Left, given: Tensor | None, device: torch.d
         if positions.dim() == 3:
             kept = kept.expand(positions.shape[0], -1, -1)
     if state is not None:
-        # asked once here, so that most calls need not look at it while they decode
-        ahead = ahead if ahead is not None and positions.dim() == 3 and bool((ahead > 0).any()) else None
-        state.offset, state.ahead = prompt.seen + prompt.length - after, ahead
+        state.offset, state.ahead, state.shared.axes_ahead = prompt.seen + prompt.length - after, None, None
+        if ahead is not None and positions.dim() == 3:
+            # asked once here, so that most calls need not look at it while they decode
+            later, differ = torch.stack([(ahead > 0).any(), apart.any()]).tolist()
+            state.ahead = ahead if later or differ else None
+            state.shared.axes_ahead = apart if differ else None
         for layer in plan.stage_at_layer:
             state.shared.split(plan.family.stored_from(layer))
     return kept

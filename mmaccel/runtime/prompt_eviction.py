@@ -70,6 +70,8 @@ class PromptEviction:
     def __init__(self, stage: CacheStage, state: CacheState, prompt: Prompt, schedule: Schedule) -> None:
         self.stage, self.policy, self.state = stage, stage.policy, state
         self.prompt, self.layout, self.schedule = prompt, prompt.layout, schedule
+        #: rows that have no picture in this prompt, of which nothing is evicted here
+        self.text_rows = prompt.text_rows
         self.split = self.policy.choice("layer_budget")[0]
         #: whether all layers wait for the end of the forward
         self.late = self.policy.deferred or isinstance(self.policy, DraftPolicy) or self.split not in KNOWN
@@ -88,7 +90,7 @@ class PromptEviction:
         there = sum(tokens.rivals)
         self._note(there, sum(self.budget), there)
         if number == 0:
-            note_prompt(self.state.shared, to_device(self.table, device), tokens.count)
+            note_prompt(self.state.shared, to_device(self.table, device), tokens.count, self.text_rows)
 
     @property
     def looks(self) -> bool:
@@ -157,10 +159,17 @@ class PromptEviction:
         """Bytes that layers may hold while they wait for each other."""
         return 0 if next(iter(self.waiting.values())).layer.keys.device.type == "cpu" else BYTES
 
+    @property
+    def pictured_rows(self) -> Tensor:
+        """``[B]`` bool on the CPU, the other rows."""
+        return self.layout.visual.any(1)
+
     @cached_property
     def budget(self) -> list[int]:
-        """Per row, see :func:`.layer_budgets.prompt_budget`."""
-        return prompt_budget(self.stage, self.layout, self.prompt.stats.notes)
+        """Per row, see :func:`.layer_budgets.prompt_budget`; 0 for those in which no key competes."""
+        there = self.pictured_rows.tolist()
+        counts = prompt_budget(self.stage, self.layout, self.prompt.stats.notes)
+        return [count if one else 0 for count, one in zip(counts, there, strict=True)]
 
     def layer_budgets(self) -> list[list[int]]:
         """Per layer and row: how many of the competing keys stay, where that does not depend on the content."""
@@ -276,6 +285,9 @@ class PromptEviction:
         """Of layers at the end of a prompt, choose what stays of the keys that are new, ``counts`` per layer and row."""
         policy, rows = self.policy, together.rows
         among = keys.valid if policy.joint else keys.valid & keys.visual
+        whole = None if self.text_rows is None else self.text_rows.repeat(len(together.layers))
+        if policy.joint and whole is not None:
+            among = among & ~to_device(whole, among.device)[:, None]
         count = torch.tensor(counts).flatten()
         kept = choose(policy, scores, among, to_device(count, scores.device))
         # a stage before this one may have left fewer than the budget
@@ -291,9 +303,13 @@ class PromptEviction:
             text = tokens.text[:, None]
             if self.stage.text_retain is not None:
                 wanted = torch.tensor([resolve(self.stage.text_retain, n) if n else 0 for n in tokens.texts])
+                wanted = wanted if whole is None else torch.where(whole, torch.tensor(tokens.texts), wanted)
                 text = self._text(together, keys, tokens, scores, wanted)
             kept = kept | text
             lengths = lengths + wanted.minimum(torch.tensor(tokens.texts))
+        elif whole is not None:
+            kept = kept | (tokens.text & to_device(whole, kept.device)[:, None])[:, None]
+            lengths = torch.where(whole, torch.tensor(tokens.texts), lengths)
         if policy.shared:
             kept = kept[:, :1]
         if certain:
@@ -326,7 +342,8 @@ class PromptEviction:
         for layer in layers:
             self.done.append(layer.number)
             if self.policy.scheduled:
-                self.schedule.begin(layer)
+                rows = None if self.text_rows is None else self.pictured_rows
+                self.schedule.begin(layer, rows, self.prompt.length - self.prompt.phase(layer.number).lengths)
 
     def _text(self, together: Together, keys: KeyBatch, tokens: Tokens, scores: Tensor, wanted: Tensor) -> Tensor:
         """``[R, Hkv, K]`` bool: the text that stays, ``wanted [R]`` long of every row."""
@@ -347,7 +364,7 @@ class PromptEviction:
             grid = self.table.gather(1, places.clamp(min=0)[..., None].expand(-1, -1, 4)).masked_fill(
                 ~valid[..., None], -1
             )
-            rivals = valid if self.policy.joint else visual
+            rivals = valid & self.pictured_rows[:, None] if self.policy.joint else visual
             told = to_device(torch.cat([places[..., None], visual[..., None], grid], dim=-1), device)
             by_score = self.policy.choice("layer_budget")[0] in ("prefix", "variance")
             self._tokens[id(phase), device] = Tokens(
@@ -391,6 +408,8 @@ class PromptEviction:
         position = (self.prompt.seen + self.prompt.length - offset.to(device))[:, None] + position
         if "mrope_section" in (text.config.rope_parameters or {}):
             position = position.expand(3, -1, -1)
+            if (apart := self.state.shared.axes_ahead) is not None:
+                position = position + apart.T.to(device)[..., None]
         # in full precision, as half precision does not tell late positions apart
         cos, sin = (x[0] if x.dim() == 4 else x for x in text.rotary_emb(keys[..., :0].float(), position))
         return cos.to(device), sin.to(device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.reduction import Reduction
+from ..errors import UnsupportedError
 from ..kv.cache import CacheState
 from ..kv.index import KeyIndex
 from ..kv.returning import Aside, Returning
@@ -26,6 +27,28 @@ def may(plan: ModelPlan, state: CacheState) -> bool:
     if memory is None or not memory.dropped or set(memory.at) != set(plan.stage_at_layer):
         return False
     return any(isinstance(stage.method, ReturningMethod) for stage in plan.stage_at_layer.values())
+
+
+def check_rows(prompt: Prompt) -> None:
+    """Refuse a prompt in which a row has no picture whose dropped tokens would come back in a forward without pictures.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is such a row.
+    """
+    rows, state = prompt.text_rows, prompt.state
+    if rows is None or state is None or not may(prompt.plan, state) or state.shared.returning is None:
+        return
+    memory = state.shared.returning
+    dropped = torch.stack([waiting.stayed.sum(1) < memory.visual.sum(1) for waiting in memory.at.values()]).any(0)
+    if bool((refused := dropped.cpu() & rows).any()):
+        row = int(refused.nonzero()[0])
+        names = ", ".join(sorted({stage.method.name for stage in prompt.plan.stage_at_layer.values()}))
+        raise UnsupportedError(
+            f"Row {row} of this batch has no new picture beside rows that have, and {names} brings tokens of its earlier "
+            "pictures back only in forwards without new ones; give it a call of its own."
+        )
 
 
 # --- a prompt -----------------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from .places import cells_at, question_span
 LATEST = 64
 #: bytes of keys and values that are copied at once
 BYTES = 1 << 28
+#: the room of rows of which nothing is evicted
+_UNBOUNDED = 1 << 40
 
 
 class Schedule:
@@ -36,16 +38,50 @@ class Schedule:
         self.stage, self.policy, self.state, self.shared = stage, stage.policy, state, state.shared
 
     # --- layer by layer ---------------------------------------------------------------------------------------
-    def begin(self, layer: QuantisedLayer) -> None:
-        """A prompt is over: from here on a layer may hold what it holds now, or as much as the cap allows."""
-        layer.schedule.capacity, layer.schedule.settled = layer.head_lengths, layer.seen
+    def begin(self, layer: QuantisedLayer, rows: Tensor | None = None, padding: Tensor | None = None) -> None:
+        """A prompt is over: from here on a layer may hold what it holds now, or as much as the cap allows.
 
-    def note(self, layer: QuantisedLayer, query: Tensor, places: Tensor, scaling: float, window: int | None) -> None:
-        """Remember ``query [B, Hq, q, D]`` of ``places [B, q]`` that follows a prompt."""
+        Parameters
+        ----------
+        rows : ``[B]`` bool, the rows that had a prompt with pictures; the others go on, behind ``padding [B]`` long tokens of
+            this forward that are none. Both on the CPU; by default all had one.
+        """
+        schedule, lengths, now = layer.schedule, layer.head_lengths, [layer.seen] * len(layer.keys)
+        if rows is None or schedule.capacity is None:
+            schedule.capacity, schedule.settled, schedule.evicted = lengths, now, now
+            return
+        self.skip(layer, padding)
+        schedule.capacity = torch.where(rows[:, None], lengths, schedule.capacity)
+        schedule.settled, schedule.evicted = (
+            [layer.seen if new else seen for new, seen in zip(rows.tolist(), known, strict=True)]
+            for known in (schedule.settled, schedule.evicted)
+        )
+
+    def skip(self, layer: QuantisedLayer, padding: Tensor | None) -> None:
+        """Do not count ``padding [B]`` long on the CPU as tokens that a layer has seen since."""
+        if padding is not None:
+            schedule, pads = layer.schedule, padding.tolist()
+            schedule.settled, schedule.evicted = (
+                [seen + pad for seen, pad in zip(known, pads, strict=True)]
+                for known in (schedule.settled, schedule.evicted)
+            )
+
+    def note(
+        self,
+        layer: QuantisedLayer,
+        query: Tensor,
+        places: Tensor,
+        scaling: float,
+        window: int | None,
+        padding: Tensor | None = None,
+    ) -> None:
+        """Remember ``query [B, Hq, q, D]`` of ``places [B, q]`` that follows a prompt; for ``padding`` see :meth:`skip`."""
         schedule, policy = layer.schedule, self.policy
         schedule.scaling, schedule.window = scaling, window
         if schedule.capacity is None:
             self.begin(layer)
+        else:
+            self.skip(layer, padding)
         if policy.observes and policy.observes_steps:
             schedule.unseen += query.shape[2]
         if schedule.unseen or policy.window:
@@ -53,16 +89,23 @@ class Schedule:
             schedule.keep(max(schedule.unseen, policy.window))
 
     # --- all layers -------------------------------------------------------------------------------------------
-    def catch_up(self) -> None:
-        """Let the policy observe what is remembered: a prompt begins."""
+    def catch_up(self, first_time: Tensor | None) -> None:
+        """Let the policy observe what is remembered: a prompt begins. Of rows that have a picture for the ``first_time``,
+        ``[B]`` bool on the CPU, nothing is known from before."""
         for together in self._batches([layer for layer in self.state.layers if layer.schedule.unseen]):
             self._observe(together)
+        if first_time is not None and bool(first_time.any()):
+            for layer in self.state.layers:
+                layer.schedule.forget(first_time)
 
-    def settle(self, prompt: bool) -> None:
-        """A forward is over: evict from layers that hold more than they may, if it is time."""
+    def settle(self, pictured: Tensor | None) -> None:
+        """A forward is over: evict from layers that hold more than they may, if it is time.
+
+        pictured : ``[B]`` bool on the CPU, the rows that had a prompt with pictures; None where none had.
+        """
         full, late = {}, []
         for layer in self.state.layers:
-            room = self._room(layer) if self._due(layer, prompt) else None
+            room = self._room(layer, pictured)
             if room is not None:
                 full[layer.number] = room
             elif layer.schedule.unseen >= LATEST:
@@ -73,17 +116,27 @@ class Schedule:
             self._observe(together)
             self._shrink(together, torch.cat([full[layer.number] for layer in together.layers]))
 
-    def _due(self, layer: QuantisedLayer, prompt: bool) -> bool:
-        if layer.schedule.capacity is None:
-            return False
-        return self.policy.cap > 0 if prompt else layer.seen - layer.schedule.evicted >= self.policy.every
-
-    def _room(self, layer: QuantisedLayer) -> Tensor | None:
-        """How many keys each head of a layer may hold, ``[B, Hkv]`` long on the CPU; None if none holds more."""
-        if self.policy.cap and len(layer.index) <= self.policy.cap:
+    def _room(self, layer: QuantisedLayer, pictured: Tensor | None) -> Tensor | None:
+        """How many keys each head of a layer may hold, ``[B, Hkv]`` long on the CPU; None if none holds more, or it is not time
+        to evict. Of rows for which it is not time it is what they hold."""
+        policy, schedule = self.policy, layer.schedule
+        if schedule.capacity is None or (pictured is None and layer.seen - min(schedule.evicted) < policy.every):
             return None
-        room = room_of(self.policy, layer)
-        return None if bool((layer.head_lengths <= room).all()) else room
+        if policy.cap and len(layer.index) <= policy.cap:
+            return None
+        due = torch.tensor([layer.seen - seen >= policy.every for seen in schedule.evicted])
+        if pictured is not None:
+            due = torch.where(pictured, torch.tensor(policy.cap > 0), due)
+        held = layer.head_lengths
+        room = torch.where(due[:, None], room_of(policy, layer), held)
+        over = (held > room).any(1)
+        if not bool(over.any()):
+            return None
+        # each row has its own time, whatever the others have
+        schedule.evicted = [
+            layer.seen if one else seen for one, seen in zip(over.tolist(), schedule.evicted, strict=True)
+        ]
+        return torch.minimum(room, held)
 
     def _batches(self, layers: list[QuantisedLayer]) -> Iterator[Together]:
         """Layers that can be rows of one batch, as many at a time as do not take too much memory."""
@@ -195,7 +248,11 @@ def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:
     capacity = layer.schedule.capacity
     assert capacity is not None
     room = torch.full_like(capacity, policy.cap) if policy.cap else capacity
-    return room + int(policy.growth * (layer.seen - layer.schedule.settled))
+    if policy.growth:
+        grown = [int(policy.growth * (layer.seen - seen)) for seen in layer.schedule.settled]
+        room = room + torch.tensor(grown)[:, None]
+    rows = layer.shared.text_rows
+    return room if rows is None else room.masked_fill(rows[:, None], _UNBOUNDED)
 
 
 def coming_kept(policy: Policy, state: CacheState, asks: Asks | None) -> int:
@@ -206,8 +263,9 @@ def coming_kept(policy: Policy, state: CacheState, asks: Asks | None) -> int:
         if schedule.capacity is None:
             return 0
         # room never shrinks
-        free = int((room_of(policy, layer) - layer.head_lengths).min())
-        found.append(max(policy.every - (layer.seen - schedule.evicted) - 1, free, 0))
+        free = (room_of(policy, layer) - layer.head_lengths).amin(1).tolist()
+        wait = [policy.every - (layer.seen - seen) - 1 for seen in schedule.evicted]
+        found.append(min(max(later, more, 0) for later, more in zip(wait, free, strict=True)))
         if asks is not None:
             found.append(LATEST - schedule.unseen - 1)
     return min(found)

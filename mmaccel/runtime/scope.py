@@ -48,6 +48,9 @@ class Scope(Generic[P]):
     step : what replays decode steps on the cache as it is pinned. idle : what the cache was pinned to until an ordinary step.
     preview : what a look ahead is to see, while one is being taken.
     layout, reduction, history : what became of the last prompt with pictures, in all and stage by stage.
+    forwards : how many forwards of the text model there were before. given_length : of the ids that ``generate`` was given.
+    figures : the statistics of this call while it reads its prompt again, as it does at every step without a cache; what that
+        counts is not the call's, whose prompt is counted once.
     """
 
     plan: P
@@ -75,6 +78,20 @@ class Scope(Generic[P]):
     layout: Layout | None = None
     reduction: Reduction | None = None
     history: list[StageResult] = field(default_factory=list)
+    forwards: int = 0
+    given_length: int | None = None
+    figures: Stats | None = None
+
+    def begin_forward(self, ids: Tensor | None, cache: Any) -> None:
+        """The model is given ``ids [B, q]``: is it the prompt of this call again?"""
+        if self.forwards and ids is not None and ids.shape[1] > 1 and (cache is None or not cache.get_seq_length()):
+            self.figures, self.stats = self.stats, Stats(self.stats.recipe, clock=self.stats.clock)
+
+    def end_forward(self) -> None:
+        """A forward of the text model is over."""
+        self.forwards += 1
+        if self.figures is not None:
+            self.stats, self.figures = self.figures, None
 
     @property
     def generating(self) -> bool:
@@ -86,7 +103,9 @@ class Scope(Generic[P]):
         state = state_of(cache if cache is not None else self.cache)
         if state is None or state.seen == 0 or state.offset is None:
             return None
-        return Continued(state.seen, state.offset, state.ahead)
+        offset, ahead = state.shared.behind_pictures()
+        assert offset is not None
+        return Continued(state.seen, offset, ahead)
 
     @property
     def pinned(self) -> Pinned | None:
@@ -114,6 +133,8 @@ class Scope(Generic[P]):
         tensors alive."""
         if (state := state_of(self.cache)) is not None:
             state.unpin()
+        if self.figures is not None:
+            self.stats, self.figures = self.figures, None
         if self.cache is not None:
             self.stats.kv_bytes = cache_bytes(self.cache)
             self.stats.kv_bytes_bare = bare_bytes(self.cache, config)

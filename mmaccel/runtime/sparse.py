@@ -10,6 +10,7 @@ import torch
 from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
 from mmaccel_kernels.pages import Pages
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..core.budget import layer_at
 from ..kv.decoding import attend
@@ -27,11 +28,19 @@ from ..method.results import check_slots, check_tensor, check_type
 TOGETHER = 1 << 24
 
 
-def note_prompt(shared: Shared, table: Tensor, count: Tensor) -> None:
+def note_prompt(shared: Shared, table: Tensor, count: Tensor, text_rows: Tensor | None = None) -> None:
     """Carry with the cache what a prompt adds: its ``table [B, n, 4]`` of places, and how many more visual keys are to be read,
-    ``count [B]``."""
-    shared.grid_table = table
-    shared.sparse = SparseMemory(count if shared.sparse is None else shared.sparse.count + count)
+    ``count [B]``. The ``text_rows [B]`` bool on the CPU, if there are some, have no picture in it and go on as they were."""
+    shared.grid_table, before = table, shared.sparse
+    if before is None:
+        shared.sparse = SparseMemory(count)
+        return
+    shared.sparse = SparseMemory(before.count + count, level=before.level)
+    if text_rows is not None and before.paid is not None and before.chosen is not None:
+        new, behind = ~text_rows.to(before.paid.device)[:, None], (0, table.shape[1] - before.paid.shape[1])
+        # like no attention there may be, so that these rows choose anew
+        shared.sparse.paid = pad(before.paid, behind).masked_fill(new, torch.nan)
+        shared.sparse.chosen = pad(before.chosen, behind)
 
 
 def first_layer(policy: Policy, depth: int) -> int:
@@ -211,10 +220,20 @@ def unpinnable(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> str:
 
 
 def prepare_reads(
-    policy: ReadingPolicy, layers: Sequence[QuantisedLayer], scaling: float, asked: Mapping[int, tuple[Tensor, Tensor]]
+    policy: ReadingPolicy,
+    layers: Sequence[QuantisedLayer],
+    scaling: float,
+    asked: Mapping[int, tuple[Tensor, Tensor]],
+    text_rows: Tensor | None = None,
 ) -> None:
-    """A prompt is over: what these layers choose from in the steps that follow. ``asked``: of every layer the last queries of
-    the prompt ``[B, Hq, W, D]``, and which are no padding ``[B, W]`` bool, for policies with a ``window``."""
+    """A prompt is over: what these layers choose from in the steps that follow.
+
+    Parameters
+    ----------
+    asked : of every layer the last queries of the prompt ``[B, Hq, W, D]``, and which are no padding ``[B, W]`` bool, for
+        policies with a ``window``.
+    text_rows : see :func:`note_prompt`.
+    """
     observed: list[Observed] = []
     for group in _alike(layers):
         memory = group[0].shared.sparse
@@ -230,7 +249,10 @@ def prepare_reads(
         size = (table[..., 0] >= 0).sum(1).clamp(min=1)
         share = (memory.count.to(size.device) / size).clamp(max=1)
         level = policy.level(observed, share) if observed else torch.zeros_like(share)
-        memory.level = check_tensor(policy, "level()", level, "float", share.shape, share)
+        level, before = check_tensor(policy, "level()", level, "float", share.shape, share), memory.level
+        if before is not None and text_rows is not None:
+            level = torch.where(text_rows.to(level.device), before.to(level), level)
+        memory.level = level
 
 
 def _alike(layers: Sequence[QuantisedLayer]) -> Iterator[list[QuantisedLayer]]:

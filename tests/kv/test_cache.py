@@ -13,6 +13,7 @@ from laws import oracle
 from tail import in_turn
 
 from mmaccel import accelerated
+from mmaccel.kv.index import KeyIndex
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -136,3 +137,20 @@ def test_a_row_of_the_cache_goes_on_alone(name: str) -> None:
             oracle.close(alone[0], both[1])
     total = feed["input_ids"].shape[1] + 5
     assert torch.equal(places(row, total)[:, 0], places(cache, total)[:, 1])
+
+
+def test_a_mask_knows_which_tokens_see_each_other() -> None:
+    """Layers with the same index ask with and without tokens that attend both ways, in any order."""
+    index, queries = KeyIndex(torch.arange(4)[None], False, 4), torch.arange(4)[None]
+    both = torch.tensor([[-1, 0, 0, -1]])
+    for groups in (both, None, both):
+        mask = index.mask(queries, 8, groups)
+        causal = torch.ones(4, 4, dtype=torch.bool).tril()
+        if groups is None:
+            assert mask is None or torch.equal(mask[0, 0], causal)
+        else:
+            causal[1, 2] = True
+            assert torch.equal(mask[0, 0], causal)
+    # behind a window all layers have masks
+    wide = index.mask(queries, 2, both)
+    assert not torch.equal(wide, index.mask(queries, 2, None)) and torch.equal(wide, index.mask(queries, 2, both))

@@ -9,7 +9,7 @@ import pytest
 import synthetic
 import torch
 import zoo
-from laws.helpers import THREE_AXES
+from laws.helpers import THREE_AXES, close, follow, generate, inputs, logits, model, recipe_of
 from torch import Tensor, nn
 
 import mmaccel
@@ -105,3 +105,34 @@ def test_what_cannot_be_is_refused(what: Any, positions: str, says: str) -> None
     with pytest.raises(MmaccelError, match=says):
         accelerate_vlm(model, what, positions=positions)
     assert not is_accelerated(model)
+
+
+def ending_in_a_picture(family: str, kind: str = "image") -> dict[str, Any]:
+    """A prompt whose last token is one of its picture or clip."""
+    feed = inputs(family, kind)
+    end = int(zoo.visual_mask(family, model(family), feed["input_ids"])[0].nonzero()[-1]) + 1
+    ids = feed["input_ids"]
+    return {name: x[:, :end] if x.shape[:2] == ids.shape else x for name, x in feed.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    # positions of the omni models need the token behind a picture
+    [(f, kind) for f in THREE_AXES for kind in ("image", "video") if kind in zoo.kinds(f) and "omni" not in f],
+)
+def test_a_prompt_may_end_in_a_picture(family: str, kind: str) -> None:
+    """Every axis goes on from its own end while an answer is generated, and all from the furthest in the next turn."""
+    tiny, feed, words = model(family), ending_in_a_picture(family, kind), inputs(family, "text")
+    wanted, without = generate(tiny, feed, new=5), generate(tiny, feed, new=5, use_cache=False)
+    close(logits(wanted), logits(without))
+    kept, _ = follow(feed, wanted, words)
+    later = generate(tiny, kept, past_key_values=wanted.past_key_values)
+    for recipe in (recipe_of("divprune", family, 1.0), recipe_of("snapkv", family, 1.0)):
+        with accelerated(tiny, recipe, processor=zoo.processor(family)):
+            got = generate(tiny, feed, new=5)
+            close(logits(got), logits(wanted))
+            close(logits(generate(tiny, kept, past_key_values=got.past_key_values)), logits(later))
+            if recipe.stages[0].method == "divprune":
+                close(logits(generate(tiny, feed, new=5, use_cache=False)), logits(wanted))
+    with accelerated(tiny, recipe_of("divprune", family, 0.3), processor=zoo.processor(family)):
+        close(logits(generate(tiny, feed, new=5)), logits(generate(tiny, feed, new=5, use_cache=False)))

@@ -346,14 +346,14 @@ def test_a_copy_of_the_cache_keeps_what_it_holds(graphs: None) -> None:
     assert all(torch.equal(x, y) for x, y in zip(keys, before, strict=True))
 
 
-def test_rows_that_pack_at_different_steps_pack_together() -> None:
-    """Seldom enough that most steps are captured, and none holds back more than two pages."""
+def test_rows_pack_at_steps_of_their_own() -> None:
+    """Seldom enough that most steps are captured, and none holds back a page because of its neighbour."""
     wanted, got, stats, _ = both("llava", Recipe("kivi", (Stage("kivi", None, PAGES),)), "uneven", 24)
     agree(wanted, got)
     assert stats["captured_steps"] >= 24 - 2
     for layer in got.past_key_values.layers:
         loose = layer.head_lengths - sum(held.live for held in layer.held)
-        assert loose.unique().numel() > 1 and int(loose.max()) < PAGES["residual"] + 2 * PAGES["page"]
+        assert loose.unique().numel() > 1 and int(loose.max()) < PAGES["residual"] + PAGES["page"]
 
 
 @pytest.mark.full

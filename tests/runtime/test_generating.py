@@ -146,6 +146,32 @@ def test_without_a_cache_in_generate(family: str) -> None:
         close(logits(generate(tiny, feed)), logits(generate(tiny, feed, use_cache=False)))
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (family, name)
+        for family in SHORT
+        for name in ("none", "divprune", "fastv", "homer", "balanced")
+        if oracle.fits(name, family)
+    ],
+)
+def test_a_prompt_is_counted_once(family: str, name: str) -> None:
+    """However often a call reads it again, and whatever stands behind it in a forward."""
+    tiny, feed = model(family), inputs(family, "images")
+    with accelerated(tiny, name, processor=zoo.processor(family)):
+        generate(tiny, feed, new=5)
+        wanted = tiny.mmaccel.stats()
+        generate(tiny, feed, new=5, use_cache=False)
+        again = [tiny.mmaccel.stats()]
+        if name in ("none", "divprune", "balanced"):
+            generate(tiny, feed, new=5, assistant_model=zoo.model(family))
+            again.append(tiny.mmaccel.stats())
+    counted = ("prompt_tokens", "visual_tokens", "visual_tokens_kept", "visual_tokens_per_layer", "stages", "notes")
+    assert wanted.prompt_tokens == feed["input_ids"].numel() and wanted.decode_steps == again[0].decode_steps == 4
+    for stats in again:
+        assert {key: stats[key] for key in counted} == {key: wanted[key] for key in counted}
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", SHORT)
 @pytest.mark.parametrize("cached", ["static", "offloaded", "offloaded_static", "quantized"])

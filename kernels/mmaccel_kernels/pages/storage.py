@@ -40,10 +40,10 @@ class Plane:
         return dequantise(codes, self.format, self.scale[meta], zero)
 
     def joined(self, other: Plane) -> Plane:
-        """Both, one behind the other."""
+        """Both, one behind the other; the channels are those of ``other``, which may differ where nothing is stored here."""
         zero = None if self.zero is None or other.zero is None else torch.cat([self.zero, other.zero])
         codes, scale = torch.cat([self.codes, other.codes]), torch.cat([self.scale, other.scale])
-        return replace(self, codes=codes, scale=scale, zero=zero)
+        return replace(self, codes=codes, scale=scale, zero=zero, channels=other.channels)
 
 
 @dataclass(frozen=True)

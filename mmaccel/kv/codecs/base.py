@@ -27,6 +27,7 @@ class Cut:
     lengths : ``[B, Hkv]`` long.
     tile : tokens of a tile of the pages.
     query_energy : ``[B, Hkv, D]`` float32, the mean square of the last queries, for codecs with a ``window``.
+    new : ``[B, Hkv]`` bool, heads that have packed nothing yet; None where all or no heads have, as ``before`` says.
     """
 
     start: Tensor
@@ -35,6 +36,7 @@ class Cut:
     lengths: Tensor
     tile: int
     query_energy: Tensor | None = None
+    new: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Codec(Method):
         before: Pages | None = None,
         query_energy: Tensor | None = None,
         known: Tensor | None = None,
+        new: Tensor | None = None,
     ) -> Pages:
         """Quantise tokens and pack them.
 
@@ -128,12 +131,14 @@ class Codec(Method):
         before : what these heads have packed already.
         query_energy : see :class:`Cut`.
         known : ``lengths`` on the CPU, where the host knows them; else it waits for the number of pages.
+        new : ``[B, Hkv]`` bool on the CPU, the heads of ``before`` in which nothing is packed; None if there is none.
         """
         total = None if known is None else int((-(-known // self.page)).sum())
         start, count, cu_pages = split(lengths.flatten(), self.page, total)
         head = torch.repeat_interleave(cu_pages.diff().long(), output_size=len(count))
         tile = self.tile_of(values.shape[1])
-        cut = Cut(start, count, head, lengths, tile, query_energy)
+        new = None if new is None else new.to(keys.device, non_blocking=keys.device.type != "cpu")
+        cut = Cut(start, count, head, lengths, tile, query_energy, new)
         planes = self._checked("key_planes()", self.key_planes(keys.contiguous(), cut, before))
         narrow = sum(plane.codes.shape[2] for plane in planes) < keys.shape[1]
         return Pages(
@@ -203,15 +208,23 @@ def token_groups(codecs: Mapping[int, Codec]) -> tuple[TokenGroup, ...]:
 
 @dataclass(frozen=True)
 class Eligible:
-    """Places a codec may pack: of those from ``since`` on what ``mask [B, n]`` bool says, of all others ``others``."""
+    """Places a codec may pack: of those from ``since`` on what ``mask [B, n]`` bool says, of all others ``others``; and none of
+    the rows that are not among ``rows [B]`` bool on the CPU, where that is given."""
 
     mask: Tensor | None
     since: int
     others: bool
+    rows: Tensor | None = None
     _moved: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def holds(self, places: Tensor) -> Tensor:
         """``places [B, heads, K]`` -> the same shape, bool."""
+        found = self._holds(places)
+        if self.rows is None:
+            return found
+        return found & self.rows.to(places.device, non_blocking=places.device.type != "cpu")[:, None, None]
+
+    def _holds(self, places: Tensor) -> Tensor:
         if self.mask is None:
             return torch.full_like(places, self.others, dtype=torch.bool)
         at = places.long() - self.since

@@ -78,6 +78,8 @@ class ThinK(KIVI):
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
         """One plane of the channels that stay."""
         chosen = before.keys[0].channels if before is not None else self.channels(keys, cut)
+        if chosen is not None and cut.new is not None:
+            chosen = torch.where(cut.new.flatten()[:, None], self.channels(keys, cut), chosen)
         if chosen is None or chosen.shape[1] == keys.shape[1]:
             return super().key_planes(keys, cut, before)
         head = torch.repeat_interleave(cut.lengths.flatten(), output_size=len(keys))

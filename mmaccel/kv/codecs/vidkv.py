@@ -142,14 +142,20 @@ class VidKV(Codec):
     def key_planes(self, keys: Tensor, cut: Cut, before: Pages | None) -> tuple[Plane, ...]:
         """Two planes of channels (one, if every channel has 2 bits), the same for all heads of a row."""
         width, heads = keys.shape[1], cut.lengths.shape[1]
-        if before is not None:
-            channels = [plane.channels for plane in before.keys]
-        else:
+        channels = [] if before is None else [plane.channels for plane in before.keys]
+        if before is None or cut.new is not None:
             hard = self.hard_channels(keys, cut.lengths)
             easy = torch.ones(len(hard), width, dtype=torch.bool, device=keys.device).scatter_(1, hard, False)
             easy = true_first(easy)[:, : width - hard.shape[1]]
             chosen = (hard, easy) if easy.shape[1] else (None,)
-            channels = [None if c is None else c.repeat_interleave(heads, dim=0).int() for c in chosen]
+            own = [None if c is None else c.repeat_interleave(heads, dim=0).int() for c in chosen]
+            if cut.new is None:
+                channels = own
+            else:
+                # all heads of a row have the same
+                rows = cut.new.all(1).repeat_interleave(heads)[:, None]
+                pairs = zip(own, channels, strict=True)
+                channels = [old if mine is None or old is None else torch.where(rows, mine, old) for mine, old in pairs]
         head = torch.repeat_interleave(cut.lengths.flatten(), output_size=len(keys))
         planes = []
         for which, format in zip(channels, self.formats(width), strict=False):

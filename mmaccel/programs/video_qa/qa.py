@@ -610,6 +610,7 @@ class VideoAnswerer:
                 if state.offset is not None:
                     # with M-RoPE a question may stand at the time of earlier frames than the last
                     state.offset, state.ahead = state.seen - begin[0].to(state.offset), None
+                    state.shared.axes_ahead = None
                 answers = self._written(inputs, **cache_argument(prefix.cache))
                 stats = self.model.mmaccel.stats()
         finally:
