@@ -44,9 +44,10 @@ def prompt_budget(stage: CacheStage, layout: Layout, notes: list[str]) -> list[i
     if stage.retain is None:
         return layout.visual.sum(1).tolist()
     if stage.policy.joint:
-        prompts = layout.valid.sum(1).tolist()
-        notes += kept_whole(stage.policy.name, stage.retain, prompts, "prompts")
-        return [resolve(stage.retain, n) for n in prompts]
+        # no key competes in a row without a picture
+        prompts = (layout.valid.sum(1) * layout.visual.any(1)).tolist()
+        notes += kept_whole(stage.policy.name, stage.retain, [n for n in prompts if n], "prompts")
+        return [resolve(stage.retain, n) if n else 0 for n in prompts]
     sizes: dict[tuple[int, int], int] = {}
     for segment in layout.segments:
         key = (segment.row, segment.picture)

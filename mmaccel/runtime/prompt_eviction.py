@@ -166,10 +166,8 @@ class PromptEviction:
 
     @cached_property
     def budget(self) -> list[int]:
-        """Per row, see :func:`.layer_budgets.prompt_budget`; 0 for those in which no key competes."""
-        there = self.pictured_rows.tolist()
-        counts = prompt_budget(self.stage, self.layout, self.prompt.stats.notes)
-        return [count if one else 0 for count, one in zip(counts, there, strict=True)]
+        """Per row, see :func:`.layer_budgets.prompt_budget`."""
+        return prompt_budget(self.stage, self.layout, self.prompt.stats.notes)
 
     def layer_budgets(self) -> list[list[int]]:
         """Per layer and row: how many of the competing keys stay, where that does not depend on the content."""
@@ -286,9 +284,9 @@ class PromptEviction:
         policy, rows = self.policy, together.rows
         among = keys.valid if policy.joint else keys.valid & keys.visual
         whole = None if self.text_rows is None else self.text_rows.repeat(len(together.layers))
-        if policy.joint and whole is not None:
-            among = among & ~to_device(whole, among.device)[:, None]
         count = torch.tensor(counts).flatten()
+        if policy.joint and whole is not None:
+            among, count = among & ~to_device(whole, among.device)[:, None], count.masked_fill(whole, 0)
         kept = choose(policy, scores, among, to_device(count, scores.device))
         # a stage before this one may have left fewer than the budget
         lengths = count.minimum(torch.tensor(tokens.rivals))
