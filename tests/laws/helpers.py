@@ -79,6 +79,14 @@ def inputs(family: str, kind: str = "image", batch: int = 1, seed: int = 0) -> I
     return {key: value.clone() for key, value in _inputs(family, kind, batch, seed).items()}
 
 
+def ending_in_a_picture(family: str, kind: str = "image") -> Inputs:
+    """A prompt whose last token is one of its picture or clip."""
+    feed = inputs(family, kind)
+    end = int(zoo.visual_mask(family, model(family), feed["input_ids"])[0].nonzero()[-1]) + 1
+    ids = feed["input_ids"]
+    return {name: x[:, :end] if x.shape[:2] == ids.shape else x for name, x in feed.items()}
+
+
 def recipe_of(name: str, family: str = "", retain: float | None = 0.3, **options: Any) -> mmaccel.Recipe:
     """The recipe of that name with a budget; a method at site ``layers`` acts where DeepStack allows it."""
     made = mmaccel.recipe(name)

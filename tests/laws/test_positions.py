@@ -9,7 +9,7 @@ import pytest
 import synthetic
 import torch
 import zoo
-from laws.helpers import THREE_AXES, close, follow, generate, inputs, logits, model, recipe_of
+from laws.helpers import THREE_AXES, close, ending_in_a_picture, follow, generate, inputs, logits, model, recipe_of
 from torch import Tensor, nn
 
 import mmaccel
@@ -105,14 +105,6 @@ def test_what_cannot_be_is_refused(what: Any, positions: str, says: str) -> None
     with pytest.raises(MmaccelError, match=says):
         accelerate_vlm(model, what, positions=positions)
     assert not is_accelerated(model)
-
-
-def ending_in_a_picture(family: str, kind: str = "image") -> dict[str, Any]:
-    """A prompt whose last token is one of its picture or clip."""
-    feed = inputs(family, kind)
-    end = int(zoo.visual_mask(family, model(family), feed["input_ids"])[0].nonzero()[-1]) + 1
-    ids = feed["input_ids"]
-    return {name: x[:, :end] if x.shape[:2] == ids.shape else x for name, x in feed.items()}
 
 
 @pytest.mark.parametrize(

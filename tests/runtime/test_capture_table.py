@@ -12,7 +12,7 @@ import recorded
 import simulated
 import torch
 import zoo
-from laws.helpers import close, follow, generate, inputs, logits, model
+from laws.helpers import close, ending_in_a_picture, follow, generate, inputs, logits, model
 from laws.oracle import WINDOWED
 from tail import few
 from transformers import CompileConfig
@@ -132,6 +132,11 @@ LINES: dict[str, list[Callable[..., dict[str, Any]]]] = {
         lambda family=family, text=text: run(UNIFORM, family=family, text=text) for family, text in WINDOWED
     ],
     "rows that begin with padding": [lambda: run(UNIFORM, "uneven"), lambda: run(of(SNAPKV), "uneven")],
+    "rows without pictures beside rows that have some": [
+        lambda: run(of(SNAPKV), "textrow"),
+        lambda: run(of(KIVI), "textrow"),
+        lambda: run(of(("h2o", 0.3, {"every": 16, "joint": True, "recent": 4})), "textrow", steps=40),
+    ],
     "several pictures, and clips": [
         lambda: run(UNIFORM, "images"),
         lambda: run(of(SNAPKV), "mixed", family="qwen2_5_vl"),
@@ -139,6 +144,9 @@ LINES: dict[str, list[Callable[..., dict[str, Any]]]] = {
     "a second turn on a kept cache": [second_turn],
     "sampling": [lambda: run(UNIFORM, do_sample=True)],
     "a prompt without pictures": [lambda: run(UNIFORM, "text")],
+    "a prompt whose last token is one of its picture, with positions of three axes": [
+        lambda: run(UNIFORM, family="qwen2_5_vl", feed=ending_in_a_picture("qwen2_5_vl"))
+    ],
     "beams": [lambda: run(UNIFORM, num_beams=2)],
     "`prompt_lookup_num_tokens`": [drafted],
     "an answer of fewer than 16 tokens": [lambda: run(UNIFORM, steps=8)],
