@@ -135,7 +135,7 @@ LINES: dict[str, list[Callable[..., dict[str, Any]]]] = {
     "rows without pictures beside rows that have some": [
         lambda: run(of(SNAPKV), "textrow"),
         lambda: run(of(KIVI), "textrow"),
-        lambda: run(of(("h2o", 0.3, {"every": 16, "joint": True, "recent": 4})), "textrow", steps=40),
+        lambda: run(of(("h2o", 0.3, {"every": 32, "joint": True, "recent": 4})), "textrow", steps=48),
     ],
     "several pictures, and clips": [
         lambda: run(UNIFORM, "images"),
