@@ -220,8 +220,8 @@ class QuantisedLayer(CompressedLayer):
         before = own if own.pages is not None else groups[group.like]
         unused = before.known().live == 0
         empty_heads = unused.expand_as(every) if before.pages is not None and bool(unused.any()) else None
-        made_now = group.codec.pack(*flat, before.pages, query_energy, every, empty_heads)
-        new = check_type(group.codec, "pack()", made_now, Pages)
+        packed = group.codec.pack(*flat, before.pages, query_energy, every, empty_heads)
+        new = check_type(group.codec, "pack()", packed, Pages)
         groups[group.number] = own.extended(new, rest, due, self.schedule.received, count)
         super().evict((rest >= 0) & ~due, (keys, values), lengths)
         self._join(groups)
