@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...core.masks import suffix_sums
 from ...errors import MmaccelError
 from ...method import LayerAttention
 from ...method.registry import register
@@ -47,11 +48,16 @@ class A2SF(H2O):
 
     def observe(self, attention: LayerAttention, before: Tensor) -> Tensor:
         """``[B, Hkv, K]``: the decayed sums so far."""
-        rows, weight = attention.query.shape[2], attention.once(self._weight)
-        return before * self.forget**rows + by_group(column_sums(attention, weight), before.shape[1], self.gqa)
+        (weight, decay) = attention.once(self._weights)
+        return before * decay + by_group(column_sums(attention, weight), before.shape[1], self.gqa)
 
-    def _weight(self, attention: LayerAttention) -> Tensor:
-        """``[B, q]`` float32: the weight of each query."""
+    def _weights(self, attention: LayerAttention) -> tuple[Tensor, Tensor | float]:
+        """``[B, q]`` float32, the weight of each query, and that of the sums before them, ``[B, 1, 1]``."""
         rows = attention.query.shape[2]
-        age = torch.arange(rows - 1, -1, -1, device=attention.query.device, dtype=torch.float32)
-        return (self.forget**age).expand(len(attention.query), -1)
+        if attention.visible is None:
+            age = torch.arange(rows - 1, -1, -1, device=attention.query.device, dtype=torch.float32)
+            return (self.forget**age).expand(len(attention.query), -1), self.forget**rows
+        # padding, which sees nothing, is no query
+        later = suffix_sums(attention.visible.any(-1).any(1))
+        decay = (self.forget ** later[:, :1].double()).float()[..., None]
+        return self.forget ** (later - 1).clamp(min=0).float(), decay
