@@ -22,6 +22,10 @@ UPLOAD = 64 << 20
 SECONDS, MEMORY = 60.0, 1 << 30
 #: formats of pictures that are decoded
 PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+#: scans of a JPEG, each of which may go over all its pixels though it has few bytes; encoders write up to 16
+SCANS = 32
+#: how a JPEG begins, and each of its scans; neither can be in the data of one
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 LIMITS = PictureLimits(20_000, 40_000_000, 200, PICTURES)
 
 
@@ -31,11 +35,14 @@ def picture(path: str | Path) -> PILImage:
     Raises
     ------
     MmaccelError
-        If it is of another format than :data:`PICTURES`, broken, or exceeds :data:`LIMITS`.
+        If it is of another format than :data:`PICTURES`, broken, or exceeds :data:`LIMITS` or :data:`SCANS`.
     """
     weigh(path)
     # bytes have no name: a path is ours and nobody's business
-    return load_picture(Path(path).read_bytes(), LIMITS)
+    data = Path(path).read_bytes()
+    if data.startswith(_JPEG) and (scans := data.count(_SCAN)) > SCANS:
+        raise MmaccelError(f"The picture is a JPEG of {scans:,} scans; at most {SCANS} are decoded, so save it again.")
+    return load_picture(data, LIMITS)
 
 
 def pixels(path: str | Path) -> int:

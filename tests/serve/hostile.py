@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import socket
 import struct
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from clients import MODELS
+from PIL import Image
 
 NAME = "mini-llava"
 #: bytes that a request may have
@@ -58,6 +60,14 @@ def png(width: int, height: int, *chunks: tuple[bytes, bytes], rows: int | None 
             chunk(b"IEND", b""),
         )
     )
+
+
+def jpeg(side: int, scans: int) -> bytes:
+    """A progressive JPEG whose last scan, which has few bytes, comes again and again."""
+    file = io.BytesIO()
+    Image.new("L", (side, side)).save(file, "JPEG", progressive=True)
+    head, _, last = file.getvalue()[:-2].rpartition(b"\xff\xda")
+    return head + (b"\xff\xda" + last) * scans + b"\xff\xd9"
 
 
 def bodies(scale: float = 1.0) -> dict[str, Callable[[], bytes]]:
@@ -114,6 +124,7 @@ def bodies(scale: float = 1.0) -> dict[str, Callable[[], bytes]]:
         "a thin picture": lambda: showing(as_url(png(1, times(3e7)))),
         "a flat picture": lambda: showing(as_url(png(times(3e7), 1))),
         "pictures of 40 megapixels": lambda: showing(*[as_url(png(times(5000), 7000))] * 32),
+        "a JPEG of many scans": lambda: showing(as_url(jpeg(times(6000), 2000), "image/jpeg")),
         "a text bomb in a picture": lambda: showing(
             as_url(png(8, 8, (b"zTXt", b"Comment\0\0" + zlib.compress(b"\0" * (100 << 20)))))
         ),

@@ -145,17 +145,24 @@ def test_texts_that_are_too_long_are_not_tokenised(served):
         seat._check_text(almost, left)
 
 
+def _saved(path, data):
+    path.write_bytes(data)
+    return path
+
+
 def test_pictures_that_are_refused_before_they_are_decoded(served, tmp_path, monkeypatch):
     """By their sides, by the sum of their pixels, and whatever the library of pictures raises."""
     for shown, said in (
         ([hostile.as_url(hostile.png(1, 3_000_000))], "pixels"),
         ([hostile.as_url(hostile.png(3_000_000, 1))], "pixels"),
         ([hostile.as_url(hostile.png(5000, 7000, rows=1))] * 11, "1024 MiB to decode"),
+        ([hostile.as_url(hostile.jpeg(2000, 5000), "image/jpeg")], "a JPEG of 5,005 scans; at most 32"),
     ):
         begin = time.process_time()
         status, answer = hostile.post(where(served), hostile.showing(*shown))
         assert status == 400 and said in answer["error"]["message"], answer
         assert time.process_time() - begin < 2.0
+    assert untrusted.picture(_saved(tmp_path / "usual.jpg", hostile.jpeg(64, 1))).size == (64, 64)
     for error in (ValueError("x"), SyntaxError("x"), ZeroDivisionError(), MemoryError(), OSError(5, "x"), KeyError(1)):
 
         def broken(path, error=error):
