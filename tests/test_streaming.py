@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from laws import oracle
 from tail import few
 from torch import Tensor
 
-from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
+from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, is_accelerated
 from mmaccel.kv.cache import CacheState
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs.streaming import VideoSession
@@ -186,8 +188,9 @@ def reachable(root: Any) -> tuple[int, int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ("qwen2_5_vl", "smolvlm"))
-def test_an_hour_of_frames(family: str) -> None:
+def test_an_hour_of_frames(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """3,600 frames, one a second, a question every ten minutes: nothing grows after the first two minutes."""
+    monkeypatch.setattr(oracle.subject(family).config.get_text_config(), "max_position_embeddings", 1 << 20)
     one, stretches = session(family, 128, chunk=8), [film(family, 8, seed) for seed in range(5)]
     sizes, counts, places = [], [], []
     for stretch in range(450):
@@ -227,3 +230,55 @@ def test_what_cannot_be_meant() -> None:
     windowed = oracle.subject(*[oracle.WINDOWED[1][0]], **oracle.WINDOWED[1][1])
     with pytest.raises(UnsupportedError, match="sliding windows"):
         VideoSession(windowed, processor=zoo.processor("internvl"))
+
+
+# ------------------------------------------------------------------------------------- threads, and positions
+
+
+def told(one: VideoSession, clip: np.ndarray) -> list[str]:
+    """Answers to a question after every stretch."""
+    answers = []
+    for start in range(0, len(clip), 4):
+        one.push(clip[start : start + 4])
+        answers.append(one.ask("what is it?", 6))
+    return answers
+
+
+@pytest.mark.parametrize("family", few(FAMILIES, ("qwen2_5_vl",)))
+def test_two_sessions_in_two_threads_answer_as_alone(family: str) -> None:
+    """Each puts its recipe on the model while it works, so one waits for the other."""
+    clips = [film(family, 16, seed) for seed in (1, 2)]
+    wanted = [told(session(family, cap), clip) for cap, clip in zip((60, 90), clips, strict=True)]
+    sessions, start = [session(family, cap) for cap in (60, 90)], threading.Barrier(2)
+
+    def work(one: VideoSession, clip: np.ndarray) -> list[str]:
+        torch.set_num_threads(1)
+        start.wait()
+        return told(one, clip)
+
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(work, sessions, clips)) == wanted
+        sessions = [session(family, cap) for cap in (60, 90)]
+    assert not is_accelerated(oracle.subject(family))
+
+
+@pytest.mark.parametrize("family", few(FAMILIES, ("qwen2_5_vl", "smolvlm")))
+def test_a_session_ends_with_the_positions_of_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = session(family, 60)
+    one.push(film(family, 4))
+    wanted = one.ask("what is it?", 4)
+    config = one.model.config.get_text_config()
+    left = int(one._state.seen - one._state.offset.min()) + int(
+        0 if one._state.ahead is None else one._state.ahead.max()
+    )
+    monkeypatch.setattr(config, "max_position_embeddings", left + 2)
+    with pytest.raises(
+        MmaccelError, match=f"used {left} of the model's {left + 2} positions, .* begin another session"
+    ):
+        one.ask("what is it?", 4)
+    with pytest.raises(MmaccelError, match=r"of the model's .* positions"):
+        one.push(film(family, 8, 1))
+    monkeypatch.setattr(config, "max_position_embeddings", 4096)
+    # what was refused left no trace
+    assert one.ask("what is it?", 4) == wanted and one.frames == 4

@@ -211,9 +211,12 @@ def answer(
     import torch
 
     from ..accelerate import accelerated
+    from ..programs.positions import check_positions
     from ..programs.turns import Watch
+    from ..recipe import recipe as find_recipe
 
     inputs = inputs.to(model.device)
+    check_positions(model, find_recipe(recipe), inputs, longest)
     floats = {k: v.to(model.dtype) for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
     inputs = {**inputs, **floats}
     cuda = model.device.type == "cuda"

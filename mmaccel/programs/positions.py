@@ -10,6 +10,18 @@ from ..method import ChunkMethod
 from ..recipe import Recipe
 
 
+def position_limit(model: Any) -> int | None:
+    """How many positions the language model of ``model`` has, with scaled RoPE; None if its config does not say."""
+    config = model.config.get_text_config()
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if limit is None or not factor:
+        return limit
+    # some configs state the scaled number, others the original one
+    return max(limit, int(factor * (original or limit)))
+
+
 def check_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longest: int) -> None:
     """See that a prompt and an answer of ``longest`` tokens fit into the model's positions.
 
@@ -26,15 +38,15 @@ def check_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longe
         If they do not fit.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    tokens = inputs["input_ids"].shape[1]
-    if most is None or tokens + longest <= most or recipe.positions == "paper":
+    most, tokens = position_limit(model), inputs["input_ids"].shape[1]
+    axes = "mrope_section" in (getattr(model.config.get_text_config(), "rope_parameters", None) or {})
+    if most is None or (tokens + longest <= most and not axes) or recipe.positions == "paper":
         return
     if any(isinstance(method, ChunkMethod) for _, method in recipe.build()):
         return
     places = inputs.get("position_ids")
     if places is None:
-        # with M-RoPE a prompt has fewer positions than tokens
+        # with M-RoPE a picture takes fewer positions than tokens, and the frames of a slow clip more
         places = model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))
     # an axis before the three of M-RoPE counts tokens
     needed = int((places[-3:] if places.dim() == 3 else places).max()) + 1
@@ -45,4 +57,4 @@ def check_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longe
         )
 
 
-__all__ = ["check_positions"]
+__all__ = ["check_positions", "position_limit"]

@@ -23,6 +23,8 @@ from ..recipe import Recipe
 from ..recipe import recipe as find_recipe
 from ..transformers_api import DynamicCache, cache_argument
 from ..video.clip import as_frames, as_rate
+from .positions import position_limit
+from .turns import model_lock
 
 #: inputs that have an entry for every token of the prompt
 _PER_TOKEN = ("input_ids", "mm_token_type_ids")
@@ -46,8 +48,10 @@ class VideoSession:
     fps : frames a second that will be pushed; models that read time stamps are told so.
     chunk : frames that are read at once.
 
-    Frames keep their positions, each stretch behind the largest so far; a model may not have been trained for those of a
-    long time.
+    Frames keep their positions, each stretch behind the largest so far. Behind the last position of the model a session ends:
+    :meth:`push` and :meth:`ask` say so, and another session begins anew.
+
+    Sessions of one model in several threads wait for each other. Do not call the model yourself while one works.
 
     Raises
     ------
@@ -101,17 +105,12 @@ class VideoSession:
         Raises
         ------
         MmaccelError
-            If they are no frames, or of another size than those before.
+            If they are no frames, or of another size than those before, or the model has no positions left for them.
         """
         new = as_frames(frames)
         size = new.shape[1:3]
-        if self._size and self._size != size:
-            height, width = self._size
-            raise MmaccelError(
-                f"The frames so far are {width} x {height} pixels large, these {size[1]} x {size[0]}; a video has one size, so "
-                "resize them, or begin another session."
-            )
-        with self._whole():
+        with model_lock(self.model), self._whole():
+            self._check_size(size)
             for frame in new:
                 self._size = size
                 self._waiting.append(frame.copy())
@@ -125,12 +124,13 @@ class VideoSession:
         Raises
         ------
         MmaccelError
-            If nothing was pushed, the question is none, or ``max_new_tokens`` is no number of 1 or more.
+            If nothing was pushed, the question is none, ``max_new_tokens`` is no number of 1 or more, or the model has no
+            positions left for question and answer.
         """
         longest = _count(max_new_tokens, 1, "An answer needs max_new_tokens")
-        if not self._frames and not self._waiting:
-            raise MmaccelError("There is nothing to ask about; push frames first.")
-        with self._whole():
+        with model_lock(self.model), self._whole():
+            if not self._frames and not self._waiting:
+                raise MmaccelError("There is nothing to ask about; push frames first.")
             if self._waiting:
                 self._read()
             return self._answer(question, longest)
@@ -151,6 +151,27 @@ class VideoSession:
         return self._state.nbytes() if self._frames else 0
 
     # --- inside -----------------------------------------------------------------------------------------------
+    def _check_size(self, size: tuple[int, ...]) -> None:
+        if self._size and self._size != size:
+            height, width = self._size
+            raise MmaccelError(
+                f"The frames so far are {width} x {height} pixels large, these {size[1]} x {size[0]}; a video has one size, so "
+                "resize them, or begin another session."
+            )
+
+    def _check_positions(self, tokens: int, new: int = 0) -> None:
+        """Raise where so many ``tokens`` behind what was read, and ``new`` ones, need more positions than the model has."""
+        begin = 0
+        if (offset := self._state.offset) is not None:
+            ahead = 0 if self._state.ahead is None else int(self._state.ahead.max())
+            begin = self._state.seen - int(offset.min()) + ahead
+        limit = position_limit(self.model)
+        if limit is not None and begin + tokens + new > limit:
+            raise MmaccelError(
+                f"The session has used {begin} of the model's {limit} positions, and {tokens + new} more are needed; begin "
+                "another session."
+            )
+
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """All of what is done inside, or nothing."""
@@ -171,6 +192,7 @@ class VideoSession:
         feed = self._tokens(words, slice(probe["input_ids"].shape[1] - self._tail, None))
         ends = self.model.generation_config.eos_token_id
         stops = set(ends) if isinstance(ends, (list, tuple)) else {ends}
+        self._check_positions(feed["input_ids"].shape[1], longest)
         answer: list[int] = []
         restore = self._state.snapshot()
         try:
@@ -240,6 +262,7 @@ class VideoSession:
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         with self._accelerated() as model:
             model(**inputs, **pixels, **cache_argument(self._cache), use_cache=True)
+        self._check_positions(0)
         self._state.rebase()
 
     def _accelerated(self) -> AbstractContextManager[Any]:

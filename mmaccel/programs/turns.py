@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,19 @@ from torch import nn
 
 from ..errors import MmaccelError
 
+#: see :func:`model_lock`; by the model, which it does not keep
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_guard = threading.Lock()
+
 #: intervals between tokens from which a rate is told
 _INTERVALS = 3
+
+
+def model_lock(model: Any) -> threading.RLock:
+    """The lock to hold while a recipe is on ``model`` for a while: two threads would undo each other's recipes. A thread that
+    holds it may take it again."""
+    with _guard:
+        return _locks.setdefault(model, threading.RLock())
 
 
 class Stopped(Exception):

@@ -1,0 +1,100 @@
+"""Prompts that need more positions than the model has are refused with a sentence by every program."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from laws import oracle
+
+import mmaccel
+from mmaccel import MmaccelError
+from mmaccel.media.files import Prompt
+from mmaccel.programs.evaluate import Question, Row, evaluate
+from mmaccel.programs.positions import check_positions, position_limit
+
+
+def config(**values: Any) -> Any:
+    """A model with this text configuration."""
+    found = SimpleNamespace(**values)
+    return SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: found))
+
+
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default"}}, 4096),
+        # some configs state the original number, others the scaled one
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, 16384),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+    ],
+)
+def test_positions_that_a_config_states(values: dict[str, Any], limit: int | None) -> None:
+    assert position_limit(config(**values)) == limit
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_family_states_its_positions(family: str) -> None:
+    # one family scales its RoPE
+    assert position_limit(oracle.bare(family)) in (4096, 8192)
+
+
+@pytest.mark.parametrize("family", ("llava", "qwen2_5_vl", "smolvlm"))
+def test_positions_are_counted_as_the_model_counts_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With M-RoPE a picture takes fewer positions than tokens."""
+    model, feed = oracle.subject(family), zoo.inputs(family, "image")
+    tokens = feed["input_ids"].shape[1]
+    seen: list[torch.Tensor] = []
+    text = oracle.text_model(model)
+    note = text.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True)
+    try:
+        model.generate(**feed, max_new_tokens=1, do_sample=False)
+    finally:
+        note.remove()
+    last = int(seen[0][-3:].max()) + 1 if seen[0].dim() == 3 else int(seen[0].max()) + 1
+    assert last < tokens if family == "qwen2_5_vl" else last == tokens
+    divprune = mmaccel.recipe("divprune")
+    monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", last + 5)
+    check_positions(model, divprune, feed, 5)
+    with pytest.raises(MmaccelError, match=f"has {tokens} tokens at {last} positions, .* has {last + 5} positions in all"):
+        check_positions(model, divprune, feed, 6)
+    # what is left is numbered anew, or stands side by side
+    check_positions(model, divprune.override(positions="paper"), feed, 6)
+    check_positions(model, mmaccel.recipe("homer"), feed, 6)
+
+
+def test_eval_names_the_question_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = oracle.subject("llava"), zoo.processor("llava")
+    monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", 120)
+    asked = {"short": "what?", "long": "what? " * 40}
+    questions = [
+        Question(name, "vqa", None, lambda words=words: Prompt(words, (zoo.image(60, 48, 0),)))
+        for name, words in asked.items()
+    ]
+    said: list[str] = []
+    row = Row(mmaccel.recipe("divprune"))
+    found = evaluate(model, processor, questions, [row], batch_size=2, max_new_tokens=4, complain=said.append)
+    assert sum(len(answers) for _, answers in found) == 1
+    assert (
+        len(said) == 1
+        and said[0].startswith("long: ")
+        and said[0].endswith("or ask for a shorter answer.")
+    )
