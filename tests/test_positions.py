@@ -74,7 +74,9 @@ def test_positions_are_counted_as_the_model_counts_them(family: str, monkeypatch
     divprune = mmaccel.recipe("divprune")
     monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", last + 5)
     check_positions(model, divprune, feed, 5)
-    with pytest.raises(MmaccelError, match=f"has {tokens} tokens at {last} positions, .* has {last + 5} positions in all"):
+    with pytest.raises(
+        MmaccelError, match=f"has {tokens} tokens at {last} positions, .* has {last + 5} positions in all"
+    ):
         check_positions(model, divprune, feed, 6)
     # what is left is numbered anew, or stands side by side
     check_positions(model, divprune.override(positions="paper"), feed, 6)
@@ -93,8 +95,4 @@ def test_eval_names_the_question_and_goes_on(monkeypatch: pytest.MonkeyPatch) ->
     row = Row(mmaccel.recipe("divprune"))
     found = evaluate(model, processor, questions, [row], batch_size=2, max_new_tokens=4, complain=said.append)
     assert sum(len(answers) for _, answers in found) == 1
-    assert (
-        len(said) == 1
-        and said[0].startswith("long: ")
-        and said[0].endswith("or ask for a shorter answer.")
-    )
+    assert len(said) == 1 and said[0].startswith("long: ") and said[0].endswith("or ask for a shorter answer.")
