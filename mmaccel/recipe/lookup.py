@@ -16,6 +16,8 @@ from .recipe import Positions, Proportional, Recipe, Stage
 Part: TypeAlias = "str | Path | Method | type[Method] | Stage | Recipe | Mapping[str, Any]"
 #: the method that takes the folder of a selector, and the file by which such a folder is known
 _LEARNED, _SELECTOR = "learned", "selector.json"
+#: bytes of a recipe's file at most
+_LARGEST = 4 << 20
 #: or several of them, in the order of their sites
 RecipeLike: TypeAlias = "Part | Sequence[Part] | Iterator[Part]"
 
@@ -95,10 +97,7 @@ def _recipe(which: Any) -> Recipe:
             Path(which).name, (Stage(_LEARNED, methods()[_LEARNED].default_retain, {"selector": str(which)}),)
         )
     if isinstance(which, Path) or (isinstance(which, str) and which.endswith(".json")):
-        try:
-            return Recipe.from_json(Path(which).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise MmaccelError(f"Cannot read the recipe {str(which)!r}: {error}.") from error
+        return Recipe.from_json(_text(Path(which)))
     if isinstance(which, str):
         known = recipes()
         if which not in known:
@@ -114,6 +113,23 @@ def _recipe(which: Any) -> Recipe:
         f"{shown if len(shown) < 40 and shown.isprintable() else f'A {kind}'} is no recipe; give a name, a method such as "
         "FastV(layer=3), several of them, a Recipe, a mapping, or a path to JSON."
     )
+
+
+def _text(path: Path) -> str:
+    """The content of a recipe's file, which may come from a stranger."""
+    try:
+        about = path.stat()
+        if not path.is_file():
+            raise MmaccelError(f"Cannot read the recipe {str(path)!r}: it is no regular file; give a JSON file.")
+        if about.st_size > _LARGEST:
+            raise MmaccelError(
+                f"The recipe {str(path)!r} is larger than {_LARGEST >> 20} MiB; give a JSON file of one."
+            )
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, MmaccelError):
+            raise
+        raise MmaccelError(f"Cannot read the recipe {str(path)!r}: {error}.") from error
 
 
 def _is_selector(which: str | Path) -> bool:

@@ -17,7 +17,7 @@ import torch
 import zoo
 from safetensors.torch import load, save
 
-from mmaccel import Learned, MmaccelError, UnsupportedError, accelerate_vlm, accelerated, recipe
+from mmaccel import Learned, MmaccelError, Recipe, UnsupportedError, accelerate_vlm, accelerated, recipe
 from mmaccel.families import family_of
 from mmaccel.method.selector import CONFIG, WEIGHTS, Belongs, Selector, Shape, described
 
@@ -279,6 +279,48 @@ def test_a_recipe_file_may_name_a_damaged_selector(good, tmp_path):
         MmaccelError, match=r"`blocks` of a selector must be an integer from 1 to 64, got 1000000; give"
     ):
         accelerate_vlm(zoo.model("llava"), json.loads(chosen))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Path.mkdir, "no regular file"),
+        (os.mkfifo, "no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+        (lambda path: path.symlink_to(path.name), "Cannot read the recipe"),
+        (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "larger than 4 MiB"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "Cannot read the recipe"),
+        (lambda path: path.touch(), "The recipe is no valid JSON"),
+        (lambda path: None, "Cannot read the recipe"),
+    ],
+)
+def test_a_recipe_file_that_is_none_is_refused(make, said, tmp_path):
+    path = tmp_path / "recipe.json"
+    make(path)
+    with pytest.raises(MmaccelError, match=said):
+        recipe(path)
+
+
+def test_recipe_files_of_strangers_are_refused_or_work():
+    """Every field and option with a value of every wrong kind."""
+    tried = 0
+    for chosen in (recipe(["divprune", "snapkv", "kivi"], retain=0.5), recipe("pyramiddrop"), recipe("learned")):
+        data = json.loads(chosen.to_json())
+        for path in [*fields(data), *(("stages", 0, "options", name) for name in ("selector", "window", "nothing"))]:
+            for value in VALUES:
+                changed = at = json.loads(json.dumps(data))
+                for key in path[:-1]:
+                    at = at[key]
+                if value is ...:
+                    at.pop(path[-1], None) if isinstance(at, dict) else at.pop(path[-1])
+                else:
+                    at[path[-1]] = value
+                tried += 1
+                try:
+                    Recipe.from_json(json.dumps(changed))
+                except MmaccelError as error:
+                    assert "\n" not in str(error)
+    assert tried > 500
 
 
 @pytest.mark.parametrize(
