@@ -42,7 +42,8 @@ class ScheduleState:
     queries, places : of every forward that is remembered, the oldest first, ``[B, Hq, q, D]`` and ``[B, q]``, -1 for padding.
     unseen : how many of the last queries the policy has not observed yet.
     scaling, window : of the layer's attention, its sliding window in original places; as of the last forward.
-    threshold : ``[B, Hkv]``, the bar of merging that is averaged over calls; NaN where there was no call.
+    threshold : ``[B, Hkv]``, the bar of merging that is averaged over calls; NaN in rows that begin anew. ``renewed``: there
+        are such rows since the last merge.
     settled, evicted : of every row how many tokens were seen when its capacity was settled, and when it was last evicted from.
     """
 
@@ -54,6 +55,7 @@ class ScheduleState:
     scaling: float = 1.0
     window: int | None = None
     threshold: Tensor | None = None
+    renewed: bool = False
     settled: list[int] = field(default_factory=list)
     evicted: list[int] = field(default_factory=list)
 
@@ -111,6 +113,7 @@ class ScheduleState:
             self.received = self.received.masked_fill(to_device(rows, self.received.device)[:, None, None], 0.0)
         if self.threshold is not None:
             self.threshold = self.threshold.masked_fill(to_device(rows, self.threshold.device)[:, None], torch.nan)
+            self.renewed = True
         self.places = tuple(x.masked_fill(to_device(rows, x.device)[:, None], -1) for x in self.places)
 
     def figures(self, slots: int) -> Tensor | None:

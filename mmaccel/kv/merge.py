@@ -38,6 +38,7 @@ def merge(
     by_rank: bool = False,
     most: int | None = None,
     stay: int | None = None,
+    renewed: bool = False,
 ) -> Merge:
     """Merge every key that is ``gone`` into one that is ``kept``, and its value in the same way.
 
@@ -60,6 +61,7 @@ def merge(
     keys, values : ``[B, H, K, D]``.
     kept, gone : ``[B, H, K]`` bool; slots that are neither take no part.
     threshold : ``[B, H]``, the bar of the last call of ``ema``; NaN for heads that had no call.
+    renewed : whether ``threshold`` may be NaN anywhere.
     by_rank : the bar is tested on the mean over heads of the n-th evicted key of each, as in the authors' programs, where
         it mixes keys of different places; by default every head decides for itself.
     most, stay : how many keys of a head are ``gone``, and how many ``kept``, at most, where the host knows; no others are
@@ -81,8 +83,9 @@ def merge(
         bar = bar[..., 0].expand(-1, keys.shape[1])
         if how == "ema":
             if threshold is not None:
-                bar = torch.where(threshold.isnan(), bar, decay * threshold + (1 - decay) * bar)
-                bar = torch.where(takes.any(-1), bar, threshold)
+                mean = decay * threshold + (1 - decay) * bar
+                mean = torch.where(threshold.isnan(), bar, mean) if renewed else mean
+                bar = torch.where(takes.any(-1), mean, threshold)
             threshold = bar
         takes = takes & ((_by_rank(best, takes) if by_rank else best) >= bar[..., None])
     one = torch.ones_like(best)

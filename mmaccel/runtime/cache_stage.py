@@ -64,11 +64,12 @@ class CacheStage:
             there & ~stay,
             decay=decay or 0.0,
             threshold=together.threshold,
+            renewed=any(layer.schedule.renewed for layer in together.layers),
             by_rank=self.policy.official,
             most=None if lengths is None else int((together.lengths - lengths).max()),
             stay=None if lengths is None else int(lengths.max()),
         )
         if self.policy.scheduled and made.threshold is not None:
             for layer, bar in zip(together.layers, made.threshold.split(together.rows), strict=True):
-                layer.schedule.threshold = bar
+                layer.schedule.threshold, layer.schedule.renewed = bar, False
         together.evict(kept, (made.keys, made.values), lengths)
