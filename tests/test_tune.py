@@ -23,7 +23,8 @@ from mmaccel import MmaccelError, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.cli import ask, main
 from mmaccel.families import family_of
 from mmaccel.media.files import Clip, Prompt, encode
-from mmaccel.programs.evaluate import Question, Row, ask_samples, ask_suite, evaluate, fingerprint
+from mmaccel.programs.distil.examples import Frozen
+from mmaccel.programs.evaluate import Question, Row, ask_samples, ask_suite, batches, evaluate, fingerprint
 from mmaccel.programs.tune import certain, report, rivals, search, space
 from mmaccel.programs.tune.judge import GOALS, Judge, Measured
 from mmaccel.programs.tune.search import Candidate, choose, front, split
@@ -711,6 +712,20 @@ def test_a_sample_that_the_model_cannot_be_asked_is_left_out(tmp_path):
     with pytest.raises(MmaccelError, match="There are 9 samples that can be used, and 10 are needed"):
         few_left = [*questions(9), long]
         tune(zoo.model("llava"), zoo.processor("llava"), few_left, complain=said.append, **options)
+
+
+def test_a_prompt_beyond_the_positions_is_left_out(monkeypatch):
+    """The third question is the longest; its neighbours are asked."""
+    said: list[str] = []
+    judge = judge_of("llava", questions(3))
+    judge.complain = said.append
+    prompts = [len(encode(judge.processor, [one.load()])["input_ids"][0]) for one in judge.rungs[0]]
+    monkeypatch.setattr(judge.model.config.text_config, "max_position_embeddings", max(prompts) + judge.longest - 1)
+    assert len(judge.ask(recipe("uniform", retain=0.5), 0).kept) == 2
+    assert len(said) == 1 and said[0].startswith("q2: The prompt has ") and "positions in all" in said[0]
+    frozen, (batch,) = Frozen(judge.model, judge.processor, "answers"), batches(judge.rungs[0], 3)
+    with pytest.raises(MmaccelError, match="positions in all"):
+        frozen.example(batch, judge.longest)
 
 
 def test_a_question_on_which_the_model_fails_is_left_out_of_its_batch(monkeypatch):

@@ -25,6 +25,7 @@ from ...method import TokenBatch
 from ...recipe import Recipe, Stage
 from ...runtime.remembered import Remembered
 from ..evaluate import Batch, Question, answer_lengths, batches, inputs_of
+from ..positions import check_positions
 from ..resume import check_settings, without_unusable
 
 #: keeps every token; what is asked of it is the layout
@@ -199,6 +200,7 @@ class Frozen:
     def example(self, batch: Batch, longest: int) -> Example:
         """Ask the model, and note what it read and wrote, and what its answer hangs on."""
         inputs, memory = inputs_of(self.model, self.processor, batch), Remembered()
+        check_positions(self.model, _ALL, inputs, longest)
         with torch.no_grad():
             with memory.on(self.family):
                 written = self.model.generate(**inputs, max_new_tokens=longest, do_sample=False, num_beams=1)

@@ -33,6 +33,7 @@ from ...runtime.remembered import Remembered
 from ...transformers_api import DynamicCache, cache_argument
 from ..bench.arithmetic import count_operations
 from ..evaluate import Batch, Question, answer_lengths, batches, divergence, inputs_of
+from ..positions import check_positions
 from ..resume import without_unusable
 
 Goal = Literal["ttft", "tokens", "kv", "cost"]
@@ -124,6 +125,7 @@ class Exam:
         self.family = family_of(model, processor)
         self.memory = Remembered()
         self.inputs = inputs_of(model, processor, batch)
+        check_positions(model, find_recipe("none"), self.inputs, longest)
         written: list[Tensor] = []
 
         def write() -> None:
