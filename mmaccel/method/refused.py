@@ -13,6 +13,11 @@ def refuse(method: Method | type[Method], call: str, returned: str, wanted: str)
     raise MmaccelError(f"Method {method.name!r} returned {returned} from {call}; it must return {wanted}.")
 
 
+def article(word: str) -> str:
+    """``word`` with "a" or "an" before it."""
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
+
+
 def described(made: Any) -> str:
     """A result in words."""
     if made is None:
@@ -20,4 +25,4 @@ def described(made: Any) -> str:
     if not hasattr(made, "dtype") or not hasattr(made, "shape"):
         return f"an object of type {type(made).__name__}"
     where = f" on {made.device}" if hasattr(made, "device") else ""
-    return f"a {str(made.dtype).removeprefix('torch.')} tensor of shape {tuple(made.shape)}{where}"
+    return f"{article(str(made.dtype).removeprefix('torch.'))} tensor of shape {tuple(made.shape)}{where}"

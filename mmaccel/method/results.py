@@ -16,7 +16,7 @@ from ..core.reduction import Links, Reduction, Residual
 from .base import Method
 from .layers import LayerAttention, LayerMethod
 from .preview import PreviewMethod
-from .refused import described, refuse
+from .refused import article, described, refuse
 
 R = TypeVar("R")
 Kind = Literal["float", "bool", "integer", "int32"]
@@ -42,7 +42,7 @@ def check_tensor(
     """``made`` if it is a tensor of this kind of dtype, of this ``shape`` (None for any length), on the device of ``like``."""
     if not (isinstance(made, Tensor) and _is(made, kind) and _fits(made, shape)):
         told = ", ".join("any" if n is None else str(n) for n in shape) + ("," if len(shape) == 1 else "")
-        refuse(method, call, described(made), f"a {_WORDS[kind]} tensor of shape ({told})")
+        refuse(method, call, described(made), f"{article(_WORDS[kind])} tensor of shape ({told})")
     if like is not None and made.device != like.device:
         refuse(method, call, described(made), f"a tensor on {like.device}, where its inputs are")
     return made

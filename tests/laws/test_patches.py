@@ -399,7 +399,10 @@ def test_a_budget_is_refused(name: str) -> None:
 
 def test_what_is_predicted_by_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drawn, "predict", lambda self, pixels: torch.ones(pixels.shape[0], 3, dtype=torch.long))
-    with accelerated(oracle.subject("llava"), "test-drawn") as model, pytest.raises(MmaccelError, match="must give"):
+    with (
+        accelerated(oracle.subject("llava"), "test-drawn") as model,
+        pytest.raises(MmaccelError, match="must (give|return)"),
+    ):
         model(**zoo.inputs("llava"))
 
 
