@@ -190,6 +190,14 @@ def main() -> None:
     # the same weights, and hooks of its own
     models = [bare, copy.deepcopy(bare, {id(x): x for x in (*bare.parameters(), *bare.buffers())})]
     inputs, rows = prompt(args.text), []
+    result = {
+        "command": origin.command("python", sys.argv[0]),
+        "date": origin.today(),
+        "machine": {"processor": f"a CPU ({origin.processor()})", "threads": args.threads, "dtype": "float32"},
+        "versions": origin.versions(),
+        "model": {"layers": args.layers, "visual": 576, "text": args.text, "steps": args.steps},
+        "rows": rows,
+    }
     pair(models, inputs, recipe("none"), 2)
     for spelled in args.recipe or offered():
         try:
@@ -206,16 +214,8 @@ def main() -> None:
             row[f"{what}_bare_s"] = Spread(tuple(plain)).as_dict()
         rows.append(row)
         print(*table([row]).splitlines()[2:], flush=True)
-    result = {
-        "command": origin.command("python", sys.argv[0]),
-        "date": origin.today(),
-        "machine": {"processor": f"a CPU ({origin.processor()})", "threads": args.threads, "dtype": "float32"},
-        "versions": origin.versions(),
-        "model": {"layers": args.layers, "visual": 576, "text": args.text, "steps": args.steps},
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.update:
         told = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         where = f"{result['machine']['processor']}, {args.threads} thread, float32"

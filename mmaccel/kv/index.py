@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ def leftmost(there: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tens
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """What the host has made, or another device, moved without waiting for what ``device`` is doing."""
     return x.to(device, non_blocking=device.type != "cpu")
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same on the CPU. The host waits once for all of them, wherever they are."""
+    if all(x.device.type == "cpu" for x in tensors):
+        return list(tensors)
+    # the widest numbers first, so that all begin at a multiple of their size
+    order = sorted(range(len(tensors)), key=lambda n: -tensors[n].element_size())
+    parts = [tensors[n].to(tensors[0].device).contiguous().flatten().view(torch.uint8) for n in order]
+    found = torch.cat(parts).cpu().split([len(part) for part in parts])
+    made = {n: part.view(tensors[n].dtype).view(tensors[n].shape) for n, part in zip(order, found, strict=True)}
+    return [made[n] for n in range(len(tensors))]
 
 
 #: places of so many forwards are put behind an index together, where nobody asks for them before

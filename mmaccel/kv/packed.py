@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from ..method.results import check_type
 from .codecs import Eligible, TokenGroup
-from .index import KeyIndex, leftmost
+from .index import KeyIndex, leftmost, on_host, to_device
 from .layer import CompressedLayer
 from .ragged import Ragged
 from .shared import Shared
@@ -74,23 +74,30 @@ class PackedGroup:
             received = both.gather(2, order.expand(-1, both.shape[1], -1)).masked_fill(~there, 0.0)
         return PackedGroup(new if self.pages is None else self.pages.appended(new), index, received, held)
 
-    def kept(self, kept: Tensor) -> PackedGroup:
-        """Only what is ``kept [B, 1 or Hkv, W]``; pages are written anew where that saves enough of them."""
-        if self.pages is None:
-            return self
-        index = self.index.expand(-1, max(self.index.shape[1], kept.shape[1]), -1).masked_fill(~kept, -1)
-        live, received = (index >= 0).expand(-1, self.pages.heads, -1), self.received
+    def kept(self, kept: Tensor, alive: Tensor, listed: Pages | None) -> PackedGroup:
+        """Only what is ``kept [B, 1 or Hkv, W]``, of which no place is dead; pages are written anew where that saves enough of
+        them. ``alive`` is the same on the CPU, and ``listed`` the pages with a listing there."""
+        heads, received = max(self.index.shape[1], kept.shape[1]), self.received
+        if self.pages is None or listed is None:
+            none = torch.zeros(self.index.shape[:2], dtype=torch.long)
+            return replace(self, held=Held(none, none))
+        index = self.index.expand(-1, heads, -1).masked_fill(~kept, -1)
+        live = alive.expand(-1, heads, -1).sum(-1)
         if not bool(live.any()):
-            return PackedGroup(None, index[..., :0], None if received is None else received[..., :0])
-        made = self.pages.compacted(live.flatten(0, 1))
+            none = torch.zeros_like(live)
+            return PackedGroup(None, index[..., :0], None if received is None else received[..., :0], Held(none, none))
+        made = listed.compacted(alive.expand(-1, self.pages.heads, -1).flatten(0, 1))
         if made is None:
-            return PackedGroup(self.pages, index, received)
-        pages, was = made[0], made[1].view(*live.shape[:2], -1)
+            return PackedGroup(self.pages, index, received, Held(listed.lengths()[:, :heads], live))
+        rows, device = len(index), index.device
+        places = Held(made[0].lengths()[:, :heads], live)
+        pages = made[0].listed(*(to_device(x, device) for x in made[0].listing))
+        was = to_device(made[1], device).view(rows, self.pages.heads, -1)
         there, was = was >= 0, was.clamp(min=0)
         if received is not None:
             received = received.gather(2, was).masked_fill(~there, 0.0)
-        there, was = there[:, : index.shape[1]], was[:, : index.shape[1]]
-        return PackedGroup(pages, index.gather(2, was).masked_fill(~there, -1), received)
+        there, was = there[:, :heads], was[:, :heads]
+        return PackedGroup(pages, index.gather(2, was).masked_fill(~there, -1), received, places)
 
     def cropped(self, seen: int) -> PackedGroup:
         """Without the tokens from place ``seen`` on."""
@@ -165,6 +172,10 @@ class QuantisedLayer(CompressedLayer):
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """All keys and values as ``[B, Hkv, K, D]``, packed ones decoded; short heads are padded (see ``index``)."""
+        if len(self.packs) == 1 and (pages := self.packs[0]) is not None and self.ragged is None and pages.even:
+            keys, values = (_behind(x, self.width) for x in (self.keys, self.values))
+            pages.decoded_into(keys[:, :, : self.width], values[:, :, : self.width])
+            return keys, values
         parts = [super().stored()]
         (batch, heads), dtype = parts[0][0].shape[:2], parts[0][0].dtype
         for pages, width in zip(self.packs, self.widths, strict=True):
@@ -250,28 +261,54 @@ class QuantisedLayer(CompressedLayer):
             return None
         return self.index.lengths - sum(held.live for held in self.held if held is not None)
 
-    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None) -> None:
-        """Free everything but ``kept``. Packed tokens are dropped or stay as they are; ``merged`` does not reach them."""
+    def needed_on_host(self, kept: Tensor) -> list[Tensor]:
+        """What the host must know to evict all but ``kept`` from packed keys; nothing where none are packed."""
+        if not self.packed and self.dequantised is None:
+            return []
+        there = self.index.by_head >= 0
+        known = [there, kept & there, *(x for pages in self.packs if pages is not None for x in pages.listing)]
+        return known if self.dequantised is None else [*known, self.dequantised]
+
+    def evict(
+        self,
+        kept: Tensor,
+        merged: tuple[Tensor, Tensor] | None = None,
+        lengths: Tensor | None = None,
+        known: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Free everything but ``kept``. Packed tokens are dropped or stay as they are; ``merged`` does not reach them.
+        ``known``: see :meth:`needed_on_host`, on the CPU; by default the host waits for it."""
         if not self.packed and self.dequantised is None:
             super().evict(kept, merged, lengths)
             return
-        index, received, width = self.index, self.schedule.received, self.width
+        there, stays, *others = on_host(self.needed_on_host(kept)) if known is None else known
+        listed: list[Pages | None] = []
+        for pages in self.packs:
+            if pages is not None:
+                pages, others = pages.listed(*others[:4]), others[4:]
+            listed.append(pages)
+        index, received, width, widths = self.index, self.schedule.received, self.width, self.widths
+        few, device = self._few(stays[..., :width], listed), index.index.device
+        once, count, alive = few.sum(-1), stays[..., width:].sum(-1), stays[..., :width] & ~few
+        if others:
+            early = there[..., width:]
+            early = early & (early.cumsum(-1) <= others[0][..., None])
+            once = once + (stays[..., width:] & early).sum(-1)
         kept = kept & (index.by_head >= 0)
-        packed, rest = kept[..., :width], kept[..., width:]
-        few = self._few(packed)
-        once = few.sum(-1) + (rest & self._once(index.by_head[..., width:])).sum(-1)
-        dequantises = bool(few.any())
-        if dequantises and merged is None:
-            merged = self.stored()
-        elif not dequantises and merged is not None:
-            merged = merged[0][:, :, width:], merged[1][:, :, width:]
-        parts = (packed & ~few).split(self.widths, dim=-1)
-        groups = [group.kept(part) for group, part in zip(self._parted(), parts, strict=True)]
+        packed, rest, dequantises = kept[..., :width], kept[..., width:], bool(few.any())
         if dequantises:
-            self.index, self.schedule.received, rest = index, received, torch.cat([few, rest], dim=-1)
-        super().evict(rest, merged)
+            merged = self.stored() if merged is None else merged
+            moved = to_device(few, device)
+            packed, rest, count = packed & ~moved, torch.cat([moved, rest], dim=-1), count + few.sum(-1)
+        elif merged is not None:
+            merged = merged[0][:, :, width:], merged[1][:, :, width:]
+        parts = zip(self._parted(), packed.split(widths, dim=-1), alive.split(widths, dim=-1), listed, strict=True)
+        groups = [group.kept(*part) for group, *part in parts]
+        if dequantises:
+            self.index, self.schedule.received = index, received
+        super().evict(rest, merged, count)
         self._join(groups)
-        self.dequantised = once if dequantises or self.dequantised is not None else None
+        self.dequantised = to_device(once, device) if dequantises or self.dequantised is not None else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens seen; packed ones are cut off their pages."""
@@ -327,11 +364,12 @@ class QuantisedLayer(CompressedLayer):
             else there & (there.cumsum(-1) <= self.dequantised[..., None])
         )
 
-    def _few(self, kept: Tensor) -> Tensor:
-        """Which of the packed tokens ``kept [B, 1 or Hkv, W]`` are to be dequantised."""
+    def _few(self, kept: Tensor, listed: Sequence[Pages | None]) -> Tensor:
+        """Which of the packed tokens ``kept [B, 1 or Hkv, W]`` are to be dequantised, on the CPU as these; ``listed``: the
+        pages of every group with a listing there."""
         token = (self.keys.shape[-1] + self.values.shape[-1]) * self.keys.element_size()
         parts = []
-        for pages, part in zip(self.packs, kept.split(self.widths, dim=-1), strict=True):
+        for pages, part in zip(listed, kept.split(self.widths, dim=-1), strict=True):
             if pages is None:
                 continue
             live = part.expand(-1, pages.heads, -1)
@@ -372,3 +410,10 @@ class QuantisedLayer(CompressedLayer):
         self.packs = tuple(group.pages for group in groups)
         self.widths = tuple(group.index.shape[-1] for group in groups)
         self.held = tuple(held)
+
+
+def _behind(x: Tensor, width: int) -> Tensor:
+    """``x [B, heads, n, D]`` behind room for so many more."""
+    whole = x.new_empty(*x.shape[:2], width + x.shape[2], x.shape[3])
+    whole[:, :, width:] = x
+    return whole

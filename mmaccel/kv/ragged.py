@@ -29,12 +29,17 @@ class Ragged:
 
     def padded(self) -> tuple[Tensor, Tensor]:
         """``[B, Hkv, longest, D]`` each; short heads end in zeros."""
-        place = torch.arange(self.longest, device=self.keys.device)
-        there = place < self.lengths[..., None]
-        at = self.bounds[:-1].view_as(self.lengths)[..., None] + place
-        # one row more than there is stands for what is padded
-        at = at.masked_fill(~there, len(self.keys))
-        keys, values = (pad(x, (0, 0, 0, 1))[at] for x in (self.keys, self.values))
+        shape = *self.lengths.shape, self.longest
+        if not len(self.keys):
+            return self.keys.new_zeros(*shape, self.keys.shape[1]), self.values.new_zeros(*shape, self.values.shape[1])
+        at = self.bounds[:-1, None] + torch.arange(self.longest, device=self.keys.device)
+        gone = (at >= self.bounds[1:, None])[..., None]
+        # whole rows are copied faster than entries are gathered
+        at = at.clamp_(max=len(self.keys) - 1).flatten()
+        keys, values = (
+            x.index_select(0, at).view(*gone.shape[:2], -1).masked_fill_(gone, 0.0).view(*shape, x.shape[1])
+            for x in (self.keys, self.values)
+        )
         return keys, values
 
     def select(self, rows: Tensor) -> Ragged:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .index import KeyIndex
+from .index import KeyIndex, on_host
 from .layer import Survivors
 from .packed import QuantisedLayer
 
@@ -30,6 +31,36 @@ def batches(
     for alike in kinds.values():
         step = max(1, most // max(1, max(map(size, alike))))
         yield from (Together(alike[start : start + step]) for start in range(0, len(alike), step))
+
+
+#: a part of some work, which yields tensors and is sent the same on the CPU
+Asking = Generator[Sequence[Tensor], Sequence[Tensor], None]
+
+
+class InStep:
+    """Parts of some work that run side by side: the host waits once for what all of them ask for, then once for what they ask
+    for next, however many they are."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Asking, Sequence[Tensor]]] = []
+
+    def begin(self, part: Asking) -> bool:
+        """Run ``part`` until it asks for something; returns whether it does."""
+        asked = next(part, None)
+        if asked is not None:
+            self._waiting.append((part, asked))
+        return asked is not None
+
+    def finish(self) -> None:
+        """Run what has begun to its end."""
+        while self._waiting:
+            waiting, self._waiting = self._waiting, []
+            found = iter(on_host([x for _, asked in waiting for x in asked]))
+            for part, asked in waiting:
+                try:
+                    self._waiting.append((part, part.send(list(islice(found, len(asked))))))
+                except StopIteration:
+                    continue
 
 
 def size(layer: QuantisedLayer) -> int:
@@ -116,10 +147,20 @@ class Together:
         for layer, mine in zip(self.layers, received.split(self.rows), strict=True):
             layer.schedule.received, layer.schedule.unseen = mine, 0
 
-    def evict(self, kept: Tensor, merged: tuple[Tensor, Tensor] | None = None, lengths: Tensor | None = None) -> None:
-        """See :meth:`.layer.CompressedLayer.evict`, for all rows."""
+    def needed_on_host(self, kept: Tensor) -> list[Tensor]:
+        """See :meth:`.packed.QuantisedLayer.needed_on_host`; layers with packed keys come alone."""
+        return self.layers[0].needed_on_host(kept) if len(self.layers) == 1 else []
+
+    def evict(
+        self,
+        kept: Tensor,
+        merged: tuple[Tensor, Tensor] | None = None,
+        lengths: Tensor | None = None,
+        known: Sequence[Tensor] | None = None,
+    ) -> None:
+        """See :meth:`.packed.QuantisedLayer.evict`, for all rows."""
         if len(self.layers) == 1:
-            self.layers[0].evict(kept, merged, lengths)
+            self.layers[0].evict(kept, merged, lengths, known)
             return
         keys, values = self.stored if merged is None else merged
         left = Survivors.of(keys, values, self.index, kept, self.received, lengths)

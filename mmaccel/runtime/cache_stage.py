@@ -11,7 +11,7 @@ from ..core.budget import Retain
 from ..families.base import Family
 from ..kv.merge import merge
 from ..kv.scoring.importance import outgoing_norm
-from ..kv.together import Together
+from ..kv.together import Asking, Together
 from ..method import Policy
 from .plan import ModelPlan, PlannedStage
 
@@ -44,12 +44,14 @@ class CacheStage:
         weight: Tensor = self.family.outgoing_in(self.family.attending[number]).weight
         return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
 
-    def evict(self, together: Together, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> None:
+    def evicting(self, together: Together, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> Asking:
         """Evict, or merge, what is not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
         keys that were packed: they would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`."""
+        asked = together.needed_on_host(kept)
+        known = (yield asked) if asked else None
         how, decay = self.policy.choice("compact")
         if how == "evict":
-            together.evict(kept, lengths=lengths)
+            together.evict(kept, lengths=lengths, known=known)
             return
         keys, values = together.stored
         there = together.loose.expand(keys.shape[:3])
@@ -72,4 +74,4 @@ class CacheStage:
         if self.policy.scheduled and made.threshold is not None:
             for layer, bar in zip(together.layers, made.threshold.split(together.rows), strict=True):
                 layer.schedule.threshold, layer.schedule.renewed = bar, False
-        together.evict(kept, (made.keys, made.values), lengths)
+        together.evict(kept, (made.keys, made.values), lengths, known)

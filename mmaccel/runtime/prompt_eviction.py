@@ -25,7 +25,7 @@ from ..kv.choose import choose, per_head, rank, scored
 from ..kv.index import to_device
 from ..kv.packed import QuantisedLayer
 from ..kv.scoring.importance import behind_pictures, entropy, expected_queries, mean_rotation, share_seen
-from ..kv.together import Together, batches, size
+from ..kv.together import Asking, InStep, Together, batches, size
 from ..method import DraftPolicy, KeyBatch, LayerAttention, Policy
 from ..recipe.recipe import text_policy
 from .cache_stage import CacheStage
@@ -82,6 +82,7 @@ class PromptEviction:
         self.done: list[int] = []
         self.waiting: dict[int, Waiting] = {}
         self.chosen: list[Chosen] = []
+        self.cuts = InStep()
         self._tokens: dict[tuple[int, torch.device], Tokens] = {}
 
     def note(self, number: int, device: torch.device) -> None:
@@ -152,6 +153,7 @@ class PromptEviction:
                 lengths = torch.cat([x.flatten() for x in found]).cpu().split([x.numel() for x in found])
                 for one, mine, like in zip(chosen, lengths, found, strict=True):
                     self._settle(one, mine.view(like.shape))
+                self.cuts.finish()
 
     # --- choosing ---------------------------------------------------------------------------------------------
     @property
@@ -196,6 +198,7 @@ class PromptEviction:
             for layer in together.layers:
                 del self.waiting[layer.number]
             del together, keys
+        self.cuts.finish()
 
     def _by_content(self, groups: list[Together]) -> tuple[dict[int, list[int]], list[Tensor | None]]:
         """Per layer and row how many of the competing keys stay; and the scores of every group, ``[R, Hkv, K]``."""
@@ -336,8 +339,12 @@ class PromptEviction:
             kept = torch.cat([kept.new_ones(*kept.shape[:2], old), kept], dim=-1)
             new = self.prompt.phase(layers[0].number).lengths.repeat(len(layers))
             lengths = lengths + together.lengths - new[:, None]
-        self.stage.evict(together, kept, lengths, old)
-        for layer in layers:
+        self.cuts.begin(self._cutting(together, kept, lengths, old))
+
+    def _cutting(self, together: Together, kept: Tensor, lengths: Tensor, old: int) -> Asking:
+        """Evict as said; where keys are packed the host must know more first."""
+        yield from self.stage.evicting(together, kept, lengths, old)
+        for layer in together.layers:
             self.done.append(layer.number)
             if self.policy.scheduled:
                 rows = None if self.text_rows is None else self.pictured_rows

@@ -18,7 +18,7 @@ from ..kv.choose import observed, per_head, rank
 from ..kv.index import to_device
 from ..kv.packed import QuantisedLayer
 from ..kv.pinned import Asks
-from ..kv.together import Together, batches
+from ..kv.together import Asking, InStep, Together, batches, size
 from ..method import KeyBatch, LayerAttention, Policy
 from .cache_stage import CacheStage
 from .places import cells_at, question_span
@@ -112,9 +112,16 @@ class Schedule:
                 late.append(layer)
         for together in self._batches(late):
             self._observe(together)
+        shrinking, held = InStep(), 0
         for together in self._batches([layer for layer in self.state.layers if layer.number in full]):
-            self._observe(together)
-            self._shrink(together, torch.cat([full[layer.number] for layer in together.layers]))
+            room = torch.cat([full[layer.number] for layer in together.layers])
+            if shrinking.begin(self._shrink(together, room)):
+                # what is looked at stays until the host knows what it asked for
+                held += sum(map(size, together.layers))
+            if held > BYTES:
+                shrinking.finish()
+                held = 0
+        shrinking.finish()
 
     def _room(self, layer: QuantisedLayer, pictured: Tensor | None) -> Tensor | None:
         """How many keys each head of a layer may hold, ``[B, Hkv]`` long on the CPU; None if none holds more, or it is not time
@@ -161,8 +168,9 @@ class Schedule:
         for layer in together.layers:
             layer.schedule.keep(self.policy.window)
 
-    def _shrink(self, together: Together, room: Tensor) -> None:
+    def _shrink(self, together: Together, room: Tensor) -> Asking:
         """Of all that layers store, from whichever turn, keep the best ``room [R, Hkv]`` of every head."""
+        self._observe(together)
         policy, held = self.policy, together.lengths
         table = self._table(together)
         batch, order = self._stored(together, table)
@@ -173,7 +181,7 @@ class Schedule:
             among = batch.visual & batch.valid
             fixed = batch.valid & ~among
             # only the device knows how much of it is text
-            text = fixed.sum(1).cpu()
+            (text,) = yield [fixed.sum(1)]
             wanted, stay = (wanted - text).clamp(min=0), torch.maximum(wanted, text)
         count = to_device(wanted, among.device)
         question = question_span(table, policy.protect, among.device)
@@ -187,7 +195,7 @@ class Schedule:
             at = order if kept.dim() == 2 else order[:, None].expand_as(kept)
             kept = torch.zeros_like(kept).scatter_(-1, at, kept)
         kept = kept.unflatten(0, (-1, heads)) if kept.dim() == 2 else kept
-        self.stage.evict(together, kept, torch.minimum(held, stay.view(-1, heads)))
+        yield from self.stage.evicting(together, kept, torch.minimum(held, stay.view(-1, heads)))
 
     def _table(self, together: Together) -> Tensor:
         """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from mmaccel.kv.codecs import Codec
 from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.vidkv import VidKV
 from mmaccel.kv.packed import QuantisedLayer
-from mmaccel.kv.together import Together
+from mmaccel.kv.together import InStep, Together
 from mmaccel.runtime.cache_stage import CacheStage
 
 
@@ -186,6 +187,13 @@ def test_rows_may_have_no_page_at_all(codec: Codec) -> None:
     again.check(2.0)
 
 
+def evict(stage: Any, layer: Any, kept: torch.Tensor) -> None:
+    """All but what is ``kept``, as a cache stage does it."""
+    evicting = InStep()
+    evicting.begin(CacheStage.evicting(stage, Together([layer]), kept))
+    evicting.finish()
+
+
 @pytest.mark.parametrize("how", ("pivot", "average", "nearest"))
 def test_packed_keys_do_not_flow_into_others(how: str) -> None:
     """When they are dropped in a merge, nothing of them is left; others do flow."""
@@ -196,11 +204,11 @@ def test_packed_keys_do_not_flow_into_others(how: str) -> None:
     kept = torch.ones(1, HEADS, 30, dtype=torch.bool)
     kept[..., 3:16] = False
     fresh = layer.stored()[0][:, :, 16:]
-    CacheStage.evict(stage, Together([layer]), kept)
+    evict(stage, layer, kept)
     assert torch.equal(layer.stored()[0][:, :, -14:], fresh)
     kept = torch.ones(1, HEADS, len(layer.index), dtype=torch.bool)
     kept[..., -1] = False
-    CacheStage.evict(stage, Together([layer]), kept)
+    evict(stage, layer, kept)
     assert not torch.equal(layer.stored()[0][:, :, -13:], fresh[:, :, :-1])
 
 

@@ -96,9 +96,9 @@ def forwards(
     return [after.since(before) for before, after in zip(counts[::2], counts[1::2], strict=True)]
 
 
-def waits(made: Recipe, layers: int, kind: str = "image") -> list[int]:
+def waits(made: Recipe, layers: int, kind: str = "image", steps: int = STEPS) -> list[int]:
     """How often the host waits in the prompt, and in every decode step."""
-    return [sum(counts.waits.values()) for counts in forwards(made, layers, kind)]
+    return [sum(counts.waits.values()) for counts in forwards(made, layers, kind, steps)]
 
 
 #: what the recipes of the book cost as the papers have it
@@ -122,9 +122,32 @@ PAPERS = {
     "h2o-decode": (1, "image", (88, 1, 0)),
     "streaming-llm-decode": (1, "image", (69, 1, 0)),
     "elastic-cache-decode": (2, "image", (77.5, 0.5, 0)),
-    "d2o": (1, "image", (177, 1, 0)),
+    "d2o": (1, "image", (182, 1, 0)),
 }
 STEP |= {name + EACH: (STEP[name][0].override(every=1), *figures) for name, figures in PAPERS.items()}
+# by choice: every kind of codec and of schedule, side by side
+SCHEDULED_AND_PACKED = {
+    "h2o and kivi": recipe(("h2o", 0.5, {"recent": 0.1, "joint": True, "every": 2}), ("kivi", None, PAGES)),
+    "h2o and calibquant": recipe(
+        ("h2o", 0.5, {"recent": 0.1, "joint": True, "every": 2}), ("calibquant", None, {"page": 16})
+    ),
+    "visual and kivi": recipe(("h2o", 0.5, {"every": 2}), ("kivi", None, PAGES)),
+    "merged and kivi": recipe(("h2o", 0.5, {"joint": True, "every": 2, "compact": "ema"}), ("kivi", None, PAGES)),
+    "heads and kivi": recipe(
+        ("snapkv", 0.5, {"joint": True, "every": 2, "head_budget": "adaptive"}), ("kivi", None, PAGES)
+    ),
+    "tova and think": recipe(
+        ("tova", 0.5, {"joint": True, "every": 2}), ("think", None, {"page": 16, "group": 16, "residual": 4})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", few(tuple(SCHEDULED_AND_PACKED), ("h2o and kivi", "visual and kivi")))
+def test_evicting_from_packed_keys_waits_once_for_all_layers(name: str) -> None:
+    four, eight = (waits(SCHEDULED_AND_PACKED[name], layers, steps=8) for layers in (4, 8))
+    assert four == eight and max(four) > 0
+
+
 #: layers of a model of today
 DEPTH = 28
 

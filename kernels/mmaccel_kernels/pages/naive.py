@@ -27,41 +27,47 @@ def pack(codes: Tensor, format: Format, tile: int) -> Tensor:
 
 
 def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
-    """The inverse of :func:`pack`: bytes ``[N, rows, D]`` -> codes ``[N, page, D]`` int32."""
+    """The inverse of :func:`pack`: bytes ``[N, rows, D]`` -> codes ``[N, page, D]``, whole numbers."""
     n, rows, width = packed.shape
     if format.interleaved(width):
-        packed = packed.unflatten(2, (8, -1, format.group // 8)).transpose(2, 3).reshape(n, rows, width)
-    # no size is left to be inferred: there may be no page
-    blocks = packed.int().view(n, rows // tile, 1, tile, width)
+        # an eighth of a group is whole words
+        words = packed.view(torch.int32).unflatten(2, (8, -1, format.group // 32))
+        packed = words.transpose(2, 3).reshape(n, rows, -1).view(torch.uint8)
     if format.digits == 1:
-        return blocks.view(n, rows, width)[:, :page]
+        return packed[:, :page]
+    # no size is left to be inferred: there may be no page
+    blocks = packed.view(n, rows // tile, 1, tile, width)
     if format.code == "ternary":
         power = torch.tensor([3**i for i in range(5)], dtype=torch.int32, device=packed.device)
-        codes = (blocks * power[:, None, None] & 255) * 3 >> 8
+        codes = (blocks.int() * power[:, None, None] & 255) * 3 >> 8
     else:
-        shift = torch.arange(format.digits, dtype=torch.int32, device=packed.device) * (8 // format.digits)
-        codes = blocks >> shift[:, None, None] & ((1 << 8 // format.digits) - 1)
+        each = 8 // format.digits
+        shift = torch.arange(0, 8, each, dtype=torch.uint8, device=packed.device)
+        codes = blocks >> shift[:, None, None] & ((1 << each) - 1)
     return codes.reshape(n, rows * format.digits, width)[:, :page]
 
 
-def dequantise(codes: Tensor, format: Format, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """``codes [N, page, D]`` and scales ``[N, *format.meta]`` -> ``[N, page, D]`` float32."""
-    n, page, width = codes.shape
-    value = from_e4m3(codes) if format.code == "fp8" else codes.float() - format.centre
-    value = grouped(value, format) * _spread(scale.float(), format)
+def dequantise(codes: Tensor, format: Format, scale: Tensor, zero: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """``codes [..., page, D]`` and scales ``[..., *format.meta]`` -> ``[..., page, D]`` float32; written to ``out`` of that
+    shape if it is given."""
+    value = from_e4m3(codes) if format.code == "fp8" else codes.float()
+    if format.centre:
+        value = value - format.centre
+    value = grouped(value, format).mul_(_spread(scale.float(), format))
     if zero is not None:
-        value = value + _spread(zero.float(), format)
-    value = value.reshape(n, page, width)
-    return channels_of(value) if format.fourier else value
+        value.add_(_spread(zero.float(), format))
+    value = value.flatten(-3, -2) if format.axis == "channel" else value.flatten(-2)
+    value = channels_of(value) if format.fourier else value
+    return value if out is None else out.copy_(value)
 
 
 def grouped(x: Tensor, format: Format) -> Tensor:
-    """``[N, page, D]`` as ``[N, groups, group, D]`` or ``[N, page, groups, group]``."""
-    return x.unflatten(1 if format.axis == "channel" else 2, (-1, format.group))
+    """``[..., page, D]`` as ``[..., groups, group, D]`` or ``[..., page, groups, group]``."""
+    return x.unflatten(-2 if format.axis == "channel" else -1, (-1, format.group))
 
 
 def _spread(meta: Tensor, format: Format) -> Tensor:
-    return meta.unsqueeze(2 if format.axis == "channel" else 3)
+    return meta.unsqueeze(-2 if format.axis == "channel" else -1)
 
 
 def waves(x: Tensor) -> Tensor:
@@ -100,6 +106,7 @@ def _paired(width: int, device: torch.device) -> Tensor:
 
 def from_e4m3(byte: Tensor) -> Tensor:
     """Bytes of e4m3 numbers -> float32, by whole-number operations: not every device knows the type."""
-    half = ((byte & 128) << 8 | (byte & 127) << 7).to(torch.int32)
+    byte = byte.to(torch.int32)
+    half = (byte & 128) << 8 | (byte & 127) << 7
     # to the signed range of int16, whose bits are then read as float16
     return (half - (half >> 15 << 16)).to(torch.int16).view(torch.float16).float() * 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,11 +34,19 @@ class Plane:
         """Everything held."""
         yield from (t for t in (self.codes, self.scale, self.zero, self.channels) if t is not None)
 
-    def decoded(self, page: int, tile: int, pages: Tensor, meta: Tensor) -> Tensor:
-        """``[n, page, D']`` float32 of ``pages [n]`` with scales in rows ``meta [n]``."""
-        codes = unpack(self.codes[pages], self.format, page, tile)
-        zero = None if self.zero is None else self.zero[meta]
-        return dequantise(codes, self.format, self.scale[meta], zero)
+    def decoded(
+        self, page: int, tile: int, pages: Tensor | None, meta: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """``[n, page, D']`` float32 of ``pages [n]`` with scales in rows ``meta [n]``, of all in their order if these are None;
+        written to ``out [..., page, D']`` if it is given."""
+        codes = unpack(self.codes if pages is None else self.codes.index_select(0, pages), self.format, page, tile)
+        scale, zero = (x if x is None or meta is None else x.index_select(0, meta) for x in (self.scale, self.zero))
+        assert scale is not None
+        if out is not None:
+            shape = out.shape[:-2]
+            codes, scale = codes.view(out.shape), scale.view(*shape, *scale.shape[1:])
+            zero = None if zero is None else zero.view(*shape, *zero.shape[1:])
+        return dequantise(codes, self.format, scale, zero, out)
 
     def joined(self, other: Plane) -> Plane:
         """Both, one behind the other; the channels are those of ``other``, which may differ where nothing is stored here."""
@@ -79,13 +88,25 @@ class Pages:
 
     def lengths(self) -> Tensor:
         """Tokens of every head, ``[B, Hkv]`` long."""
+        if self.even:
+            return (self.cu_pages.diff().long() * self.page).view(-1, self.heads)
         return sums(self.count[self.table].long(), self.cu_pages).view(-1, self.heads)
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything held."""
         for plane in (*self.keys, *self.values):
             yield from plane.tensors()
-        yield from (self.count, self.meta, self.table, self.cu_pages)
+        yield from self.listing
+
+    @property
+    def listing(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What says which tokens are where: ``count``, ``meta``, ``table`` and ``cu_pages``."""
+        return self.count, self.meta, self.table, self.cu_pages
+
+    def listed(self, count: Tensor, meta: Tensor, table: Tensor, cu_pages: Tensor) -> Pages:
+        """The same pages with another copy of their :attr:`listing`, such as one on the CPU, of which the host is told where
+        tokens are without waiting."""
+        return replace(self, count=count, meta=meta, table=table, cu_pages=cu_pages)
 
     def nbytes(self) -> int:
         """Bytes held: codes, scales, tables."""
@@ -107,6 +128,30 @@ class Pages:
     def decoded(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Keys and values, flat ``[total, D]`` each: head after head, tokens in order (lengths as :meth:`lengths`)."""
         return self._decoded(self.keys, dtype, self.key_width), self._decoded(self.values, dtype)
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether all pages are full and listed once, every head has as many, and keys and values are one plane each; asked of
+        a CPU only, else False."""
+        planes = (*self.keys, *self.values)
+        apart = len(planes) > 2 or any(plane.channels is not None for plane in planes)
+        if self.table.device.type != "cpu" or apart or len(self.table) != len(self.count) or not len(self.table):
+            return False
+        same = self.cu_pages.diff() == len(self.table) // (self.batch * self.heads)
+        return bool(same.all()) and bool((self.count == self.page).all())
+
+    @cached_property
+    def _order(self) -> tuple[Tensor, Tensor] | None:
+        """The pages as they are listed, and the rows of their scales; None where that is as they are stored."""
+        own = torch.arange(len(self.table), dtype=torch.int32)
+        stored = torch.equal(self.table, own) and torch.equal(self.meta, own)
+        return None if stored else (self.table, self.meta.index_select(0, self.table))
+
+    def decoded_into(self, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values of pages that are :attr:`even` to ``[B, Hkv, T, D]`` each."""
+        pages, meta = self._order or (None, None)
+        for (plane,), out in ((self.keys, keys), (self.values, values)):
+            plane.decoded(self.page, self.tile, pages, meta, out.unflatten(2, (-1, self.page)))
 
     def _decoded(self, planes: tuple[Plane, ...], dtype: torch.dtype, width: int = 0) -> Tensor:
         # a table may have room behind its last head
@@ -230,9 +275,9 @@ class Pages:
 
         Returns
         -------
-        New pages, which no two rows share, and ``[B Hkv, L']`` long: which place each of theirs was, -1 for none (which of
-        them are alive is for the caller to know). None if less than an eighth of the pages would be saved: writing them
-        anew costs as much as reading all of them.
+        New pages, which no two rows share, whose :attr:`listing` is on the device of this one, and ``[B Hkv, L']`` long: which
+        place each of theirs was, -1 for none (which of them are alive is for the caller to know). None if less than an eighth
+        of the pages would be saved: writing them anew costs as much as reading all of them.
         """
         unit, each, table = self.unit, self.page // self.unit, self.table.long()
         head, place, alive = self._listed(live)
@@ -251,18 +296,26 @@ class Pages:
         of = torch.repeat_interleave(pages)
         number = torch.arange(len(of), device=table.device)
 
+        def sent(x: Tensor, device: torch.device) -> Tensor:
+            return x.to(device, non_blocking=device.type != "cpu")
+
         def moved(x: Tensor, fill: int = 0) -> Tensor:
             """``[T, n each, ...]`` of the listed pages -> the same of the new ones."""
             parts = x.unflatten(1, (each, -1))
-            out = parts.new_full((len(of), *parts.shape[1:]), fill)
-            out[at] = parts[source, slot]
-            return out.flatten(1, 2)
+            out = parts.new_full((len(of) * each, *parts.shape[2:]), fill)
+            onto, where = (sent(number * each + place, x.device) for number, place in (at, (source, slot)))
+            return (
+                out.index_copy_(0, onto, parts.flatten(0, 1).index_select(0, where))
+                .unflatten(0, (len(of), each))
+                .flatten(1, 2)
+            )
 
         def rewritten(plane: Plane) -> Plane:
-            codes = pack(moved(unpack(plane.codes[table], plane.format, self.page, self.tile)), plane.format, self.tile)
+            listed, owned, scaled = (sent(x, plane.codes.device) for x in (table, rows, self.meta[table].long()))
+            codes = unpack(plane.codes[listed], plane.format, self.page, self.tile)
+            codes = pack(moved(codes), plane.format, self.tile)
             scales = [
-                None if x is None else x[rows] if self.pooled else moved(x[self.meta[table].long()])
-                for x in (plane.scale, plane.zero)
+                None if x is None else x[owned] if self.pooled else moved(x[scaled]) for x in (plane.scale, plane.zero)
             ]
             assert scales[0] is not None
             return replace(plane, codes=codes, scale=scales[0], zero=scales[1])
@@ -276,7 +329,7 @@ class Pages:
             meta=(number.new_zeros(len(of)).scatter_(0, at[0], row[source]) if self.pooled else number).int(),
             table=number.int(),
             cu_pages=cumulative(torch.zeros_like(self.cu_pages[1:]).long().scatter_add_(0, owner, pages)),
-            tokens=None,
+            tokens=int((last.clamp(max=each) * unit).sum()) if table.device.type == "cpu" else None,
         )
         was, lengths = moved(place, -1), made.lengths().flatten()
         slots = torch.arange(int(lengths.max()), device=table.device) < lengths[:, None]
