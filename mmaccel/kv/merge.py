@@ -12,6 +12,8 @@ from ..core.masks import leftmost
 
 #: entries of the similarities held at once: on a CPU they stay in the cache of a core
 CACHED, BLOCK = 1 << 17, 1 << 24
+#: so many evicted keys of a head are compared with all slots, since finding those that stay costs more
+FEW = 16
 #: cosines that are nearer than this to the largest are equal to it: copies tie however a product rounds
 _NOISE = 1e-6
 
@@ -107,17 +109,19 @@ def _most_alike(keys: Tensor, kept: Tensor, at: Tensor, there: Tensor, stay: int
         """``[B, H, n, D]``; whole vectors are copied faster than a gather copies their channels."""
         return flat.index_select(0, (slots + head).flatten()).view(*slots.shape, width)
 
-    slots, held = leftmost(kept, max(1, min(stay, total)))
-    mine, against = of(at), of(slots).transpose(2, 3)
+    mine, against, held, slots = of(at), unit.transpose(2, 3), kept, None
+    if at.shape[2] > FEW and stay < total:
+        slots, held = leftmost(kept, max(1, stay))
+        against = of(slots).transpose(2, 3)
     size = CACHED if keys.device.type == "cpu" else BLOCK
-    height = max(1, size // max(1, rows * heads * slots.shape[2]))
+    height = max(1, size // max(1, rows * heads * against.shape[3]))
     found = []
     for part in mine.split(height, dim=2):
         cosine = (part @ against).masked_fill_(~held[:, :, None], -torch.inf)
         most = cosine.amax(-1)
         found.append((most, (cosine >= most[..., None] - _NOISE).byte().argmax(-1)))
     best, pivot = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*found, strict=True))
-    pivot = slots.gather(2, pivot)
+    pivot = pivot if slots is None else slots.gather(2, pivot)
     copy = (mine - of(pivot)).abs().amax(-1) == 0
     return best.clamp(max=1.0).masked_fill(copy, 1.0).masked_fill(~there, 0.0), pivot
 
