@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import logging
 import socket
@@ -150,5 +151,10 @@ def make_server(desk: Desk, name: str, **options: Any) -> uvicorn.Server:
 
 def run(server: uvicorn.Server, bound: socket.socket) -> None:
     """Serve until interrupted or terminated."""
-    with _quiet(), suppress(KeyboardInterrupt):
-        server.run(sockets=[bound])
+    # else a request of many values makes the collector look at all of the model's objects, which nobody can use meanwhile
+    gc.freeze()
+    try:
+        with _quiet(), suppress(KeyboardInterrupt):
+            server.run(sockets=[bound])
+    finally:
+        gc.unfreeze()
