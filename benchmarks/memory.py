@@ -124,7 +124,8 @@ def computed(recipe: str, shape: Shape, retain: float, steps: int, kernels: bool
         grown = [count + steps for count in has]
         appended = max(grown) * shape.key / 2
     if recipe == "kivi" and not kernels:
-        appended = (packed + n + steps) * shape.key
+        # keys and values as they are read, and of the pages of one of them a copy in float32 and two of the codes in bytes
+        appended = (n + steps + packed * 3 / 4) * shape.key
     return Computed(int(sum(held)), int(prefill), int(sum(grown) * shape.key + shape.layers * codes + appended))
 
 

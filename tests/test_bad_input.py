@@ -625,8 +625,11 @@ def test_mappings_that_are_no_recipe() -> None:
             ["eval", "--data", "lines"],
             "line 1: no JSON .nested too deeply.; lines, line 2: no JSON .a number is too long",
         ),
-        (["eval", "--limit", "1", "--json", "deep.json"], "holds no results; give another file"),
-        (["eval", "--limit", "1", "--json", "list.json"], "holds no results; give another file"),
+        (
+            ["eval", "--limit", "1", "--json", "deep.json"],
+            "of this command .nested too deeply.; give another file",
+        ),
+        (["eval", "--limit", "1", "--json", "list.json"], "holds no results of this command; give another file"),
         (["bench", "--compare", "deep.json", "deep.json"], "holds no results of mmaccel bench"),
         (["bench", "--compare", "list.json", "list.json"], "holds no results of mmaccel bench"),
         (["bench", "--compare", "rows.json", "rows.json"], "lacks what mmaccel bench writes"),

@@ -136,7 +136,7 @@ class Recipe:
     --------
     >>> mine = Recipe("mine", (Stage("divprune", 0.5), Stage("snapkv", 0.25)), text_retain=0.5)
     >>> print(mine.override(retain=0.1))
-    mine (divprune 10 %; snapkv 25 %)
+    mine (divprune 10 %; snapkv 25 %; text_retain=0.5)
     >>> Recipe.from_json(mine.to_json()) == mine
     True
     """

@@ -81,7 +81,7 @@ def test_a_residual_inside_the_language_model_is_refused():
     kept, (count,) = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[4]])
     made = Reduction(kept, kept, residual=Residual.to(kept, torch.zeros(1, 4, 8)))
     with pytest.raises(MmaccelError, match="'fastv' has a residual.*make it a ProjectorMethod"):
-        tokens.checked(FastV(), made, kept, count)
+        tokens.checked(FastV(), made, kept, count, 8)
 
 
 def test_tokens_without_a_residual_are_not_all_added_to_one(monkeypatch):

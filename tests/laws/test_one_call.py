@@ -221,10 +221,12 @@ def test_a_call_inside_a_call() -> None:
             inner.append(generate(tiny, feed, mmaccel=False))
             inner.append(SimpleNamespace(sequences=None, logits=[tiny(**feed, mmaccel={"retain": LESS}).logits]))
             with pytest.raises(MmaccelError):
-                tiny(**feed, past_key_values=cache(), mmaccel={"retain": 10_000})
+                tiny(**{**feed, "attention_mask": prepared}, past_key_values=cache())
             return scores
 
     inner: list[Any] = []
+    # one of four axes is refused in the middle of the call
+    prepared = torch.ones(1, 1, *[feed["input_ids"].shape[1]] * 2, dtype=torch.bool)
     bare = generate(tiny, feed)
     with put_on("llava", "test-fixed", LESS), torch.no_grad():
         less = tiny(**feed).logits

@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from mmaccel import MmaccelError, Recipe, Stage, accelerated, recipe
 from mmaccel.kv.codecs import Codec
 from mmaccel.kv.codecs.think import ThinK
+from mmaccel.transformers_api import cache_in
 
 #: so small that tiny prompts fill pages
 FINE: dict[str, Any] = {"bits": 8, "page": 16, "group": 16, "residual": 0}
@@ -158,7 +159,7 @@ def test_layers_are_packed_as_soon_as_nothing_is_evicted(policy: Stage) -> None:
     with accelerated(tiny, made), torch.no_grad():
 
         def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            layers = kwargs["past_key_values"].mmaccel.layers
+            layers = cache_in(kwargs).mmaccel.layers
             full.append(sum(layer.seen > 0 and layer.width == 0 for layer in layers))
 
         hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in tiny.model.language_model.layers]

@@ -32,7 +32,7 @@ def unpack(packed: Tensor, format: Format, page: int, tile: int) -> Tensor:
     if format.interleaved(width):
         # an eighth of a group is whole words
         words = packed.view(torch.int32).unflatten(2, (8, -1, format.group // 32))
-        packed = words.transpose(2, 3).reshape(n, rows, -1).view(torch.uint8)
+        packed = words.transpose(2, 3).reshape(n, rows, width // 4).view(torch.uint8)
     if format.digits == 1:
         return packed[:, :page]
     # no size is left to be inferred: there may be no page
