@@ -125,7 +125,7 @@ def computed(recipe: str, shape: Shape, retain: float, steps: int, kernels: bool
         appended = max(grown) * shape.key / 2
     if recipe == "kivi" and not kernels:
         # keys and values as they are read, and of the pages of one of them a copy in float32 and two of the codes in bytes
-        appended = (n + steps + packed * 3 / 4) * shape.key
+        appended = (n + steps + packed * 3 / shape.size) * shape.key
     return Computed(int(sum(held)), int(prefill), int(sum(grown) * shape.key + shape.layers * codes + appended))
 
 

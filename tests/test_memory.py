@@ -80,10 +80,10 @@ def test_arithmetic_by_hand() -> None:
     # and room for one token in 32, but for 8 at least
     assert fastv.held == fastv.decode_peak == (422 + 422 + 118) * 32
     assert fastv.prefill_peak == 2 * 422 * 32 + shape.activations(410)
-    # 256 packed, 154 in full precision; 2 bits a number, and 4 bytes for every 32
+    # 256 packed, 154 in full precision; 2 bits a number, and 4 bytes for every 32; a page is read through 6 bytes a number
     kivi = memory.computed("kivi", shape, 0.25, 1, kernels=False)
     assert kivi.held == 3 * (154 * 32 + 256 * 16 * (0.25 + 4 / 32))
-    assert kivi.decode_peak - memory.computed("kivi", shape, 0.25, 1, kernels=True).decode_peak == (667 * 32 - 154 * 16)
+    assert kivi.decode_peak - memory.computed("kivi", shape, 0.25, 1, kernels=True).decode_peak == (795 * 32 - 154 * 16)
 
 
 EVERY = ["none", *(name for name in oracle.named_recipes() if oracle.fits(name, "llava"))]
