@@ -36,4 +36,7 @@ def in_attention_dtype(*states: Tensor) -> tuple[Tensor, ...]:
     # autocast leaves float64 alone
     if dtype != torch.float64 and autocasts(values.device):
         dtype = torch.get_autocast_dtype(values.device.type)
-    return tuple(x.to(dtype) for x in states)
+    for x in states:
+        if x.dtype != dtype:
+            return tuple(x.to(dtype) for x in states)
+    return states

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import MmaccelError
 from .keys import KeyBatch, Policy
-from .results import check_numbers, check_tensor
+from .results import check_numbers, check_tensor, on_host
 
 #: how the query heads of a KV head agree
 REDUCE = ("max", "mean")
@@ -162,10 +162,11 @@ class ReadingPolicy(Policy):
     def pick(self, step: ReadStep) -> tuple[Picked, dict[str, Tensor]]:
         """The units that are read, and what the next step is given as ``carried``, ``[B, ...]`` each. By default the best by
         :meth:`rate`, of equal ones the first."""
-        ratings = check_tensor(
-            self, "rate()", self.rate(step), "float", (len(step.gone), None, step.gone.shape[2]), step.keys
-        )
-        return best(check_numbers(self, "rate()", ratings, ~step.gone), step), {}
+        rows, _, units = step.gone.shape
+        ratings = check_tensor(self, "rate()", self.rate(step), "float", (rows, None, units), step.keys)
+        if on_host(ratings):
+            check_numbers(self, "rate()", ratings, ~step.gone)
+        return best(ratings, step), {}
 
     # --- what all of them share -----------------------------------------------------------------------------------
     @property

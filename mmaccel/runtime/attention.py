@@ -231,9 +231,10 @@ def _text_attention(
         return base_function(base, module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward = stages.forward
-    ahead = forward.plan.family.looks_ahead(number)
+    family = forward.plan.family
+    ahead = family.looks_ahead(number)
     # from here on as the cache counts
-    number = forward.plan.family.stored_from(number)
+    number = family.stored_from(number)
     phase, index = forward.phase(number), forward.index(number)
     together = phase.together if ahead else None
     window = kwargs.get("sliding_window")

@@ -118,7 +118,7 @@ def _chosen(
     )
     picked, carried = policy.pick(step)
     check_type(policy, "pick()", picked, Picked)
-    units = check_tensor(policy, "pick() (`units`)", picked.units, "int32", (len(query), None, None), query)
+    units = check_tensor(policy, "pick() (`units`)", picked.units, "int32", (query.shape[0], None, None), query)
     check_tensor(policy, "pick() (`counts`)", picked.counts, "int32", units.shape[:2], query)
     # behind those that are picked stands the number of all
     check_slots(policy, "pick() (`units`)", units, choices.gone.shape[2] // choices.each + 1)

@@ -33,6 +33,10 @@ class Stages:
             self.eviction = Eviction(forward, policy, state)
         self.packing = Packing(forward, state, self.eviction) if plan.token_groups and state is not None else None
         self._packed: set[int] = set()
+        returns = isinstance(forward, Continuation) and forward.returns
+        watched = returns or isinstance(forward, Prompt)
+        # nothing is to be done behind the attention of any layer, as in most decode steps
+        self._idle = not watched and self.eviction is None and self.packing is None
 
     def after_attention(
         self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float, window: int | None
@@ -40,6 +44,8 @@ class Stages:
         """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number`` of the
         cache."""
         self.attended += 1
+        if self._idle:
+            return
         with without_autocast(query.device):
             self._after_attention(number, query, key, visible, scaling, window)
 
