@@ -22,7 +22,8 @@ ABOVE = {
     "uniform": ((("snapkv", 0.5, {"window": 8}),), 85),
     "heads": ((("snapkv", 0.5, {"window": 8, "head_budget": "adaptive"}),), 150),
     "packed": ((("kivi", None, PAGES),), 290),
-    "pages that are chosen": ((("quest", 0.3, {"page": 3, "least": 1}),), 345),
+    # 25 of them see to it that what a policy makes of the units can be a rating
+    "pages that are chosen": ((("quest", 0.3, {"page": 3, "least": 1}),), 370),
 }
 
 
