@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +82,7 @@ def test_rows_that_do_not_fit_a_cache_are_picked_from_in_groups(monkeypatch: pyt
 @pytest.mark.parametrize("pick", [_max_min, _dpp, _match])
 @pytest.mark.parametrize(("slots", "width"), [(576, 256), (576, 1024), (2048, 512)])
 def test_a_picture_takes_as_long_in_a_batch_as_alone(pick: Callable[..., Tensor], slots: int, width: int) -> None:
-    """Seconds of this process, medians of runs in turn."""
+    """Seconds of this process, the least of runs in turn, since other processes share the memory."""
     taken: dict[int, list[float]] = {1: [], 2: [], 8: []}
     for _ in range(5):
         for rows, seconds in taken.items():
@@ -91,5 +90,4 @@ def test_a_picture_takes_as_long_in_a_batch_as_alone(pick: Callable[..., Tensor]
             begun = time.process_time()
             pick(*given)
             seconds.append((time.process_time() - begun) / rows)
-    alone = statistics.median(taken[1])
-    assert max(statistics.median(taken[rows]) for rows in (2, 8)) < 1.2 * alone
+    assert max(min(taken[rows]) for rows in (2, 8)) < 1.2 * min(taken[1])
