@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -18,6 +19,9 @@ from clients import data_url, direct, picture, user
 httpx = pytest.importorskip("httpx", reason="the server needs more: pip install 'mmaccel[serve]'")
 
 pytestmark = [
+    pytest.mark.skipif(
+        "PYTEST_XDIST_WORKER" in os.environ, reason="its seconds need a quiet machine; run it with -n 0"
+    ),
     pytest.mark.full,
     pytest.mark.skipif(sys.platform != "linux", reason="memory and descriptors are those of Linux"),
 ]
