@@ -290,9 +290,13 @@ def test_a_program_that_leaves_no_result_is_quoted(tmp_path: Path) -> None:
     assert run("json.tool", ["in.json", "out.json"], write(tmp_path / "in.json"), ["out.json"]) == [
         tmp_path / "out.json"
     ]
-    for arguments, how in ((["--help"], "left no result"), (["none.json"], "ended with status")):
-        with pytest.raises(SystemExit, match=rf"json.tool {arguments[0]} {how}.*; it printed:\n.*none.json|usage"):
-            run("json.tool", arguments, tmp_path, ["*.result"])
+    for arguments, how, said in (
+        ("--help", "left no result", "usage"),
+        ("none.json", "ended with status", "none.json"),
+    ):
+        # Python 3.13 ends with a traceback of several lines where 3.11 prints one
+        with pytest.raises(SystemExit, match=rf"(?s)json.tool {arguments} {how}.*; it printed:\n.*{said}"):
+            run("json.tool", [arguments], tmp_path, ["*.result"])
 
 
 def write(path: Path) -> Path:
