@@ -41,8 +41,7 @@ from mmaccel.programs.bench import origin
 from mmaccel.programs.evaluate import Question, ask_suite, batches
 from mmaccel.programs.tune.certain import interval
 from mmaccel.programs.tune.judge import Exam, Goal, Measured
-from mmaccel.recipe import Recipe, Stage
-from mmaccel.recipe import recipe as find_recipe
+from mmaccel.recipe import Recipe, Stage, get_recipe
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS
 
 #: number of the first question of each task: published tables use those from 0 on, searches those of the split "val"
@@ -183,7 +182,7 @@ def recipe_of(title: str) -> Recipe:
         return Recipe(title, tuple(Stage(name, float(budget) if budget else None) for name, _, budget in parts))
     ((name, _, rest),) = parts
     budget, _, weighed = rest.partition(":")
-    found = find_recipe(name, proportional="all") if weighed else find_recipe(name)
+    found = get_recipe(name, proportional="all") if weighed else get_recipe(name)
     return found.override(retain=float(budget)) if budget else found
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from mmaccel import Recipe, accelerated, recipe, recipes
+from mmaccel import Recipe, accelerated, get_recipe, recipes
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.errors import UnsupportedError
 from mmaccel.programs.bench import origin
@@ -148,7 +148,7 @@ def parsed(spelled: str) -> Recipe:
     """``"kivi bits=4"``: a recipe, and options of its first stage."""
     name, *options = spelled.split()
     values = {key: json.loads(value) for key, _, value in (option.partition("=") for option in options)}
-    return recipe(name, **values)
+    return get_recipe(name, **values)
 
 
 def offered() -> list[str]:
@@ -198,7 +198,7 @@ def main() -> None:
         "model": {"layers": args.layers, "visual": 576, "text": args.text, "steps": args.steps},
         "rows": rows,
     }
-    pair(models, inputs, recipe("none"), 2)
+    pair(models, inputs, get_recipe("none"), 2)
     for spelled in args.recipe or offered():
         try:
             pair(models, inputs, parsed(spelled), 2)

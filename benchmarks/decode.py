@@ -46,7 +46,7 @@ from typing import Any
 import interpreter  # noqa: F401
 import torch
 
-from mmaccel import accelerated, recipe, recipes
+from mmaccel import accelerated, get_recipe, recipes
 from mmaccel.cli.shared.text import markdown, nbytes, put_between
 from mmaccel.errors import MmaccelError
 from mmaccel.programs.bench import origin
@@ -392,7 +392,7 @@ def variants_of(args: argparse.Namespace, device: torch.device) -> list[Variant]
     else:
         tell("The static cache is left out: transformers compiles it on GPUs only; --static asks for it here too.")
     names = args.recipe or [name for name in RECIPES if name in recipes()]
-    return made + [Variant(name, recipe(name)) for name in names]
+    return made + [Variant(name, get_recipe(name)) for name in names]
 
 
 def uncaptured(variants: Sequence[Variant], device: torch.device) -> list[Variant]:
@@ -517,7 +517,7 @@ def check(args: argparse.Namespace) -> None:
     for name in args.shape:
         shape(name)
     for name in args.recipe or ():
-        recipe(name)
+        get_recipe(name)
     if args.repeats < 1 or args.answer < 2 or min(*args.keys, *args.batch) < 1 or not args.bandwidth > 0:
         raise MmaccelError("--keys, --batch and --repeats must be 1 or more, --answer 2 or more, --bandwidth above 0.")
     for path in (args.out, args.update):

@@ -363,10 +363,10 @@ PACKED: dict[str, tuple[str, dict[str, Any], float | None]] = {
 def packed_by(bench: Bench, name: str, lengths: Tensor, d: int) -> Any:
     """Random keys and values of ``lengths [B, Hkv]`` tokens as a codec of ``PACKED`` stores them."""
     from mmaccel.kv.codecs import Codec
-    from mmaccel.method.registry import method
+    from mmaccel.method.registry import get_method
 
     kind, options, _ = PACKED[name]
-    codec, total = method(kind)(**options), int(lengths.sum())
+    codec, total = get_method(kind)(**options), int(lengths.sum())
     assert isinstance(codec, Codec)
     return codec.pack(bench.normal(total, d), bench.normal(total, d), lengths)
 

@@ -34,8 +34,7 @@ from mmaccel.programs.tune.certain import interval
 from mmaccel.programs.tune.judge import Exam, Measured
 from mmaccel.programs.tune.rivals import at_cost
 from mmaccel.programs.tune.tuning import tune
-from mmaccel.recipe import Recipe, recipes
-from mmaccel.recipe import recipe as find_recipe
+from mmaccel.recipe import Recipe, get_recipe, recipes
 
 #: rows of the table; the others are counted
 _SHOWN = 12
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
         Exam(model, processor, batch, 32, measure=False)
         for batch in batches(asked(args.kind, args.questions), args.batch_size)
     ]
-    ask(report, "tuned", find_recipe(Recipe.from_json(report["recipe"])), exams, args.out)
+    ask(report, "tuned", get_recipe(Recipe.from_json(report["recipe"])), exams, args.out)
     cost = Measured.of(report["rows"]["tuned"]).share("tokens")
     for name, fixed in recipes().items():
         if fixed.primary is None or name in report["rows"] or name in report["refused"]:

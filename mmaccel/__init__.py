@@ -5,10 +5,6 @@ from typing import Any
 
 from .lazy import in_stub
 
-# imported at once, since packages of ours have these names too: of the two, what was imported last would count
-from .method.registry import method as method
-from .recipe import recipe as recipe
-
 # torch and transformers are slow to import, and what only lists names can do without: the rest comes when it is asked for
 _LAZY, __all__ = in_stub(__file__)
 

@@ -16,11 +16,11 @@ from .core.reduction import Reduction
 from .errors import MmaccelError, UnsupportedError
 from .media.prepare import prepare
 from .method.base import Method
-from .method.registry import method, methods, register
+from .method.registry import get_method, methods, register
 from .programs.streaming import VideoSession
 from .programs.tune.tuning import tune
 from .programs.video_qa.qa import answer_videos
-from .recipe.lookup import recipe, recipes
+from .recipe.lookup import get_recipe, recipes
 from .recipe.recipe import Recipe, Stage
 from .version import __version__
 
@@ -150,11 +150,11 @@ __all__ = [
     "accelerated",
     "accelerated_encoder",
     "answer_videos",
+    "get_method",
+    "get_recipe",
     "is_accelerated",
-    "method",
     "methods",
     "prepare",
-    "recipe",
     "recipes",
     "register",
     "tune",

@@ -40,7 +40,7 @@ from tqdm import tqdm
 from transformers.cache_utils import LinearAttentionLayer
 
 import mmaccel
-from mmaccel import Recipe, Stage, accelerated, accelerated_encoder, methods, prepare, recipe, recipes
+from mmaccel import Recipe, Stage, accelerated, accelerated_encoder, get_recipe, methods, prepare, recipes
 from mmaccel.kv.codecs import Codec
 from mmaccel.kv.recurrent import states_of
 from mmaccel.method import EncoderMethod
@@ -273,9 +273,9 @@ def ways() -> dict[str, Callable[[], Way]]:
         "before the model, lookup": lambda: Way(of(*before), calling=lookup, kinds=("repeating",)),
         "pages, lookup": lambda: Way(of(kivi), calling=lookup, kinds=("repeating",)),
         "merging, windows": lambda: Way(of(*before, Stage("snapkv", 0.5)), text={"sliding_window": 24}),
-        "none, windows": lambda: Way(recipe("none"), text={"sliding_window": 24}),
+        "none, windows": lambda: Way(get_recipe("none"), text={"sliding_window": 24}),
         "pages, windows": lambda: Way(of(kivi), text={"sliding_window": 24}),
-        "a number": lambda: Way(recipe("divprune").override(retain=10, variant="official")),
+        "a number": lambda: Way(get_recipe("divprune").override(retain=10, variant="official")),
         "as papers: before": lambda: Way(of(*before, positions="paper", variant="official")),
         "as papers: layers": lambda: Way(of(Stage("fastv", 0.4, {"layer": 3}), positions="paper")),
         "text as well": lambda: Way(of(Stage("snapkv", 0.4), text_retain=0.5)),
@@ -293,7 +293,7 @@ WAYS_ON = ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl", "internvl")
 def way_of(name: str) -> Way:
     if name in ways():
         return ways()[name]()
-    return Way(within_reach(recipe(name).override(**BY_CLIP.get(name, {})), DEPTH))
+    return Way(within_reach(get_recipe(name).override(**BY_CLIP.get(name, {})), DEPTH))
 
 
 def run_model(family: str, name: str) -> Record:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import zoo
 
-from mmaccel import Recipe, UnsupportedError, accelerated, prepare, recipe, recipes
+from mmaccel import Recipe, UnsupportedError, accelerated, get_recipe, prepare, recipes
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.method.registry import methods
 
@@ -51,7 +51,7 @@ def within_reach(chosen: Recipe) -> Recipe:
 
 def attempt(name: str, family: str, kind: str) -> str:
     """``yes``, or the sentence in which the recipe is refused."""
-    chosen, tiny = within_reach(recipe(name)), bare(family)
+    chosen, tiny = within_reach(get_recipe(name)), bare(family)
     prepared = prepare(zoo.processor(family), chosen)
     try:
         with accelerated(tiny, chosen, processor=prepared):

@@ -65,8 +65,8 @@ def test_unknown_names(name: str, match: str) -> None:
 
 def test_unknown_methods() -> None:
     refused(lambda: Recipe("x", (Stage("fastvv", 0.5),)), "There is no method 'fastvv'; did you mean 'fastv'")
-    refused(lambda: mmaccel.method("poool"), "did you mean 'pool'")
-    refused(lambda: mmaccel.recipe(3), "3 is no recipe; give a name")  # type: ignore[arg-type]
+    refused(lambda: mmaccel.get_method("poool"), "did you mean 'pool'")
+    refused(lambda: mmaccel.get_recipe(3), "3 is no recipe; give a name")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -608,10 +608,10 @@ def test_text_that_is_no_recipe(text: Any, match: str) -> None:
 
 
 def test_mappings_that_are_no_recipe() -> None:
-    refused(lambda: mmaccel.recipe({"name": "x", "stages": [{"method": object()}]}), "JSON has no word for")
+    refused(lambda: mmaccel.get_recipe({"name": "x", "stages": [{"method": object()}]}), "JSON has no word for")
     endless: dict[str, Any] = {"name": "x"}
     endless["stages"] = [endless]
-    refused(lambda: mmaccel.recipe(endless), "JSON has no word for")
+    refused(lambda: mmaccel.get_recipe(endless), "JSON has no word for")
 
 
 @pytest.mark.parametrize(

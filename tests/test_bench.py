@@ -19,7 +19,7 @@ from tail import few
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmaccel import Recipe, Stage, accelerated, recipe
+from mmaccel import Recipe, Stage, accelerated, get_recipe
 from mmaccel.cli import main
 from mmaccel.cli.shared import bench_report
 from mmaccel.core.stats import Stats
@@ -217,7 +217,7 @@ def test_a_model_with_a_processor():
     import zoo
 
     subject = ModelSubject(zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl"))
-    rows = Bench(subject, 1).measure(Case("picture-336", 2, 2), [("resize", recipe("resize").override(retain=0.1))])
+    rows = Bench(subject, 1).measure(Case("picture-336", 2, 2), [("resize", get_recipe("resize").override(retain=0.1))])
     assert [row["problem"] for row in rows] == [None, None]
     # fewer pixels, fewer tokens, fewer operations in the tower
     assert rows[1]["operations"]["vision"] < rows[0]["operations"]["vision"]
@@ -311,7 +311,7 @@ def test_rows(tiny):
 
     Bench(tiny, 1).measure(Case("video-32", 1, 1), [])  # transformers leaves hooks of its own at the first call
     before = hooks()
-    rows = Bench(tiny, 3).measure(Case("video-32", 4, 2), [("half", recipe("uniform").override(retain=0.5))])
+    rows = Bench(tiny, 3).measure(Case("video-32", 4, 2), [("half", get_recipe("uniform").override(retain=0.5))])
     assert hooks() == before and not hasattr(tiny.model, "mmaccel")
     assert not any(name.startswith("get_") for name in tiny.model.model.__dict__)
     bare, half = rows
@@ -361,13 +361,15 @@ def test_out_of_memory_ends_one_workload(tiny, monkeypatch, error):
         return stock(self, case, variant)
 
     monkeypatch.setattr(Bench, "once", short_of_memory)
-    rows = Bench(tiny, 1).measure(Case("picture-336", 1, 1), [("greedy", recipe("uniform")), ("pool", recipe("pool"))])
+    rows = Bench(tiny, 1).measure(
+        Case("picture-336", 1, 1), [("greedy", get_recipe("uniform")), ("pool", get_recipe("pool"))]
+    )
     assert [row["problem"] for row in rows] == [None, OUT_OF_MEMORY, None]
     assert "speedup" in rows[2]
 
 
 def test_what_a_model_cannot_take_is_said_once():
-    rows = Bench(shrunk("llava-1.5-7b"), 1).measure(Case("video-32", 1, 1), [("half", recipe("uniform"))])
+    rows = Bench(shrunk("llava-1.5-7b"), 1).measure(Case("video-32", 1, 1), [("half", get_recipe("uniform"))])
     assert [row["problem"] for row in rows] == ["LLaVA 1.5 takes no video"]
 
 
@@ -541,19 +543,19 @@ def test_what_is_left_unread_counts_as_it_is_stored(tiny):
     depth = tiny.model.config.text_config.num_hidden_layers
     stats = {"stages": [{"method": "quest", "tokens_in": 100, "resolved": 20}, {"method": "kivi", "tokens_in": 100}]}
     for token in (1000.0, 300.0):
-        assert unread_bytes(tiny.model, recipe("quest"), stats, token) == round(80 * token * (depth - 2) / depth)
+        assert unread_bytes(tiny.model, get_recipe("quest"), stats, token) == round(80 * token * (depth - 2) / depth)
     codec = Stage("kivi", None, {"page": 16, "group": 16, "residual": 4, "bits": 4})
-    made = Recipe("both", (*recipe("quest").override(retain=0.25).stages, codec))
+    made = Recipe("both", (*get_recipe("quest").override(retain=0.25).stages, codec))
     alone, both = (
         Bench(tiny, 1).measure(Case("pictures-2", 4, 1), [("made", one)])[-1]
-        for one in (recipe("quest").override(retain=0.25), made)
+        for one in (get_recipe("quest").override(retain=0.25), made)
     )
     assert 0 < both["step_bytes"]["kv"] < alone["step_bytes"]["kv"] < alone["kv_bytes"]
 
 
 @pytest.mark.parametrize("name", [None, "snapkv", "dycoke-cache"])
 def test_bytes_of_a_step_are_those_that_attention_is_given(tiny, name):
-    made = [] if name is None else [(name, recipe(name).override(retain=0.25))]
+    made = [] if name is None else [(name, get_recipe(name).override(retain=0.25))]
     bench = Bench(tiny, 1)
     with Read() as read:
         row = bench.measure(Case("pictures-2", 4, 1), made)[-1]
@@ -589,7 +591,7 @@ def test_a_layer_costs_the_host_the_same_at_any_depth():
 
 def test_what_is_asked_of_the_host_is_told(monkeypatch, capsys):
     variants = [Variant("bare"), Variant(decode.COMPILED, options={"cache_implementation": "dynamic"})]
-    variants += [Variant(name, recipe(name)) for name in ("none", "adakv")]
+    variants += [Variant(name, get_recipe(name)) for name in ("none", "adakv")]
     rows = decode.host("tiny", variants, CPU, 1, 2)
     bare, static, none, adakv = rows
     assert none["step"] == bare["step"] and bare["step"]["waits"] == 1 and bare["layer"]["waits"] == 0

@@ -20,7 +20,7 @@ from PIL import Image
 from tail import few
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from mmaccel import Learned, MmaccelError, UnsupportedError, accelerate_vlm, accelerated, prepare, recipe
+from mmaccel import Learned, MmaccelError, UnsupportedError, accelerate_vlm, accelerated, get_recipe, prepare
 from mmaccel.cli import main
 from mmaccel.cli.ask import shipped
 from mmaccel.families import families, family_of
@@ -560,11 +560,11 @@ def test_a_selector_is_that_of_one_model(tmp_path):
 def test_a_selector_is_a_recipe_by_its_folder(tmp_path):
     model, processor = zoo.model("qwen2_5_vl"), zoo.processor("qwen2_5_vl")
     folder = saved(model, tmp_path / "mine")
-    chosen = recipe(tmp_path / "mine", retain=0.3)
-    assert chosen == recipe(folder, retain=0.3) and chosen.name == "mine"
+    chosen = get_recipe(tmp_path / "mine", retain=0.3)
+    assert chosen == get_recipe(folder, retain=0.3) and chosen.name == "mine"
     assert Recipe.from_json(chosen.to_json()) == chosen
     kept = []
-    for one in (chosen, recipe(Learned(tmp_path / "mine"), retain=0.3)):
+    for one in (chosen, get_recipe(Learned(tmp_path / "mine"), retain=0.3)):
         prepared = prepare(processor, one)
         with accelerated(model, one, processor=prepared):
             model(**zoo.inputs("qwen2_5_vl", "video"))
@@ -594,7 +594,7 @@ def test_one_that_learned_nothing_is_spacetime(tmp_path, media):
     model, kept = zoo.model("qwen2_5_vl"), []
     belongs = Belongs.to(family_of(model))
     Selector(Shape(belongs.width, width=16)).save(tmp_path, belongs, {})
-    for chosen in (recipe(tmp_path, retain=0.3), recipe("spacetime", retain=0.3)):
+    for chosen in (get_recipe(tmp_path, retain=0.3), get_recipe("spacetime", retain=0.3)):
         with accelerated(model, chosen, processor=prepare(zoo.processor("qwen2_5_vl"), chosen)):
             model(**zoo.inputs("qwen2_5_vl", media))
             kept.append(model.mmaccel.reduction.kept)
@@ -631,7 +631,7 @@ def test_vllm_serves_one_that_does_not_read_the_question(tmp_path):
     architecture = ARCHITECTURES["LlavaForConditionalGeneration"]
 
     def plan(question: bool) -> ServingPlan:
-        chosen = recipe(saved(model, tmp_path / str(question), question), retain=0.3)
+        chosen = get_recipe(saved(model, tmp_path / str(question), question), retain=0.3)
         return ServingPlan(Settings(chosen), model.config, architecture)
 
     assert plan(False).reduces
@@ -644,7 +644,7 @@ def test_vllm_adds_to_what_stays_what_transformers_adds(tmp_path):
     model, processor, seen = zoo.model("llava"), zoo.processor("llava"), []
     belongs = Belongs.to(family_of(model))
     random_selectors.network(belongs.width, False, residual=True).save(tmp_path, belongs, {})
-    given, chosen = zoo.inputs("llava", "image"), recipe(tmp_path, retain=0.3)
+    given, chosen = zoo.inputs("llava", "image"), get_recipe(tmp_path, retain=0.3)
     first = family_of(model).text.layers[0]
     first.register_forward_pre_hook(lambda _, args, kwargs: seen.append((*args, *kwargs.values())[0]), with_kwargs=True)
     with accelerated(model, chosen, processor=processor):

@@ -25,7 +25,7 @@ from mmaccel import (
     accelerate_vlm,
     accelerated,
     accelerated_encoder,
-    recipe,
+    get_recipe,
     recipes,
 )
 from mmaccel.core.figures import CallStats, EncoderStats
@@ -53,7 +53,7 @@ SEVERAL = (Stage("divprune", 0.5), Stage("snapkv", 0.25, {"window": 16}), Stage(
 )
 def test_one_method_given_in_every_way(which: Any) -> None:
     options = {} if "3" in str(which) or isinstance(which, Recipe) else {"layer": 3}
-    assert recipe(which, retain=0.5, **options).stages == ONE.stages
+    assert get_recipe(which, retain=0.5, **options).stages == ONE.stages
 
 
 @pytest.mark.parametrize(
@@ -63,17 +63,17 @@ def test_one_method_given_in_every_way(which: Any) -> None:
         ["divprune", SnapKV(window=16), Stage("kivi", None, {"bits": 4})],
         (DivPrune, Recipe("mine", SEVERAL[1:])),
         [{"name": "mine", "stages": [{"method": "divprune", "retain": 0.1}]}, SnapKV(window=16), KIVI(bits=4)],
-        (part for part in (recipe("divprune"), recipe(["snapkv", "kivi"], window=16, bits=4))),
+        (part for part in (get_recipe("divprune"), get_recipe(["snapkv", "kivi"], window=16, bits=4))),
     ],
 )
 def test_several_methods_given_in_any_mixture(which: Any) -> None:
-    assert recipe(which, retain=0.5).stages == SEVERAL
+    assert get_recipe(which, retain=0.5).stages == SEVERAL
 
 
 def test_a_file_and_a_path(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(ONE.to_json())
-    assert recipe(tmp_path / "mine.json") == recipe(str(tmp_path / "mine.json")) == ONE
-    assert recipe([tmp_path / "mine.json", "snapkv"]).name == "fastv+snapkv"
+    assert get_recipe(tmp_path / "mine.json") == get_recipe(str(tmp_path / "mine.json")) == ONE
+    assert get_recipe([tmp_path / "mine.json", "snapkv"]).name == "fastv+snapkv"
 
 
 #: of methods that are shipped
@@ -88,7 +88,7 @@ def test_what_methods_say_of_themselves_is_what_they_were_made_of(name: str) -> 
     made = recipes()[name]
     for stage in made.stages:
         method = stage.build()
-        assert recipe(method).stages[0].build() == method
+        assert get_recipe(method).stages[0].build() == method
         assert eval(repr(method), vars(mmaccel) | {type(method).__name__: type(method)}) == method
     again = eval(repr(made), {"Recipe": Recipe, "Stage": Stage})
     assert [getattr(again, key) for key in ("name", "stages", "positions", "variant", "text_retain", "anchor")] == [
@@ -98,17 +98,17 @@ def test_what_methods_say_of_themselves_is_what_they_were_made_of(name: str) -> 
 
 def test_budgets_of_papers_keep_their_meaning_in_a_list() -> None:
     """`retain` of holitom is what its last stage leaves, and the stage before leaves twice as much."""
-    made = recipe(["holitom", "snapkv"], retain=0.1)
-    assert [stage.retain for stage in made.stages] == [0.2, 0.1, recipe("snapkv").retain]
+    made = get_recipe(["holitom", "snapkv"], retain=0.1)
+    assert [stage.retain for stage in made.stages] == [0.2, 0.1, get_recipe("snapkv").retain]
     with pytest.raises(MmaccelError, match="Recipe 'mine' says variant='official', which holds for a whole recipe"):
-        recipe([Recipe("mine", variant="official"), "snapkv"])
+        get_recipe([Recipe("mine", variant="official"), "snapkv"])
 
 
 def test_none_is_what_the_recipe_says() -> None:
     for name in ("balanced", "none"):
-        assert recipe(name, retain=None, positions=None, variant=None, text_retain=None) == recipes()[name]
+        assert get_recipe(name, retain=None, positions=None, variant=None, text_retain=None) == recipes()[name]
     whole = Recipe("mine", (Stage("snapkv", 0.5),), variant="official", text_retain=0.5)
-    assert recipe(whole, retain=0.2) == whole.override(retain=0.2)
+    assert get_recipe(whole, retain=0.2) == whole.override(retain=0.2)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_arguments_reach_the_recipe() -> None:
 
 
 def test_reprs() -> None:
-    made = recipe([DivPrune(), SnapKV(window=16)], retain=0.5)
+    made = get_recipe([DivPrune(), SnapKV(window=16)], retain=0.5)
     assert repr(made) == "Recipe('divprune+snapkv', (Stage('divprune', 0.5), Stage('snapkv', 0.25, {'window': 16})))"
     assert str(made) == "divprune+snapkv (divprune 50 %; snapkv 25 %, window=16)"
-    assert str(recipe("divprune", retain=64)) == "divprune 64 a picture"
-    assert str(recipe("none")) == "none (nothing is dropped)"
-    assert repr(recipe("none", variant="official")) == "Recipe('none', variant='official')"
+    assert str(get_recipe("divprune", retain=64)) == "divprune 64 a picture"
+    assert str(get_recipe("none")) == "none (nothing is dropped)"
+    assert repr(get_recipe("none", variant="official")) == "Recipe('none', variant='official')"
     assert repr(SnapKV()) == "SnapKV()" and repr(SnapKV(window=16)) == "SnapKV(window=16)"
     tiny = model("llava")
     with accelerated(tiny, made):

@@ -31,7 +31,7 @@ from mmaccel.programs.identity import (
     recipe_parts,
 )
 from mmaccel.programs.video_qa.questions import VideoQuestion
-from mmaccel.recipe import Recipe, Stage, recipe
+from mmaccel.recipe import Recipe, Stage, get_recipe
 from mmaccel.suite import Sample
 
 METHOD = """
@@ -75,7 +75,7 @@ def user(tmp_path, monkeypatch):
                 importlib.import_module(module)
         finally:
             sys.dont_write_bytecode = old
-        return recipe_identity(recipe(f"mine-{name}", retain=0.5))
+        return recipe_identity(get_recipe(f"mine-{name}", retain=0.5))
 
     yield write
     for module in names:
@@ -86,10 +86,10 @@ def user(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------------- recipes
 def test_the_type_of_every_value_counts():
-    one, whole = recipe("divprune", retain=1), recipe("divprune", retain=1.0)
+    one, whole = get_recipe("divprune", retain=1), get_recipe("divprune", retain=1.0)
     assert one == whole  # to Python they are equal
     assert recipe_identity(one) != recipe_identity(whole)
-    assert recipe_identity(one) == recipe_identity(recipe("divprune", retain=1))
+    assert recipe_identity(one) == recipe_identity(get_recipe("divprune", retain=1))
     assert len({digest(value) for value in (1, 1.0, True, "1", b"1", [1], {1}, {1: 1}, None)}) == 9
     assert digest((1, 2)) == digest([1, 2]) and digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert digest(["ab", "c"]) != digest(["a", "bc"])
@@ -101,12 +101,12 @@ def test_the_type_of_every_value_counts():
     [{"positions": "paper"}, {"variant": "official"}, {"proportional": "all"}, {"name": "n"}, {"summary": "s"}],
 )
 def test_every_field_of_a_recipe_counts(change):
-    base = recipe("divprune", retain=0.5)
+    base = get_recipe("divprune", retain=0.5)
     assert recipe_identity(replace(base, **change)) != recipe_identity(base)
 
 
 def test_an_option_at_its_default_is_the_recipe_without_it_only_in_what_it_does():
-    base = recipe("fastv", retain=0.5)
+    base = get_recipe("fastv", retain=0.5)
     assert recipe_identity(base.override(layer=3)) != recipe_identity(base)
 
 
@@ -162,7 +162,7 @@ def test_code_without_a_file_counts():
         text = METHOD.format(imports="", name="exec", score=score, default=default)
         space = {"__name__": "__main__"}
         exec(f"SCALE = {scale}\ndef f(t):\n    return {helper}\n" + text, space)
-        return recipe_identity(recipe("mine-exec", retain=0.5))
+        return recipe_identity(get_recipe("mine-exec", retain=0.5))
 
     try:
         first = made()
@@ -180,7 +180,7 @@ def test_code_without_a_file_counts():
 
 
 def test_a_method_that_was_patched_is_another(monkeypatch):
-    cls = registry.method("divprune")
+    cls = registry.get_method("divprune")
     first = class_identity(cls)
     monkeypatch.setattr(cls, "reduce", lambda self, tokens, count: None)
     assert class_identity(cls) != first
@@ -198,8 +198,8 @@ def test_identities_are_the_same_in_every_process(tmp_path):
             score="tokens.valid.float() if tokens in {'a', 'b', 'c'} else THING",
             default="0.5",
         )
-        + "from mmaccel.programs.identity import recipe_identity\nfrom mmaccel.recipe import recipe\n"
-        + "print(recipe_identity(recipe('mine-seeded', retain=0.5)), recipe_identity(recipe('balanced')))"
+        + "from mmaccel.programs.identity import recipe_identity\nfrom mmaccel.recipe import get_recipe\n"
+        + "print(recipe_identity(get_recipe('mine-seeded', retain=0.5)), recipe_identity(get_recipe('balanced')))"
     )
     told = set()
     for seed in "12":
@@ -236,7 +236,7 @@ def test_files_that_a_method_loads_count(tmp_path):
         (folder / "selector.safetensors").write_bytes(b"weights")
     stage = Recipe("r", (Stage("cdpruner", 0.5, {"clip": str(tmp_path / "named")}),))
     first = recipe_identity(stage)
-    beside = recipe("learned", retain=0.5)
+    beside = get_recipe("learned", retain=0.5)
     second = recipe_identity(beside, tmp_path / "model")
     assert recipe_identity(beside) != second
     (tmp_path / "named" / "selector.safetensors").write_bytes(b"Weights")

@@ -120,7 +120,7 @@ def test_arguments_go_to_the_wrapper_and_to_the_recipe(stand_in):
     assert made.given == ("some/model", "cpu", "1", 32)
     (stage,) = made.model.mmaccel.recipe.stages
     assert (stage.method, stage.retain, stage.options["layer"]) == ("fastv", 0.25, 2)
-    assert plugin.LlavaChat(device="cpu").model.mmaccel.recipe == mmaccel.recipe("balanced")
+    assert plugin.LlavaChat(device="cpu").model.mmaccel.recipe == mmaccel.get_recipe("balanced")
 
 
 def test_answers_are_those_of_the_recipe_on_the_same_model(stand_in):

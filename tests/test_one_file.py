@@ -231,7 +231,7 @@ def test_a_file_of_each_kind_is_found_and_used(added: str, capsys: pytest.Captur
     assert main(["methods", "--json"]) == 0
     described = {one["name"]: one["site"] for one in json.loads(capsys.readouterr().out)["methods"]}
     assert [described[n] for n in ("first-tokens", "oldest-keys", "nibbles")] == ["projector", "cache", "codec"]
-    assert mmaccel.recipe("first-tokens").retain == 0.25
+    assert mmaccel.get_recipe("first-tokens").retain == 0.25
 
 
 def test_a_command_is_a_file(

@@ -98,13 +98,6 @@ def test_importing_costs_nothing_until_something_is_used():
     assert not heavy and float(seconds) < 0.3
 
 
-@pytest.mark.parametrize("first", ["mmaccel.method.base", "mmaccel.recipe.lookup"])
-def test_functions_are_not_hidden_by_packages_of_their_names(first):
-    """`recipe` and `method` are packages too: whatever is imported first, the name means the function."""
-    code = f"import {first}, mmaccel, mmaccel.recipe, mmaccel.method; print(mmaccel.recipe.__name__, mmaccel.method.__name__)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["recipe", "method"]
-
-
 def test_the_project_file_is_consistent():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]
@@ -172,9 +165,9 @@ def test_other_packages_offer_methods(tmp_path, monkeypatch, fresh_registry):
 
 
 def test_recipes_travel_as_json(tmp_path):
-    made = mmaccel.recipe("fastv").override(retain=0.3, layer=3)
+    made = mmaccel.get_recipe("fastv").override(retain=0.3, layer=3)
     (tmp_path / "mine.json").write_text(made.to_json())
-    assert mmaccel.recipe(tmp_path / "mine.json") == made
+    assert mmaccel.get_recipe(tmp_path / "mine.json") == made
     assert json.loads(made.to_json())["stages"][0]["method"] == "fastv"
 
 

@@ -21,7 +21,7 @@ from mmaccel.frames.clip import FrameEncoder
 from mmaccel.method import FramesMethod
 from mmaccel.recipe import Stage
 
-HALF_FRAMES = mmaccel.recipe(Stage("resize", 1.0, {"frames": 0.5}))
+HALF_FRAMES = mmaccel.get_recipe(Stage("resize", 1.0, {"frames": 0.5}))
 QWEN = zoo.processor("qwen2_5_vl")
 PROMPT = zoo.QWEN_IMAGE + "what?"
 
@@ -35,7 +35,7 @@ def tokens(out) -> int:
 def test_every_family_takes_a_prepared_processor(family, name, monkeypatch):
     """The prepared processor makes of a picture what the bare one makes of the smaller picture."""
     monkeypatch.setattr(FrameEncoder, "load", lambda name: synthetic.StandIn())
-    bare, spec, kind = zoo.processor(family), zoo._TABLE[family], mmaccel.method(name)
+    bare, spec, kind = zoo.processor(family), zoo._TABLE[family], mmaccel.get_method(name)
     options = synthetic.given(kind)
     picture, small = (
         zoo.image(*spec.sizes[0], 0),
@@ -55,7 +55,7 @@ def test_every_family_takes_a_prepared_processor(family, name, monkeypatch):
 def test_every_video_family_shows_one_region(family, monkeypatch):
     """All frames of a clip are cut alike, and grids are those of the region."""
     monkeypatch.setattr(FrameEncoder, "load", lambda name: synthetic.StandIn())
-    bare, spec, kind = zoo.processor(family), zoo._TABLE[family], mmaccel.method("clip-crop")
+    bare, spec, kind = zoo.processor(family), zoo._TABLE[family], mmaccel.get_method("clip-crop")
     clip, options = zoo.clip(*spec.clip, seed=0), synthetic.given(kind)
     video = {"do_sample_frames": False, "video_metadata": [zoo._metadata(clip)]}
     given = {"text": [spec.video + "what?"], "return_tensors": "pt", "videos_kwargs": video}
@@ -70,7 +70,7 @@ def test_every_video_family_shows_one_region(family, monkeypatch):
 def test_every_video_family_shows_half_of_the_frames(family):
     bare, spec = zoo.processor(family), zoo._TABLE[family]
     clip = zoo.clip(*spec.clip, seed=0)
-    stay = mmaccel.method("resize")(frames=0.5).choose(clip, 1.0)
+    stay = mmaccel.get_method("resize")(frames=0.5).choose(clip, 1.0)
     whole, kept = zoo._metadata(clip), zoo._metadata(clip)
     kept.frames_indices = stay.tolist()
     video = {"do_sample_frames": False, "video_metadata": [whole]}
@@ -180,7 +180,7 @@ def test_pictures_of_any_form_are_reduced_alike(tmp_path):
 
 
 def test_clips_of_any_form_are_reduced_alike():
-    prepared = prepare(QWEN, mmaccel.recipe(Stage("resize", 0.25, {"frames": 0.5})))
+    prepared = prepare(QWEN, mmaccel.get_recipe(Stage("resize", 0.25, {"frames": 0.5})))
     clip = zoo.clip(8, 96, 64, 0)
     first = torch.from_numpy(clip).permute(0, 3, 1, 2)
 

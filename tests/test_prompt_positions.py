@@ -71,7 +71,7 @@ def test_positions_are_counted_as_the_model_counts_them(family: str, monkeypatch
         note.remove()
     last = int(seen[0][-3:].max()) + 1 if seen[0].dim() == 3 else int(seen[0].max()) + 1
     assert last < tokens if family == "qwen2_5_vl" else last == tokens
-    divprune = mmaccel.recipe("divprune")
+    divprune = mmaccel.get_recipe("divprune")
     monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", last + 5)
     check_positions(model, divprune, feed, 5)
     with pytest.raises(
@@ -80,7 +80,7 @@ def test_positions_are_counted_as_the_model_counts_them(family: str, monkeypatch
         check_positions(model, divprune, feed, 6)
     # what is left is numbered anew, or stands side by side
     check_positions(model, divprune.override(positions="paper"), feed, 6)
-    check_positions(model, mmaccel.recipe("homer"), feed, 6)
+    check_positions(model, mmaccel.get_recipe("homer"), feed, 6)
 
 
 def test_eval_names_the_question_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_eval_names_the_question_and_goes_on(monkeypatch: pytest.MonkeyPatch) ->
         for name, words in asked.items()
     ]
     said: list[str] = []
-    row = Row(mmaccel.recipe("divprune"))
+    row = Row(mmaccel.get_recipe("divprune"))
     found = evaluate(model, processor, questions, [row], batch_size=2, max_new_tokens=4, complain=said.append)
     assert sum(len(answers) for _, answers in found) == 1
     assert len(said) == 1 and said[0].startswith("long: ") and said[0].endswith("or ask for a shorter answer.")

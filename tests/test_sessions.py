@@ -21,7 +21,7 @@ from tail import few
 from test_streaming import film, session
 from torch import Tensor, nn
 
-from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, is_accelerated, method
+from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated, get_method, is_accelerated
 from mmaccel.cli import main
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.layer import CompressedLayer
@@ -392,7 +392,7 @@ def test_a_kept_cache_survives_what_happens_before_it_is_changed(family: str, mo
         with faults.at(tower, 1, Fault):
             helpers.generate(model, more, past_key_values=cache)
         with monkeypatch.context() as patch, pytest.raises(MmaccelError, match="not this one"):
-            patch.setattr(method("divprune"), "reduce", refuse)
+            patch.setattr(get_method("divprune"), "reduce", refuse)
             helpers.generate(model, more, past_key_values=cache)
         assert torch.equal(helpers.generate(model, more, past_key_values=cache).sequences, wanted)
 

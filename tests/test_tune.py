@@ -29,7 +29,7 @@ from mmaccel.programs.tune import certain, report, rivals, search, space
 from mmaccel.programs.tune.judge import GOALS, Judge, Measured
 from mmaccel.programs.tune.search import Candidate, choose, front, split
 from mmaccel.programs.tune.tuning import tune
-from mmaccel.recipe import Recipe, TunedRecipe, recipe
+from mmaccel.recipe import Recipe, TunedRecipe, get_recipe
 from mmaccel.runtime.remembered import Remembered
 from mmaccel.suite import VIDEO_TASKS, Sample, export, make_item
 
@@ -80,7 +80,7 @@ def test_reading_the_answer_is_generating_it(family, video, name):
 
 
 def test_the_bare_model_loses_and_saves_nothing():
-    measured = judge_of("llava", questions(4)).ask(recipe("none"), 0)
+    measured = judge_of("llava", questions(4)).ask(get_recipe("none"), 0)
     assert measured.agreement == 1 and measured.divergence == 0
     assert measured.drift == pytest.approx([0] * 4, abs=1e-6)
     assert {measured.share(goal) for goal in GOALS} == {1.0}
@@ -96,11 +96,11 @@ def test_drift_is_a_cosine_of_last_states():
             with accelerated(model, name):
                 states.append(model.model(**inputs).last_hidden_state[0, -1])
     cosine = torch.dot(*states) / states[0].norm() / states[1].norm()
-    assert judge.ask(recipe("divprune"), 0).drift == pytest.approx([float(1 - cosine)], abs=1e-5)
+    assert judge.ask(get_recipe("divprune"), 0).drift == pytest.approx([float(1 - cosine)], abs=1e-5)
 
 
 def test_measured_seconds_take_the_place_of_operations():
-    measured = judge_of("llava", questions(1), measure=True).ask(recipe("divprune"), 0)
+    measured = judge_of("llava", questions(1), measure=True).ask(get_recipe("divprune"), 0)
     assert 0 < measured.spent["ttft"] < 60 and 0 < measured.bare["ttft"] < 60
 
 
@@ -190,7 +190,7 @@ def test_parts_of_all_recipes():
     known = {
         name: one
         for name, one in mmaccel.recipes().items()
-        if all(mmaccel.method(stage.method).__module__.startswith("mmaccel.") for stage in one.stages)
+        if all(mmaccel.get_method(stage.method).__module__.startswith("mmaccel.") for stage in one.stages)
     }
     found = space.Space.found(judge, "tokens", known)
     offered = set(known) - {"none"}
@@ -204,26 +204,28 @@ def test_parts_of_all_recipes():
 def test_parts_are_what_works_and_saves_something():
     judge = judge_of("llava", questions(1))
     told: list[tuple[str, int, int]] = []
-    found = space.Space.found(judge, "tokens", {name: recipe(name) for name in SMALL}, lambda *done: told.append(done))
+    found = space.Space.found(
+        judge, "tokens", {name: get_recipe(name) for name in SMALL}, lambda *done: told.append(done)
+    )
     assert [done[1:] for done in told] == [(number, len(SMALL)) for number in range(1, len(SMALL) + 1)]
     assert found.names == ["uniform", "fastv"] and "saves nothing" in found.left_out["snapkv"]
     with pytest.raises(MmaccelError, match="No recipe saves anything of 'ttft'"):
-        space.Space.found(judge, "ttft", {"snapkv": recipe("snapkv")})
+        space.Space.found(judge, "ttft", {"snapkv": get_recipe("snapkv")})
 
 
 def test_a_part_has_its_budget_its_layers_and_its_choices():
-    fastv = space.Part.of(recipe("fastv"), 1, 4)
+    fastv = space.Part.of(get_recipe("fastv"), 1, 4)
     assert fastv.slot == "layers" and fastv.budget and fastv.layers == (1, 3)
-    kivi = space.Part.of(recipe("kivi"), 1, 4)
+    kivi = space.Part.of(get_recipe("kivi"), 1, 4)
     assert kivi.slot == "codec" and not kivi.budget and kivi.choices == {"bits": (2, 4, 8)}
-    snapkv = space.Part.of(recipe("snapkv"), 1, 4)
+    snapkv = space.Part.of(get_recipe("snapkv"), 1, 4)
     assert "pyramid" in snapkv.choices["layer_budget"]
     # its layer budget is what makes it another recipe
-    assert "layer_budget" not in space.Part.of(recipe("pyramidkv"), 1, 4).choices
+    assert "layer_budget" not in space.Part.of(get_recipe("pyramidkv"), 1, 4).choices
 
 
 def test_what_is_dropped_inside_goes_on_from_what_was_left_before():
-    useful = {name: recipe(name) for name in SMALL}
+    useful = {name: get_recipe(name) for name in SMALL}
     made = space.Space.of(family_of(zoo.model("llava")), useful, {})
     asked = {"tokens": "uniform", "tokens budget": 0.5, "layers": "fastv", "layers budget": 0.4, "layers layer": 2}
     trial = optuna.trial.FixedTrial({**asked, "cache": "-", "proportional": "all"})
@@ -236,11 +238,11 @@ def test_what_is_dropped_inside_goes_on_from_what_was_left_before():
     assert made.suggest(optuna.trial.FixedTrial({**asked, **cached})).proportional == "none"
     lone = optuna.trial.FixedTrial({**asked, "tokens": "-", "cache": "-"})
     assert [stage.retain for stage in made.suggest(lone).stages] == [0.4]
-    assert made.suggest(optuna.trial.FixedTrial(dict.fromkeys(made.parts, "-"))) == recipe("none")
+    assert made.suggest(optuna.trial.FixedTrial(dict.fromkeys(made.parts, "-"))) == get_recipe("none")
 
 
 def test_what_stands_beside_a_trial_differs_in_one_thing():
-    made = space.Space.of(family_of(zoo.model("llava")), {name: recipe(name) for name in (*SMALL, "kivi")}, {})
+    made = space.Space.of(family_of(zoo.model("llava")), {name: get_recipe(name) for name in (*SMALL, "kivi")}, {})
     asked = {"tokens": "uniform", "tokens budget": 0.5, "layers": "fastv", "layers budget": 0.4, "layers layer": 2}
     asked |= {"cache": "-", "codec": "kivi", "codec: kivi, bits": 2}
     moves = [made.beside(asked, random.Random(seed)) for seed in range(200)]
@@ -260,7 +262,7 @@ def test_what_stands_beside_a_trial_differs_in_one_thing():
 
 def test_a_budget_is_made_smaller_until_too_little_is_kept():
     """What keeps enough spends its budget, and enough is kept from 0.17 on."""
-    made = space.Space.of(family_of(zoo.model("llava")), {name: recipe(name) for name in SMALL}, {})
+    made = space.Space.of(family_of(zoo.model("llava")), {name: get_recipe(name) for name in SMALL}, {})
     best, tried = {"tokens": "uniform", "tokens budget": 0.5, "layers": "-", "cache": "-"}, []
     others = {**best, "tokens": "random", "tokens budget": 0.1}
     while params := made.smaller(best, best["tokens budget"], [(best, best["tokens budget"]), (others, 0.1), *tried]):
@@ -300,7 +302,7 @@ def test_of_many_questions_the_answers_count_and_of_few_the_risk_too():
 
 def test_the_front_has_what_nothing_beats():
     points = [(10, 0.9), (8, 0.5), (9, 0.6), (7, 0.55), (9, 0.7), (5, 0.1)]
-    made = [Candidate(recipe("uniform"), measured(kept, 10, share), True) for kept, share in points]
+    made = [Candidate(get_recipe("uniform"), measured(kept, 10, share), True) for kept, share in points]
     shown = front(made, "kv", lambda m: m.agreement)
     assert [(sum(c.measured.kept), c.measured.share("kv")) for c in shown] == [(5, 0.1), (8, 0.5), (9, 0.6), (10, 0.9)]
     whole = front(made[:1], "cost", lambda m: m.agreement)
@@ -315,7 +317,7 @@ def test_with_a_confidence_only_what_held_out_samples_show_is_taken():
         def ask(self, chosen: Recipe, rung: int) -> Measured:
             return measured(kept_by[chosen.name], 50, 0.5)
 
-    ordered = [Candidate(recipe(name), measured(1, 1, 0.5), True) for name in kept_by]
+    ordered = [Candidate(get_recipe(name), measured(1, 1, 0.5), True) for name in kept_by]
     # 50 of 50 show 0.94 with 0.95, and 46 of 50 do not: what is behind it is not looked at
     best, seen = choose(Fake(), 0, ordered, 0.94, 0.95)
     assert best is ordered[2] and seen.agreement == 1
@@ -342,18 +344,18 @@ def test_a_part_alone_at_the_same_cost_is_taken_where_it_keeps_more():
         share = 0.9 if one.name == "pool" else 0.4 + 0.6 * one.stages[0].retain
         return measured(kept_by[one.name], 100, share, 0.01)
 
-    made = space.Space.of(family_of(zoo.model("llava")), {name: recipe(name) for name in kept_by}, {})
+    made = space.Space.of(family_of(zoo.model("llava")), {name: get_recipe(name) for name in kept_by}, {})
     told: list[tuple[str, int, int]] = []
     made_up = SimpleNamespace(
         ask=ask, goal="tokens", keep=0.95, rungs=2, space=made, tell=lambda *done: told.append(done)
     )
-    mine = Candidate(recipe("random", retain=0.2), measured(97, 100, 0.5, 0.01), True)
+    mine = Candidate(get_recipe("random", retain=0.2), measured(97, 100, 0.5, 0.01), True)
     taken = rivals.best_of(made_up, mine)
     assert [done[1:] for done in told] == [(number, len(kept_by)) for number in range(1, len(kept_by) + 1)]
     assert all(asked.count((name, 1)) == 1 for name in kept_by.keys() - {"pool", "cdpruner"})
     assert taken.recipe.name == "divprune" and taken.asked_all and len(taken.measured.kept) == 200
     assert taken.measured.share("tokens") == pytest.approx(0.5, abs=0.01)
-    mine = Candidate(recipe("divprune", retain=0.2), measured(100, 100, 0.5), True)
+    mine = Candidate(get_recipe("divprune", retain=0.2), measured(100, 100, 0.5), True)
     assert rivals.best_of(made_up, mine) is mine
 
 
@@ -376,7 +378,7 @@ def test_what_is_found_is_used_and_told_apart(tmp_path):
     assert tuned.share == pytest.approx(min(c.measured.share("kv") for c in whole), rel=0.02)
     assert tuned.generated == pytest.approx(tuned.held_out.agreement) and len(tuned.held_out.kept) == 4
     path = tmp_path / "recipe.json"
-    loaded = recipe(path)
+    loaded = get_recipe(path)
     assert isinstance(loaded, TunedRecipe) and loaded == TunedRecipe.from_json(tuned.recipe.to_json())
     assert loaded.stages == tuned.chosen.recipe.stages
     model = zoo.model("llava")
@@ -415,18 +417,18 @@ def test_of_few_tokens_a_cost_is_as_near_as_can_be():
 
     def near(cost: float, over: bool = False) -> float:
         one, seen = rivals.at_cost(
-            lambda one: measured(9, 9, share(one)), recipe("divprune"), "tokens", cost, over=over
+            lambda one: measured(9, 9, share(one)), get_recipe("divprune"), "tokens", cost, over=over
         )
         assert seen.share("tokens") == share(one)
         return share(one)
 
     assert {over: near(0.151, over) for over in (False, True)} == {False: 7 / 49, True: 8 / 49}
     assert near(10 / 49) == 10 / 49
-    assert rivals.at_cost(lambda _: measured(9, 9, 0.9), recipe("divprune"), "tokens", 0.2) is None
+    assert rivals.at_cost(lambda _: measured(9, 9, 0.9), get_recipe("divprune"), "tokens", 0.2) is None
 
 
 def test_what_beats_the_search_is_written(tmp_path, monkeypatch):
-    rival = Candidate(recipe("random", retain=0.3), measured(8, 8, 0.3), True)
+    rival = Candidate(get_recipe("random", retain=0.3), measured(8, 8, 0.3), True)
     monkeypatch.setattr(rivals, "_rivals", lambda search, found: iter([rival]))
     tuned = found(tmp_path)
     assert tuned.chosen is rival and len(tuned.held_out.kept) == 4
@@ -466,7 +468,7 @@ def test_an_interrupted_search_goes_on(tmp_path, monkeypatch):
         ({"count": 13}, r"\(questions: 13 q12\)"),
         ({"goal": "cost"}, r"\(goal\)"),
         ({"recipes": ["uniform"]}, r"\(recipes: fastv, snapkv\)"),
-        ({"recipes": [recipe("uniform", retain=1), "fastv", "snapkv"]}, r"\(recipes: uniform\)"),
+        ({"recipes": [get_recipe("uniform", retain=1), "fastv", "snapkv"]}, r"\(recipes: uniform\)"),
         ({"batch_size": 7}, r"\(batch size\)"),
         ({"max_new_tokens": 4}, r"\(longest answer\)"),
         ({"measure": True}, r"\(measured\)"),
@@ -650,18 +652,18 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
 
 def test_two_recipes_of_one_name_are_refused(tmp_path):
     with pytest.raises(MmaccelError, match="Two different recipes are called 'uniform'"):
-        found(tmp_path, recipes=["uniform", recipe("uniform", retain=0.125), "fastv"])
+        found(tmp_path, recipes=["uniform", get_recipe("uniform", retain=0.125), "fastv"])
 
 
 @pytest.mark.parametrize(
     "chosen",
     [
-        recipe("divprune", retain=0.18, proportional="all"),
-        recipe("fastv", retain=0.5, layer=2, variant="official"),
-        recipe("divprune", retain=9, positions="paper"),
-        recipe(["divprune", "snapkv"], retain=1.0, text_retain=0.5, window=16),
-        recipe("pyramiddrop", retain=0.4),
-        recipe("none"),
+        get_recipe("divprune", retain=0.18, proportional="all"),
+        get_recipe("fastv", retain=0.5, layer=2, variant="official"),
+        get_recipe("divprune", retain=9, positions="paper"),
+        get_recipe(["divprune", "snapkv"], retain=1.0, text_retain=0.5, window=16),
+        get_recipe("pyramiddrop", retain=0.4),
+        get_recipe("none"),
     ],
 )
 def test_what_is_printed_makes_the_recipe_again(chosen):
@@ -721,7 +723,7 @@ def test_a_prompt_beyond_the_positions_is_left_out(monkeypatch):
     judge.complain = said.append
     prompts = [len(encode(judge.processor, [one.load()])["input_ids"][0]) for one in judge.rungs[0]]
     monkeypatch.setattr(judge.model.config.text_config, "max_position_embeddings", max(prompts) + judge.longest - 1)
-    assert len(judge.ask(recipe("uniform", retain=0.5), 0).kept) == 2
+    assert len(judge.ask(get_recipe("uniform", retain=0.5), 0).kept) == 2
     assert len(said) == 1 and said[0].startswith("q2: The prompt has ") and "positions in all" in said[0]
     frozen, (batch,) = Frozen(judge.model, judge.processor, "answers"), batches(judge.rungs[0], 3)
     with pytest.raises(MmaccelError, match="positions in all"):
@@ -744,7 +746,7 @@ def test_a_question_on_which_the_model_fails_is_left_out_of_its_batch(monkeypatc
         return original(self, *args, **options)
 
     monkeypatch.setattr(type(judge.model), "generate", generate)
-    assert len(judge.ask(recipe("uniform", retain=0.5), 0).kept) == 3
+    assert len(judge.ask(get_recipe("uniform", retain=0.5), 0).kept) == 3
     assert said == ["q1: The model cannot answer it (ValueError: cannot read this)."] and judge.left_out == 1
     assert generated == [1, 1, 1, 1, 3]
 
@@ -799,7 +801,7 @@ def test_an_accelerated_model_is_refused():
 def test_what_was_measured_must_be_an_object():
     with pytest.raises(MmaccelError, match="tuned must be an object"):
         Recipe.from_json('{"name": "a", "stages": [], "tuned": 3}')
-    made = TunedRecipe.of(recipe("uniform"), "mine", {"model": "abc"})
+    made = TunedRecipe.of(get_recipe("uniform"), "mine", {"model": "abc"})
     assert Recipe.from_json(made.to_json()) == made and made.override(retain=0.1).tuned == made.tuned
     assert replace(made, tuned={}) != Recipe("mine", made.stages) and "tuned" not in repr(made)
 

@@ -280,7 +280,7 @@ def test_a_kept_cache_without_its_recipe(family: str, how: str, recipe: str, kin
     """A model that is accelerated no more goes on rightly with what is left of a prompt, or refuses it."""
     model, feed = zoo.model(family, seed=3), inputs(family, kind)
     words = inputs(family, "text", batch=len(feed["input_ids"]))
-    chosen = mmaccel.recipe(recipe) if recipe == "kivi" else mmaccel.recipe(recipe).override(retain=0.4)
+    chosen = mmaccel.get_recipe(recipe) if recipe == "kivi" else mmaccel.get_recipe(recipe).override(retain=0.4)
     with accelerated(model, chosen):
         first = generate(model, feed)
         next_ = follow(feed, first, words)[0]
@@ -316,7 +316,7 @@ def test_a_cache_whose_first_prompt_was_refused_takes_another(tiny: Any) -> None
             (family, name)
             for family in ("llava", "qwen2_5_vl", "llava_next")
             for name in oracle.named_recipes()
-            if oracle.fits(name, family) and mmaccel.recipe(name).primary is not None
+            if oracle.fits(name, family) and mmaccel.get_recipe(name).primary is not None
         ],
         [
             ("llava", "divprune"),

@@ -20,7 +20,17 @@ from tail import few
 from torch import Tensor, nn
 
 import mmaccel
-from mmaccel import Method, MmaccelError, Recipe, Stage, accelerate_vlm, accelerated, is_accelerated, recipe, recipes
+from mmaccel import (
+    Method,
+    MmaccelError,
+    Recipe,
+    Stage,
+    accelerate_vlm,
+    accelerated,
+    get_recipe,
+    is_accelerated,
+    recipes,
+)
 from mmaccel.core.reduction import Reduction
 from mmaccel.media.draw import overlay
 from mmaccel.method import ProjectorMethod, TokenBatch, registry
@@ -309,7 +319,7 @@ def own() -> type[Method]:
 @families
 def test_a_method_of_ones_own(family: str, clean: pytest.MonkeyPatch) -> None:
     """Registered and used by name, with its options, in recipes, on every family."""
-    assert mmaccel.register(own()) is mmaccel.method("my-corners")
+    assert mmaccel.register(own()) is mmaccel.get_method("my-corners")
     assert "my-corners" in mmaccel.methods() and "my-corners" in recipes()
     tiny = model(family)
     with accelerated(tiny, "my-corners", retain=0.3, power=1.0, processor=zoo.processor(family)):
@@ -347,7 +357,7 @@ def test_a_method_of_another_package(kind: str, clean: pytest.MonkeyPatch) -> No
 
     clean.setattr(registry, "entry_points", entry_points)
     clean.setattr(registry, "_loaded", False)
-    assert mmaccel.method("my-corners").summary == "cells far from the centre"
+    assert mmaccel.get_method("my-corners").summary == "cells far from the centre"
     assert groups == ["mmaccel.methods"]
     tiny = model("llava")
     with accelerated(tiny, {"name": "mine", "stages": [{"method": "my-corners", "retain": 0.5}]}):
@@ -381,7 +391,7 @@ def test_every_recipe_survives_json() -> None:
 
 
 def test_overrides_make_a_new_value() -> None:
-    base = recipe([Stage("random", 0.5), Stage("fastv", 0.25), Stage("snapkv", 0.1)])
+    base = get_recipe([Stage("random", 0.5), Stage("fastv", 0.25), Stage("snapkv", 0.1)])
     assert base.primary == 1 and base.retain == 0.25
     changed = base.override(retain=0.2, seed=3, window=8, positions="paper", text_retain=0.5)
     assert base.retain == 0.25 and base.stages[0].options == {}
@@ -390,17 +400,17 @@ def test_overrides_make_a_new_value() -> None:
     assert changed.positions == "paper" and changed.text_retain == 0.5
     with pytest.raises(AttributeError):
         base.name = "other"  # type: ignore[misc]
-    again = recipe("vtc-cls").override(layers=(-2, None))
+    again = get_recipe("vtc-cls").override(layers=(-2, None))
     assert Recipe.from_json(again.to_json()) == again
 
 
 def test_recipes_come_from_many_forms(tmp_path: Any) -> None:
-    one = recipe("divprune").override(retain=0.1)
+    one = get_recipe("divprune").override(retain=0.1)
     path = tmp_path / "mine.json"
     path.write_text(one.to_json())
     for form in (one, path, str(path), json.loads(one.to_json())):
-        assert recipe(form) == one
-    assert recipe(Stage("divprune", 0.1)).stages == one.stages
+        assert get_recipe(form) == one
+    assert get_recipe(Stage("divprune", 0.1)).stages == one.stages
     tiny = model("llava")
     with accelerated(tiny, path, retain=9):
         generate(tiny, inputs("llava"))
@@ -451,8 +461,8 @@ def test_recipes_are_never_code(bad: str, tmp_path: Any) -> None:
     with pytest.raises(MmaccelError, match="There is no method"):
         Recipe.from_json(_json(method=bad))
     with pytest.raises(MmaccelError, match="There is no recipe"):
-        recipe(bad)
+        get_recipe(bad)
     path = tmp_path / "evil.json"
-    path.write_bytes(pickle.dumps(recipe("random")))
+    path.write_bytes(pickle.dumps(get_recipe("random")))
     with pytest.raises(MmaccelError, match="Cannot read|no valid JSON"):
-        recipe(path)
+        get_recipe(path)

@@ -17,7 +17,7 @@ from mmaccel.cli import main
 from mmaccel.cli.methods import describe, official_doc
 from mmaccel.method import Method, Policy
 from mmaccel.method.registry import methods
-from mmaccel.recipe import Recipe, Stage, recipe
+from mmaccel.recipe import Recipe, Stage, get_recipe
 
 OWN = {name: kind for name, kind in methods().items() if kind.__module__.startswith("mmaccel.")}
 GONE = [(name, option) for name, kind in OWN.items() for option in kind.gone]
@@ -37,14 +37,14 @@ def test_methods_with_a_variant_say_what_it_changes(name: str) -> None:
 
 
 def test_a_recipe_puts_all_its_methods_in_its_variant() -> None:
-    made = recipe(["dycoke-ttm", "elastic-cache", "vidkv"], variant="official")
+    made = get_recipe(["dycoke-ttm", "elastic-cache", "vidkv"], variant="official")
     assert all(method.official for _, method in made.build())
     assert not any(method.official for _, method in made.override(variant="exact").build())
     codec = made.build()[2][1]
     assert codec.options() == {"page": 64, "fourier": True}
     assert repr(codec) == "VidKV(page=64, fourier=True).by('official')"
     # what a user gives stays
-    assert recipe("vidkv", variant="official", page=640).build()[0][1].options()["page"] == 640
+    assert get_recipe("vidkv", variant="official", page=640).build()[0][1].options()["page"] == 640
 
 
 def test_fitting_to_a_model_keeps_the_variant() -> None:
@@ -56,7 +56,7 @@ def test_fitting_to_a_model_keeps_the_variant() -> None:
 def test_options_that_only_named_the_variant_say_what_to_do(name: str, option: str) -> None:
     for refused in (
         lambda: Stage(name, None, {option: True}).build(),
-        lambda: recipe(name, **({} if option == "variant" else {option: True})).override(**{option: True}),
+        lambda: get_recipe(name, **({} if option == "variant" else {option: True})).override(**{option: True}),
     ):
         with pytest.raises(
             MmaccelError, match="any more: .*(variant=|matching)" if option != "variant" else "variant|matching"
@@ -87,13 +87,13 @@ def test_one_call_in_another_variant() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: recipe("divprune", rounding="official"),
-        lambda: recipe(
+        lambda: get_recipe("divprune", rounding="official"),
+        lambda: get_recipe(
             {"name": "divprune", "stages": [{"method": "divprune", "retain": 0.25}], "rounding": "official"}
         ),
         lambda: Recipe.from_json(json.dumps({"name": "x", "rounding": "official"})),
         lambda: Recipe("x", rounding="official"),  # type: ignore[call-arg]
-        lambda: recipe("divprune").override(rounding="official"),
+        lambda: get_recipe("divprune").override(rounding="official"),
         lambda: accelerate_vlm(zoo.model("llava"), "divprune", rounding="official").mmaccel.recipe,
     ],
 )
@@ -111,10 +111,10 @@ def test_the_old_name_works_and_warns(make: Callable[[], Recipe]) -> None:
 
 def test_the_old_name_beside_the_new_one_is_refused() -> None:
     with pytest.warns(FutureWarning), pytest.raises(MmaccelError, match="give variant= alone"):
-        recipe("divprune").override(rounding="official", variant="official")
+        get_recipe("divprune").override(rounding="official", variant="official")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = dataclasses.replace(recipe("divprune", variant="official"), name="mine")
+        made = dataclasses.replace(get_recipe("divprune", variant="official"), name="mine")
     assert made.variant == "official"
 
 

@@ -186,7 +186,7 @@ def named(call: Callable[[], Any], name: str, returned: str) -> None:
     ),
 )
 def test_a_wrong_result_is_named(name: str, call: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, tiny, feed = mmaccel.recipe(name), model("llava_next"), inputs("llava_next", "image")
+    recipe, tiny, feed = mmaccel.get_recipe(name), model("llava_next"), inputs("llava_next", "image")
     method = recipe.stages[-1].method
     spoil(method, call, wrong, monkeypatch)
     options = {"draft": str(zoo.draft("llava_next"))} if name in ("speckv", "specpc") else OPTIONS.get(name, {})

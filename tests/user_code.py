@@ -72,8 +72,8 @@ def what_was_done(model: Model) -> str:
 
 
 def what_there_is(model: Any, processor: Any) -> None:
-    assert_type(mmaccel.recipe("fastv", retain=0.5), Recipe)
-    assert_type(mmaccel.method("fastv"), type[Method])
+    assert_type(mmaccel.get_recipe("fastv", retain=0.5), Recipe)
+    assert_type(mmaccel.get_method("fastv"), type[Method])
     assert_type(mmaccel.recipes(), dict[str, Recipe])
     assert_type(mmaccel.methods(), dict[str, type[Method]])
     session = VideoSession(model, processor=processor)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from mmaccel import MmaccelError, Recipe, method
+from mmaccel import MmaccelError, Recipe, get_method
 from mmaccel.cli import ask
 from mmaccel.cli.shared.text import nbytes, seconds
 
@@ -48,7 +48,7 @@ def say(text: str, error: bool = False) -> str:
 
 def site(recipe: Recipe) -> str:
     """The site of its first stage."""
-    return method(recipe.stages[0].method).site if recipe.stages else "none"
+    return get_method(recipe.stages[0].method).site if recipe.stages else "none"
 
 
 def choices(found: Sequence[Recipe]) -> list[tuple[str, str]]:
@@ -63,8 +63,8 @@ def choices(found: Sequence[Recipe]) -> list[tuple[str, str]]:
 
 def about(recipe: Recipe) -> str:
     """Where a recipe works, what it does, and the paper."""
-    stages = " → ".join(dict.fromkeys(f"{method(s.method).site}: {s.method}" for s in recipe.stages))
-    papers = [recipe.paper] if recipe.paper else [method(stage.method).paper for stage in recipe.stages]
+    stages = " → ".join(dict.fromkeys(f"{get_method(s.method).site}: {s.method}" for s in recipe.stages))
+    papers = [recipe.paper] if recipe.paper else [get_method(stage.method).paper for stage in recipe.stages]
     paper = ", ".join(_paper(one) for one in dict.fromkeys(papers) if one) or "no paper: a baseline, or ours"
     does = (recipe.summary or "a recipe of your own").rstrip(".")
     where = f"{escape(stages)}; {paper}.{_keeps(recipe)}"

@@ -18,7 +18,7 @@ from typing import Any
 from transformers.utils import logging
 
 from mmaccel import MmaccelError, Recipe, UnsupportedError, accelerated, prepare, recipes
-from mmaccel import recipe as recipe_of
+from mmaccel import get_recipe as recipe_of
 from mmaccel.cli import ask
 from mmaccel.media.files import Prompt, encode
 from mmaccel.programs.turns import Seat, Stopped, TimeOver, Watch

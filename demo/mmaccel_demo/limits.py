@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from PIL.Image import Image as PILImage
 
-from mmaccel import MmaccelError, Recipe, Stage, method, recipes
+from mmaccel import MmaccelError, Recipe, Stage, get_method, recipes
 from mmaccel.media import untrusted
 from mmaccel.media.files import Clip
 
@@ -125,7 +125,7 @@ def recipe(text: str | None, retain: float | None = None) -> Recipe:
 def _bound(stage: Stage) -> None:
     """See that a stage asks for no more work or memory than one of its kind may: every number among its options is within a
     multiple of the default."""
-    cls = method(stage.method)
+    cls = get_method(stage.method)
     least = CONTEXT if cls.site in ("cache", "codec") else LEAST
     for option, value in {"retain": stage.retain, **stage.options}.items():
         most = max([least, *(TIMES * abs(x) for x in _numbers(getattr(cls, option, None)))])

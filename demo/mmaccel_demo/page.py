@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 import pandas as pd
 
-from mmaccel import MmaccelError, Recipe, recipe
+from mmaccel import MmaccelError, Recipe, get_recipe
 from mmaccel.media.files import Prompt
 
 from . import cards, limits, overlay
@@ -380,7 +380,7 @@ def _turns(
 def _settings(kind: str) -> tuple[Any, Any, Any, Any]:
     """The list of recipes, and folded away the budget, the lengths, and the recipe as JSON, which is what counts; returns the
     list, the JSON, the number of frames, and the longest answer."""
-    first = recipe(_START)
+    first = get_recipe(_START)
     chosen = _list(_known(), _START, label="Recipe", info="Type to search all of them.")
     with gr.Accordion("Settings", open=False):
         about = gr.HTML(cards.about(first))
@@ -499,7 +499,7 @@ def _streaming(house: House, visitors: Visitors, examples: list[Example]) -> Any
         with gr.Column(scale=2, min_width=300):
             _, media, question = _brought(house, examples, "video", "stream")
             start, stop = _buttons("Start")
-            found = [one for one in _known() if _follows(recipe(one[1]))]
+            found = [one for one in _known() if _follows(get_recipe(one[1]))]
             chosen = _list(found, "infinipot-v", label="Recipe that keeps the cache under its cap")
             with gr.Accordion("Settings", open=False):
                 cap = gr.Slider(128, 4096, 512, step=64, label="Keys that each head of a layer may hold")

@@ -16,9 +16,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.utils import logging
 
 import mmaccel
-from mmaccel import MmaccelError, Recipe, accelerated, recipe
+from mmaccel import MmaccelError, Recipe, accelerated, get_recipe
 from mmaccel.media import draw
-from mmaccel.method.registry import method
+from mmaccel.method.registry import get_method
 from mmaccel.suite import make_item
 
 QUESTION = "what colour is the circle ?"
@@ -31,11 +31,11 @@ LARGE, SMALL, BETWEEN = 224, 112, 6
 def within_reach(name: str, depth: int) -> tuple[Recipe, bool]:
     """The recipe, at a quarter if it has a budget, with layers that only deep models have moved to the last of these; and
     whether any was."""
-    chosen = recipe(name)
+    chosen = get_recipe(name)
     chosen = chosen if chosen.retain is None else chosen.override(retain=RETAIN)
     stages = []
     for stage in chosen.stages:
-        layer = getattr(method(stage.method)(**stage.options), "layer", 0)
+        layer = getattr(get_method(stage.method)(**stage.options), "layer", 0)
         deep = isinstance(layer, int) and layer > depth - 1
         stages.append(replace(stage, options={**stage.options, "layer": depth - 1}) if deep else stage)
     moved = tuple(stages) != chosen.stages
@@ -115,5 +115,7 @@ def pictures(names: list[str]) -> Iterator[tuple[str, str, bytes, str]]:
     for model, kind in (("mini-llava", "image"), ("mini-qwen-vl", "video")):
         shown = Shown(model, kind)
         for name in names:
-            if {method(stage.method).site for stage in recipe(name).stages} & {*SITES} and (found := shown.drawn(name)):
+            if {get_method(stage.method).site for stage in get_recipe(name).stages} & {*SITES} and (
+                found := shown.drawn(name)
+            ):
                 yield name, kind, *found

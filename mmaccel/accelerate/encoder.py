@@ -13,8 +13,7 @@ from ..core.reduction import Reduction
 from ..core.stats import Stats
 from ..errors import UnsupportedError
 from ..families.alone import encoder_of
-from ..recipe import Recipe, RecipeLike
-from ..recipe import recipe as find_recipe
+from ..recipe import Recipe, RecipeLike, get_recipe
 from ..runtime.encoded import Encoded
 from ..runtime.encoder import EncoderMerging, merged_of
 from ..runtime.hooks import in_training
@@ -145,7 +144,7 @@ def accelerate_encoder(
     >>> clip.mmaccel.remove()
     """
     check_model(model)
-    chosen = find_recipe(recipe, retain=retain, **options)
+    chosen = get_recipe(recipe, retain=retain, **options)
     exchange(_on(model), lambda: EncoderAccelerator(model, chosen, kernels))
     return model
 

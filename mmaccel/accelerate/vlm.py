@@ -20,8 +20,7 @@ from ..errors import UnsupportedError
 from ..families import Family, family_of
 from ..families.base import Wrapper
 from ..kv.cache import pinned_of, state_of
-from ..recipe import Positions, Proportional, Recipe, RecipeLike, Variant
-from ..recipe import recipe as find_recipe
+from ..recipe import Positions, Proportional, Recipe, RecipeLike, Variant, get_recipe
 from ..runtime import captured
 from ..runtime.encoded import Encoded
 from ..runtime.encoder import EncoderMerging, hook_features
@@ -444,7 +443,7 @@ def accelerate_vlm(
     <mmaccel on llava: divprune+fastv+kivi (divprune 9.8 %; fastv 10 %, layer=3; kivi, bits=4)>
     >>> model.mmaccel.remove()
     """
-    chosen = find_recipe(
+    chosen = get_recipe(
         recipe,
         retain=retain,
         positions=positions,
@@ -488,7 +487,7 @@ def accelerated(
     >>> is_accelerated(model)
     False
     """
-    chosen = find_recipe(
+    chosen = get_recipe(
         recipe,
         retain=retain,
         positions=positions,

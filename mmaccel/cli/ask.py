@@ -213,10 +213,10 @@ def answer(
     from ..accelerate import accelerated
     from ..programs.positions import check_positions
     from ..programs.turns import Watch
-    from ..recipe import recipe as find_recipe
+    from ..recipe import get_recipe
 
     inputs = inputs.to(model.device)
-    check_positions(model, find_recipe(recipe), inputs, longest)
+    check_positions(model, get_recipe(recipe), inputs, longest)
     floats = {k: v.to(model.dtype) for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
     inputs = {**inputs, **floats}
     cuda = model.device.type == "cuda"

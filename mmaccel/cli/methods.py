@@ -83,7 +83,7 @@ def describe(name: str) -> dict[str, Any]:
         If there is none of that name; the nearest ones are named.
     """
     from ..method.registry import methods
-    from ..recipe import recipe
+    from ..recipe import get_recipe
 
     if (cls := methods().get(name)) is not None:
         return _describe(cls) | {
@@ -92,7 +92,7 @@ def describe(name: str) -> dict[str, Any]:
             "option_docs": _plain(option_docs(cls)),
             "families": _families(cls),
         }
-    found = recipe(name)
+    found = get_recipe(name)
     return {
         "name": name,
         "summary": found.summary,

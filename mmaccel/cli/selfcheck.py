@@ -158,11 +158,11 @@ def check(name: str, chosen: Recipe, device: str, dtype: torch.dtype) -> dict[st
 def _wrong(stats: Any, kv_full: int) -> dict[str, bool]:
     """What can be wrong with the figures of a call, and whether it is; ``kv_full`` are the bytes of the bare model's cache."""
     from ..method import Policy, ReadingPolicy
-    from ..method.registry import method
+    from ..method.registry import get_method
 
     found, fewer = {}, stats["visual_tokens_kept"] < stats["visual_tokens"]
     for stage in stats["stages"]:
-        cls = method(stage["method"])
+        cls = get_method(stage["method"])
         kept, wanted, budget = stage["tokens_kept"], stage["resolved"], cls.budget
         if issubclass(cls, ReadingPolicy) or (issubclass(cls, Policy) and cls.recall is not Policy.recall):
             wanted, budget = stage["tokens_in"], "exact"  # all keys are stored, and a part of them is read

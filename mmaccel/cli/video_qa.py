@@ -185,7 +185,7 @@ def _write(path: Path, content: bytes, named: Path | None = None) -> None:
 def _settings(which: ModelOptions, how: RecipeOptions, bulk: Bulk) -> QASettings:
     from ..method.registry import methods
     from ..programs.video_qa.qa import QASettings
-    from ..recipe import recipe
+    from ..recipe import get_recipe
     from ..video.wanted import GIB
 
     if not 0 < bulk.memory_limit < float("inf"):
@@ -197,7 +197,7 @@ def _settings(which: ModelOptions, how: RecipeOptions, bulk: Bulk) -> QASettings
     named = [] if method is None else [option.name for option in dataclasses.fields(method)]
     return QASettings(
         frame_options={key: given.pop(key) for key in list(given) if key in named},
-        recipe=recipe(how.recipe).override(**given),
+        recipe=get_recipe(how.recipe).override(**given),
         frames=bulk.frames,
         frame_method=bulk.frame_method,
         max_new_tokens=bulk.max_new_tokens,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MmaccelError
 from ..media.prepare import prepare
-from ..recipe import recipe as find_recipe
+from ..recipe import get_recipe
 
 if TYPE_CHECKING:
     from lmms_eval.models.registry_v2 import ModelManifest
@@ -90,7 +90,7 @@ class Accelerated:
         known = inspect.signature(super().__init__).parameters
         overrides = {name: arguments.pop(name) for name in list(arguments) if name not in known}
         with _said_plainly():
-            chosen = find_recipe(recipe).override(**overrides)
+            chosen = get_recipe(recipe).override(**overrides)
             chosen.build()
         super().__init__(*args, **arguments)
         from ..accelerate import accelerate_vlm

@@ -17,8 +17,7 @@ from ..errors import MmaccelError, UnsupportedError
 from ..method import FramesMethod
 from ..method.frames import check_frames
 from ..method.refused import described, refuse
-from ..recipe import Recipe, RecipeLike
-from ..recipe import recipe as find_recipe
+from ..recipe import Recipe, RecipeLike, get_recipe
 from ..transformers_api import remedy
 from ..video.decode import decode_sampled
 from .picture import first_line, load_picture, on_white, to_bytes
@@ -55,7 +54,7 @@ def prepare(processor: Any, recipe: RecipeLike = "balanced", *, retain: float | 
     >>> model.mmaccel.remove()
     """
     base = getattr(processor, "_mmaccel_base", processor)
-    chosen = find_recipe(recipe, retain=retain, **overrides)
+    chosen = get_recipe(recipe, retain=retain, **overrides)
     stages: Stages = tuple(
         (method, _ratio(stage.retain, method)) for stage, method in chosen.build() if isinstance(method, FramesMethod)
     )

@@ -68,12 +68,12 @@ def methods() -> dict[str, type[Method]]:
     return dict(sorted(_methods.items()))
 
 
-def method(name: str) -> type[Method]:
+def get_method(name: str) -> type[Method]:
     """The method class called ``name``; an unknown name gets the nearest known ones.
 
     Examples
     --------
-    >>> method("fastv")(layer=3)
+    >>> get_method("fastv")(layer=3)
     FastV(layer=3)
     """
     _load()

@@ -35,8 +35,7 @@ from ..errors import MmaccelError
 from ..media.files import Clip, Prompt, encode, is_media, load_media, moves
 from ..media.prepare import prepare
 from ..method.loaded import KeepLoaded
-from ..recipe import Recipe
-from ..recipe import recipe as find_recipe
+from ..recipe import Recipe, get_recipe
 from ..suite import Item, Sample, is_right, make_suite
 from .positions import check_positions
 
@@ -227,7 +226,7 @@ class Row:
     identity: dict[str, str] = field(default_factory=dict)
 
     def __init__(self, recipe: str | Path | Mapping[str, Any] | Recipe, retain: float | None = None) -> None:
-        self.recipe = find_recipe(recipe)
+        self.recipe = get_recipe(recipe)
         if retain is not None:
             self.recipe = self.recipe.override(retain=retain)
         self.recipe.build()
@@ -424,7 +423,7 @@ class _Runner:
     def __init__(self, model: Any, processor: Any, batch: Batch, longest: int) -> None:
         self.model, self.processor, self.batch, self.longest = model, processor, batch, longest
         self.inputs = inputs_of(model, processor, batch)
-        self.none = find_recipe("none")
+        self.none = get_recipe("none")
         self.full = self._generate(self.none, processor, self.inputs, longest)
         self.lengths = answer_lengths(self.full.tokens, model.generation_config.eos_token_id)
 

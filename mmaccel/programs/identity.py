@@ -5,8 +5,8 @@ a method keeps its name when its code changes, a file when its bytes do. The fun
 change with the content.
 
 >>> from mmaccel.programs.identity import recipe_identity
->>> from mmaccel.recipe import recipe
->>> one_token, all_tokens = recipe("divprune", retain=1), recipe("divprune", retain=1.0)
+>>> from mmaccel.recipe import get_recipe
+>>> one_token, all_tokens = get_recipe("divprune", retain=1), get_recipe("divprune", retain=1.0)
 >>> recipe_identity(one_token) == recipe_identity(all_tokens)
 False
 """

@@ -19,8 +19,7 @@ from ..families import family_of
 from ..kv.cache import CacheState, adopt
 from ..media.files import Clip, Prompt, encode
 from ..method import Policy
-from ..recipe import Recipe
-from ..recipe import recipe as find_recipe
+from ..recipe import Recipe, get_recipe
 from ..transformers_api import DynamicCache, cache_argument
 from ..video.clip import as_frames, as_rate
 from .positions import position_limit
@@ -89,7 +88,7 @@ class VideoSession:
         if "sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
             raise UnsupportedError("A model with sliding windows cannot follow a stream; use one with full attention.")
         self.model, self.processor = model, processor
-        self._recipe = find_recipe(recipe)
+        self._recipe = get_recipe(recipe)
         self._cache = DynamicCache()
         self._waiting: list[np.ndarray] = []
         self._size: tuple[int, ...] = ()

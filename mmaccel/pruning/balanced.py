@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..core.reduction import Reduction
 from ..method import ProjectorMethod, TokenBatch
-from ..method.registry import method, register
+from ..method.registry import get_method, register
 
 
 @register
@@ -27,7 +27,7 @@ class Balanced(ProjectorMethod):
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``[N, n]`` valid slots, ``count [N]`` of each row stay."""
-        chosen: ProjectorMethod = method("spacetime")()  # type: ignore[assignment]
+        chosen: ProjectorMethod = get_method("spacetime")()  # type: ignore[assignment]
         return chosen.reduce(tokens, count)
 
     def told(self, tokens: TokenBatch) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.reduction import Reduction, Residual, top_mask
 from ..errors import UnsupportedError
 from ..method import ModelFacts, ProjectorMethod, TokenBatch
-from ..method.registry import method, register
+from ..method.registry import get_method, register
 from ..method.selector import Selector, beside, described
 
 #: of the picks of ``spacetime``, how many times as many as are to stay have a worth of their own
@@ -104,7 +104,7 @@ def dropped(valid: Tensor, count: Tensor) -> Tensor:
 def worths(tokens: TokenBatch, count: Tensor) -> Tensor:
     """``[N, n]`` float32: the logarithm of what tokens are worth to ``spacetime``; those behind its first ``3 count [N]`` picks
     are worth as little as the last of these."""
-    rule: Any = method("spacetime")()
+    rule: Any = get_method("spacetime")()
     far = rule.worth(tokens, _REACH * count)
     last = far.masked_fill(far == -torch.inf, torch.inf).amin(1, keepdim=True)
     return torch.maximum(far, last).clamp(_LEAST, _MOST).log().masked_fill(~tokens.valid, 0.0)

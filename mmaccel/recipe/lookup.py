@@ -37,7 +37,7 @@ def recipes() -> dict[str, Recipe]:
     return dict(sorted({**alone, **{one.name: one for one in COOKBOOK}}.items()))
 
 
-def recipe(
+def get_recipe(
     which: RecipeLike,
     *,
     retain: float | None = None,
@@ -64,9 +64,9 @@ def recipe(
 
     Examples
     --------
-    >>> recipe("fastv", retain=0.3, layer=3)
+    >>> get_recipe("fastv", retain=0.3, layer=3)
     Recipe('fastv', (Stage('fastv', 0.3, {'layer': 3}),))
-    >>> recipe([DivPrune(), SnapKV(window=16)], retain=0.1)
+    >>> get_recipe([DivPrune(), SnapKV(window=16)], retain=0.1)
     Recipe('divprune+snapkv', (Stage('divprune', 0.1), Stage('snapkv', 0.25, {'window': 16})))
     """
     given = {

@@ -18,7 +18,7 @@ from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError, no_json, short_int
 from ..method.base import Method, Variant
 from ..method.loaded import Loaded
-from ..method.registry import method
+from ..method.registry import get_method
 
 if TYPE_CHECKING:
     from ..method.keys import Policy
@@ -71,7 +71,7 @@ class Stage:
         MmaccelError
             If the method is unknown, an option does not exist, or a value is of no use.
         """
-        cls = method(self.method)
+        cls = get_method(self.method)
         names = _options(cls)
         for option in self.options:
             if option not in names and option in cls.gone:
@@ -162,7 +162,7 @@ class Recipe:
             raise MmaccelError(f"proportional={self.proportional!r} is unknown; use 'none', 'pictures' or 'all'.")
         if self.text_retain is not None:
             check_retain(self.text_retain, "text_retain")
-        order = [_SITES.index(method(stage.method).site) for stage in self.stages]
+        order = [_SITES.index(get_method(stage.method).site) for stage in self.stages]
         if order != sorted(order):
             raise MmaccelError(
                 f"Recipe {self.name!r}: stages must follow the order of the sites, {' -> '.join(_SITES)}."
@@ -213,17 +213,19 @@ class Recipe:
     @property
     def _token_stages(self) -> list[int]:
         """The stages before and inside the language model."""
-        return [i for i, s in enumerate(self.stages) if method(s.method).site in _BEFORE_CACHE]
+        return [i for i, s in enumerate(self.stages) if get_method(s.method).site in _BEFORE_CACHE]
 
     @property
     def primary(self) -> int | None:
         """The stage that ``retain`` sets: the anchor, or the last before or inside the language model, else the cache stage."""
         if self.anchor is not None:
             return self.anchor
-        sites = [method(stage.method).site for stage in self.stages]
+        sites = [get_method(stage.method).site for stage in self.stages]
         for wanted in (("encoder", "projector", "layers"), ("cache",), ("frames",)):
             found = [
-                i for i, site in enumerate(sites) if site in wanted and method(self.stages[i].method).budget != "none"
+                i
+                for i, site in enumerate(sites)
+                if site in wanted and get_method(self.stages[i].method).budget != "none"
             ]
             if found:
                 return found[-1]
@@ -274,12 +276,12 @@ class Recipe:
         return dataclasses.replace(self, stages=tuple(stages))
 
     def _with_option(self, key: str, value: Any) -> Recipe:
-        having = [i for i, s in enumerate(self.stages) if key in _options(method(s.method))]
+        having = [i for i, s in enumerate(self.stages) if key in _options(get_method(s.method))]
         if len(having) != 1:
-            for cls in (method(stage.method) for stage in self.stages):
+            for cls in (get_method(stage.method) for stage in self.stages):
                 if key in cls.gone:
                     raise MmaccelError(f"Method {cls.name!r} has no option {key!r} any more: {cls.gone[key]}.")
-            options = sorted({name for s in self.stages for name in _options(method(s.method))})
+            options = sorted({name for s in self.stages for name in _options(get_method(s.method))})
             what = "is ambiguous" if having else "is no option"
             known = ", ".join(["retain", "positions", "variant", "text_retain", "proportional", *options])
             raise MmaccelError(f"{key!r} {what} of recipe {self.name!r}; it takes {known}.")
@@ -400,7 +402,7 @@ class Recipe:
         if self.paper:
             lines.append(f"  paper: {self.paper}")
         for stage in self.stages:
-            m = method(stage.method)
+            m = get_method(stage.method)
             budget = (
                 ""
                 if stage.retain is None
@@ -461,7 +463,7 @@ def text_policy(name: str) -> Policy:
     """
     from ..method import Policy
 
-    made = method(name)()
+    made = get_method(name)()
     if not isinstance(made, Policy) or made.window or made.observes or made.deferred:
         raise MmaccelError(
             f"text_policy={name!r} cannot rank text keys: it must be a cache policy that needs keys only, such as "

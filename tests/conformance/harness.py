@@ -43,7 +43,7 @@ def make(
 
     ``given`` replaces parts of it that look at a model by what the vector holds in their place.
     """
-    kind = registry.method(name)
+    kind = registry.get_method(name)
     method: Method = (type(kind.__name__, (kind,), dict(given)) if given else kind)(**options).by(variant)
     made.append(name)
     return method

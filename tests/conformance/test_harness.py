@@ -35,7 +35,7 @@ def test_a_comparator_that_does_not_look_is_found_out() -> None:
         harness.made.clear()
         compare({}, {})
         assert notices(compare, {}, {}) is sees
-    assert registry.method("divprune") is DivPrune
+    assert registry.get_method("divprune") is DivPrune
 
 
 # --- ties -------------------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def registered(change: Any) -> Iterator[None]:
 
 def notices(compare: Compare, params: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> bool:
     """Whether a comparison that has just passed fails when the methods it made are wrong."""
-    policies = all(issubclass(registry.method(name), Policy) for name in made)
+    policies = all(issubclass(registry.get_method(name), Policy) for name in made)
     for change in (shifted, level) if policies else (shifted,):
         with registered(change):
             try:

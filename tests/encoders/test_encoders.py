@@ -141,7 +141,7 @@ def test_the_tower_is_the_tower_written_out(name: str, method: str, options: dic
         start, got = through(made, given)
         assert made.mmaccel.reduction.kept.sum(1).tolist() == [kept, kept]
     layers = layers_of(made)[1]
-    built = mmaccel.method(method)(**options)
+    built = mmaccel.get_method(method)(**options)
     wanted = torch.stack([by_hand(layers, x, built, kept, cls) for x in start])
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
     bare = through(made, given)[1]
@@ -152,9 +152,9 @@ def test_the_margin_falls_with_depth() -> None:
     """In the first layer almost nothing is alike, in the last almost everything."""
     keys = torch.randn(1, 30, 8, generator=torch.Generator().manual_seed(1))
     size = torch.ones(1, 30)
-    chosen = mmaccel.method("pitome")()
+    chosen = mmaccel.get_method("pitome")()
     for depth in (0.0, 0.5, 0.75):
-        fixed = mmaccel.method("pitome")(margin=0.9 * (1 - depth))
+        fixed = mmaccel.get_method("pitome")(margin=0.9 * (1 - depth))
         assert torch.equal(
             chosen.match(EncoderTokens(keys, size, 1, depth), 9), fixed.match(EncoderTokens(keys, size, 1), 9)
         )
@@ -164,7 +164,7 @@ def test_the_margin_falls_with_depth() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 196, 576])
 def test_evit_schedule(tokens: int) -> None:
-    method = mmaccel.method("evit")()
+    method = mmaccel.get_method("evit")()
     for layers in (1, 2, 3, 12, 24):
         for kept in {1, tokens // 3, tokens - 1, tokens} - {0}:
             plan = method.schedule(tokens, layers, kept)
@@ -413,7 +413,7 @@ def test_a_match_of_the_wrong_size_is_named() -> None:
     made = encoder("clip")
     with accelerated_encoder(made, "tome", retain=0.5):
         made.mmaccel.merging.method = SimpleNamespace(
-            name="theirs", proportional=True, needs_cls=False, schedule=mmaccel.method("tome")().schedule,
+            name="theirs", proportional=True, needs_cls=False, schedule=mmaccel.get_method("tome")().schedule,
             match=lambda tokens, remove: torch.arange(37).expand(3, -1),
             weigh=lambda tokens, target: torch.ones(3, 37),
         )  # fmt: skip

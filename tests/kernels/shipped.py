@@ -32,7 +32,7 @@ from mmaccel_kernels.votes import votes
 from torch import Tensor
 
 from mmaccel.kv.codecs import Codec
-from mmaccel.method.registry import method as method_named
+from mmaccel.method.registry import get_method
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
 
@@ -328,7 +328,7 @@ def _packed(dtype: torch.dtype, method: str, options: dict[str, Any], whole: boo
 
 
 def _pages(dtype: torch.dtype, method: str, options: dict[str, Any]) -> Any:
-    codec = method_named(method)(**options)
+    codec = get_method(method)(**options)
     assert isinstance(codec, Codec)
     lengths = torch.full((1, 2), codec.page)
     # channels that differ, so that a codec that chooses some finds them

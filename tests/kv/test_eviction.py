@@ -58,7 +58,7 @@ def test_shared_keys_have_no_budget_per_head() -> None:
 def test_recipes_of_all_options_are_data() -> None:
     for recipe in RECIPES.values():
         assert mmaccel.Recipe.from_json(recipe.to_json()) == recipe
-    changed = mmaccel.recipe("h2o").override(layer_budget="pyramid:7", compact="pivot", every=2, recent=8)
+    changed = mmaccel.get_recipe("h2o").override(layer_budget="pyramid:7", compact="pivot", every=2, recent=8)
     assert changed.stages[0].options == {"layer_budget": "pyramid:7", "compact": "pivot", "every": 2, "recent": 8}
 
 
@@ -94,7 +94,7 @@ def test_evicting_is_hiding_and_a_row_is_the_row_alone(family: str, name: str) -
         kept = (held[:, row] & among[row]).sum(-1)
         assert int(kept.sum()) == budget * kept.numel(), "the mean over layers and heads is the budget"
         options = recipe.stages[0].options
-        split = mmaccel.method(recipe.stages[0].method)(**options)
+        split = mmaccel.get_method(recipe.stages[0].method)(**options)
         if split.layer_budget == "uniform" and split.head_budget == "uniform":
             assert (kept == budget).all()
         alone = zoo.single(family, feed, row)
@@ -183,7 +183,9 @@ def test_survivors_of_the_last_layer_are_all_that_is_stored() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    sorted(n for n, r in mmaccel.recipes().items() if r.stages and mmaccel.method(r.stages[-1].method).site == "cache"),
+    sorted(
+        n for n, r in mmaccel.recipes().items() if r.stages and mmaccel.get_method(r.stages[-1].method).site == "cache"
+    ),
 )
 def test_every_recipe_of_the_book_runs(name: str) -> None:
     family, feed = "llava", helpers.inputs("llava", "uneven")

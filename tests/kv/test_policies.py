@@ -151,7 +151,7 @@ def test_elastic_cache_drops_at_a_distance() -> None:
 
 def test_policies_without_a_budget_drop_what_they_score_lowest() -> None:
     keys = keys_of((0, 3))
-    policy = mmaccel.method("mustdrop-cache")(layer=0)
+    policy = mmaccel.get_method("mustdrop-cache")(layer=0)
     assert isinstance(policy, Policy)
     survivors = keys.valid & (torch.arange(30) % 2 == 0)
     score = rank(policy, replace(keys, survivors=survivors))

@@ -25,7 +25,7 @@ from mmaccel.kv.cache import CacheState
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.sparse import SparseMemory
 from mmaccel.method import KeyBatch, ReadingPolicy
-from mmaccel.method.registry import method
+from mmaccel.method.registry import get_method
 from mmaccel.runtime import eviction, sparse
 from mmaccel.runtime.sparse import prepare_reads, read_layer
 
@@ -38,7 +38,7 @@ SMALL = {"page": 3, "least": 1, "layer": 1, "clusters": 0.3}
 
 def small(name: str, **options: Any) -> dict[str, Any]:
     """Those options for small pictures, and of the others, that a policy has."""
-    has = {field.name for field in fields(method(name))}
+    has = {field.name for field in fields(get_method(name))}
     return {key: value for key, value in (SMALL | options).items() if key in has}
 
 
@@ -217,8 +217,8 @@ def test_a_second_picture_is_chosen_from_too(name: str, monkeypatch: pytest.Monk
             chosen = (read & visual).sum(-1)
             assert (read & visual)[..., :past].any() and (read & visual)[..., past:].any()
             # what lets the content decide has a ceiling
-            most = 2 * limit if method(name).budget == "adaptive" else limit
-            assert (chosen <= most).all() and (method(name).budget != "exact" or (chosen == limit).all())
+            most = 2 * limit if get_method(name).budget == "adaptive" else limit
+            assert (chosen <= most).all() and (get_method(name).budget != "exact" or (chosen == limit).all())
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -377,7 +377,7 @@ def by_bounds(keys: KeyBatch, query: Tensor, page: int, pages: int, mean: bool) 
 
 @pytest.mark.parametrize("reduce", ("max", "mean"))
 def test_quest_reads_the_pages_of_largest_bounds(reduce: str) -> None:
-    policy = method("quest")(page=4, least=1, reduce=reduce)
+    policy = get_method("quest")(page=4, least=1, reduce=reduce)
     keys, query = step_of(policy)
     got = chosen(policy, shown(policy, keys), query)
     assert torch.equal(got, by_bounds(keys, query, 4, 2, reduce == "mean"))
@@ -390,7 +390,7 @@ def test_quest_reads_the_pages_of_largest_bounds(reduce: str) -> None:
 
 
 def test_quest_counts_pages() -> None:
-    policy = method("quest")(page=16)
+    policy = get_method("quest")(page=16)
     counts, there = torch.tensor([0, 16, 63, 64, 149, 150, 10, 10]), torch.tensor([150] * 6 + [10, 200])
     assert policy.wanted(counts, there).tolist() == [3, 3, 3, 4, 9, 10, 1, 3]
     assert policy.wanted(torch.tensor([0]), torch.tensor([0])).tolist() == [0]
@@ -400,7 +400,7 @@ def test_quest_counts_pages() -> None:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_what_stands_in_padding_does_not_matter(name: str, dtype: torch.dtype) -> None:
     """Nor what was chosen before the answer is asked for again, nor the other rows."""
-    policy = method(name)(**small(name, layer=0))
+    policy = get_method(name)(**small(name, layer=0))
     keys, query = step_of(policy, dtype=dtype)
     wanted = chosen(policy, shown(policy, keys), query)
     text = (keys.valid & ~keys.visual)[:, None]
@@ -420,7 +420,7 @@ def test_what_stands_in_padding_does_not_matter(name: str, dtype: torch.dtype) -
 def test_the_ends_of_the_prompt_are_read_within_the_budget(name: str) -> None:
     sizes = []
     for ends in ({}, {"sinks": 8, "recent": 22}):
-        policy = method(name)(**small(name, layer=0, **ends))
+        policy = get_method(name)(**small(name, layer=0, **ends))
         keys, query = step_of(policy)
         read = chosen(policy, shown(policy, keys), query)
         at = keys.valid.cumsum(1)
@@ -452,13 +452,13 @@ def test_options_that_make_no_sense(name: str) -> None:
         ({"layer": 1.5}, "a share up to"),
     ):
         with pytest.raises(MmaccelError, match=f"{name} .*{said}"):
-            method(name)(**options)
+            get_method(name)(**options)
     model = zoo.model("llava")
     with pytest.raises(MmaccelError, match="reduce='median' is unknown"):
         accelerate_vlm(model, stage("quest", reduce="median"))
     for option in ("page", "least"):
         with pytest.raises(MmaccelError, match=f"{option}=0 reads nothing"):
-            method("quest")(**{option: 0})
+            get_method("quest")(**{option: 0})
 
 
 # ------------------------------------------------------------------------------------------------------------ the other scorers
@@ -466,7 +466,7 @@ def test_options_that_make_no_sense(name: str) -> None:
 
 @pytest.mark.parametrize(("pool", "interleaved"), [(0, False), (5, False), (0, True)])
 def test_tokenselect_counts_votes(pool: int, interleaved: bool) -> None:
-    policy = method("tokenselect")(pool=pool, interleaved=interleaved)
+    policy = get_method("tokenselect")(pool=pool, interleaved=interleaved)
     keys, query = step_of(policy)
     got = chosen(policy, shown(policy, keys), query)
     assert (got == got[:, :1]).all(), "heads read different keys"
@@ -484,7 +484,7 @@ def test_tokenselect_counts_votes(pool: int, interleaved: bool) -> None:
 
 def test_tokenselect_reads_again_what_a_like_query_chose() -> None:
     """Row by row, and like the query that chose, not the last one."""
-    policy = method("tokenselect")(alike=0.9)
+    policy = get_method("tokenselect")(alike=0.9)
     keys, query = step_of(policy)
     layer, other = shown(policy, keys), step_of(policy, seed=3)[1]
     first = chosen(policy, layer, query)
@@ -504,17 +504,17 @@ def test_tokenselect_reads_again_what_a_like_query_chose() -> None:
     assert torch.equal(second[1], fresh[1]) and not torch.equal(fresh[1], first[1])
     third, fresh = chosen(policy, layer, turned(0.6)), chosen(policy, shown(policy, keys), turned(0.6))
     assert torch.equal(third[0], fresh[0]) and not torch.equal(third[0], first[0])
-    never = method("tokenselect")(alike=2.0)
+    never = get_method("tokenselect")(alike=2.0)
     layer = shown(policy, keys)
     assert torch.equal(chosen(never, layer, query), first)
     assert torch.equal(chosen(never, layer, turned(0.3)), chosen(never, shown(never, keys), turned(0.3)))
     with pytest.raises(MmaccelError, match="pool=4 has no key in the middle"):
-        method("tokenselect")(pool=4)
+        get_method("tokenselect")(pool=4)
 
 
 @pytest.mark.parametrize(("dims", "reduce"), [(0.25, "max"), (3, "mean"), (1.0, "max"), (99, "max")])
 def test_loki_ranks_in_few_dimensions(dims: float, reduce: str) -> None:
-    policy = method("loki")(dims=dims, reduce=reduce)
+    policy = get_method("loki")(dims=dims, reduce=reduce)
     keys, query = step_of(policy)
     # a few directions in which keys vary, and a large mean
     scale = torch.linspace(3, 0.01, keys.keys.shape[3])
@@ -535,12 +535,12 @@ def test_loki_ranks_in_few_dimensions(dims: float, reduce: str) -> None:
 def test_loki_says_what_it_cannot_do() -> None:
     for dims in (0, -1, 1.5):
         with pytest.raises(MmaccelError, match=f"dims={dims} is out of range"):
-            method("loki")(dims=dims)
+            get_method("loki")(dims=dims)
 
 
 @pytest.mark.parametrize("reduce", ("max", "mean"))
 def test_squeezed_attention_reads_clusters_above_one_threshold(reduce: str) -> None:
-    policy = method("squeezed-attention")(clusters=6, window=8, reduce=reduce)
+    policy = get_method("squeezed-attention")(clusters=6, window=8, reduce=reduce)
     keys, query = step_of(policy)
     layer = shown(policy, keys)
     got = chosen(policy, layer, query)
@@ -584,7 +584,7 @@ def test_squeezed_attention_reads_clusters_above_one_threshold(reduce: str) -> N
 
 def test_a_lone_cluster_reaches_its_own_threshold() -> None:
     """Up to the ceiling, from the first key on."""
-    policy = method("squeezed-attention")(clusters=1, window=8)
+    policy = get_method("squeezed-attention")(clusters=1, window=8)
     keys, query = step_of(policy)
     got = chosen(policy, shown(policy, keys), query) & keys.visual[:, None]
     assert torch.equal(got, (keys.visual & (keys.visual.cumsum(1) <= 20))[:, None].expand_as(got))
@@ -592,7 +592,7 @@ def test_a_lone_cluster_reaches_its_own_threshold() -> None:
 
 def test_clusters_are_of_like_keys() -> None:
     """Keys around a few directions, of any length, come together; the same keys give the same clusters, wherever they stand."""
-    policy = method("squeezed-attention")(clusters=4, window=8)
+    policy = get_method("squeezed-attention")(clusters=4, window=8)
     random = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(4, 16, generator=random), dim=-1)
     truth = torch.arange(40) % 4
@@ -604,13 +604,13 @@ def test_clusters_are_of_like_keys() -> None:
     assert (labels[40:] == 4).all() and len({(int(a), int(b)) for a, b in zip(labels[:40], truth, strict=True)}) == 4
     assert torch.equal(policy.cluster(keys[None, None], there[None, None, :40])[0, 0], labels[:40])
     with pytest.raises(MmaccelError, match="clusters=0 is out of range"):
-        method("squeezed-attention")(clusters=0)
+        get_method("squeezed-attention")(clusters=0)
     for option in ("iterations", "window", "ceiling"):
         with pytest.raises(MmaccelError, match=f"{option}=0 is too little"):
-            method("squeezed-attention")(**{option: 0})
+            get_method("squeezed-attention")(**{option: 0})
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if method(name)().summarises])
+@pytest.mark.parametrize("name", [name for name in POLICIES if get_method(name)().summarises])
 def test_layers_are_looked_at_together_as_each_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     feed, made = zoo.inputs("llava", "uneven"), []
     with accelerated(oracle.subject("llava"), recipe_of(name)) as model:

@@ -107,10 +107,10 @@ EACH = " at every step"
 #: of what evicts, or chooses what to read, while it decodes: for how many steps, and on which prompt; the launches of a step
 #: above the bare model's, of all layers together and of each, and how often it waits, mean over the steps
 STEP = {
-    "h2o-decode": (mmaccel.recipe("h2o-decode"), 16, "image", (9.9, 0.125, 0)),
-    "streaming-llm-decode": (mmaccel.recipe("streaming-llm-decode"), 16, "image", (7.2, 0.125, 0)),
-    "elastic-cache-decode": (mmaccel.recipe("elastic-cache-decode"), 16, "image", (12.4, 0.125, 0)),
-    "d2o": (mmaccel.recipe("d2o"), 16, "image", (15.5, 0.125, 0)),
+    "h2o-decode": (mmaccel.get_recipe("h2o-decode"), 16, "image", (9.9, 0.125, 0)),
+    "streaming-llm-decode": (mmaccel.get_recipe("streaming-llm-decode"), 16, "image", (7.2, 0.125, 0)),
+    "elastic-cache-decode": (mmaccel.get_recipe("elastic-cache-decode"), 16, "image", (12.4, 0.125, 0)),
+    "d2o": (mmaccel.get_recipe("d2o"), 16, "image", (15.5, 0.125, 0)),
     "snapkv-8": (SCHEDULES["snapkv"].override(every=8), 8, "image", (20, 1, 0)),
     "text": (SCHEDULES["h2o-visual"], 1, "image", (85, 1, 1)),
     "sparse read": (recipe(("dycoke-cache", 0.3, {})), 4, "image", (73.3, 2, 0.25)),
@@ -155,7 +155,7 @@ DEPTH = 28
 @functools.cache
 def a_step(name: str | None, layers: int) -> tuple[float, float]:
     """Launches and waits of a decode step, mean over the steps; of the bare model's without a name."""
-    made, steps, kind, _ = (mmaccel.recipe("none"), 1, "image", ()) if name is None else STEP[name]
+    made, steps, kind, _ = (mmaccel.get_recipe("none"), 1, "image", ()) if name is None else STEP[name]
     counts = forwards(made, layers, kind, steps + 1)[1:]
     return tuple(
         sum(sum(of.values()) for of in each) / steps
@@ -217,7 +217,7 @@ PROMPT = {
 def test_what_a_prompt_costs_that_is_evicted_from(name: str) -> None:
     """Layers are evicted from together, so that a further one costs next to nothing; timing events do not grow with layers,
     and there are none where nothing happens."""
-    made = RECIPES.get(name) or mmaccel.recipe(name)
+    made = RECIPES.get(name) or mmaccel.get_recipe(name)
     few, many, bare, deeper = (
         forwards(which, layers, steps=1)[0] for which in (made, Recipe("bare", ())) for layers in (4, 8)
     )
@@ -231,11 +231,11 @@ def test_what_a_prompt_costs_that_is_evicted_from(name: str) -> None:
 def test_filters_between_layers_ask_the_device_once_each() -> None:
     """Which tokens are left, since the next layer is shaped by it: neither events nor waits grow with layers, and a step has
     no more of them than the bare model's."""
-    made = mmaccel.recipe("mustdrop-output-aware")
+    made = mmaccel.get_recipe("mustdrop-output-aware")
     few, many, bare = (forwards(which, *how) for which, *how in ((made, 8), (made, 16), (Recipe("bare", ()), 8)))
     assert [(c.events, sum(c.waits.values())) for c in few] == [(c.events, sum(c.waits.values())) for c in many]
     assert [(c.events, sum(c.waits.values())) for c in few[1:]] == [(2, sum(c.waits.values())) for c in bare[1:]]
-    sites = [mmaccel.method(stage.method).site for stage in made.stages]
+    sites = [mmaccel.get_method(stage.method).site for stage in made.stages]
     asked = [n for (_, place), n in few[0].waits.items() if "mmaccel/layers" in place or "core/reduction.py" in place]
     assert sum(asked) == len(sites) - sites.count("cache")
 

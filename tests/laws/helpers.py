@@ -89,11 +89,11 @@ def ending_in_a_picture(family: str, kind: str = "image") -> Inputs:
 
 def recipe_of(name: str, family: str = "", retain: float | None = 0.3, **options: Any) -> mmaccel.Recipe:
     """The recipe of that name with a budget; a method at site ``layers`` acts where DeepStack allows it."""
-    made = mmaccel.recipe(name)
+    made = mmaccel.get_recipe(name)
     if retain is not None and made.primary is not None:
         made = made.override(retain=retain)
     deepstack = family_of(model(family)).deepstack if family else 0
-    lone = mmaccel.method(made.stages[0].method) if len(made.stages) == 1 else None
+    lone = mmaccel.get_method(made.stages[0].method) if len(made.stages) == 1 else None
     if deepstack and lone is not None and issubclass(lone, LayerMethod):
         options = {"layer": deepstack, **options}
     return made.override(**options)

@@ -27,7 +27,7 @@ from transformers import LogitsProcessor
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from mmaccel import Recipe, Stage, UnsupportedError, accelerated, method, recipes
+from mmaccel import Recipe, Stage, UnsupportedError, accelerated, get_method, recipes
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
 from mmaccel.method import FramesMethod, LayerMethod, Method, Policy, ReturningMethod, TokenMethod
@@ -178,7 +178,7 @@ class Seen:
 
 def below(family: str, name: str, feed: Any) -> dict[int, Tensor]:
     """What layers with a recurrent state run over below the one at which a method inside the language model drops tokens."""
-    at = first_layer(family, name) if issubclass(method(name), LayerMethod) else 0
+    at = first_layer(family, name) if issubclass(get_method(name), LayerMethod) else 0
     return {number: feed["attention_mask"].bool() for number in adapter(family).recurrent if number < at}
 
 
@@ -232,7 +232,7 @@ class Record:
 
 def recipe(name: str, family: str, retain: float | None = 0.3, **options: Any) -> Recipe:
     """A recipe of one method, at a layer that the family allows and with a window that leaves something to choose."""
-    kind = method(name)
+    kind = get_method(name)
     known = {option.name for option in fields(kind)}
     if issubclass(kind, LayerMethod):
         options = {"layer": first_layer(family, name), **options}
@@ -243,7 +243,7 @@ def recipe(name: str, family: str, retain: float | None = 0.3, **options: Any) -
 
 def first_layer(family: str, name: str = "fastv") -> int:
     """The layer at which the laws let a method drop tokens: the second, or the next at which it can."""
-    kind: Any = method(name)
+    kind: Any = get_method(name)
     return int(kind(layer=2).within(adapter(family)).layer)
 
 
@@ -283,12 +283,12 @@ def named_recipes() -> tuple[str, ...]:
 
 def has_site(name: str, site: str) -> bool:
     """Whether a recipe has a stage at a site."""
-    return any(method(stage.method).site == site for stage in recipes()[name].stages)
+    return any(get_method(stage.method).site == site for stage in recipes()[name].stages)
 
 
 def for_good(name: str) -> bool:
     """Whether a method drops for good what it drops."""
-    return not issubclass(method(name), ReturningMethod)
+    return not issubclass(get_method(name), ReturningMethod)
 
 
 def in_turn(square: Sequence[tuple[str, str]], values: Callable[[str], Sequence[Any]]) -> list[tuple[str, str, Any]]:
@@ -315,7 +315,7 @@ def families_in_turn(names: Sequence[str], each: int = 1, of: Sequence[str] = zo
 def shortens(name: str) -> bool:
     """Whether a recipe has tokens reach fewer layers, whatever they show, and not only their keys leave the cache."""
     sites = "encoder", "projector", "layers"
-    made = [method(stage.method) for stage in recipes()[name].stages]
+    made = [get_method(stage.method) for stage in recipes()[name].stages]
     return any(one.site in sites and one.budget != "none" for one in made)
 
 
@@ -393,7 +393,7 @@ def record(
     """Run a recipe and note what it chose."""
     model = subject(family, **overrides) if model is None else model
     reader = zoo.processor(family) if processor else None
-    front = tuple(s for s in what.stages if method(s.method).site != "cache")
+    front = tuple(s for s in what.stages if get_method(s.method).site != "cache")
     before = None
     if len(front) < len(what.stages):
         # what the prompt's own queries see is decided by the stages before the cache

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
 import mmaccel
-from mmaccel import accelerated, recipe
+from mmaccel import accelerated, get_recipe
 from mmaccel.families import family_of
 from mmaccel.kv.layer import CompressedLayer
 from mmaccel.kv.recurrent import states_of
@@ -34,7 +34,7 @@ SQUARE = [
 DROPPING = [
     name
     for name in (*oracle.methods_that_drop(ProjectorMethod, LayerMethod), *oracle.policies_that_drop())
-    if mmaccel.method(name).budget == "exact" and oracle.for_good(name)
+    if mmaccel.get_method(name).budget == "exact" and oracle.for_good(name)
 ]
 
 
@@ -72,7 +72,7 @@ def whole(layers: list[tuple[int, int]]) -> int:
 def test_reported_is_held(family: str, method: str, kind: str) -> None:
     """After a first and a second turn, with dense and with ragged layers."""
     tiny, feed = model(family), inputs(family, kind)
-    chosen = recipe("none") if method == "none" else recipe_of(method, family)
+    chosen = get_recipe("none") if method == "none" else recipe_of(method, family)
     with accelerated(tiny, chosen, processor=zoo.processor(family)):
         out = generate(tiny, feed)
         assert tiny.mmaccel.stats()["kv_bytes"] == held(out.past_key_values) > 0

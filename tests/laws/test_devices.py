@@ -22,7 +22,7 @@ import torch
 import zoo
 from torch import Tensor
 
-from mmaccel import Recipe, UnsupportedError, accelerated, prepare, recipe, recipes
+from mmaccel import Recipe, UnsupportedError, accelerated, get_recipe, prepare, recipes
 from mmaccel.method import FramesMethod, PreviewMethod, ReadingPolicy, ReturningMethod
 
 STEPS = 4
@@ -112,7 +112,7 @@ def halves(model: Any) -> dict[str, int]:
 
 def made(name: str) -> Recipe:
     """The recipe of one of :data:`RECIPES`, or :data:`WEIGHED`."""
-    return recipe("divprune", proportional="all") if name == WEIGHED else recipe(name)
+    return get_recipe("divprune", proportional="all") if name == WEIGHED else get_recipe(name)
 
 
 @functools.cache
@@ -286,4 +286,4 @@ def test_every_recipe_on_every_family(family, name, kind):
 
 
 def test_every_method_is_in_a_recipe():
-    assert {stage.method for name in RECIPES for stage in recipe(name).stages} >= set(METHODS)
+    assert {stage.method for name in RECIPES for stage in get_recipe(name).stages} >= set(METHODS)

@@ -30,11 +30,11 @@ FAMILIES = ("llava", "smolvlm", "qwen2_5_vl")  # by choice: positions of one axi
 def recipes() -> dict[str, Recipe]:
     """Every recipe; every policy that drops keys, of text too and by a schedule; every codec in small pages, alone and behind
     a policy."""
-    found = {name: mmaccel.recipe(name) for name in oracle.named_recipes()}
+    found = {name: mmaccel.get_recipe(name) for name in oracle.named_recipes()}
     for name in oracle.policies_that_drop():
         found[f"{name}, joint"] = oracle.recipe(name, "llava", joint=True)
         found[f"{name}, text"] = oracle.recipe(name, "llava").override(text_retain=0.5)
-        if not mmaccel.method(name)().future:
+        if not mmaccel.get_method(name)().future:
             found[f"{name}, every 2"] = oracle.recipe(name, "llava", every=2, joint=True, recent=1)
             found[f"{name}, cap"] = oracle.recipe(name, "llava", every=3, cap=60, joint=True, recent=1)
     h2o = Stage("h2o", 0.3, {"every": 4, "joint": True, "recent": 2, "head_budget": "adaptive"})
@@ -45,7 +45,7 @@ def recipes() -> dict[str, Recipe]:
     found["text apart"] = Recipe(
         "apart", (Stage("calibquant", None, {"page": 16}), Stage("fp8", None, {"page": 16, "text_only": True}))
     )
-    found["weights"] = mmaccel.recipe("divprune").override(proportional="all")
+    found["weights"] = mmaccel.get_recipe("divprune").override(proportional="all")
     return found
 
 
@@ -83,7 +83,7 @@ def conversation(family: str, rows: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[Any
 
 def together(name: str) -> tuple[int, ...]:
     """The rows of a conversation that may be in one batch: where tokens come back, they do in forwards without pictures."""
-    returns = any(issubclass(mmaccel.method(stage.method), ReturningMethod) for stage in RECIPES[name].stages)
+    returns = any(issubclass(mmaccel.get_method(stage.method), ReturningMethod) for stage in RECIPES[name].stages)
     return (1, 2, 3) if returns else (0, 1, 2, 3)
 
 
@@ -152,7 +152,7 @@ def test_a_row_of_a_conversation_is_the_row_alone(family: str, name: str) -> Non
     """Whatever comes in which turn, and whatever its neighbours are."""
     rows, model = together(name), oracle.subject(family)
     # a value on the edge between two codes may fall to either side
-    packs = any(mmaccel.method(stage.method).site == "codec" for stage in RECIPES[name].stages)
+    packs = any(mmaccel.get_method(stage.method).site == "codec" for stage in RECIPES[name].stages)
     with accelerated(model, RECIPES[name], processor=zoo.processor(family)):
         batch = talk(model, conversation(family, rows), forced(family, rows))
         for at, row in enumerate(rows):

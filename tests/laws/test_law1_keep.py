@@ -7,7 +7,7 @@ import pytest
 import torch
 import zoo
 
-from mmaccel import Recipe, UnsupportedError, accelerated, method
+from mmaccel import Recipe, UnsupportedError, accelerated, get_method
 from mmaccel.method import ChunkMethod, EncoderMethod, LayerMethod, Policy, ProjectorMethod, ReturningMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -18,7 +18,7 @@ SITES = (EncoderMethod, ProjectorMethod, ProjectorMethod, LayerMethod, Policy)
 KEEPERS = tuple(
     name
     for name in oracle.named(EncoderMethod, ProjectorMethod, LayerMethod, ChunkMethod, Policy)
-    if method(name).budget in ("exact", "at_most")
+    if get_method(name).budget in ("exact", "at_most")
 )
 CASES = [(family, kind) for family in zoo.FAMILIES for kind in zoo.kinds(family)]
 cases = pytest.mark.parametrize(("family", "kind"), CASES, ids=str)
@@ -154,7 +154,7 @@ def test_all_stages_keep_everything_in_batches_and_beams(family, name):
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_a_recipe_of_every_site_keeps_everything(family, turn):
     """Each method takes its turn among those of its site that the family has; where keys are evicted no tokens come back."""
-    alone = {name for name in KEEPERS if issubclass(method(name), ReturningMethod)}
+    alone = {name for name in KEEPERS if issubclass(get_method(name), ReturningMethod)}
     known = [
         [name for name in oracle.named(kind) if name in KEEPERS and name not in alone and oracle.fits(name, family)]
         for kind in SITES

@@ -9,7 +9,7 @@ import pytest
 import torch
 import zoo
 
-from mmaccel import Recipe, Stage, accelerated, method
+from mmaccel import Recipe, Stage, accelerated, get_method
 from mmaccel.method import LayerMethod, ProjectorMethod
 from mmaccel.runtime import tokens
 
@@ -45,7 +45,7 @@ def holds(family, feed, what, model=None, processor=True, **overrides):
     assert torch.equal(got.prompt.isnan().any(-1), got.prompt.isnan().all(-1))
     oracle.close(got.prompt[kept], prompt[kept], what="prompt logits")
     oracle.close(got.steps, steps, what="decoded logits")
-    if all(method(stage.method).budget == "exact" for stage in what.stages):
+    if all(get_method(stage.method).budget == "exact" for stage in what.stages):
         oracle.apart(got.steps, oracle.replay(family, feed, forced, **overrides)[1])
     return got
 
@@ -95,7 +95,7 @@ def test_layer_after_layer(family, kind, monkeypatch):
     [*square(("uneven",)), *oracle.in_turn(square(), lambda family: [k for k in zoo.kinds(family) if k in OTHERS])],
 )
 def test_dropping_is_hiding(family, name, kind):
-    feed, made = zoo.inputs(family, kind), method(name)
+    feed, made = zoo.inputs(family, kind), get_method(name)
     got = holds(family, feed, oracle.recipe(name, family))
     visual, valid = oracle.visual(family, feed), feed["attention_mask"].bool()
     held = torch.stack(got.seen.held)
@@ -252,7 +252,7 @@ def left_out(family, feed, name, seen, held, chosen, lengths):
     model = oracle.subject(family)
     if chosen:
         return oracle.coming_back(family, model, feed, held, chosen, lengths)
-    every = method(name).site == "cache"
+    every = get_method(name).site == "cache"
     prompt = oracle.everything(model, feed).prompt if every else [heads.any(1) for heads in seen]
     return oracle.Seen(prompt, seen, oracle.below(family, name, feed))
 

@@ -15,7 +15,7 @@ import zoo
 from laws.helpers import PACKED, THREE_AXES
 from torch import Tensor
 
-from mmaccel import Recipe, Stage, accelerated, method, register
+from mmaccel import Recipe, Stage, accelerated, get_method, register
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
 from mmaccel.method import EncoderMethod, LayerMethod, ProjectorMethod, Tap, TokenBatch
@@ -415,7 +415,7 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
         oracle.close(got.prompt[row, kept], logits[: int(kept.sum())])
         oracle.close(got.steps[row], logits[int(kept.sum()) - 1 :])
     # positions matter, or renumbering proves nothing
-    if method(name).budget == "exact":
+    if get_method(name).budget == "exact":
         oracle.apart(got.steps, keep.steps)
 
 
@@ -426,8 +426,8 @@ def test_paper_positions_are_a_fresh_short_prompt(family, name, kind):
         for family in ("llava", "qwen2_5_vl", "qwen3_vl")
         for name in (*oracle.named(LayerMethod), *oracle.policies_that_drop())
         if oracle.fits(name, family)
-        and not method(name).renumbers_inside
-        and method(name).budget in ("exact", "at_most")
+        and not get_method(name).renumbers_inside
+        and get_method(name).budget in ("exact", "at_most")
     ],
 )
 def test_paper_positions_leave_a_whole_prompt_alone(family, name):

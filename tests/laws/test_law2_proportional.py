@@ -10,7 +10,7 @@ import zoo
 from laws.helpers import generate
 from torch.nn.functional import cosine_similarity
 
-from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, method
+from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, get_method
 from mmaccel.core.reduction import Reduction
 from mmaccel.method import EncoderMethod, LayerMethod, ProjectorMethod, ReturningMethod
 from mmaccel.runtime.proportional import stands_for
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 #: those whose tokens come back have tests of their own
 NAMES = tuple(
-    name for name in oracle.named(ProjectorMethod, LayerMethod) if not issubclass(method(name), ReturningMethod)
+    name for name in oracle.named(ProjectorMethod, LayerMethod) if not issubclass(get_method(name), ReturningMethod)
 )
 #: in turn with the families
 SHORT = oracle.families_in_turn(NAMES)
@@ -112,7 +112,7 @@ def test_clips_stand_for_themselves_where_pictures_alone_have_weights(family: st
 @pytest.mark.parametrize("name", ["tome", "pitome"])
 def test_merging_in_the_tower_counts_patches_that_became_one(name: str) -> None:
     """All that stand for one token hold its value."""
-    assert issubclass(method(name), EncoderMethod)
+    assert issubclass(get_method(name), EncoderMethod)
     model, feed = oracle.subject("llava"), zoo.inputs("llava", "image")
     with accelerated(model, name, retain=0.3, proportional="all"):
         model(**feed)

@@ -12,7 +12,7 @@ import torch
 import zoo
 from laws.test_law2_proportional import logarithms
 
-from mmaccel import FastV, Learned, MmaccelError, accelerated, recipe
+from mmaccel import FastV, Learned, MmaccelError, accelerated, get_recipe
 from mmaccel.core.reduction import Reduction, Residual
 from mmaccel.families import family_of
 from mmaccel.method.selector import Belongs
@@ -58,13 +58,13 @@ def holds(family, feed, what, monkeypatch, weigh=lambda reduction, layout: None)
 @pytest.mark.parametrize("kind", ["video", "uneven"])
 def test_what_is_added_is_what_the_language_model_reads(family, kind, tmp_path, monkeypatch):
     feed = zoo.inputs(family, kind if kind in zoo.kinds(family) else "images")
-    holds(family, feed, recipe(selector(oracle.subject(family), tmp_path), retain=0.3), monkeypatch)
+    holds(family, feed, get_recipe(selector(oracle.subject(family), tmp_path), retain=0.3), monkeypatch)
 
 
 def test_weights_follow_what_tokens_showed(tmp_path, monkeypatch):
     """Who stands for whom is decided before anything is added."""
     feed = zoo.inputs("qwen2_5_vl", "uneven")
-    what = recipe(selector(oracle.subject("qwen2_5_vl"), tmp_path), retain=0.3).override(proportional="all")
+    what = get_recipe(selector(oracle.subject("qwen2_5_vl"), tmp_path), retain=0.3).override(proportional="all")
     weigh = partial(logarithms, "qwen2_5_vl", feed, kind="all")
     holds("qwen2_5_vl", feed, what, monkeypatch, weigh)
 

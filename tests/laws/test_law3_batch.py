@@ -12,7 +12,7 @@ import zoo
 from noise import noisy
 from torch import Tensor
 
-from mmaccel import Recipe, Reduction, Stage, accelerated, method, register
+from mmaccel import Recipe, Reduction, Stage, accelerated, get_method, register
 from mmaccel.method import ChunkMethod, EncoderMethod, LayerMethod, Policy, ProjectorMethod
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -28,7 +28,7 @@ SQUARE = [(family, name) for family in zoo.FAMILIES for name in METHODS if oracl
 
 def made(name, family):
     """A recipe of one method, with a budget that its tower can meet."""
-    return oracle.recipe(name, family, 0.5 if method(name).site == "encoder" else 0.3)
+    return oracle.recipe(name, family, 0.5 if get_method(name).site == "encoder" else 0.3)
 
 
 def agrees(family, feed, what, **overrides):
@@ -91,7 +91,7 @@ def test_with_other_language_models(overrides, name):
     agrees("internvl", zoo.inputs("internvl", "uneven"), oracle.recipe(name, "internvl"), **overrides)
 
 
-@pytest.mark.parametrize(("family", "name"), [case for case in SQUARE if method(case[1]).site == "projector"])
+@pytest.mark.parametrize(("family", "name"), [case for case in SQUARE if get_method(case[1]).site == "projector"])
 def test_with_paper_positions(family, name):
     agrees(family, zoo.inputs(family, "uneven"), oracle.recipe(name, family).override(positions="paper"))
 
@@ -159,7 +159,7 @@ def padded_on_the_right(feed):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [case for case in SQUARE if method(case[1]).site in ("projector", "layers")]
+    ("family", "name"), [case for case in SQUARE if get_method(case[1]).site in ("projector", "layers")]
 )
 def test_a_forward_padded_on_the_right(family, name):
     feed, model = zoo.inputs(family, "uneven"), oracle.subject(family)

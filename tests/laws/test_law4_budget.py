@@ -23,13 +23,13 @@ RETAIN = (1e-6, 0.1, 0.29, 0.5, 1.0, 1, 5, 30, 500)
 TOKENS = tuple(
     name
     for name in oracle.named(ProjectorMethod, LayerMethod, ChunkMethod)
-    if mmaccel.method(name).budget in ("exact", "at_most")
+    if mmaccel.get_method(name).budget in ("exact", "at_most")
 )
 KEYS = oracle.policies_that_drop()
 #: policies that by default give every layer and every head the same
 EVEN = [
     name
-    for name, made in ((name, mmaccel.method(name)()) for name in KEYS)
+    for name, made in ((name, mmaccel.get_method(name)()) for name in KEYS)
     if made.choice("layer_budget")[0] == made.choice("head_budget")[0] == "uniform"
 ]
 BUDGETED = tuple(name for name, kind in synthetic.offered().items() if kind.budget != "none" and kind.site != "frames")
@@ -83,7 +83,7 @@ def check(family, kind, name, retain):
     # text is never dropped before the language model, nor in it
     assert torch.equal(kept & ~visual, valid & ~visual)
     counts = [(int(kept[row, places].sum()), wanted(retain, len(places))) for row, places in found]
-    if mmaccel.method(name).budget == "exact":
+    if mmaccel.get_method(name).budget == "exact":
         assert all(k == w for k, w in counts), counts
     assert all(1 <= k <= w for k, w in counts), counts
     stage = stats["stages"][0]

@@ -14,7 +14,7 @@ from mmaccel import Stage, accelerated
 from mmaccel.runtime.merged import Merged
 
 CONSERVING = tuple(name for name, method in synthetic.offered().items() if method.conserves_mass)
-SITES = {name: mmaccel.method(name).site for name in CONSERVING}
+SITES = {name: mmaccel.get_method(name).site for name in CONSERVING}
 KINDS = ("image", "uneven", "video")
 
 
@@ -47,7 +47,7 @@ def test_weights_sum_to_one_and_masses_to_the_tokens(family: str, name: str, kin
     assert torch.allclose(total.view_as(made.kept)[made.kept], torch.ones(int(made.kept.sum())), atol=1e-5)
     mass = made.mass()
     assert bool((mass[made.kept] >= 1).all()) and bool((mass[~made.kept] == 0).all())
-    owner, wide = made.owner(), mmaccel.method(name).unit == "picture"
+    owner, wide = made.owner(), mmaccel.get_method(name).unit == "picture"
     for segment in layout.segments:
         celled = (segment.tile.cells >= 0).all(-1)
         # all tokens with a cell flow into a token of their own segment, or picture

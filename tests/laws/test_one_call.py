@@ -20,7 +20,7 @@ from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
 from mmaccel.runtime.scope import current
 
 #: every recipe whose budget is one of tokens or keys
-BUDGETS = tuple(name for name in oracle.named_recipes() if mmaccel.recipe(name).retain is not None)
+BUDGETS = tuple(name for name in oracle.named_recipes() if mmaccel.get_recipe(name).retain is not None)
 #: what the budgets of a conversation may meet: nothing in the cache, fewer keys, a schedule, sparse reads, packed keys
 CONVERSATIONS = ("test-fixed", "snapkv", "h2o-decode", "quest", "test-fixed+kivi")
 MORE, LESS = 0.6, 0.2
@@ -30,7 +30,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
 def put_on(family: str, name: str, retain: float) -> Any:
     first, *others = name.split("+")
     made = recipe_of(first, family, MORE)
-    made = mmaccel.recipe([*made.stages, *(Stage(other) for other in others)]) if others else made
+    made = mmaccel.get_recipe([*made.stages, *(Stage(other) for other in others)]) if others else made
     return accelerated(model(family), made.override(retain=retain), processor=zoo.processor(family))
 
 
@@ -50,7 +50,7 @@ def test_a_budget_for_one_call_is_that_of_a_model_made_for_it(family: str, recip
             found = tiny.mmaccel.stats()
             assert found["stages"] == figures["stages"] and found["kv_bytes"] == figures["kv_bytes"]
             assert same(generate(tiny, feed), before)
-    stages = [mmaccel.method(stage.method) for stage in mmaccel.recipe(recipe).stages]
+    stages = [mmaccel.get_method(stage.method) for stage in mmaccel.get_recipe(recipe).stages]
     by_content = any(one.budget == "adaptive" for one in stages)
     assert by_content or wanted["stages"] != usual["stages"] or wanted["kv_bytes"] < usual["kv_bytes"]
 
@@ -243,7 +243,7 @@ def test_a_call_inside_a_call() -> None:
 def test_budgets_of_several_stages_keep_their_proportion() -> None:
     """As `retain` of a recipe with an anchor does."""
     tiny, feed = model("llava"), inputs("llava")
-    made = mmaccel.recipe("aim").override(retain=MORE)
+    made = mmaccel.get_recipe("aim").override(retain=MORE)
     with accelerated(tiny, made.override(retain=LESS)):
         wanted = generate(tiny, feed), tiny.mmaccel.stats()["stages"]
     with accelerated(tiny, made):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 from transformers import DynamicCache
 
-from mmaccel import MmaccelError, Recipe, Stage, accelerated, recipe
+from mmaccel import MmaccelError, Recipe, Stage, accelerated, get_recipe
 from mmaccel.kv.codecs import Codec
 from mmaccel.kv.codecs.think import ThinK
 from mmaccel.transformers_api import cache_in
@@ -253,7 +253,7 @@ def test_what_cannot_be_combined() -> None:
         with pytest.raises(MmaccelError, match=message):
             Recipe("mine", stages).build()
     with pytest.raises(MmaccelError, match="drops nothing"):
-        recipe("kivi").override(retain=0.5)
+        get_recipe("kivi").override(retain=0.5)
 
 
 def test_options_are_checked_together() -> None:

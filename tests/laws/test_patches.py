@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.vision_utils import get_vision_window_index
 
-from mmaccel import MmaccelError, Recipe, Stage, accelerated, recipe, register
+from mmaccel import MmaccelError, Recipe, Stage, accelerated, get_recipe, register
 from mmaccel.families import family_of
 from mmaccel.method import EncoderMethod, PatchMethod
 
@@ -388,13 +388,13 @@ def test_closed_towers_are_refused_in_one_sentence(family: str, name: str) -> No
 @pytest.mark.parametrize("inside", oracle.named(EncoderMethod))
 def test_not_together_with_merging_in_the_tower(name: str, inside: str) -> None:
     with pytest.raises(MmaccelError, match="not both; leave out"):
-        recipe([name, inside])
+        get_recipe([name, inside])
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_budget_is_refused(name: str) -> None:
     with pytest.raises(MmaccelError, match="has no budget to set.*; leave it out"):
-        recipe(name, retain=0.5)
+        get_recipe(name, retain=0.5)
 
 
 def test_what_is_predicted_by_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

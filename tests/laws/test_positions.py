@@ -41,7 +41,7 @@ def ids_of(model: Any, feed: Any, forced: Tensor) -> list[Tensor]:
 
 
 #: methods that drop some of the tokens before the language model, whatever they are
-TOKENS = [name for name in oracle.named(ProjectorMethod) if mmaccel.method(name).budget in ("exact", "at_most")]
+TOKENS = [name for name in oracle.named(ProjectorMethod) if mmaccel.get_method(name).budget in ("exact", "at_most")]
 CASES = [
     (family, kind)
     for family in ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl", "internvl")

@@ -60,14 +60,14 @@ def recipe(method: str, family: str) -> mmaccel.Recipe:
     if method == "everything":
         # the first two look into the tower
         closed = oracle.adapter(family).closed is not None
-        return mmaccel.recipe({**EVERYTHING, "stages": EVERYTHING["stages"][2 * closed :]})
-    return mmaccel.recipe("none") if method == "none" else recipe_of(method, family)
+        return mmaccel.get_recipe({**EVERYTHING, "stages": EVERYTHING["stages"][2 * closed :]})
+    return mmaccel.get_recipe("none") if method == "none" else recipe_of(method, family)
 
 
 def of_a_site(site: str) -> list[str]:
     """The recipes of one site by name; `composed` of several."""
     names = ("none", "everything", *oracle.named_recipes())
-    sites = {name: {mmaccel.method(stage.method).site for stage in recipe(name, "llava").stages} for name in names}
+    sites = {name: {mmaccel.get_method(stage.method).site for stage in recipe(name, "llava").stages} for name in names}
     return [name for name in names if site == ("composed" if len(sites[name]) != 1 else next(iter(sites[name])))]
 
 

@@ -18,7 +18,7 @@ import zoo
 from torch import Tensor
 from torch.nn import functional
 
-from mmaccel import MmaccelError, UnsupportedError, accelerated, methods, recipe, register
+from mmaccel import MmaccelError, UnsupportedError, accelerated, get_recipe, methods, register
 from mmaccel.families import family_of
 from mmaccel.method import EncoderMethod, PatchMethod, ProjectorMethod, ReuseMethod
 
@@ -225,7 +225,7 @@ def test_towers_without_clips_are_refused_in_one_sentence(family: str, name: str
 @pytest.mark.parametrize("inside_too", oracle.named(EncoderMethod, PatchMethod))
 def test_one_method_in_the_tower_is_the_most(name: str, inside_too: str) -> None:
     with pytest.raises(MmaccelError, match="is the most|not both"):
-        recipe([name, inside_too] if issubclass(methods()[inside_too], EncoderMethod) else [inside_too, name])
+        get_recipe([name, inside_too] if issubclass(methods()[inside_too], EncoderMethod) else [inside_too, name])
 
 
 def test_references_that_are_none_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ ROUNDS = 8
 #: recipes that keep something for a conversation, and methods before the cache that merge nothing and ask no tower
 NAMES = (
     *(name for name in oracle.named_recipes() if oracle.has_site(name, "cache")),
-    *(name for name in oracle.methods_that_drop(ProjectorMethod, LayerMethod) if not mmaccel.method(name)().taps()),
+    *(name for name in oracle.methods_that_drop(ProjectorMethod, LayerMethod) if not mmaccel.get_method(name)().taps()),
 )
 
 families = pytest.mark.parametrize("family", FAMILIES)

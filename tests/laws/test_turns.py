@@ -76,7 +76,7 @@ def after(
     """Bare logits for the whole conversation with everything hidden that the cache no longer holds, or that was not seen though
     it came ``back``; of the first turn's tokens those that are ``left [B, S]`` bool were not dropped before they came to it."""
     # a cache policy drops keys when the first turn's prompt has been read, not before
-    delayed = mmaccel.method(method).site == "cache"
+    delayed = mmaccel.get_method(method).site == "cache"
     prompt = feed["input_ids"].shape[1]
     held = stored(out.past_key_values, prompt)
     length = reduced.sequences.shape[1] - 1

@@ -6,13 +6,13 @@ import torch
 import zoo
 from batches import batch_of
 
-from mmaccel import accelerated, method, recipe
+from mmaccel import accelerated, get_method, get_recipe
 
 
 def test_the_default_is_spacetime():
     tokens = batch_of()
     count = (tokens.valid.sum(1) + 2) // 3
-    assert torch.equal(*(method(name)().reduce(tokens, count).kept for name in ("balanced", "spacetime")))
+    assert torch.equal(*(get_method(name)().reduce(tokens, count).kept for name in ("balanced", "spacetime")))
 
 
 def test_the_statistics_say_so():
@@ -21,4 +21,4 @@ def test_the_statistics_say_so():
         model(**zoo.inputs("qwen2_5_vl", "video"))
         stats = model.mmaccel.stats()
     assert "balanced: spacetime, as it keeps most answers" in stats["notes"]
-    assert recipe("balanced").retain == 0.25
+    assert get_recipe("balanced").retain == 0.25

@@ -135,7 +135,7 @@ def test_half_precision_and_empty_budgets(method: LayerMethod) -> None:
 
 @named
 def test_describes_itself(method: LayerMethod) -> None:
-    assert mmaccel.method(method.name) is type(method)
+    assert mmaccel.get_method(method.name) is type(method)
     assert method.summary and method.paper and method.layer >= 1
     with pytest.raises(MmaccelError, match="a layer of 1 or more"):
         replace(method, layer=0)
@@ -520,7 +520,7 @@ def test_in_a_left_padded_batch(family: str, name: str) -> None:
         assert 0 < int((kept & visual).sum()) < int(visual.sum())
         resolved = stats["stages"][0]["resolved"]
         assert stats["stages"][0]["tokens_kept"] == int((kept & visual).sum())
-        assert resolved is None if decides(mmaccel.method(name)()) else resolved == int((kept & visual).sum())
+        assert resolved is None if decides(mmaccel.get_method(name)()) else resolved == int((kept & visual).sum())
         for row in range(len(real)):
             alone = last_logits(model, zoo.single(family, feed, row))
             assert torch.equal(model.mmaccel.reduction.kept[0], kept[row, real[row]])
@@ -534,7 +534,7 @@ def test_keeping_everything_is_the_bare_model(family: str) -> None:
     bare = last_logits(model, feed)
     for name in ALONE:
         # thresholds that nothing meets, where they decide
-        never = {"spatial": 2.0, "temporal": 2.0} if decides(mmaccel.method(name)()) else {}
+        never = {"spatial": 2.0, "temporal": 2.0} if decides(mmaccel.get_method(name)()) else {}
         with accelerated(model, name, retain=1.0, layer=FAMILIES[family], **never):
             torch.testing.assert_close(last_logits(model, feed), bare, rtol=1e-4, atol=2e-5)
 
@@ -591,13 +591,15 @@ def test_shares_of_the_depth_that_fall_together() -> None:
 def layers_at(name: str, depth: int, deepstack: int = 0) -> list[int]:
     """The layers a recipe works at in a language model of ``depth`` layers."""
     family = SimpleNamespace(depth=depth, attending=range(depth), deepstack=deepstack, has_cls=True)
-    built = [m for _, m in mmaccel.recipe(name).build() if isinstance(m, LayerMethod)]
+    built = [m for _, m in mmaccel.get_recipe(name).build() if isinstance(m, LayerMethod)]
     return [m.fit(family).layer for m in built]  # type: ignore[arg-type, attr-defined]
 
 
 #: recipes of several stages of which at least one works inside the language model
 PAPERS = [
-    name for name in oracle.named_recipes() if len(mmaccel.recipe(name).stages) > 1 and oracle.has_site(name, "layers")
+    name
+    for name in oracle.named_recipes()
+    if len(mmaccel.get_recipe(name).stages) > 1 and oracle.has_site(name, "layers")
 ]
 
 
@@ -635,7 +637,7 @@ def test_a_budget_reaches_both_halves_of_aim(retain: float) -> None:
 def test_a_budget_reaches_both_halves_of_holitom() -> None:
     """`retain` is what is left in the end, and twice as much is merged to, as in the paper, where that is not everything."""
     for retain, stages in ((0.25, [0.5, 0.25]), (0.1, [0.2, 0.1]), (0.8, [0.861774, 0.8]), (30, [60, 30])):
-        assert [stage.retain for stage in mmaccel.recipe("holitom").override(retain=retain).stages] == stages
+        assert [stage.retain for stage in mmaccel.get_recipe("holitom").override(retain=retain).stages] == stages
     model, feed = tiny("qwen2_5_vl"), dict(zoo.inputs("qwen2_5_vl", "video"))
     with accelerated(model, "holitom", retain=30):
         last_logits(model, feed)
@@ -677,7 +679,7 @@ def test_a_default_layer_fits_any_model_and_a_given_one_is_refused(name: str) ->
     with accelerated(model, name):
         last_logits(model, feed)
         assert {layer: stage.number for layer, stage in model.mmaccel.plan.stage_at_layer.items()} == {3: 0}
-        default = mmaccel.method(name)().layer
+        default = mmaccel.get_method(name)().layer
         notes = model.mmaccel.stats()["notes"]
         assert [note for note in notes if "lets the content decide" not in note] == [
             f"{name} works at layer 3: layer {default}, its default, is out of reach in this model"
@@ -687,14 +689,14 @@ def test_a_default_layer_fits_any_model_and_a_given_one_is_refused(name: str) ->
 
 
 def test_papers_keep_their_numbers() -> None:
-    stages = mmaccel.recipe("aim").stages[1:]
+    stages = mmaccel.get_recipe("aim").stages[1:]
     assert layers_at("aim", 28) == list(range(15, 23))
     assert [stage.retain for stage in stages[:-1]] == [0.25 * share / 8 for share in range(7, 0, -1)]
     assert stages[-1].retain == 1
     assert layers_at("mustdrop", 32) == [3, 7, 11, 15]
     assert layers_at("holitom", 28) == [18]
     assert layers_at("lazyllm-prefill", 32) == [9, 19, 28]
-    assert [stage.retain for stage in mmaccel.recipe("lazyllm-prefill").stages] == pytest.approx([0.7, 0.49, 0.343])
+    assert [stage.retain for stage in mmaccel.get_recipe("lazyllm-prefill").stages] == pytest.approx([0.7, 0.49, 0.343])
 
 
 @pytest.mark.parametrize(("retain", "shares"), [(None, (0.7, 0.49, 0.343)), (0.5, (0.793701, 0.629961, 0.5))])

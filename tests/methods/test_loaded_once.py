@@ -11,7 +11,7 @@ import pytest
 import zoo
 from test_cdpruner import clip_folder
 
-from mmaccel import answer_videos, recipe
+from mmaccel import answer_videos, get_recipe
 from mmaccel.families import draft, text
 from mmaccel.media.files import Prompt
 from mmaccel.method import loaded
@@ -49,9 +49,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def recipes(tmp_path: Path) -> list[Recipe]:
     """One with a text tower, one with a draft, and one with both."""
     width = zoo.model("llava").config.vision_config.hidden_size
-    tower = recipe("cdpruner", clip=str(clip_folder("transformers", tmp_path, width)), retain=0.5)
-    drafted = recipe("speckv", draft=str(zoo.draft("llava")), retain=0.5)
-    return [tower, drafted, recipe([tower, drafted])]
+    tower = get_recipe("cdpruner", clip=str(clip_folder("transformers", tmp_path, width)), retain=0.5)
+    drafted = get_recipe("speckv", draft=str(zoo.draft("llava")), retain=0.5)
+    return [tower, drafted, get_recipe([tower, drafted])]
 
 
 def test_evaluate(loads, recipes):
@@ -84,7 +84,7 @@ def test_tune(loads, recipes):
 
 
 def of_clips() -> Recipe:
-    return recipe("specpc", draft=str(zoo.draft("qwen2_5_vl")), retain=0.5)
+    return get_recipe("specpc", draft=str(zoo.draft("qwen2_5_vl")), retain=0.5)
 
 
 def test_video_qa(loads, tmp_path):

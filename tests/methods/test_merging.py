@@ -226,7 +226,7 @@ def test_every_method_in_a_model(family: str) -> None:
             assert out.shape[1] == feed["input_ids"].shape[1] + 2
             stage = tiny.mmaccel.stats()["stages"][0]
             assert 0 < stage["tokens_kept"] < stage["tokens_in"]
-            if stage["resolved"] is not None and mmaccel.method(name).budget == "exact":
+            if stage["resolved"] is not None and mmaccel.get_method(name).budget == "exact":
                 assert stage["tokens_kept"] == stage["resolved"]
             tiny(**pictures)
             assert tiny.mmaccel.stats()["stages"][0]["tokens_kept"] > 0
@@ -251,5 +251,5 @@ def test_impossible_options_are_refused(make) -> None:
 def test_they_are_known_by_name() -> None:
     """All that merge over the pictures and clips of a prompt; those that merge over its segments are in test_methods."""
     own = {name for name, kind in synthetic.offered(ProjectorMethod).items() if "mmaccel.merging." in kind.__module__}
-    assert set(NAMES) == {name for name in own if mmaccel.method(name).unit != "segment"}
+    assert set(NAMES) == {name for name in own if mmaccel.get_method(name).unit != "segment"}
     assert "pitome" in mmaccel.methods()

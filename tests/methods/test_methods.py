@@ -128,7 +128,7 @@ def test_every_built_in_method_describes_itself() -> None:
             method, TokenMethod | PatchMethod | EncoderMethod | ReuseMethod | Policy | Codec | FramesMethod
         )
     with pytest.raises(MmaccelError, match="divprune"):
-        mmaccel.method("div-prune")
+        mmaccel.get_method("div-prune")
 
 
 # --- single token methods ---------------------------------------------------------------------------------------------

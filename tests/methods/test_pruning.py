@@ -120,9 +120,9 @@ def test_equal_tokens_and_no_sources(method: TokenMethod) -> None:
 
 def test_they_are_registered_with_the_papers_defaults() -> None:
     for name in PRUNING:
-        cls = mmaccel.method(name)
-        assert cls.name == name and cls.paper and mmaccel.recipe(name).build()
-    assert mmaccel.recipe("hired").retain == 0.2 and mmaccel.recipe("prumerge").retain == 1.0
+        cls = mmaccel.get_method(name)
+        assert cls.name == name and cls.paper and mmaccel.get_recipe(name).build()
+    assert mmaccel.get_recipe("hired").retain == 0.2 and mmaccel.get_recipe("prumerge").retain == 1.0
     assert HiRED().official_count(0.29, 100) == 28 and FoPru().official_count(0.29, 100) == 28
     assert PruMerge().official_count(0.125, 576) == 73
     # whole rows where the picture is one grid: half of 5 rows rounds to even

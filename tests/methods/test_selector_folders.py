@@ -17,7 +17,7 @@ import torch
 import zoo
 from safetensors.torch import load, save
 
-from mmaccel import Learned, MmaccelError, Recipe, UnsupportedError, accelerate_vlm, accelerated, recipe
+from mmaccel import Learned, MmaccelError, Recipe, UnsupportedError, accelerate_vlm, accelerated, get_recipe
 from mmaccel.families import family_of
 from mmaccel.method.selector import CONFIG, WEIGHTS, Belongs, Selector, Shape, described
 
@@ -273,7 +273,7 @@ def test_a_selector_must_know_its_model(model, good, tmp_path):
 def test_a_recipe_file_may_name_a_damaged_selector(good, tmp_path):
     folder = tmp_path / "mine"
     shutil.copytree(good, folder)
-    chosen = recipe(folder).to_json()
+    chosen = get_recipe(folder).to_json()
     edited("shape", blocks=1_000_000)(folder)
     with pytest.raises(
         MmaccelError, match=r"`blocks` of a selector must be an integer from 1 to 64, got 1000000; give"
@@ -298,13 +298,17 @@ def test_a_recipe_file_that_is_none_is_refused(make, said, tmp_path):
     path = tmp_path / "recipe.json"
     make(path)
     with pytest.raises(MmaccelError, match=said):
-        recipe(path)
+        get_recipe(path)
 
 
 def test_recipe_files_of_strangers_are_refused_or_work():
     """Every field and option with a value of every wrong kind."""
     tried = 0
-    for chosen in (recipe(["divprune", "snapkv", "kivi"], retain=0.5), recipe("pyramiddrop"), recipe("learned")):
+    for chosen in (
+        get_recipe(["divprune", "snapkv", "kivi"], retain=0.5),
+        get_recipe("pyramiddrop"),
+        get_recipe("learned"),
+    ):
         data = json.loads(chosen.to_json())
         for path in [*fields(data), *(("stages", 0, "options", name) for name in ("selector", "window", "nothing"))]:
             for value in VALUES:

@@ -9,7 +9,7 @@ import torch
 from batches import UNITS, batch_of, check_rows_alone
 from torch.nn.functional import cosine_similarity, normalize
 
-from mmaccel import MmaccelError, SpaceTime, method
+from mmaccel import MmaccelError, SpaceTime, get_method
 from mmaccel.merging.spacetime import lifted
 from mmaccel.method import TokenBatch
 
@@ -82,7 +82,7 @@ def test_pictures_of_tokens_of_one_length_are_reduced_as_by_divprune_and_clips_o
     tokens = batch_of()
     tokens = replace(tokens, features=normalize(tokens.features, dim=-1))
     count = (tokens.valid.sum(1) + 2) // 3
-    kept, diverse = (method(name)().reduce(tokens, count).kept for name in ("spacetime", "divprune"))
+    kept, diverse = (get_method(name)().reduce(tokens, count).kept for name in ("spacetime", "divprune"))
     assert 0 < sum(tokens.clips) < len(UNITS) and torch.equal(kept.sum(1), count)
     for row, clip in enumerate(tokens.clips):
         assert torch.equal(kept[row], diverse[row]) != clip

@@ -170,10 +170,10 @@ def test_steps_that_pack_are_ordinary(form: str) -> None:
 # by choice: the recipes of the book that evict while they decode, and schedules of other kinds
 #: by name: a recipe, and whether what was evicted from is pinned to the same tensors again
 EVICTING = {
-    "h2o-decode": (mmaccel.recipe("h2o-decode"), True),
-    "d2o": (mmaccel.recipe("d2o"), True),
-    "streaming-llm-decode": (mmaccel.recipe("streaming-llm-decode"), True),
-    "elastic-cache-decode": (mmaccel.recipe("elastic-cache-decode"), True),
+    "h2o-decode": (mmaccel.get_recipe("h2o-decode"), True),
+    "d2o": (mmaccel.get_recipe("d2o"), True),
+    "streaming-llm-decode": (mmaccel.get_recipe("streaming-llm-decode"), True),
+    "elastic-cache-decode": (mmaccel.get_recipe("elastic-cache-decode"), True),
     "snapkv": (Recipe("window", (Stage("snapkv", 0.3, {"joint": True, "window": 3}),)), True),
     "heads": (Recipe("heads", (Stage("h2o", 0.3, {"joint": True, "head_budget": "adaptive:0", "recent": 1}),)), False),
 }
@@ -338,7 +338,7 @@ def test_a_copy_of_the_cache_keeps_what_it_holds(graphs: None) -> None:
             held.append((restore, keys, [x.clone() for x in keys]))
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    with accelerated(tiny, mmaccel.recipe("h2o-decode").override(every=8)):
+    with accelerated(tiny, mmaccel.get_recipe("h2o-decode").override(every=8)):
         mine = cache()
         options = {"new": 41, "min_new_tokens": 41, "stopping_criteria": StoppingCriteriaList([look])}
         generate(tiny, feed, past_key_values=mine, **options)

@@ -12,7 +12,7 @@ import zoo
 from tail import in_turn
 from transformers import AutoModelForImageTextToText, LogitsProcessor
 
-from mmaccel import MmaccelError, SpecKV, SpecPC, SpecPrefill, UnsupportedError, accelerate_vlm, accelerated, recipe
+from mmaccel import MmaccelError, SpecKV, SpecPC, SpecPrefill, UnsupportedError, accelerate_vlm, accelerated, get_recipe
 from mmaccel.method import loaded as loaded_parts
 from mmaccel.runtime import draft as drafts
 from mmaccel.runtime import lookahead
@@ -166,7 +166,7 @@ def test_what_cannot_be_given_as_a_loaded_draft():
     with pytest.raises(
         MmaccelError, match="is a loaded model, for which JSON has no word; save it and name the folder"
     ):
-        recipe("specpc", draft=loaded).to_json()
+        get_recipe("specpc", draft=loaded).to_json()
     with pytest.raises(UnsupportedError, match=r"training mode; call draft.eval\(\) first"):
         accelerate_vlm(model, "speckv", draft=loaded.train())
     accelerate_vlm(loaded.eval(), "divprune")

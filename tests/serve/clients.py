@@ -17,7 +17,7 @@ from mmaccel.families.load import load_model
 from mmaccel.media.files import Prompt, encode
 from mmaccel.media.prepare import prepare
 from mmaccel.programs.turns import Seat
-from mmaccel.recipe import recipe
+from mmaccel.recipe import get_recipe
 
 MODELS = Path(mmaccel.__file__).parent / "models"
 LONGEST = 16
@@ -49,7 +49,7 @@ def user(*parts: dict[str, Any] | str) -> dict[str, Any]:
 def direct(name: str, prompt: Prompt, named: str, **changes: Any) -> ask.Answer:
     """What ``mmaccel ask`` answers."""
     model, processor = loaded(name)
-    chosen = recipe(named).override(**changes)
+    chosen = get_recipe(named).override(**changes)
     prepared = prepare(processor, chosen)
     return ask.answer(model, prepared, encode(prepared, [prompt]), chosen, LONGEST)
 
@@ -64,7 +64,7 @@ def serving(name: str, named: str = "balanced", **options: Any) -> Iterator[Simp
 
     model, processor = Seat(*loaded(name), 0).twin()
     door = {key: options.pop(key) for key in ("key", "allowed") if key in options}
-    desk = running.make_desk(model, processor, recipe(named), **options)
+    desk = running.make_desk(model, processor, get_recipe(named), **options)
     server = running.make_server(desk, name, **door)
     with running.bind("127.0.0.1", 0) as bound:
         bound.listen()

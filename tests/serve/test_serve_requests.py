@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from mmaccel import MmaccelError
 from mmaccel.media import untrusted
 from mmaccel.media.files import Chat, encode
-from mmaccel.recipe import recipe
+from mmaccel.recipe import get_recipe
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip install '.[test]'")
 
@@ -312,7 +312,7 @@ def test_other_doors(served):
     assert [one.id for one in served.client.models.list()] == ["mini-llava"]
     assert served.client.models.retrieve("mini-llava").mmaccel == {
         "recipe": "divprune",
-        "retain": recipe("divprune").retain,
+        "retain": get_recipe("divprune").retain,
     }
     for method, path, status in (
         ("GET", "/v1/chat/completions", 405),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import zoo
 
-from mmaccel import Recipe, accelerated, recipe
+from mmaccel import Recipe, accelerated, get_recipe
 from mmaccel.media.files import Prompt, encode
 from mmaccel.programs.video_qa.qa import QASettings, VideoAnswerer
 from mmaccel.programs.video_qa.questions import VideoQuestion
@@ -39,7 +39,7 @@ def answerer(
     family: str, which: str | Recipe = "balanced", size: int | str = "auto", say: Any = None, **options: Any
 ) -> VideoAnswerer:
     made = {"frames": FRAMES, "max_new_tokens": LONGEST, "batch_size": size, **options}
-    settings = QASettings("tiny", recipe(which), **made)
+    settings = QASettings("tiny", get_recipe(which), **made)
     return VideoAnswerer(settings, tiny(family), zoo.processor(family), *([say] if say else []))
 
 

@@ -16,7 +16,7 @@ from films import film
 from tail import few, in_turn
 
 import mmaccel
-from mmaccel import MmaccelError, Recipe, Stage, recipe
+from mmaccel import MmaccelError, Recipe, Stage, get_recipe
 from mmaccel.programs.video_qa.qa import Figures, QASettings, VideoAnswerer, answer_videos, needs_own_prefill
 from mmaccel.programs.video_qa.questions import VideoQuestion
 from mmaccel.video import ahead, decode
@@ -87,10 +87,10 @@ def test_one_question_a_video_is_a_plain_call(films: Path, monkeypatch: pytest.M
 
 
 def test_what_a_recipe_needs() -> None:
-    assert needs_own_prefill(recipe("none")) is None and needs_own_prefill(recipe("balanced")) is None
-    assert needs_own_prefill(recipe("tome")) is None and needs_own_prefill(recipe("resize")) is None
-    assert "holitom-inner" in str(needs_own_prefill(recipe("holitom")))
-    assert "query-frames" in str(needs_own_prefill(recipe("query-frames")))
+    assert needs_own_prefill(get_recipe("none")) is None and needs_own_prefill(get_recipe("balanced")) is None
+    assert needs_own_prefill(get_recipe("tome")) is None and needs_own_prefill(get_recipe("resize")) is None
+    assert "holitom-inner" in str(needs_own_prefill(get_recipe("holitom")))
+    assert "query-frames" in str(needs_own_prefill(get_recipe("query-frames")))
 
 
 def test_a_question_leaves_no_trace(films: Path) -> None:
@@ -215,12 +215,12 @@ def test_frames_that_a_question_chooses(films: Path, monkeypatch: pytest.MonkeyP
     one = answerer("qwen2_5_vl", "none", 8, frame_method="query-frames", frames=2)
     assert len(answers(one, questions)) == 3 and asked == list(ASKED) and one.figures.prefills == 3
     asked.clear()
-    one = answerer("qwen2_5_vl", recipe("query-frames").override(retain=0.5), 8)
+    one = answerer("qwen2_5_vl", get_recipe("query-frames").override(retain=0.5), 8)
     assert len(answers(one, questions)) == 3 and sorted(set(asked)) == sorted(ASKED) and one.figures.prefills == 3
 
 
 def test_recipes_on_frames_are_applied(films: Path) -> None:
-    small, full = answerer("qwen2_5_vl", recipe("resize").override(retain=0.25)), answerer("qwen2_5_vl", "none")
+    small, full = answerer("qwen2_5_vl", get_recipe("resize").override(retain=0.25)), answerer("qwen2_5_vl", "none")
     for one in (small, full):
         assert len(answers(one, ask(films, ("high.mp4",)))) == 3
     assert small.figures.visual_tokens < full.figures.visual_tokens
@@ -244,7 +244,9 @@ def test_answer_videos(films: Path, tmp_path: Path) -> None:
 
 
 def test_settings_and_figures_travel(films: Path) -> None:
-    settings = QASettings("tiny", recipe("holitom"), frame_options={"threshold": 1.0}, frame_method="distinct-frames")
+    settings = QASettings(
+        "tiny", get_recipe("holitom"), frame_options={"threshold": 1.0}, frame_method="distinct-frames"
+    )
     assert pickle.loads(pickle.dumps(settings)).identity() == settings.identity()
     one = answerer("qwen2_5_vl", "divprune", 4)
     half, other = answerer("qwen2_5_vl", "divprune", 4), answerer("qwen2_5_vl", "divprune", 4)
@@ -263,23 +265,23 @@ def test_settings_and_figures_travel(films: Path) -> None:
 
 
 def test_what_a_run_must_share_to_be_mixed(tmp_path: Path) -> None:
-    base = QASettings("tiny", recipe("balanced")).identity()
+    base = QASettings("tiny", get_recipe("balanced")).identity()
     for other in (
         {"frames": 8},
-        {"recipe": recipe("none")},
+        {"recipe": get_recipe("none")},
         {"max_new_tokens": 5},
         {"frame_method": "keyframes"},
         {"dtype": "bfloat16"},
     ):
-        assert QASettings(**{"model": "tiny", "recipe": recipe("balanced"), **other}).identity() != base
-    assert QASettings("tiny", recipe("balanced"), batch_size=3, timeout=3.0, device="cpu").identity() == base
+        assert QASettings(**{"model": "tiny", "recipe": get_recipe("balanced"), **other}).identity() != base
+    assert QASettings("tiny", get_recipe("balanced"), batch_size=3, timeout=3.0, device="cpu").identity() == base
     for name in ("one", "two"):
         (tmp_path / name / "m").mkdir(parents=True)
         (tmp_path / name / "m" / "model.safetensors").write_bytes(b"weights")
-    first = QASettings(str(tmp_path / "one" / "m"), recipe("none")).identity()
-    assert QASettings(str(tmp_path / "two" / "m"), recipe("none")).identity() == first
+    first = QASettings(str(tmp_path / "one" / "m"), get_recipe("none")).identity()
+    assert QASettings(str(tmp_path / "two" / "m"), get_recipe("none")).identity() == first
     (tmp_path / "two" / "m" / "model.safetensors").write_bytes(b"others!")
-    assert QASettings(str(tmp_path / "two" / "m"), recipe("none")).identity() != first
+    assert QASettings(str(tmp_path / "two" / "m"), get_recipe("none")).identity() != first
 
 
 def test_videos_are_decoded_ahead(films: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import zoo
 from asking import ASKED, alone, answerer, answers, ask
 from tail import in_turn
 
-from mmaccel import MmaccelError, recipe
+from mmaccel import MmaccelError, get_recipe
 from mmaccel.media.files import Prompt, encode
 from mmaccel.programs.positions import check_positions
 from mmaccel.programs.video_qa.qa import QASettings, VideoAnswerer
@@ -114,11 +114,11 @@ def test_positions_are_counted_and_not_tokens() -> None:
     assert places + 8 < tokens
     try:
         text.max_position_embeddings = places + 8
-        check_positions(model, recipe("none"), inputs, 8)
+        check_positions(model, get_recipe("none"), inputs, 8)
         with pytest.raises(MmaccelError, match=f"{tokens} tokens at {places} positions"):
-            check_positions(model, recipe("none"), inputs, 9)
-        check_positions(model, recipe("divprune", retain=0.5, positions="paper"), inputs, 9)
-        check_positions(model, recipe("homer", retain=0.5), inputs, 9)
+            check_positions(model, get_recipe("none"), inputs, 9)
+        check_positions(model, get_recipe("divprune", retain=0.5, positions="paper"), inputs, 9)
+        check_positions(model, get_recipe("homer", retain=0.5), inputs, 9)
     finally:
         text.max_position_embeddings = most
 
@@ -185,7 +185,7 @@ def test_a_question_that_shows_the_model_something(family: str, place: str, film
 )
 def test_options_of_no_use(option: dict[str, Any], said: str) -> None:
     with pytest.raises(MmaccelError, match=said):
-        QASettings("tiny", recipe("none"), **option)
+        QASettings("tiny", get_recipe("none"), **option)
 
 
 def test_models_and_recipes_that_cannot(films: Path) -> None:

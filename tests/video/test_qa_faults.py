@@ -20,7 +20,7 @@ import pytest
 import torch
 import transformers
 
-from mmaccel import MmaccelError, files, method, recipe
+from mmaccel import MmaccelError, files, get_method, get_recipe
 from mmaccel.cli import main
 from mmaccel.programs import identity
 from mmaccel.programs.bench import origin
@@ -89,7 +89,7 @@ def begun(path: Path, settings: QASettings) -> None:
     ],
 )
 def test_every_byte_of_a_model_counts(name: str, at: int, folder: Path, tmp_path: Path) -> None:
-    settings = QASettings(str(folder), recipe("none"))
+    settings = QASettings(str(folder), get_recipe("none"))
     begun(tmp_path / "a.jsonl", settings)
     flip(folder / "README.md", 0)
     begun(tmp_path / "a.jsonl", settings)
@@ -103,7 +103,7 @@ def test_every_byte_of_a_model_counts(name: str, at: int, folder: Path, tmp_path
 
 
 def test_files_that_come_and_go_count_and_a_few_are_named(folder: Path, tmp_path: Path) -> None:
-    settings = QASettings(str(folder), recipe("none"))
+    settings = QASettings(str(folder), get_recipe("none"))
     begun(tmp_path / "a.jsonl", settings)
     (folder / "added_tokens.json").write_text("{}")
     (folder / "merges.txt").unlink()
@@ -129,7 +129,7 @@ def test_files_that_come_and_go_count_and_a_few_are_named(folder: Path, tmp_path
 def test_who_answers_and_how_it_is_asked_count(
     where: Any, name: str, value: Any, said: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = QASettings(str(folder), recipe("none"))
+    settings = QASettings(str(folder), get_recipe("none"))
     begun(tmp_path / "a.jsonl", settings)
     monkeypatch.setattr(where, name, value)
     with pytest.raises(MmaccelError, match=rf"different settings \({said}\)"):
@@ -138,24 +138,24 @@ def test_who_answers_and_how_it_is_asked_count(
 
 def test_the_whole_recipe_counts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``1`` is a token and ``1.0`` all of them; the code of methods and of what chooses frames; files that they load."""
-    one, everything = (QASettings(str(folder), recipe("divprune", retain=retain)) for retain in (1, 1.0))
+    one, everything = (QASettings(str(folder), get_recipe("divprune", retain=retain)) for retain in (1, 1.0))
     begun(tmp_path / "a.jsonl", one)
     with pytest.raises(MmaccelError, match=r"different settings \(recipe of 'divprune'\)"):
         AnswerFile(tmp_path / "a.jsonl", everything.identity())
     with monkeypatch.context() as patch:
-        patch.setattr(method("divprune"), "reduce", lambda self, tokens, count: None)
+        patch.setattr(get_method("divprune"), "reduce", lambda self, tokens, count: None)
         with pytest.raises(MmaccelError, match=r"different settings \(code of divprune of 'divprune'\)"):
             AnswerFile(tmp_path / "a.jsonl", one.identity())
-    chosen = QASettings(str(folder), recipe("none"), frame_method="scene-frames")
+    chosen = QASettings(str(folder), get_recipe("none"), frame_method="scene-frames")
     begun(tmp_path / "b.jsonl", chosen)
     with monkeypatch.context() as patch:
-        patch.setattr(method("scene-frames"), "pick", lambda self, frames, count: None)
+        patch.setattr(get_method("scene-frames"), "pick", lambda self, frames, count: None)
         with pytest.raises(MmaccelError, match="code of scene-frames"):
             AnswerFile(tmp_path / "b.jsonl", chosen.identity())
     clip = tmp_path / "clip"
     clip.mkdir()
     (clip / "weights").write_bytes(b"1")
-    loads = QASettings(str(folder), recipe("cdpruner", retain=0.5, clip=str(clip)))
+    loads = QASettings(str(folder), get_recipe("cdpruner", retain=0.5, clip=str(clip)))
     begun(tmp_path / "c.jsonl", loads)
     (clip / "weights").write_bytes(b"2")
     with pytest.raises(MmaccelError, match="files of cdpruner"):
@@ -169,7 +169,7 @@ def test_a_hub_id_is_known_by_its_commit(tmp_path: Path, monkeypatch: pytest.Mon
         return f"/hub/models--org--tiny/snapshots/{commit}/{file}"
 
     monkeypatch.setattr("transformers.utils.hub.cached_file", cached)
-    settings = QASettings("org/tiny", recipe("none"))
+    settings = QASettings("org/tiny", get_recipe("none"))
     begun(tmp_path / "a.jsonl", settings)
     begun(tmp_path / "a.jsonl", settings)
     commit = "b" * 40
@@ -194,7 +194,7 @@ def test_reading_that_takes_long_shows_how_far_it_is(
     assert identity._QUIET == 2.0
     monkeypatch.setattr(identity, "_QUIET", patience)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    QASettings(str(folder), recipe("none")).identity()
+    QASettings(str(folder), get_recipe("none")).identity()
     assert ("reading the model's files" in terminal.getvalue()) == shown
 
 
@@ -208,7 +208,7 @@ def test_answers_of_an_earlier_mmaccel_are_refused_by_name(folder: Path, tmp_pat
     with pytest.raises(
         MmaccelError, match="is of an earlier mmaccel, which .* named questions by their lines; give another"
     ):
-        AnswerFile(path, QASettings(str(folder), recipe("none")).identity())
+        AnswerFile(path, QASettings(str(folder), get_recipe("none")).identity())
     assert path.read_bytes() == content
 
 

@@ -19,7 +19,7 @@ import pytest
 import zoo
 from films import film
 
-from mmaccel import MmaccelError, recipe
+from mmaccel import MmaccelError, get_recipe
 from mmaccel.cli import main
 from mmaccel.programs.video_qa import cluster
 from mmaccel.programs.video_qa.cluster import ClusterAnswerer
@@ -48,7 +48,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(size: int | str = 2, model: str = "tiny", **more: Any) -> QASettings:
-    return QASettings(model, recipe("divprune"), frames=4, max_new_tokens=6, batch_size=size, **more)  # type: ignore[arg-type]
+    return QASettings(model, get_recipe("divprune"), frames=4, max_new_tokens=6, batch_size=size, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", (1, 3, 50))

@@ -39,7 +39,7 @@ from mmaccel.integrations.vllm.settings import (
 )
 from mmaccel.method import ProjectorMethod
 from mmaccel.method.registry import methods
-from mmaccel.recipe import recipe, recipes
+from mmaccel.recipe import get_recipe, recipes
 from mmaccel.runtime.encoded import Encoded
 from mmaccel.runtime.taps import Taps
 
@@ -53,7 +53,7 @@ def config(family: str):
 
 def plan(family: str, which, **overrides) -> ServingPlan:
     return ServingPlan(
-        Settings(recipe(which, **overrides)), config(family), QWEN if family.startswith("qwen") else LLAVA
+        Settings(get_recipe(which, **overrides)), config(family), QWEN if family.startswith("qwen") else LLAVA
     )
 
 
@@ -339,7 +339,7 @@ def test_a_request_s_bad_budget_is_refused(retain):
 
 def test_settings_of_an_override():
     assert settings_of({"recipe": "divprune", "retain": 0.1, "numbering": "transformers"}) == Settings(
-        recipe("divprune", retain=0.1), "transformers"
+        get_recipe("divprune", retain=0.1), "transformers"
     )
     one, two = (settings_of({"recipe": "divprune", "retain": r}).fingerprint() for r in (0.1, 0.2))
     assert one != two
@@ -762,7 +762,9 @@ def test_plain_positions_become_three_equal_axes():
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl", "pixtral"])
 def test_who_has_positions_on_three_axes(name):
     turning = "mrope_section" in (config(name).get_text_config().rope_parameters or {})
-    assert ServingPlan(Settings(recipe("divprune")), config(name), LLAVA).turns == turning == name.startswith("qwen")
+    assert (
+        ServingPlan(Settings(get_recipe("divprune")), config(name), LLAVA).turns == turning == name.startswith("qwen")
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- seams
@@ -780,7 +782,7 @@ def test_items_of_a_call_come_apart_and_together_again():
 
 def test_pictures_of_any_size_with_text_behind_their_rows():
     """A LLaVA with the tower of Pixtral: marks behind the rows stay where they stood, whatever goes."""
-    ours = ServingPlan(Settings(recipe("divprune", retain=0.25)), config("pixtral"), LLAVA)
+    ours = ServingPlan(Settings(get_recipe("divprune", retain=0.25)), config("pixtral"), LLAVA)
     pixels = [torch.zeros(3, 16, 40), torch.zeros(3, 32, 24)]
     pictures = ours.pictures("image", {"pixel_values": pixels}, 22)
     assert [picture[0].grid for picture in pictures] == [(1, 2, 5), (1, 4, 3)]
@@ -797,7 +799,7 @@ def test_pictures_of_any_size_with_text_behind_their_rows():
     ):
         assert served._apart(modality, shown) == apart
     with pytest.raises(UnsupportedError, match="not tried with Pixtral"):
-        ServingPlan(Settings(recipe("visionzip")), config("pixtral"), LLAVA)
+        ServingPlan(Settings(get_recipe("visionzip")), config("pixtral"), LLAVA)
 
 
 def test_names_of_newer_checkpoints():

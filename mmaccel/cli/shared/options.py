@@ -131,9 +131,9 @@ class RecipeOptions:
         MmaccelError
             If there is none of that name, or it has no such option.
         """
-        from ...recipe import recipe
+        from ...recipe import get_recipe
 
-        found = recipe(self.recipe).override(**self.changes())
+        found = get_recipe(self.recipe).override(**self.changes())
         found.build()
         return found
 
@@ -169,11 +169,11 @@ def named(recipes: Sequence[str]) -> list[tuple[str, Recipe]]:
     """Recipes as they were given, each content once, by names that differ: of files whose recipes have one name, the name of
     the file stands behind it."""
     from ...programs.identity import recipe_identity
-    from ...recipe import recipe
+    from ...recipe import get_recipe
 
     given: dict[str, tuple[str, Recipe]] = {}
     for text in recipes:
-        one = recipe(text)
+        one = get_recipe(text)
         given.setdefault(recipe_identity(one), (text, one))
     found: dict[str, Recipe] = {}
     for text, one in given.values():

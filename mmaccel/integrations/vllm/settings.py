@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from ...core.budget import Retain, check_retain
 from ...errors import MmaccelError, UnsupportedError
-from ...recipe import Recipe
-from ...recipe import recipe as find_recipe
+from ...recipe import Recipe, get_recipe
 from ...version import __version__
 
 #: whose position text has behind a clip whose time goes further than its height and width: vLLM goes on behind the last frame,
@@ -93,7 +92,7 @@ def settings_of(given: Any) -> Settings:
     numbering = given.get("numbering", "vllm")
     if numbering not in NUMBERINGS:
         raise MmaccelError(f"numbering={numbering!r} is unknown; use {' or '.join(map(repr, NUMBERINGS))}.")
-    chosen = find_recipe(given["recipe"], **options)
+    chosen = get_recipe(given["recipe"], **options)
     chosen.build()
     if chosen.proportional != "none":
         raise UnsupportedError(

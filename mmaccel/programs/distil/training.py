@@ -16,8 +16,7 @@ from ...families import family_of
 from ...files import locked
 from ...method.selector import CONFIG, WEIGHTS, Belongs, Shape
 from ...pruning.learned import Learned
-from ...recipe import RecipeLike
-from ...recipe import recipe as find_recipe
+from ...recipe import RecipeLike, get_recipe
 from ..bench import origin
 from ..evaluate import Question
 from ..resume import naming_files, run_settings, shown, usable
@@ -243,7 +242,7 @@ def _finish(
     found: dict[str, dict[float, Measured]] = {}
     for name, one in recipes.items():
         for budget in budgets:
-            found.setdefault(name, {})[budget] = judge.ask(find_recipe(one, retain=budget), 0)
+            found.setdefault(name, {})[budget] = judge.ask(get_recipe(one, retain=budget), 0)
             tell("asking held-out questions", sum(map(len, found.values())), len(recipes) * len(budgets))
     told = {**record, "held out": report.figures(found), "log": learner.state.log, "settings": shown(settings)}
     made = Distilled(out, parameters, share, learner.signal, tuple(learner.state.log), found, told)

@@ -27,8 +27,7 @@ from ...families import family_of
 from ...media.prepare import prepare
 from ...method import Policy, ReturningMethod
 from ...method.loaded import KeepLoaded
-from ...recipe import Recipe
-from ...recipe import recipe as find_recipe
+from ...recipe import Recipe, get_recipe
 from ...runtime.remembered import Remembered
 from ...transformers_api import DynamicCache, cache_argument
 from ..bench.arithmetic import count_operations
@@ -125,7 +124,7 @@ class Exam:
         self.family = family_of(model, processor)
         self.memory = Remembered()
         self.inputs = inputs_of(model, processor, batch)
-        check_positions(model, find_recipe("none"), self.inputs, longest)
+        check_positions(model, get_recipe("none"), self.inputs, longest)
         written: list[Tensor] = []
 
         def write() -> None:
@@ -137,7 +136,7 @@ class Exam:
             self.vision = count_operations(model, write).vision
         self.tokens = written[0]
         self.lengths = answer_lengths(self.tokens, model.generation_config.eos_token_id)
-        self.full = self._read(find_recipe("none"), processor)
+        self.full = self._read(get_recipe("none"), processor)
 
     @torch.inference_mode()
     def judge(self, recipe: Recipe) -> Measured:

@@ -19,9 +19,8 @@ from ...errors import MmaccelError
 from ...families import Family
 from ...method import LayerMethod, Policy
 from ...method.keys import CHOICES
-from ...method.registry import method, methods
-from ...recipe import Recipe
-from ...recipe import recipe as find_recipe
+from ...method.registry import get_method, methods
+from ...recipe import Recipe, get_recipe
 from .judge import Goal, Judge
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Part:
     @property
     def slot(self) -> str:
         """Where it stands."""
-        return SLOTS[method(self.recipe.stages[0].method).site]
+        return SLOTS[get_method(self.recipe.stages[0].method).site]
 
     @staticmethod
     def of(recipe: Recipe, least: int, depth: int) -> Part:
@@ -186,12 +185,12 @@ class Space:
             if slot == "tokens" and isinstance(chosen[-1].retain, float):
                 left = chosen[-1].retain
         if not chosen:
-            return find_recipe("none")
+            return get_recipe("none")
         taken = {slot for slot in self.parts if trial.params[slot] != _NOTHING}
         if "tokens" not in taken or taken & {"cache", "codec"}:
             # only tokens that are dropped before the language model give weights, and no compressed cache takes them
-            return find_recipe(chosen)
-        return find_recipe(chosen, proportional=trial.suggest_categorical(_WEIGHTS, _WEIGHED))
+            return get_recipe(chosen)
+        return get_recipe(chosen, proportional=trial.suggest_categorical(_WEIGHTS, _WEIGHED))
 
     def beside(self, params: Mapping[str, Any], dice: Random) -> dict[str, Any]:
         """Parameters that differ from those of a trial in one thing: the part of a slot, a budget, whether tokens have

@@ -9,8 +9,7 @@ from typing import Any
 from ...accelerate import is_accelerated
 from ...errors import MmaccelError
 from ...files import write_whole
-from ...recipe import Recipe, RecipeLike, TunedRecipe
-from ...recipe import recipe as find_recipe
+from ...recipe import Recipe, RecipeLike, TunedRecipe, get_recipe
 from ...recipe import recipes as all_recipes
 from ...suite import read_samples
 from ..evaluate import Question, Row, ask_samples, evaluate
@@ -117,7 +116,7 @@ def tune(
 def _offered(recipes: Sequence[RecipeLike]) -> dict[str, Recipe]:
     """Recipes by name."""
     found: dict[str, Recipe] = {}
-    for one in map(find_recipe, recipes):
+    for one in map(get_recipe, recipes):
         if found.setdefault(one.name, one) != one:
             raise MmaccelError(f"Two different recipes are called {one.name!r}; give one of them another name.")
     return found

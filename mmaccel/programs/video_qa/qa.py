@@ -34,8 +34,7 @@ from ...media.prepare import prepare
 from ...method import EncoderMethod, FrameChoice, FramesMethod, PatchMethod, ProjectorMethod, ReuseMethod
 from ...method.loaded import KeepLoaded
 from ...method.registry import methods
-from ...recipe import Recipe, RecipeLike, Stage
-from ...recipe import recipe as find_recipe
+from ...recipe import Recipe, RecipeLike, Stage, get_recipe
 from ...transformers_api import DynamicCache, cache_argument
 from ...video.ahead import Ahead, begin
 from ...video.clip import Clip
@@ -708,7 +707,7 @@ def answer_videos(
     ...     print(sorted(record))
     ['answer', ...
     """
-    chosen = find_recipe(recipe, retain=retain, **overrides)
+    chosen = get_recipe(recipe, retain=retain, **overrides)
     named = isinstance(model, (str, os.PathLike))
     settings = QASettings(
         model=os.fspath(model) if named else fingerprint(model),
