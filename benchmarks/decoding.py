@@ -29,13 +29,13 @@ from mmaccel.video import READERS, decode, spaced, usable
 
 def make(path: Path, seconds: int, fps: int, width: int, height: int) -> None:
     """A texture that wanders, with a cut every 20 seconds."""
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     with av.open(str(path), "w") as out:
         stream = out.add_stream("libx264", rate=fps, options={"preset": "veryfast"})
         stream.width, stream.height, stream.pix_fmt, stream.gop_size = width, height, "yuv420p", 10 * fps
         for at in range(seconds * fps):
             if at % (20 * fps) == 0:
-                coarse = dice.integers(0, 256, (height // 16 + 1, width // 16 + 1, 3), dtype=np.uint8)
+                coarse = rng.integers(0, 256, (height // 16 + 1, width // 16 + 1, 3), dtype=np.uint8)
                 ground = coarse.repeat(16, 0).repeat(16, 1)[:height, :width]
             frame = np.roll(ground, (at, 2 * at), (0, 1))
             out.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))

@@ -20,7 +20,7 @@ import mmaccel
 from mmaccel import MmaccelError, accelerated, accelerated_encoder, prepare
 from mmaccel.core.reduction import Links, Reduction, Residual
 from mmaccel.method import registry
-from mmaccel.method.reading import Picked
+from mmaccel.method.sparse_read import Picked
 
 #: what is wrong wherever a tensor is expected
 WRONG: dict[str, Callable[[Tensor], Any]] = {

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmaccel.suite import Dice, Scene, cell_labels, item_seed, sample_scene
+from mmaccel.suite import Rng, Scene, cell_labels, item_seed, sample_scene
 from mmaccel.suite.questions import PICTURE_TASKS
 from mmaccel.suite.scene import CHARACTERS, COLOURS, MAX_THINGS, PLURALS, SHAPES
 
@@ -43,31 +43,31 @@ def meaning(text: str) -> list[Label]:
     return [label for label in named if any(label)]
 
 
-def caption(scene: Scene, dice: Dice | None = None) -> str:
-    """What a scene holds; with dice in random order, now and then without a character or without some things."""
+def caption(scene: Scene, rng: Rng | None = None) -> str:
+    """What a scene holds; with rng in random order, now and then without a character or without some things."""
     parts = [(thing.name, thing.character) for thing in scene.things]
     parts += [("sign", " ".join(scene.sign.text))] if scene.sign else []
-    if dice:
-        count = len(parts) if dice.chance(0.5) else dice.integer(1, len(parts))
-        parts = [(name, letters if dice.chance(0.6) else "") for name, letters in dice.some(parts, count)]
+    if rng:
+        count = len(parts) if rng.chance(0.5) else rng.integer(1, len(parts))
+        parts = [(name, letters if rng.chance(0.6) else "") for name, letters in rng.some(parts, count)]
     return " , ".join(f"{letters} on a {name}" if letters else f"a {name}" for name, letters in parts)
 
 
-def text_about(scene: Scene, dice: Dice) -> str:
+def text_about(scene: Scene, rng: Rng) -> str:
     """A caption, a few words for one of the things, or a question of the suite."""
-    if dice.chance(0.4):
-        return caption(scene, dice)
-    if dice.chance(0.5) and scene.things:
-        thing = dice.pick(scene.things)
+    if rng.chance(0.4):
+        return caption(scene, rng)
+    if rng.chance(0.5) and scene.things:
+        thing = rng.pick(scene.things)
         short = [f"a {thing.name}", thing.name, f"a {thing.shape}", f"a {thing.colour} object"]
-        return dice.pick([*short, f"the character {thing.character}"] if thing.character else short)
-    asked = [turn.question for make in PICTURE_TASKS.values() for turn in make(scene, dice)]
-    return dice.pick([question for question in asked if meaning(question)] or [caption(scene)])
+        return rng.pick([*short, f"the character {thing.character}"] if thing.character else short)
+    asked = [turn.question for make in PICTURE_TASKS.values() for turn in make(scene, rng)]
+    return rng.pick([question for question in asked if meaning(question)] or [caption(scene)])
 
 
 def scene_at(split: str, index: int) -> Scene:
     """Scene number ``index`` for ``mini-clip``."""
-    return sample_scene(Dice(item_seed(split, index, stream=253)))
+    return sample_scene(Rng(item_seed(split, index, stream=253)))
 
 
 def things(scene: Scene) -> list[Label]:

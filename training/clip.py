@@ -31,7 +31,7 @@ from torch.nn.functional import normalize
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, CLIPVisionModel, PreTrainedTokenizerFast
 
-from mmaccel.suite import Dice, item_seed, render
+from mmaccel.suite import Rng, item_seed, render
 from training.build import BOS, GRID, MEAN, PAD, PATCH, PIXELS, STD, build_tokenizer
 from training.captions import caption, cells, meaning, means_cell, means_picture, padded, scene_at, text_about, things
 from training.results import write
@@ -224,10 +224,10 @@ class Run:
 
     def loss(self, step: int) -> tuple[Tensor, dict[str, float]]:
         """The loss of a batch of pictures with one text each, and how often the best match is a right one."""
-        dice = Dice(item_seed("train", step, stream=252))
-        chosen = [dice.integer(0, len(self.seen["cls"]) - 1) for _ in range(self.batch)]
+        rng = Rng(item_seed("train", step, stream=252))
+        chosen = [rng.integer(0, len(self.seen["cls"]) - 1) for _ in range(self.batch)]
         scenes = [scene_at("train", number) for number in chosen]
-        texts = [text_about(scene, dice) for scene in scenes]
+        texts = [text_about(scene, rng) for scene in scenes]
         ids = self.tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt")["input_ids"]
         asked, index, model = padded([meaning(text) for text in texts]), torch.tensor(chosen), self.model
         written = model.logit_scale.exp() * model.encode_text(ids, normalize=True)

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from mmaccel.suite.clip import CLIP_TASKS, Clip, render_clip
-from mmaccel.suite.dice import Dice, item_seed
 from mmaccel.suite.questions import PICTURE_TASKS, Turn, comparison, description
+from mmaccel.suite.rng import Rng, item_seed
 from mmaccel.suite.scene import CHARACTERS, COLOURS, SHAPES, Scene, cell_labels, render, sample_scene
 from training.build import ASSISTANT, END, PAD, PATCH, PIXELS, USER, prefix, word_ids
 
@@ -53,15 +53,15 @@ def presence(scene: Scene) -> np.ndarray:
     return found
 
 
-def choose(scene: Scene, dice: Dice, count: int) -> list[Turn]:
+def choose(scene: Scene, rng: Rng, count: int) -> list[Turn]:
     """``count`` questions about a scene, taken from the tasks in turn."""
-    pools = [dice.shuffled(pool) for pool in (make(scene, dice) for make in PICTURE_TASKS.values()) if pool]
+    pools = [rng.shuffled(pool) for pool in (make(scene, rng) for make in PICTURE_TASKS.values()) if pool]
     chosen: list[Turn] = []
     while pools and len(chosen) < count:
         for pool in pools:
             chosen.append(pool.pop())
         pools = [pool for pool in pools if pool]
-    return dice.shuffled(chosen)[:count]
+    return rng.shuffled(chosen)[:count]
 
 
 def pack(
@@ -129,45 +129,45 @@ class Batches(IterableDataset):
 
     def batch(self, number: int, words: dict[str, int]) -> dict[str, torch.Tensor]:
         """The batch that starts at picture ``number``."""
-        plan, dice = self.plan, Dice(item_seed("train", number, stream=254))
-        if dice.chance(plan.clips):
-            return self.clips(number, dice, words)
-        dices = [Dice(item_seed("train", number + row, stream=255)) for row in range(plan.batch)]
-        scenes, pixels = [sample_scene(dice) for dice in dices], dice.pick(plan.pixels)
+        plan, rng = self.plan, Rng(item_seed("train", number, stream=254))
+        if rng.chance(plan.clips):
+            return self.clips(number, rng, words)
+        dices = [Rng(item_seed("train", number + row, stream=255)) for row in range(plan.batch)]
+        scenes, pixels = [sample_scene(rng) for rng in dices], rng.pick(plan.pixels)
         pictures = torch.from_numpy(np.stack([render(scene, pixels) for scene in scenes]))
         batch = {"pixels": pictures.permute(0, 3, 1, 2), **labelled([[scene] for scene in scenes], pixels // plan.cell)}
         if not plan.questions and not plan.describe:
             return batch
-        pairs = dice.chance(plan.pairs)
+        pairs = rng.chance(plan.pairs)
         rows: list[list[Turn]] = []
         if pairs:
             for first in range(0, plan.batch, 2):
                 asked = comparison(scenes[first], scenes[first + 1], dices[first])
                 rows.append(dices[first].some(asked, plan.questions))
         else:
-            for scene, dice in zip(scenes, dices, strict=True):
-                turns = choose(scene, dice, plan.questions)
-                if dice.chance(plan.describe):
+            for scene, rng in zip(scenes, dices, strict=True):
+                turns = choose(scene, rng, plan.questions)
+                if rng.chance(plan.describe):
                     turns.append(description(scene))
                 rows.append(turns or [description(scene)])
-        multi = [dice.chance(plan.turns) for dice in dices[: len(rows)]]
+        multi = [rng.chance(plan.turns) for rng in dices[: len(rows)]]
         places = [(pixels // plan.cell) ** 2] * (2 if pairs else 1)
         return batch | pack(rows, prefix(plan.model, places), multi, words)
 
-    def clips(self, number: int, dice: Dice, words: dict[str, int]) -> dict[str, torch.Tensor]:
+    def clips(self, number: int, rng: Rng, words: dict[str, int]) -> dict[str, torch.Tensor]:
         """A batch of clips, half as many as pictures; ``step`` is the time in seconds between two grids."""
-        plan, pixels, length = self.plan, self.plan.pixels[0], 2 * dice.integer(4, self.plan.frames // 2)
+        plan, pixels, length = self.plan, self.plan.pixels[0], 2 * rng.integer(4, self.plan.frames // 2)
         tasks = [task for task, share in CLIP_SHARES.items() for _ in range(share)]
         shown: list[tuple[Clip, list[Turn]]] = []
         while len(shown) < max(1, plan.batch // 2):
-            thrown = CLIP_TASKS[dice.pick(tasks)](dice, length)
+            thrown = CLIP_TASKS[rng.pick(tasks)](rng, length)
             shown += [thrown] if thrown else []
         frames = torch.from_numpy(np.stack([render_clip(clip, pixels) for clip, _ in shown]))
         grid = pixels // plan.cell
         ids = prefix(plan.model, [length // 2 * grid * grid], clip=True)
         return {
             "pixels": frames.permute(0, 1, 4, 2, 3),
-            "step": torch.tensor(dice.pick((0.25, 0.5, 0.5, 0.5, 0.5, 1.0))),
+            "step": torch.tensor(rng.pick((0.25, 0.5, 0.5, 0.5, 0.5, 1.0))),
             **labelled([list(clip.frames[1::2]) for clip, _ in shown], grid),
             **pack([turns for _, turns in shown], ids, [False] * len(shown), words),
         }

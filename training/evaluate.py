@@ -26,7 +26,7 @@ from mmaccel.programs.evaluate import Question, Row, ask_suite, evaluate
 from mmaccel.suite import (
     IMAGE_TASKS,
     VIDEO_TASKS,
-    Dice,
+    Rng,
     cell_labels,
     item_seed,
     make_item,
@@ -125,7 +125,7 @@ def cls_attention(model: PreTrainedModel, split: str, count: int = 64) -> tuple[
     """
     size, patch = model.config.vision_config.image_size, model.config.vision_config.patch_size
     grid = size // patch
-    scenes = [sample_scene(Dice(item_seed(split, index, stream=254))) for index in range(count)]
+    scenes = [sample_scene(Rng(item_seed(split, index, stream=254))) for index in range(count)]
     pictures = np.stack([render(scene, size) for scene in scenes])
     owned = torch.from_numpy(np.stack([cell_labels(scene, grid).shape > 0 for scene in scenes])).flatten(1)
     tower = model.model.vision_tower

@@ -276,28 +276,28 @@ def picture(path: Path) -> tuple[Path, list[Turn]]:
     """A picture, written to ``path``, and a question of every task about it."""
     from PIL import Image
 
-    from ..suite import Dice, item_seed, render, sample_scene
+    from ..suite import Rng, item_seed, render, sample_scene
     from ..suite.questions import PICTURE_TASKS
 
     pools: list[list[Turn]] = [[]]
     index = 0
     while not all(pools):  # a scene about which every task can ask
-        dice = Dice(item_seed("test", index, stream=253))
-        scene = sample_scene(dice)
-        pools = [PICTURE_TASKS[task](scene, dice) for task in _TASKS]
+        rng = Rng(item_seed("test", index, stream=253))
+        scene = sample_scene(rng)
+        pools = [PICTURE_TASKS[task](scene, rng) for task in _TASKS]
         index += 1
     Image.fromarray(render(scene, _PIXELS)).save(path)
-    return path, [dice.pick(pool) for pool in pools]
+    return path, [rng.pick(pool) for pool in pools]
 
 
 def clip(path: Path) -> tuple[Path, list[Turn]]:
     """A clip, written to ``path``, and questions about the order of what appears in it."""
-    from ..suite import Dice, item_seed, render_clip, write_video
+    from ..suite import Rng, item_seed, render_clip, write_video
     from ..suite.clip import order
 
     made, index = None, 0
     while made is None:
-        made = order(Dice(item_seed("test", index, stream=253)), _FRAMES)
+        made = order(Rng(item_seed("test", index, stream=253)), _FRAMES)
         index += 1
     write_video(render_clip(made[0], _PIXELS), path, made[0].fps)
     return path, made[1]

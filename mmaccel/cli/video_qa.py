@@ -186,7 +186,7 @@ def _settings(which: ModelOptions, how: RecipeOptions, bulk: Bulk) -> QASettings
     from ..method.registry import methods
     from ..programs.video_qa.qa import QASettings
     from ..recipe import get_recipe
-    from ..video.wanted import GIB
+    from ..video.decode_spec import GIB
 
     if not 0 < bulk.memory_limit < float("inf"):
         raise MmaccelError(f"--memory-limit {bulk.memory_limit:g} leaves no room to decode; give GiB above 0.")

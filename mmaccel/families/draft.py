@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import UnsupportedError
-from ..method.loaded import Loaded, load_once
+from ..method.model_options import Loaded, load_once
 from .base import Family
 from .load import load_model
 from .registry import family_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..core.precision import without_autocast
 from ..errors import MmaccelError
-from ..method.loaded import load_once
+from ..method.model_options import load_once
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TextTower:
     @staticmethod
     def load(name: str, device: torch.device | None = None) -> TextTower:
         """From a folder of a transformers or open_clip model, or ``NAME:WEIGHTS`` as open_clip knows it; in float32. Loaded
-        once for all models that use it, see :func:`~mmaccel.method.loaded.load_once`.
+        once for all models that use it, see :func:`~mmaccel.method.model_options.load_once`.
 
         Raises
         ------

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core import masks
-from ..method.reading import Picked
+from ..method.sparse_read import Picked
 from .index import KeyIndex, leftmost
 from .listing import Listing, PageSlots
 

@@ -12,8 +12,8 @@ from PIL.Image import Image as PILImage
 from ..errors import MmaccelError
 from ..video import Clip
 from ..video.container import HEAD, KINDS, begins
-from ..video.isolated import decode_isolated
-from ..video.wanted import Wanted
+from ..video.decode_spec import DecodeSpec
+from ..video.subprocess_decoder import decode_in_subprocess
 from .picture import PictureLimits, load_picture
 
 #: bytes of one file
@@ -82,7 +82,7 @@ def clip(
                 "This file is no clip that can be read; upload a video such as mp4, mov, mkv, webm, avi or gif."
             )
     try:
-        return decode_isolated(path, Wanted(frames, fps, memory=memory), seconds, begun=begun)
+        return decode_in_subprocess(path, DecodeSpec(frames, fps, memory=memory), seconds, begun=begun)
     except MmaccelError as error:
         said = str(error).replace(repr(str(path)), "").replace(str(path), "").strip()
         raise MmaccelError(f"The clip cannot be decoded; upload another. ({' '.join(said.split())})") from None

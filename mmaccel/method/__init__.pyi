@@ -8,12 +8,12 @@ from .frames import FrameChoice, FramesMethod
 from .guided import AttentionGuided
 from .keys import CHOICES, LIMITS, CacheOptions, KeyBatch, Policy
 from .layers import LayerAttention, LayerMethod, Layerwise
-from .loaded import Loaded
+from .model_options import Loaded
 from .patches import PatchMethod
 from .preview import PreviewMethod
-from .reading import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
 from .returning import ReturningMethod
 from .reuse import ReuseMethod
+from .sparse_read import KeyUnits, Observed, Picked, ReadingPolicy, ReadStep
 from .tokens import ProjectorMethod, TokenBatch, TokenMethod
 
 __all__ = [

@@ -11,7 +11,7 @@ from ..core.layout import Unit
 from ..errors import MmaccelError
 from .keys import Policy
 from .layers import LayerAttention
-from .loaded import Loaded
+from .model_options import Loaded
 from .tokens import ProjectorMethod
 
 

@@ -34,7 +34,7 @@ from ..core.budget import budget_text
 from ..errors import MmaccelError
 from ..media.files import Clip, Prompt, encode, is_media, load_media, moves
 from ..media.prepare import prepare
-from ..method.loaded import KeepLoaded
+from ..method.model_options import KeepLoaded
 from ..recipe import Recipe, get_recipe
 from ..suite import Item, Sample, is_right, make_suite
 from .positions import check_positions

@@ -28,7 +28,7 @@ import torch
 from PIL import Image
 
 from ..errors import MmaccelError
-from ..method.loaded import Loaded
+from ..method.model_options import Loaded
 from ..recipe import Recipe
 from .bench import origin
 

@@ -13,7 +13,7 @@ from ..core.budget import layer_at
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import DraftMethod, LayerAttention, TokenBatch
-from ..method.loaded import Loaded
+from ..method.model_options import Loaded
 from ..method.registry import register
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import avg_pool1d
 from ..core.reduction import Reduction
 from ..errors import MmaccelError
 from ..method import DraftMethod, Grid, LayerAttention, TokenBatch
-from ..method.loaded import Loaded
+from ..method.model_options import Loaded
 from ..method.registry import register
 
 

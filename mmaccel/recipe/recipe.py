@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError, no_json, short_int
 from ..method.base import Method, Variant
-from ..method.loaded import Loaded
+from ..method.model_options import Loaded
 from ..method.registry import get_method
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@
 """
 
 from mmaccel.suite.clip import Clip, render_clip
-from mmaccel.suite.dice import SPLITS, Dice, item_seed
 from mmaccel.suite.files import Sample, export, read_samples, write_video
 from mmaccel.suite.items import IMAGE_TASKS, VIDEO_TASKS, Item, is_right, make_item, make_suite, overlap
 from mmaccel.suite.questions import Turn, vocabulary
+from mmaccel.suite.rng import SPLITS, Rng, item_seed
 from mmaccel.suite.scene import Scene, cell_labels, render, sample_scene
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
     "SPLITS",
     "VIDEO_TASKS",
     "Clip",
-    "Dice",
+    "Rng",
     "Item",
     "Sample",
     "Scene",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmaccel.suite.clip import CLIP_TASKS, Clip, render_clip
-from mmaccel.suite.dice import Dice, item_seed
 from mmaccel.suite.questions import PICTURE_TASKS, Turn, comparison, read_box
+from mmaccel.suite.rng import Rng, item_seed
 from mmaccel.suite.scene import Box, Scene, render, sample_scene
 
 IMAGE_TASKS = (*PICTURE_TASKS, "comparison", "turns")
@@ -45,26 +45,26 @@ class Item:
         return render_clip(self.clip, pixels) if self.clip else None
 
 
-def _balanced(turns: Sequence[Turn], dice: Dice) -> Turn:
+def _balanced(turns: Sequence[Turn], rng: Rng) -> Turn:
     """One of the turns; every answer is as likely as every other, so that guessing the usual one does not pay."""
-    answer = dice.pick(sorted({turn.answer for turn in turns}))
-    return dice.pick([turn for turn in turns if turn.answer == answer])
+    answer = rng.pick(sorted({turn.answer for turn in turns}))
+    return rng.pick([turn for turn in turns if turn.answer == answer])
 
 
-def _throw(task: str, dice: Dice, frames: int) -> tuple[tuple[Turn, ...], tuple[Scene, ...], Clip | None] | None:
+def _throw(task: str, rng: Rng, frames: int) -> tuple[tuple[Turn, ...], tuple[Scene, ...], Clip | None] | None:
     if task in CLIP_TASKS:
-        shown = CLIP_TASKS[task](dice, frames)
-        return ((dice.pick(shown[1]),), (), shown[0]) if shown else None
-    scene = sample_scene(dice)
+        shown = CLIP_TASKS[task](rng, frames)
+        return ((rng.pick(shown[1]),), (), shown[0]) if shown else None
+    scene = sample_scene(rng)
     if task == "comparison":
-        other = sample_scene(dice)
-        return (_balanced(comparison(scene, other, dice), dice),), (scene, other), None
+        other = sample_scene(rng)
+        return (_balanced(comparison(scene, other, rng), rng),), (scene, other), None
     if task == "turns":
-        pools = [pool for pool in (make(scene, dice) for make in PICTURE_TASKS.values()) if pool]
-        turns = tuple(_balanced(pool, dice) for pool in dice.some(pools, 2))
+        pools = [pool for pool in (make(scene, rng) for make in PICTURE_TASKS.values()) if pool]
+        turns = tuple(_balanced(pool, rng) for pool in rng.some(pools, 2))
         return (turns, (scene,), None) if len(turns) == 2 else None
-    pool = PICTURE_TASKS[task](scene, dice)
-    return ((_balanced(pool, dice),), (scene,), None) if pool else None
+    pool = PICTURE_TASKS[task](scene, rng)
+    return ((_balanced(pool, rng),), (scene,), None) if pool else None
 
 
 def make_item(task: str, split: str, index: int, *, frames: int = 16) -> Item:
@@ -81,8 +81,8 @@ def make_item(task: str, split: str, index: int, *, frames: int = 16) -> Item:
         raise ValueError(f"unknown task {task!r}; choose from {', '.join(_STREAMS)}")
     if task in VIDEO_TASKS and (frames < 8 or frames % 2):
         raise ValueError(f"a clip needs an even number of at least 8 frames, not {frames}")
-    dice = Dice(item_seed(split, index, _STREAMS[task]))
-    while (thrown := _throw(task, dice, frames)) is None:
+    rng = Rng(item_seed(split, index, _STREAMS[task]))
+    while (thrown := _throw(task, rng, frames)) is None:
         pass
     turns, scenes, clip = thrown
     return Item(f"{split}-{task}-{index:06d}", task, turns, scenes, clip)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mmaccel.suite.dice import Dice
+from mmaccel.suite.rng import Rng
 from mmaccel.suite.scene import CHARACTERS, COLOURS, PLURALS, SHAPES, Box, Scene, Thing, snap
 
 SIDES = ("left", "right", "above", "below")
@@ -46,14 +46,14 @@ def _named(things: tuple[Thing, ...], attribute: str) -> list[Thing]:
     return [thing for thing in things if values.count(getattr(thing, attribute)) == 1]
 
 
-def colour(scene: Scene, dice: Dice) -> list[Turn]:
+def colour(scene: Scene, rng: Rng) -> list[Turn]:
     """What colour is the only thing of its shape."""
     return [
         Turn("colour", f"what colour is the {thing.shape} ?", thing.colour) for thing in _named(scene.things, "shape")
     ]
 
 
-def shape(scene: Scene, dice: Dice) -> list[Turn]:
+def shape(scene: Scene, rng: Rng) -> list[Turn]:
     """What shape is the only thing of its colour."""
     return [
         Turn("shape", f"what shape is the {thing.colour} object ?", thing.shape)
@@ -61,24 +61,24 @@ def shape(scene: Scene, dice: Dice) -> list[Turn]:
     ]
 
 
-def count(scene: Scene, dice: Dice) -> list[Turn]:
+def count(scene: Scene, rng: Rng) -> list[Turn]:
     """How many things there are, in all, of a shape, of a colour."""
     turns = [Turn("count", "how many objects are there ?", str(len(scene.things)), "all")]
     shapes, colours = [thing.shape for thing in scene.things], [thing.colour for thing in scene.things]
-    for name in {**dict.fromkeys(shapes), dice.pick(SHAPES): None}:
+    for name in {**dict.fromkeys(shapes), rng.pick(SHAPES): None}:
         turns.append(Turn("count", f"how many {PLURALS[name]} are there ?", str(shapes.count(name)), "shape"))
-    for name in {**dict.fromkeys(colours), dice.pick(COLOURS): None}:
+    for name in {**dict.fromkeys(colours), rng.pick(COLOURS): None}:
         turns.append(Turn("count", f"how many {name} objects are there ?", str(colours.count(name)), "colour"))
     return turns
 
 
-def existence(scene: Scene, dice: Dice) -> list[Turn]:
+def existence(scene: Scene, rng: Rng) -> list[Turn]:
     """Whether a thing is there; the absent ones share their colour or their shape with a present one."""
     present = {thing.name for thing in scene.things}
     turns = []
     for thing in scene.things:
         turns.append(Turn("existence", f"is there a {thing.name} ?", "yes"))
-        other = (thing.colour, dice.pick(SHAPES)) if dice.chance(0.5) else (dice.pick(COLOURS), thing.shape)
+        other = (thing.colour, rng.pick(SHAPES)) if rng.chance(0.5) else (rng.pick(COLOURS), thing.shape)
         name = " ".join(other)
         if name not in present:
             turns.append(Turn("existence", f"is there a {name} ?", "no"))
@@ -95,7 +95,7 @@ def side_of(thing: Thing, other: Thing) -> str | None:
     return "above" if down < 0 else "below"
 
 
-def relation(scene: Scene, dice: Dice) -> list[Turn]:
+def relation(scene: Scene, rng: Rng) -> list[Turn]:
     """On which side of one thing another lies, asked openly and as yes or no."""
     opposite = {"left": "right", "right": "left", "above": "below", "below": "above"}
     turns = []
@@ -104,13 +104,13 @@ def relation(scene: Scene, dice: Dice) -> list[Turn]:
             if thing is other or (side := side_of(thing, other)) is None:
                 continue
             turns.append(Turn("relation", f"on which side of the {other.name} is the {thing.name} ?", side, "open"))
-            asked = side if (yes := dice.chance(0.5)) else opposite[side]
+            asked = side if (yes := rng.chance(0.5)) else opposite[side]
             question = f"is the {thing.name} {_PHRASES[asked]} the {other.name} ?"
             turns.append(Turn("relation", question, "yes" if yes else "no", "closed"))
     return turns
 
 
-def reading(scene: Scene, dice: Dice) -> list[Turn]:
+def reading(scene: Scene, rng: Rng) -> list[Turn]:
     """Which character is written on a thing, and which code on the sign."""
     turns = [
         Turn("reading", f"which character is on the {thing.name} ?", thing.character, thing.size)
@@ -122,7 +122,7 @@ def reading(scene: Scene, dice: Dice) -> list[Turn]:
     return turns
 
 
-def grounding(scene: Scene, dice: Dice) -> list[Turn]:
+def grounding(scene: Scene, rng: Rng) -> list[Turn]:
     """The box of a thing."""
     return [Turn("grounding", f"where is the {thing.name} ?", write_box(thing.box)) for thing in scene.unique()]
 
@@ -135,7 +135,7 @@ def description(scene: Scene) -> Turn:
     return Turn("description", DESCRIBE, " ".join(parts))
 
 
-PICTURE_TASKS: dict[str, Callable[[Scene, Dice], list[Turn]]] = {
+PICTURE_TASKS: dict[str, Callable[[Scene, Rng], list[Turn]]] = {
     "colour": colour,
     "shape": shape,
     "count": count,
@@ -147,14 +147,14 @@ PICTURE_TASKS: dict[str, Callable[[Scene, Dice], list[Turn]]] = {
 """The tasks about one picture."""
 
 
-def comparison(first: Scene, second: Scene, dice: Dice) -> list[Turn]:
+def comparison(first: Scene, second: Scene, rng: Rng) -> list[Turn]:
     """Questions that need both of two pictures."""
     one, two = len(first.things), len(second.things)
     more = "neither" if one == two else "first" if one > two else "second"
     turns = [Turn("comparison", "which picture has more objects ?", more, "more")]
     for noun, attribute, options in (("object", "colour", COLOURS), ("", "shape", SHAPES)):
         mine, its = ({getattr(thing, attribute) for thing in scene.things} for scene in (first, second))
-        for value in dice.some(sorted(mine ^ its), 2) + dice.some(sorted(mine & its), 1) + [dice.pick(options)]:
+        for value in rng.some(sorted(mine ^ its), 2) + rng.some(sorted(mine & its), 1) + [rng.pick(options)]:
             answer = {(True, True): "both", (True, False): "first", (False, True): "second"}
             question = f"which picture has a {value} {noun} ?".replace("  ", " ")
             turns.append(Turn("comparison", question, answer.get((value in mine, value in its), "neither"), attribute))

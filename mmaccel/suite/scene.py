@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from mmaccel.suite.dice import Dice
+from mmaccel.suite.rng import Rng
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom as shares of the picture's width and height."""
@@ -112,70 +112,70 @@ def _apart(box: Box, other: Box, gap: float) -> bool:
     return box[2] + gap < other[0] or other[2] + gap < box[0] or box[3] + gap < other[1] or other[3] + gap < box[1]
 
 
-def _place(dice: Dice, width: float, height: float, taken: list[Box], tries: int = 40) -> Box | None:
+def _place(rng: Rng, width: float, height: float, taken: list[Box], tries: int = 40) -> Box | None:
     for _ in range(tries):
-        left, top = dice.between(0.01, 0.99 - width), dice.between(0.01, 0.99 - height)
+        left, top = rng.between(0.01, 0.99 - width), rng.between(0.01, 0.99 - height)
         box = (left, top, left + width, top + height)
         if all(_apart(box, other, 0.005) for other in taken):
             return box
     return None
 
 
-def sample_thing(dice: Dice, taken: list[Box], largest: float, written: float = 0.55) -> Thing | None:
+def sample_thing(rng: Rng, taken: list[Box], largest: float, written: float = 0.55) -> Thing | None:
     """A thing on a free place, or None when no place was found."""
-    side = dice.between(_SMALLEST_SIDE, largest)
-    box = _place(dice, side, side, taken) or _place(dice, 0.27, 0.27, taken)
+    side = rng.between(_SMALLEST_SIDE, largest)
+    box = _place(rng, side, side, taken) or _place(rng, 0.27, 0.27, taken)
     if box is None:
         return None
     side = box[2] - box[0]
-    shape, colour = dice.pick(SHAPES), dice.pick(COLOURS)
-    character = dice.pick(CHARACTERS) if dice.chance(written) else ""
+    shape, colour = rng.pick(SHAPES), rng.pick(COLOURS)
+    character = rng.pick(CHARACTERS) if rng.chance(written) else ""
     sizes = [name for name, height in CHARACTER_HEIGHTS.items() if height <= 0.48 * side]
-    size = dice.pick(sizes) if character else ""
-    return Thing(shape, colour, box, dice.between(-0.2, 0.2), character, size, _shade(dice, colour))
+    size = rng.pick(sizes) if character else ""
+    return Thing(shape, colour, box, rng.between(-0.2, 0.2), character, size, _shade(rng, colour))
 
 
-def _shade(dice: Dice, colour: str) -> tuple[int, int, int]:
-    red, green, blue = (min(255, max(0, level + dice.integer(-14, 14))) for level in PALETTE[colour])
+def _shade(rng: Rng, colour: str) -> tuple[int, int, int]:
+    red, green, blue = (min(255, max(0, level + rng.integer(-14, 14))) for level in PALETTE[colour])
     return red, green, blue
 
 
-def repaint(thing: Thing, colour: str, dice: Dice) -> Thing:
+def repaint(thing: Thing, colour: str, rng: Rng) -> Thing:
     """The same thing in another colour."""
-    return replace(thing, colour=colour, shade=_shade(dice, colour))
+    return replace(thing, colour=colour, shade=_shade(rng, colour))
 
 
-def sample_sign(dice: Dice, taken: list[Box]) -> Sign | None:
+def sample_sign(rng: Rng, taken: list[Box]) -> Sign | None:
     """A sign on a free place, or None when no place was found."""
-    size = dice.pick(tuple(CHARACTER_HEIGHTS))
+    size = rng.pick(tuple(CHARACTER_HEIGHTS))
     height = CHARACTER_HEIGHTS[size]
-    box = _place(dice, 2.1 * height, 1.35 * height, taken)
-    return Sign(dice.pick(CHARACTERS) + dice.pick(CHARACTERS), box, size) if box else None
+    box = _place(rng, 2.1 * height, 1.35 * height, taken)
+    return Sign(rng.pick(CHARACTERS) + rng.pick(CHARACTERS), box, size) if box else None
 
 
-def sample_ground(dice: Dice) -> Ground:
+def sample_ground(rng: Rng) -> Ground:
     """A textured ground with clutter."""
-    return Ground(dice.integer(0, 2**31 - 1), dice.integer(3, 12), dice.between(3.0, 16.0))
+    return Ground(rng.integer(0, 2**31 - 1), rng.integer(3, 12), rng.between(3.0, 16.0))
 
 
-def sample_scene(dice: Dice, most: int = MAX_THINGS, sign: float = 0.5) -> Scene:
+def sample_scene(rng: Rng, most: int = MAX_THINGS, sign: float = 0.5) -> Scene:
     """A scene of one to ``most`` things that do not overlap, with a sign in a share ``sign`` of the scenes."""
-    wanted = min(most, dice.pick((1, 2, 2, 3, 3, 3, 4, 4, 4, 5)))
+    wanted = min(most, rng.pick((1, 2, 2, 3, 3, 3, 4, 4, 4, 5)))
     taken: list[Box] = []
-    plate = sample_sign(dice, taken) if dice.chance(sign) else None
+    plate = sample_sign(rng, taken) if rng.chance(sign) else None
     if plate:
         taken.append(plate.box)
     things: list[Thing] = []
     for _ in range(wanted):
-        thing = sample_thing(dice, taken, _LARGEST_SIDE[min(wanted, 5)])
+        thing = sample_thing(rng, taken, _LARGEST_SIDE[min(wanted, 5)])
         if thing is None:
             continue
-        if things and dice.chance(0.35):  # share a colour or a shape with another thing, so that both words are needed
-            other = dice.pick(things)
-            thing = replace(thing, shape=other.shape) if dice.chance(0.5) else repaint(thing, other.colour, dice)
+        if things and rng.chance(0.35):  # share a colour or a shape with another thing, so that both words are needed
+            other = rng.pick(things)
+            thing = replace(thing, shape=other.shape) if rng.chance(0.5) else repaint(thing, other.colour, rng)
         things.append(thing)
         taken.append(thing.box)
-    return Scene(tuple(things), plate, sample_ground(dice))
+    return Scene(tuple(things), plate, sample_ground(rng))
 
 
 def outline(thing: Thing, pixels: float) -> list[tuple[float, float]]:
@@ -256,52 +256,52 @@ def _blown_up(small: np.ndarray, pixels: int) -> np.ndarray:
     return np.asarray(Image.fromarray(small).resize((pixels, pixels), Image.Resampling.BICUBIC))
 
 
-def _texture(noise: np.random.Generator, dice: Dice, pixels: int) -> Image.Image:
+def _texture(noise: np.random.Generator, rng: Rng, pixels: int) -> Image.Image:
     """A muted texture: two octaves of colour noise, or stripes, or checks, tinted."""
-    base = np.array([dice.between(70, 165)] * 3) + noise.uniform(-22, 22, 3)
-    coarse = noise.normal(0, dice.between(6, 22), (dice.integer(2, 6), dice.integer(2, 6), 1)) + noise.normal(0, 6, 3)
-    fine_side = dice.integer(10, 40)
-    fine = noise.normal(0, dice.between(3, 14), (fine_side, fine_side, 3))
-    style = dice.integer(0, 3)
-    ramp = np.linspace(0, dice.between(3, 14) * math.pi, fine_side)
+    base = np.array([rng.between(70, 165)] * 3) + noise.uniform(-22, 22, 3)
+    coarse = noise.normal(0, rng.between(6, 22), (rng.integer(2, 6), rng.integer(2, 6), 1)) + noise.normal(0, 6, 3)
+    fine_side = rng.integer(10, 40)
+    fine = noise.normal(0, rng.between(3, 14), (fine_side, fine_side, 3))
+    style = rng.integer(0, 3)
+    ramp = np.linspace(0, rng.between(3, 14) * math.pi, fine_side)
     if style == 1:
-        fine = fine + dice.between(6, 18) * np.sin(ramp * dice.between(0.2, 1.0) + ramp[:, None])[..., None]
+        fine = fine + rng.between(6, 18) * np.sin(ramp * rng.between(0.2, 1.0) + ramp[:, None])[..., None]
     elif style == 2:
-        fine = fine + dice.between(6, 16) * np.sign(np.sin(ramp) * np.sin(ramp)[:, None])[..., None]
+        fine = fine + rng.between(6, 16) * np.sign(np.sin(ramp) * np.sin(ramp)[:, None])[..., None]
     layers = [np.clip(octave + middle, 0, 255).astype(np.uint8) for octave, middle in ((coarse + base, 0), (fine, 128))]
     total = _blown_up(layers[0], pixels).astype(np.int16) + _blown_up(layers[1], pixels) - 128
     return Image.fromarray(np.clip(total, 0, 255).astype(np.uint8))
 
 
-def _muted(dice: Dice) -> tuple[int, int, int]:
-    grey = dice.integer(30, 200)
-    red, green, blue = (min(255, max(0, grey + dice.integer(-28, 28))) for _ in range(3))
+def _muted(rng: Rng) -> tuple[int, int, int]:
+    grey = rng.integer(30, 200)
+    red, green, blue = (min(255, max(0, grey + rng.integer(-28, 28))) for _ in range(3))
     return red, green, blue
 
 
-def _clutter(draw: ImageDraw.ImageDraw, dice: Dice, count: int, pixels: int) -> None:
+def _clutter(draw: ImageDraw.ImageDraw, rng: Rng, count: int, pixels: int) -> None:
     for _ in range(count):
-        x, y = dice.between(0, pixels), dice.between(0, pixels)
-        reach = dice.between(0.02, 0.07) * pixels
-        kind = dice.integer(0, 3)
+        x, y = rng.between(0, pixels), rng.between(0, pixels)
+        reach = rng.between(0.02, 0.07) * pixels
+        kind = rng.integer(0, 3)
         if kind == 0:
-            far_x, far_y = x + dice.between(-0.4, 0.4) * pixels, y + dice.between(-0.4, 0.4) * pixels
-            draw.line((x, y, far_x, far_y), fill=_muted(dice), width=dice.integer(1, 4))
+            far_x, far_y = x + rng.between(-0.4, 0.4) * pixels, y + rng.between(-0.4, 0.4) * pixels
+            draw.line((x, y, far_x, far_y), fill=_muted(rng), width=rng.integer(1, 4))
         elif kind == 1:
-            draw.ellipse((x - reach, y - reach, x + reach, y + reach), fill=_muted(dice))
+            draw.ellipse((x - reach, y - reach, x + reach, y + reach), fill=_muted(rng))
         elif kind == 2:
-            draw.arc((x - 2 * reach, y - reach, x + 2 * reach, y + reach), 20, 250, fill=_muted(dice), width=2)
+            draw.arc((x - 2 * reach, y - reach, x + 2 * reach, y + reach), 20, 250, fill=_muted(rng), width=2)
         else:
-            draw.rectangle((x, y, x + reach * dice.between(0.5, 2.0), y + reach), fill=_muted(dice))
+            draw.rectangle((x, y, x + reach * rng.between(0.5, 2.0), y + reach), fill=_muted(rng))
 
 
 def render_ground(ground: Ground, pixels: int) -> Image.Image:
     """The ground alone at the drawing size: RGB, ``pixels * 2`` a side, to be passed to :func:`render`."""
-    dice = Dice(ground.seed)
-    canvas = _texture(np.random.default_rng(ground.seed), dice, pixels).resize(
+    rng = Rng(ground.seed)
+    canvas = _texture(np.random.default_rng(ground.seed), rng, pixels).resize(
         (pixels * _OVERSAMPLING,) * 2, Image.Resampling.NEAREST
     )
-    _clutter(ImageDraw.Draw(canvas), dice, ground.clutter, pixels * _OVERSAMPLING)
+    _clutter(ImageDraw.Draw(canvas), rng, ground.clutter, pixels * _OVERSAMPLING)
     return canvas
 
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from .choice import length, shown
 from .clip import Clip
-from .here import decode_here
-from .isolated import decode_isolated
+from .decode_spec import GIB, DecodeSpec, Path_, Select
+from .in_process import decode_in_process
 from .readers import READERS, Reader
-from .wanted import GIB, Path_, Select, Wanted
+from .subprocess_decoder import decode_in_subprocess
 
 
 def decode(
@@ -64,10 +64,10 @@ def decode(
         If there is no such file, it is not what it should be, broken, or breaks off; if no back end is installed; or if
         time or memory do not suffice.
     """
-    wanted = Wanted(frames, fps, select, start, end, folder_fps, backend, threads, memory)
+    spec = DecodeSpec(frames, fps, select, start, end, folder_fps, backend, threads, memory)
     if isolated:
-        return decode_isolated(path, wanted, timeout)
-    return decode_here(path, wanted, list(READERS), lambda name: None)
+        return decode_in_subprocess(path, spec, timeout)
+    return decode_in_process(path, spec, list(READERS), lambda name: None)
 
 
 def decode_sampled(path: Path_, sample: Callable[..., Any] | None) -> tuple[np.ndarray, Any]:
@@ -80,7 +80,7 @@ def decode_sampled(path: Path_, sample: Callable[..., Any] | None) -> tuple[np.n
     """
     wanted = np.zeros(0, dtype=np.int64)
 
-    def choose(reader: Reader, path: Path, _: Wanted) -> np.ndarray:
+    def choose(reader: Reader, path: Path, _: DecodeSpec) -> np.ndarray:
         nonlocal wanted
         times, fps = reader.timestamps, reader.fps
         if sample is None:
@@ -95,7 +95,7 @@ def decode_sampled(path: Path_, sample: Callable[..., Any] | None) -> tuple[np.n
 
     from transformers.video_utils import VideoMetadata
 
-    clip = decode_here(path, Wanted(), list(READERS), lambda name: None, choose)
+    clip = decode_in_process(path, DecodeSpec(), list(READERS), lambda name: None, choose)
     places = np.searchsorted(clip.indices, wanted)
     whole = dataclasses.replace(clip, frames=clip.frames[places], timestamps=clip.timestamps[places])
     return whole.frames, whole.metadata()

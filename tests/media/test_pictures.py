@@ -318,19 +318,19 @@ def test_a_size_that_a_processor_refuses_is_its_sentence(tmp_path, capsys):
 # -------------------------------------------------------------------------------------------------------------- fuzz
 
 
-def damaged(data: bytes, dice: np.random.Generator) -> bytes:
+def damaged(data: bytes, rng: np.random.Generator) -> bytes:
     """The file with a few bytes replaced, cut short, or with a piece twice."""
-    kind = dice.integers(0, 4)
+    kind = rng.integers(0, 4)
     if kind == 0:
-        return data[: dice.integers(0, len(data))]
+        return data[: rng.integers(0, len(data))]
     found = bytearray(data)
     if kind == 3:
-        start, stop = sorted(dice.integers(0, len(data), 2))
+        start, stop = sorted(rng.integers(0, len(data), 2))
         return bytes(found[:stop] + found[start:])
     # headers say more than pixels do
     last = len(data) if kind == 1 else min(len(data), 200)
-    for place in dice.integers(0, last, dice.integers(1, 6)):
-        found[place] = dice.choice([0, 255, found[place] ^ (1 << dice.integers(0, 8)), dice.integers(0, 256)])
+    for place in rng.integers(0, last, rng.integers(1, 6)):
+        found[place] = rng.choice([0, 255, found[place] ^ (1 << rng.integers(0, 8)), rng.integers(0, 256)])
     return bytes(found)
 
 
@@ -368,10 +368,10 @@ def small_files() -> dict[str, bytes]:
 
 def fuzz(rounds: int, seed: int, tmp_path: Path) -> int:
     """How many of the damaged pictures were refused; whatever is raised but a sentence fails."""
-    dice, refused, path = np.random.default_rng(seed), 0, tmp_path / "any"
+    rng, refused, path = np.random.default_rng(seed), 0, tmp_path / "any"
     for data in small_files().values():
         for _ in range(rounds):
-            path.write_bytes(damaged(data, dice))
+            path.write_bytes(damaged(data, rng))
             for read in (load_picture, untrusted.picture):
                 try:
                     found = read(path)

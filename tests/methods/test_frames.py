@@ -21,7 +21,7 @@ from mmaccel.frames.scenes import SceneFrames, between, over_scenes
 from mmaccel.frames.scenetilling import SceneTilling, boundaries, depths
 from mmaccel.frames.uniform import UniformFrames, middles
 from mmaccel.method import FrameChoice
-from mmaccel.suite import Dice
+from mmaccel.suite import Rng
 from mmaccel.suite.scene import Ground, Scene, Thing, render, repaint, sample_ground
 
 CLIP = Path(mmaccel.__file__).parent / "models" / "mini-clip"
@@ -36,10 +36,10 @@ needs_clip = pytest.mark.skipif(not CLIP.is_dir(), reason="mini-clip does not co
 
 def shots(*lengths: int, noise: float = 2.0) -> np.ndarray:
     """``[T, 48, 64, 3]``: shots of one colour each, with the noise of a camera."""
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     colours = [(200, 40, 40), (40, 60, 200), (40, 180, 60), (220, 200, 40), (20, 20, 20), (230, 230, 230)]
     frames = np.concatenate([np.full((n, 48, 64, 3), c, float) for n, c in zip(lengths, colours, strict=False)])
-    return (frames + dice.normal(0, noise, frames.shape)).clip(0, 255).astype(np.uint8)
+    return (frames + rng.normal(0, noise, frames.shape)).clip(0, 255).astype(np.uint8)
 
 
 @pytest.mark.parametrize("method", OWN, ids=lambda method: method.name)
@@ -126,10 +126,10 @@ def test_valleys():
 
 def _drawn(*names: tuple[str, str]) -> np.ndarray:
     """A frame for each colour and shape, all on one ground."""
-    ground: Ground = sample_ground(Dice(3))
-    dice = Dice(1)
+    ground: Ground = sample_ground(Rng(3))
+    rng = Rng(1)
     box = (0.3, 0.3, 0.7, 0.7)
-    scenes = [Scene((repaint(Thing(shape, colour, box), colour, dice),), None, ground) for colour, shape in names]
+    scenes = [Scene((repaint(Thing(shape, colour, box), colour, rng),), None, ground) for colour, shape in names]
     return np.stack([render(scene, 112) for scene in scenes])
 
 
@@ -200,12 +200,12 @@ def test_a_region_of_a_picture_and_of_a_clip(monkeypatch):
 @needs_clip
 def test_the_question_chooses_the_region():
     pytest.importorskip("open_clip")
-    dice, at = Dice(1), {"red circle": (0.1, 0.1), "blue star": (0.6, 0.1), "green square": (0.1, 0.6)}
+    rng, at = Rng(1), {"red circle": (0.1, 0.1), "blue star": (0.6, 0.1), "green square": (0.1, 0.6)}
     boxes = {name: (x, y, x + 0.3, y + 0.3) for name, (x, y) in at.items()}
     things = [
-        repaint(Thing(name.split()[1], name.split()[0], box), name.split()[0], dice) for name, box in boxes.items()
+        repaint(Thing(name.split()[1], name.split()[0], box), name.split()[0], rng) for name, box in boxes.items()
     ]
-    frame = render(Scene(tuple(things), None, sample_ground(Dice(3))), 112)
+    frame = render(Scene(tuple(things), None, sample_ground(Rng(3))), 112)
     for name, (x, y, right, bottom) in boxes.items():
         box = ClipCrop(f"a {name}", str(CLIP)).region(frame[None], 0.25)
         assert box[0] <= 112 * x and box[1] <= 112 * y and box[2] >= 112 * right and box[3] >= 112 * bottom, name

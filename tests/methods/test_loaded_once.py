@@ -14,7 +14,7 @@ from test_cdpruner import clip_folder
 from mmaccel import answer_videos, get_recipe
 from mmaccel.families import draft, text
 from mmaccel.media.files import Prompt
-from mmaccel.method import loaded
+from mmaccel.method import model_options
 from mmaccel.programs.evaluate import Question, Row, evaluate
 from mmaccel.programs.tune.judge import Judge
 from mmaccel.recipe import Recipe
@@ -60,16 +60,16 @@ def test_evaluate(loads, recipes):
     for _ in evaluate(model, processor, questions(6), rows, batch_size=2, max_new_tokens=3):
         pass
     assert [row.batches for row in rows] == [3, 3, 3]
-    assert len(loads) == 2 and set(loads.values()) == {1} and not loaded._parts
+    assert len(loads) == 2 and set(loads.values()) == {1} and not model_options._parts
 
 
 def test_evaluate_that_is_broken_off_frees_them(loads, recipes):
     model, processor = zoo.model("llava"), zoo.processor("llava")
     run = evaluate(model, processor, questions(6), [Row(recipes[0])], batch_size=2, max_new_tokens=3)
     next(run)
-    assert len(loaded._parts) == 1
+    assert len(model_options._parts) == 1
     run.close()
-    assert not loaded._parts
+    assert not model_options._parts
 
 
 def test_tune(loads, recipes):
@@ -80,7 +80,7 @@ def test_tune(loads, recipes):
         judge.ask(one, 0)
     assert len(loads) == 2 and set(loads.values()) == {1}
     del judge
-    assert not loaded._parts
+    assert not model_options._parts
 
 
 def of_clips() -> Recipe:
@@ -97,4 +97,4 @@ def test_video_qa(loads, tmp_path):
     options = {"recipe": of_clips(), "frames": 4, "batch_size": 1, "max_new_tokens": 2}
     records = list(answer_videos(asked, model, processor, **options))
     assert len(records) == 4 and not any("error" in one for one in records), records
-    assert list(loads.values()) == [1] and not loaded._parts
+    assert list(loads.values()) == [1] and not model_options._parts

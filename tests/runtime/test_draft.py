@@ -13,7 +13,7 @@ from tail import in_turn
 from transformers import AutoModelForImageTextToText, LogitsProcessor
 
 from mmaccel import MmaccelError, SpecKV, SpecPC, SpecPrefill, UnsupportedError, accelerate_vlm, accelerated, get_recipe
-from mmaccel.method import loaded as loaded_parts
+from mmaccel.method import model_options as loaded_parts
 from mmaccel.runtime import draft as drafts
 from mmaccel.runtime import lookahead
 

@@ -15,7 +15,7 @@ from mmaccel.suite import (
     IMAGE_TASKS,
     SPLITS,
     VIDEO_TASKS,
-    Dice,
+    Rng,
     cell_labels,
     export,
     is_right,
@@ -80,7 +80,7 @@ def test_words_are_in_the_vocabulary(task):
 def test_descriptions_are_in_the_vocabulary_and_list_everything():
     words = set(vocabulary())
     for index in range(50):
-        scene = sample_scene(Dice(index))
+        scene = sample_scene(Rng(index))
         text = description(scene).answer
         assert set(text.split()) <= words
         assert text.count(";") == len(scene.things) + (scene.sign is not None)
@@ -163,7 +163,7 @@ def test_things_are_as_large_as_promised():
     """Most things touch 15 to 60 tokens of a 14x14 grid."""
     touched = []
     for index in range(200):
-        scene = sample_scene(Dice(item_seed("test", index)))
+        scene = sample_scene(Rng(item_seed("test", index)))
         for thing in scene.things:
             fine = cell_labels(Scene((thing,), None, scene.ground), 14 * 6).shape > 0
             touched.append(fine.reshape(14, 6, 14, 6).any((1, 3)).sum())
@@ -181,7 +181,7 @@ def test_cell_labels_name_the_thing():
 
 def test_ground_is_never_constant():
     for index in range(20):
-        picture = render(sample_scene(Dice(index)), 56)
+        picture = render(sample_scene(Rng(index)), 56)
         assert picture.dtype == np.uint8 and picture.shape == (56, 56, 3)
         assert picture[:8, :8].astype(float).std() > 1
 

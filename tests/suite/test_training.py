@@ -12,7 +12,7 @@ from tail import few
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText
 
-from mmaccel.suite import Dice, item_seed, make_item, render, sample_scene, vocabulary
+from mmaccel.suite import Rng, item_seed, make_item, render, sample_scene, vocabulary
 from mmaccel.suite.clip import CLIP_TASKS
 from mmaccel.suite.questions import Turn
 from mmaccel.suite.scene import COLOURS, SHAPES
@@ -77,9 +77,9 @@ def test_packed_questions_are_the_conversations_that_the_processor_makes():
     """Every packed block gives the losses of the model's own forward on the same single-turn or multi-turn chat."""
     torch.manual_seed(0)
     trainee, processor, words = Trainee().eval(), build_llava_processor(), word_ids()
-    dice = Dice(item_seed("val", 3))
-    scene = sample_scene(dice)
-    turns, picture = choose(scene, dice, 4), render(scene, PIXELS)
+    rng = Rng(item_seed("val", 3))
+    scene = sample_scene(rng)
+    turns, picture = choose(scene, rng, 4), render(scene, PIXELS)
     packed = pack([turns, turns], prefix("mini-llava", [GRID**2]), [False, True], words)
     pixels = processor.image_processor(images=Image.fromarray(picture), return_tensors="pt")["pixel_values"]
     inner = trainee.model.model
@@ -344,7 +344,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
 
 def test_training_and_test_scenes_differ():
-    trained = {sample_scene(Dice(item_seed("train", index, stream=255))) for index in range(100)}
+    trained = {sample_scene(Rng(item_seed("train", index, stream=255))) for index in range(100)}
     assert not trained & {make_item("colour", "test", index).scenes[0] for index in range(100)}
 
 
@@ -365,7 +365,7 @@ def test_texts_belong_to_their_scenes():
     fits = means_picture(whole, held)
     assert fits.diagonal().all() and fits.float().mean() < 0.05
     for row, scene in enumerate(scenes):
-        texts = [text_about(scene, Dice(number)) for number in range(20)]
+        texts = [text_about(scene, Rng(number)) for number in range(20)]
         there = means_picture(padded([meaning(text) for text in texts]), held)[:, row]
         # only what a question asks in vain is missing
         assert all(yes or text.startswith(("is there", "how many")) for yes, text in zip(there, texts, strict=True))

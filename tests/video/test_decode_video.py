@@ -15,7 +15,7 @@ from mmaccel import MmaccelError
 from mmaccel.video import READERS, decode, decode_each
 from mmaccel.video.choice import around_keyframes, shown, spaced, uniform
 from mmaccel.video.container import container
-from mmaccel.video.here import parts
+from mmaccel.video.in_process import parts
 from mmaccel.video.readers import usable
 from mmaccel.video.readers.base import NotExactError, rate
 
@@ -55,7 +55,7 @@ def _quiet():
 def test_frames_are_those_that_were_asked_for(kind, name, backend):
     """Forward jumps over keyframes and within groups, many times: a miscount after a seek shows."""
     path = kind(name)
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     try:
         reader = READERS[backend](path, container(path))
     except Exception as error:
@@ -64,7 +64,7 @@ def test_frames_are_those_that_were_asked_for(kind, name, backend):
         return
     assert len(reader.timestamps) == 60
     for _ in range(6):
-        wanted = sorted(dice.choice(60, 5, replace=False).tolist())
+        wanted = sorted(rng.choice(60, 5, replace=False).tolist())
         found = list(reader.twin().frames(wanted))
         assert numbers(np.stack([picture for _, picture in found])) == wanted
         assert np.allclose([time for time, _ in found], np.asarray(wanted) / reader.fps, atol=2e-3)

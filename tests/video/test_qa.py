@@ -19,7 +19,7 @@ import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, get_recipe
 from mmaccel.programs.video_qa.qa import Figures, QASettings, VideoAnswerer, answer_videos, needs_own_prefill
 from mmaccel.programs.video_qa.questions import VideoQuestion
-from mmaccel.video import ahead, decode
+from mmaccel.video import decode, prefetch
 
 
 # --- the same answers -------------------------------------------------------------------------------------------------
@@ -288,15 +288,15 @@ def test_videos_are_decoded_ahead(films: Path, monkeypatch: pytest.MonkeyPatch) 
     """While the model answers the first, the next are decoded."""
     begun, several = [], threading.Event()
 
-    decode_isolated = ahead.decode_isolated
+    decode_in_subprocess = prefetch.decode_in_subprocess
 
     def watched(path: Any, *args: Any) -> Any:
         begun.append(path)
         if len(begun) > 3:
             several.set()
-        return decode_isolated(path, *args)
+        return decode_in_subprocess(path, *args)
 
-    monkeypatch.setattr(ahead, "decode_isolated", watched)
+    monkeypatch.setattr(prefetch, "decode_in_subprocess", watched)
     one = answerer("qwen2_5_vl", "fastv", 1)
     generate = one._generate
 

@@ -158,14 +158,14 @@ def count(path: Path) -> int:
 INTERRUPTED = """
 import signal, sys
 from mmaccel.cli import main
-from mmaccel.video import isolated
+from mmaccel.video import subprocess_decoder
 signal.signal(signal.SIGINT, signal.default_int_handler)
-isolated._START = isolated._START.replace("serve()", sys.argv[1] + "; serve()")
+subprocess_decoder._START = subprocess_decoder._START.replace("serve()", sys.argv[1] + "; serve()")
 sys.exit(main(sys.argv[2:]))
 """
 HANGS = (
-    "import time; from mmaccel.video import isolated; real = isolated.decode_here; "
-    "isolated.decode_here = lambda path, *a, **k: time.sleep(1000) if 'hang' in path else real(path, *a, **k)"
+    "import time; from mmaccel.video import subprocess_decoder; real = subprocess_decoder.decode_in_process; "
+    "subprocess_decoder.decode_in_process = lambda path, *a, **k: time.sleep(1000) if 'hang' in path else real(path, *a, **k)"
 )
 
 
@@ -207,20 +207,20 @@ def test_killed_ten_times_it_is_as_if_it_never_was(which: str, films: Path, mode
     whole, out = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     more = ("--recipe", which, "--batch-size", 4)
     assert os.waitstatus_to_exitcode(os.waitpid(start(command(questions, whole, model, *more)), 0)[1]) == 3
-    dice, kills, left = random.Random(which), 0, []
+    rng, kills, left = random.Random(which), 0, []
     while kills < 10:
         # at any moment from its start on, or just after a number of new lines
-        child, begin, still = start(command(questions, out, model, *more)), count(out), dice.random() < 0.3
-        wanted = 0 if still else begin + dice.randint(0, 5)
+        child, begin, still = start(command(questions, out, model, *more)), count(out), rng.random() < 0.3
+        wanted = 0 if still else begin + rng.randint(0, 5)
         while count(out) < wanted:
             assert os.waitpid(child, os.WNOHANG) == (0, 0), "it came to its end before it was killed ten times"
             time.sleep(0.002)
-        time.sleep(dice.random() * 0.1)
+        time.sleep(rng.random() * 0.1)
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         kills += 1
         left.append(count(out))
-        if dice.random() < 0.5 and out.exists():
+        if rng.random() < 0.5 and out.exists():
             # as if it had been killed while it wrote
             with out.open("ab") as file:
                 file.write(b'{"id": "torn')
@@ -235,14 +235,14 @@ def test_whatever_is_called_a_video(
     films: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Cut off at every 5 %, flipped bits, zeros, text, folders: one record each, and nobody waits or falls over."""
-    dice, videos = random.Random(0), []
+    rng, videos = random.Random(0), []
     for name, options in {"a.mp4": {}, "b.webm": {"codec": "libvpx", "options": {"cpu-used": "8"}}}.items():
         whole = film(tmp_path / name, 24, **options).read_bytes()
         broken = {f"cut{percent}": whole[: len(whole) * percent // 100] for percent in range(0, 100, 5)}
         for number in range(12):
             flipped = bytearray(whole)
             for _ in range(1 + number):
-                flipped[dice.randrange(len(whole))] ^= 1 << dice.randrange(8)
+                flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
             broken[f"flip{number}"] = bytes(flipped)
         for percent in (0, 30, 60, 90):
             at = len(whole) * percent // 100

@@ -37,9 +37,9 @@ def folder(tmp_path: Path) -> Path:
     """The files of a model, of which nothing is loaded."""
     made = tmp_path / "model"
     (made / "additional_chat_templates").mkdir(parents=True)
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for number in (1, 2):
-        (made / f"model-{number}.safetensors").write_bytes(dice.bytes(3 << 20))
+        (made / f"model-{number}.safetensors").write_bytes(rng.bytes(3 << 20))
     for name in (
         "config.json",
         "generation_config.json",
@@ -541,7 +541,7 @@ def test_killed_at_any_moment_it_goes_on(stub: Any, tmp_path: Path, monkeypatch:
     """kill -9, again and again, until the set is done."""
     asked = [*(line(f"{i}?") for i in range(60)), line("x?", "missing.mp4")]
     assert main(stub(*asked, out="whole.jsonl")) == 3
-    argv, dice, kills, begin = stub(*asked), random.Random(0), 0, time.monotonic()
+    argv, rng, kills, begin = stub(*asked), random.Random(0), 0, time.monotonic()
     # a run takes four lives at least, however fast the machine
     monkeypatch.setattr(Answers, "pause", 0.02)
     while True:
@@ -554,7 +554,7 @@ def test_killed_at_any_moment_it_goes_on(stub: Any, tmp_path: Path, monkeypatch:
                 status = main(argv)
             finally:
                 os._exit(status)
-        time.sleep(dice.uniform(0.0, 0.3))
+        time.sleep(rng.uniform(0.0, 0.3))
         os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code != -signal.SIGKILL:

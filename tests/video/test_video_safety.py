@@ -18,11 +18,11 @@ from films import film, numbers
 from PIL import Image
 
 from mmaccel import MmaccelError
-from mmaccel.video import READERS, Clip, decode, decode_each, isolated
+from mmaccel.video import READERS, Clip, decode, decode_each, subprocess_decoder
 from mmaccel.video.container import container, local
-from mmaccel.video.here import decode_here
+from mmaccel.video.decode_spec import DecodeSpec
+from mmaccel.video.in_process import decode_in_process
 from mmaccel.video.readers import usable
-from mmaccel.video.wanted import Wanted
 
 #: enough for a loaded machine, far below a hang
 TIMEOUT = 60.0
@@ -81,10 +81,10 @@ def test_cut_at_every_twentieth(kind, tmp_path, name):
 def test_flipped_bits(kind, tmp_path, name):
     """A clip of the right shape, or a sentence."""
     data = np.frombuffer(kind(name).read_bytes(), np.uint8)
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for attempt_number, flips in enumerate((1, 3, 10, 30, 100, 300)):
         broken = data.copy()
-        broken[dice.integers(0, len(data), flips)] ^= (1 << dice.integers(0, 8, flips)).astype(np.uint8)
+        broken[rng.integers(0, len(data), flips)] ^= (1 << rng.integers(0, 8, flips)).astype(np.uint8)
         path = tmp_path / f"flipped{attempt_number}{kind(name).suffix}"
         path.write_bytes(broken.tobytes())
         found = attempt(path)
@@ -232,13 +232,15 @@ def test_kinds_go_by_content(kind, tmp_path):
 @pytest.fixture
 def badly(monkeypatch):
     """Makes the children of this test begin with a line of Python of its own, and lets no other test have them."""
-    isolated._stop()
+    subprocess_decoder._stop()
 
     def behave(line: str) -> None:
-        monkeypatch.setattr(isolated, "_START", isolated._START.replace("serve()", f"{line}; serve()"))
+        monkeypatch.setattr(
+            subprocess_decoder, "_START", subprocess_decoder._START.replace("serve()", f"{line}; serve()")
+        )
 
     yield behave
-    isolated._stop()
+    subprocess_decoder._stop()
 
 
 needs_decord = pytest.mark.skipif(not usable(READERS["decord"]), reason="there is no decord for this machine")
@@ -255,13 +257,13 @@ def test_a_decoder_that_hangs_is_stopped(kind, badly):
 
 ORPHAN = """
 import sys
-from mmaccel.video import decode, isolated
-isolated._START = isolated._START.replace("serve()", sys.argv[2] + "; serve()")
-made = isolated._Child.__init__
+from mmaccel.video import decode, subprocess_decoder
+subprocess_decoder._START = subprocess_decoder._START.replace("serve()", sys.argv[2] + "; serve()")
+made = subprocess_decoder._Child.__init__
 def tell(self):
     made(self)
     print(self.process.pid, flush=True)
-isolated._Child.__init__ = tell
+subprocess_decoder._Child.__init__ = tell
 decode(sys.argv[1], isolated=True, timeout=2)
 """
 
@@ -346,13 +348,13 @@ def test_warnings_come_through(kind):
 @pytest.mark.full
 def test_the_child_is_used_again_and_ends_with_its_parent(kind):
     decode(kind("h264.mp4"), 2, isolated=True)
-    before = [child.process.pid for child in isolated._idle]
+    before = [child.process.pid for child in subprocess_decoder._idle]
     decode(kind("h264.mp4"), 2, isolated=True)
-    assert [child.process.pid for child in isolated._idle] == before
+    assert [child.process.pid for child in subprocess_decoder._idle] == before
     code = (
-        "import sys; from mmaccel.video import decode, isolated\n"
+        "import sys; from mmaccel.video import decode, subprocess_decoder\n"
         f"decode({str(kind('h264.mp4'))!r}, 2, isolated=True)\n"
-        "print(isolated._idle[0].process.pid, flush=True); import os; os._exit(1)"
+        "print(subprocess_decoder._idle[0].process.pid, flush=True); import os; os._exit(1)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     pid = int(out.stdout)
@@ -369,8 +371,10 @@ def test_the_child_is_used_again_and_ends_with_its_parent(kind):
 
 
 def test_the_child_does_without_torch():
-    code = isolated._START.replace("serve()", "print('torch' in sys.modules)")
-    out = subprocess.run([sys.executable, "-c", code, isolated._HERE], capture_output=True, text=True, check=True)
+    code = subprocess_decoder._START.replace("serve()", "print('torch' in sys.modules)")
+    out = subprocess.run(
+        [sys.executable, "-c", code, subprocess_decoder._HERE], capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "False"
 
 
@@ -386,8 +390,8 @@ def test_a_fork_does_not_use_its_parents_children(kind):
     decode(kind("h264.mp4"), 2, isolated=True)
     pid = os.fork()
     if not pid:
-        os._exit(len(isolated._idle))
-    assert isolated._idle and os.waitpid(pid, 0)[1] == 0
+        os._exit(len(subprocess_decoder._idle))
+    assert subprocess_decoder._idle and os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.mark.full
@@ -407,7 +411,7 @@ def test_png_files_can_still_be_read_by_torchvision(kind, tmp_path):
 def test_what_no_other_back_end_would_do_better_is_tried_once(kind):
     tried: list[str] = []
     with pytest.raises(MmaccelError, match="seconds long"):
-        decode_here(kind("h264.mp4"), Wanted(start=99.0), list(READERS), tried.append)
+        decode_in_process(kind("h264.mp4"), DecodeSpec(start=99.0), list(READERS), tried.append)
     assert len(tried) == 1 or not usable(READERS[tried[0]])
 
 

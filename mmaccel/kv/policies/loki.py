@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import KeyUnits, ReadingPolicy, ReadStep
-from ...method.reading import check_reduce
 from ...method.registry import register
+from ...method.sparse_read import check_reduce
 
 
 @register

@@ -12,7 +12,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 from ...errors import MmaccelError
 from ...method import DraftPolicy, KeyBatch, LayerAttention
 from ...method.blocks import row_blocks
-from ...method.loaded import Loaded
+from ...method.model_options import Loaded
 from ...method.registry import register
 from ..scoring.copies import of_first_keys
 from ..scoring.importance import by_group

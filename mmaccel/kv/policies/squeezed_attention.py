@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import KeyUnits, Observed, ReadingPolicy, ReadStep
-from ...method.reading import Picked, agree, best, by_kv_head, check_reduce
 from ...method.registry import register
+from ...method.sparse_read import Picked, agree, best, by_kv_head, check_reduce
 
 #: entries of the similarities of keys and centroids that are made at once
 CHUNK = 1 << 24

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...errors import MmaccelError
 from ...method import ReadingPolicy, ReadStep
-from ...method.reading import Picked, best
 from ...method.registry import register
+from ...method.sparse_read import Picked, best
 
 
 @register

@@ -89,10 +89,10 @@ class Subject(Protocol):
 
 def noise(count: int, height: int, width: int, clip: bool) -> np.ndarray:
     """Textures ``[count, H, W, 3]`` uint8; those of a clip wander, with a cut every 16 frames."""
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     def texture() -> np.ndarray:
-        coarse = dice.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+        coarse = rng.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
         return coarse.repeat(8, 0).repeat(8, 1)[:height, :width]
 
     if not clip:

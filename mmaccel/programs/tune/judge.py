@@ -26,7 +26,7 @@ from ...errors import MmaccelError
 from ...families import family_of
 from ...media.prepare import prepare
 from ...method import Policy, ReturningMethod
-from ...method.loaded import KeepLoaded
+from ...method.model_options import KeepLoaded
 from ...recipe import Recipe, get_recipe
 from ...runtime.remembered import Remembered
 from ...transformers_api import DynamicCache, cache_argument

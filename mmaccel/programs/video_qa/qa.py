@@ -32,13 +32,13 @@ from ...kv.cache import CacheState, adopt
 from ...media.files import Prompt, encode
 from ...media.prepare import prepare
 from ...method import EncoderMethod, FrameChoice, FramesMethod, PatchMethod, ProjectorMethod, ReuseMethod
-from ...method.loaded import KeepLoaded
+from ...method.model_options import KeepLoaded
 from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage, get_recipe
 from ...transformers_api import DynamicCache, cache_argument
-from ...video.ahead import Ahead, begin
 from ...video.clip import Clip
-from ...video.wanted import GIB, Select, Wanted, check_timeout
+from ...video.decode_spec import GIB, DecodeSpec, Select, check_timeout
+from ...video.prefetch import Ahead, begin
 from ..evaluate import fingerprint, sentence
 from ..identity import digests, recipe_parts, versions
 from ..positions import check_positions
@@ -103,13 +103,13 @@ class QASettings:
             ):
                 raise MmaccelError(f"{name}={value!r} answers nothing; give a whole number of 1 or more.")
         check_timeout(self.timeout)
-        self.wanted()
+        self.decode_spec()
 
-    def wanted(self) -> Wanted:
+    def decode_spec(self) -> DecodeSpec:
         """What is decoded of a video."""
         denser = 1 if self.chooser() is None else _DENSER
         select: Select = "keyframes" if self.frame_method == "keyframes" else "uniform"
-        return Wanted(self.frames * denser, select=select, threads=1, memory=self.memory)
+        return DecodeSpec(self.frames * denser, select=select, threads=1, memory=self.memory)
 
     def chooser(self) -> FrameChoice | None:
         """The method that chooses frames, if it is one."""
@@ -374,7 +374,7 @@ class VideoAnswerer:
         ]
         shown = (group[0].path for window in windows for group in window if not group[0].error)
         workers = max(2, min(4, (os.cpu_count() or 1) // 2))
-        with closing(begin(shown, self.settings.wanted(), workers, timeout=self.settings.timeout)) as clips:
+        with closing(begin(shown, self.settings.decode_spec(), workers, timeout=self.settings.timeout)) as clips:
             for window in windows:
                 yield from self._window(window, clips, done)
 

@@ -17,7 +17,7 @@ from films import film, numbers
 from tail import few
 
 from mmaccel import MmaccelError
-from mmaccel.video import Clip, decode, decode_each, isolated
+from mmaccel.video import Clip, decode, decode_each, subprocess_decoder
 
 #: enough for a loaded machine, far below a hang
 LIMIT = 60.0
@@ -61,11 +61,11 @@ def test_a_clip_that_fits_never_is_refused_and_the_rest_goes_on(clips: list[Path
 def test_a_decoder_holds_a_picture_at_a_time(tmp_path: Path) -> None:
     """The frames stand in memory once, in the process that wants them."""
     path = film(tmp_path / "long.mp4", 64, size=(640, 360), codec="mpeg4")
-    isolated._stop()
+    subprocess_decoder._stop()
     held = []
     for frames in (2, 64):
         assert len(decode(path, frames, isolated=True, backend="pyav", threads=1).frames) == frames
-        (child,) = isolated._idle
+        (child,) = subprocess_decoder._idle
         status = Path(f"/proc/{child.process.pid}/status").read_text()
         held.append(int(status.split("VmHWM:")[1].split()[0]) << 10)
     assert held[1] - held[0] < 16 << 20 < 62 * 640 * 360 * 3
@@ -75,7 +75,7 @@ def test_a_decoder_holds_a_picture_at_a_time(tmp_path: Path) -> None:
 FATAL = """
 import json, os, types
 from pathlib import Path
-from mmaccel.video import isolated
+from mmaccel.video import subprocess_decoder
 mark, moment = Path({mark!r}), {moment!r}
 def die(what):
     left = int(mark.read_text())
@@ -89,22 +89,24 @@ def loads(text):
 def dumps(what):
     if moment != "job": die(what)
     return json.dumps(what)
-isolated.json = types.SimpleNamespace(loads=loads, dumps=dumps)
+subprocess_decoder.json = types.SimpleNamespace(loads=loads, dumps=dumps)
 """
 
 
 @pytest.fixture
 def fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]]:
     """Makes the next decoders die when they come to a moment, so many times; no other test gets them."""
-    isolated._stop()
+    subprocess_decoder._stop()
 
     def arrange(moment: str, times: int) -> None:
         (tmp_path / "left").write_text(str(times))
         code = FATAL.format(mark=str(tmp_path / "left"), moment=moment)
-        monkeypatch.setattr(isolated, "_START", isolated._START.replace("serve()", f"exec({code!r}); serve()"))
+        monkeypatch.setattr(
+            subprocess_decoder, "_START", subprocess_decoder._START.replace("serve()", f"exec({code!r}); serve()")
+        )
 
     yield arrange
-    isolated._stop()
+    subprocess_decoder._stop()
 
 
 #: when it gets a video, is about to begin, knows the size, has decoded a frame, has decoded all
@@ -131,9 +133,9 @@ def test_a_video_that_kills_its_decoder_twice_is_named(moment: str, kind: Any, f
 
 @pytest.mark.parametrize("noticed", (True, False))
 def test_an_idle_decoder_that_died_blames_no_video(noticed: bool, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    isolated._stop()
+    subprocess_decoder._stop()
     assert len(list(decode_each([kind("h264.mp4")] * 4, 2, workers=2))) == 4
-    idle = list(isolated._idle)
+    idle = list(subprocess_decoder._idle)
     for child in idle:
         child.process.kill()
         child.process.wait()
@@ -154,9 +156,9 @@ def test_a_folder_of_pictures_is_decoded_without_torch(
         Image.fromarray(np.full((8, 8, 3), i, np.uint8)).save(tmp_path / f"{i}.png")
     # a module that is None cannot be imported
     monkeypatch.setattr(
-        isolated,
+        subprocess_decoder,
         "_START",
-        isolated._START.replace("serve()", "sys.modules.update(torch=None, transformers=None); serve()"),
+        subprocess_decoder._START.replace("serve()", "sys.modules.update(torch=None, transformers=None); serve()"),
     )
     clip = decode(tmp_path, 2, isolated=True)
     assert clip.backend == "pictures" and clip.frames[:, 0, 0, 0].tolist() == [1, 3]
@@ -164,9 +166,9 @@ def test_a_folder_of_pictures_is_decoded_without_torch(
 
 # --- stopped ----------------------------------------------------------------------------------------------------------
 def test_nobody_waits_for_decoders_that_hang(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    isolated._stop()
-    hangs = isolated._START.replace("serve()", "__import__('time').sleep(1000)")
-    monkeypatch.setattr(isolated, "_START", hangs)
+    subprocess_decoder._stop()
+    hangs = subprocess_decoder._START.replace("serve()", "__import__('time').sleep(1000)")
+    monkeypatch.setattr(subprocess_decoder, "_START", hangs)
     found = decode_each([kind("h264.mp4")] * 9, 3, workers=2, timeout=LIMIT)
     here = threading.main_thread().ident
     # a program that was started in the background ignores it

@@ -1,4 +1,4 @@
-"""Decoding in this process: only the frames that are wanted, by the first back end that can, over several threads."""
+"""Decoding in this process: only the frames that are spec, by the first back end that can, over several threads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..errors import MmaccelError
 from .choice import around_keyframes, at_rate, length, shown, uniform
 from .clip import Clip
 from .container import container, local
+from .decode_spec import GIB, DecodeSpec, Path_
 from .readers import READERS, PicturesReader, Reader, usable
 from .readers.base import NotExactError
-from .wanted import GIB, Path_, Wanted
 
 #: gives room for pictures of the shape ``[T, H, W, 3]``: what takes the picture ``[H, W, 3]`` that it is given at a place
 Make = Callable[[tuple[int, ...]], Any]
@@ -34,34 +34,34 @@ def empty(shape: tuple[int, ...]) -> np.ndarray:
     return np.empty(shape, dtype=np.uint8)
 
 
-def decode_here(
+def decode_in_process(
     path: Path_,
-    wanted: Wanted,
+    spec: DecodeSpec,
     names: Sequence[str],
     trying: Callable[[str], None],
-    choose: Callable[[Reader, Path, Wanted], np.ndarray] | None = None,
+    choose: Callable[[Reader, Path, DecodeSpec], np.ndarray] | None = None,
     make: Make = empty,
 ) -> Clip:
     """In this process, by the back ends ``names``; ``trying`` is told each before it is tried.
 
-    ``choose`` gives the frames to decode, ``[T]`` ascending; by default ``wanted`` does. What ``make`` gives is filled, and
+    ``choose`` gives the frames to decode, ``[T]`` ascending; by default ``spec`` does. What ``make`` gives is filled, and
     comes back as the clip's frames.
     """
     choose = choose or _choose
     file = local(path)
     if file.is_dir():
         trying(PicturesReader.name)
-        return _read(PicturesReader(file, "", wanted.folder_fps), file, wanted, choose, make)
+        return _read(PicturesReader(file, "", spec.folder_fps), file, spec, choose, make)
     kind = container(file)
     failed: list[str] = []
     error: Exception | None = None
-    for name in [wanted.backend] if wanted.backend else names:
+    for name in [spec.backend] if spec.backend else names:
         trying(name)
         if not usable(READERS[name]):
             failed.append(f"{name} is not installed or does not load")
             continue
         try:
-            clip = _read(READERS[name](file, kind), file, wanted, choose, make)
+            clip = _read(READERS[name](file, kind), file, spec, choose, make)
         except _NoRemedy:
             raise
         except MemoryError as caught:
@@ -81,9 +81,9 @@ def decode_here(
     if isinstance(error, MmaccelError):
         raise error
     if error is None:
-        needed = " ".join(READERS[wanted.backend or "pyav"].distributions)
+        needed = " ".join(READERS[spec.backend or "pyav"].distributions)
         raise MmaccelError(
-            f"Reading video files needs {wanted.backend or 'PyAV, decord or torchcodec'}; run: pip install {needed}"
+            f"Reading video files needs {spec.backend or 'PyAV, decord or torchcodec'}; run: pip install {needed}"
         )
     raise MmaccelError(
         f"The video {str(path)!r} is broken or no video ({_first_line(error)}); play or convert it first."
@@ -108,43 +108,41 @@ def _first_line(error: BaseException) -> str:
 
 
 def _read(
-    reader: Reader, path: Path, wanted: Wanted, choose: Callable[[Reader, Path, Wanted], np.ndarray], make: Make
+    reader: Reader, path: Path, spec: DecodeSpec, choose: Callable[[Reader, Path, DecodeSpec], np.ndarray], make: Make
 ) -> Clip:
-    indices = choose(reader, path, wanted).tolist()
-    times, frames = _frames(reader, indices, wanted, path, make)
+    indices = choose(reader, path, spec).tolist()
+    times, frames = _frames(reader, indices, spec, path, make)
     return Clip(frames, indices, len(reader.timestamps), reader.fps, times, reader.name)
 
 
-def _choose(reader: Reader, path: Path, wanted: Wanted) -> np.ndarray:
+def _choose(reader: Reader, path: Path, spec: DecodeSpec) -> np.ndarray:
     """``[T]`` int64 ascending: which frames to decode."""
     times, fps = reader.timestamps, reader.fps
     seconds = length(times, fps)
-    end = seconds if wanted.end is None else min(wanted.end, seconds)
-    if wanted.start >= seconds:
-        raise _NoRemedy(
-            f"The video {str(path)!r} is {seconds:.1f} seconds long, and start={wanted.start} is behind it."
-        )
+    end = seconds if spec.end is None else min(spec.end, seconds)
+    if spec.start >= seconds:
+        raise _NoRemedy(f"The video {str(path)!r} is {seconds:.1f} seconds long, and start={spec.start} is behind it.")
     # the frame that is on show when the stretch begins belongs to it, one that begins when it ends does not
-    first, last = shown(times, fps, np.asarray([wanted.start, max(wanted.start, end - _INSTANT)]))
+    first, last = shown(times, fps, np.asarray([spec.start, max(spec.start, end - _INSTANT)]))
     inside = np.arange(first, last + 1)
-    if wanted.select == "keyframes" and wanted.frames is not None:
-        return around_keyframes(reader.keyframes, inside, wanted.frames)
-    if wanted.fps is not None:
-        chosen = at_rate(times, fps, wanted.fps, wanted.start, end)
-        if wanted.frames is None or len(chosen) <= wanted.frames:
+    if spec.select == "keyframes" and spec.frames is not None:
+        return around_keyframes(reader.keyframes, inside, spec.frames)
+    if spec.fps is not None:
+        chosen = at_rate(times, fps, spec.fps, spec.start, end)
+        if spec.frames is None or len(chosen) <= spec.frames:
             return chosen
-    assert wanted.frames is not None
-    if wanted.frames >= len(inside):
+    assert spec.frames is not None
+    if spec.frames >= len(inside):
         return inside
-    return uniform(times, fps, wanted.frames, wanted.start, end)
+    return uniform(times, fps, spec.frames, spec.start, end)
 
 
 def _frames(
-    reader: Reader, indices: list[int], wanted: Wanted, path: Path, make: Make
+    reader: Reader, indices: list[int], spec: DecodeSpec, path: Path, make: Make
 ) -> tuple[np.ndarray, np.ndarray]:
     """Times ``[T]`` and frames ``[T, H, W, 3]``, by threads that each have stretches between keyframes to themselves."""
-    times, out = np.zeros(len(indices)), _Frames(len(indices), wanted.memory, path, make)
-    shares = parts(indices, reader.keyframes, wanted.threads or min(4, os.cpu_count() or 1))
+    times, out = np.zeros(len(indices)), _Frames(len(indices), spec.memory, path, make)
+    shares = parts(indices, reader.keyframes, spec.threads or min(4, os.cpu_count() or 1))
 
     def work(part: range, own: Reader) -> None:
         for at, (time, picture) in zip(part, own.frames([indices[i] for i in part]), strict=True):

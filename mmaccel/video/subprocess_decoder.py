@@ -32,15 +32,15 @@ import numpy as np
 from ..errors import MmaccelError
 from .clip import Clip
 from .container import named
-from .here import Make, decode_here, empty
+from .decode_spec import GIB, DecodeSpec, Path_, check_timeout
+from .in_process import Make, decode_in_process, empty
 from .readers import READERS
 from .readers.decord import DecordReader
-from .wanted import GIB, Path_, Wanted, check_timeout
 
 #: the package without its top module: what is there imports what recipes need, and a decoder needs none of it
 _START = (
     "import sys, types; top = types.ModuleType('mmaccel'); top.__path__ = [sys.argv[1]]; sys.modules['mmaccel'] = top; "
-    "from mmaccel.video.isolated import serve; serve()"
+    "from mmaccel.video.subprocess_decoder import serve; serve()"
 )
 #: bytes that a decoder may have beside the frames it gives
 _DECODER = 512 << 20
@@ -175,9 +175,9 @@ def _child(fresh: bool) -> _Child:
     return _Child()
 
 
-def decode_isolated(
+def decode_in_subprocess(
     path: Path_,
-    wanted: Wanted,
+    spec: DecodeSpec,
     timeout: float,
     make: Make = empty,
     begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
@@ -189,11 +189,11 @@ def decode_isolated(
     """
     check_timeout(timeout)
     text = named(path)
-    names = [wanted.backend] if wanted.backend else list(READERS)
+    names = [spec.backend] if spec.backend else list(READERS)
     crashed: list[str] = []
     deaths: Counter[str | None] = Counter()
     while True:
-        job = {"path": text, "wanted": dataclasses.asdict(wanted), "names": names, "alarm": math.ceil(timeout) + 1}
+        job = {"path": text, "spec": dataclasses.asdict(spec), "names": names, "alarm": math.ceil(timeout) + 1}
         try:
             job["folder"] = os.getcwd()
             child = _child(fresh=bool(deaths))
@@ -224,7 +224,7 @@ def decode_isolated(
             )
         if culprit not in names or culprit == names[-1]:
             raise MmaccelError(
-                f"The decoder of {text!r} crashed ({answer['ended']}) with {wanted.memory / GIB:.1f} GiB of memory; the video "
+                f"The decoder of {text!r} crashed ({answer['ended']}) with {spec.memory / GIB:.1f} GiB of memory; the video "
                 "is broken or needs more memory=."
             )
         crashed.append(f"{culprit}: crashed, {answer['ended']}")
@@ -262,16 +262,16 @@ def serve() -> None:
 
     for line in sys.stdin.buffer:
         job = json.loads(line)
-        wanted = Wanted(**job["wanted"])
+        spec = DecodeSpec(**job["spec"])
         os.chdir(job["folder"])
-        _limit(wanted.memory)
+        _limit(spec.memory)
         # the parent may be killed while this decoder hangs: nobody else would stop it then
         _alarm(job["alarm"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             clip: Clip | None = None
             try:
-                clip = decode_here(job["path"], wanted, job["names"], lambda name: say(trying=name), make=make)
+                clip = decode_in_process(job["path"], spec, job["names"], lambda name: say(trying=name), make=make)
                 error = ""
             except MmaccelError as known:
                 error = str(known)
@@ -321,8 +321,8 @@ def _limit(memory: int) -> None:
     except ImportError:  # there is none on Windows; the size of the frames is bounded all the same
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = memory + _DECODER + _held()
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    needed = memory + _DECODER + _held()
+    resource.setrlimit(resource.RLIMIT_DATA, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))
 
 
 def _held() -> int:

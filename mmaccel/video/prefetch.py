@@ -15,10 +15,10 @@ import numpy as np
 
 from ..errors import MmaccelError
 from .clip import Clip
-from .here import decode_here, empty
-from .isolated import decode_isolated
+from .decode_spec import GIB, DecodeSpec, Path_, Select, check_timeout
+from .in_process import decode_in_process, empty
 from .readers import READERS
-from .wanted import GIB, Path_, Select, Wanted, check_timeout
+from .subprocess_decoder import decode_in_subprocess
 
 
 class _CalledOff(BaseException):
@@ -37,20 +37,20 @@ class _Coming:
 class Ahead:
     """Clips in the order of their paths, decoded while the caller works on earlier ones; a failure comes out as its error.
 
-    The frames that are being decoded, wait, or were handed over and not let go of take at most ``wanted.memory`` bytes. They
+    The frames that are being decoded, wait, or were handed over and not let go of take at most ``spec.memory`` bytes. They
     get room in the order of the videos: the one that is asked for next never waits for a later one, but, where there is no
     room left, for :meth:`release`. So call that where :meth:`full` says so.
 
     Parameters
     ----------
     paths : of the videos; taken from it as they are needed.
-    wanted : what to decode of each.
+    spec : what to decode of each.
     workers : videos that are decoded at a time; as many more wait decoded.
     isolated, timeout : as for :func:`mmaccel.video.decode`.
     """
 
-    def __init__(self, paths: Iterable[Path_], wanted: Wanted, workers: int, isolated: bool, timeout: float) -> None:
-        self._paths, self._wanted, self._most = iter(paths), wanted, wanted.memory
+    def __init__(self, paths: Iterable[Path_], spec: DecodeSpec, workers: int, isolated: bool, timeout: float) -> None:
+        self._paths, self._spec, self._most = iter(paths), spec, spec.memory
         self._isolated, self._timeout = isolated, timeout
         self._coming: deque[_Coming] = deque()
         self._begun, self._depth = 0, 2 * workers + 1
@@ -125,9 +125,9 @@ class Ahead:
         done = False
         try:
             if self._isolated:
-                clip = decode_isolated(path, self._wanted, self._timeout, make, begun)
+                clip = decode_in_subprocess(path, self._spec, self._timeout, make, begun)
             else:
-                clip = decode_here(path, self._wanted, list(READERS), lambda name: None, make=make)
+                clip = decode_in_process(path, self._spec, list(READERS), lambda name: None, make=make)
             done = True
             return clip
         except MmaccelError as error:
@@ -191,7 +191,11 @@ def decode_each(
         If an option is of no use.
     """
     ahead = begin(
-        paths, Wanted(frames, fps, select, backend=backend, threads=threads, memory=memory), workers, isolated, timeout
+        paths,
+        DecodeSpec(frames, fps, select, backend=backend, threads=threads, memory=memory),
+        workers,
+        isolated,
+        timeout,
     )
 
     def each() -> Iterator[Clip | MmaccelError]:
@@ -206,13 +210,15 @@ def decode_each(
     return each()
 
 
-def begin(paths: Iterable[Path_], wanted: Wanted, workers: int, isolated: bool = True, timeout: float = 120.0) -> Ahead:
+def begin(
+    paths: Iterable[Path_], spec: DecodeSpec, workers: int, isolated: bool = True, timeout: float = 120.0
+) -> Ahead:
     """:class:`Ahead`, its arguments checked."""
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise MmaccelError(f"workers={workers!r} decode nothing; give a whole number of 1 or more.")
     if isinstance(paths, (str, os.PathLike)) or not isinstance(paths, Iterable):
         raise MmaccelError(f"{str(paths)[:80]!r} is no list of videos; give the paths of several, such as [path].")
-    return Ahead(paths, wanted, workers, isolated, check_timeout(timeout))
+    return Ahead(paths, spec, workers, isolated, check_timeout(timeout))
 
 
 __all__ = ["Ahead", "begin", "decode_each"]

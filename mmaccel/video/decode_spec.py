@@ -19,7 +19,7 @@ _PATIENCE = 1e6
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DecodeSpec:
     """What to decode; the options of :func:`mmaccel.video.decode`."""
 
     frames: int | None = 16

@@ -33,7 +33,7 @@ def item_seed(split: str, index: int, stream: int = 0) -> int:
     return ((SPLITS.index(split) << _STREAM_BITS) | stream) << _INDEX_BITS | index
 
 
-class Dice:
+class Rng:
     """Random choices built on ``random.Random.random`` alone, the one sequence Python promises to keep."""
 
     def __init__(self, seed: int) -> None:
