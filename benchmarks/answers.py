@@ -37,10 +37,10 @@ from mmaccel.cli.ask import shipped
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.errors import MmaccelError
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import Question, ask_suite, batches
-from mmaccel.programs.tune.certain import interval
-from mmaccel.programs.tune.judge import Exam, Goal, Measured
+from mmaccel.programs.tune.confidence import interval
+from mmaccel.programs.tune.evaluate import Exam, Goal, Measured
 from mmaccel.recipe import Recipe, Stage, get_recipe
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS
 
@@ -373,10 +373,10 @@ def main() -> int:
     if not args.show:
         before = report.get("versions", {})
         report |= {
-            "commands": list(dict.fromkeys((*report.get("commands", ()), origin.command("python", sys.argv[0])))),
-            "date": also(report.get("date"), origin.today()),
-            "machine": f"a CPU ({origin.processor()})",
-            "versions": {name: also(before.get(name), number) for name, number in origin.versions().items()},
+            "commands": list(dict.fromkeys((*report.get("commands", ()), provenance.command("python", sys.argv[0])))),
+            "date": also(report.get("date"), provenance.today()),
+            "machine": f"a CPU ({provenance.processor()})",
+            "versions": {name: also(before.get(name), number) for name, number in provenance.versions().items()},
         }
         run(args, report)
     if not report["rows"]:

@@ -30,7 +30,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from mmaccel import Recipe, accelerated, get_recipe, recipes
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.errors import UnsupportedError
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.programs.bench.figures import Spread, ratios
 
 IMAGE_TOKEN = 9
@@ -191,10 +191,10 @@ def main() -> None:
     models = [bare, copy.deepcopy(bare, {id(x): x for x in (*bare.parameters(), *bare.buffers())})]
     inputs, rows = prompt(args.text), []
     result = {
-        "command": origin.command("python", sys.argv[0]),
-        "date": origin.today(),
-        "machine": {"processor": f"a CPU ({origin.processor()})", "threads": args.threads, "dtype": "float32"},
-        "versions": origin.versions(),
+        "command": provenance.command("python", sys.argv[0]),
+        "date": provenance.today(),
+        "machine": {"processor": f"a CPU ({provenance.processor()})", "threads": args.threads, "dtype": "float32"},
+        "versions": provenance.versions(),
         "model": {"layers": args.layers, "visual": 576, "text": args.text, "steps": args.steps},
         "rows": rows,
     }

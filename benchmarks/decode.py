@@ -49,7 +49,7 @@ import torch
 from mmaccel import accelerated, get_recipe, recipes
 from mmaccel.cli.shared.text import markdown, nbytes, put_between
 from mmaccel.errors import MmaccelError
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.programs.bench.arithmetic import DecodeStep
 from mmaccel.programs.bench.figures import Spread
 from mmaccel.programs.bench.run import Bench, Case, Variant, why_not
@@ -533,10 +533,10 @@ class Report:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.path = args.out
         self.content: dict[str, Any] = {
-            "command": origin.command("python", sys.argv[0]),
-            "date": origin.today(),
-            "machine": {"processor": origin.processor(str(device)), "threads": torch.get_num_threads()},
-            "versions": origin.versions(("torch", "triton", "transformers", "mmaccel")),
+            "command": provenance.command("python", sys.argv[0]),
+            "date": provenance.today(),
+            "machine": {"processor": provenance.processor(str(device)), "threads": torch.get_num_threads()},
+            "versions": provenance.versions(("torch", "triton", "transformers", "mmaccel")),
         }
 
     def put(self, part: str, rows: Any) -> None:

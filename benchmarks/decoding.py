@@ -23,7 +23,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.video import READERS, decode, spaced, usable
 
 
@@ -108,10 +108,10 @@ def main() -> None:
             f"{name:<24}{row['seconds']:>8.2f} s {row['frames_per_second']:>8.1f} frames/s {row['of_sequential']:>8.2f}x"
         )
     report = {
-        "command": origin.command("python", sys.argv[0]),
-        "date": origin.today(),
-        "machine": {"processor": origin.processor(), "threads": args.threads, "note": args.note},
-        "versions": origin.versions(["mmaccel"])
+        "command": provenance.command("python", sys.argv[0]),
+        "date": provenance.today(),
+        "machine": {"processor": provenance.processor(), "threads": args.threads, "note": args.note},
+        "versions": provenance.versions(["mmaccel"])
         | {name: metadata.version("av" if name == "pyav" else name) for name in backends},
         "clip": {
             "seconds": args.seconds,

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 
 
 class Bench:
@@ -100,10 +100,10 @@ class Bench:
         """What the figures are of."""
         a = self.args
         return {
-            "command": origin.command("python", sys.argv[0]),
-            "date": origin.today(),
+            "command": provenance.command("python", sys.argv[0]),
+            "date": provenance.today(),
             "gpu": torch.cuda.get_device_name() if self.gpu else None,
-            "versions": origin.versions(("torch", "triton")),
+            "versions": provenance.versions(("torch", "triton")),
             "minutes": (time.perf_counter() - self.began) / 60,
             "copy_bytes_per_s": self.copy,
             "model": {"query_heads": a.kv_heads * a.groups, "kv_heads": a.kv_heads, "head_size": a.head_size},

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import markdown, put_between
-from mmaccel.programs.tune.certain import interval
+from mmaccel.programs.tune.confidence import interval
 
 RESULTS = Path(__file__).parent / "results"
 #: of a results file: a row, the row it should beat, and what the second one is to the first

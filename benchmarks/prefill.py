@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from mmaccel import accelerated
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 
 IMAGE_TOKEN = 9
 
@@ -247,13 +247,13 @@ def main() -> None:
         args.out.write_text(
             json.dumps(
                 {
-                    "command": origin.command("python", sys.argv[0]),
-                    "date": origin.today(),
+                    "command": provenance.command("python", sys.argv[0]),
+                    "date": provenance.today(),
                     "machine": {
-                        "processor": origin.processor(args.device),
+                        "processor": provenance.processor(args.device),
                         "threads": torch.get_num_threads(),
                     },
-                    "versions": origin.versions(),
+                    "versions": provenance.versions(),
                     "overhead_of_none": overhead,
                     "prefill": rows,
                 },

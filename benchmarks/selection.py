@@ -40,7 +40,7 @@ from mmaccel.method import (
     TokenMethod,
 )
 from mmaccel.method.registry import methods
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.runtime.proportional import stands_for
 
 #: the language model of Qwen2.5-VL-7B and LLaVA-OneVision-7B
@@ -262,15 +262,17 @@ def main() -> None:
         if name != "learned" and not issubclass(kind, DraftMethod)
     ]
     result: dict[str, Any] = {
-        "command": origin.command("python", sys.argv[0]),
-        "date": origin.today(),
+        "command": provenance.command("python", sys.argv[0]),
+        "date": provenance.today(),
         "machine": {
-            "processor": origin.processor(args.device) if args.device == "cuda" else f"a CPU ({origin.processor()})",
+            "processor": provenance.processor(args.device)
+            if args.device == "cuda"
+            else f"a CPU ({provenance.processor()})",
             "threads": torch.get_num_threads(),
             "dtype": str(args.dtype).removeprefix("torch."),
             "flops_per_s": per_second,
         },
-        "versions": origin.versions(),
+        "versions": provenance.versions(),
         "model": {"layers": LAYERS, "width": WIDTH, "intermediate": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS},
         "retain": args.retain,
         "rows": [],

@@ -19,7 +19,7 @@ from typing import Any
 
 from mmaccel.cli import commands
 from mmaccel.cli.shared.text import markdown, put_between
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 
 #: what a process does, by what it is called in the table
 STARTS = {
@@ -49,10 +49,10 @@ def measure(repeats: int) -> dict[str, Any]:
             if number:
                 samples[name].append(round(taken, 4))
     return {
-        "command": origin.command("python", "benchmarks/start.py"),
-        "date": origin.today(),
-        "machine": origin.processor(),
-        "versions": origin.versions(("torch", "transformers", "mmaccel", "typer", "rich")),
+        "command": provenance.command("python", "benchmarks/start.py"),
+        "date": provenance.today(),
+        "machine": provenance.processor(),
+        "versions": provenance.versions(("torch", "transformers", "mmaccel", "typer", "rich")),
         "cpu_seconds": samples,
     }
 

@@ -25,7 +25,7 @@ from mmaccel.cli.ask import shipped
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.media.files import Prompt, encode
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.suite import cell_labels, make_item
 
 RECIPES = ("random", "uniform", "divprune", "visionzip", "vtc-cls", "attention-received", "fastv")
@@ -48,10 +48,10 @@ def main() -> int:
     prompts = [Prompt(item.turns[-1].question, (Image.fromarray(item.pictures(side)[0]),), None, ()) for item in items]
     rows = [row(model, processor, prompts, covered, name) for name in RECIPES]
     report = {
-        "command": origin.command("python", sys.argv[0]),
-        "date": origin.today(),
-        "machine": f"a CPU ({origin.processor()})",
-        "versions": origin.versions(),
+        "command": provenance.command("python", sys.argv[0]),
+        "date": provenance.today(),
+        "machine": f"a CPU ({provenance.processor()})",
+        "versions": provenance.versions(),
         "pictures": args.pictures,
         "covered": covered.float().mean().item(),
         "rows": rows,

@@ -31,7 +31,7 @@ from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.frames.clip import FrameEncoder
 from mmaccel.method import FramesMethod, PatchMethod, ReuseMethod
 from mmaccel.method.registry import methods
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 
 #: pixels of a patch, patches along a side of a token, frames of a step in time
 PATCH, MERGE, STEP = 14, 2, 2
@@ -213,11 +213,11 @@ def main() -> None:
             rows.append({"content": content, "method": name, **made, "bare_s": bare})
             print(rows[-1], flush=True)
     report = {
-        "command": origin.command("python", sys.argv[0]),
-        "date": origin.today(),
-        "machine": f"a CPU ({origin.processor()})",
+        "command": provenance.command("python", sys.argv[0]),
+        "date": provenance.today(),
+        "machine": f"a CPU ({provenance.processor()})",
         "threads": torch.get_num_threads(),
-        "versions": origin.versions(),
+        "versions": provenance.versions(),
         "layers": args.layers,
         "runs": args.runs,
         "rows": rows,

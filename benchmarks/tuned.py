@@ -28,11 +28,11 @@ from mmaccel.cli.ask import shipped
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import markdown, put_between
 from mmaccel.errors import MmaccelError
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.programs.evaluate import Question, ask_suite, batches
-from mmaccel.programs.tune.certain import interval
-from mmaccel.programs.tune.judge import Exam, Measured
-from mmaccel.programs.tune.rivals import at_cost
+from mmaccel.programs.tune.baselines import at_cost
+from mmaccel.programs.tune.confidence import interval
+from mmaccel.programs.tune.evaluate import Exam, Measured
 from mmaccel.programs.tune.tuning import tune
 from mmaccel.recipe import Recipe, get_recipe, recipes
 
@@ -162,10 +162,10 @@ def main() -> int:
             raise MmaccelError(f"{args.out} is about {report['kind']}; give another --out.")
     if not args.show:
         report |= {
-            "command": origin.command("python", sys.argv[0]),
-            "date": origin.today(),
-            "machine": f"a CPU ({origin.processor()})",
-            "versions": origin.versions(),
+            "command": provenance.command("python", sys.argv[0]),
+            "date": provenance.today(),
+            "machine": f"a CPU ({provenance.processor()})",
+            "versions": provenance.versions(),
         }
         run(args, report)
         write(args.out, report)

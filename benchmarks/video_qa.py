@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.suite import VIDEO_TASKS, make_suite
 from mmaccel.suite.files import export
 
@@ -54,10 +54,10 @@ def main() -> None:
         recipes = ["none", *options.recipes, "none"]
         runs = [summary(questions, Path(folder), name, options.length, at) for at, name in enumerate(recipes)]
     report = {
-        "command": origin.command("python", "benchmarks/video_qa.py"),
-        "date": origin.today(),
-        "machine": origin.processor(),
-        "versions": origin.versions(),
+        "command": provenance.command("python", "benchmarks/video_qa.py"),
+        "date": provenance.today(),
+        "machine": provenance.processor(),
+        "versions": provenance.versions(),
         "clips": len(clips),
         "frames": options.length,
         "runs": runs,

@@ -25,7 +25,7 @@ from mmaccel.cli.shared import bench_report
 from mmaccel.core.stats import Stats
 from mmaccel.errors import MmaccelError, UnsupportedError
 from mmaccel.kv.cache import cache_bytes
-from mmaccel.programs.bench import origin, shapes
+from mmaccel.programs.bench import provenance, shapes
 from mmaccel.programs.bench.arithmetic import (
     DecodeStep,
     Operations,
@@ -36,8 +36,8 @@ from mmaccel.programs.bench.arithmetic import (
     unread_bytes,
     weight_bytes,
 )
-from mmaccel.programs.bench.claims import CLAIMS, Claim, claims_table, measured
 from mmaccel.programs.bench.figures import Spread, changed, ratios, verdict
+from mmaccel.programs.bench.paper_claims import CLAIMS, Claim, claims_table, measured
 from mmaccel.programs.bench.run import OUT_OF_MEMORY, PARTS, Bench, Case, Stamps, Variant
 from mmaccel.programs.bench.shapes import SHAPES, build, count_parameters, skeleton, thin
 from mmaccel.programs.bench.workloads import WORKLOADS, ModelSubject, ShapeSubject, Workload, workload
@@ -710,9 +710,9 @@ def test_a_claim_finds_its_row(report):
 
 
 def test_no_folder_of_this_machine_is_told():
-    told = origin.command("mmaccel", arguments=["eval", "--json", "/home/someone/x.json", "sub/y.json"])
+    told = provenance.command("mmaccel", arguments=["eval", "--json", "/home/someone/x.json", "sub/y.json"])
     assert told == "mmaccel eval --json x.json sub/y.json"
-    assert set(origin.versions()) == {"python", "torch", "transformers", "mmaccel"}
+    assert set(provenance.versions()) == {"python", "torch", "transformers", "mmaccel"}
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmaccel.errors import MmaccelError
-from mmaccel.programs.tune.judge import Measured
+from mmaccel.programs.tune.evaluate import Measured
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

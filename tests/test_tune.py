@@ -25,8 +25,8 @@ from mmaccel.families import family_of
 from mmaccel.media.files import Clip, Prompt, encode
 from mmaccel.programs.distil.examples import Frozen
 from mmaccel.programs.evaluate import Question, Row, ask_samples, ask_suite, batches, evaluate, fingerprint
-from mmaccel.programs.tune import certain, report, rivals, search, space
-from mmaccel.programs.tune.judge import GOALS, Judge, Measured
+from mmaccel.programs.tune import baselines, confidence, report, search, space
+from mmaccel.programs.tune.evaluate import GOALS, Judge, Measured
 from mmaccel.programs.tune.search import Candidate, choose, front, split
 from mmaccel.programs.tune.tuning import tune
 from mmaccel.recipe import Recipe, TunedRecipe, get_recipe
@@ -152,16 +152,16 @@ def test_a_merge_in_the_tower_is_not_answered_from_memory():
 # --------------------------------------------------------------------------------------------------------- how certain
 def test_intervals_are_exact():
     # Clopper and Pearson's for 8 of 10, as tables have it
-    assert certain.interval(8, 10) == pytest.approx((0.4439, 0.9748), abs=1e-4)
-    assert certain.lower(30, 30, 0.95) == pytest.approx(0.05 ** (1 / 30))
-    assert certain.interval(0, 7)[0] == 0 and certain.interval(7, 7)[1] == 1
+    assert confidence.interval(8, 10) == pytest.approx((0.4439, 0.9748), abs=1e-4)
+    assert confidence.lower(30, 30, 0.95) == pytest.approx(0.05 ** (1 / 30))
+    assert confidence.interval(0, 7)[0] == 0 and confidence.interval(7, 7)[1] == 1
 
 
-@pytest.mark.parametrize(("keep", "confidence", "least"), [(0.99, 0.95, 299), (0.9, 0.9, 22), (0.5, 0.5, 1)])
-def test_so_many_samples_are_needed_and_no_fewer(keep, confidence, least):
-    assert certain.needed(keep, confidence) == least
-    assert certain.lower(least, least, confidence) >= keep - 1e-9
-    assert least == 1 or certain.lower(least - 1, least - 1, confidence) < keep
+@pytest.mark.parametrize(("keep", "level", "least"), [(0.99, 0.95, 299), (0.9, 0.9, 22), (0.5, 0.5, 1)])
+def test_so_many_samples_are_needed_and_no_fewer(keep, level, least):
+    assert confidence.needed(keep, level) == least
+    assert confidence.lower(least, least, level) >= keep - 1e-9
+    assert least == 1 or confidence.lower(least - 1, least - 1, level) < keep
 
 
 def test_the_parts_of_the_samples():
@@ -350,13 +350,13 @@ def test_a_part_alone_at_the_same_cost_is_taken_where_it_keeps_more():
         ask=ask, goal="tokens", keep=0.95, rungs=2, space=made, tell=lambda *done: told.append(done)
     )
     mine = Candidate(get_recipe("random", retain=0.2), measured(97, 100, 0.5, 0.01), True)
-    taken = rivals.best_of(made_up, mine)
+    taken = baselines.best_of(made_up, mine)
     assert [done[1:] for done in told] == [(number, len(kept_by)) for number in range(1, len(kept_by) + 1)]
     assert all(asked.count((name, 1)) == 1 for name in kept_by.keys() - {"pool", "cdpruner"})
     assert taken.recipe.name == "divprune" and taken.asked_all and len(taken.measured.kept) == 200
     assert taken.measured.share("tokens") == pytest.approx(0.5, abs=0.01)
     mine = Candidate(get_recipe("divprune", retain=0.2), measured(100, 100, 0.5), True)
-    assert rivals.best_of(made_up, mine) is mine
+    assert baselines.best_of(made_up, mine) is mine
 
 
 def test_rank_correlation():
@@ -416,7 +416,7 @@ def test_of_few_tokens_a_cost_is_as_near_as_can_be():
         return round(one.stages[0].retain * 49) / 49
 
     def near(cost: float, over: bool = False) -> float:
-        one, seen = rivals.at_cost(
+        one, seen = baselines.at_cost(
             lambda one: measured(9, 9, share(one)), get_recipe("divprune"), "tokens", cost, over=over
         )
         assert seen.share("tokens") == share(one)
@@ -424,12 +424,12 @@ def test_of_few_tokens_a_cost_is_as_near_as_can_be():
 
     assert {over: near(0.151, over) for over in (False, True)} == {False: 7 / 49, True: 8 / 49}
     assert near(10 / 49) == 10 / 49
-    assert rivals.at_cost(lambda _: measured(9, 9, 0.9), get_recipe("divprune"), "tokens", 0.2) is None
+    assert baselines.at_cost(lambda _: measured(9, 9, 0.9), get_recipe("divprune"), "tokens", 0.2) is None
 
 
 def test_what_beats_the_search_is_written(tmp_path, monkeypatch):
     rival = Candidate(get_recipe("random", retain=0.3), measured(8, 8, 0.3), True)
-    monkeypatch.setattr(rivals, "_rivals", lambda search, found: iter([rival]))
+    monkeypatch.setattr(baselines, "_rivals", lambda search, found: iter([rival]))
     tuned = found(tmp_path)
     assert tuned.chosen is rival and len(tuned.held_out.kept) == 4
     assert Recipe.from_json((tmp_path / "recipe.json").read_text(encoding="utf-8")).stages == rival.recipe.stages

@@ -16,8 +16,8 @@ import torch
 from mmaccel.cli.shared.bench_report import HEAD, cases, line, losses
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import nbytes, seconds
-from mmaccel.programs.bench import origin
-from mmaccel.programs.bench.claims import claims_table
+from mmaccel.programs.bench import provenance
+from mmaccel.programs.bench.paper_claims import claims_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -32,10 +32,10 @@ def write(path: Path, module: str, packages: tuple[str, ...], figures: dict[str,
     Of absolute paths in the command only the name is kept, since folders of one machine mean nothing elsewhere.
     """
     known = {
-        "command": origin.command("python", "-m", module),
-        "date": origin.today(),
-        "versions": origin.versions(("torch", *packages)),
-        "machine": f"{origin.processor()}, CPU, threads: {torch.get_num_threads()}",
+        "command": provenance.command("python", "-m", module),
+        "date": provenance.today(),
+        "versions": provenance.versions(("torch", *packages)),
+        "machine": f"{provenance.processor()}, CPU, threads: {torch.get_num_threads()}",
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known | figures, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mmaccel.cli.ask import shipped
 from mmaccel.cli.shared.text import markdown, put_between
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.suite import export, make_suite
 
 
@@ -97,7 +97,7 @@ def table(folder: Path, models: dict[str, Model], tasks: tuple[Task, ...]) -> st
         lines.setdefault((name, "tuned" if ".json" in title else title), []).append(cell)
     head = ["model", "recipe", *(task.name + (f" ({task.limit})" if task.limit else "") for task in tasks)]
     rows = markdown([head, *([name, f"`{title}`", *cells] for (name, title), cells in lines.items())])
-    return f"{rows}\n\n`benchmarks/real.sh`, {origin.today()}."
+    return f"{rows}\n\n`benchmarks/real.sh`, {provenance.today()}."
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from mmaccel.cli.ask import shipped
 from mmaccel.cli.shared.measure import percent
 from mmaccel.cli.shared.text import markdown, put_between
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.programs.identity import code_identity
 from mmaccel.suite import IMAGE_TASKS, VIDEO_TASKS, export, make_suite
 
@@ -103,10 +103,11 @@ def main() -> int:
             print(f"{title:<16}{row['lmms_eval']['accuracy']:>8.4f}{row['mmaccel_eval']['accuracy']:>8.4f}", end="")
             print(f"{row['same_answers']:>6} of {len(names)} answers are the same", flush=True)
     result = {
-        "command": origin.command("python", sys.argv[0]),
-        "date": origin.today(),
-        "machine": f"a CPU ({origin.processor()})",
-        "versions": origin.versions(("lmms-eval", "torch", "transformers", "mmaccel")) | {"code": code_identity()[:16]},
+        "command": provenance.command("python", sys.argv[0]),
+        "date": provenance.today(),
+        "machine": f"a CPU ({provenance.processor()})",
+        "versions": provenance.versions(("lmms-eval", "torch", "transformers", "mmaccel"))
+        | {"code": code_identity()[:16]},
         "model": model.name,
         "questions": len(names),
         "rows": rows,

@@ -31,7 +31,7 @@ from transformers import LlavaForConditionalGeneration
 
 import mmaccel
 from mmaccel.cli.shared.text import markdown, put_between
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.suite import make_item
 
 #: whose function a method is compared with
@@ -268,8 +268,8 @@ def main() -> None:
     args = parser.parse_args()
     python = package_environment(args.environments / "functions")
     result: dict[str, Any] = {
-        "command": origin.command("python", sys.argv[0]),
-        "date": origin.today(),
+        "command": provenance.command("python", sys.argv[0]),
+        "date": provenance.today(),
         "machine": f"a CPU ({platform.machine()}), threads: {args.threads}",
         "runs": args.runs,
         "versions": {},

@@ -21,7 +21,7 @@ from mmaccel import MmaccelError, Recipe, UnsupportedError, accelerated, prepare
 from mmaccel import get_recipe as recipe_of
 from mmaccel.cli import ask
 from mmaccel.media.files import Prompt, encode
-from mmaccel.programs.turns import Seat, Stopped, TimeOver, Watch
+from mmaccel.programs.model_lock import ModelSlot, Stopped, TimeLimitExceeded, TokenTimer
 from mmaccel.transformers_api import cache_of
 
 from . import limits
@@ -85,7 +85,7 @@ def _plain(column: Column) -> dict[str, Any]:
     return column.answer.public() if column.answer is not None else {"refused": column.text}
 
 
-class _Typing(Watch):
+class _Typing(TokenTimer):
     """A streamer that shows the text so far; ``look`` ends the run when it is to stop."""
 
     def __init__(self, tokenizer: Any, look: Callable[[], None], show: Callable[[str, int], None]) -> None:
@@ -102,7 +102,7 @@ class _Typing(Watch):
             self.show(self.tokenizer.decode(self.ids, skip_special_tokens=True).strip(), len(self.ids))
 
 
-class Engine(Seat):
+class Engine(ModelSlot):
     """One model with its processor.
 
     Parameters
@@ -225,7 +225,7 @@ class Engine(Seat):
                     column.answer.logits = None
             if exchange.full.answer is not None:
                 exchange.full.answer.logits = None
-        except TimeOver:
+        except TimeLimitExceeded:
             for column in (exchange.full, *exchange.fast):
                 column.state = "stopped" if column.state in ("waits", "runs") else column.state
             raise

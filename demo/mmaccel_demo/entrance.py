@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mmaccel.programs import hosts
+from mmaccel.programs import allowed_hosts
 
 from . import limits
 
@@ -36,7 +36,7 @@ class Entrance:
             return
         headers, length = Headers(scope=scope), 0
         refused = None
-        if not hosts.known(headers.get("host"), self.allowed):
+        if not allowed_hosts.known(headers.get("host"), self.allowed):
             said = (
                 "This demo is not to be reached by this name; whoever started it can allow it with --allow-host NAME."
             )

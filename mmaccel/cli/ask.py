@@ -21,7 +21,7 @@ from .shared.options import Frames, Json, Longest, ModelOptions, RecipeOptions
 from .shared.text import json_file, nbytes, seconds, table, tell, working
 
 if TYPE_CHECKING:
-    from ..programs.turns import Watch
+    from ..programs.model_lock import TokenTimer
     from ..recipe import Recipe
 
 PLACE = 2
@@ -203,7 +203,7 @@ def answer(
     inputs: Any,
     recipe: str | Recipe,
     longest: int,
-    watch: Watch | None = None,
+    watch: TokenTimer | None = None,
     after: Callable[[Any, Any], None] | None = None,
 ) -> Answer:
     """Generate with a recipe and measure. ``watch`` is given the tokens as they come; ``after`` the model, while it still has
@@ -211,8 +211,8 @@ def answer(
     import torch
 
     from ..accelerate import accelerated
+    from ..programs.model_lock import TokenTimer
     from ..programs.positions import check_positions
-    from ..programs.turns import Watch
     from ..recipe import get_recipe
 
     inputs = inputs.to(model.device)
@@ -220,7 +220,7 @@ def answer(
     floats = {k: v.to(model.dtype) for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
     inputs = {**inputs, **floats}
     cuda = model.device.type == "cuda"
-    watch = watch or Watch()
+    watch = watch or TokenTimer()
     with torch.no_grad(), accelerated(model, recipe, processor=processor):
         try:
             # steps behind the prompt too: their kernels are compiled when they first run

@@ -153,19 +153,19 @@ def _about(name: str, shape: str | None, subject: Subject, repeats: int, typed: 
     """The report, before there are figures in it."""
     import torch
 
-    from ..programs.bench import origin
+    from ..programs.bench import provenance
     from ..programs.bench.shapes import count_parameters
 
     model = subject.model
     return {
-        "command": origin.command("mmaccel", arguments=typed),
-        "date": origin.today(),
+        "command": provenance.command("mmaccel", arguments=typed),
+        "date": provenance.today(),
         "machine": {
-            "processor": origin.processor(str(model.device)),
+            "processor": provenance.processor(str(model.device)),
             "threads": torch.get_num_threads(),
             "memory": "tensors on the GPU" if model.device.type == "cuda" else "resident set of the process",
         },
-        "versions": origin.versions(),
+        "versions": provenance.versions(),
         "model": {
             "name": name,
             "shape": shape,

@@ -85,15 +85,15 @@ def run(
     if serving.api_key == "":
         raise MmaccelError("--api-key is empty; give a key, or leave it out.")
     path = json_file(output)
-    from ..programs.serve import running
-    from ..programs.serve.answering import Limits
+    from ..programs.serve import server
+    from ..programs.serve.engine import Limits
     from ..programs.serve.sources import Sources
 
     sources = Sources(serving.allow_urls or (), serving.allow_files or ())
     recipe = how.chosen()
     # what is wrong with the address is said before a model is loaded
-    with running.bind(serving.host, serving.port) as bound:
-        here = running.is_here(bound)
+    with server.bind(serving.host, serving.port) as bound:
+        here = server.is_here(bound)
         if not here and serving.api_key is None:
             print(
                 f"warning: whoever reaches {serving.host} can ask this server, and reads what --allow-files and --allow-urls "
@@ -103,7 +103,7 @@ def run(
         model, processor = load_model(which)
         name = _name(which)
         with working("putting the recipe on"):
-            desk = running.make_desk(
+            scheduler = server.make_scheduler(
                 model,
                 processor,
                 recipe,
@@ -114,15 +114,15 @@ def run(
             )
         # a page that somebody has open here could reach what is only for this machine; elsewhere names are not known
         allowed = [serving.host, *(serving.allow_host or ())] if here or serving.allow_host else None
-        server = running.make_server(desk, name, key=serving.api_key, allowed=allowed)
+        running = server.make_server(scheduler, name, key=serving.api_key, allowed=allowed)
         bound.listen()
-        told = {"address": f"{running.address_of(bound)}/v1", "model": name, "recipe": recipe.name}
+        told = {"address": f"{server.address_of(bound)}/v1", "model": name, "recipe": recipe.name}
         if path is not None:
             write_json(path, told)
         # in one line, for a program that waits for it
         line = "{model} with recipe {recipe} is served at {address}".format(**told)
         print(json.dumps(told) if output == STDOUT else line, flush=True)
-        running.run(server, bound)
+        server.run(running, bound)
     return 0
 
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import MmaccelError
-from ..programs.bench import origin
+from ..programs.bench import provenance
 from . import ask
 from .shared.measure import PARTIAL, percent
 from .shared.options import Frames, Json, Longest, ModelOptions, RecipeOptions
@@ -145,8 +145,8 @@ def run(
             )
             return 130
         report = {
-            "command": origin.command("mmaccel", arguments=context.obj),
-            "date": origin.today(),
+            "command": provenance.command("mmaccel", arguments=context.obj),
+            "date": provenance.today(),
             "settings": identity,
             "versions": versions(),
             "taken_over": before,

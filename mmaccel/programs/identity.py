@@ -30,7 +30,7 @@ from PIL import Image
 from ..errors import MmaccelError
 from ..method.model_options import Loaded
 from ..recipe import Recipe
-from .bench import origin
+from .bench import provenance
 
 #: seconds after which a reader of files shows how far it has come
 _QUIET = 2.0
@@ -108,7 +108,7 @@ def code_identity() -> str:
 def versions() -> dict[str, str]:
     """Versions that results depend on: of mmaccel, torch and transformers, and ``code``, the start of
     :func:`code_identity`."""
-    found = origin.versions()
+    found = provenance.versions()
     return {name: found[name] for name in ("mmaccel", "torch", "transformers")} | {"code": code_identity()[:16]}
 
 

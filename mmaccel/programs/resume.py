@@ -11,7 +11,7 @@ import torch
 
 from ..errors import MmaccelError, UnsupportedError
 from ..media.files import encode
-from .bench import origin
+from .bench import provenance
 from .evaluate import Batch, Question, batches, sentence
 from .identity import code_identity, digest, model_identity, question_identity
 
@@ -28,7 +28,7 @@ def run_settings(model: Any, processor: Any, questions: Sequence[Question]) -> d
         "device": str(model.device.type),
         "attention": str(model.config._attn_implementation),
         "questions": {f"{number} {q.name}": question_identity(q)[:16] for number, q in enumerate(questions, 1)},
-        "versions": {**origin.versions(), "code": code_identity()[:16]},
+        "versions": {**provenance.versions(), "code": code_identity()[:16]},
     }
 
 

@@ -22,8 +22,8 @@ from ..method import Policy
 from ..recipe import Recipe, get_recipe
 from ..transformers_api import DynamicCache, cache_argument
 from ..video.clip import as_frames, as_rate
+from .model_lock import model_lock
 from .positions import position_limit
-from .turns import model_lock
 
 #: inputs that have an entry for every token of the prompt
 _PER_TOKEN = ("input_ids", "mm_token_type_ids")

@@ -21,7 +21,7 @@ from tail import few
 from mmaccel import MmaccelError, Recipe, Reduction, Stage, accelerated, is_accelerated, recipes
 from mmaccel.cli import ask
 from mmaccel.media.files import Clip, Prompt, encode
-from mmaccel.programs import turns
+from mmaccel.programs import model_lock
 
 OPTIONS = argparse.Namespace(model=None, device="cpu", dtype="auto", attn=None, trust_remote_code=False)
 
@@ -150,7 +150,7 @@ def slow(films, monkeypatch):
     """Time passes by a second with every block of the model, of which it has eight, and never otherwise; yields the clock."""
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(
-        turns, "time", types.SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+        model_lock, "time", types.SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
     )
     monkeypatch.setattr(films, "seconds", 10.0)
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmaccel import MmaccelError, Stage, methods, recipes
 from mmaccel.media import untrusted
-from mmaccel.programs import hosts
+from mmaccel.programs import allowed_hosts
 
 
 def refused(match, call, *args):
@@ -148,7 +148,7 @@ def test_what_may_be_asked_for():
     ],
 )
 def test_names_of_this_machine(header, taken):
-    assert hosts.known(header, ("demo.example.com", "*.hf.space", "box")) is taken
+    assert allowed_hosts.known(header, ("demo.example.com", "*.hf.space", "box")) is taken
 
 
 def test_room_for_uploads(tmp_path, monkeypatch):

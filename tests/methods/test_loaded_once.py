@@ -16,7 +16,7 @@ from mmaccel.families import draft, text
 from mmaccel.media.files import Prompt
 from mmaccel.method import model_options
 from mmaccel.programs.evaluate import Question, Row, evaluate
-from mmaccel.programs.tune.judge import Judge
+from mmaccel.programs.tune.evaluate import Judge
 from mmaccel.recipe import Recipe
 
 

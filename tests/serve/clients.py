@@ -16,7 +16,7 @@ from mmaccel.cli import ask
 from mmaccel.families.load import load_model
 from mmaccel.media.files import Prompt, encode
 from mmaccel.media.prepare import prepare
-from mmaccel.programs.turns import Seat
+from mmaccel.programs.model_lock import ModelSlot
 from mmaccel.recipe import get_recipe
 
 MODELS = Path(mmaccel.__file__).parent / "models"
@@ -56,29 +56,35 @@ def direct(name: str, prompt: Prompt, named: str, **changes: Any) -> ask.Answer:
 
 @contextmanager
 def serving(name: str, named: str = "balanced", **options: Any) -> Iterator[SimpleNamespace]:
-    """A server of a shipped model, with a client of OpenAI's. ``options`` are those of ``make_desk`` and ``make_app``."""
+    """A server of a shipped model, with a client of OpenAI's. ``options`` are those of ``make_scheduler`` and ``make_app``."""
     import httpx
     import openai
 
-    from mmaccel.programs.serve import running
+    from mmaccel.programs.serve import server
 
-    model, processor = Seat(*loaded(name), 0).twin()
+    model, processor = ModelSlot(*loaded(name), 0).twin()
     door = {key: options.pop(key) for key in ("key", "allowed") if key in options}
-    desk = running.make_desk(model, processor, get_recipe(named), **options)
-    server = running.make_server(desk, name, **door)
-    with running.bind("127.0.0.1", 0) as bound:
+    scheduler = server.make_scheduler(model, processor, get_recipe(named), **options)
+    running = server.make_server(scheduler, name, **door)
+    with server.bind("127.0.0.1", 0) as bound:
         bound.listen()
-        address = running.address_of(bound)
-        thread = threading.Thread(target=running.run, args=(server, bound))
+        address = server.address_of(bound)
+        thread = threading.Thread(target=server.run, args=(running, bound))
         thread.start()
         client = openai.OpenAI(base_url=f"{address}/v1", api_key=door.get("key", "none"), max_retries=0, timeout=60)
         with client, httpx.Client(base_url=address, timeout=60) as http:
             try:
                 yield SimpleNamespace(
-                    name=name, desk=desk, server=server, client=client, http=http, address=address, thread=thread
+                    name=name,
+                    scheduler=scheduler,
+                    server=running,
+                    client=client,
+                    http=http,
+                    address=address,
+                    thread=thread,
                 )
             finally:
-                server.should_exit = True
+                running.should_exit = True
                 thread.join(60)
                 assert not thread.is_alive()
 

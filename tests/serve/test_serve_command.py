@@ -19,7 +19,7 @@ from mmaccel.cli import serve as command
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip install '.[test]'")
 
-from mmaccel.programs.serve import running  # noqa: E402
+from mmaccel.programs.serve import server  # noqa: E402
 
 LLAVA = str(MODELS / "mini-llava")
 
@@ -29,11 +29,11 @@ def started(monkeypatch):
     """Servers that were started, and end at once."""
     found = []
 
-    def run(server, bound):
-        found.append(server)
+    def run(running, bound):
+        found.append(running)
         bound.close()
 
-    monkeypatch.setattr(running, "run", run)
+    monkeypatch.setattr(server, "run", run)
     return found
 
 
@@ -83,14 +83,14 @@ def test_others_are_let_in_only_on_purpose(started, capsys):
 
 def test_it_serves(monkeypatch, capsys, things, tmp_path):
     """All options at once, by a client."""
-    at_work, servers, run = threading.Event(), [], running.run
+    at_work, servers, run = threading.Event(), [], server.run
 
-    def watched(server, bound):
-        servers.append(server)
+    def watched(running, bound):
+        servers.append(running)
         at_work.set()
-        run(server, bound)
+        run(running, bound)
 
-    monkeypatch.setattr(running, "run", watched)
+    monkeypatch.setattr(server, "run", watched)
     path = tmp_path / "address.json"
     options = "--recipe snapkv --retain 0.5 --set recent=8 --several 2 --queue 3 --frames 4 --max-new-tokens 9"
     argv = ["serve", "--model", LLAVA, "--port", "0", *options.split(), f"--json={path}"]

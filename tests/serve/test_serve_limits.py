@@ -24,7 +24,7 @@ openai = pytest.importorskip("openai", reason="the client of OpenAI is not insta
 import httpx  # noqa: E402
 
 from mmaccel.media import untrusted  # noqa: E402
-from mmaccel.programs.serve import app, asked, body, connections, desk, running  # noqa: E402
+from mmaccel.programs.serve import app, body, connections, scheduler, schema, server  # noqa: E402
 from mmaccel.programs.serve.errors import Refused  # noqa: E402
 
 BODIES = hostile.bodies()
@@ -49,7 +49,7 @@ def test_bodies_are_read_in_bounded_time(name):
     assert len(given) <= app.BODY
     begin = time.thread_time()
     try:
-        asked.read(given)
+        schema.read(given)
     except Refused as refused:
         assert refused.status in (400, 413) and len(json.dumps(refused.body())) < 1000
     assert time.thread_time() - begin < 1.0
@@ -74,7 +74,7 @@ def test_what_is_at_the_limits():
     """Commas in texts are no values, long texts and addresses come as they are, and one value more is refused."""
     url = "data:image/png;base64," + "A" * 9000
     given = {"model": "m", "messages": [user("a,[{" * 200_000, picture(url), 'say "data:' + "x" * 9000, url)]}
-    found = asked.read(json.dumps(given).encode())
+    found = schema.read(json.dumps(given).encode())
     parts = given["messages"][0]["content"]
     assert [part["text"] for part in found.messages[0]["content"] if part["type"] == "text"] == [
         part["text"] for part in parts if part["type"] == "text"
@@ -82,18 +82,18 @@ def test_what_is_at_the_limits():
     assert [medium.url for medium in found.media] == [url]
     for escaped in ("\\/", "\\n"):
         sent = json.dumps(given).replace("AAAA", "AAAA" + escaped).encode()
-        assert asked.read(sent).media[0].url == json.loads(f'"{url.replace("AAAA", "AAAA" + escaped)}"')
+        assert schema.read(sent).media[0].url == json.loads(f'"{url.replace("AAAA", "AAAA" + escaped)}"')
     for count, many in ((body.VALUES // 2 - 50, False), (body.VALUES // 2 + 50, True)):
         sent = hostile.with_field("metadata", b"[" + b"{}," * count + b"1]")
         if many:
             with pytest.raises(Refused, match="more than 200,000 values"):
-                asked.read(sent)
+                schema.read(sent)
         else:
-            assert asked.read(sent)
+            assert schema.read(sent)
     with pytest.raises(Refused, match="messages has 1025 items; at most 1024"):
-        asked.read(json.dumps({"model": "m", "messages": [user("?")] * 1025}).encode())
+        schema.read(json.dumps({"model": "m", "messages": [user("?")] * 1025}).encode())
     with pytest.raises(Refused, match="messages has 1026 parts; at most 1024"):
-        asked.read(json.dumps({"model": "m", "messages": [user("?", "?")] * 513}).encode())
+        schema.read(json.dumps({"model": "m", "messages": [user("?", "?")] * 513}).encode())
 
 
 @pytest.mark.parametrize(
@@ -128,21 +128,21 @@ def test_odd_texts(served, given, status, said):
 
 def test_texts_that_are_too_long_are_not_tokenised(served):
     """Nor templated: what is refused was counted up to the model's positions."""
-    (seat,) = served.desk.seats
+    (engine,) = served.scheduler.engines
     for given in ("one two " * 750_000, "x" * 6_000_000, "\n" * 6_000_000, "one two " * 10_000):
-        request = asked.read(hostile.with_text(given))
+        request = schema.read(hostile.with_text(given))
         begin = time.thread_time()
         with pytest.raises(Exception, match="more than 4,096 tokens; this model takes 4096 in all"):
-            seat._check_text(request, threading.Event())
+            engine._check_text(request, threading.Event())
         assert time.thread_time() - begin < 1.0
-    almost = asked.read(hostile.with_text("one " * 4000))
-    assert seat._check_text(almost, threading.Event()) is None
-    from mmaccel.programs.turns import Stopped
+    almost = schema.read(hostile.with_text("one " * 4000))
+    assert engine._check_text(almost, threading.Event()) is None
+    from mmaccel.programs.model_lock import Stopped
 
     left = threading.Event()
     left.set()
     with pytest.raises(Stopped):
-        seat._check_text(almost, left)
+        engine._check_text(almost, left)
 
 
 def _saved(path, data):
@@ -234,7 +234,7 @@ def test_odd_requests(served, name, caplog):
     assert not found.startswith(b"HTTP/1.1 500"), found
     assert not [record for record in caplog.records if record.levelno > logging.WARNING], caplog.text
     assert served.http.get("/health").json() == {"status": "ok"}
-    until(lambda: served.desk.present == 0)
+    until(lambda: served.scheduler.present == 0)
 
 
 def test_requests_one_behind_the_other(served):
@@ -283,13 +283,13 @@ def test_slow_bodies_do_not_hold_a_place(served, monkeypatch, how, large):
     with socket.create_connection(where(served), 10) as slow:
         slow.sendall(head(JSON, how) + (b"%x\r\n%s\r\n" % (len(piece), piece) if b"chunked" in how else piece))
         if large:
-            until(lambda: served.desk.present == 1)
+            until(lambda: served.scheduler.present == 1)
         found = b""
         while b"}}" not in found and (more := slow.recv(4096)):
             found += more
     assert b"408" in found.split(b"\r\n")[0] and b"KiB a second" in found
     assert time.monotonic() - begin < 5
-    until(lambda: served.desk.present == served.desk.held == 0)
+    until(lambda: served.scheduler.present == served.scheduler.held == 0)
 
 
 def test_who_takes_no_answers_is_left(served, monkeypatch):
@@ -306,7 +306,7 @@ def test_who_takes_no_answers_is_left(served, monkeypatch):
 def test_idle_connections_give_way(served, monkeypatch):
     """The one that has waited longest ends when there are too many; those with a request stay."""
     monkeypatch.setattr(connections, "limit", lambda: 8)
-    with Gate(served.desk.seats[0].model, 1) as gate, ThreadPoolExecutor(1) as pool:
+    with Gate(served.scheduler.engines[0].model, 1) as gate, ThreadPoolExecutor(1) as pool:
         asking = pool.submit(chat, served, user("?"), max_tokens=1)
         assert gate.reached.wait(30)
         idle = [socket.create_connection(where(served), 10) for _ in range(60)]
@@ -336,9 +336,9 @@ def test_how_many_connections_there_may_be():
 
 def test_a_log_is_not_flooded(served, caplog):
     """One line a minute of each kind, whatever clients send."""
-    quiet = running._Quiet()
+    quiet = server._Quiet()
     logger = logging.getLogger("uvicorn.error")
-    assert any(isinstance(one, running._Quiet) for one in logger.filters), "of the server that runs"
+    assert any(isinstance(one, server._Quiet) for one in logger.filters), "of the server that runs"
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
             hostile.raw(where(served), b"nonsense\r\n\r\n")
@@ -375,7 +375,7 @@ def test_who_leaves_while_a_clip_is_decoded(served, things, monkeypatch):
         patch.setattr(untrusted, "clip", slow)
         begin = time.monotonic()
         leaving(served, [user(clip(data_url(things.mp4)), "?")], lambda: begun_)
-        until(lambda: served.desk.running == 0)
+        until(lambda: served.scheduler.running == 0)
         assert time.monotonic() - begin < 20
     assert all(process.poll() is not None for process in begun_)
     assert figure(served, "mmaccel_disconnected_total") == before + 1
@@ -394,32 +394,32 @@ def test_who_leaves_while_pictures_are_decoded(served, things, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(untrusted, "picture", slow)
         leaving(served, [user(*[picture(data_url(things.png))] * 9, "?")], reached.is_set)
-        until(lambda: served.desk.present == 0)
+        until(lambda: served.scheduler.present == 0)
         go_on.set()
-        until(lambda: served.desk.running == 0)
+        until(lambda: served.scheduler.running == 0)
     assert len(seen) == 1
 
 
 def test_nothing_is_kept_of_those_who_left_the_queue(served):
     """However long the model is busy."""
     jobs = []
-    made = desk.Job.__init__
+    made = scheduler.Job.__init__
 
     def noted(self, given):
         made(self, given)
         jobs.append(weakref.ref(self))
 
     with (
-        Gate(served.desk.seats[0].model, 1) as gate,
+        Gate(served.scheduler.engines[0].model, 1) as gate,
         ThreadPoolExecutor(1) as pool,
         pytest.MonkeyPatch.context() as patch,
     ):
         first = pool.submit(chat, served, user("?"), max_tokens=1)
         assert gate.reached.wait(30)
-        patch.setattr(desk.Job, "__init__", noted)
+        patch.setattr(scheduler.Job, "__init__", noted)
         for _ in range(5):
-            leaving(served, [user("?")], lambda: served.desk.present == 2)
-            until(lambda: served.desk.present == 1)
+            leaving(served, [user("?")], lambda: served.scheduler.present == 2)
+            until(lambda: served.scheduler.present == 1)
         assert len(jobs) == 5
         import gc
 
@@ -431,16 +431,16 @@ def test_nothing_is_kept_of_those_who_left_the_queue(served):
 
 def test_what_all_bodies_have_together(served, monkeypatch):
     """More than the server holds is told to come again."""
-    monkeypatch.setattr(desk, "HELD", 300_000)
+    monkeypatch.setattr(scheduler, "HELD", 300_000)
     sent = hostile.with_text("?")[:-1] + b" " * 200_000 + b"}"
-    with Gate(served.desk.seats[0].model, 1) as gate, ThreadPoolExecutor(1) as pool:
+    with Gate(served.scheduler.engines[0].model, 1) as gate, ThreadPoolExecutor(1) as pool:
         first = pool.submit(hostile.post, where(served), sent)
         assert gate.reached.wait(30)
         status, answer = hostile.post(where(served), sent)
         assert status == 429 and "MiB, which is all that this server holds" in answer["error"]["message"]
         gate.open()
         assert first.result()[0] == 200
-    until(lambda: served.desk.held == 0)
+    until(lambda: served.scheduler.held == 0)
     assert hostile.post(where(served), sent)[0] == 200
 
 

@@ -15,11 +15,11 @@ from clients import chat, direct, streamed, text, user
 from gate import Gate
 from tail import few
 
-from mmaccel.programs import turns
+from mmaccel.programs import model_lock
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip install '.[test]'")
 
-from mmaccel.programs.serve.answering import Limits  # noqa: E402
+from mmaccel.programs.serve.engine import Limits  # noqa: E402
 
 #: characters that the model writes where nothing is shown, at least
 ASKED = {"max_tokens": 12}
@@ -56,7 +56,7 @@ def test_clients_at_once_get_answers_of_their_own(serve, things, several):
 
 def test_twins_answer_while_one_is_held(serve, things):
     served = serve("mini-llava", several=2)
-    held, free = served.desk.seats
+    held, free = served.scheduler.engines
     with ThreadPoolExecutor(2) as pool, Gate(held.model, 1) as first, Gate(free.model, 1) as second:
         answers = [pool.submit(chat, served, things.message) for _ in range(2)]
         assert first.reached.wait(30) and second.reached.wait(30), "both at work"
@@ -70,7 +70,7 @@ def test_twins_answer_while_one_is_held(serve, things):
 def test_a_full_queue(serve):
     """One is answered, one waits, and the third is told when to come again."""
     served = serve("mini-llava", waiting=1)
-    with ThreadPoolExecutor(2) as pool, Gate(served.desk.seats[0].model, 1) as gate:
+    with ThreadPoolExecutor(2) as pool, Gate(served.scheduler.engines[0].model, 1) as gate:
         first = pool.submit(chat, served, user("?"), **ASKED)
         assert gate.reached.wait(30)
         second = pool.submit(chat, served, user("?"), **ASKED)
@@ -92,7 +92,7 @@ def test_who_leaves_frees_the_model(serve, stream, at):
     import httpx
 
     served = serve("mini-llava", waiting=0)
-    with Gate(served.desk.seats[0].model, at) as gate, httpx.Client(base_url=served.address) as other:
+    with Gate(served.scheduler.engines[0].model, at) as gate, httpx.Client(base_url=served.address) as other:
 
         def ask():
             with other.stream("POST", "/v1/chat/completions", json=raw(served, stream)) as answer:
@@ -106,7 +106,7 @@ def test_who_leaves_frees_the_model(serve, stream, at):
         until(lambda: figure(served, "mmaccel_disconnected_total") == 1)
         gate.open()
         asking.join(30)
-        until(lambda: served.desk.present == served.desk.running == 0)
+        until(lambda: served.scheduler.present == served.scheduler.running == 0)
         assert gate.passes == at
     assert text(chat(served, user("what is there ?"), **ASKED)) is not None
 
@@ -123,32 +123,34 @@ def test_who_leaves_the_queue_is_never_answered(serve):
     import httpx
 
     served = serve("mini-llava", waiting=1)
-    with ThreadPoolExecutor(2) as pool, Gate(served.desk.seats[0].model, 1) as gate:
+    with ThreadPoolExecutor(2) as pool, Gate(served.scheduler.engines[0].model, 1) as gate:
         first = pool.submit(chat, served, user("?"), **ASKED)
         assert gate.reached.wait(30)
         with httpx.Client(base_url=served.address) as other:
             second = pool.submit(other.post, "/v1/chat/completions", json=raw(served))
-            until(lambda: served.desk.present == 2)
+            until(lambda: served.scheduler.present == 2)
             sockets(other)
-            until(lambda: served.desk.present == 1)
+            until(lambda: served.scheduler.present == 1)
         gate.open()
         passes = first.result().usage.completion_tokens
         assert second.exception() is not None
-        until(lambda: served.desk.running == 0)
+        until(lambda: served.scheduler.running == 0)
         assert gate.passes == passes, "of the first alone"
 
 
 def test_the_time_of_one_request(serve, monkeypatch):
     """Before the first token it is a status, behind it an error in the stream; the model is free again."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter))
+    monkeypatch.setattr(
+        model_lock, "time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+    )
 
     def late():
         clock.now += 61
 
     served = serve("mini-llava", limits=Limits(seconds=60.0))
     for at, stream in ((1, False), (1, True), (3, True)):
-        with Gate(served.desk.seats[0].model, at, late) as gate:
+        with Gate(served.scheduler.engines[0].model, at, late) as gate:
             gate.open()
             with pytest.raises(openai.APIError, match="worked for 60 seconds") as caught:
                 for _ in chat(served, user("what is there ?"), stream=stream, **ASKED):
@@ -160,9 +162,9 @@ def test_the_time_of_one_request(serve, monkeypatch):
 
 def test_faults_of_ours_are_logged_and_not_told(serve, monkeypatch, caplog):
     served = serve("mini-llava")
-    (seat,) = served.desk.seats
+    (engine,) = served.scheduler.engines
     with monkeypatch.context() as patch:
-        patch.setattr(seat.model, "generate", lambda **inputs: {}["secret"])
+        patch.setattr(engine.model, "generate", lambda **inputs: {}["secret"])
         with pytest.raises(openai.InternalServerError, match="The server failed \\(KeyError\\)") as caught:
             chat(served, user("?"))
     assert "secret" not in str(caught.value) and "secret" in caplog.text
@@ -171,7 +173,7 @@ def test_faults_of_ours_are_logged_and_not_told(serve, monkeypatch, caplog):
 
 def test_a_server_that_ends_answers_what_it_has_begun(serve):
     served = serve("mini-llava", waiting=1)
-    with ThreadPoolExecutor(1) as pool, Gate(served.desk.seats[0].model, 2) as gate:
+    with ThreadPoolExecutor(1) as pool, Gate(served.scheduler.engines[0].model, 2) as gate:
         first = pool.submit(streamed, served, user("what is there ?"), **ASKED)
         assert gate.reached.wait(30)
         served.server.should_exit = True
@@ -199,12 +201,12 @@ def refused(served):
 def test_who_waits_when_the_server_ends_is_told(serve):
     """The grace is over while one is answered and one waits."""
     served = serve("mini-llava", waiting=1)
-    with ThreadPoolExecutor(2) as pool, Gate(served.desk.seats[0].model, 1) as gate:
+    with ThreadPoolExecutor(2) as pool, Gate(served.scheduler.engines[0].model, 1) as gate:
         asked = [pool.submit(chat, served, user("?"), **ASKED)]
         assert gate.reached.wait(30)
         asked.append(pool.submit(chat, served, user("?"), **ASKED))
-        until(lambda: served.desk.present == 2)
-        closing = threading.Thread(target=served.desk.close)
+        until(lambda: served.scheduler.present == 2)
+        closing = threading.Thread(target=served.scheduler.close)
         closing.start()
         for one in asked:
             error = one.exception(30)

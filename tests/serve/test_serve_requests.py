@@ -27,10 +27,10 @@ from mmaccel.recipe import get_recipe
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip install '.[test]'")
 
 from mmaccel.programs.serve import app  # noqa: E402
-from mmaccel.programs.serve.asked import read  # noqa: E402
+from mmaccel.programs.serve.detokenizer import Detokenizer  # noqa: E402
 from mmaccel.programs.serve.errors import Refused  # noqa: E402
-from mmaccel.programs.serve.sampling import Dice, sampler  # noqa: E402
-from mmaccel.programs.serve.words import Words  # noqa: E402
+from mmaccel.programs.serve.sampling import GumbelNoise, sampler  # noqa: E402
+from mmaccel.programs.serve.schema import read  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -343,10 +343,12 @@ def test_keys_and_names(serve):
 def test_system_prompts_and_places_of_pictures(served, things, monkeypatch):
     """What the model is given is what the template makes of the messages, in their order."""
     seen = []
-    seat = served.desk.seats[0]
-    for seat in served.desk.seats:
+    engine = served.scheduler.engines[0]
+    for engine in served.scheduler.engines:
         monkeypatch.setattr(
-            seat, "_encoded", lambda processor, shown, was=seat._encoded: seen.append(shown) or was(processor, shown)
+            engine,
+            "_encoded",
+            lambda processor, shown, was=engine._encoded: seen.append(shown) or was(processor, shown),
         )
     shown = picture(data_url(things.png))
     messages = [
@@ -445,7 +447,7 @@ def test_dice(served, things):
 
 def test_the_dice_are_fair():
     logits = torch.tensor([[0.1, 0.6, 0.3, 0.0]]).log()
-    dice = Dice(0)
+    dice = GumbelNoise(0)
     counts = torch.bincount(torch.cat([dice(None, logits).argmax(-1) for _ in range(4000)]), minlength=4)
     assert (counts / 4000 - logits[0].exp()).abs().max() < 0.03 and counts[3] == 0
 
@@ -458,12 +460,12 @@ def test_how_models_sample_by_themselves():
         return [type(one).__name__.removesuffix("LogitsWarper") for one in sampler(SimpleNamespace(**config), asked)]
 
     model = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
-    assert names(model) == ["Temperature", "TopK", "TopP", "Dice"]
+    assert names(model) == ["Temperature", "TopK", "TopP", "GumbelNoise"]
     assert names(model, temperature=0) == []
-    assert names(model, temperature=1, top_p=1) == ["TopK", "Dice"]
+    assert names(model, temperature=1, top_p=1) == ["TopK", "GumbelNoise"]
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     assert names(greedy) == names(greedy, top_p=0.5) == []
-    assert names(greedy, temperature=0.5, top_p=0.5) == ["Temperature", "TopP", "Dice"]
+    assert names(greedy, temperature=0.5, top_p=0.5) == ["Temperature", "TopP", "GumbelNoise"]
 
 
 @pytest.mark.parametrize(
@@ -496,7 +498,7 @@ def letters():
 
 def pieces_of(tokenizer, said, *more, stops=()):
     """What is shown, piece by piece, of a text token by token."""
-    words = Words(tokenizer, stops)
+    words = Detokenizer(tokenizer, stops)
     pieces = []
     for token in [*tokenizer(said)["input_ids"], *more]:
         pieces.append(words.add([token]))
@@ -515,7 +517,7 @@ def test_words_come_whole(letters, said):
 
 def test_half_a_character_at_the_end_is_shown_as_it_is(letters):
     ids = letters("a 🦆")["input_ids"][:-1]
-    words = Words(letters)
+    words = Detokenizer(letters)
     assert "".join([*(words.add([token]) for token in ids), words.end()]) == words.whole == letters.decode(ids)
     assert words.whole.startswith("a \N{REPLACEMENT CHARACTER}")
 

@@ -22,9 +22,9 @@ pytest.importorskip("openai", reason="the client of OpenAI is not installed: pip
 from mmaccel import MmaccelError
 from mmaccel.media import untrusted
 from mmaccel.media.files import read_folder
+from mmaccel.programs.model_lock import Stopped
 from mmaccel.programs.serve import sources
 from mmaccel.programs.serve.sources import Sources
-from mmaccel.programs.turns import Stopped
 
 NO = "no file in a folder that this server allows"
 
@@ -245,7 +245,7 @@ def test_who_leaves_while_a_host_is_slow(serve, trickle):
         messages = [user(picture(f"http://{trickle}/one.png"), "?")]
         other.post("/v1/chat/completions", json={"model": served.name, "messages": messages})
     begin = time.monotonic()
-    until(lambda: served.desk.present == served.desk.running == 0)
+    until(lambda: served.scheduler.present == served.scheduler.running == 0)
     assert time.monotonic() - begin < 5
     assert text(chat(served, user("?"), max_tokens=1)) is not None
 

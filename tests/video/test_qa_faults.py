@@ -23,7 +23,7 @@ import transformers
 from mmaccel import MmaccelError, files, get_method, get_recipe
 from mmaccel.cli import main
 from mmaccel.programs import identity
-from mmaccel.programs.bench import origin
+from mmaccel.programs.bench import provenance
 from mmaccel.programs.video_qa import answers as answer_files
 from mmaccel.programs.video_qa import qa
 from mmaccel.programs.video_qa.answers import AnswerFile
@@ -120,7 +120,7 @@ def test_files_that_come_and_go_count_and_a_few_are_named(folder: Path, tmp_path
     [
         (transformers, "__version__", "0.0", "transformers"),
         (torch, "__version__", "0.0", "torch"),
-        (origin, "__version__", "0.0", "mmaccel"),
+        (provenance, "__version__", "0.0", "mmaccel"),
         (identity, "code_identity", lambda: "0" * 64, "code"),
         (torch.cuda, "is_available", lambda: True, "device"),
         (VideoQuestion, "words", lambda self: "Answer now.", "prompt"),

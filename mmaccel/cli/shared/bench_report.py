@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MmaccelError
-from ...programs.bench.claims import CLAIMS, claims_table, measured
 from ...programs.bench.figures import Spread, changed
+from ...programs.bench.paper_claims import CLAIMS, claims_table, measured
 from .text import nbytes, seconds, table
 
 Row = Mapping[str, Any]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...errors import MmaccelError
-from ...programs.bench import origin
+from ...programs.bench import provenance
 from .. import ask
 from .options import Frames, Longest, ModelOptions, named
 from .results import Results
@@ -218,8 +218,8 @@ class Run:
         said = results.said
         failed = [f"{row.title}: {one['question']}: {one['error']}" for row in rows for one in row.failed]
         return {
-            "command": origin.command("mmaccel", arguments=self.typed),
-            "date": origin.today(),
+            "command": provenance.command("mmaccel", arguments=self.typed),
+            "date": provenance.today(),
             "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
             "settings": self.settings,
             "questions": len(self.questions),

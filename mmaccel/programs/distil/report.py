@@ -11,8 +11,8 @@ from typing import Any
 
 from ...errors import MmaccelError
 from ...files import write_whole
-from ..tune.certain import SHOWN, interval
-from ..tune.judge import Measured
+from ..tune.confidence import SHOWN, interval
+from ..tune.evaluate import Measured
 
 REPORT, PICTURE = "report.json", "report.png"
 

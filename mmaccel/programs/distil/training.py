@@ -17,10 +17,10 @@ from ...files import locked
 from ...method.selector import CONFIG, WEIGHTS, Belongs, Shape
 from ...pruning.learned import Learned
 from ...recipe import RecipeLike, get_recipe
-from ..bench import origin
+from ..bench import provenance
 from ..evaluate import Question
 from ..resume import naming_files, run_settings, shown, usable
-from ..tune.judge import Judge, Measured
+from ..tune.evaluate import Judge, Measured
 from . import report
 from .examples import Example, Frozen, Target, cached
 from .learner import Learner, Told, Tried
@@ -224,8 +224,8 @@ def _finish(
         "minutes": round(learner.state.seconds / 60, 1),
         "parameters": parameters,
         "share of the model": share,
-        "date": origin.today(),
-        "versions": origin.versions(),
+        "date": provenance.today(),
+        "versions": provenance.versions(),
     }
     network.save(out, belongs, record)
     judge = Judge(

@@ -1,9 +1,9 @@
-"""A server that speaks OpenAI's chat completions, for every recipe: cache policies and codecs included.
+"""A server that speaks OpenAI's chat completions API, for every recipe, cache policies and codecs included.
 
-``connections`` limits connections, ``app`` is what is asked over HTTP, ``body`` reads the JSON of a request, ``asked`` checks
-it, ``sources`` where pictures and clips may come from, ``desk`` who is answered when, ``answering`` the answer of one model,
-``sampling`` and ``words`` its tokens, ``metrics`` what Prometheus is told, ``errors`` how a request is refused, ``running`` the
-process around it.
+``app`` the HTTP routes, ``connections`` limits on connections, ``body`` bounded JSON parsing, ``schema`` validation of a
+request, ``sources`` where media may be loaded from, ``scheduler`` the request queue, ``engine`` generation with one model,
+``sampling`` and ``detokenizer`` its tokens and text, ``metrics`` the figures for Prometheus, ``errors`` error responses,
+``server`` the process around the application.
 
 It stands on Starlette, pydantic and uvicorn, which the extra ``serving`` of transformers installs too, and not on the classes
 of ``transformers serve``. Those have no place for what belongs to one request here: their handler calls

@@ -23,13 +23,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import hosts
-from ..turns import Stopped
-from .answering import Answer
-from .asked import Asked, read
-from .desk import Desk, Job, Place
+from .. import allowed_hosts
+from ..model_lock import Stopped
+from .engine import Answer
 from .errors import Refused, refusal
 from .metrics import Metrics
+from .scheduler import Job, Reservation, Scheduler
+from .schema import ChatRequest, read
 
 #: bytes of the body of a request, and seconds in which it must be sent
 BODY, SENDING = 96 << 20, 60.0
@@ -44,7 +44,9 @@ CHAT = "/v1/chat/completions"
 logger = logging.getLogger(__name__)
 
 
-def make_app(desk: Desk, name: str, key: str | None = None, allowed: Sequence[str] | None = None) -> Starlette:
+def make_app(
+    scheduler: Scheduler, name: str, key: str | None = None, allowed: Sequence[str] | None = None
+) -> Starlette:
     """The application.
 
     Parameters
@@ -54,9 +56,9 @@ def make_app(desk: Desk, name: str, key: str | None = None, allowed: Sequence[st
     allowed : names, or patterns of names, by which the server may be asked for beside ``localhost`` and addresses; None for
         all.
     """
-    recipe = desk.seats[0].recipe
+    recipe = scheduler.engines[0].recipe
     metrics = Metrics(name, recipe.name)
-    metrics.watch(lambda: desk.waiting, lambda: desk.running)
+    metrics.watch(lambda: scheduler.waiting, lambda: scheduler.running)
     card = {
         "id": name,
         "object": "model",
@@ -78,12 +80,12 @@ def make_app(desk: Desk, name: str, key: str | None = None, allowed: Sequence[st
     async def figures(request: Request) -> Response:
         return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    chat = _Chat(desk, name, metrics)
+    chat = _Chat(scheduler, name, metrics)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(desk.close)
+        await asyncio.to_thread(scheduler.close)
         chat.close()
 
     return Starlette(
@@ -94,7 +96,7 @@ def make_app(desk: Desk, name: str, key: str | None = None, allowed: Sequence[st
             Route("/health", health),
             Route("/metrics", figures),
         ],
-        middleware=[Middleware(_Door, metrics=metrics, key=key, allowed=allowed)],
+        middleware=[Middleware(_AccessControl, metrics=metrics, key=key, allowed=allowed)],
         exception_handlers={Refused: _refuse, HTTPException: _refuse},
         lifespan=lifespan,
     )
@@ -116,7 +118,7 @@ def _check_model(asked: str, name: str) -> None:
         )
 
 
-class _Door:
+class _AccessControl:
     """Who is let in, and the count of answers by status."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, key: str | None, allowed: Sequence[str] | None) -> None:
@@ -137,7 +139,7 @@ class _Door:
         await _refuse(Request(scope), refused)(scope, receive, counted)
 
     def _refused(self, headers: Headers, path: str) -> Refused | None:
-        if self.allowed is not None and not hosts.known(headers.get("host"), self.allowed):
+        if self.allowed is not None and not allowed_hosts.known(headers.get("host"), self.allowed):
             return Refused(
                 403,
                 "This server is not to be reached by this name; whoever started it can allow it with --allow-host NAME.",
@@ -151,8 +153,8 @@ class _Door:
 class _Chat:
     """Chat completions."""
 
-    def __init__(self, desk: Desk, name: str, metrics: Metrics) -> None:
-        self.desk, self.name, self.metrics = desk, name, metrics
+    def __init__(self, scheduler: Scheduler, name: str, metrics: Metrics) -> None:
+        self.scheduler, self.name, self.metrics = scheduler, name, metrics
         # one after the other: each holds the lock of the interpreter for a moment, which the event loop needs, too
         self.reader = ThreadPoolExecutor(1, "mmaccel-serve-reader")
         self._trimming: asyncio.TimerHandle | None = None
@@ -167,18 +169,18 @@ class _Chat:
         arrived = time.perf_counter()
         with ExitStack() as stack:
             try:
-                body = await _body(Request(scope, receive), lambda: stack.enter_context(self.desk.place()))
-                asked = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, body)
+                body = await _body(Request(scope, receive), lambda: stack.enter_context(self.scheduler.place()))
+                request = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, body)
                 large = len(body) > _LARGE
                 del body
-                if large or (isinstance(asked, Asked) and asked.media):
+                if large or (isinstance(request, ChatRequest) and request.media):
                     stack.callback(self._tidy)
-                if isinstance(asked, Refused):
-                    raise asked
-                with self.desk.answered(asked) as job:
+                if isinstance(request, Refused):
+                    raise request
+                with self.scheduler.answered(request) as job:
                     leaving = asyncio.create_task(_until_left(receive, job))
                     try:
-                        await self._tell(job, _Telling(self.name, asked.stream, asked.usage, send), arrived)
+                        await self._tell(job, _ResponseWriter(self.name, request.stream, request.usage, send), arrived)
                     finally:
                         leaving.cancel()
             except (Stopped, ClientDisconnect):
@@ -197,32 +199,32 @@ class _Chat:
         self._trimming = None
         self.reader.submit(_release)
 
-    def _read(self, body: bytes) -> Asked | Refused:
+    def _read(self, body: bytes) -> ChatRequest | Refused:
         """The request, or why there is none; an error would keep the body alive by its traceback."""
         try:
-            asked = read(body)
-            _check_model(asked.model, self.name)
-            self.desk.seats[0].check(asked)
-            return asked
+            request = read(body)
+            _check_model(request.model, self.name)
+            self.scheduler.engines[0].check(request)
+            return request
         except Exception as error:
             refused = _told(error)
             refused.__context__ = refused.__cause__ = None
             return refused.with_traceback(None)
 
-    async def _tell(self, job: Job, telling: _Telling, arrived: float) -> None:
+    async def _tell(self, job: Job, telling: _ResponseWriter, arrived: float) -> None:
         try:
             await self._follow(job, telling, arrived)
         except Stopped:
-            if telling.begun or not self.desk.closed:
+            if telling.begun or not self.scheduler.closed:
                 raise
-            raise self.desk.ending() from None
+            raise self.scheduler.ending() from None
         except Exception as error:
             if not telling.begun:
                 raise
             # the status was sent long ago
             await telling.failed(_told(error))
 
-    async def _follow(self, job: Job, telling: _Telling, arrived: float) -> None:
+    async def _follow(self, job: Job, telling: _ResponseWriter, arrived: float) -> None:
         first: float | None = None
         while True:
             news = await job.news.get()
@@ -247,7 +249,7 @@ async def _until_left(receive: Receive, job: Job) -> None:
     job.end()
 
 
-async def _body(request: Request, take: Callable[[], Place]) -> bytes:
+async def _body(request: Request, take: Callable[[], Reservation]) -> bytes:
     """The body of a request, which takes its place when it is here, or large."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         # other types could be sent by any page that somebody has open in a browser on this machine
@@ -256,7 +258,7 @@ async def _body(request: Request, take: Callable[[], Place]) -> bytes:
     # h11 has seen that it is a number
     if int(request.headers.get("content-length", 0)) > BODY:
         raise too_large
-    place: Place | None = None
+    place: Reservation | None = None
     found = bytearray()
     begin = asyncio.get_running_loop().time()
     with suppress(TimeoutError):
@@ -293,7 +295,7 @@ def _told(error: Exception) -> Refused:
     return found
 
 
-class _Telling:
+class _ResponseWriter:
     """One answer on its way, as OpenAI's clients read it: whole, or in chunks of an event stream."""
 
     def __init__(self, name: str, stream: bool, usage: bool, send: Send) -> None:

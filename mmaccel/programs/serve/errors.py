@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import MmaccelError
-from ..turns import TimeOver
+from ..model_lock import TimeLimitExceeded
 
 #: characters of a sentence, and of the name of a field, that may hold what a client sent
 _SENTENCE, _NAME = 500, 200
@@ -53,7 +53,7 @@ def refusal(error: BaseException) -> Refused | None:
     """An error that came while a request was answered as its refusal; None of a fault of ours."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, TimeOver):
+    if isinstance(error, TimeLimitExceeded):
         return Refused(400, str(error), "time_limit")
     if isinstance(error, MmaccelError):
         return Refused(400, str(error))

@@ -14,13 +14,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .asked import Asked
+from .schema import ChatRequest
 
 #: a lower temperature is greedy: the noise is far below the distances of logits, which overflow when they are divided by it
 _COLDEST = 1e-5
 
 
-class Dice(LogitsProcessor):
+class GumbelNoise(LogitsProcessor):
     """Adds Gumbel noise to scores ``[B, V]``: the largest sum is a sample of their softmax, so that greedy decoding samples.
     ``generate`` itself throws the dice of the whole process."""
 
@@ -37,14 +37,14 @@ class Dice(LogitsProcessor):
         return scores.float() - noise.log()
 
 
-def sampler(config: Any, asked: Asked) -> LogitsProcessorList:
+def sampler(config: Any, request: ChatRequest) -> LogitsProcessorList:
     """What stands between the logits and the most likely token.
 
     Parameters
     ----------
     config : the model's generation config, which says how it samples, or that it is greedy, where the request does not.
     """
-    temperature, top_p, top_k = asked.temperature, asked.top_p, None
+    temperature, top_p, top_k = request.temperature, request.top_p, None
     if config.do_sample:
         temperature = (config.temperature or 1.0) if temperature is None else temperature
         top_p, top_k = config.top_p if top_p is None else top_p, config.top_k
@@ -57,5 +57,5 @@ def sampler(config: Any, asked: Asked) -> LogitsProcessorList:
         found.append(TopKLogitsWarper(top_k))
     if top_p is not None and top_p < 1:
         found.append(TopPLogitsWarper(float(top_p)))
-    found.append(Dice(asked.seed))
+    found.append(GumbelNoise(request.seed))
     return found

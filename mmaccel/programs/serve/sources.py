@@ -15,7 +15,7 @@ import httpx
 
 from ...errors import MmaccelError
 from ...media import untrusted
-from ..turns import Stopped
+from ..model_lock import Stopped
 
 #: seconds between two pieces of what is loaded, and how often an address may lead elsewhere
 PAUSE, HOPS = 10.0, 3

@@ -13,10 +13,10 @@ from ...accelerate.tuned import fingerprint
 from ...errors import MmaccelError
 from ...files import write_whole
 from ...recipe import Recipe
-from ..bench import origin
+from ..bench import provenance
 from ..resume import shown
-from .certain import SHOWN, interval
-from .judge import GOALS, Measured
+from .confidence import SHOWN, interval
+from .evaluate import GOALS, Measured
 
 if TYPE_CHECKING:
     from .search import Candidate, Search, Tuned
@@ -49,7 +49,7 @@ def figures(
             "held out": told(held_out),
             "held out keeps enough": min(held_out.agreement, generated["loyalty"]) >= search.keep,
             "held out, generated": {name: generated[name] for name in ("questions", "loyalty", "accuracy", "kl")},
-            "date": origin.today(),
+            "date": provenance.today(),
             "versions": search.settings["versions"],
         }
     return {

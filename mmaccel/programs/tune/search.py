@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ...errors import MmaccelError
 from ...recipe import Recipe, TunedRecipe
 from ..evaluate import Question
-from .certain import lower, needed
+from .confidence import lower, needed
+from .evaluate import Goal, Judge, Measured
 from .journal import Journal
-from .judge import Goal, Judge, Measured
 from .space import Space
 
 if TYPE_CHECKING:

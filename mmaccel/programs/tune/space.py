@@ -21,7 +21,7 @@ from ...method import LayerMethod, Policy
 from ...method.keys import CHOICES
 from ...method.registry import get_method, methods
 from ...recipe import Recipe, get_recipe
-from .judge import Goal, Judge
+from .evaluate import Goal, Judge
 
 if TYPE_CHECKING:
     from optuna import Trial

@@ -16,9 +16,9 @@ from ..evaluate import Question, Row, ask_samples, evaluate
 from ..identity import recipe_identity
 from ..resume import naming_files, run_settings, usable
 from . import report
+from .baselines import best_of
+from .evaluate import GOALS, Goal, Judge
 from .journal import Journal
-from .judge import GOALS, Goal, Judge
-from .rivals import best_of
 from .search import Search, Tuned, choose, front, split
 
 

@@ -215,7 +215,7 @@ class Medium:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """A request.
 
     messages, media : the chat as templates take it, and what its parts ``image`` and ``video`` stand for, in their order.
@@ -237,7 +237,7 @@ class Asked:
     budget: bool | Mapping[str, Any] | None
 
 
-def read(text: bytes) -> Asked:
+def read(text: bytes) -> ChatRequest:
     """The request in the body of a call.
 
     Raises
@@ -270,7 +270,7 @@ def read(text: bytes) -> Asked:
         if count > most:
             raise Refused(400, f"The request has {count} {what}; at most {most} are taken.", None, "messages")
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return Asked(
+    return ChatRequest(
         body.model,
         messages,
         tuple(media),

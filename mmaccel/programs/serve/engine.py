@@ -22,11 +22,11 @@ from ...media.files import Chat, Clip, encode
 from ...media.prepare import prepare
 from ...method import FramesMethod
 from ...recipe import Recipe
-from ..turns import Seat, Stopped, Watch
-from .asked import Asked
+from ..model_lock import ModelSlot, Stopped, TokenTimer
+from .detokenizer import Detokenizer
 from .sampling import sampler
+from .schema import ChatRequest
 from .sources import Sources
-from .words import Words
 
 #: characters that one token stands for at most, where a prompt is refused before it is tokenised
 _TOKEN = 32
@@ -67,10 +67,10 @@ class Answer:
     stats: dict[str, Any]
 
 
-class _Typing(Watch):
+class _TextStreamer(TokenTimer):
     """A streamer that says what may be shown; ``look`` ends the run when it is to stop."""
 
-    def __init__(self, words: Words, look: Callable[[], None], say: Callable[[str], None]) -> None:
+    def __init__(self, words: Detokenizer, look: Callable[[], None], say: Callable[[str], None]) -> None:
         super().__init__()
         self.words, self.look, self.say = words, look, say
 
@@ -82,10 +82,10 @@ class _Typing(Watch):
             self.say(self.words.add(value.reshape(-1).tolist()))
 
 
-class _Enough(StoppingCriteria):
+class _StopSequences(StoppingCriteria):
     """Ends the answer at a stop sequence."""
 
-    def __init__(self, words: Words) -> None:
+    def __init__(self, words: Detokenizer) -> None:
         self.words = words
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _killing(stop: threading.Event) -> Iterator[Callable[[subprocess.Popen[bytes
         watching.join()
 
 
-class Answering(Seat):
+class Engine(ModelSlot):
     """A model with a recipe, which stays on it.
 
     Parameters
@@ -168,7 +168,7 @@ class Answering(Seat):
         self.model.mmaccel.plan.for_call(budget)
         return self._prepared, budget
 
-    def check(self, asked: Asked) -> None:
+    def check(self, request: ChatRequest) -> None:
         """Refuse what can be refused before the model is free.
 
         Raises
@@ -176,13 +176,13 @@ class Answering(Seat):
         MmaccelError
             If the answer would be longer than is allowed here, or the budget is of no use.
         """
-        if asked.longest is not None and asked.longest > self.limits.longest:
+        if request.longest is not None and request.longest > self.limits.longest:
             raise MmaccelError(
-                f"An answer has at most {self.limits.longest} tokens on this server, not {asked.longest}; ask for fewer."
+                f"An answer has at most {self.limits.longest} tokens on this server, not {request.longest}; ask for fewer."
             )
-        self.budgeted(asked.budget)
+        self.budgeted(request.budget)
 
-    def answer(self, asked: Asked, say: Callable[[str], None], stop: threading.Event) -> Answer:
+    def answer(self, request: ChatRequest, say: Callable[[str], None], stop: threading.Event) -> Answer:
         """The answer; ``say`` gets it piece by piece, perhaps an empty one at the first token.
 
         Raises
@@ -192,15 +192,15 @@ class Answering(Seat):
         MmaccelError
             If the request cannot be honoured.
         """
-        processor, budget = self.budgeted(asked.budget)
-        self._check_text(asked, stop)
-        inputs = self._encoded(processor, self._chat(asked, stop))
+        processor, budget = self.budgeted(request.budget)
+        self._check_text(request, stop)
+        inputs = self._encoded(processor, self._chat(request, stop))
         prompt = inputs["input_ids"].shape[1]
-        longest = self._longest(prompt, asked)
-        words = Words(self.processor.tokenizer, asked.stops)
+        longest = self._longest(prompt, request)
+        words = Detokenizer(self.processor.tokenizer, request.stops)
         with self.turn(stop) as look, torch.inference_mode():
             look()
-            typing = _Typing(words, look, say)
+            typing = _TextStreamer(words, look, say)
             self.model.generate(
                 **inputs,
                 mmaccel=budget,
@@ -208,8 +208,8 @@ class Answering(Seat):
                 do_sample=False,
                 num_beams=1,
                 streamer=typing,
-                logits_processor=sampler(self.model.generation_config, asked),
-                stopping_criteria=StoppingCriteriaList([_Enough(words)]),
+                logits_processor=sampler(self.model.generation_config, request),
+                stopping_criteria=StoppingCriteriaList([_StopSequences(words)]),
             )
             stats = self.model.mmaccel.stats().to_dict()
         say(words.end())
@@ -223,7 +223,7 @@ class Answering(Seat):
             stats,
         )
 
-    def _check_text(self, asked: Asked, stop: threading.Event) -> None:
+    def _check_text(self, request: ChatRequest, stop: threading.Event) -> None:
         """Refuse a text that is longer than the model takes in the time that so many tokens take.
 
         Raises
@@ -234,7 +234,7 @@ class Answering(Seat):
             If nobody wants to know.
         """
         places = self._places
-        texts = [part["text"] for message in asked.messages for part in message["content"] if part["type"] == "text"]
+        texts = [part["text"] for message in request.messages for part in message["content"] if part["type"] == "text"]
         long = sum(map(len, texts))
         if places is None or long <= places:
             return
@@ -257,7 +257,7 @@ class Answering(Seat):
             "so ask for less."
         )
 
-    def _chat(self, asked: Asked, stop: threading.Event) -> Chat:
+    def _chat(self, request: ChatRequest, stop: threading.Event) -> Chat:
         """All that is shown, decoded in the time and memory that one clip may take."""
         pictures: list[Any] = []
         clips: list[Clip] = []
@@ -267,8 +267,8 @@ class Answering(Seat):
             "show less, or smaller pictures."
         )
         with tempfile.TemporaryDirectory(prefix="mmaccel-serve-", ignore_cleanup_errors=True) as folder:
-            paths = [self.sources.fetch(medium.url, Path(folder), end, stop) for medium in asked.media]
-            shown = list(zip(asked.media, paths, strict=True))
+            paths = [self.sources.fetch(medium.url, Path(folder), end, stop) for medium in request.media]
+            shown = list(zip(request.media, paths, strict=True))
             if 3 * sum(untrusted.pixels(path) for medium, path in shown if medium.kind == "image") > memory:
                 raise too_much
             for medium, path in shown:
@@ -294,17 +294,17 @@ class Answering(Seat):
                     raise MmaccelError(
                         f"The {what} is broken and cannot be decoded ({type(error).__name__}); send another."
                     ) from error
-        return Chat(asked.messages, tuple(pictures), tuple(clips))
+        return Chat(request.messages, tuple(pictures), tuple(clips))
 
     def _encoded(self, processor: Any, chat: Chat) -> dict[str, Any]:
         inputs = encode(processor, [chat]).to(self.model.device)
         dtype = self.model.dtype
         return {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
 
-    def _longest(self, prompt: int, asked: Asked) -> int:
+    def _longest(self, prompt: int, request: ChatRequest) -> int:
         """Tokens that the answer may have; those that were asked for have their places."""
         left = self.limits.longest if self._places is None else self._places - prompt
-        wanted = asked.longest or min(self.limits.longest, max(1, left))
+        wanted = request.longest or min(self.limits.longest, max(1, left))
         if wanted > left:
             raise MmaccelError(
                 f"The prompt has {prompt} tokens, visual ones included, and the answer may have {wanted}; this model takes "

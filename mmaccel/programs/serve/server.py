@@ -15,11 +15,11 @@ import uvicorn
 
 from ...errors import MmaccelError
 from ...recipe import Recipe
-from ..turns import Seat
-from .answering import Answering, Limits
+from ..model_lock import ModelSlot
 from .app import make_app
 from .connections import BACKLOG, Connection
-from .desk import Desk
+from .engine import Engine, Limits
+from .scheduler import Scheduler
 from .sources import Sources
 
 #: seconds in which answers may end when the server does
@@ -65,7 +65,7 @@ def is_here(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
-def make_desk(
+def make_scheduler(
     model: Any,
     processor: Any,
     recipe: Recipe,
@@ -74,8 +74,8 @@ def make_desk(
     waiting: int = 16,
     sources: Sources | None = None,
     limits: Limits | None = None,
-) -> Desk:
-    """A model with a recipe, and twins of it that share its weights, as a desk.
+) -> Scheduler:
+    """A model with a recipe, and twins of it that share its weights, as a scheduler.
 
     Parameters
     ----------
@@ -88,10 +88,10 @@ def make_desk(
         If the model cannot honour the recipe.
     """
     # a model is copied while it is bare
-    first = Seat(model, processor, 0)
+    first = ModelSlot(model, processor, 0)
     pairs = [*(first.twin() for _ in range(several - 1)), (model, processor)]
-    seats = [Answering(*pair, recipe, sources or Sources(), limits or Limits()) for pair in pairs]
-    return Desk(seats, waiting)
+    engines = [Engine(*pair, recipe, sources or Sources(), limits or Limits()) for pair in pairs]
+    return Scheduler(engines, waiting)
 
 
 class _Server(uvicorn.Server):
@@ -132,10 +132,10 @@ def _quiet() -> Iterator[None]:
             logger.removeFilter(quiet)
 
 
-def make_server(desk: Desk, name: str, **options: Any) -> uvicorn.Server:
+def make_server(scheduler: Scheduler, name: str, **options: Any) -> uvicorn.Server:
     """The server, for ``run(sockets=[...])``; ``options`` are those of :func:`mmaccel.programs.serve.app.make_app`."""
     config = uvicorn.Config(
-        make_app(desk, name, **options),
+        make_app(scheduler, name, **options),
         log_level="warning",
         access_log=False,
         server_header=False,

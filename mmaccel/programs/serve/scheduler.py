@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from ..turns import Stopped
-from .answering import Answer, Answering
-from .asked import Asked
+from ..model_lock import Stopped
+from .engine import Answer, Engine
 from .errors import Refused, refusal
+from .schema import ChatRequest
 
 #: bytes of the bodies of all requests that are here
 HELD = 512 << 20
@@ -25,8 +25,8 @@ class Job:
     news : pieces of the text, then the answer, or the error that ended it.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, request: ChatRequest) -> None:
+        self.request = request
         self.stop = threading.Event()
         self.news: asyncio.Queue[str | Answer | BaseException] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -43,11 +43,11 @@ class Job:
         self.say(Stopped())
 
 
-class Place:
+class Reservation:
     """Of one request among those that are answered or wait."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self.size = 0
 
     def hold(self, size: int) -> None:
@@ -58,25 +58,25 @@ class Place:
         Refused
             If all bodies together have more than is held here.
         """
-        self._desk.held += size - self.size
+        self._scheduler.held += size - self.size
         self.size = size
-        if self._desk.held > HELD:
-            raise self._desk.full(
+        if self._scheduler.held > HELD:
+            raise self._scheduler.full(
                 f"The requests that are here have {HELD >> 20} MiB, which is all that this server holds"
             )
 
 
-class Desk:
+class Scheduler:
     """The models, and the queue in front of them, first come, first served.
 
     Parameters
     ----------
-    seats : twins, each of which answers one request at a time.
+    engines : twins, each of which answers one request at a time.
     waiting : requests that may wait, those included whose large bodies are still being sent.
     """
 
-    def __init__(self, seats: Sequence[Answering], waiting: int) -> None:
-        self.seats, self.capacity = seats, len(seats) + waiting
+    def __init__(self, engines: Sequence[Engine], waiting: int) -> None:
+        self.engines, self.capacity = engines, len(engines) + waiting
         self.present = self.running = self.held = 0
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -84,18 +84,18 @@ class Desk:
         self._jobs: set[Job] = set()
         self._mean, self.closed = 1.0, False
         # a recorded graph belongs to the thread that recorded it, so each has its model for good
-        self._threads = [threading.Thread(target=self._sit, args=(seat,), daemon=True) for seat in seats]
+        self._threads = [threading.Thread(target=self._run_engine, args=(engine,), daemon=True) for engine in engines]
         for thread in self._threads:
             thread.start()
 
     @property
     def waiting(self) -> int:
         """Requests that are here and not answered yet."""
-        # a seat may still be at work for a client that left
+        # a engine may still be at work for a client that left
         return max(0, self.present - self.running)
 
     @contextmanager
-    def place(self) -> Iterator[Place]:
+    def place(self) -> Iterator[Reservation]:
         """A place for one request.
 
         Raises
@@ -108,7 +108,7 @@ class Desk:
         if self.present >= self.capacity:
             raise self.full(f"{self.present} requests are being answered or wait, which is all that this server takes")
         self.present += 1
-        place = Place(self)
+        place = Reservation(self)
         try:
             yield place
         finally:
@@ -117,13 +117,13 @@ class Desk:
 
     def full(self, reason: str) -> Refused:
         """What is said to those for whom there is no room now."""
-        seconds = str(max(1, math.ceil(self._mean * self.present / len(self.seats))))
+        seconds = str(max(1, math.ceil(self._mean * self.present / len(self.engines))))
         return Refused(429, f"{reason}; try again in {seconds} s.", "queue_full", headers={"retry-after": seconds})
 
     @contextmanager
-    def answered(self, asked: Asked) -> Iterator[Job]:
+    def answered(self, request: ChatRequest) -> Iterator[Job]:
         """A request in the queue. Behind the block nobody wants its answer any more."""
-        job = Job(asked)
+        job = Job(request)
         self._jobs.add(job)
         with self._lock:
             self._queue.append(job)
@@ -133,7 +133,7 @@ class Desk:
         finally:
             job.stop.set()
             with self._lock, suppress(ValueError):
-                # nothing is kept of those who left, however long the seats are taken
+                # nothing is kept of those who left, however long the engines are taken
                 self._queue.remove(job)
             self._jobs.discard(job)
 
@@ -152,7 +152,7 @@ class Desk:
         for thread in self._threads:
             thread.join()
 
-    def _sit(self, seat: Answering) -> None:
+    def _run_engine(self, engine: Engine) -> None:
         while True:
             with self._lock:
                 while not self._queue and not self.closed:
@@ -162,17 +162,17 @@ class Desk:
                 job = self._queue.popleft()
                 self.running += 1
             try:
-                self._answer(seat, job)
+                self._answer(engine, job)
             finally:
                 # while it waits, a thread holds nothing of the last request
                 del job
                 with self._lock:
                     self.running -= 1
 
-    def _answer(self, seat: Answering, job: Job) -> None:
+    def _answer(self, engine: Engine, job: Job) -> None:
         begin = time.monotonic()
         try:
-            found = seat.answer(job.asked, job.say, job.stop)
+            found = engine.answer(job.request, job.say, job.stop)
             self._mean += (time.monotonic() - begin - self._mean) / 8
             job.say(found)
         except Stopped:

@@ -9,7 +9,7 @@ from typing import Any
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
 
-class Words:
+class Detokenizer:
     """What may be shown of an answer. The pieces together are the text of all tokens, stripped, up to the first of ``stops``.
 
     Tokens are decoded together with those before, since some tokenizers write a token without its blank where a text begins.

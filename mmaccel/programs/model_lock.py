@@ -33,11 +33,11 @@ class Stopped(Exception):
     """Nobody wants more of this answer."""
 
 
-class TimeOver(MmaccelError):
+class TimeLimitExceeded(MmaccelError):
     """What one question is given is used up."""
 
 
-class Watch:
+class TokenTimer:
     """A streamer that notes when tokens arrive. The first thing it is given is the prompt."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Watch:
         return intervals / (self.times[-1] - self.times[1]) if intervals >= _INTERVALS else None
 
 
-class Seat:
+class ModelSlot:
     """One model with its processor, which answers one question at a time: a recipe hangs on the model itself.
 
     Parameters
@@ -85,7 +85,7 @@ class Seat:
 
         Raises
         ------
-        Stopped, TimeOver
+        Stopped, TimeLimitExceeded
             Inside, if it is to end.
         """
         with self.lock:
@@ -95,7 +95,7 @@ class Seat:
                 if stop is not None and stop.is_set():
                     raise Stopped
                 if time.monotonic() > end:
-                    raise TimeOver(
+                    raise TimeLimitExceeded(
                         f"The model worked for {self.seconds:g} seconds, which is all that one question is given here; ask "
                         "for a shorter answer, or for less at once."
                     )

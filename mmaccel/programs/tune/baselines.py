@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from ...errors import MmaccelError
 from ...recipe import Recipe
-from .judge import Goal, Measured
+from .evaluate import Goal, Measured
 from .search import Candidate, Search, lost
 from .space import rounded
 
