@@ -41,7 +41,7 @@ from mmaccel.method import (
 )
 from mmaccel.method.registry import methods
 from mmaccel.programs.bench import provenance
-from mmaccel.runtime.proportional import stands_for
+from mmaccel.runtime.prompt.proportional import stands_for
 
 #: the language model of Qwen2.5-VL-7B and LLaVA-OneVision-7B
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 28, 3584, 18944, 28, 4, 128

@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Stands for :func:`mmaccel.runtime.replay.record`."""
+    """Stands for :func:`mmaccel.runtime.graphs.replay.record`."""
     recorder = Recorder()
     try:
         with recorder:

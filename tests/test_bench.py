@@ -41,7 +41,7 @@ from mmaccel.programs.bench.paper_claims import CLAIMS, Claim, claims_table, mea
 from mmaccel.programs.bench.run import OUT_OF_MEMORY, PARTS, Bench, Case, Stamps, Variant
 from mmaccel.programs.bench.shapes import SHAPES, build, count_parameters, skeleton, thin
 from mmaccel.programs.bench.workloads import WORKLOADS, ModelSubject, ShapeSubject, Workload, workload
-from mmaccel.runtime.scope import Scope, pop, push
+from mmaccel.runtime.call.call import Scope, pop, push
 
 CPU = torch.device("cpu")
 PUBLISHED = [name for name, shape in SHAPES.items() if shape.source]

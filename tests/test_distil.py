@@ -36,8 +36,8 @@ from mmaccel.programs.distil.learner import Choice, Tried
 from mmaccel.programs.distil.training import FEWEST, distil
 from mmaccel.programs.evaluate import Question, ask_folder, ask_samples, ask_suite, batches, inputs_of
 from mmaccel.recipe import Recipe
-from mmaccel.runtime.encoded import Encoded
-from mmaccel.runtime.taps import Taps
+from mmaccel.runtime.call.vision_output import Encoded
+from mmaccel.runtime.tower.taps import Taps
 from mmaccel.suite import Sample
 
 

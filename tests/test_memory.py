@@ -23,7 +23,7 @@ from tail import few
 
 from mmaccel import accelerated
 from mmaccel.kv.cache import cache_bytes
-from mmaccel.runtime.prompt_eviction import PromptEviction
+from mmaccel.runtime.cache.prompt_eviction import PromptEviction
 
 SIDE, TEXT, STEPS = 24, 32, 2
 

@@ -1,6 +1,6 @@
 """What mmaccel takes for granted of transformers: read here, so that a new release fails loudly and not in the answers.
 
-When one of these fails, look at what changed before changing the expectation: `mmaccel/runtime/hooks.py`, `attention.py`,
+When one of these fails, look at what changed before changing the expectation: `mmaccel/runtime/call/hooks.py`, `attention.py`,
 `kv/cache.py` and `families/` build on it.
 """
 

@@ -30,7 +30,7 @@ from mmaccel.programs.tune.evaluate import GOALS, Judge, Measured
 from mmaccel.programs.tune.search import Candidate, choose, front, split
 from mmaccel.programs.tune.tuning import tune
 from mmaccel.recipe import Recipe, TunedRecipe, get_recipe
-from mmaccel.runtime.remembered import Remembered
+from mmaccel.runtime.tower.feature_cache import Remembered
 from mmaccel.suite import VIDEO_TASKS, Sample, export, make_item
 
 #: one of each site, one that works at every step, one with positions of its own for clips, one that keeps two sites apart

@@ -22,7 +22,7 @@ import mmaccel
 from mmaccel import UnsupportedError, accelerate_encoder, accelerate_vlm, accelerated, is_accelerated
 from mmaccel.core.reduction import Reduction
 from mmaccel.method import ProjectorMethod, TokenBatch
-from mmaccel.runtime.encoder import EncoderMerging
+from mmaccel.runtime.tower.encoder_merging import EncoderMerging
 
 families = pytest.mark.parametrize("family", few(FAMILIES, SHORT))
 

@@ -14,7 +14,7 @@ from mmaccel.encoders.tome import ToMe
 from mmaccel.merging.evs import Evs
 from mmaccel.method import TokenBatch
 from mmaccel.pruning.visionzip import VisionZip
-from mmaccel.runtime.merged import Merged, Run
+from mmaccel.runtime.tower.merged import Merged, Run
 
 
 def tome(inputs: Mapping[str, Tensor], options: Mapping[str, int]) -> Work:

@@ -14,13 +14,13 @@ from ..core.stats import Stats
 from ..errors import UnsupportedError
 from ..families.alone import encoder_of
 from ..recipe import Recipe, RecipeLike, get_recipe
-from ..runtime.encoded import Encoded
-from ..runtime.encoder import EncoderMerging, merged_of
-from ..runtime.hooks import in_training
-from ..runtime.merged import Merged
-from ..runtime.plan import EncoderPlan, Kernels, plan_encoder
-from ..runtime.scope import Scope, current, pop, push
-from ..runtime.taps import Taps
+from ..runtime.call.call import Scope, current, pop, push
+from ..runtime.call.hooks import in_training
+from ..runtime.call.plan import EncoderPlan, Kernels, plan_encoder
+from ..runtime.call.vision_output import Encoded
+from ..runtime.tower.encoder_merging import EncoderMerging, merged_of
+from ..runtime.tower.merged import Merged
+from ..runtime.tower.taps import Taps
 from .handle import Handle, check_model, exchange
 
 M = TypeVar("M", bound=nn.Module)

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..errors import MmaccelError, UnsupportedError
 from ..recipe import Recipe
-from ..runtime.attention import Plug
-from ..runtime.plan import Plan
+from ..runtime.call.attention import Plug
+from ..runtime.call.plan import Plan
 
 logger = logging.getLogger("mmaccel")
 

@@ -21,16 +21,16 @@ from ..families import Family, family_of
 from ..families.base import Wrapper
 from ..kv.cache import pinned_of, state_of
 from ..recipe import Positions, Proportional, Recipe, RecipeLike, Variant, get_recipe
-from ..runtime import captured
-from ..runtime.encoded import Encoded
-from ..runtime.encoder import EncoderMerging, hook_features
-from ..runtime.forward import StageResult
-from ..runtime.hooks import TextHooks, show_dropped
-from ..runtime.patches import PatchPruning
-from ..runtime.plan import Kernels, ModelPlan, plan_model, said
-from ..runtime.reuse import FrameReuse
-from ..runtime.scope import Scope, current, pop, push
-from ..runtime.taps import Taps
+from ..runtime.call.call import Scope, current, pop, push
+from ..runtime.call.forward import StageResult
+from ..runtime.call.hooks import TextHooks, show_dropped
+from ..runtime.call.plan import Kernels, ModelPlan, plan_model, said
+from ..runtime.call.vision_output import Encoded
+from ..runtime.graphs import captured
+from ..runtime.tower.encoder_merging import EncoderMerging, hook_features
+from ..runtime.tower.frame_reuse import FrameReuse
+from ..runtime.tower.patch_pruning import PatchPruning
+from ..runtime.tower.taps import Taps
 from ..transformers_api import cache_in
 from ..transformers_api import check as check_transformers
 from .handle import Handle, check_model, exchange

@@ -16,7 +16,7 @@ from .tower import Towers
 
 
 class Merging(Protocol):
-    """What merges the tokens of one forward of a tower; see :class:`mmaccel.runtime.merged.Merged`."""
+    """What merges the tokens of one forward of a tower; see :class:`mmaccel.runtime.tower.merged.Merged`."""
 
     layer: int | None
 

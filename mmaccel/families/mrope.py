@@ -41,7 +41,7 @@ def _kept(call: Call | None, cache: Any = None) -> Continued | None:
 
 
 def next_positions(state: Continued, length: int) -> Tensor:
-    """``[1, B, length]``: positions of the tokens that follow the cache; :mod:`..runtime.continuation` has the last word."""
+    """``[1, B, length]``: positions of the tokens that follow the cache, which the runtime writes anew."""
     at = torch.arange(state.seen, state.seen + length, device=state.offset.device)
     offset = state.offset if state.ahead is None else state.offset - state.ahead
     return (at - offset[:, None])[None]

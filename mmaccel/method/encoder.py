@@ -35,7 +35,7 @@ class EncoderTokens:
 
 
 class EncoderMethod(Method):
-    """Merging inside the vision tower, between attention and MLP; see :mod:`mmaccel.runtime.encoder`.
+    """Merging inside the vision tower, between attention and MLP; see :mod:`mmaccel.runtime.tower.encoder_merging`.
 
     In a vision-language model the budget counts the tokens of a picture or clip that the language model reads, including
     newlines, and is met exactly; in a stand-alone encoder it counts the patches of a picture.

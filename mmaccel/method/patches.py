@@ -13,7 +13,7 @@ from .base import Method, TowerFacts
 
 class PatchMethod(Method):
     """A method at site ``patches``: patches that it can predict from others do not enter the vision tower, and the language
-    model is not shown their tokens. The others keep their positions; see :mod:`mmaccel.runtime.patches`.
+    model is not shown their tokens. The others keep their positions; see :mod:`mmaccel.runtime.tower.patch_pruning`.
 
     It has no budget, the pixels decide. Where the projector joins a block of patches to one token, whole blocks are predicted.
 

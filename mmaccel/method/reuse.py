@@ -12,7 +12,7 @@ from .base import Method, ModelFacts
 
 
 class ReuseMethod(Method):
-    """Reuse between the frames of a clip, inside the vision tower; see :mod:`mmaccel.runtime.reuse`.
+    """Reuse between the frames of a clip, inside the vision tower; see :mod:`mmaccel.runtime.tower.frame_reuse`.
 
     In every layer a part of the tokens of a frame is computed, the others take what attention and MLP gave the tokens at the
     same places of its reference frame, which is computed whole. No token is dropped, and pictures are left as they are; it has

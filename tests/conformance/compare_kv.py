@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmaccel.kv.scoring.importance import by_group
 from mmaccel.method import LayerAttention, Policy
-from mmaccel.runtime.preview import Behind
+from mmaccel.runtime.prompt.preview import Behind
 
 
 # --- building inputs, comparing outputs -------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from mmaccel.kv.cache import CacheState
 from mmaccel.kv.incoming import Incoming, Phase
 from mmaccel.method import LayerAttention, Method, Policy, registry
 from mmaccel.method.base import Variant
-from mmaccel.runtime.eviction import Eviction
-from mmaccel.runtime.forward import Continuation, Forward, Prompt
-from mmaccel.runtime.plan import PlannedStage
+from mmaccel.runtime.cache.eviction import Eviction
+from mmaccel.runtime.call.forward import Continuation, Forward, Prompt
+from mmaccel.runtime.call.plan import PlannedStage
 
 Compare = Callable[[Mapping[str, Any], Mapping[str, Tensor]], None]
 
@@ -140,7 +140,7 @@ class _Watched(Eviction):
 
 
 class CacheRun:
-    """The cache stage of a recipe on tensors: :class:`mmaccel.runtime.eviction.Eviction` on the layers of a real cache.
+    """The cache stage of a recipe on tensors: :class:`mmaccel.runtime.cache.eviction.Eviction` on the layers of a real cache.
 
     Parameters
     ----------

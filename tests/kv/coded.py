@@ -16,7 +16,7 @@ from mmaccel.kv.codecs.think import ThinK
 from mmaccel.kv.codecs.vidkv import VidKV
 from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.packed import QuantisedLayer
-from mmaccel.runtime.packing import eligible_of
+from mmaccel.runtime.cache.packing import eligible_of
 
 HEADS, WIDTH = 2, 32
 #: small enough for short prompts

@@ -15,7 +15,7 @@ from tail import few, in_turn
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, accelerated
 from mmaccel.core.budget import resolve
-from mmaccel.runtime.prompt_eviction import PromptEviction
+from mmaccel.runtime.cache.prompt_eviction import PromptEviction
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -16,7 +16,7 @@ from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.vidkv import VidKV
 from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.kv.together import InStep, Together
-from mmaccel.runtime.cache_stage import CacheStage
+from mmaccel.runtime.cache.rules import CacheStage
 
 
 class Once:

@@ -26,8 +26,9 @@ from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.sparse import SparseMemory
 from mmaccel.method import KeyBatch, ReadingPolicy
 from mmaccel.method.registry import get_method
-from mmaccel.runtime import eviction, sparse
-from mmaccel.runtime.sparse import prepare_reads, read_layer
+from mmaccel.runtime.cache import eviction
+from mmaccel.runtime.cache import sparse_read as sparse
+from mmaccel.runtime.cache.sparse_read import prepare_reads, read_layer
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.kv import decoding
-from mmaccel.runtime import attention, eviction
+from mmaccel.runtime.cache import eviction
+from mmaccel.runtime.call import attention
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

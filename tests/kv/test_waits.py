@@ -26,8 +26,8 @@ from mmaccel.kv.layer import CompressedLayer
 from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.kv.sparse import SparseRead
 from mmaccel.method import LayerAttention
-from mmaccel.runtime import replay
-from mmaccel.runtime.prompt_eviction import PromptEviction
+from mmaccel.runtime.cache.prompt_eviction import PromptEviction
+from mmaccel.runtime.graphs import replay
 
 PAGES = {"page": 16, "group": 16, "residual": 4, "bits": 4}
 STEPS = 4
@@ -332,7 +332,7 @@ def test_a_captured_step_appends_in_one_launch_and_reads_in_two(name: str, kind:
 
 
 class AsItIs:
-    """Stands for :class:`mmaccel.runtime.replay.ReplayedStep`: every step is run as it would be recorded."""
+    """Stands for :class:`mmaccel.runtime.graphs.replay.ReplayedStep`: every step is run as it would be recorded."""
 
     replays, obstacle = True, ""
 

@@ -11,7 +11,7 @@ import zoo
 
 from mmaccel import Recipe, Stage, accelerated, get_method
 from mmaccel.method import LayerMethod, ProjectorMethod
-from mmaccel.runtime import tokens
+from mmaccel.runtime.prompt import tokens
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

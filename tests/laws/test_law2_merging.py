@@ -19,8 +19,8 @@ from mmaccel import Recipe, Stage, accelerated, get_method, register
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
 from mmaccel.method import EncoderMethod, LayerMethod, ProjectorMethod, Tap, TokenBatch
-from mmaccel.runtime.encoded import Encoded
-from mmaccel.runtime.merged import Merged
+from mmaccel.runtime.call.vision_output import Encoded
+from mmaccel.runtime.tower.merged import Merged
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cosine_similarity
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, get_method
 from mmaccel.core.reduction import Reduction
 from mmaccel.method import EncoderMethod, LayerMethod, ProjectorMethod, ReturningMethod
-from mmaccel.runtime.proportional import stands_for
+from mmaccel.runtime.prompt.proportional import stands_for
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

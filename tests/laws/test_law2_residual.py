@@ -16,7 +16,7 @@ from mmaccel import FastV, Learned, MmaccelError, accelerated, get_recipe
 from mmaccel.core.reduction import Reduction, Residual
 from mmaccel.families import family_of
 from mmaccel.method.selector import Belongs
-from mmaccel.runtime import tokens
+from mmaccel.runtime.prompt import tokens
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

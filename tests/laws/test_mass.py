@@ -11,7 +11,7 @@ from laws.helpers import FAMILIES, generate, inputs, model
 
 import mmaccel
 from mmaccel import Stage, accelerated
-from mmaccel.runtime.merged import Merged
+from mmaccel.runtime.tower.merged import Merged
 
 CONSERVING = tuple(name for name, method in synthetic.offered().items() if method.conserves_mass)
 SITES = {name: mmaccel.get_method(name).site for name in CONSERVING}

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import mmaccel
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerated
-from mmaccel.runtime.scope import current
+from mmaccel.runtime.call.call import current
 
 #: every recipe whose budget is one of tokens or keys
 BUDGETS = tuple(name for name in oracle.named_recipes() if mmaccel.get_recipe(name).retain is not None)

@@ -139,7 +139,7 @@ def test_a_failing_block_is_left_cleanly(family: str) -> None:
 
 def test_scopes_do_not_outlive_their_call() -> None:
     """Whatever ends a call, no scope stays open and no tensor of the call stays with the handle."""
-    from mmaccel.runtime.scope import current
+    from mmaccel.runtime.call.call import current
 
     tiny = used("llava")
     with accelerated(tiny, EVERYTHING):

@@ -27,7 +27,7 @@ from mmaccel.pruning.hiprune import HiPrune
 from mmaccel.pruning.representation_shift import RepresentationShift
 from mmaccel.pruning.tokencorr import TokenCorr, alike
 from mmaccel.pruning.visiontrim import VisionTrim, complements
-from mmaccel.runtime.taps import received_attention
+from mmaccel.runtime.tower.taps import received_attention
 
 
 def one_unit(features: Tensor, /, grid: tuple[int, int, int] | None = None, **signals: Tensor) -> TokenBatch:

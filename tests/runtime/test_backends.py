@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmaccel import UnsupportedError, accelerate_vlm, accelerated
 from mmaccel.families import family_of
-from mmaccel.runtime.attention import register
+from mmaccel.runtime.call.attention import register
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

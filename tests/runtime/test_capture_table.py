@@ -18,7 +18,7 @@ from tail import few
 from transformers import CompileConfig
 
 from mmaccel import Recipe, Stage, accelerated
-from mmaccel.runtime import replay
+from mmaccel.runtime.graphs import replay
 
 STEPS = 24
 PAGES = {"page": 32, "group": 32, "residual": 4, "bits": 4}

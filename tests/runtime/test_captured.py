@@ -22,7 +22,7 @@ import mmaccel
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.kv import pinned
 from mmaccel.method import results
-from mmaccel.runtime import captured, replay
+from mmaccel.runtime.graphs import captured, replay
 
 
 @pytest.fixture(autouse=True)

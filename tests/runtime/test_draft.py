@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText, LogitsProcessor
 
 from mmaccel import MmaccelError, SpecKV, SpecPC, SpecPrefill, UnsupportedError, accelerate_vlm, accelerated, get_recipe
 from mmaccel.method import model_options as loaded_parts
-from mmaccel.runtime import draft as drafts
-from mmaccel.runtime import lookahead
+from mmaccel.runtime.prompt import draft as drafts
+from mmaccel.runtime.prompt import lookahead
 
 FAMILY = "qwen2_5_vl"
 

@@ -14,7 +14,8 @@ from tail import few
 
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.method import TokenBatch
-from mmaccel.runtime import chunks, tokens
+from mmaccel.runtime.layers import chunked_prefill as chunks
+from mmaccel.runtime.prompt import tokens
 
 
 def run(

@@ -40,8 +40,8 @@ from mmaccel.integrations.vllm.settings import (
 from mmaccel.method import ProjectorMethod
 from mmaccel.method.registry import methods
 from mmaccel.recipe import get_recipe, recipes
-from mmaccel.runtime.encoded import Encoded
-from mmaccel.runtime.taps import Taps
+from mmaccel.runtime.call.vision_output import Encoded
+from mmaccel.runtime.tower.taps import Taps
 
 QWEN, LLAVA = (ARCHITECTURES[f"{name}ForConditionalGeneration"] for name in ("Qwen2_5_VL", "Llava"))
 

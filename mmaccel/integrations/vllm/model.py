@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...core.layout import Modality, Picture
-from ...runtime.encoded import Encoded
-from ...runtime.taps import Taps
+from ...runtime.call.vision_output import Encoded
+from ...runtime.tower.taps import Taps
 from . import digits, runner, tower
 from .architectures import alone, joined
 from .plan import ServingPlan

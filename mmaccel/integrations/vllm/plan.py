@@ -23,11 +23,11 @@ from ...families import described
 from ...families.mrope import ThreeAxes
 from ...kv.incoming import Incoming
 from ...method import DraftMethod, PreviewMethod, ProjectorMethod, Tap
-from ...runtime import tokens
-from ...runtime.encoded import Encoded
-from ...runtime.forward import Prompt
-from ...runtime.plan import ModelPlan, plan_model
-from ...runtime.taps import Taps
+from ...runtime.call.forward import Prompt
+from ...runtime.call.plan import ModelPlan, plan_model
+from ...runtime.call.vision_output import Encoded
+from ...runtime.prompt import tokens
+from ...runtime.tower.taps import Taps
 from .architectures import Architecture
 from .settings import Budget, Settings
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...runtime.encoded import Encoded
-from ...runtime.taps import Taps
+from ...runtime.call.vision_output import Encoded
+from ...runtime.tower.taps import Taps
 
 
 def hook(taps: Taps, layers: list[nn.Module], current: Callable[[], Encoded | None]) -> None:

@@ -22,7 +22,7 @@ from ...families import family_of
 from ...kv.cache import state_of
 from ...method import Policy
 from ...recipe import Recipe
-from ...runtime.sparse import first_layer
+from ...runtime.cache.sparse_read import first_layer
 
 
 @dataclass

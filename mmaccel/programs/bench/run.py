@@ -24,7 +24,7 @@ from ...families import family_of
 from ...kv.cache import cache_bytes
 from ...media.prepare import prepare
 from ...recipe import Recipe
-from ...runtime.scope import current
+from ...runtime.call.call import current
 from ...transformers_api import cache_of
 from .arithmetic import (
     Operations,

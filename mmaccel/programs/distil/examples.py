@@ -23,7 +23,7 @@ from ...families import Family, family_of
 from ...files import write_whole
 from ...method import TokenBatch
 from ...recipe import Recipe, Stage
-from ...runtime.remembered import Remembered
+from ...runtime.tower.feature_cache import Remembered
 from ..evaluate import Batch, Question, answer_lengths, batches, inputs_of
 from ..positions import check_positions
 from ..resume import check_settings, without_unusable

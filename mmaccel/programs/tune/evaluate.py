@@ -28,7 +28,7 @@ from ...media.prepare import prepare
 from ...method import Policy, ReturningMethod
 from ...method.model_options import KeepLoaded
 from ...recipe import Recipe, get_recipe
-from ...runtime.remembered import Remembered
+from ...runtime.tower.feature_cache import Remembered
 from ...transformers_api import DynamicCache, cache_argument
 from ..bench.arithmetic import count_operations
 from ..evaluate import Batch, Question, answer_lengths, batches, divergence, inputs_of

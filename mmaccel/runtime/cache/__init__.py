@@ -1,0 +1,1 @@
+"""The KV cache: evicting, packing, and reading chosen keys."""

@@ -1,0 +1,140 @@
+"""How many keys of a prompt stay in each layer and row, settled before the layers are scored or by what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from ...core.budget import kept_whole, resolve
+from ...core.layout import Layout
+from ...kv import budgets
+from ...kv.packed import QuantisedLayer
+from .rules import CacheStage
+from .token_origins import Tokens
+
+#: values of ``layer_budget`` with which budgets do not depend on the content
+KNOWN = ("uniform", "pyramid", "kvpress")
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A layer whose attention has run, and of which it is not settled yet what stays.
+
+    queries : ``[B, Hq, W, D]``, the last ones of the prompt. scaling, received, expected : see
+        :class:`~mmaccel.method.KeyBatch`; ``received`` is of the keys of the prompt.
+    seen : ``[B]``, what its budget is in proportion to, where attention settles that.
+    """
+
+    layer: QuantisedLayer
+    tokens: Tokens
+    queries: Tensor
+    scaling: float
+    received: Tensor | None
+    expected: tuple[Tensor, Tensor] | None
+    seen: Tensor | None
+
+
+def prompt_budget(stage: CacheStage, layout: Layout, notes: list[str]) -> list[int]:
+    """Keys that stay in each row in the mean over layers: the budgets of its pictures, resolved on their original counts,
+    summed; of all keys of the prompt where text and pictures share one budget. ``notes`` get what is kept whole."""
+    if stage.retain is None:
+        return layout.visual.sum(1).tolist()
+    if stage.policy.joint:
+        # no key competes in a row without a picture
+        prompts = (layout.valid.sum(1) * layout.visual.any(1)).tolist()
+        notes += kept_whole(stage.policy.name, stage.retain, [n for n in prompts if n], "prompts")
+        return [resolve(stage.retain, n) if n else 0 for n in prompts]
+    sizes: dict[tuple[int, int], int] = {}
+    for segment in layout.segments:
+        key = (segment.row, segment.picture)
+        sizes[key] = sizes.get(key, 0) + len(segment.places)
+    notes += kept_whole(stage.policy.name, stage.retain, list(sizes.values()))
+    out = [0] * len(layout.valid)
+    for (row, _), size in sizes.items():
+        out[row] += resolve(stage.retain, size)
+    return out
+
+
+def known(stage: CacheStage, layout: Layout, budget: list[int]) -> list[list[int]]:
+    """Per layer and row: how many of the competing keys stay, for the values of ``layer_budget`` in :data:`KNOWN`."""
+    policy, layers = stage.policy, stage.depth
+    how, beta = policy.choice("layer_budget")
+    if how == "uniform" or beta is None:
+        return [budget] * layers
+    there = (layout.valid if policy.joint else layout.visual).sum(1).tolist()
+    if how == "kvpress":
+        rows = [budgets.pyramid_kvpress(c, policy.window, n, layers, beta) for c, n in zip(budget, there, strict=True)]
+    elif policy.official and policy.steps_to_last:
+        rows = [
+            [min(k, n) for k in budgets.pyramid_windowkv(c, layers, beta)] for c, n in zip(budget, there, strict=True)
+        ]
+    elif policy.official:
+        # the program counts the window, which stays where all keys compete
+        own = policy.window if policy.joint else 0
+        rows = [budgets.pyramid_official(c, own, n, layers, beta) for c, n in zip(budget, there, strict=True)]
+    else:
+        rows = [budgets.pyramid(c, [n] * layers, beta) for c, n in zip(budget, there, strict=True)]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def by_content(
+    stage: CacheStage, budget: list[int], waiting: list[Waiting], scores: list[Tensor], raw: list[Tensor]
+) -> list[list[int]]:
+    """Per layer and row: how many of the competing keys stay, for the other values of ``layer_budget``.
+
+    Parameters
+    ----------
+    waiting, scores : all layers, and the scores ``[B, Hkv, K]`` of each, infinite where a key is protected. raw : not so.
+    """
+    policy = stage.policy
+    how, uniform = policy.choice("layer_budget")
+    home, rows = scores[0].device, []
+    seen = [one.seen.to(home) for one in waiting if one.seen is not None]
+    shares = torch.stack(seen, dim=1).tolist() if seen else [[1.0] * len(waiting)] * len(budget)
+    for row, count in enumerate(budget):
+        sizes = [one.tokens.rivals[row] for one in waiting]
+        if how in ("sparsity", "entropy") and policy.official:
+            rows.append(budgets.clipped_official(count, sizes, torch.tensor(shares[row]), policy.newest))
+            continue
+        if how in ("sparsity", "entropy"):
+            rows.append(budgets.by_shares(count, sizes, shares[row], uniform or 0.0))
+            continue
+        if how == "prefix" and policy.official:
+            found = [x[..., at].mean(1).to(home) for x, at in _alike(raw, waiting, row)]
+            sure = scores[0][row, 0] == torch.inf
+            kept = count / max(1, sizes[0]) if stage.retain is None or isinstance(stage.retain, int) else stage.retain
+            target = int(sum(sizes) * (1 - kept))
+            rows.append(budgets.prefix_official([one for x in found for one in x], target, int(sure.sum())))
+            continue
+        mine = [_proportions(x[..., at]) for x, at in _alike(scores, waiting, row)]
+        if how == "prefix":
+            rows.append(budgets.prefix([x.mean(1).to(home) for x in mine], count))
+            continue
+        spread = [x.var(2, unbiased=False) if x.shape[2] else x.new_zeros(x.shape[:2]) for x in mine]
+        ratios = budgets.variance_ratios(x.to(home).double() for x in spread)
+        rows.append(budgets.by_shares(count, sizes, ratios.tolist()))
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _alike(scores: list[Tensor], waiting: list[Waiting], row: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of a row the scores ``[n, Hkv, K]`` of layers that follow each other and have the same tokens and as many heads, and the
+    slots of those that compete."""
+    for _, same in groupby(zip(scores, waiting, strict=True), lambda one: (id(one[1].tokens), one[0].shape[1])):
+        mine = list(same)
+        yield torch.stack([x[row] for x, _ in mine]), mine[0][1].tokens.at[row]
+
+
+def _proportions(scores: Tensor) -> Tensor:
+    """Scores ``[..., n]`` as shares that are not negative; what must stay counts as the best of the rest."""
+    if not scores.shape[-1]:
+        # a row without pictures
+        return scores
+    finite = scores.isfinite()
+    most = scores.masked_fill(~finite, -torch.inf).amax(-1, keepdim=True).nan_to_num(1.0, 1.0, 1.0)
+    scores = torch.where(scores == torch.inf, most, scores)
+    least = scores.masked_fill(~scores.isfinite(), torch.inf).amin(-1, keepdim=True).clamp(max=0.0)
+    return (scores - least).nan_to_num(0.0, 0.0, 0.0)

@@ -1,0 +1,218 @@
+"""What the codecs of a recipe pack in one forward of the text model.
+
+A layer is packed as soon as nothing is evicted from it any more, if the host knows how many tokens are due. Layers of which
+only the device knows wait for the end of the forward, and what is due of them is copied to the host together.
+
+While tokens are decoded, packing interrupts steps that are otherwise alike. So it is known beforehand which step is the next
+to pack (:attr:`mmaccel.kv.shared.Shared.pack_at`), and heads of a row that fill their pages at different steps do not have a
+step each: they are packed together, once in so many tokens as a page has. Every row has steps of its own, whatever its
+neighbours are, and a row without pictures has none: nothing of it is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...core.layout import Layout
+from ...kv.cache import CacheState
+from ...kv.codecs import Codec, Eligible, TokenGroup
+from ...kv.index import KeyIndex
+from ...kv.packed import QuantisedLayer
+from ...kv.scoring.importance import energy
+from ...kv.shared import Shared
+from ...method.results import check_tensor
+from ..call.forward import Forward, Prompt, chosen_of
+from .eviction import Eviction
+
+
+class Packing:
+    """The codecs of a recipe in one forward.
+
+    salient : ``[B, S]`` bool on the CPU, the visual tokens of a prompt that a codec stores better than the others.
+    query_energy : per layer ``[B, Hkv, D]``, the mean square of the last queries, if a codec looks at them.
+    waiting : layers that are packed when the forward is over.
+    """
+
+    def __init__(self, forward: Forward, state: CacheState, eviction: Eviction | None) -> None:
+        self.forward, self.state, self.eviction = forward, state, eviction
+        self.groups = forward.plan.token_groups
+        self.now = forward.seen + forward.length
+        #: the rows that had something to pack, while decoding
+        self.packed: set[int] = set()
+        self.window = max(group.codec.window for group in self.groups)
+        self.salient: Tensor | None = None
+        self.query_energy: dict[int, Tensor] = {}
+        self.waiting: list[QuantisedLayer] = []
+        #: indices that packing replaced, so that layers go on sharing one
+        self._made: dict[int, tuple[KeyIndex, KeyIndex]] = {}
+        self._counted: dict[tuple[int, int], Tensor] = {}
+
+    def note_prompt(self, prompt: Prompt, embeds: Tensor) -> None:
+        """Note what codecs must know of a prompt, ``embeds [B, S, D]``."""
+        kept, visual = prompt.total.kept, prompt.layout.visual
+        if any(group.of == "text" for group in self.groups):
+            self.state.shared.note_visual(visual.to(embeds.device, non_blocking=True), prompt.seen)
+        for group in self.groups:
+            if group.of == "salient":
+                of = (mask.to(embeds.device, non_blocking=True) for mask in (kept & visual, kept & ~visual))
+                found = group.source.salient(embeds, *of)
+                self.salient = check_tensor(group.source, "salient()", found, "bool", embeds.shape[:2], embeds).cpu()
+
+    def note_queries(self, number: int, query: Tensor, heads: int) -> None:
+        """Note what codecs must know of ``query [B, Hq, q, D]`` of layer ``number``, where anything may be packed."""
+        if self.window and self.looks:
+            places = self.forward.phase(number).places.to(query.device, non_blocking=True)
+            there = places[:, -self.window :] >= 0
+            self.query_energy[number] = energy(query[:, :, -self.window :], there, heads)
+
+    @cached_property
+    def rows(self) -> list[bool]:
+        """The rows that are looked at in this forward, of every layer alike."""
+        forward, shared, phase = self.forward, self.state.shared, self.forward.phase(0)
+        batch = len(phase.places)
+        before = list(shared.pack_at) or [0] * batch
+        if isinstance(forward, Prompt) or phase.padded:
+            # padding fills no pages
+            before = [at + pad for at, pad in zip(before, (forward.length - phase.lengths).tolist(), strict=True)]
+        looks = [self.now >= at for at in before]
+        if isinstance(forward, Prompt):
+            looks = [one or new for one, new in zip(looks, forward.layout.visual.any(1).tolist(), strict=True)]
+        if (text := shared.text_rows) is not None:
+            looks = [one and not bare for one, bare in zip(looks, text.tolist(), strict=True)]
+        later = self.now + max(group.codec.residual + group.codec.page for group in self.groups)
+        shared.pack_at = [later if one else at for one, at in zip(looks, before, strict=True)]
+        return looks
+
+    @property
+    def looks(self) -> bool:
+        """Whether anything may be packed in this forward."""
+        return True in self.rows
+
+    @cached_property
+    def due(self) -> list[tuple[TokenGroup, Eligible]]:
+        """What may be packed in this forward, of every layer alike."""
+        forward, shared = self.forward, self.state.shared
+        if not self.looks:
+            return []
+        layout = forward.layout if isinstance(forward, Prompt) else None
+        rows = None if all(self.rows) else torch.tensor(self.rows)
+        each = ((group, eligible_of(group, shared, layout, forward.seen, self.salient)) for group in self.groups)
+        return [(group, replace(eligible, rows=rows)) for group, eligible in each if eligible is not None]
+
+    def pack(self, number: int) -> None:
+        """Pack what is due of a layer, now or when the forward is over."""
+        layer, due = self.state.layers[number], self.due
+        counts = [self._count(layer, group, eligible) for group, eligible in due]
+        if any(count is None and not layer.few(*one) for count, one in zip(counts, due, strict=True)):
+            self.waiting.append(layer)
+        else:
+            self._pack(layer, counts)
+
+    def settle(self) -> None:
+        """The forward is over: pack the layers that waited for it."""
+        waiting, self.waiting = self.waiting, []
+        if not waiting:
+            return
+        home, due = waiting[0].keys.device, self.due
+        found = [self._asked(layer, eligible).to(home) for layer in waiting for _, eligible in due]
+        # layers may have different numbers of heads
+        known = torch.cat([x.flatten() for x in found]).cpu().split([x.numel() for x in found])
+        each = iter(mine.view(like.shape) for mine, like in zip(known, found, strict=True))
+        for layer in waiting:
+            heads = 1 if not layer.empty and not layer.index.of_heads else layer.keys.shape[1]
+            self._pack(layer, [next(each)[:, :heads] for _ in due])
+
+    def _pack(self, layer: QuantisedLayer, counts: list[Tensor | None] | list[Tensor]) -> None:
+        for (group, eligible), count in zip(self.due, counts, strict=True):
+            layer.pack(group, eligible, self._made, self.query_energy.get(layer.number), count)
+            if eligible.others and not layer.empty:
+                rows, loose = len(self.rows), len(layer.index) - layer.width
+                self._look_again(group.codec, torch.full((rows, 1), loose) if count is None else count)
+
+    def _look_again(self, codec: Codec, count: Tensor) -> None:
+        """Settle when to look at each row of the cache again, of which a layer had ``count [B, 1 or Hkv]`` tokens to pack."""
+        due, shared = codec.packable(count), self.state.shared
+        new = self.forward.layout.visual.any(1) if isinstance(self.forward, Prompt) else torch.zeros(len(count)).bool()
+        packs, left = (due.any(1) & ~new).tolist(), (count - due).amax(1).tolist()
+        page, at = min(group.codec.page for group in self.groups), list(shared.pack_at)
+        for row in (row for row, looks in enumerate(self.rows) if looks):
+            if packs[row]:
+                self.packed.add(row)
+                at[row] = self.now + page
+            elif row not in self.packed:
+                # as soon as one head has a page
+                at[row] = min(at[row], self.now + codec.residual + codec.page - left[row])
+        shared.pack_at = at
+
+    def _asked(self, layer: QuantisedLayer, eligible: Eligible) -> Tensor:
+        """``[B, Hkv]`` long, the tokens of each head that may be packed."""
+        return layer.eligible_slots(eligible).sum(-1).expand(-1, layer.keys.shape[1])
+
+    def _count(self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible) -> Tensor | None:
+        """How many tokens of a layer are of a group and in full precision, ``[B, 1 or Hkv]`` long on the CPU; 0 in rows that
+        are not looked at; None where only the device knows."""
+        count = self._count_of_all(layer, group, eligible)
+        return count if count is None or eligible.rows is None else count * eligible.rows[:, None]
+
+    def _count_of_all(self, layer: QuantisedLayer, group: TokenGroup, eligible: Eligible) -> Tensor | None:
+        if eligible.mask is None:
+            return layer.loose
+        forward = self.forward
+        if not isinstance(forward, Prompt):
+            return None
+        if self.eviction is not None:
+            return self.eviction.pictured.get(layer.number) if eligible.mask is forward.layout.visual else None
+        if not eligible.others:
+            # what has come with this prompt is in full precision
+            return self._of_phase(layer.number, group, eligible.mask, True)
+        if group.of == "all":
+            apart = self._of_phase(layer.number, group, eligible.mask, False)
+            return None if layer.loose is None else layer.loose - apart
+        return self._of_phase(layer.number, group, ~forward.layout.visual, True) if forward.seen == 0 else None
+
+    def _of_phase(self, number: int, group: TokenGroup, mask: Tensor, wanted: bool) -> Tensor:
+        """``[B, 1]`` long: of the prompt's tokens that layer ``number`` sees those at which ``mask [B, S]`` is ``wanted``."""
+        phase = self.forward.phase(number)
+        if (id(phase), group.number) not in self._counted:
+            at = chosen_of(phase)
+            count = ((mask.gather(1, at.clamp(min=0)) == wanted) & (at >= 0)).sum(1, keepdim=True)
+            self._counted[id(phase), group.number] = count
+        return self._counted[id(phase), group.number]
+
+
+def coming_unpacked(groups: Sequence[TokenGroup], shared: Shared, seen: int) -> int | None:
+    """How many tokens may follow those ``seen`` until one comes with which something may be packed; None if none ever does."""
+    if not any(group.of in ("all", "text") for group in groups):
+        return None
+    text, at = shared.text_rows, shared.pack_at
+    rows = [row for row in range(len(at)) if text is None or not text[row]]
+    if at and not rows:
+        return None
+    return max(0, min((at[row] for row in rows), default=0) - seen - 1)
+
+
+def eligible_of(
+    group: TokenGroup, shared: Shared, layout: Layout | None, seen: int, salient: Tensor | None
+) -> Eligible | None:
+    """The places that tokens of a group may be of; None where there are none in this forward.
+
+    Parameters
+    ----------
+    layout : of a prompt that follows ``seen`` tokens; None for a continuation.
+    salient : ``[B, S]`` bool, the visual tokens of the prompt that a codec stores better than the others.
+    """
+    if group.of == "text":
+        return Eligible(None if shared.visual is None else ~shared.visual, 0, True)
+    if layout is None:
+        return Eligible(None, 0, True) if group.of == "all" else None
+    # visual tokens are packed with the prompt they came with
+    apart = salient if group.codec.for_salient() is not None else None
+    if group.of == "all":
+        return Eligible(None if apart is None else ~apart, seen, True)
+    mask = salient if group.of == "salient" else layout.visual
+    return Eligible(mask if mask is None or apart is None else mask & ~apart, seen, False)

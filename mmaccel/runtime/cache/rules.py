@@ -1,0 +1,77 @@
+"""The cache stage of a recipe: what a policy may know of the model, and how a layer loses what does not stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.budget import Retain
+from ...families.base import Family
+from ...kv.merge import merge
+from ...kv.scoring.importance import outgoing_norm
+from ...kv.together import Asking, Together
+from ...method import Policy
+from ..call.plan import ModelPlan, PlannedStage
+
+
+@dataclass(frozen=True)
+class CacheStage:
+    """A policy with all that a recipe says about it.
+
+    retain, text_retain : the budgets of visual keys (of all keys if the policy is ``joint``) and of text; None: no budget.
+    family : of the model. depth : how many of its layers have attention, and keys in the cache.
+    """
+
+    policy: Policy
+    retain: Retain | None
+    text_retain: Retain | None
+    family: Family
+    depth: int
+
+    @staticmethod
+    def of(plan: ModelPlan, stage: PlannedStage[Policy], depth: int) -> CacheStage:
+        """The cache stage of a plan, for a cache of ``depth`` layers."""
+        recipe = plan.recipe
+        return CacheStage(stage.method, stage.retain, recipe.text_retain, plan.family, depth)
+
+    def outgoing(self, number: int, values: Tensor) -> Tensor | None:
+        """Norms of ``values [B, Hkv, K, D]`` of layer ``number`` of the cache behind its output projection, if the policy looks
+        at them."""
+        if not self.policy.needs_outgoing:
+            return None
+        weight: Tensor = self.family.outgoing_in(self.family.attending[number]).weight
+        return outgoing_norm(values, weight.detach().unflatten(1, (-1, values.shape[3])))
+
+    def evicting(self, together: Together, kept: Tensor, lengths: Tensor | None = None, old: int = 0) -> Asking:
+        """Evict, or merge, what is not ``kept [R, Hkv or 1, K]``; the first ``old`` slots take no part in a merge, nor do
+        keys that were packed: they would be quantised again. For ``lengths`` see :meth:`.layer.CompressedLayer.evict`."""
+        asked = together.needed_on_host(kept)
+        known = (yield asked) if asked else None
+        how, decay = self.policy.choice("compact")
+        if how == "evict":
+            together.evict(kept, lengths=lengths, known=known)
+            return
+        keys, values = together.stored
+        there = together.loose.expand(keys.shape[:3])
+        if old:
+            there = there & (torch.arange(keys.shape[2], device=keys.device) >= old)
+        stay = kept.expand(keys.shape[:3]) & there
+        made = merge(
+            how,
+            keys,
+            values,
+            stay,
+            there & ~stay,
+            decay=decay or 0.0,
+            threshold=together.threshold,
+            renewed=any(layer.schedule.renewed for layer in together.layers),
+            by_rank=self.policy.official,
+            most=None if lengths is None else int((together.lengths - lengths).max()),
+            stay=None if lengths is None else int(lengths.max()),
+        )
+        if self.policy.scheduled and made.threshold is not None:
+            for layer, bar in zip(together.layers, made.threshold.split(together.rows), strict=True):
+                layer.schedule.threshold, layer.schedule.renewed = bar, False
+        together.evict(kept, (made.keys, made.values), lengths, known)

@@ -1,0 +1,285 @@
+"""What happens to the cache while decoding: a layer that holds more than it may loses what ranks lowest, when it is time.
+
+It is done when a forward is over, for all layers together: they are the rows of one batch. Nothing happens in the steps
+between: queries are remembered as they are, and the policy observes them together before keys are chosen. How many keys stay
+is known to the host, so that it does not wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...kv.cache import CacheState
+from ...kv.choose import observed, per_head, rank
+from ...kv.index import to_device
+from ...kv.packed import QuantisedLayer
+from ...kv.pinned import Asks
+from ...kv.together import Asking, InStep, Together, batches, size
+from ...method import KeyBatch, LayerAttention, Policy
+from .rules import CacheStage
+from .token_origins import cells_at, question_span
+
+#: queries that are remembered at most before the policy observes them
+LATEST = 64
+#: bytes of keys and values that are copied at once
+BYTES = 1 << 28
+#: the room of rows of which nothing is evicted
+_UNBOUNDED = 1 << 40
+
+
+class Schedule:
+    """The options ``every``, ``cap`` and ``growth`` of a policy, see :class:`mmaccel.method.keys.CacheOptions`."""
+
+    def __init__(self, stage: CacheStage, state: CacheState) -> None:
+        self.stage, self.policy, self.state, self.shared = stage, stage.policy, state, state.shared
+
+    # --- layer by layer ---------------------------------------------------------------------------------------
+    def begin(self, layer: QuantisedLayer, rows: Tensor | None = None, padding: Tensor | None = None) -> None:
+        """A prompt is over: from here on a layer may hold what it holds now, or as much as the cap allows.
+
+        Parameters
+        ----------
+        rows : ``[B]`` bool, the rows that had a prompt with pictures; the others go on, behind ``padding [B]`` long tokens of
+            this forward that are none. Both on the CPU; by default all had one.
+        """
+        schedule, lengths, now = layer.schedule, layer.head_lengths, [layer.seen] * len(layer.keys)
+        if rows is None or schedule.capacity is None:
+            schedule.capacity, schedule.settled, schedule.evicted = lengths, now, now
+            return
+        self.skip(layer, padding)
+        schedule.capacity = torch.where(rows[:, None], lengths, schedule.capacity)
+        schedule.settled, schedule.evicted = (
+            [layer.seen if new else seen for new, seen in zip(rows.tolist(), known, strict=True)]
+            for known in (schedule.settled, schedule.evicted)
+        )
+
+    def skip(self, layer: QuantisedLayer, padding: Tensor | None) -> None:
+        """Do not count ``padding [B]`` long on the CPU as tokens that a layer has seen since."""
+        if padding is not None:
+            schedule, pads = layer.schedule, padding.tolist()
+            schedule.settled, schedule.evicted = (
+                [seen + pad for seen, pad in zip(known, pads, strict=True)]
+                for known in (schedule.settled, schedule.evicted)
+            )
+
+    def note(
+        self,
+        layer: QuantisedLayer,
+        query: Tensor,
+        places: Tensor,
+        scaling: float,
+        window: int | None,
+        padding: Tensor | None = None,
+    ) -> None:
+        """Remember ``query [B, Hq, q, D]`` of ``places [B, q]`` that follows a prompt; for ``padding`` see :meth:`skip`."""
+        schedule, policy = layer.schedule, self.policy
+        schedule.scaling, schedule.window = scaling, window
+        if schedule.capacity is None:
+            self.begin(layer)
+        else:
+            self.skip(layer, padding)
+        if policy.observes and policy.observes_steps:
+            schedule.unseen += query.shape[2]
+        if schedule.unseen or policy.window:
+            schedule.remember(query, places)
+            schedule.keep(max(schedule.unseen, policy.window))
+
+    # --- all layers -------------------------------------------------------------------------------------------
+    def catch_up(self, first_time: Tensor | None) -> None:
+        """Let the policy observe what is remembered: a prompt begins. Of rows that have a picture for the ``first_time``,
+        ``[B]`` bool on the CPU, nothing is known from before."""
+        for together in self._batches([layer for layer in self.state.layers if layer.schedule.unseen]):
+            self._observe(together)
+        if first_time is not None and bool(first_time.any()):
+            for layer in self.state.layers:
+                layer.schedule.forget(first_time)
+
+    def settle(self, pictured: Tensor | None) -> None:
+        """A forward is over: evict from layers that hold more than they may, if it is time.
+
+        pictured : ``[B]`` bool on the CPU, the rows that had a prompt with pictures; None where none had.
+        """
+        full, late = {}, []
+        for layer in self.state.layers:
+            room = self._room(layer, pictured)
+            if room is not None:
+                full[layer.number] = room
+            elif layer.schedule.unseen >= LATEST:
+                late.append(layer)
+        for together in self._batches(late):
+            self._observe(together)
+        shrinking, held = InStep(), 0
+        for together in self._batches([layer for layer in self.state.layers if layer.number in full]):
+            room = torch.cat([full[layer.number] for layer in together.layers])
+            if shrinking.begin(self._shrink(together, room)):
+                # what is looked at stays until the host knows what it asked for
+                held += sum(map(size, together.layers))
+            if held > BYTES:
+                shrinking.finish()
+                held = 0
+        shrinking.finish()
+
+    def _room(self, layer: QuantisedLayer, pictured: Tensor | None) -> Tensor | None:
+        """How many keys each head of a layer may hold, ``[B, Hkv]`` long on the CPU; None if none holds more, or it is not time
+        to evict. Of rows for which it is not time it is what they hold."""
+        policy, schedule = self.policy, layer.schedule
+        if schedule.capacity is None or (pictured is None and layer.seen - min(schedule.evicted) < policy.every):
+            return None
+        if policy.cap and len(layer.index) <= policy.cap:
+            return None
+        due = torch.tensor([layer.seen - seen >= policy.every for seen in schedule.evicted])
+        if pictured is not None:
+            due = torch.where(pictured, torch.tensor(policy.cap > 0), due)
+        held = layer.head_lengths
+        room = torch.where(due[:, None], room_of(policy, layer), held)
+        over = (held > room).any(1)
+        if not bool(over.any()):
+            return None
+        # each row has its own time, whatever the others have
+        schedule.evicted = [
+            layer.seen if one else seen for one, seen in zip(over.tolist(), schedule.evicted, strict=True)
+        ]
+        return torch.minimum(room, held)
+
+    def _batches(self, layers: list[QuantisedLayer]) -> Iterator[Together]:
+        """Layers that can be rows of one batch, as many at a time as do not take too much memory."""
+        return batches(layers, self._kind, BYTES)
+
+    def _kind(self, layer: QuantisedLayer) -> Hashable:
+        """What must be the same in layers that are rows of one batch."""
+        schedule = layer.schedule
+        alone = layer.number if self.policy.by_layer else None
+        return alone, schedule.unseen, tuple(x.shape for x in schedule.queries), schedule.scaling, schedule.window
+
+    def _observe(self, together: Together) -> None:
+        """Let the policy observe the queries that it has not seen."""
+        schedule = together.layers[0].schedule
+        if not schedule.unseen:
+            return
+        query, places = together.queries(schedule.unseen)
+        keys, visible = together.stored[0], together.mask(places, schedule.window)
+        before = keys.new_zeros(keys.shape[:3], dtype=torch.float32) if together.received is None else together.received
+        attention = LayerAttention(query, keys, visible, schedule.scaling, places >= 0)
+        together.observed(observed(self.policy, attention, before))
+        for layer in together.layers:
+            layer.schedule.keep(self.policy.window)
+
+    def _shrink(self, together: Together, room: Tensor) -> Asking:
+        """Of all that layers store, from whichever turn, keep the best ``room [R, Hkv]`` of every head."""
+        self._observe(together)
+        policy, held = self.policy, together.lengths
+        table = self._table(together)
+        batch, order = self._stored(together, table)
+        heads = len(batch.valid) // len(room)
+        wanted = (room if heads > 1 else room[:, :1]).reshape(-1)
+        stay, fixed, among = wanted, None, batch.valid
+        if not policy.joint and self.stage.text_retain is None:
+            among = batch.visual & batch.valid
+            fixed = batch.valid & ~among
+            # only the device knows how much of it is text
+            (text,) = yield [fixed.sum(1)]
+            wanted, stay = (wanted - text).clamp(min=0), torch.maximum(wanted, text)
+        count = to_device(wanted, among.device)
+        question = question_span(table, policy.protect, among.device)
+        if question is not None:
+            question = question.repeat_interleave(heads, dim=0).repeat(len(together.layers), 1)
+        scores = rank(policy, replace(batch, count=count), True, question)
+        kept = per_head(scores, among, count)
+        kept = kept if fixed is None else kept | fixed[:, None]
+        kept = kept[:, 0] if policy.shared or heads > 1 else kept
+        if order is not None:
+            at = order if kept.dim() == 2 else order[:, None].expand_as(kept)
+            kept = torch.zeros_like(kept).scatter_(-1, at, kept)
+        kept = kept.unflatten(0, (-1, heads)) if kept.dim() == 2 else kept
+        yield from self.stage.evicting(together, kept, torch.minimum(held, stay.view(-1, heads)))
+
+    def _table(self, together: Together) -> Tensor:
+        """``[B, n, 4]`` int32 (picture, t, row, column) of all places up to the end of the last prompt."""
+        if self.shared.grid_table is not None:
+            return self.shared.grid_table
+        return together.index.new_full((together.rows, 1, 4), -1)
+
+    def _stored(self, together: Together, table: Tensor) -> tuple[KeyBatch, Tensor | None]:
+        """All that layers store, padding in front, and the slot of each key ``[R, K]``, None if they are in order; where heads
+        differ every (row, head) is a row."""
+        (keys, values), index, schedule = together.stored, together.index.long(), together.layers[0].schedule
+        received, heads, outgoing = together.received, index.shape[1], None
+        queries, places = keys.new_empty(len(keys), keys.shape[1], 0, keys.shape[3]), index[:, 0, :0]
+        if self.policy.window and schedule.queries:
+            queries, places = together.queries(self.policy.window)
+        if self.policy.needs_outgoing:
+            each = zip(together.layers, values.split(together.rows), strict=True)
+            norms = [self.stage.outgoing(layer.number, mine) for layer, mine in each]
+            outgoing = torch.cat([x for x in norms if x is not None])
+        index = index.flatten(0, 1)
+        if heads > 1:
+            keys, values = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
+            queries = queries.unflatten(1, (heads, -1)).flatten(0, 1)
+            received, outgoing = (None if x is None else x.flatten(0, 1)[:, None] for x in (received, outgoing))
+        # by place: packed pictures stand before text that is older
+        order = None if together.in_order else index.argsort(dim=1, stable=True)
+
+        def sorted_(x: Tensor) -> Tensor:
+            if order is None:
+                return x
+            at = order[:, None].expand(x.shape[:3])
+            return x.gather(2, at if x.dim() == 3 else at[..., None].expand_as(x))
+
+        index = sorted_(index[:, None])[:, 0]
+        picture, cells = cells_at(table, index, heads)
+        batch = KeyBatch(
+            keys=sorted_(keys),
+            values=sorted_(values),
+            queries=queries,
+            places=places.long().repeat_interleave(heads, dim=0),
+            valid=index >= 0,
+            visual=picture >= 0,
+            index=index,
+            scaling=schedule.scaling,
+            received=None if received is None else sorted_(received),
+            picture=picture,
+            cells=cells,
+            outgoing=None if outgoing is None else sorted_(outgoing),
+            layer=together.layers[0].number if len(together.layers) == 1 else -1,
+            depth=self.stage.depth,
+            decoding=True,
+        )
+        return batch, order
+
+
+def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:
+    """How many keys each head of a layer behind its prompt may hold, ``[B, Hkv]`` long on the CPU."""
+    capacity = layer.schedule.capacity
+    assert capacity is not None
+    room = torch.full_like(capacity, policy.cap) if policy.cap else capacity
+    if policy.growth:
+        grown = [int(policy.growth * (layer.seen - seen)) for seen in layer.schedule.settled]
+        room = room + torch.tensor(grown)[:, None]
+    rows = layer.shared.text_rows
+    return room if rows is None else room.masked_fill(rows[:, None], _UNBOUNDED)
+
+
+def coming_kept(policy: Policy, state: CacheState, asks: Asks | None) -> int:
+    """How many tokens may follow until one comes with which a schedule may evict, or observe what it asks."""
+    found = []
+    for layer in state.layers:
+        schedule = layer.schedule
+        if schedule.capacity is None:
+            return 0
+        # room never shrinks
+        free = (room_of(policy, layer) - layer.head_lengths).amin(1).tolist()
+        wait = [policy.every - (layer.seen - seen) - 1 for seen in schedule.evicted]
+        found.append(min(max(later, more, 0) for later, more in zip(wait, free, strict=True)))
+        if asks is not None:
+            found.append(LATEST - schedule.unseen - 1)
+    return min(found)
+
+
+def asks_of(policy: Policy, heads: int) -> Asks | None:
+    """What a policy with a schedule asks of the tokens to come, of a model with so many query heads."""
+    observed = policy.observes and policy.observes_steps
+    return Asks(heads, observed) if observed or policy.window else None

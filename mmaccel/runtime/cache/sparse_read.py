@@ -1,0 +1,311 @@
+"""Policies that drop nothing for good: at every decode step they choose which visual keys the upper layers read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
+from mmaccel_kernels.pages import Pages
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...core.budget import layer_at
+from ...kv.decoding import attend
+from ...kv.layer import CompressedLayer
+from ...kv.listing import Listing
+from ...kv.packed import QuantisedLayer
+from ...kv.pinned import PinnedLayer
+from ...kv.shared import Shared
+from ...kv.sparse import Choices, LayerRead, Rivalry, SparseMemory, SparseRead
+from ...method import KeyUnits, LayerAttention, Observed, Picked, Policy, ReadingPolicy, ReadStep
+from ...method.refused import described, refuse
+from ...method.results import check_slots, check_tensor, check_type
+
+#: entries of keys that are looked at together at the end of a prompt: layers of a short one at once, of a long one alone
+TOGETHER = 1 << 24
+
+
+def note_prompt(shared: Shared, table: Tensor, count: Tensor, text_rows: Tensor | None = None) -> None:
+    """Carry with the cache what a prompt adds: its ``table [B, n, 4]`` of places, and how many more visual keys are to be read,
+    ``count [B]``. The ``text_rows [B]`` bool on the CPU, if there are some, have no picture in it and go on as they were."""
+    shared.grid_table, before = table, shared.sparse
+    if before is None:
+        shared.sparse = SparseMemory(count)
+        return
+    shared.sparse = SparseMemory(before.count + count, level=before.level)
+    if text_rows is not None and before.paid is not None and before.chosen is not None:
+        new, behind = ~text_rows.to(before.paid.device)[:, None], (0, table.shape[1] - before.paid.shape[1])
+        # like no attention there may be, so that these rows choose anew
+        shared.sparse.paid = pad(before.paid, behind).masked_fill(new, torch.nan)
+        shared.sparse.chosen = pad(before.chosen, behind)
+
+
+def first_layer(policy: Policy, depth: int) -> int:
+    """The first layer that reads some keys only; at least 1 where the attention of the layer below chooses them."""
+    least = 0 if isinstance(policy, ReadingPolicy) else 1
+    return min(max(least, layer_at(getattr(policy, "layer", 1), depth)), depth)
+
+
+def sparse_read(policy: Policy, shared: Shared, layer: CompressedLayer, attention: LayerAttention) -> SparseRead | None:
+    """What the layers above read in this step, chosen by the attention of its one token in the ``layer`` below;
+    what was attended to and chosen is carried to the next step. None, which is everything, where :func:`note_prompt`
+    has left nothing with the cache."""
+    if shared.grid_table is None or shared.sparse is None:
+        return None
+    device, heads = attention.query.device, attention.key.shape[1]
+    paid = attention.attention(0, 1)[:, :, 0].unflatten(1, (heads, -1))
+    index = layer.index.by_head.long()
+    # heads that store the same keys have one index
+    paid = paid.mean((1, 2))[:, None] if index.shape[1] == 1 else paid.mean(2) / heads
+    table, end = shared.grid_table.to(device), shared.grid_table.shape[1]
+    there = (index >= 0) & (index < end)
+    at, shape = torch.where(there, index, end), (*index.shape[:2], end + 1)
+    by_place = paid.new_zeros(shape).scatter_(2, at, paid).sum(1)[:, :end]
+    stored = there.new_zeros(shape).scatter_(2, at, True).any(1)[:, :end]
+    visual = (table[..., 0] >= 0) & stored
+    memory = shared.sparse = shared.sparse.to(device)
+    chosen = policy.recall(by_place, memory.paid, visual, memory.count, memory.chosen)
+    chosen = check_tensor(policy, "recall()", chosen, "bool", visual.shape, visual) & visual
+    memory.paid, memory.chosen = by_place, chosen
+    # heads that store different keys share no count
+    if policy.steady and index.shape[1] == 1 and memory.left_out is None:
+        memory.left_out = (visual & ~chosen).sum(1).tolist()
+    return SparseRead(chosen | ~visual, layer.index, memory.left_out)
+
+
+def read_layer(
+    policy: ReadingPolicy, layer: QuantisedLayer, query: Tensor, keys: Tensor | None, scaling: float
+) -> ChosenKeys | None:
+    """What a ``layer`` reads for ``query [B, Hq, 1, D]`` of all its ``keys [B, Hkv, K, D]``; None, which is everything, where
+    nothing is to be left out. Where ``keys`` are None packed ones are decoded only if they are needed."""
+    memory = layer.shared.sparse
+    if memory is None or layer.shared.grid_table is None or (policy.window and memory.level is None):
+        return None
+    held = memory.layers.get(layer.number)
+    if held is None or held.choices.index() is not layer.index:
+        keys = layer.stored()[0] if keys is None else keys
+        (held,) = _looked_at(policy, [layer], memory, [keys], scaling)
+        memory.layers[layer.number] = held
+    if held.choices.everything:
+        return None
+    level = None if memory.level is None else memory.level.to(query.device)
+    chosen, carried = _chosen(policy, held, level, query, layer.keys if keys is None else keys, scaling)
+    memory.layers[layer.number] = replace(held, carried=carried)
+    return chosen
+
+
+def _chosen(
+    policy: ReadingPolicy, held: LayerRead, level: Tensor | None, query: Tensor, keys: Tensor, scaling: float
+) -> tuple[ChosenKeys, Mapping[str, Tensor]]:
+    """What a step reads, and what the next one is to be given."""
+    choices = held.choices
+    step = ReadStep(
+        query[:, :, 0],
+        keys,
+        choices.rated,
+        choices.gone,
+        held.summary,
+        held.carried,
+        choices.each,
+        choices.count,
+        choices.most,
+        choices.all_there,
+        level,
+        scaling,
+    )
+    picked, carried = policy.pick(step)
+    # what the base picks by ratings that it has checked needs no check
+    if type(policy).pick is not ReadingPolicy.pick:
+        check_type(policy, "pick()", picked, Picked)
+        units = check_tensor(policy, "pick() (`units`)", picked.units, "int32", (query.shape[0], None, None), query)
+        check_tensor(policy, "pick() (`counts`)", picked.counts, "int32", units.shape[:2], query)
+        # behind those that are picked stands the number of all
+        check_slots(policy, "pick() (`units`)", units, choices.gone.shape[2] // choices.each + 1)
+    return choices.chosen(picked), carried
+
+
+def packed_read(layer: QuantisedLayer, chosen: ChosenKeys) -> Pages | None:
+    """Of the packed pages of a ``layer`` those that a step reads of which this was ``chosen``; None where keys are not chosen
+    by packed pages."""
+    memory, pages = layer.shared.sparse, layer.pages
+    assert memory is not None
+    held = memory.layers[layer.number]
+    if held.choices.pages is None or pages is None:
+        return None
+    held = memory.layers[layer.number] = _listed(held, pages)
+    assert held.listed is not None
+    return held.listed.read(pages, chosen.picked, chosen.counts)
+
+
+def _listed(held: LayerRead, pages: Pages) -> LayerRead:
+    """The same, which knows how ``pages`` are listed where they are chosen."""
+    choices = held.choices
+    if held.listed is not None or choices.pages is None:
+        return held
+    count = None if choices.fewer else choices.count
+    return replace(held, listed=Listing.make(pages, choices.pages, choices.most, count))
+
+
+@dataclass(frozen=True, eq=False)
+class PinnedRead:
+    """How the steps of a pinned layer choose what they read, from what stays where it is.
+
+    held : what there is to choose from; what it ``carried`` is overwritten at every step. level : see :class:`ReadStep`.
+    pages : those of the layer, if it has some.
+    """
+
+    policy: ReadingPolicy
+    held: LayerRead
+    level: Tensor | None
+    pages: Pages | None
+
+    def attend(self, layer: PinnedLayer, query: Tensor, scaling: float) -> Tensor:
+        """Attention of ``query [B, Hq, 1, D]`` over what it chooses, ``[B, 1, Hq, D]``."""
+        chosen, carried = _chosen(self.policy, self.held, self.level, query, layer.keys, scaling)
+        for name, x in carried.items():
+            self.held.carried[name].copy_(x)
+        end = layer.end
+        if self.held.listed is not None and self.pages is not None:
+            pages = self.held.listed.read(self.pages, chosen.picked, chosen.counts)
+            return attend(layer, query, None, scaling, end.filled, pages)
+        seen = None if end.visible is None else end.visible.expand(len(query), -1, -1, -1)
+        read, _ = chosen_attention(
+            query, layer.keys, layer.values, chosen, scaling=scaling, visible=seen, tail=end.filled
+        )
+        return read.transpose(1, 2)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held, beside the pages, which are the layer's."""
+        yield from self.held.tensors()
+        if self.level is not None:
+            yield self.level
+
+    def carried(self) -> Iterator[Tensor]:
+        """What every token changes of that."""
+        yield from self.held.carried.values()
+
+
+def pinned_reads(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> dict[int, PinnedRead] | None:
+    """Of layers that read some keys only, by their numbers, how they do while they are pinned; None where a step must settle
+    first what there is to choose from."""
+    memory, made = layers[0].shared.sparse, {}
+    if memory is None or layers[0].shared.grid_table is None or (policy.window and memory.level is None):
+        return {}
+    for layer in layers[first_layer(policy, len(layers)) :]:
+        held = memory.layers.get(layer.number)
+        if held is None or held.choices.index() is not layer.index:
+            return None
+        if held.choices.everything:
+            continue
+        if layer.pages is not None:
+            held = _listed(held, layer.pages)
+        # what was carried so far may be remembered by somebody
+        held = replace(held, carried={name: x.clone() for name, x in held.carried.items()})
+        memory.layers[layer.number] = held
+        level = None if memory.level is None else memory.level.to(layer.keys.device)
+        made[layer.number] = PinnedRead(policy, held, level, layer.pages)
+    return made
+
+
+def unpinnable(policy: ReadingPolicy, layers: Sequence[QuantisedLayer]) -> str:
+    """Why steps cannot choose what they read of these layers while they are pinned; empty if they can."""
+    for layer in layers[first_layer(policy, len(layers)) :]:
+        if layer.ragged is not None:
+            return f"{policy.name} chooses from heads that store different counts"
+        whole = policy.summarises and len(layer.packs) == 1 and layer.gapless and layer.window is None
+        if layer.packed and not whole:
+            return f"{policy.name} decodes packed keys at every step before it reads them"
+    return ""
+
+
+def prepare_reads(
+    policy: ReadingPolicy,
+    layers: Sequence[QuantisedLayer],
+    scaling: float,
+    asked: Mapping[int, tuple[Tensor, Tensor]],
+    text_rows: Tensor | None = None,
+) -> None:
+    """A prompt is over: what these layers choose from in the steps that follow.
+
+    Parameters
+    ----------
+    asked : of every layer the last queries of the prompt ``[B, Hq, W, D]``, and which are no padding ``[B, W]`` bool, for
+        policies with a ``window``.
+    text_rows : see :func:`note_prompt`.
+    """
+    observed: list[Observed] = []
+    for group in _alike(layers):
+        memory = group[0].shared.sparse
+        assert memory is not None
+        looked = _looked_at(policy, group, memory, (layer.stored()[0] for layer in group), scaling)
+        for layer, held in zip(group, looked, strict=True):
+            memory.layers[layer.number] = held
+            if policy.window and held.summary:
+                observed.append(Observed(*asked[layer.number], held.summary, held.choices.gone, scaling))
+    if policy.window and layers:
+        memory, table = layers[0].shared.sparse, layers[0].shared.grid_table
+        assert memory is not None and table is not None
+        size = (table[..., 0] >= 0).sum(1).clamp(min=1)
+        share = (memory.count.to(size.device) / size).clamp(max=1)
+        level = policy.level(observed, share) if observed else torch.zeros_like(share)
+        level, before = check_tensor(policy, "level()", level, "float", share.shape, share), memory.level
+        if before is not None and text_rows is not None:
+            level = torch.where(text_rows.to(level.device), before.to(level), level)
+        memory.level = level
+
+
+def _alike(layers: Sequence[QuantisedLayer]) -> Iterator[list[QuantisedLayer]]:
+    """Layers in their order, as many together as choose from the same places on one device, up to :data:`TOGETHER` entries of
+    keys."""
+
+    def kind(layer: QuantisedLayer) -> tuple[int, torch.device, torch.Size]:
+        return id(layer.index), layer.keys.device, layer.keys.shape
+
+    for _, same in groupby(layers, kind):
+        group = list(same)
+        rows, heads, _, width = group[0].keys.shape
+        number = max(1, TOGETHER // max(1, rows * heads * width * len(group[0].index)))
+        yield from (group[first : first + number] for first in range(0, len(group), number))
+
+
+def _looked_at(
+    policy: ReadingPolicy,
+    layers: Sequence[QuantisedLayer],
+    memory: SparseMemory,
+    keys: Iterable[Tensor],
+    scaling: float,
+) -> list[LayerRead]:
+    """What layers that are :func:`_alike` choose from, and what the policy makes of the ``keys`` of each; at the end of a
+    prompt, or when they store their keys otherwise than before."""
+    layer, number = layers[0], len(layers)
+    choices = memory.choices(layer.index)
+    if choices is None:
+        table = layer.shared.grid_table
+        assert table is not None
+        visual, count = (x.to(layer.keys.device) for x in (table[..., 0] >= 0, memory.count))
+        rivalry = Rivalry.make(layer.index, visual, count, policy.sinks, policy.recent)
+        if policy.summarises and layer.pages is not None and len(layer.packs) == 1:
+            most = policy.wanted if policy.partial else None
+            choices = Choices.of_pages(layer.index, rivalry, policy.unit, layer.pages, layer.width, most)
+        else:
+            choices = Choices.make(layer.index, rivalry, policy.unit, policy.wanted, policy.partial)
+    if choices.everything or not policy.summarises:
+        return [LayerRead(choices, {}, {}) for _ in layers]
+    units = [_at(choices.rated, stored) for stored in keys]
+    # as if they were rows
+    there = (choices.rated >= 0).repeat(number, 1, 1, 1)
+    made = policy.summarise(KeyUnits(torch.cat(units) if number > 1 else units[0], there, scaling))
+    for name, x in made.items():
+        if len(check_type(policy, f"summarise() ({name!r})", x, Tensor)) != len(there):
+            refuse(policy, f"summarise() ({name!r})", described(x), f"a tensor of {len(there)} rows")
+    parts = {name: x.chunk(number) for name, x in made.items()}
+    return [LayerRead(choices, {name: x[n] for name, x in parts.items()}, {}) for n in range(number)]
+
+
+def _at(slots: Tensor, keys: Tensor) -> Tensor:
+    """``keys [B, Hkv, K, D]`` at ``slots [B, 1 or Hkv, P, unit]``: ``[B, Hkv, P, unit, D]``."""
+    at = slots.clamp(min=0).long().expand(-1, keys.shape[1], -1, -1)
+    return keys.gather(2, at.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1])).unflatten(2, at.shape[2:])

@@ -1,0 +1,1 @@
+"""Captured decode steps: recorded and replayed, or compiled."""

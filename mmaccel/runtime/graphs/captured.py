@@ -1,0 +1,217 @@
+"""Decode steps of ``generate`` that are captured: between two of them nothing moves and nothing grows, so that one graph does.
+
+On a GPU they are recorded and replayed without being asked for (:mod:`.replay`); where the caller gives ``compile_config`` to
+``generate``, on whatever device, they are compiled by ``torch.compile`` with that config. What a graph cannot do is done by an
+ordinary step, and :meth:`mmaccel.core.stats.Stats.as_dict` says why. CUDA graphs were not run on a GPU yet, and a recorded step
+is used only after it has repeated what the step itself had made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kv.cache import CacheState, state_of
+from ...kv.decoding import on_gpu
+from ...kv.pinned import Pinned
+from ...method import ReadingPolicy, ReturningMethod
+from ...transformers_api import cache_in
+from ..cache.packing import coming_unpacked
+from ..cache.schedule import asks_of, coming_kept
+from ..cache.sparse_read import pinned_reads, unpinnable
+from ..call.call import Scope, current
+from ..call.plan import ModelPlan
+from . import replay
+
+Forward = Callable[..., Any]
+#: tokens that a cache is pinned for at once; more of them make fewer graphs, and attention reads them all
+CHUNK = 512
+_NOTHING = "the cache holds no prompt that was reduced"
+
+
+def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[..., bool]:
+    """``_valid_auto_compile_criteria`` of a model with ``plan``: whether steps of this call of ``generate`` may be captured."""
+
+    @functools.wraps(original)
+    def criteria(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        scope, compiled = current(plan), generation_config.compile_config is not None
+        if scope is None or not scope.plan.active or not (compiled or replay.recordable(plan.family.model)):
+            return original(model_kwargs, generation_config)
+        if scope.drafted:
+            # what is verified is cropped behind every step, and a captured one lets nothing move
+            return False
+        scope.stats.uncaptured = _obstacle_in_call(plan, generation_config)
+        if not compiled and not scope.stats.uncaptured:
+            scope.stats.uncaptured = _obstacle_to_replay(plan, scope)
+        return not scope.stats.uncaptured
+
+    return criteria
+
+
+def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Callable[..., Forward]:
+    """``get_compiled_call`` of a model with ``plan``: what comes back captures the forward where it can, else runs the ordinary
+    one."""
+
+    @functools.wraps(original)
+    def get_compiled_call(compile_config: Any) -> Forward:
+        scope, model = current(plan), plan.family.model
+        if scope is not None and not scope.plan.active:
+            return original(compile_config)
+        compiled = None if compile_config is None else original(compile_config)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            scope, ids, state = current(plan), kwargs.get("input_ids"), state_of(cache_in(kwargs))
+            if state is not None and scope is not None and not args and ids is not None and ids.shape[1] == 1:
+                known = "" if scope.step is None else scope.step.obstacle
+                scope.stats.uncaptured = _obstacle_in_cache(plan, state) or known
+                pinned = None if scope.stats.uncaptured else _pinned(plan, scope, state)
+                if pinned is not None:
+                    return _step(model, compiled, scope, pinned, kwargs)
+            if state is not None:
+                _let_go(scope, state)
+            elif scope is not None:
+                scope.stats.uncaptured = _NOTHING
+            return model(*args, **kwargs)
+
+        return forward
+
+    return get_compiled_call
+
+
+def _step(
+    model: nn.Module, compiled: Forward | None, scope: Scope[ModelPlan], pinned: Pinned, kwargs: dict[str, Any]
+) -> Any:
+    """A captured step. Of what ``generate`` passes only the token differs from step to step."""
+    ids = kwargs["input_ids"]
+    with scope.stats.clock.measure("decode", ids.device):
+        if compiled is not None:
+            scope.stats.captured_steps += 1
+            output = compiled(**_constant(kwargs), input_ids=ids)
+        else:
+            if scope.step is None or scope.step.pinned is not pinned:
+                constant = _constant(kwargs)
+                scope.step = replay.ReplayedStep(pinned, ids, lambda token: model(**constant, input_ids=token))
+            scope.stats.captured_steps += scope.step.replays
+            output = scope.step(ids)
+    pinned.counted()
+    scope.stats.decode_steps += 1
+    return output
+
+
+def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What is the same in every step of what ``generate`` passes."""
+    ids, given = kwargs["input_ids"], kwargs.get("position_ids")
+    axes = given.shape[:1] if given is not None and given.dim() == 3 else ()
+    # the text model takes positions from what is pinned; these say how many axes there are
+    positions = ids.new_zeros(1).expand(*axes, *ids.shape)
+    return {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)} | {"position_ids": positions}
+
+
+def _pinned(plan: ModelPlan, scope: Scope[ModelPlan], state: CacheState) -> Pinned | None:
+    """The cache, pinned for what may still come in this call; None where an ordinary step is due. CUDA graphs may write to
+    what stays where it is."""
+    if (pinned := state.shared.pinned) is not None and not pinned.full:
+        return pinned
+    _let_go(scope, state)
+    seen, policy = state.seen, None if plan.policy is None else plan.policy.method
+    coming, unpacked = scope.coming(seen), coming_unpacked(plan.token_groups, state.shared, seen)
+    asks, kept = None, CHUNK
+    if policy is not None and policy.scheduled:
+        asks = asks_of(policy, plan.family.text.config.num_attention_heads)
+        kept = coming_kept(policy, state, asks)
+    # with this token something may be packed or evicted, or it says whether text goes on behind a slow clip or its question
+    if 0 in (unpacked, kept) or (state.ahead is not None and not scope.stats.decode_steps):
+        return None
+    reads = None
+    if isinstance(policy, ReadingPolicy):
+        # the first step makes what each of them carries to the next
+        reads = pinned_reads(policy, state.layers) if scope.stats.decode_steps else None
+        if reads is None:
+            return None
+    coming = CHUNK if coming is None else max(1, coming)
+    steps = min(CHUNK, coming, CHUNK if unpacked is None else unpacked, kept)
+    idle, scope.idle = scope.idle, None
+    pinned = state.pin(steps, asks, idle, reads)
+    if pinned is idle:
+        return pinned
+    if pinned.own and steps == kept:
+        # behind an eviction it is pinned to the same tensors again
+        pinned.serves = coming
+    for x in pinned.tensors():
+        # another cache, at other addresses, is no reason to compile anew
+        torch._dynamo.mark_static_address(x, guard=False)
+    return pinned
+
+
+def _let_go(scope: Scope[ModelPlan] | None, state: CacheState) -> None:
+    """An ordinary step is due. Behind it the cache may be pinned where it was, since nobody else has seen what is there."""
+    pinned = state.shared.pinned
+    if scope is not None and pinned is not None:
+        scope.idle = pinned
+    state.unpin()
+
+
+def _known(hook: Any) -> bool:
+    """Whether a hook has nothing to do in a captured step: ours, and those by which transformers collects hidden states."""
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).partition(".")[0] in ("mmaccel", "transformers")
+
+
+def _obstacle_to_replay(plan: ModelPlan, scope: Scope[ModelPlan]) -> str:
+    """Why steps of a call cannot be recorded and replayed; empty if they can."""
+    if scope.new_tokens is not None and scope.new_tokens < replay.LEAST:
+        return f"fewer than {replay.LEAST} tokens may come, and recording a step costs a few of them"
+    for name, module in plan.family.model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(map(_known, hooks)):
+            return f"a replayed step would not call the hooks on {name or 'the model'}"
+    return ""
+
+
+def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
+    """Why no step of a call can be captured; empty if some may."""
+    policy, family = plan.policy, plan.family
+    quantizer = getattr(family.model, "hf_quantizer", None)
+    if config.disable_compile:
+        return "disable_compile was given"
+    if config.output_attentions or config.output_hidden_states:
+        return "attention weights or hidden states are asked for"
+    if family.recurrent:
+        return f"the recurrent states of {family.name} are not pinned"
+    if family.masks_above:
+        return f"{family.name} makes masks in front of its text model"
+    reads = policy is not None and isinstance(policy.method, ReadingPolicy)
+    if policy is not None and policy.method.decodes and not (policy.method.scheduled or reads):
+        return f"{policy.method.name} looks at the cache at every step"
+    if back := [one.method.name for one in plan.stage_at_layer.values() if isinstance(one.method, ReturningMethod)]:
+        return f"with {back[0]} as many tokens run in a step as come back in it"
+    if reads and config.compile_config is not None and on_gpu(next(family.text.parameters())):
+        return "torch.compile cannot follow the kernels that choose keys; leave out compile_config"
+    if policy is not None and policy.method.every == 1 and not policy.method.growth and not policy.method.cap:
+        return f"{policy.method.name} evicts at every step; give every=16 for fifteen of sixteen that can be captured"
+    # on a GPU a pinned cache is read by a kernel of ours
+    if family.text.config._attn_implementation != "mmaccel_text_sdpa" and not on_gpu(next(family.text.parameters())):
+        return "only sdpa attention can be captured here"
+    if len({parameter.device for parameter in family.model.parameters()}) > 1:
+        return "the model is spread over several devices"
+    if quantizer is not None and not quantizer.is_compileable:
+        return "the model's quantisation cannot be compiled"
+    return ""
+
+
+def _obstacle_in_cache(plan: ModelPlan, state: CacheState) -> str:
+    """Why a step on this cache cannot be captured; empty if it can."""
+    if state.shared.pinned is not None:
+        return ""
+    if state.offset is None or any(layer.empty for layer in state.layers):
+        return _NOTHING
+    if state.shared.axes_ahead is not None:
+        return "behind a prompt that ends in a picture every axis of positions goes on from its own end"
+    if state.shared.weights is not None and plan.family.text.config._attn_implementation != "mmaccel_text_sdpa":
+        return "tokens have weights, which captured steps have only with sdpa attention"
+    method = None if plan.policy is None else plan.policy.method
+    return unpinnable(method, state.layers) if isinstance(method, ReadingPolicy) else ""

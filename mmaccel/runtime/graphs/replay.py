@@ -1,0 +1,124 @@
+"""A decode step recorded as a CUDA graph and run again: of all that a step asks of the host, one launch is left.
+
+Nothing is compiled. Recording costs the host about as much as an ordinary step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kv.pinned import Pinned
+
+#: fewer steps than this are over before recording them has paid
+LEAST = 16
+#: the logits of a replayed step may differ by so much of the largest, as bfloat16 does from kernel to kernel
+TOLERANCE = 0.02
+
+
+def recordable(model: nn.Module) -> bool:
+    """Whether steps of a model can be recorded where it is."""
+    return torch.cuda.is_available() and next(model.parameters()).device.type == "cuda"
+
+
+def record(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """What ``step`` does on ``device``, recorded and not done; returns what does it, and the output that this writes anew.
+
+    Raises
+    ------
+    Exception
+        Whatever PyTorch, or a kernel, makes of what cannot be recorded, such as waiting for the device.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device):
+        # not torch.cuda.graph(), which waits for the device and empties the allocator's cache
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # other threads may go on working
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                output = step()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay, output
+
+
+def _nothing() -> None:
+    """Nothing was recorded yet."""
+
+
+class ReplayedStep:
+    """Decode steps on one pinned cache. The first is run as it is and then recorded; the second is run and replayed, and only
+    if both agree those behind it are replayed.
+
+    obstacle : why steps are run as they are; empty if they are not.
+    """
+
+    def __init__(self, pinned: Pinned, token: Tensor, run: Callable[[Tensor], Any]) -> None:
+        self.pinned, self.token = pinned, token.clone()
+        self._run = functools.partial(run, self.token)
+        self._replay: Callable[[], None] = _nothing
+        self._output: Any = None
+        self._checked = False
+        self.obstacle = ""
+
+    @property
+    def replays(self) -> bool:
+        """Whether the next step is replayed."""
+        return self._checked
+
+    def __call__(self, token: Tensor) -> Any:
+        """The output for ``token [B, 1]``. Its logits are overwritten by the next step."""
+        self.token.copy_(token)
+        if self._checked:
+            self._replay()
+            return self._output
+        if self.pinned.serves < LEAST:
+            return self._run()
+        if self._output is None:
+            output = self._run()
+            self._record()
+        else:
+            output = self._checked_run()
+        return output
+
+    def _record(self) -> None:
+        try:
+            self._replay, self._output = record(self._run, self.token.device)
+        except Exception as error:
+            why = str(error).strip() or type(error).__name__
+            self.obstacle = f"a step cannot be recorded ({why.splitlines()[0]})"
+
+    def _checked_run(self) -> Any:
+        """Do the step as it is, and once more as it was recorded. What the host counts has changed since: a recording with such
+        a number in it does something else now."""
+        restore = self.pinned.remember()
+        output = self._run()
+        after = [x.clone() for x in self.pinned.counters()]
+        restore()
+        self._replay()
+        wanted, got = output.logits.float(), self._output.logits.float()
+        same = (wanted - got).abs().max() <= TOLERANCE * wanted.abs().max()
+        for counter, x in zip(self.pinned.counters(), after, strict=True):
+            same = same & (counter == x).all()
+        self._checked = bool(same)
+        if not self._checked:
+            self.obstacle = "a recorded step did not repeat what the step itself had made"
+            self._replay, self._output = _nothing, None
+            # what the recording has stored is not to be trusted either
+            restore()
+            self._run()
+        return output
+
+
+__all__ = ["LEAST", "ReplayedStep", "record", "recordable"]

@@ -1,0 +1,1 @@
+"""Between layers of the language model: chunked prefill, tokens that come back."""

@@ -1,0 +1,273 @@
+"""A prompt that lower layers read in chunks, which are rows of the batch and join between layers: what a
+:class:`mmaccel.method.ChunkMethod` is shown of it, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.chunks import Chunks, Join, Span
+from ...kv import chunks as cached
+from ...kv.cache import CacheState
+from ...method import ChunkMethod, TokenBatch
+from ..call.forward import Chunked, Prompt, StageResult, sent
+from ..call.plan import PlannedStage, record
+from ..prompt import tokens
+
+
+# --- cutting ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Row:
+    """The tokens of one row of a prompt, and what of them is between the first visual one and the last, its middle.
+
+    begin, end : of the middle. visual : how many tokens are visual.
+    axes : ``[a, n]``, where tokens stand on each axis.
+    origin : ``[a, n]``, the same on the first axis; on others, of a visual token, where its picture or frame begins.
+    """
+
+    begin: int
+    end: int
+    visual: int
+    axes: Tensor
+    origin: Tensor
+
+    @staticmethod
+    def of(prompt: Prompt, row: int, places: Tensor, axes: Tensor) -> _Row:
+        """Of the tokens at ``places [n]`` of a row, which stand at ``axes [a, n]``."""
+        at, origin = prompt.layout.visual[row, places].nonzero()[:, 0], axes.clone()
+        for segment in prompt.layout.segments if len(axes) > 1 else ():
+            mine = torch.isin(places, segment.places)
+            if segment.row == row and bool(mine.any()):
+                origin[1:, mine] = axes[1:, mine].amin(1, keepdim=True)
+        begin, end = (int(at[0]), int(at[-1]) + 1) if len(at) else (len(places), len(places))
+        return _Row(begin, end, len(at), axes, origin)
+
+    @property
+    def middle(self) -> Tensor:
+        """``[a, m]``, where its tokens stand."""
+        return self.axes[:, self.begin : self.end]
+
+    def span(self, levels: int) -> Span:
+        """How the middle is cut for a tree of so many levels."""
+        return Span(self.begin, self.end, max(1, -(-(self.end - self.begin) // 2**levels)))
+
+    def levels(self, method: ChunkMethod, kept: int, depth: int, limit: int | None) -> int:
+        """How many levels join, of a tree in which ``kept`` visual tokens are left, in a model of ``depth`` layers with
+        ``limit`` positions."""
+        if not self.visual:
+            return 0
+        chunks = max(-(-self.visual // kept), -(-(self.end - self.begin) // (method.length or self.end)))
+        levels, highest = (chunks - 1).bit_length(), method.highest(depth)
+        if limit is not None and float(self.axes.max()) >= limit:
+            while levels < highest and self.reach(self.moves(self.span(levels))) > limit // 2:
+                levels += 1
+        return min(levels, highest)
+
+    def moves(self, span: Span) -> Tensor:
+        """By how many positions tokens of the middle come forward, ``[a, m]``.
+
+        Every chunk begins at the time at which the middle did, and all in it is moved as much; but rows and columns of a
+        picture or frame only so far as to where those of the middle begin.
+        """
+        first = self.middle.amin(1, keepdim=True)
+        time = torch.cat([chunk.min().expand(len(chunk)) for chunk in self.middle[0].split(span.length)]) - first[0]
+        return torch.minimum(time, self.origin[:, self.begin : self.end] - first)
+
+    def reach(self, moves: Tensor | float) -> float:
+        """Over how many positions the middle reaches, moved by so much."""
+        return float((self.middle - moves).max() + 1 - self.middle.min())
+
+    def settled(self, span: Span) -> tuple[Tensor, float, float]:
+        """By how many positions all tokens come forward, ``[a, n]``, those behind the middle among them, and how many positions
+        fewer the middle reaches over.
+
+        What is behind comes so far forward as the middle is shorter; where frames of a slow clip stood later than the question,
+        no further than behind the longest chunk.
+        """
+        moved = torch.zeros_like(self.axes)
+        if not self.visual:
+            return moved, 0, 0
+        moves = self.moves(span)
+        before = whole = self.reach(0)
+        if self.end < self.axes.shape[1]:
+            before = min(whole, float(self.axes[:, self.end].min() - self.middle.min()))
+        longest = self.reach(moves)
+        behind = max(before - longest, 0)
+        moved[:, self.begin : self.end], moved[:, self.end :] = moves, behind
+        return moved, behind, whole - longest
+
+
+def cut(prompt: Prompt, chosen: Tensor, planes: list[Tensor], kwargs: dict[str, Any]) -> Tensor:
+    """Cut what is left of a prompt into chunks, and put them into the arguments of the text model.
+
+    Parameters
+    ----------
+    chosen : ``[B, q]`` long on the CPU, the places of the tokens that the arguments hold; -1 for padding.
+    planes : DeepStack features ``[B, S, D]`` at all places.
+
+    Returns
+    -------
+    ``[R, q]`` long, the places of the tokens that the arguments hold now; those of ``chosen`` where nothing is cut.
+    """
+    stage, family = prompt.plan.chunks, prompt.plan.family
+    assert stage is not None
+    count, share = _budget(prompt, stage)
+    given, there = kwargs["position_ids"], chosen >= 0
+    # an axis before three is that of the text, which counts as time does
+    axes = given.cpu()[None] if given.dim() == 2 else given.cpu()[-3:]
+    limit = getattr(family.text.config, "max_position_embeddings", None)
+    rows = [_Row.of(prompt, b, chosen[b, real], axes[:, b, real]) for b, real in enumerate(there)]
+    spans = [
+        row.span(row.levels(stage.method, kept, family.depth, limit)) for row, kept in zip(rows, share, strict=True)
+    ]
+    if all(span.chunks == 1 for span in spans):
+        return chosen
+    now = Chunks.cut([places[real] for places, real in zip(chosen, there, strict=True)], spans)
+    joins = [stage.method.joins((span.chunks - 1).bit_length(), family.depth) for span in spans]
+    moved, behind, shorter = zip(*(row.settled(span) for row, span in zip(rows, spans, strict=True)), strict=True)
+    moves = torch.zeros_like(axes)
+    for b, real in enumerate(there):
+        moves[:, b, real] = moved[b]
+    _place(prompt, now, chosen, moves if given.dim() < 3 or len(given) == 3 else moves[[0, 0, 1, 2]], planes, kwargs)
+    if prompt.state is not None:
+        _follow(prompt.state, now, joins, moves.new_tensor(behind), moves.new_tensor(shorter))
+    where = kwargs["position_ids"] if given.dim() == 2 else kwargs["position_ids"][-3]
+    prompt.chunked = Chunked(stage, now, joins, where, count)
+    prompt.stats.notes += _told(stage.method, spans, joins, int((axes - moves).max()), limit)
+    return now.places
+
+
+def _budget(prompt: Prompt, stage: PlannedStage[ChunkMethod]) -> tuple[Tensor, list[int]]:
+    """How many tokens of every picture are to be left, ``[N]`` long on the CPU, and of every row; begins the figures of the
+    stage."""
+    whole = prompt.layout.units(stage.method.unit)
+    present = whole.only(prompt.total.kept).valid.sum(1)
+    count = tokens.budget(prompt, stage, whole, present)
+    record(prompt.stats, stage, int(present.sum()), int(count.sum()), int(present.sum()))
+    return count, [int(count[whole.row == row].sum()) for row in range(len(prompt.layout.valid))]
+
+
+def _place(
+    prompt: Prompt, now: Chunks, chosen: Tensor, moves: Tensor, planes: list[Tensor], kwargs: dict[str, Any]
+) -> None:
+    """Write chunks into the arguments of the text model, whose tokens come forward by ``moves [axes, B, q]``."""
+    embeds, given, places = kwargs["inputs_embeds"], kwargs["position_ids"], now.places.clamp(min=0)
+    visual = prompt.layout.visual[now.row[:, None], places] & (now.places >= 0)
+    at = prompt.slots(chosen)[now.row].gather(1, places)
+    row, at, places, seen, spots = sent(
+        embeds.device, now.row[:, None], at, places, visual, visual.flatten().nonzero()[:, 0]
+    )
+    kwargs["inputs_embeds"] = embeds[row, at]
+    kwargs["position_ids"] = (given - moves.view(given.shape).to(given.device))[..., row, at]
+    if planes:
+        features = [plane[row, places].flatten(0, 1)[spots] for plane in planes]
+        kwargs |= prompt.plan.family.deep_arguments(seen.bool(), features)
+
+
+def _follow(state: CacheState, now: Chunks, joins: list[list[int]], behind: Tensor, shorter: Tensor) -> None:
+    """Let a cache go on where positions have come forward, ``behind`` and ``shorter [B]`` (see :meth:`_Row.settled`), and have
+    the rows of chunks."""
+    (state.offset, state.ahead), state.shared.axes_ahead = state.shared.behind_pictures(), None
+    assert state.offset is not None
+    behind, shorter = behind.to(state.offset.device), shorter.to(state.offset.device)
+    state.offset = state.offset + behind
+    if state.ahead is not None:
+        state.ahead = (state.ahead - shorter + behind).clamp(min=0)
+    for layer in sorted({layer for each in joins for layer in each}):
+        # from there on other tokens are stored
+        state.shared.split(layer)
+    cached.spread(state, now.row)
+
+
+def _told(
+    method: ChunkMethod, spans: list[Span], joins: list[list[int]], furthest: int, limit: int | None
+) -> list[str]:
+    """What the notes of the statistics say of prompts that are cut so, whose positions go up to ``furthest``."""
+    layers = sorted({layer for each in joins for layer in each})
+    notes = [
+        f"{method.name} read {len(spans)} prompt{'s' * (len(spans) > 1)} as {sum(span.chunks for span in spans)} chunks of at "
+        f"most {max(span.length for span in spans)} tokens between copies of the text, which join before "
+        f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+    ]
+    if limit is not None and furthest >= limit:
+        notes.append(
+            f"{method.name}: positions still go up to {furthest}, and the model has {limit}; give a lower layer for more "
+            "levels, or less text"
+        )
+    return notes
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+def join(prompt: Prompt, layer: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Drop tokens of the chunks that join at the input of ``layer``, and join them: ``hidden [R, q, D] -> [r, w, D]``. The rows
+    of its other ``arguments`` and of the cache follow."""
+    chunked, state = prompt.chunked, prompt.state
+    assert chunked is not None
+    now = chunked.now
+    into = now.pairs(chunked.joining(layer))
+    _reduce(prompt, chunked, into, layer, hidden)
+    stays = prompt.total.kept[now.row[:, None], now.places.clamp(min=0)]
+    chunked.now, how = now.join(stays, into)
+    prompt.begin(layer, chunked.now.places, chunked.now.padded, hidden.device, **_arguments(how, arguments))
+    if state is not None:
+        cached.join(state, layer, how, prompt.incoming.phase(layer))
+    chunked.positions = how.to(chunked.positions.device).pick(chunked.positions)
+    counted = prompt.stats.layer_tokens
+    counted[layer:] = [int((prompt.total.kept & prompt.layout.visual).sum())] * (len(counted) - layer)
+    return how.to(hidden.device).apply(hidden)
+
+
+def _arguments(how: Join, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the layers above that have a row for every chunk: positions, and what RoPE turns by, of which one row
+    may stand for all."""
+    made: dict[str, Any] = {}
+    if given.get("position_embeddings") is not None:
+        made["position_embeddings"] = tuple(how.to(x.device).pick(x) for x in given["position_embeddings"])
+    if isinstance(positions := given.get("position_ids"), Tensor):
+        # GLM-4.5V shows its layers all three axes
+        rows = positions.movedim((-2, -1), (0, 1))
+        made["position_ids"] = how.to(positions.device).pick(rows).movedim((0, 1), (-2, -1))
+    return made
+
+
+def _reduce(prompt: Prompt, chunked: Chunked, into: Tensor, layer: int, hidden: Tensor) -> None:
+    """Let the method drop tokens of the chunks that go ``into [R]`` others two by two."""
+    method, total, shape = chunked.stage.method, prompt.total, prompt.total.kept.shape
+    part, slot = chunked.now.tables(shape)
+    joins = into.bincount()[into] == 2
+    part = part.masked_fill(~total.kept | ~prompt.layout.visual | ~joins[part], -1)
+    if not bool((part >= 0).any()):
+        # text between pictures is all there is
+        return
+    units, picture, chunk = prompt.layout.units(method.unit).split(part)
+    there = units.valid.sum(1)
+    count = _shares(there, chunked.count[picture], picture, chunk, into)
+    at = slot[units.row[:, None], units.places.clamp(min=0)].masked_fill(~units.valid, 0)
+    found, rows, at, (wanted, entered) = tokens.gathered(units, hidden, chunk, at, count, there)
+    signals = {
+        name: x.to(hidden.device)[rows[:, None], at].masked_fill(~found["valid"], torch.nan)
+        for name, x in chunked.looked.items()
+    }
+    clips = (units.grid[:, 0] > 1).tolist()
+    batch = TokenBatch(**found, entered=entered, left=there[:, None], clips=clips, signals=signals)
+    # a choice has no gradient
+    with torch.no_grad():
+        made = tokens.checked(method, method.reduce(batch, wanted), units.valid, count, hidden.shape[2])
+    prompt.stats.stages[chunked.stage.number].tokens_kept += int(made.kept.sum() - made.valid.sum())
+    made = made.relabel(units.places, units.row, shape)
+    prompt.total = total.then(made.beside(total.kept & ~made.valid))
+    prompt.history.append(StageResult(chunked.stage.number, layer, prompt.total, units, signals))
+
+
+def _shares(there: Tensor, budget: Tensor, picture: Tensor, chunk: Tensor, into: Tensor) -> Tensor:
+    """How many tokens stay of those ``there [M]`` that chunk ``chunk [M]`` has of picture ``picture [M]``, so that the two
+    that join have ``budget [M]`` together, or all they have: half each, unless the other one has fewer. All long."""
+    has = torch.zeros(int(picture.max()) + 1, len(into) + 2, dtype=torch.long)
+    has[picture, chunk + 1] = there
+    right = into[chunk] == torch.cat([into.new_tensor([-1]), into])[chunk]
+    other = torch.where(right, has[picture, chunk], has[picture, chunk + 2])
+    half = torch.where(right, budget // 2, budget - budget // 2)
+    return torch.maximum(half, budget - other).minimum(there)

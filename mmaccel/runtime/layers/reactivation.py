@@ -1,0 +1,204 @@
+"""Tokens that a prompt dropped between layers, and that come back in the forwards behind it: what waits, and who runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.reduction import Reduction
+from ...errors import UnsupportedError
+from ...kv.cache import CacheState
+from ...kv.index import KeyIndex
+from ...kv.returning import Aside, Returning
+from ...kv.sparse import SparseRead
+from ...method import LayerAttention, LayerMethod, ReturningMethod
+from ...method.results import check_tensor, figures_of
+from ..call.forward import Continuation, Prompt, rows_at, sent
+from ..call.plan import ModelPlan
+
+
+def may(plan: ModelPlan, state: CacheState) -> bool:
+    """Whether tokens may come back in a forward behind a prompt: some wait at the layers of this plan, and at no others."""
+    memory = state.shared.returning
+    if memory is None or not memory.dropped or set(memory.at) != set(plan.stage_at_layer):
+        return False
+    return any(isinstance(stage.method, ReturningMethod) for stage in plan.stage_at_layer.values())
+
+
+def check_rows(prompt: Prompt) -> None:
+    """Refuse a prompt in which a row has no picture whose dropped tokens would come back in a forward without pictures.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is such a row.
+    """
+    rows, state = prompt.text_rows, prompt.state
+    if rows is None or state is None or not may(prompt.plan, state) or state.shared.returning is None:
+        return
+    memory = state.shared.returning
+    dropped = torch.stack([waiting.stayed.sum(1) < memory.visual.sum(1) for waiting in memory.at.values()]).any(0)
+    if bool((refused := dropped.cpu() & rows).any()):
+        row = int(refused.nonzero()[0])
+        names = ", ".join(sorted({stage.method.name for stage in prompt.plan.stage_at_layer.values()}))
+        raise UnsupportedError(
+            f"Row {row} of this batch has no new picture beside rows that have, and {names} brings tokens of its earlier "
+            "pictures back only in forwards without new ones; give it a call of its own."
+        )
+
+
+# --- a prompt -----------------------------------------------------------------------------------------------------------
+def set_aside(
+    prompt: Prompt, number: int, made: Reduction, hidden: Tensor, slots: Tensor, arguments: Mapping[str, Any]
+) -> None:
+    """Let what layer ``number`` of the language model drops of a prompt wait with its cache.
+
+    Parameters
+    ----------
+    made : ``[B, S]`` on the CPU, what reached the layer and what stays of it.
+    hidden : ``[B, q, D]``, the input of the layer, with place ``s`` at ``slots [B, S]`` (on the CPU).
+    arguments : those of the layer for the same tokens.
+    """
+    if prompt.state is None:
+        return
+    shared, visual = prompt.state.shared, prompt.layout.visual
+    places, _ = prompt.compacted(made.valid & ~made.kept)
+    there = places >= 0
+    at, where, stayed, among = sent(
+        hidden.device,
+        slots.gather(1, places.clamp(min=0)),
+        torch.where(there, places + prompt.seen, -1),
+        made.kept & visual,
+        made.valid & visual,
+    )
+    if shared.returning is None:
+        shared.returning = Returning(among[:, :0].bool())
+    if number == min(prompt.plan.stage_at_layer):
+        shared.returning.note(among.bool(), prompt.seen)
+    planes = {"hidden": rows_at(hidden, at), **_turned(arguments, at)}
+    shared.returning.add(number, Aside(where.int(), there.sum(1), planes), stayed.bool(), prompt.seen)
+
+
+def _turned(arguments: Mapping[str, Any], at: Tensor) -> dict[str, Tensor]:
+    """What a layer is told of where tokens stand, for those ``at [B, r]``; positions with their axes last."""
+    found = {}
+    for name, x in zip(("cos", "sin"), arguments.get("position_embeddings") or (), strict=False):
+        found[name] = rows_at(x.expand(len(at), -1, -1), at)
+    if isinstance(positions := arguments.get("position_ids"), Tensor):
+        found["positions"] = rows_at(_axes_last(positions).expand(len(at), -1, -1), at)
+    return found
+
+
+def _axes_last(positions: Tensor) -> Tensor:
+    """Positions ``[B, q]`` or ``[axes, B, q]`` -> ``[B, q, axes]``."""
+    return positions.reshape(-1, *positions.shape[-2:]).permute(1, 2, 0)
+
+
+# --- what follows -------------------------------------------------------------------------------------------------------
+def look(
+    forward: Continuation,
+    method: LayerMethod,
+    number: int,
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+) -> None:
+    """Note what ``method`` makes of the attention of layer ``number`` of the cache, ``query [B, Hq, q, D]`` and ``key [B, Hkv,
+    K, D]``."""
+    memory = _memory(forward)
+    places = forward.phase(number).places.to(query.device)
+    new = torch.arange(places.shape[1], device=places.device) >= places.shape[1] - forward.length
+    seen = figures_of(method, LayerAttention(query, key, visible, scaling, (places >= 0) & new))
+    at, n = _by_place(forward.index(number), memory, query.device)
+    figures = {name: _placed(x, at, n) for name, x in seen.items()}
+    forward.figures, forward.among = figures, _placed(at < n, at, n) & memory.visual.to(query.device)
+
+
+def come_back(
+    forward: Continuation, method: LayerMethod, number: int, hidden: Tensor, kwargs: Mapping[str, Any]
+) -> Tensor:
+    """The input of layer ``number`` of the language model: in front of the new tokens, the last of ``hidden [B, q, D]``, those
+    that come back. What the layers behind read and are told is noted; the host waits once for how many these are."""
+    memory, first, length = _memory(forward), forward.plan.family.stored_from(number), forward.length
+    new, waiting = hidden[:, -length:], memory.at[number]
+    aside, old = waiting.aside, waiting.aside.places.shape[1]
+    if forward.back is not None:
+        # what no longer is chosen waits from here on
+        ran = {**forward.back.planes, "hidden": hidden[:, :-length]}
+        aside = aside.joined(replace(forward.back, planes=ran))
+    chosen = _chosen(forward, method, waiting.stayed.sum(1), hidden.device)
+    wanted = chosen.gather(1, aside.places.long().clamp(min=0)) & (aside.places >= 0)
+    assert forward.state is not None
+    index = forward.state.layers[first].index
+    at, n = _by_place(index, memory, hidden.device)
+    unread = _placed(at < n, at, n) & memory.visual.to(hidden.device) & ~chosen
+    told = torch.stack([wanted.sum(1), unread.sum(1), wanted[:, :old].sum(1)]).cpu()
+    back, rest = aside.split(wanted, told[0])
+    memory.at[number] = replace(waiting, aside=rest)
+    forward.stats.tokens_returned += int(told[2].sum())
+    read = chosen | ~memory.visual.to(chosen.device)
+    forward.incoming.reads.append((first, SparseRead(read, index, told[1].tolist()) if told[1].any() else None))
+    return _run(forward, back, first, new, kwargs)
+
+
+def _run(forward: Continuation, back: Aside, first: int, new: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    """Let tokens run ``back`` through the layers from ``first`` (of the cache) on, beside the ``new [B, q, D]``."""
+    own = forward.incoming.phases[0][1]
+    if not back.places.shape[1]:
+        forward.incoming.phases.append((first, own))
+        forward.back, forward.arguments = None, {}
+        return new
+    forward.incoming.phases.append((first, own.behind(back.places, back.lengths)))
+    forward.back, forward.arguments = back, _arguments(back, kwargs)
+    return torch.cat([back.planes["hidden"], new], dim=1)
+
+
+def _arguments(back: Aside, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the layers for the tokens that come ``back`` and the new ones, whose own are in ``kwargs``."""
+    rows, planes = len(back.places), back.planes
+    made: dict[str, Any] = {}
+    if (given := kwargs.get("position_embeddings")) is not None:
+        pairs = zip((planes["cos"], planes["sin"]), given, strict=True)
+        made["position_embeddings"] = tuple(
+            torch.cat([x.to(y.device), y.expand(rows, -1, -1)], dim=1) for x, y in pairs
+        )
+    if isinstance(given := kwargs.get("position_ids"), Tensor):
+        made["position_ids"] = None
+        if "positions" in planes:
+            # text may be told on one axis what pictures are told on three
+            parts = planes["positions"].to(given.device), _axes_last(given)
+            axes = max(part.shape[-1] for part in parts)
+            both = torch.cat([part.expand(rows, -1, axes) for part in parts], dim=1).permute(2, 0, 1)
+            made["position_ids"] = both[0] if axes == 1 and given.dim() == 2 else both
+    return made
+
+
+def _chosen(forward: Continuation, method: LayerMethod, count: Tensor, device: torch.device) -> Tensor:
+    """``[B, n]`` bool, the visual tokens that the layers behind see."""
+    assert isinstance(method, ReturningMethod) and forward.among is not None
+    figures = {name: x.to(device) for name, x in forward.figures.items()}
+    among = forward.among.to(device)
+    return check_tensor(method, "recall()", method.recall(figures, among, count), "bool", among.shape, among)
+
+
+def _by_place(index: KeyIndex, memory: Returning, device: torch.device) -> tuple[Tensor, int]:
+    """``[B, K]`` long: where each slot of an index stands among the first ``n`` places, ``n`` for those that stand elsewhere.
+    Heads that store keys of their own all have those that may come back."""
+    known, n = index.by_head[:, 0].long().to(device), memory.visual.shape[1]
+    return torch.where((known >= 0) & (known < n), known, n), n
+
+
+def _placed(x: Tensor, at: Tensor, n: int) -> Tensor:
+    """``x [B, K]`` of slots by place, ``[B, n]``."""
+    return x.new_zeros(len(x), n + 1).scatter(1, at, x)[:, :n]
+
+
+def _memory(forward: Continuation) -> Returning:
+    """What waits with the cache of a forward."""
+    assert forward.state is not None and forward.state.shared.returning is not None
+    return forward.state.shared.returning

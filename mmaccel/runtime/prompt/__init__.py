@@ -1,0 +1,1 @@
+"""The prompt in front of the language model: reducing visual tokens, positions, looks ahead, drafts."""

@@ -1,0 +1,160 @@
+"""A draft reads a prompt: what it attends to says which visual tokens the large model reads, what it writes which keys stay."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...core.masks import true_last
+from ...core.precision import without_autocast
+from ...errors import MmaccelError, UnsupportedError
+from ...families import Family
+from ...families.draft import check_free
+from ...method import Drafted, DraftMethod, LayerAttention
+from ...method.results import check_tensor
+from ..call.attention import Plug
+from ..call.call import Scope
+
+#: tensors that a call may be given which are not those of the prompt
+_OWN = (
+    "position_ids",
+    "cache_position",
+    "labels",
+    "logits_to_keep",
+    "inputs_embeds",
+    "attention_mask",
+)
+
+
+#: a draft reads one prompt at a time: it is plugged, and keeps the positions of the prompt that it read last
+_one = threading.Lock()
+
+
+class Watched:
+    """What a method makes of the attention of every layer of a draft, step by step; stands where a
+    :class:`~mmaccel.runtime.prompt.preview.Preview` does.
+
+    valid : ``[B, S]`` bool, the prompt tokens that are no padding.
+    """
+
+    #: a draft makes its own masks
+    visible = None
+
+    def __init__(self, method: DraftMethod, valid: Tensor, first: int) -> None:
+        self.method, self.valid, self.first = method, valid, first
+        self.steps: list[Tensor] = []
+        last = true_last(valid)[:, -method.rows :]
+        # left to right, also where padding is between them
+        self._rows, self._there = last, valid.gather(1, last)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.steps.append(torch.zeros(self.valid.shape, device=self.valid.device))
+
+    def see(self, number: int, query: Tensor, key: Tensor, scaling: float | None) -> None:
+        """Called by the attention function of every layer."""
+        if number < self.first:
+            return
+        prompt, behind = self.valid.shape[1], len(self.steps) - 1
+        valid = self.valid.to(query.device)
+        known = pad(valid, (0, behind), value=True)
+        # windows of a draft store the newest keys only
+        key = pad(key, (0, 0, known.shape[1] - key.shape[2], 0))
+        if behind:
+            visible = known[:, None, None]
+        else:
+            rows, there = self._rows.to(query.device), self._there.to(query.device)
+            query = query.gather(2, rows[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
+            causal = torch.arange(prompt, device=query.device) <= rows[..., None]
+            visible = (causal & valid[:, None] & there[..., None])[:, None]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attention = LayerAttention(query, key, visible, scale, torch.zeros_like(valid))
+        with without_autocast(query.device):
+            seen = self.method.see(attention, prompt)
+        seen = check_tensor(self.method, "see()", seen, "float", self.valid.shape, query).to(self.steps[-1].device)
+        join = torch.maximum if self.method.joined == "max" else torch.add
+        self.steps[-1] = join(self.steps[-1], seen)
+
+
+def read(scope: Scope[Any], method: DraftMethod, draft: Family, batch: int, length: int) -> Tensor:
+    """``[B, S]`` float32: what the draft attends to in the last ``S = length`` tokens of the prompt that the call was given;
+    ``B = batch`` may be a multiple of the prompts, of which each is then followed several times.
+
+    Raises
+    ------
+    UnsupportedError
+        If the draft makes another number of tokens of the pictures, or is accelerated or trained by now.
+    """
+    told, order = _shown(scope, draft, length)
+    watched = Watched(method, told["attention_mask"].bool(), method.begin(draft.depth))
+    with _one:
+        plug = Plug(draft.text, "text")
+        hook = draft.model.register_forward_pre_hook(lambda *_: watched.begin())
+        scope.preview = watched  # type: ignore[assignment]
+        try:
+            written = _written(method, draft, told)
+        finally:
+            scope.preview = None
+            hook.remove()
+            plug.off()
+    # what was written before a step: the last token is seen by none
+    goes_on = _goes_on(draft, written[:, : len(watched.steps) - 1])
+    with without_autocast(goes_on.device):
+        steps = torch.stack(watched.steps, 1)
+        seen = method.settle(steps, pad(goes_on, (1, 0), value=True))
+    check_tensor(method, "settle()", seen, "float", (len(steps), steps.shape[2]), steps)
+    seen = torch.zeros_like(seen).scatter(1, order, seen)
+    return seen.repeat_interleave(batch // len(seen), 0)
+
+
+def write(
+    scope: Scope[Any], method: Drafted, draft: Family, batch: int, length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """What the draft writes behind the last ``length`` tokens of the prompt that the call was given, ``[B, n]`` long with ``n``
+    at most the method's ``lookahead``, and which of it comes before the end of the answer, ``[B, n]`` bool; both on ``device``.
+    For ``batch`` and what is raised see :func:`read`."""
+    told, _ = _shown(scope, draft, length)
+    with _one:
+        written = _written(method, draft, told)
+    there = _goes_on(draft, written)
+    return tuple(x.to(device).repeat_interleave(batch // len(x), 0) for x in (written, there))  # type: ignore[return-value]
+
+
+def _shown(scope: Scope[Any], draft: Family, length: int) -> tuple[dict[str, Tensor], Tensor]:
+    """What the draft is shown of the call, on its device, padding in front; and the place that each of its tokens has among
+    those of the call, ``[b, S]`` long."""
+    check_free(draft)
+    given, device = scope.given, next(draft.inner.parameters()).device
+    ids, mask = given["input_ids"][:, -length:], given.get("attention_mask")
+    valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, -length:].bool()
+    told = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in _OWN}
+    # who writes behind a prompt needs its padding in front
+    order = true_last(valid)
+    told |= {"input_ids": ids, "attention_mask": valid.long()}
+    by_token = given["input_ids"].shape, ids.shape
+    told = {name: x[:, -length:].gather(1, order) if x.shape in by_token else x for name, x in told.items()}
+    return {name: x.to(device) for name, x in told.items()}, order.to(device)
+
+
+def _written(method: Drafted, draft: Family, told: dict[str, Tensor]) -> Tensor:
+    """The tokens that the draft writes, ``[b, n]`` long."""
+    try:
+        written: Tensor = draft.model.generate(**told, max_new_tokens=method.lookahead, do_sample=False, num_beams=1)
+    except MmaccelError:
+        raise
+    except ValueError as error:
+        raise UnsupportedError(
+            f"{method.name}: the draft cannot read this prompt ({str(error).splitlines()[0]}); name one of the same series."
+        ) from error
+    return written[:, told["input_ids"].shape[1] :]
+
+
+def _goes_on(draft: Family, written: Tensor) -> Tensor:
+    """``[b, n]`` bool: the tokens of ``written [b, n]`` that come before the end of the answer."""
+    ends = draft.model.generation_config.eos_token_id
+    ends = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=written.device)
+    return (~torch.isin(written, ends)).cumprod(1).bool()

@@ -1,0 +1,180 @@
+"""A look ahead: queries and keys of a layer of the language model before it runs, of a first pass to it, or of a text that a
+draft has written behind the prompt."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.masks import true_last
+from ...core.precision import without_autocast
+from ...kv.index import KeyIndex
+from ...method import DraftPolicy, LayerAttention, PreviewMethod
+from ...method.results import figures_of
+from ...transformers_api import Cache, DynamicLayer, cache_argument
+from ..call.call import Scope
+from ..call.forward import Prompt, rows_at, sent
+from ..call.plan import ModelPlan, PlannedStage
+from . import draft
+from .preview import Behind, Enough, Preview
+
+
+def _attention(
+    scope: Scope[ModelPlan],
+    prompt: Prompt,
+    layer: int,
+    run: Callable[[], Any],
+    chosen: Tensor,
+    visible: Callable[[int, int | None], Tensor | None] | None = None,
+) -> LayerAttention:
+    """The attention of the ``layer`` that ``run`` comes to, over the places ``chosen [B, q]`` of a prompt (-1 padding), on the
+    CPU. Keys of earlier turns take no part. For ``visible`` see :class:`.preview.Preview`."""
+    scope.preview = Preview(layer, visible)
+    try:
+        with suppress(Enough), torch.no_grad():
+            run()
+    finally:
+        found, scope.preview = scope.preview.found, None
+    if found is None:
+        raise RuntimeError(f"layer {layer} was not reached")
+    query, key, scaling = found
+    real = chosen >= 0
+    text = real & ~prompt.layout.visual.gather(1, chosen.clamp(min=0))
+    there, spoken = (x.bool() for x in sent(query.device, real, text))
+    sees = None
+    together = prompt.together if scope.plan.family.looks_ahead(layer) else None
+    if together is not None or not bool(real.all()):
+        causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=query.device).tril()
+        if together is not None:
+            (numbers,) = sent(query.device, together.gather(1, chosen.clamp(min=0)))
+            causal = causal | ((numbers[:, None] == numbers[..., None]) & (numbers[..., None] >= 0))
+        sees = (causal & there[:, None] & there[..., None])[:, None]
+    return LayerAttention(query, key, sees, scaling, spoken)
+
+
+def own_attention(
+    scope: Scope[ModelPlan], prompt: Prompt, number: int, layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+) -> LayerAttention:
+    """The attention that a layer is about to pay, ``hidden [B, q, D]`` being its input."""
+    # layers may be spread over devices, and what enters one is brought to it later
+    device = next(layer.parameters()).device
+    # some scale queries by their positions
+    takes = inspect.signature(layer.self_attn.forward).parameters  # type: ignore[union-attr]
+    given = kwargs.get("position_ids")
+    places = {"position_ids": given.to(device)} if "position_ids" in takes and given is not None else {}
+    # others pass their keys on to layers above
+    shared: dict[str, Any] = {"shared_kv_states": {}} if "shared_kv_states" in takes else {}
+
+    def run() -> None:
+        layer.self_attn(  # type: ignore[operator]
+            **places,
+            **shared,
+            hidden_states=scope.plan.family.norm_in(layer)(hidden.to(device)),
+            position_embeddings=tuple(x.to(device) for x in kwargs["position_embeddings"]),
+            attention_mask=None,
+        )
+
+    return _attention(scope, prompt, number, run, prompt.chosen)
+
+
+def first_pass(
+    scope: Scope[ModelPlan],
+    prompt: Prompt,
+    method: PreviewMethod,
+    embeds: Tensor,
+    planes: list[Tensor],
+    positions: Tensor,
+) -> dict[str, Tensor]:
+    """What ``method`` makes of the attention of its layer in a pass of its own, by place ``[B, S]``.
+
+    embeds ``[B, S, D]`` and DeepStack's ``planes``, at all places; positions ``[..., B, S]``.
+    """
+    chosen, padded = prompt.compacted(prompt.total.kept)
+    device, there = embeds.device, chosen >= 0
+    visual = there & prompt.layout.visual.gather(1, chosen.clamp(min=0))
+    at, real, seen, slots = sent(device, chosen.clamp(min=0), there, visual, prompt.slots(chosen))
+    rows = torch.arange(len(at), device=device)[:, None]
+    given: dict[str, Any] = {
+        "inputs_embeds": rows_at(embeds, at),
+        "position_ids": positions[..., rows, at],
+        "attention_mask": real if padded else None,
+        "use_cache": False,
+    }
+    if planes:
+        spots = true_last(visual.flatten()[None])[0, -int(visual.sum()) :].to(device)
+        features = [rows_at(plane, at).flatten(0, 1)[spots] for plane in planes]
+        given |= prompt.plan.family.deep_arguments(seen.bool(), features)
+    family, visible = prompt.plan.family, None
+    if family.masks_above:
+        places = chosen.to(device, torch.int32)
+        index = KeyIndex(places, padded, prompt.length)
+
+        def visible(number: int, window: int | None) -> Tensor | None:
+            return index.mask(places, window, prompt.together if family.looks_ahead(number) else None)
+
+    attention = _attention(scope, prompt, int(method.layer), lambda: family.text(**given), chosen, visible)
+    with without_autocast(device):
+        looked = figures_of(method, attention)
+    return {name: figures.to(device).gather(1, slots) for name, figures in looked.items()}
+
+
+class _Passing(DynamicLayer):
+    """Stands for a layer that has ``seen`` so many tokens, and stores no new ones."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Those that were given."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks are made by who attends."""
+        return query_length, self.seen
+
+
+def text_behind(
+    scope: Scope[ModelPlan], prompt: Prompt, stage: PlannedStage[DraftPolicy], positions: Tensor | None
+) -> Behind:
+    """What the layers of the language model make of the text that the draft of ``stage`` writes behind a prompt, whose keys the
+    cache holds; nothing of it is stored. ``positions`` are those that the text model was given."""
+    state, family, device = prompt.state, prompt.plan.family, prompt.device
+    assert state is not None and state.offset is not None
+    model, held, batch = prompt.plan.drafts[stage.number], scope.stages, len(prompt.layout.valid)
+    scope.stages = None
+    undo = [layer.snapshot() for layer in state.recurrent]
+    try:
+        written, there = draft.write(scope, stage.method, model, batch, prompt.length, device)
+        end = prompt.seen + prompt.length
+        at = torch.arange(end, end + written.shape[1], device=device).expand_as(written)
+        # an answer goes on behind all frames
+        begins = state.offset.to(device) - (0 if state.ahead is None else state.ahead.to(device))
+        places = at - begins[:, None]
+        if positions is not None and positions.dim() == 3:
+            places = places.expand(len(positions), -1, -1)
+        states = iter(state.recurrent)
+        cache = Cache([next(states) if n in family.recurrent else _Passing(end) for n in range(family.depth)])
+        behind = scope.preview = Behind(state.layers, family.stored_from, at.masked_fill(~there, -1))
+        with torch.no_grad():
+            family.text(
+                input_ids=written,
+                position_ids=places,
+                attention_mask=family.mask_argument(None),
+                use_cache=False,
+                **cache_argument(cache),
+            )
+    finally:
+        scope.preview, scope.stages = None, held
+        for restore in undo:
+            restore()
+    return behind

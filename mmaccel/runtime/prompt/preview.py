@@ -1,0 +1,72 @@
+"""What is to be seen of layers of the language model in a look ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...kv.packed import QuantisedLayer
+
+
+class Enough(Exception):
+    """What was to be seen was seen: the layers need not go on."""
+
+
+class Preview:
+    """Notes queries ``[B, Hq, q, D]`` and keys ``[B, Hkv, q, D]`` of one layer, behind RoPE, and ends the pass there.
+
+    visible : who sees what in the layers before, ``[B, 1, q, q]`` bool by number of a layer and its window, where the text
+        model does not make its masks.
+    """
+
+    def __init__(self, layer: int, visible: Callable[[int, int | None], Tensor | None] | None = None) -> None:
+        self.layer, self.visible = layer, visible
+        self.found: tuple[Tensor, Tensor, float] | None = None
+
+    def see(self, number: int, query: Tensor, key: Tensor, scaling: float | None) -> None:
+        """Called by the attention function of every layer.
+
+        Raises
+        ------
+        Enough
+            At the layer that was asked for.
+        """
+        if number == self.layer:
+            self.found = query, key, query.shape[-1] ** -0.5 if scaling is None else scaling
+            raise Enough
+
+
+class Behind:
+    """A text behind a prompt, which attends to all that the layers of the cache store and to itself, and is not stored.
+
+    Parameters
+    ----------
+    layers, stored_from : of the cache; and which of them belongs to a layer of the language model.
+    places : ``[B, n]`` long, the places of the text; -1 for what is no token.
+
+    found : by the number of the layer in the cache, queries ``[B, Hq, n, D]``, keys and values ``[B, Hkv, n, D]`` of the text,
+        behind RoPE.
+    """
+
+    def __init__(self, layers: Sequence[QuantisedLayer], stored_from: Callable[[int], int], places: Tensor) -> None:
+        self.layers, self.stored_from, self.places = layers, stored_from, places
+        self.found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def attend(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Called by the attention function of every layer: the keys and values ``[B, Hkv, K, D]`` that the text attends to, and
+        who sees what ``[B, 1 or Hkv, n, K]``; ``window`` counts places back."""
+        number = self.stored_from(number)
+        self.found[number] = query, key, value
+        layer, places = self.layers[number], self.places.to(query.device)
+        stored, held = layer.index.by_head.to(query.device), layer.stored()
+        own = places[:, None].expand(-1, stored.shape[1], -1)
+        at, came = places[:, None, :, None], torch.cat([stored.long(), own], dim=2)[:, :, None]
+        visible = (came >= 0) & (came <= at)
+        if window is not None:
+            visible &= at - came < window
+        # what is no token sees anything, so that it is a number
+        return torch.cat([held[0], key], 2), torch.cat([held[1], value], 2), visible | (at < 0)

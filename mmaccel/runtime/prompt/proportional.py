@@ -1,0 +1,76 @@
+"""Proportional attention: what is left of a picture weighs as many tokens as it stands for."""
+
+from __future__ import annotations
+
+import torch
+from mmaccel_kernels.copies import first_copies, of_first
+from torch import Tensor
+from torch.nn.functional import normalize, pad
+
+from ...core.masks import leftmost
+from ..call.forward import Prompt, sent
+from .tokens import by_place
+
+#: similarities that are in memory at once
+_BLOCK = 1 << 24
+
+
+def weigh(prompt: Prompt, embeds: Tensor, planes: list[Tensor]) -> None:
+    """Tell the cache what the tokens that are left of a prompt weigh, by what all of them were: ``embeds [B, S, D]``, and
+    DeepStack features like them.
+
+    With ``n_j`` tokens that ``j`` stands for, itself among them, every layer adds ``log n_j`` to the logits of its key: were
+    they all like ``j``, attention to it would be that to all of them.
+    """
+    asked, state = prompt.plan.recipe.proportional, prompt.state
+    before = None if state is None else state.shared.weights
+    made = None if asked == "none" else _weights(prompt, embeds, planes, clips=asked == "all")
+    if made is None and before is None:
+        return
+    if made is None:
+        made = embeds.new_zeros(embeds.shape[:2])
+    earlier = made[:, :0] if before is None else before.to(made.device)
+    prompt.incoming.weights = torch.cat([pad(earlier, (0, prompt.seen - earlier.shape[1])), made], dim=1)
+    if state is not None:
+        state.shared.weights = prompt.incoming.weights
+
+
+def _weights(prompt: Prompt, embeds: Tensor, planes: list[Tensor], clips: bool) -> Tensor | None:
+    """``[B, S]``, the logarithm of how many tokens every place stands for; None where each stands for itself alone.
+
+    clips : whether those of clips count; else they stand for themselves.
+    """
+    units, kept = prompt.layout.units("picture"), prompt.total.kept
+    valid = units.valid if clips else units.valid & (units.grid[:, :1] <= 1)
+    stays = valid & kept[units.row[:, None], units.places.clamp(min=0)]
+    if torch.equal(stays, valid):
+        return None
+    width = int(stays.sum(1).max())
+    with prompt.measured("selection", embeds.device), torch.no_grad():
+        rows, places, valid, stays = sent(embeds.device, units.row, units.places.clamp(min=0), valid, stays)
+        features = prompt.plan.family.entering(embeds, planes)[rows[:, None], places]
+        sizes = stands_for(features, valid.bool(), stays.bool(), width)
+        # what stands for nothing adds nothing
+        placed = by_place({"weights": sizes.clamp(min=1).log()}, units, kept.shape)["weights"]
+    return placed.nan_to_num(0.0).to(embeds.dtype)
+
+
+def stands_for(x: Tensor, valid: Tensor, kept: Tensor, width: int) -> Tensor:
+    """How many tokens every one that is ``kept [N, n]`` stands for, ``[N, n]`` float32: itself, and those of the ``valid
+    [N, n]`` that are not kept and more like it (cosine of ``x [N, n, D]``) than any other that is, the first on a tie.
+
+    width : the most that are kept of a row.
+    """
+    unit = normalize(x.float(), dim=-1).masked_fill(~valid[..., None], 0.0)
+    slots, there = leftmost(kept, width)
+    among = unit.gather(1, slots[..., None].expand(-1, -1, unit.shape[-1]))
+    first = first_copies(among, there)
+    near = torch.empty_like(valid, dtype=torch.long)
+    step = max(1, _BLOCK // max(1, len(x) * width))
+    for start in range(0, x.shape[1], step):
+        like = unit[:, start : start + step] @ among.transpose(1, 2)
+        if first is not None:
+            like = like.gather(2, first[:, None].expand_as(like))
+        near[:, start : start + step] = like.masked_fill(~there[:, None], -torch.inf).argmax(-1)
+    near = slots.gather(1, of_first(near, first_copies(unit, valid)))
+    return kept.float().scatter_add(1, near, (valid & ~kept).float())

@@ -1,0 +1,265 @@
+"""Stages that reduce visual tokens: what a method is shown of a prompt, and what becomes of its reduction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.budget import counts, kept_whole
+from ...core.layout import Units
+from ...core.masks import question
+from ...core.precision import without_autocast
+from ...core.reduction import Reduction
+from ...errors import MmaccelError
+from ...method import DraftMethod, LayerMethod, PreviewMethod, ProjectorMethod, TokenBatch, TokenMethod
+from ...method.results import check_figures, check_reduction
+from ..call.forward import Prompt, StageResult, rows_at, sent
+from ..call.plan import PlannedStage, record
+from ..tower.taps import Taps
+
+
+def reduce(
+    prompt: Prompt, stage: PlannedStage[TokenMethod], taps: Taps, hidden: Tensor, slots: Tensor | None, layer: int = 0
+) -> Reduction:
+    """Run one method on what is left of a prompt, and note it; returns its reduction in place coordinates ``[B, S]``.
+
+    Parameters
+    ----------
+    hidden : ``[B, q, D]``.
+    slots : ``[B, S]`` long on the CPU, where each place stands in ``hidden``; None when ``hidden`` is not compacted yet.
+    layer : the layer of the language model whose input ``hidden`` is.
+    """
+    method, total = stage.method, prompt.total
+    whole = prompt.layout.units(method.unit)
+    units = whole.only(total.kept)
+    present = units.valid.sum(1)
+    count, left = prompt.passes.setdefault(stage.number, (budget(prompt, stage, whole, present), [present]))
+    tokens, wanted = _shown(prompt, stage, taps, hidden, slots, whole, units)
+    # a choice has no gradient; the values that are merged have theirs
+    with torch.no_grad(), without_autocast(hidden.device):
+        if marks := check_figures(method, "marks()", method.marks(tokens), tokens.valid.shape, tokens.valid):
+            tokens = replace(tokens, signals={**tokens.signals, **marks})
+            prompt.marks |= by_place(marks, units, prompt.total.kept.shape)
+        made = checked(method, method.reduce(tokens, wanted), units.valid, count, tokens.features.shape[2])
+    _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
+    left.append(made.kept.sum(1))
+    made = made.relabel(units.places, units.row, total.kept.shape).beside(total.kept & ~prompt.layout.visual)
+    if made.residual is not None:
+        prompt.residuals.append(made.residual)
+    prompt.total = total.then(made)
+    # figures per token, not its keys and features: this outlives the call
+    figures = {
+        name: x if x.dim() == 2 else x.sum(1)
+        for name, x in tokens.signals.items()
+        if x.dim() == 2 or "attention" in name
+    }
+    prompt.history.append(StageResult(stage.number, layer, prompt.total, units, figures))
+    return made
+
+
+def prepare(prompt: Prompt, embeds: Tensor) -> None:
+    """Let methods inside the language model look at what enters it, ``embeds [B, q, D]``."""
+    kinds = {type(stage.method) for stage in prompt.plan.stage_at_layer.values()}
+    for kind in (kind for kind in kinds if kind.prepare.__func__ is not LayerMethod.prepare.__func__):  # type: ignore[attr-defined]
+        with prompt.measured("selection", embeds.device), torch.no_grad():
+            chosen = prompt.chosen
+            visual = prompt.layout.visual.gather(1, chosen.clamp(min=0)) & (chosen >= 0)
+            seen, text, slots = sent(embeds.device, visual, (chosen >= 0) & ~visual, prompt.slots(chosen))
+            made = kind.prepare(embeds, text.bool(), seen.bool())
+            made = check_figures(kind, "prepare()", made, embeds.shape[:2], embeds)
+            prompt.prepared[kind] = {name: figures.gather(1, slots) for name, figures in made.items()}
+
+
+def rests(prompt: Prompt, stage: PlannedStage[LayerMethod]) -> bool:
+    """Whether a method inside the language model has done with a prompt."""
+    known = prompt.passes.get(stage.number)
+    return known is not None and stage.method.rests(torch.stack(known[1], 1), known[0])
+
+
+def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
+    """How many tokens of each unit stay, ``[N]`` long on the CPU, of those ``present [N]``."""
+    recipe, method = prompt.plan.recipe, stage.method
+    official = method.official_count if method.official else None
+    least = recipe.retain if recipe.primary is not None and stage.number < recipe.primary else None
+    grids = [(t, h, w) for t, h, w in whole.grid.tolist()]
+    sizes = whole.valid.sum(1).tolist()
+    pictures = [
+        sum(n for n, q in zip(sizes, whole.picture, strict=True) if q == p) for p in dict.fromkeys(whole.picture)
+    ]
+    prompt.stats.notes += kept_whole(method.name, stage.budget, pictures)
+    return counts(stage.budget, sizes, present.tolist(), whole.picture, least, official, grids)
+
+
+def _shown(
+    prompt: Prompt,
+    stage: PlannedStage[TokenMethod],
+    taps: Taps,
+    hidden: Tensor,
+    slots: Tensor | None,
+    whole: Units,
+    units: Units,
+) -> tuple[TokenBatch, Tensor]:
+    """What a method sees of ``units``, which are left of ``whole``, and its budget, on the device of ``hidden``."""
+    method, (count, left) = stage.method, prompt.passes[stage.number]
+    device, places = hidden.device, units.places.clamp(min=0)
+    if method.last_norm:
+        hidden = _normed(prompt, hidden)
+    found, rows, at, (entered, wanted) = gathered(
+        units,
+        hidden,
+        units.row,
+        places if slots is None else slots[units.row[:, None], places],
+        prompt.entered(whole) if prompt.incoming.phases else units.valid.sum(1),
+        count,
+    )
+    valid: Tensor = found["valid"]
+    with without_autocast(device):
+        signals = taps.signals(method.taps(), prompt.encoded, units) if method.taps() else {}
+    if isinstance(method, (LayerMethod, PreviewMethod, DraftMethod)):
+        for name, figures in prompt.looked.items():
+            signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
+    if known := [name for name in method.reads if name in prompt.marks]:
+        (placed,) = sent(device, places)
+        for name in known:
+            signals[name] = prompt.marks[name].to(device)[rows[:, None], placed].masked_fill(~valid, torch.nan)
+    words, there, said = _question(prompt, method, hidden, slots, rows) if method.needs_question else (None, None, {})
+    if method.text_tower is not None:
+        tower = prompt.plan.text_towers[method.text_tower]
+        signals["patches"] = tower.project(signals["features"][:, 0].to(device))
+    tokens = TokenBatch(
+        **found,
+        question=words,
+        question_valid=there,
+        question_signals=said,
+        entered=entered,
+        left=torch.stack(left, 1),
+        clips=(units.grid[:, 0] > 1).tolist(),
+        until=_until(prompt, whole, units).to(device) if method.needs_spans else None,  # type: ignore[arg-type]
+        signals={name: x.to(device) for name, x in signals.items()},
+    )
+    if remark := method.told(tokens):
+        prompt.stats.notes.append(remark)
+    return tokens, wanted
+
+
+def gathered(
+    units: Units, hidden: Tensor, rows: Tensor, at: Tensor, *others: Tensor
+) -> tuple[dict[str, Any], Tensor, Tensor, list[Tensor]]:
+    """What a :class:`~mmaccel.method.TokenBatch` has of ``units`` in rows ``rows [N]`` of ``hidden [B, q, D]`` at slots
+    ``at [N, n]``, on the device of ``hidden``; and there also rows, slots and ``others``."""
+    rows, at, real, cells, grid, segment, tile, tiles, *others = sent(  # type: ignore[assignment]
+        hidden.device,
+        rows,
+        at,
+        units.valid,
+        units.cells,
+        units.grid,
+        units.segment,
+        units.tile,
+        units.tiles,
+        *others,
+    )
+    valid = real.bool()
+    features = hidden[rows[:, None], at] * valid[..., None]
+    found = {"features": features, "valid": valid, "cells": cells, "grid": grid, "segment": segment, "tile": tile}
+    return {**found, "tiles": tiles}, rows, at, list(others)
+
+
+def by_place(marks: dict[str, Tensor], units: Units, shape: torch.Size) -> dict[str, Tensor]:
+    """Figures ``[N, n]`` of units at the places of the prompt, ``[B, S]``."""
+    # what is no token goes behind all places
+    at = (units.row[:, None] * shape[1] + units.places).masked_fill(~units.valid, shape.numel()).flatten()
+    found = {}
+    for name, figures in marks.items():
+        flat = torch.full((shape.numel() + 1,), torch.nan, device=figures.device)
+        (onto,) = sent(figures.device, at)
+        found[name] = flat.scatter_(0, onto, figures.flatten())[:-1].view(shape)
+    return found
+
+
+def _until(prompt: Prompt, whole: Units, units: Units) -> Tensor:
+    """``[N, n]`` long on the CPU: the last frame of what was merged into each token of ``units``, which are left of
+    ``whole``; -1 where nothing has a cell."""
+    owner = prompt.total.owner()
+    here, rows = whole.valid, whole.row[:, None].expand_as(whole.valid)[whole.valid]
+    at = owner[rows, whole.places[here]]
+    flows = at >= 0
+    last = torch.full_like(owner, -1).flatten()
+    places = (rows * owner.shape[1] + at)[flows]
+    last = last.scatter_reduce(0, places, whole.cells[..., 0][here][flows], "amax").view(owner.shape)
+    return last[units.row[:, None], units.places.clamp(min=0)].masked_fill(~units.valid, -1)
+
+
+def _question(
+    prompt: Prompt, method: TokenMethod, hidden: Tensor, slots: Tensor | None, rows: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The text behind the last picture of each unit's row, ``[N, q, D]`` and ``[N, q]`` bool, and what ``look`` said of it;
+    where none is, all text."""
+    visual, notes = prompt.layout.visual, prompt.stats.notes
+    text = prompt.layout.valid & ~visual
+    asked = question(text, visual)
+    if method.text_tower is not None:
+        notes.append(f"{method.name}: the question as the text tower of {method.text_tower!r} reads it")
+        words = [prompt.plan.family.words(ids[mine]) for ids, mine in zip(prompt.ids, asked, strict=True)]
+        found, there = prompt.plan.text_towers[method.text_tower].embed(words, method.by_word)
+        found, there = found.to(hidden.device), there.to(hidden.device)
+        return found[rows], there[rows], {}
+    if not isinstance(method, LayerMethod):
+        notes.append(f"{method.name}: the question as the language model itself embeds it")
+    chosen, _ = prompt.compacted(asked)
+    at = chosen.clamp(min=0)
+    at, real = sent(hidden.device, at if slots is None else slots.gather(1, at), chosen >= 0)
+    looked = prompt.looked if isinstance(method, LayerMethod) else {}
+    said = {name: figures.to(hidden.device).gather(1, at)[rows] for name, figures in looked.items()}
+    return rows_at(hidden, at)[rows], real.bool()[rows], said
+
+
+def _normed(prompt: Prompt, hidden: Tensor) -> Tensor:
+    """What the last norm of the language model makes of ``hidden``; layers may be spread over devices."""
+    norm = prompt.plan.family.last_norm
+    made: Tensor = norm(hidden.to(next(norm.parameters()).device))
+    return made.to(hidden.device)
+
+
+def checked(method: TokenMethod, made: Any, valid: Tensor, count: Tensor, width: int) -> Reduction:
+    """What a method made of tokens of ``width`` channels, on the CPU, if it is a reduction of these that meets the budget."""
+    made = check_reduction(method, made, valid, width)
+    if made.residual is not None and not isinstance(method, ProjectorMethod):
+        raise MmaccelError(
+            f"Method {method.name!r} has a residual, which is added before the language model; make it a ProjectorMethod."
+        )
+    kept = made.kept.sum(1)
+    empty = (kept == 0) & (count > 0)
+    over = kept != count if method.budget == "exact" else kept > count if method.budget == "at_most" else empty
+    if isinstance(method, LayerMethod) and method.spreads:
+        over = empty
+    if bool((over | empty).any()):
+        i = int((over | empty).nonzero()[0])
+        raise MmaccelError(
+            f"Method {method.name!r} has the budget class {method.budget!r} but kept {int(kept[i])} of "
+            f"{int(valid[i].sum())} tokens where {int(count[i])} were resolved."
+        )
+    return made
+
+
+def _record(
+    prompt: Prompt, stage: PlannedStage[TokenMethod], there: int, resolved: int, made: Reduction, again: bool
+) -> None:
+    """Add to the figures of a stage that ``resolved`` of ``there`` tokens were to stay; it may work ``again`` on a prompt."""
+    method, notes, left = stage.method, prompt.stats.notes, int(made.kept.sum())
+    if again:
+        prompt.stats.stages[stage.number].tokens_kept += left - there
+        return
+    if isinstance(method, LayerMethod) and method.spreads:
+        record(prompt.stats, stage, there, None, left)
+        return
+    record(prompt.stats, stage, there, None if method.budget in ("adaptive", "none") else resolved, left)
+    if method.budget == "adaptive":
+        notes.append(
+            f"{method.name} lets the content decide: of {there} visual tokens {resolved} were asked for, and {left} stay"
+        )
+    if left == there and len(prompt.plan.stages) > 1:
+        notes.append(f"stage {stage.number} ({method.name}) left all {left} tokens that reached it")

@@ -1,0 +1,1 @@
+"""The vision tower: taps on it, merging, pruning and reuse inside it."""

@@ -1,0 +1,94 @@
+"""Pictures and clips that are encoded once for many calls with the same pixels, whatever recipes these calls have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.layout import Modality
+from ...families import Family
+from ..call.call import current
+
+
+@dataclass
+class Remembered:
+    """What the vision towers made of the pixels of one batch: features by modality, and every tap that was asked for so far.
+
+    A recipe that asks for a tap that none before it did makes the towers run once more, and so do other pixels, whose features
+    then take the place of those that were kept: what is answered from here is told by its content. Recipes that work inside
+    the towers, or work on pixels, cannot be answered from here: the first run as if nothing were remembered, with the others
+    :meth:`on` is not to be used.
+
+    given : what the towers were given, by modality. passes : how often they ran to fill it.
+    """
+
+    features: dict[Modality, Any] = field(default_factory=dict)
+    taps: dict[Modality, dict[tuple[str, int], list[Tensor]]] = field(default_factory=dict)
+    given: dict[Modality, Any] = field(default_factory=dict)
+    passes: int = 0
+
+    @contextmanager
+    def on(self, family: Family) -> Iterator[None]:
+        """Inside, a model of this family answers from here; to be entered before the model is accelerated."""
+        inner = family.inner
+        named = {f"get_{modality}_features": modality for modality in family.modalities}
+        if not all(hasattr(inner, name) for name in named):
+            # one function for pictures and clips: its answers are not told apart
+            named = {}
+        own = {name: vars(inner)[name] for name in named if name in vars(inner)}
+        for name, modality in named.items():
+            setattr(inner, name, self._answering(modality, getattr(inner, name)))
+        try:
+            yield
+        finally:
+            for name in named:
+                delattr(inner, name)
+            vars(inner).update(own)
+
+    def _answering(self, modality: Modality, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def features(*args: Any, **kwargs: Any) -> Any:
+            scope = current()
+            encoded = scope.encoding if scope is not None else None
+            if scope is not None and scope.plan.in_towers:
+                return original(*args, **kwargs)
+            wanted = set()
+            if scope is not None and encoded is not None:
+                wanted = {(kind, layer) for layer, kinds in scope.taps.layers.items() for kind in kinds}
+            if not _equal(self.given.get(modality), (args, kwargs)):
+                self.features.pop(modality, None)
+                self.taps[modality] = {}
+            known = self.taps[modality]
+            if modality in self.features and wanted <= known.keys():
+                if encoded is not None:
+                    encoded.taps.update({tap: known[tap] for tap in wanted})
+            else:
+                self.features[modality] = original(*args, **kwargs)
+                self.given[modality] = args, kwargs
+                self.passes += 1
+                if encoded is not None:
+                    known.update(encoded.taps)
+            return self.features[modality]
+
+        return features
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two arguments of a tower have the same content."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return one is other or (alike and torch.equal(one, other))
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    return type(one) is type(other) and bool(one == other)
+
+
+__all__ = ["Remembered"]

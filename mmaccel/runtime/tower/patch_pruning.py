@@ -1,0 +1,190 @@
+"""Patches that do not enter the vision tower: a method predicts their pixels from those of others.
+
+The tower's layers run over the patches that are left, with the positions that these have in the picture, learned or rotary, and
+in the windows in which they stand. Behind every layer whose output is read the full grid is handed back, where a patch that
+was left out holds what became of the one that predicts it, so that projectors, poolers and newline packers go on working.
+The language model is then shown the tokens of encoded patches. A token that blends several patches (pooled clips) stays if one
+of them was encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.precision import without_autocast
+from ...core.reduction import Reduction
+from ...errors import MmaccelError, UnsupportedError
+from ...method import PatchMethod
+from ...method.results import check_tensor
+from ..call.call import Scope, current
+from ..call.compact_tokens import Shortened, Subsequence
+from ..call.forward import Prompt, StageResult
+from ..call.plan import ModelPlan, PlannedStage, record
+from ..call.vision_output import Encoded
+from .token_groups import targets
+
+
+class Pruned(Shortened):
+    """The patches that are encoded. Tiles keep as many as they have, and are padded to the one that keeps most.
+
+    target : ``[S0]`` long, the token that each is predicted from; its own place for those that are encoded.
+    packed : whether the tower has one sequence of frames of several sizes, and no tiles.
+    """
+
+    def __init__(self, target: Tensor, cls: int, tiles: int, packed: bool) -> None:
+        super().__init__(cls, tiles, len(target), target.device)
+        self.packed, self.open = packed, False
+        stays = target == self.place
+        self.place = self.place[stays]
+        rank = stays.cumsum(0) - 1
+        self.owner = rank[target]
+        self.sequence = Subsequence(self.place)
+        if packed:
+            return
+        count = stays.view(tiles, -1).sum(1)
+        slot = torch.arange(int(count.max()), device=target.device)
+        first = count.cumsum(0) - count
+        self._real = slot < count[:, None]
+        # padding repeats the first token of its tile
+        self._slots = self.place[first[:, None] + torch.where(self._real, slot, 0)]
+        self._at = self._real.flatten().nonzero()[:, 0]
+        self.full = bool(self._real.all())
+
+    @property
+    def real(self) -> Tensor | None:
+        """See :attr:`Shortened.real`."""
+        return None if self.packed or self.full or not self.open else self._real
+
+    def take(self, hidden: Tensor) -> Tensor:
+        """``[tiles, T0, C] -> [tiles, T, C]``, or ``[..., S0, C] -> [..., S, C]``."""
+        return hidden[..., self.place, :] if self.packed else hidden.flatten(0, 1)[self._slots]
+
+    def give(self, hidden: Tensor) -> Tensor:
+        """What :meth:`take` made back on the full grid."""
+        if self.packed:
+            return hidden[..., self.owner, :]
+        return hidden.flatten(0, 1)[self._at[self.owner]].view(self.tiles, -1, hidden.shape[-1])
+
+    def attention(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
+        """Hide padding."""
+        if not self.open or self.packed:
+            return mask
+        if mask is not None:
+            raise UnsupportedError(
+                "Patches cannot be left out of pictures that have padded patches; give pictures of one shape, or a call each."
+            )
+        if self.full:
+            return None
+        hidden = torch.zeros(self._real.shape, dtype=key.dtype, device=key.device)
+        return hidden.masked_fill(~self._real, torch.finfo(key.dtype).min)[:, None, None]
+
+    def _there(self, values: Tensor) -> Tensor:
+        if self.packed or self.full:
+            return super()._there(values)
+        return values[self._real[:, self.cls :]]
+
+
+class PatchPruning:
+    """The hooks of a method in front of the towers of one model.
+
+    Parameters
+    ----------
+    hook : takes the handle of every hook as soon as it is registered, so that all can be removed whatever fails.
+    """
+
+    def __init__(self, plan: ModelPlan, hook: Callable[..., None]) -> None:
+        self.plan, self.family = plan, plan.family
+        for tower in self.family.towers():
+            hook(tower.register_forward_pre_hook(self._begin, with_kwargs=True))
+            blocks = self.family.tower_layers(tower)
+            for number in range(self.family.feature_layer + 1):
+                hook(blocks[number].register_forward_pre_hook(self._enter, with_kwargs=True))
+                if number in self.family.read_at:
+                    hook(blocks[number].register_forward_hook(self._leave, prepend=True))
+            hook(*(reader.register_forward_pre_hook(self._full) for reader in self.family.readers(tower)))
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        scope = current(self.plan)
+        if scope is None or scope.encoding is None or (stage := scope.plan.patches) is None:
+            return
+        names = ("pixel_values", "hidden_states")
+        pixels = args[0] if args else next(kwargs[name] for name in names if name in kwargs)
+        with scope.stats.clock.measure("selection", pixels.device), torch.no_grad(), without_autocast(pixels.device):
+            scope.encoding.merged = self._chosen(stage.method, scope.encoding, pixels)
+
+    def _chosen(self, method: PatchMethod, encoded: Encoded, pixels: Tensor) -> Pruned | None:
+        """What is encoded of ``pixels``, as the tower is given them; None if everything is."""
+        groups = self.family.unit_pixels(encoded, pixels)
+        target = torch.arange(sum(places.numel() for _, places in groups), device=pixels.device)
+        kept = len(target)
+        for values, places in groups:
+            shape = values.shape[0], values.shape[1] * values.shape[2]
+            made = check_tensor(method, "predict()", method.predict(values), "integer", shape, values)
+            inside = made.clamp(0, shape[1] - 1)
+            if not bool(((inside == made) & (inside.gather(1, inside) == made)).all()):
+                raise MmaccelError(
+                    f"Method {method.name!r} must give [{shape[0]}, {shape[1]}] slots, each of which is its own or one that is."
+                )
+            kept -= places.shape[2] * int((made != torch.arange(shape[1], device=made.device)).sum())
+            target[places] = places.gather(1, made[..., None].expand_as(places))
+        if kept == len(target):
+            return None
+        order, cls = self.family.tower_order(encoded), int(self.family.has_cls)
+        if order is not None:
+            order = order.to(target.device)
+            rank = torch.empty_like(order)
+            rank[order] = torch.arange(len(order), device=order.device)
+            target = rank[target[order]]
+        packed = self.family.frames(encoded) is not None
+        if packed:
+            return Pruned(target, 0, 1, packed)
+        target = target.view(len(pixels), -1)
+        width = target.shape[1]
+        # a tile's patches stand behind its CLS token
+        target = target + cls * (target // width + 1)
+        own = torch.arange(len(pixels), device=target.device)[:, None] * (width + cls)
+        return Pruned(torch.cat([own.expand(-1, cls), target], 1).flatten(), cls, len(pixels), packed)
+
+    def _pruned(self) -> Pruned | None:
+        scope: Scope[ModelPlan] | None = current(self.plan)
+        if scope is None or scope.encoding is None or scope.plan.patches is None:
+            return None
+        found = scope.encoding.merged
+        return found if isinstance(found, Pruned) else None
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        pruned = self._pruned()
+        if pruned is None:
+            return None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if not pruned.open:
+            hidden, pruned.open = pruned.take(hidden), True
+        if pruned.packed:
+            kwargs = {**kwargs, **pruned.sequence.arguments(kwargs)}
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        pruned = self._pruned()
+        if pruned is None:
+            return None
+        pruned.open = False
+        whole = pruned.give(output[0] if isinstance(output, tuple) else output)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    def _full(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        pruned = self._pruned()
+        return None if pruned is None or not pruned.open else (pruned.give(args[0]), *args[1:])
+
+
+def leave_out(prompt: Prompt, stage: PlannedStage[PatchMethod]) -> None:
+    """Keep the tokens of encoded patches: where the one that predicts others was cropped, the first of these stands for it."""
+    layout = prompt.layout
+    target = targets(prompt.plan.towers, layout, prompt.encoded)
+    stays = (target == torch.arange(target.shape[1])) & layout.visual
+    record(prompt.stats, stage, int(layout.visual.sum()), None, int(stays.sum()))
+    prompt.total = Reduction(stays | (layout.valid & ~layout.visual), layout.valid)
+    prompt.history.append(StageResult(stage.number, 0, prompt.total))

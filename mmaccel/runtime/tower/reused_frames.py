@@ -1,0 +1,56 @@
+"""Which frames of a run of a vision tower are computed whole, and which take parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import MmaccelError
+from ...method import ReuseMethod
+from ...method.refused import described, refuse
+from ..call.compact_tokens import Subsequence
+
+
+class Frames:
+    """The frames of a run, whose tokens are counted in one flat sequence.
+
+    count : how many frames. whole : the tokens of those that are computed whole.
+    groups : of each size of other frames their tokens ``[N, T]`` long, and where those of their references are in ``whole``.
+    """
+
+    def __init__(self, count: int, whole: Tensor, groups: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.count, self.whole, self.groups = count, Subsequence(whole), groups
+
+    @staticmethod
+    def of(method: ReuseMethod, clips: Sequence[Sequence[int]], device: torch.device) -> Frames | None:
+        """Of ``clips``, the tokens of every frame of each; None if all frames are computed whole."""
+        whole: list[Tensor] = []
+        others: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        start = kept = 0
+        for sizes in clips:
+            references, places = method.references(len(sizes)), dict[int, Tensor]()
+            told = isinstance(references, Sequence) and all(type(at) is int for at in references)
+            if not told or len(references) != len(sizes):
+                refuse(method, "references()", described(references), f"a list of {len(sizes)} frames, by number")
+            if any(not 0 <= at <= frame or references[at] != at for frame, at in enumerate(references)):
+                raise MmaccelError(
+                    f"Method {method.name!r} must refer every frame to itself or to an earlier one that refers to itself."
+                )
+            for frame, (size, at) in enumerate(zip(sizes, references, strict=True)):
+                tokens = torch.arange(start, start + size)
+                start += size
+                if at == frame:
+                    places[frame] = torch.arange(kept, kept + size)
+                    whole.append(tokens)
+                    kept += size
+                else:
+                    others.setdefault(size, []).append((tokens, places[at]))
+        if not others:
+            return None
+        groups = [
+            (torch.stack([tokens for tokens, _ in pairs]).to(device), torch.stack([at for _, at in pairs]).to(device))
+            for pairs in others.values()
+        ]
+        return Frames(sum(map(len, clips)), torch.cat(whole).to(device), groups)
