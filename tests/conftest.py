@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--golden", type=Path, default=SHIPPED, help="folder of golden vectors (default: the few shipped ones)"
     )
     parser.addoption(
-        "--part", type=part, default=(1, 1), metavar="K/N", help="of parametrised tests the Kth of N parts: 1/2, or 2/2"
+        "--part", type=part, default=(1, 1), metavar="K/N", help="the Kth of N parts of the tests: 1/2, or 2/2"
     )
 
 
@@ -48,8 +48,13 @@ def part(given: str) -> tuple[int, int]:
     """``"K/N"``, K from 1 to N."""
     k, _, n = given.partition("/")
     if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
-        raise argparse.ArgumentTypeError(f"{given!r} is no part such as 1/2")
+        raise argparse.ArgumentTypeError(f"a part must be K/N with K from 1 to N, such as 1/2, got {given!r}")
     return int(k), int(n)
+
+
+def in_part(name: str, k: int, n: int) -> bool:
+    """Whether a test is in the Kth of N parts: it depends on its name alone, so every test is always in the same part."""
+    return zlib.crc32(name.encode()) % n == k - 1
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -59,13 +64,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test belongs to one run; of the parametrised ones a part may be asked for."""
+    """Every test belongs to one run, of which a part may be asked for."""
     for item in items:
         marks = [name for name in APART if item.get_closest_marker(name)]
         if len(marks) > 1:
             raise pytest.UsageError(f"{item.nodeid} belongs to one run, not to {' and '.join(marks)}")
     k, n = config.option.part
-    here = [n == 1 or not hasattr(item, "callspec") or zlib.crc32(item.nodeid.encode()) % n == k - 1 for item in items]
+    here = [in_part(item.nodeid, k, n) for item in items]
     config.hook.pytest_deselected(items=[item for item, stays in zip(items, here, strict=True) if not stays])
     items[:] = [item for item, stays in zip(items, here, strict=True) if stays]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import re
 import runpy
 import subprocess
 import sys
@@ -100,31 +99,12 @@ def test_importing_costs_nothing_until_something_is_used():
 
 def test_the_project_file_is_consistent():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["dynamic"] == ["version"]
+    assert project["project"]["dynamic"] == ["version", "readme", "urls"]
     names = [text.split(">")[0].split(";")[0].strip() for text in project["project"]["dependencies"]]
     assert "transformers" in names
     assert "triton" not in names
     assert (ROOT / "mmaccel" / "py.typed").exists()
     assert not (ROOT / "kernels" / "__init__.py").exists()
-
-
-def test_every_test_belongs_to_a_run():
-    """The default run takes what has no mark, and every mark has a step of its own among those that must pass."""
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    marks = [text.split(":")[0] for text in options["markers"]]
-    assert f"-m 'not ({' or '.join(marks)})'" in options["addopts"] and "--strict-markers" in options["addopts"]
-    script = (ROOT / ".ci" / "run").read_text()
-    # what is left out is what a step of its own does
-    left_out = (
-        " --deselect tests/kernels/test_compilers.py::test_every_configuration_compiles_and_spills_what_the_table_says"
-    )
-    assert script.count("--deselect") == script.count(left_out) == 1 and "tests/kernels/compilers.py --jobs" in script
-    # the long squares take turns from day to day
-    part, third = ' --part "$part"', ' --part "$third"'
-    assert script.count("--part") == 2 and script.count(part) == script.count(third) == 1
-    assert "part=$((day / 2 % 32 + 1))/32" in script and "third=$((day / 2 % 3 + 1))/3" in script
-    runs = re.findall(r"-m pytest -q(.*)", script.replace(left_out, "").replace(part, "").replace(third, ""))
-    assert "" in runs and {f" -m {mark}" for mark in marks} <= {run.split(" tests/")[0] for run in runs}
 
 
 def test_the_example_method_works(fresh_registry, capsys):
