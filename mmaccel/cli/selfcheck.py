@@ -217,7 +217,7 @@ def _integers(name: str, values: list[Any]) -> Tensor:
         return (torch.arange(values[0]) < given[:, None]).int()
     if name == "image_token_pooling":  # the 2 by 2 patches of every token, from the number of crops, rows and columns
         crops, rows, columns = values
-        patches = torch.arange(4 * given.prod()).view(crops * rows, 2, columns, 2)
+        patches = torch.arange(4 * crops * rows * columns).view(crops * rows, 2, columns, 2)
         return patches.transpose(1, 2).reshape(-1, 4)
     return given.int() if name == "target_sizes" else given
 
