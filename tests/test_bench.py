@@ -57,7 +57,20 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of a run at the command line."""
     path = tmp_path_factory.mktemp("bench") / "a.json"
     argv = ["bench", "--shape", "tiny", "--workload", "picture-336", "--recipe", "uniform", "resize"]
-    argv += ["--retain", "0.5", "0.25", "--answer", "3", "--repeats", "2", "--batch", "1", "--concurrency", "1", "2"]
+    argv += [
+        "--retain",
+        "0.5",
+        "0.25",
+        "--max-new-tokens",
+        "3",
+        "--repeats",
+        "2",
+        "--batch-size",
+        "1",
+        "--concurrency",
+        "1",
+        "2",
+    ]
     assert main([*argv, "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
@@ -477,7 +490,7 @@ def test_plots(report, tmp_path):
 
 def test_without_matplotlib_figures_are_not_lost(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    argv = ["bench", "--shape", "tiny", "--workload", "picture-336", "--recipe", "uniform", "--answer", "1"]
+    argv = ["bench", "--shape", "tiny", "--workload", "picture-336", "--recipe", "uniform", "--max-new-tokens", "1"]
     assert main([*argv, "--repeats", "1", "--plots", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "uniform" in out and "No plots: Drawing needs matplotlib" in err

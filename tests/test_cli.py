@@ -366,7 +366,7 @@ def test_selfcheck_runs_families(capsys):
     assert all(f["problem"] is None and f["kv_bytes"] < f["kv_bytes_full"] for f in report["families"])
     out = output(capsys, "selfcheck", "--family", "smolvlm", "--recipe", "uniform", "--retain", 4)
     assert "1 of 1 families pass" in out
-    assert "known are llava" in output(capsys, "selfcheck", "--families", "lava", status=2)
+    assert "known are llava" in output(capsys, "selfcheck", "--family", "lava", status=2)
 
 
 def test_help_teaches_with_examples(capsys):

@@ -65,14 +65,6 @@ def test_the_same_option_has_one_name_and_takes_the_same_everywhere() -> None:
     assert names["--retain"] == names["--recipe"] - {"tune"} | {"distil"}
 
 
-def test_old_spellings_are_taken_for_the_new_ones() -> None:
-    for name, module in commands().items():
-        known = {spelled for one in command(name).params for spelled in one.opts}
-        for old, new in getattr(module, "RENAMED", {}).items():
-            assert new in known and old not in known
-            assert command(name)._spelled([f"{old}=1"])[0] == f"{new}=1"
-
-
 @pytest.mark.parametrize(
     ("name", "typed", "means"),
     [
@@ -80,14 +72,13 @@ def test_old_spellings_are_taken_for_the_new_ones() -> None:
         ("eval", "--retain=0.5 0.25 --json", "--retain=0.5 --retain 0.25 --json -"),
         ("eval", "--json --limit 3", "--json - --limit 3"),
         ("eval", "--json out --limit 3", "--json out --limit 3"),
-        ("bench", "--batch 1 8 --answer 4", "--batch-size 1 --batch-size 8 --max-new-tokens 4"),
-        ("compare", "--recipes none fastv -o a.png", "--recipe none --recipe fastv -o a.png"),
+        ("bench", "--batch-size 1 8 --max-new-tokens 4", "--batch-size 1 --batch-size 8 --max-new-tokens 4"),
+        ("compare", "--recipe none fastv -o a.png", "--recipe none --recipe fastv -o a.png"),
         ("compare", "--retain 1 -2", "--retain 1 --retain -2"),
         # what stands behind --json may be a picture there
         ("ask", "--json a.png what?", "--json - a.png what?"),
         ("ask", "a.png what? --json a.json", "a.png what? --json a.json"),
         ("ask", "--set a=1 b.png what?", "--set a=1 b.png what?"),
-        ("video-qa", "q.jsonl -o a.jsonl --summary s", "q.jsonl -o a.jsonl --json s"),
     ],
 )
 def test_values_that_stand_behind_one_option(name: str, typed: str, means: str) -> None:

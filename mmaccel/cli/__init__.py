@@ -1,15 +1,14 @@
-"""The command ``mmaccel``; one file a subcommand, which is found because it lies in this folder.
+"""The command ``mmaccel``: every file in this folder is a subcommand.
 
-``NAME.py`` is the subcommand ``NAME``, with a hyphen for an underscore. Its docstring is what ``--help`` says, and it has
+``NAME.py`` is the subcommand ``NAME``, with a hyphen for an underscore. Its docstring is the text of ``--help``, and it has
 
 - ``HELP``: a line for the list of subcommands,
-- ``EXAMPLES``: what stands below its help,
-- ``run(...)``: does the work, prints, and returns the exit status. Its parameters are the options, as Typer reads them. One
-  whose type is a dataclass stands for the options that are its fields, see ``shared/options.py``; ``--debug`` is there already;
+- ``EXAMPLES``: printed below its help,
+- ``run(...)``: does the work, prints, and returns the exit status. Its parameters are the options, as Typer reads them. A
+  parameter whose type is a dataclass has the options that are its fields, see ``shared/options.py``. ``--debug`` is added;
 
-and may have ``PLACE``, its place in the list (by default the end), and ``RENAMED``, the new spelling of options by the old one.
-Heavy imports happen in the functions that need them: help needs no torch. What several share lies in ``shared/``, or in a file
-whose name begins with an underscore.
+and may have ``PLACE``, its place in the list (by default the end). Heavy imports are inside functions: help needs no torch.
+Shared code is in ``shared/``, or in a file whose name begins with an underscore.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ..errors import MmaccelError
 from ..version import __version__
 from .shared.options import STDOUT
 
-#: exit status of an error that the user can mend
+#: exit status of an error that the user can correct
 USAGE = 2
 
 _ABOUT = """\
@@ -40,23 +39,23 @@ Make pretrained vision and video LLMs faster by dropping visual tokens.
 
 \b
   mmaccel quickstart                                           see it work, offline
-  mmaccel methods                                              what is there to choose from?
+  mmaccel methods                                              which methods and recipes exist?
   mmaccel ask --model FOLDER photo.jpg "What is on the table?" full against accelerated, side by side
-  mmaccel eval --recipe divprune --retain 0.5 0.25             what does it cost in answers?
+  mmaccel eval --recipe divprune --retain 0.5 0.25             how many answers does it change?
   mmaccel compare --out curves.png                             several recipes as curves
   mmaccel tune --data questions.jsonl --keep 0.99              the recipe that keeps your answers and costs least
   mmaccel distil --data questions.jsonl -o selector/           a small network that picks the tokens for your questions
   mmaccel bench --shape llava-1.5-7b                           how fast, on the sizes of real models?
-  mmaccel video-qa questions.jsonl -o answers.jsonl            thousands of videos, and going on where it was killed
+  mmaccel video-qa questions.jsonl -o answers.jsonl            thousands of videos; resumes interrupted runs
   mmaccel serve --recipe snapkv                                a model with a recipe, for OpenAI's clients
   mmaccel demo                                                 what is kept and what it costs, in a browser
   mmaccel doctor, mmaccel selfcheck                            does everything fit together here?
 """
-#: columns of help that nobody sees on a screen, and the most that it takes there
+#: columns of help: off a terminal, and at most on one
 _WIDTH = 120
-#: what Typer raises when a command line cannot be read is this, whatever it is called there
+#: what Typer raises when it cannot read a command line; its name differs between versions
 _Unreadable: Any = typer.BadParameter.__mro__[1]
-#: shells ask for completions by this variable, which Typer names after the program
+#: by this variable, which Typer names after the program, shells ask for completions
 _COMPLETE = "_MMACCEL_COMPLETE"
 
 
@@ -73,24 +72,21 @@ def commands() -> dict[str, Any]:
 class _Command(TyperCommand):
     """A subcommand that takes ``--retain 0.5 0.25`` for ``--retain 0.5 --retain 0.25``, and ``--json`` without a file."""
 
-    #: new spelling by old one
-    renamed: dict[str, str]
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Spell out what Typer does not know."""
+        """Spell out the short forms."""
         return super().parse_args(ctx, self._spelled(args))
 
     def _spelled(self, args: list[str]) -> list[str]:
-        # words behind an option may be its values only where they cannot be arguments
+        # without arguments, all words after an option are its values
         bare = not any(one.param_type_name == "argument" for one in self.params)
         several = [name for one in self.params if getattr(one, "multiple", False) for name in one.opts]
         spelled: list[str] = []
         option = ""
         for number, word in enumerate(args):
-            name, sign, value = word.partition("=")
+            name = word.partition("=")[0]
             if word.startswith("-") and not word[1:2].isdecimal():
-                option = self.renamed.get(name, name)
-                spelled.append(option + sign + value)
+                option = name
+                spelled.append(word)
                 following = args[number + 1] if number + 1 < len(args) else "-"
                 if word == "--json" and (following.startswith("-") or not (bare or following.endswith(".json"))):
                     spelled.append(STDOUT)
@@ -102,10 +98,10 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
-    """The list of subcommands, in which their lines are not cut."""
+    """The list of subcommands, with their whole lines."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """A line each."""
+        """Write one line for each."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, one.short_help) for name, one in self.commands.items()])
 
@@ -170,7 +166,7 @@ def build_app() -> typer.Typer:
     for name, module in commands().items():
         app.command(
             name,
-            cls=type("_Command", (_Command,), {"renamed": getattr(module, "RENAMED", {})}),
+            cls=_Command,
             help=module.__doc__,
             short_help=module.HELP,
             # Typer keeps the lines of a paragraph that begins so
@@ -183,7 +179,7 @@ def build_app() -> typer.Typer:
 
 
 def _silence() -> None:
-    """Keep the interpreter from complaining at exit about what standard output does not take."""
+    """Keep the interpreter from reporting at exit what standard output does not take."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         return
@@ -192,8 +188,8 @@ def _silence() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit status: 0, 1 (a check failed, or a fault of ours), 2 (an error to mend), 3 (done,
-    but for some questions that could not be used)."""
+    """Run a command line. The exit status is 0, 1 (a check failed, or an unexpected error), 2 (an error that the user can
+    correct), or 3 (done, but some questions could not be used)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     app = typer.main.get_command(build_app())
     if _COMPLETE in os.environ:
@@ -201,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known: Any = app
     called = " ".join(["mmaccel", *(word for word in arguments[:1] if word in known.commands)])
     if sys.stderr is None:
-        # closed; what is meant for it would come out on standard output
+        # closed; its text would go to standard output
         sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
         print(f"{called}: standard output is closed; send it to a file or /dev/null.", file=sys.stderr)
@@ -212,25 +208,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except typer.Exit as done:
-        # the help that nobody asked for stands for a command line without a command
+        # help without --help: the command is missing
         return done.exit_code if arguments else USAGE
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # the reader (`| head`) has gone
+        # the reader (`| head`) has ended
         _silence()
         return 0
     except Exception as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        status, sentence = _told(error, called)
+        status, sentence = _explain(error, called)
         print(f"{called}: {sentence}", file=sys.stderr)
         if isinstance(error, OSError):
             _silence()
         return status
 
 
-def _told(error: Exception, called: str) -> tuple[int, str]:
+def _explain(error: Exception, called: str) -> tuple[int, str]:
     """The exit status of an error, and the sentence about it."""
     if isinstance(error, _Unreadable):
         sentence = " ".join(error.format_message().split())
@@ -239,6 +235,6 @@ def _told(error: Exception, called: str) -> tuple[int, str]:
         return USAGE, str(error)
     if isinstance(error, OSError):
         where = "its output" if error.filename is None else repr(os.fspath(error.filename))
-        return USAGE, f"cannot use {where} ({error.strerror or error}); mend that and start again."
+        return USAGE, f"cannot use {where} ({error.strerror or error}); correct that and start again."
     first = (str(error).strip().splitlines() or [""])[0]
     return 1, f"unexpected {type(error).__name__}: {first} (--debug shows where)"

@@ -95,13 +95,7 @@ def run(
 
 
 def check_order(media: list[str], question: str) -> None:
-    """See that paths come first and a question last.
-
-    Raises
-    ------
-    MmaccelError
-        If one of them is missing.
-    """
+    """See that paths come first and a question last. Raises MmaccelError if one of them is missing."""
     from ..media.files import is_media
 
     last = Path(question)
@@ -126,13 +120,8 @@ def check_order(media: list[str], question: str) -> None:
 
 
 def shipped(video: bool = False) -> Path:
-    """The folder of the model that comes with mmaccel, one that takes videos too if asked.
-
-    Raises
-    ------
-    MmaccelError
-        If there is none.
-    """
+    """The folder of the model that comes with mmaccel, one that takes videos too if asked. Raises MmaccelError if there is
+    none."""
     folder = SHIPPED_VIDEO if video else SHIPPED
     if not (folder / "config.json").is_file():
         what = "that takes videos " if video else ""
@@ -215,10 +204,8 @@ def answer(
     from ..programs.positions import check_positions
     from ..recipe import get_recipe
 
-    inputs = inputs.to(model.device)
+    inputs = inputs.to(model.device, model.dtype)
     check_positions(model, get_recipe(recipe), inputs, longest)
-    floats = {k: v.to(model.dtype) for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
-    inputs = {**inputs, **floats}
     cuda = model.device.type == "cuda"
     watch = watch or TokenTimer()
     with torch.no_grad(), accelerated(model, recipe, processor=processor):

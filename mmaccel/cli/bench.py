@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from ..recipe import Recipe
 
 PLACE = 5
-RENAMED = {"--batch": "--batch-size", "--answer": "--max-new-tokens"}
 HELP = "speed and memory, bare against accelerated, on real shapes and named workloads"
 EXAMPLES = """\
 examples:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import MmaccelError, UnsupportedError
-from ..files import write_whole
+from ..programs import plots
 from .shared import measure
 from .shared.options import Json, ModelOptions, budget
 from .shared.text import json_file, show
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ..programs.evaluate import Row
 
 PLACE = 4
-RENAMED = {"--recipes": "--recipe"}
 HELP = "several recipes as curves of accuracy against what they keep"
 EXAMPLES = """\
 examples:
@@ -39,10 +38,6 @@ examples:
 
 RECIPES = ("none", "random", "uniform", "divprune", "vtc-cls", "fastv", "resize")
 RETAIN = (0.75, 0.5, 0.25, 0.1)
-#: Okabe and Ito's colours, dark ones first; with the markers and dashes they remain apart in grey
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = "osD^vPX*<>"
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)))
 _AXES = {
     "layers": ("visual_share_per_layer", "visual tokens per decoder layer, % of all"),
     "kv": ("kv_share", "KV cache at the end of the answer, % of the full one"),
@@ -70,10 +65,7 @@ def run(
     output: Json = None,
 ) -> int:
     """Run, draw, print."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MmaccelError("Drawing needs matplotlib; run: pip install 'mmaccel[bench]'.") from None
+    plots.load_pyplot("bench")
     if out.suffix not in _FORMATS:
         raise MmaccelError(f"--out {str(out)!r} must end in {', '.join(_FORMATS)}.")
     if not out.absolute().parent.is_dir():
@@ -111,11 +103,6 @@ def _possible(task: measure.Run, rows: list[Row]) -> list[Row]:
 
 def draw(report: dict[str, Any], path: Path, axis: str = "layers") -> None:
     """The curves of a report, one a recipe, as PNG, SVG or PDF."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     key, label = _AXES[axis]
     judged = report["rows"][0]["figures"]["accuracy"] is not None
     height = "accuracy" if judged else "loyalty"
@@ -126,35 +113,14 @@ def draw(report: dict[str, Any], path: Path, axis: str = "layers") -> None:
         if figures["questions"]:
             # of recipes that fail at all questions with an expected answer there is no accuracy
             curves.setdefault(row["name"], []).append((100 * figures[key], 100 * (figures[height] or 0.0)))
-    figure, axes = pyplot.subplots(figsize=(7.6, 4.4), layout="constrained")
-    level = 100 * baseline["figures"][height]
-    axes.axhline(level, color="black", linewidth=1, linestyle=(0, (1, 2)), label="none (unaccelerated)")
+    figure, axes = plots.load_pyplot("bench").subplots(figsize=(7.6, 4.4), layout="constrained")
+    axes.axhline(100 * baseline["figures"][height], **plots.BASELINE, label="none (unaccelerated)")
     for number, (name, points) in enumerate(curves.items()):
-        across, up = zip(*sorted(points), strict=True)
-        axes.plot(
-            across,
-            up,
-            color=_COLOURS[number % len(_COLOURS)],
-            marker=_MARKERS[number % len(_MARKERS)],
-            linestyle=_DASHES[number % len(_DASHES)],
-            markersize=6,
-            linewidth=1.6,
-            label=name,
-        )
-    axes.set_xlabel(label)
-    axes.set_ylabel("accuracy, %" if judged else "answers equal to the unaccelerated ones, %")
-    settings = report["settings"]
-    axes.set_title(
-        f"{Path(settings['model']).name}, {report['rows'][0]['figures']['questions']} questions", fontsize=10
+        axes.plot(*zip(*sorted(points), strict=True), **plots.curve_style(number), label=name)
+    plots.open_axes(
+        axes, xlabel=label, ylabel="accuracy, %" if judged else "answers equal to the unaccelerated ones, %"
     )
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    name, count = Path(report["settings"]["model"]).name, baseline["figures"]["questions"]
+    axes.set_title(f"{name}, {count} questions", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False)
-    try:
-        write_whole(path, lambda file: figure.savefig(file, dpi=160, format=path.suffix[1:]))
-    except OSError as error:
-        raise MmaccelError(
-            f"Cannot write {str(path)!r} ({error.strerror}); when that is mended, the same command draws it."
-        ) from error
-    finally:
-        pyplot.close(figure)
+    plots.save(figure, path)

@@ -1,20 +1,20 @@
-"""Train a selector: a small network that says which visual tokens your model needs, for your pictures and questions.
+"""Train a selector: a small network that selects the visual tokens your model needs for your pictures and questions.
 
-No labels are needed. The frozen model answers the questions once; the network learns with which tokens it still gives these
-answers, and what to add to them of what the others showed. --data is a JSONL file with a question a line, as mmaccel eval
-takes it, or a folder of pictures and videos, each of which is asked --ask. By default the network reads the question too;
---blind trains one that does not, with which a picture can be reduced before anybody asks (as vLLM does).
+No labels are needed. The frozen model answers the questions once; the network learns with which tokens the model still gives
+these answers, and what to add to them from the dropped ones. --data is a JSONL file with a question a line, as for mmaccel
+eval, or a folder of pictures and videos, all of which are asked --ask. By default the network reads the question too; --blind
+trains one that does not, which can reduce a picture before there is a question (as vLLM does).
 
-Written is a folder with the network, a report, its curves, and work/, which holds what the model read: started again with
-the same settings, the training resumes where it was interrupted; with others (another model, a changed question or picture) it
-is refused. work/ may be deleted in the end. Use it as a recipe:
+The command writes a folder with the network, a report, its curves, and work/ with intermediate results. Started again with
+the same settings, it resumes; with others (another model, a changed question or picture) it refuses the folder. work/ may be
+deleted in the end. Use the selector as a recipe:
 
 \b
   accelerate_vlm(model, Learned("selector/"), retain=0.1)
   mmaccel eval --model ./my-qwen --recipe selector/ --retain 0.1 --data others.jsonl
 
-A selector belongs to the model that it was trained for, and another model refuses it. One in the folder "selector" beside a
-model's weights is what recipe "learned" takes.
+A selector works only with the model that it was trained for. The recipe "learned" takes the selector in the folder "selector"
+next to the model's weights.
 
 The exit status is 3 if some samples could not be used (they are named).
 """
@@ -30,7 +30,7 @@ import typer
 from ..errors import MmaccelError
 from .shared import measure
 from .shared.options import Json, ModelOptions
-from .shared.text import json_file, table, tell, working
+from .shared.text import json_file, table, tell
 
 PLACE = 5
 HELP = "train a small network that keeps the tokens your questions need"
@@ -85,38 +85,14 @@ def run(
     json_file(output)
     if ask is None and asked.data is not None and asked.data.is_dir():
         raise MmaccelError(
-            f"{str(asked.data)!r} is a folder, which says nothing of what is asked; give --ask QUESTION, or a JSONL file with "
-            "a question a line."
+            f"--data {str(asked.data)!r} is a folder; give --ask QUESTION with it, or a JSONL file with a question a line."
         )
     task = measure.Run(asked, which, context.obj, None, split="train", about=ask)
-    try:
-        with working("reading watched questions", 1) as bar:
-            made = distil(
-                task.model,
-                task.processor,
-                task.questions,
-                out=out,
-                target=target,
-                question=not blind,
-                residual=not select_only,
-                retain=retain,
-                steps=steps,
-                minutes=minutes,
-                batch_size=asked.batch_size,
-                max_new_tokens=asked.max_new_tokens,
-                complain=task.complaints.append,
-                progress=bar.part,
-            )
-    except MmaccelError:
-        # the samples that were left out may be why
-        task.finish()
-        raise
-    rows = report.rows(made)
-
-    def text() -> str:
-        return f"{table(rows, numbers=range(1, len(rows[0])))}\n\n{report.verdict(made)}\nwritten: {out}"
-
+    options = {"out": out, "target": target, "question": not blind, "residual": not select_only, "retain": retain}
+    made = task.call("reading watched questions", distil, **options, steps=steps, minutes=minutes)
     if before := made.report["steps of earlier runs"]:
         print(f"{before} steps are taken over from {out / 'work' / 'state.pt'}", file=sys.stderr)
-    tell({"verdict": report.verdict(made), **made.report}, output, text)
+    rows, verdict = report.rows(made), report.verdict(made)
+    text = f"{table(rows, range(1, len(rows[0])))}\n\n{verdict}\nwritten: {out}"
+    tell({"verdict": verdict, **made.report}, output, lambda: text)
     return task.finish()

@@ -75,13 +75,8 @@ def run(
 
 
 def describe(name: str) -> dict[str, Any]:
-    """A method, or else a recipe, with all that can be said about it.
-
-    Raises
-    ------
-    MmaccelError
-        If there is none of that name; the nearest ones are named.
-    """
+    """A method, or else a recipe, with all that can be said about it. Raises MmaccelError if there is none of that name; the
+    nearest ones are named."""
     from ..method.registry import methods
     from ..recipe import get_recipe
 
@@ -206,13 +201,8 @@ def render(one: dict[str, Any]) -> str:
 
 
 def update(page: Path) -> None:
-    """Write anew the tables of methods, of families and of what is refused that a Markdown file has markers for.
-
-    Raises
-    ------
-    MmaccelError
-        If it has none.
-    """
+    """Write anew the tables of methods, of families and of what is refused that a Markdown file has markers for. Raises
+    MmaccelError if it has none."""
     makers = {"methods": readme_tables, "families": family_table, "refused": refused_table}
     text = page.read_text(encoding="utf-8")
     for name in [name for name in makers if f"<!-- {name} -->" in text] or makers:

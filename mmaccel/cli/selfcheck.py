@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 PLACE = 10
 HELP = "run all model families on tiny random models, full and accelerated"
-RENAMED = {"--families": "--family"}
 EXAMPLES = """\
 examples:
   mmaccel selfcheck

@@ -1,16 +1,16 @@
-"""Search the recipe that keeps a model's answers to your questions and spends least.
+"""Search for the cheapest recipe that keeps a model's answers to your questions.
 
-No expected answers are needed: an answer is kept if the model writes the same one with the recipe. Recipes that work on this
-model and these samples are taken alone and together, with their budgets, layers and options; few questions are asked first, and
-ever fewer recipes are asked the others. Three in ten samples are held out for the final figure, which is shown with its 95 %
-interval. A line of --data is that of mmaccel eval.
+No expected answers are needed: an answer is kept if the model writes the same one with the recipe. The search tries all recipes
+that work on this model, alone and combined, with their budgets, layers and options, on few questions first and on more as long
+as they do well. Three in ten samples are held out; the final figure is measured on them, with its 95 % interval. --data is as
+for mmaccel eval.
 
-Written are the recipe, which accelerate_vlm(model, "recipe.json") and every --recipe take, and beside it a report (.html, .png)
-and the journal of the search (.journal): started again with the same settings, it resumes where it was interrupted. With others
-(another model, a changed sample, another method's code) the journal is refused. A warning says if the recipe keeps less of the
-held-out samples than --keep asks for.
+The command writes the recipe, for accelerate_vlm(model, "recipe.json") and every --recipe, and next to it a report (.html,
+.png) and a journal (.journal). Started again with the same settings, it resumes; with others (another model, a changed
+sample, changed code of a method) it refuses the journal. A warning says if the recipe keeps less than --keep of the held-out
+samples.
 
-The exit status is 3 if no recipe keeps enough (the front is shown), or if some samples could not be used (they are named).
+The exit status is 3 if no recipe keeps enough (the best trade-offs are shown), or if some samples could not be used.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..errors import MmaccelError
 from .shared import measure
 from .shared.options import Json, ModelOptions
-from .shared.text import json_file, table, tell, working
+from .shared.text import json_file, table, tell
 
 PLACE = 5
-HELP = "search the recipe that spends least and keeps the answers to your questions"
+HELP = "find the cheapest recipe that keeps the answers to your questions"
 EXAMPLES = """\
 examples:
   mmaccel tune --model ./my-qwen --data questions.jsonl --keep 0.99 --goal ttft -o recipe.json
@@ -58,7 +57,7 @@ def run(
     confidence: Annotated[
         float | None,
         typer.Option(
-            metavar="SHARE", help="Take only a recipe of which the held-out samples show so surely that it does."
+            metavar="SHARE", help="Accept only recipes that reach --keep with this confidence on held-out samples."
         ),
     ] = None,
     trials: Annotated[
@@ -78,38 +77,12 @@ def run(
 
     json_file(output)
     task = measure.Run(asked, which, context.obj, None)
-    try:
-        with working("trying recipes", trials) as bar:
-            tuned = tune(
-                task.model,
-                task.processor,
-                task.questions,
-                keep=keep,
-                goal=goal,
-                out=out,
-                recipes=recipe or None,
-                confidence=confidence,
-                trials=trials,
-                minutes=minutes,
-                measure=seconds,
-                batch_size=asked.batch_size,
-                max_new_tokens=asked.max_new_tokens,
-                complain=task.complaints.append,
-                progress=bar.part,
-            )
-    except MmaccelError:
-        # the samples that were left out may be why
-        task.finish()
-        raise
-    rows = report.rows(tuned)
-    written = [*([out] if tuned.recipe is not None else []), out.with_suffix(".html"), out.with_suffix(".png")]
-
-    def text() -> str:
-        named = ", ".join(map(str, written))
-        return f"{table(rows, numbers=range(2, len(rows[0])))}\n\n{report.verdict(tuned)}\nwritten: {named}"
-
+    options = {"keep": keep, "goal": goal, "out": out, "recipes": recipe or None, "confidence": confidence}
+    tuned = task.call("trying recipes", tune, **options, trials=trials, minutes=minutes, measure=seconds)
     if before := tuned.report["tried by earlier runs"]:
         print(f"{before} recipes are taken over from {out.with_suffix('.journal')}", file=sys.stderr)
-
-    tell({"verdict": report.verdict(tuned), "front": rows, **tuned.report}, output, text)
+    rows, verdict = report.rows(tuned), report.verdict(tuned)
+    written = [*([out] if tuned.recipe is not None else []), out.with_suffix(".html"), out.with_suffix(".png")]
+    text = f"{table(rows, range(2, len(rows[0])))}\n\n{verdict}\nwritten: {', '.join(map(str, written))}"
+    tell({"verdict": verdict, "front": rows, **tuned.report}, output, lambda: text)
     return max(task.finish(), 0 if tuned.recipe is not None else measure.PARTIAL)

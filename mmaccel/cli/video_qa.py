@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ..programs.video_qa.questions import VideoQuestion
 
 PLACE = 6
-RENAMED = {"--summary": "--json"}
 HELP = "answers to a JSONL of questions about videos, in bulk"
 EXAMPLES = """\
 examples:

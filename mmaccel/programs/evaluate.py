@@ -107,13 +107,7 @@ def ask_samples(samples: Iterable[Sample], *, frames: int = 16) -> list[Question
 
 def ask_folder(folder: str | Path, question: str, *, frames: int = 16) -> list[Question]:
     """The same question about every picture and every video of a folder, in the order of their names; a folder inside it is a
-    clip of pictures.
-
-    Raises
-    ------
-    MmaccelError
-        If there is none.
-    """
+    clip of pictures. Raises MmaccelError if there is none."""
     found = sorted(path for path in Path(folder).iterdir() if is_media(path))
     if not found:
         raise MmaccelError(f"The folder {str(folder)!r} holds no picture and no video; give another.")
@@ -403,8 +397,7 @@ def batches(questions: Sequence[Question], size: int, complain: Callable[[str], 
 
 def inputs_of(model: Any, processor: Any, batch: Batch) -> dict[str, Any]:
     """A batch as the model reads it: on its device, pixels in its dtype."""
-    inputs = encode(processor, [prompt for _, prompt in batch]).to(model.device)
-    return {k: v.to(model.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    return dict(encode(processor, [prompt for _, prompt in batch]).to(model.device, model.dtype))
 
 
 @dataclass(frozen=True)

@@ -187,10 +187,7 @@ def path_identity(path: str | Path, hash_large: bool = True) -> str:
 
     ``hash_large=False`` takes size, time of change, first and last MiB of files of more than 64 MiB.
 
-    Raises
-    ------
-    MmaccelError
-        If it is missing or cannot be read.
+    Raises MmaccelError if it is missing or cannot be read.
     """
     path = Path(path)
     try:
@@ -293,10 +290,7 @@ def digests(model: str) -> dict[str, str | None]:
 
     Nothing is taken from an earlier reading. A bar on standard error shows a reading that takes long.
 
-    Raises
-    ------
-    MmaccelError
-        If a file cannot be read.
+    Raises MmaccelError if a file cannot be read.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -574,18 +568,3 @@ def _names(code: types.CodeType) -> Iterable[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-__all__ = [
-    "class_identity",
-    "code_identity",
-    "digest",
-    "digests",
-    "hub_commit",
-    "model_identity",
-    "path_identity",
-    "question_identity",
-    "recipe_identity",
-    "recipe_parts",
-    "versions",
-]

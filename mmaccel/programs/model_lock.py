@@ -83,10 +83,7 @@ class ModelSlot:
         blocks of the model, in the tower and in the language model, and so also between the stages of a recipe. Of a decode
         step that is replayed as one launch it is not, so a streamer must call it too.
 
-        Raises
-        ------
-        Stopped, TimeLimitExceeded
-            Inside, if it is to end.
+        Raises Stopped, TimeLimitExceeded inside if it is to end.
         """
         with self.lock:
             end = time.monotonic() + self.seconds

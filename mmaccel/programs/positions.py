@@ -27,15 +27,12 @@ def check_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longe
 
     Recipes that give tokens other positions (``positions="paper"``, methods that read a prompt in chunks) are let through.
 
+    Raises MmaccelError if they do not fit.
+
     Parameters
     ----------
     model : not accelerated, or accelerated with any recipe.
     inputs : of ``generate``, with ``input_ids [B, S]``, and ``position_ids`` where the caller knows them.
-
-    Raises
-    ------
-    MmaccelError
-        If they do not fit.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     most, tokens = position_limit(model), inputs["input_ids"].shape[1]
@@ -55,6 +52,3 @@ def check_positions(model: Any, recipe: Recipe, inputs: Mapping[str, Any], longe
             f"The prompt has {tokens} tokens at {needed} positions, visual ones included, and the answer may have {longest}; "
             f"this model has {most} positions in all, so show fewer pictures or frames, or ask for a shorter answer."
         )
-
-
-__all__ = ["check_positions", "position_limit"]

@@ -39,16 +39,12 @@ def shown(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], remedy: str) -> None:
-    """Refuse to resume a run of which the settings were others.
+    """Refuse to resume a run of which the settings were others. Raises MmaccelError if any differs; the message names all
+    that do, of groups (questions, recipes) the first few members.
 
     Parameters
     ----------
     path : the file or folder of the earlier run. before, now : settings as plain data.
-
-    Raises
-    ------
-    MmaccelError
-        If any differs; the message names all that do, of groups (questions, recipes) the first few members.
     """
     differ = []
     for name in {**before, **now}:
@@ -77,12 +73,7 @@ def naming_files(remedy: str) -> Iterator[None]:
 
 def usable(processor: Any, questions: Sequence[Question], complain: Callable[[str], None] | None) -> list[Question]:
     """The questions of which the media can be read and that the processor takes; ``complain`` is told of each other one.
-
-    Raises
-    ------
-    MmaccelError
-        If one cannot be used and there is no ``complain``.
-    """
+    Raises MmaccelError if one cannot be used and there is no ``complain``."""
 
     def read(batch: Batch) -> None:
         encode(processor, [prompt for _, prompt in batch])
@@ -106,10 +97,7 @@ def without_unusable(
     -------
     The questions that were used, and what ``run`` made of them; None where all were left out.
 
-    Raises
-    ------
-    MmaccelError
-        If a question cannot be used and there is no ``complain``.
+    Raises MmaccelError if a question cannot be used and there is no ``complain``.
     """
     try:
         return batch, run(batch)
@@ -134,6 +122,3 @@ def without_unusable(
 
 def _complaint(question: Question, error: Exception) -> str:
     return f"{question.label}: {sentence(error, 'The model cannot answer it')}"
-
-
-__all__ = ["check_settings", "naming_files", "run_settings", "shown", "usable", "without_unusable"]

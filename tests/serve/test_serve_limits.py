@@ -76,7 +76,7 @@ def test_what_is_at_the_limits():
     given = {"model": "m", "messages": [user("a,[{" * 200_000, picture(url), 'say "data:' + "x" * 9000, url)]}
     found = schema.read(json.dumps(given).encode())
     parts = given["messages"][0]["content"]
-    assert [part["text"] for part in found.messages[0]["content"] if part["type"] == "text"] == [
+    assert [part["text"] for part in found.chat[0]["content"] if part["type"] == "text"] == [
         part["text"] for part in parts if part["type"] == "text"
     ]
     assert [medium.url for medium in found.media] == [url]
@@ -437,7 +437,7 @@ def test_what_all_bodies_have_together(served, monkeypatch):
         first = pool.submit(hostile.post, where(served), sent)
         assert gate.reached.wait(30)
         status, answer = hostile.post(where(served), sent)
-        assert status == 429 and "MiB, which is all that this server holds" in answer["error"]["message"]
+        assert status == 429 and "The bodies of all requests may have 0 MiB together" in answer["error"]["message"]
         gate.open()
         assert first.result()[0] == 200
     until(lambda: served.scheduler.held == 0)

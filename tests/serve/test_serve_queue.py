@@ -76,7 +76,7 @@ def test_a_full_queue(serve):
         second = pool.submit(chat, served, user("?"), **ASKED)
         until(lambda: figure(served, "mmaccel_queue_length") == 1)
         for stream in (False, True):
-            with pytest.raises(openai.RateLimitError, match="2 requests are being answered or wait") as caught:
+            with pytest.raises(openai.RateLimitError, match="The queue is full with 2 requests") as caught:
                 chat(served, user("?"), stream=stream)
             assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "queue_full"
         gate.open()

@@ -259,7 +259,7 @@ def test_fields_are_named_as_they_were_sent(messages, where):
 
 def test_errors_are_those_of_the_client(served):
     with pytest.raises(
-        openai.NotFoundError, match="There is no model 'mini' here; this server has 'mini-llava'"
+        openai.NotFoundError, match="There is no model 'mini' on this server; ask for 'mini-llava'"
     ) as caught:
         served.client.chat.completions.create(model="mini", messages=[user("?")])
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
@@ -346,9 +346,7 @@ def test_system_prompts_and_places_of_pictures(served, things, monkeypatch):
     engine = served.scheduler.engines[0]
     for engine in served.scheduler.engines:
         monkeypatch.setattr(
-            engine,
-            "_encoded",
-            lambda processor, shown, was=engine._encoded: seen.append(shown) or was(processor, shown),
+            engine, "_chat", lambda request, stop, was=engine._chat: seen.append(was(request, stop)) or seen[-1]
         )
     shown = picture(data_url(things.png))
     messages = [
@@ -502,7 +500,7 @@ def pieces_of(tokenizer, said, *more, stops=()):
     pieces = []
     for token in [*tokenizer(said)["input_ids"], *more]:
         pieces.append(words.add([token]))
-        if words.enough:
+        if words.stopped:
             break
     return words, [*pieces, words.end()]
 
@@ -533,7 +531,7 @@ def test_half_a_character_at_the_end_is_shown_as_it_is(letters):
 )
 def test_nothing_of_a_stop_sequence_is_shown(letters, said, stops, left):
     words, pieces = pieces_of(letters, said, stops=stops)
-    assert "".join(pieces) == words.whole == (left or said) and words.enough == (left is not None)
+    assert "".join(pieces) == words.whole == (left or said) and words.stopped == (left is not None)
     shown = ""
     for piece in pieces[:-1]:
         shown += piece

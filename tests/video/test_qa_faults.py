@@ -360,7 +360,7 @@ def test_a_summary_that_cannot_be_written_is_said_at_once(
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "Cannot write --json '/proc/summary.json'" in err
     assert not (tmp_path / "a.jsonl").exists()
-    assert main(stub(line("one?"), more=("--summary", str(tmp_path / "s.json")))) == 0
+    assert main(stub(line("one?"), more=("--json", str(tmp_path / "s.json")))) == 0
     assert json.loads((tmp_path / "s.json").read_text())["questions"] == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "a.jsonl",
@@ -374,7 +374,7 @@ def test_a_summary_that_cannot_be_written_is_said_at_once(
 def test_a_disk_that_fills_up_before_the_summary_is_one_sentence(
     stub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = stub(line("one?"), more=("--summary", str(tmp_path / "s.json")))
+    argv = stub(line("one?"), more=("--json", str(tmp_path / "s.json")))
     write = files.write_whole
 
     def full(path: Path, content: bytes) -> None:
@@ -401,7 +401,7 @@ def test_an_output_that_takes_nothing(
         assert main(argv) == 2
         # or the interpreter would complain at its end
         full.flush()
-    said = "mmaccel video-qa: cannot use its output (No space left on device); mend that and start again.\n"
+    said = "mmaccel video-qa: cannot use its output (No space left on device); correct that and start again.\n"
     assert capsys.readouterr().err == said and len(records(tmp_path / "a.jsonl")) == 1
     monkeypatch.setattr(sys, "stdout", None)
     assert main(argv) == 2

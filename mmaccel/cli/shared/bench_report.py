@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MmaccelError
+from ...programs import plots
 from ...programs.bench.figures import Spread, changed
 from ...programs.bench.paper_claims import CLAIMS, claims_table, measured
 from .text import nbytes, seconds, table
@@ -21,14 +22,6 @@ _BARS = {
     "prefill": ("#0072B2", ""),
     "rest": ("#BBBBBB", "--"),
 }
-_LINES = (
-    ("#000000", "o", "-"),
-    ("#0072B2", "s", "--"),
-    ("#D55E00", "D", "-."),
-    ("#009E73", "^", ":"),
-    ("#CC79A7", "v", (0, (5, 1))),
-    ("#E69F00", "P", (0, (3, 1, 1, 1, 1, 1))),
-)
 #: ratios in which a lower figure is a regression, and how they are called
 _WATCHED = {"ttft": "first token", "decode": "decoding", "requests": "requests"}
 
@@ -137,10 +130,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, i
     Ratios to the bare model are compared, since they were measured in pairs and hold on another machine; a change counts
     where the spreads do not overlap. Bytes have no spread: there growth above 1% counts.
 
-    Raises
-    ------
-    MmaccelError
-        If the reports have no row in common.
+    Raises MmaccelError if the reports have no row in common.
     """
     old = {_key(row): row for row in before["rows"]}
     new = {_key(row): row for row in after["rows"]}
@@ -181,148 +171,103 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 # --- plots ------------------------------------------------------------------------------------------------------------
 def draw(report: Mapping[str, Any], folder: Path) -> list[Path]:
-    """The plots that the report has figures for: the parts of the time to first token; memory over retention where a recipe ran
-    at several; requests a second over clients where several numbers of them were tried.
-
-    Raises
-    ------
-    MmaccelError
-        If matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise MmaccelError("Drawing needs matplotlib; run: pip install 'mmaccel[bench]'.") from None
-    matplotlib.use("Agg")
+    """The plots that the report has figures for, as files: the parts of the time to first token; memory over retention where a
+    recipe ran at several; requests a second where several numbers of clients ran. Raises MmaccelError without matplotlib."""
+    pyplot = plots.load_pyplot("bench")
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for row in report["rows"] if row["problem"] is None]
-    made = [_stacked(report, [row for row in rows if not row["closed_loop"]], folder / "ttft.png")]
-    made.append(_memory(report, rows, folder / "memory.png"))
-    made.append(_throughput(report, [row for row in rows if row["closed_loop"]], folder / "throughput.png"))
-    return [path for path in made if path is not None]
+    title = f"{report['model']['name']} on {report['machine']['processor']}"
+    made = {
+        "ttft.png": _stacked(pyplot, title, [row for row in rows if not row["closed_loop"]]),
+        "memory.png": _memory(pyplot, title, rows),
+        "throughput.png": _throughput(pyplot, title, [row for row in rows if row["closed_loop"]]),
+    }
+    return [plots.save(figure, folder / name) for name, figure in made.items() if figure is not None]
 
 
-def _stacked(report: Mapping[str, Any], rows: Sequence[Row], path: Path) -> Path | None:
-    from matplotlib import pyplot
-
-    # the shortest answer tells as much about the first token as the longest
+def _stacked(pyplot: Any, title: str, rows: Sequence[Row]) -> Any:
+    # the time to first token does not depend on the length of the answer
     least = min((row["answer"] for row in rows), default=0)
     rows = [row for row in rows if row["answer"] == least]
     if not rows:
         return None
     figure, axes = pyplot.subplots(figsize=(8, 1.4 + 0.28 * len(rows)), layout="constrained")
-    names = [f"{row['workload']}, batch {row['batch']}: {row['recipe']}" for row in rows]
     left = [0.0] * len(rows)
     for part, (colour, hatch) in _BARS.items():
         widths = [1e3 * row["parts_s"][part] for row in rows]
         if any(widths):
-            axes.barh(
-                range(len(rows)),
-                widths,
-                left=left,
-                color=colour,
-                hatch=hatch,
-                edgecolor="black",
-                linewidth=0.5,
-                label=part,
-            )
+            look = {"color": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5, "label": part}
+            axes.barh(range(len(rows)), widths, left=left, **look)
         left = [a + b for a, b in zip(left, widths, strict=True)]
+    names = [f"{row['workload']}, batch {row['batch']}: {row['recipe']}" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("time to first token, ms (medians of the parts)")
-    axes.set_title(_title(report), fontsize=10)
+    axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(_BARS), frameon=False, fontsize=8)
-    return _save(figure, path)
+    return figure
 
 
-def _memory(report: Mapping[str, Any], rows: Sequence[Row], path: Path) -> Path | None:
-    """Memory above the bare model's share: the cache, and the peak where it is known."""
-    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        if isinstance(row["retain"], float) and "kv_share" in row:
-            curves.setdefault((_case(row), row["name"]), []).append((100 * row["retain"], row["kv_bytes"] / 2**20))
-    curves = {key: points for key, points in curves.items() if len(points) > 1}
+def _curves(points: Iterable[tuple[Any, tuple[float, float]]]) -> dict[Any, list[tuple[float, float]]]:
+    """Sorted points by key, where a key has several."""
+    found: dict[Any, list[tuple[float, float]]] = {}
+    for key, point in points:
+        found.setdefault(key, []).append(point)
+    return {key: sorted(several) for key, several in found.items() if len(several) > 1}
+
+
+def _memory(pyplot: Any, title: str, rows: Sequence[Row]) -> Any:
+    """The KV cache of the largest case over retention, and the peak where it is known."""
+    reduced = [row for row in rows if isinstance(row["retain"], float) and "kv_share" in row]
+    curves = _curves(((_case(row), row["name"]), (100 * row["retain"], row["kv_bytes"] / 2**20)) for row in reduced)
     if not curves:
         return None
-    # one case only, the largest: others would lie on other scales
     cases_drawn = {case for case, _ in curves}
     full = max((r for r in rows if r["name"] == "bare" and _case(r) in cases_drawn), key=lambda r: r["kv_bytes"])
     case = _case(full)
-    level = full["kv_bytes"] / 2**20
-    drawn = {name: sorted(points) for (found, name), points in curves.items() if found == case}
     peaks = sorted(
         (100 * row["retain"], row["figures"]["peak_bytes"]["median"] / 2**20, row["name"])
         for row in rows
         if _case(row) == case and isinstance(row["retain"], float) and "peak_bytes" in row["figures"]
     )
-    from matplotlib import pyplot
-
     figure, panes = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
-    panes[0].axhline(level, color="black", linewidth=1, linestyle=(0, (1, 2)), label="bare")
+    panes[0].axhline(full["kv_bytes"] / 2**20, **plots.BASELINE, label="bare")
     if "peak_bytes" in full["figures"]:
-        top = full["figures"]["peak_bytes"]["median"] / 2**20
-        panes[1].axhline(top, color="black", linewidth=1, linestyle=(0, (1, 2)))
-    for (name, points), style in zip(drawn.items(), _styles(len(drawn)), strict=True):
-        panes[0].plot(*zip(*points, strict=True), **style, label=name)
-        line = [(x, y) for x, y, whose in peaks if whose == name]
-        if line:
-            panes[1].plot(*zip(*line, strict=True), **style)
+        panes[1].axhline(full["figures"]["peak_bytes"]["median"] / 2**20, **plots.BASELINE)
+    drawn = {name: points for (found, name), points in curves.items() if found == case}
+    for number, (name, points) in enumerate(drawn.items()):
+        panes[0].plot(*zip(*points, strict=True), **plots.curve_style(number), label=name)
+        if line := [(x, y) for x, y, whose in peaks if whose == name]:
+            panes[1].plot(*zip(*line, strict=True), **plots.curve_style(number))
     for pane, label in zip(panes, ("KV cache, MiB", "peak memory, MiB"), strict=True):
-        pane.set(xlabel="retained, %", ylabel=label)
+        plots.open_axes(pane, xlabel="retained, %", ylabel=label)
         pane.set_ylim(bottom=0)
-        pane.grid(alpha=0.3)
-        pane.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{_title(report)}: {case}", fontsize=10)
+    figure.suptitle(f"{title}: {case}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    return _save(figure, path)
+    return figure
 
 
-def _throughput(report: Mapping[str, Any], rows: Sequence[Row], path: Path) -> Path | None:
-    curves: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        key = row["workload"], row["answer"], row["recipe"]
-        curves.setdefault(key, []).append((row["batch"], row["figures"]["requests_per_s"]["median"]))
-    curves = {key: sorted(points) for key, points in curves.items() if len(points) > 1}
+def _throughput(pyplot: Any, title: str, rows: Sequence[Row]) -> Any:
+    curves = _curves(
+        (
+            (row["workload"], row["answer"], row["recipe"]),
+            (row["batch"], row["figures"]["requests_per_s"]["median"]),
+        )
+        for row in rows
+    )
     if not curves:
         return None
-    from matplotlib import pyplot
-
     load = next(iter(curves))[:2]
-    drawn = {recipe: points for (*where, recipe), points in curves.items() if tuple(where) == load}
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for (name, points), style in zip(drawn.items(), _styles(len(drawn)), strict=True):
-        axes.plot(*zip(*points, strict=True), **style, label=name)
-    axes.set(xlabel="clients in a closed loop", ylabel="requests per second", xscale="log")
+    drawn = {recipe: points for (*where, recipe), points in curves.items() if tuple(where) == load}
+    for number, (name, points) in enumerate(drawn.items()):
+        axes.plot(*zip(*points, strict=True), **plots.curve_style(number), label=name)
+    labels = {"xlabel": "clients in a closed loop", "ylabel": "requests per second", "xscale": "log"}
+    plots.open_axes(axes, **labels, title=f"{title}: {load[0]}, answer of {load[1]}")
     ticks = sorted({x for points in drawn.values() for x, _ in points})
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"{_title(report)}: {load[0]}, answer of {load[1]}", fontsize=10)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    return _save(figure, path)
-
-
-def _styles(count: int) -> list[dict[str, Any]]:
-    return [
-        {"color": colour, "marker": marker, "linestyle": dash, "linewidth": 1.6, "markersize": 5}
-        for colour, marker, dash in (_LINES[i % len(_LINES)] for i in range(count))
-    ]
-
-
-def _title(report: Mapping[str, Any]) -> str:
-    return f"{report['model']['name']} on {report['machine']['processor']}"
-
-
-def _save(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise MmaccelError(f"Cannot write {str(path)!r}: {error.strerror}.") from error
-    finally:
-        pyplot.close(figure)
-    return path
+    return figure

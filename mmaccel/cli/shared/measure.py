@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -21,6 +21,7 @@ from .text import nbytes, table, working
 if TYPE_CHECKING:
     from ...programs.evaluate import Question, Row
 
+T = TypeVar("T")
 #: exit status when something could not be used and the rest was done
 PARTIAL = 3
 #: complaints that are printed; all are in the report
@@ -228,6 +229,23 @@ class Run:
             "complaints": [*self.complaints, *results.left_out, *failed],
             "rows": [{**row.as_dict(), **({"answers": said[row.title]} if row.title in said else {})} for row in rows],
         }
+
+    def call(self, what: str, function: Callable[..., T], **options: Any) -> T:
+        """``tune`` or ``distil`` on the questions, with a progress bar; names the questions that cannot be used if it fails."""
+        options |= {"batch_size": self.asked.batch_size, "max_new_tokens": self.asked.max_new_tokens}
+        try:
+            with working(what, 1) as bar:
+                return function(
+                    self.model,
+                    self.processor,
+                    self.questions,
+                    complain=self.complaints.append,
+                    progress=bar.part,
+                    **options,
+                )
+        except MmaccelError:
+            self.finish()
+            raise
 
     def finish(self) -> int:
         """Say what could not be used; the exit status."""

@@ -113,24 +113,13 @@ class RecipeOptions:
     ] = None
 
     def changes(self) -> dict[str, Any]:
-        """What ``--retain`` and ``--set`` say, as changes of a recipe.
-
-        Raises
-        ------
-        MmaccelError
-            If a text is no option, or its value cannot be read.
-        """
+        """What ``--retain`` and ``--set`` say, as changes of a recipe. Raises MmaccelError if a text is no option, or its
+        value cannot be read."""
         found: dict[str, Any] = {} if self.retain is None else {"retain": self.retain}
         return found | dict(_setting(text) for text in self.set or ())
 
     def chosen(self) -> Recipe:
-        """The recipe, checked.
-
-        Raises
-        ------
-        MmaccelError
-            If there is none of that name, or it has no such option.
-        """
+        """The recipe, checked. Raises MmaccelError if there is none of that name, or it has no such option."""
         from ...recipe import get_recipe
 
         found = get_recipe(self.recipe).override(**self.changes())

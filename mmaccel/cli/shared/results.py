@@ -33,17 +33,15 @@ class Results:
     While it is open no other run writes to the file. Rows of an earlier run are taken over where settings, questions and the
     recipe (:func:`mmaccel.programs.identity.recipe_parts`) are the same.
 
+    Raises MmaccelError if the file holds something else or results of other settings, cannot be written, or another run
+    writes to it.
+
     Parameters
     ----------
     path : of the report; None keeps nothing.
     settings : what all rows depend on. Another run's results are refused.
     questions : label and identity of every question. With others, all rows are run again.
     answers : whether the report holds every answer; rows without them are then run again.
-
-    Raises
-    ------
-    MmaccelError
-        If the file holds something else or results of other settings, cannot be written, or another run writes to it.
     """
 
     def __init__(
@@ -274,6 +272,3 @@ def spoken(answer: Answer) -> dict[str, Any]:
     """An answer for the report."""
     names = ("name", "task", "expected", "full", "answer", "right", "same", "kl")
     return {name: getattr(answer, name) for name in names}
-
-
-__all__ = ["Results", "plain"]

@@ -71,13 +71,7 @@ def seconds(value: float) -> str:
 
 # --- reports ----------------------------------------------------------------------------------------------------------
 def json_file(wanted: str | None) -> Path | None:
-    """The file that ``--json`` names, if it does; asked before a long run.
-
-    Raises
-    ------
-    MmaccelError
-        If it cannot be one.
-    """
+    """The file that ``--json`` names, if it does; asked before a long run. Raises MmaccelError if it cannot be one."""
     if wanted is None or wanted == STDOUT:
         return None
     path = Path(wanted)
@@ -153,13 +147,8 @@ def working(what: str, total: int | None = None, done: int = 0) -> Iterator[Bar]
 
 
 def put_between(page: Path, name: str, text: str) -> None:
-    """Replace what stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a Markdown file.
-
-    Raises
-    ------
-    MmaccelError
-        If the file lacks them.
-    """
+    """Replace what stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a Markdown file. Raises
+    MmaccelError if the file lacks them."""
     first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, start, rest = page.read_text(encoding="utf-8").partition(first)
     _, end, after = rest.partition(last)

@@ -55,13 +55,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape(name: str) -> Shape:
-    """A shape by name.
-
-    Raises
-    ------
-    MmaccelError
-        If there is none; the message lists those that are.
-    """
+    """A shape by name. Raises MmaccelError if there is none; the message lists those that are."""
     if name not in SHAPES:
         raise MmaccelError(f"There is no shape {name!r}; known are {', '.join(SHAPES)}.")
     return SHAPES[name]
@@ -136,10 +130,7 @@ def build(name: str, device: torch.device, dtype: torch.dtype, config: Any = Non
     It is planned without memory, then laid out empty on the device in its final type and initialised there as transformers
     would, so that 7B never pass through the memory of the host.
 
-    Raises
-    ------
-    MmaccelError
-        If the weights and what a run needs beside them do not fit.
+    Raises MmaccelError if the weights and what a run needs beside them do not fit.
     """
     model = skeleton(name, dtype, config)
     needed = count_parameters(model) * dtype.itemsize * _HEADROOM

@@ -58,13 +58,8 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def workload(name: str) -> Workload:
-    """A workload by name; ``pictures-N`` may have any number of them.
-
-    Raises
-    ------
-    MmaccelError
-        If there is none; the message lists those that are.
-    """
+    """A workload by name; ``pictures-N`` may have any number of them. Raises MmaccelError if there is none; the message lists
+    those that are."""
     if name not in WORKLOADS and (many := re.fullmatch(r"pictures-([1-9]\d{0,5})", name)):
         return Workload(pictures=int(many[1]))
     if name not in WORKLOADS:
@@ -146,13 +141,7 @@ class ModelSubject:
         return noise(work.frames or work.pictures, side, side, bool(work.frames))
 
     def inputs(self, work: Workload, pixels: Sequence[np.ndarray], processor: Any = None) -> dict[str, Tensor]:
-        """By the processor.
-
-        Raises
-        ------
-        UnsupportedError
-            If the processor takes no video.
-        """
+        """By the processor. Raises UnsupportedError if the processor takes no video."""
         from PIL import Image
 
         from ...media.files import Prompt, encode
@@ -251,13 +240,7 @@ class ShapeSubject:
         return noise(count, height, width, bool(work.frames))
 
     def inputs(self, work: Workload, pixels: Sequence[np.ndarray], processor: Any = None) -> dict[str, Tensor]:
-        """As a processor makes them.
-
-        Raises
-        ------
-        UnsupportedError
-            If it is a clip and the model takes none.
-        """
+        """As a processor makes them. Raises UnsupportedError if it is a clip and the model takes none."""
         shown = [self._show(work, torch.from_numpy(given)) for given in pixels]
         ids = torch.tensor([self._prompt(one) for one in shown])
         inputs = {name: torch.cat([one.tensors[name] for one in shown]) for name in shown[0].tensors}

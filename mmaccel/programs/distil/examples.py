@@ -136,13 +136,8 @@ class Example:
 
     # --- files ------------------------------------------------------------------------------------------------
     def save(self, folder: Path, number: int, settings: Mapping[str, Any]) -> Path:
-        """Write it whole as ``NUMBER-DIGEST.pt``; the digest covers its content, its number and the settings.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written.
-        """
+        """Write it whole as ``NUMBER-DIGEST.pt``; the digest covers its content, its number and the settings. Raises OSError
+        if it cannot be written."""
         data = {**{f"read.{name}": x for name, x in vars(self.read).items()}, **vars(self)}
         data.pop("read")
         content = io.BytesIO()
@@ -154,13 +149,7 @@ class Example:
 
     @staticmethod
     def load(path: Path) -> Example:
-        """Read it back; what is not looked at is not read.
-
-        Raises
-        ------
-        MmaccelError
-            If it cannot be read.
-        """
+        """Read it back; what is not looked at is not read. Raises MmaccelError if it cannot be read."""
         try:
             data = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             read = {name.removeprefix("read."): data.pop(name) for name in list(data) if name.startswith("read.")}
@@ -385,19 +374,14 @@ def cached(
     complain: Callable[[str], None] | None,
     progress: Callable[[int, int], None],
 ) -> list[Path]:
-    """The files of all examples, of which those that are missing are made.
+    """The files of all examples, of which those that are missing are made. Raises MmaccelError if the folder belongs to a
+    run with other settings, or a file in it is damaged; the message names it. If no question can be used.
 
     Parameters
     ----------
     folder : of the files; ``settings.json`` in it holds the settings.
     settings : everything that examples depend on, as plain data.
     complain : told of every question that the model cannot be asked, which is then left out; without it that is an error.
-
-    Raises
-    ------
-    MmaccelError
-        If the folder belongs to a run with other settings, or a file in it is damaged; the message names it. If no question
-        can be used.
     """
     folder.mkdir(parents=True, exist_ok=True)
     note, plain = folder / "settings.json", json.loads(json.dumps(settings))
@@ -449,6 +433,3 @@ def _check_note(note: Path, settings: Mapping[str, Any]) -> None:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise MmaccelError(f"{str(note)!r} cannot be read, or is damaged; {remedy}.") from error
     check_settings(note, before, settings, remedy)
-
-
-__all__ = ["Example", "Frozen", "Read", "Target", "cached"]

@@ -376,6 +376,3 @@ class Tried(Learner):
 def _graded(kl: Tensor) -> Tensor:
     """What an answer has lost: the logarithm of its KL, of which the smallest differences say nothing."""
     return (kl + _SAME).log()
-
-
-__all__ = ["Learner", "Told", "Tried"]

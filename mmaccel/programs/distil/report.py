@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import MmaccelError
 from ...files import write_whole
+from .. import plots
 from ..tune.confidence import SHOWN, interval
 from ..tune.evaluate import Measured
 
@@ -74,27 +73,14 @@ def verdict(made: Distilled) -> str:
 
 
 def write(made: Distilled) -> None:
-    """The report and the picture, in the selector's folder.
-
-    Raises
-    ------
-    MmaccelError
-        If matplotlib is missing.
-    """
+    """The report and the picture, in the selector's folder. Raises MmaccelError if matplotlib is missing."""
     write_whole(made.folder / REPORT, json.dumps(made.report, indent=1).encode() + b"\n")
     write_whole(made.folder / PICTURE, draw(made))
 
 
 def draw(made: Distilled) -> bytes:
-    """The curves of the training: the loss of the steps, and KL and answers kept on the watched questions. A PNG."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise MmaccelError("Drawing needs matplotlib; run: pip install 'mmaccel[tune]'.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 3, figsize=(10.5, 3.2), layout="constrained")
+    """The curves of the training, as a PNG: the loss of the steps, and KL and answers kept on the watched questions."""
+    figure, panels = plots.load_pyplot("tune").subplots(1, 3, figsize=(10.5, 3.2), layout="constrained")
     curves = {
         "loss": ("loss", "watched"),
         "KL, watched questions": ("kl",),
@@ -104,15 +90,7 @@ def draw(made: Distilled) -> bytes:
         for name in names:
             lines = [line for line in made.log if line[name] is not None]
             axes.plot([line["step"] for line in lines], [line[name] for line in lines], label=name)
+        plots.open_axes(axes, xlabel="step")
         axes.set_title(title, fontsize=9)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(("training", "watched"), frameon=False, fontsize=8)
-    made_png = io.BytesIO()
-    figure.savefig(made_png, dpi=120, format="png")
-    pyplot.close(figure)
-    return made_png.getvalue()
-
-
-__all__ = ["Distilled", "draw", "figures", "rows", "verdict", "write"]
+    return plots.image_of(figure, dpi=120)

@@ -249,6 +249,3 @@ def _finish(
     network.save(out, belongs, {**record, "held out": report.figures(found)})
     report.write(made)
     return made
-
-
-__all__ = ["distil"]

@@ -35,7 +35,7 @@ from .schema import ChatRequest, read
 BODY, SENDING = 96 << 20, 60.0
 #: a body must come at so many bytes a second, but for the first seconds
 SPEED, START = 16 << 10, 5.0
-#: bytes of a body that is read before there is a place for its request
+#: bytes of a body that is read before its request has a reservation
 SMALL = 64 << 10
 #: bytes of a body behind which, as behind pictures, freed memory is given back to the system, and how many seconds later
 _LARGE, _TRIM = 1 << 20, 1.0
@@ -51,10 +51,9 @@ def make_app(
 
     Parameters
     ----------
-    name : of the model, by which requests ask for it.
-    key : that requests must bring; None for none.
-    allowed : names, or patterns of names, by which the server may be asked for beside ``localhost`` and addresses; None for
-        all.
+    name : of the model in requests and answers.
+    key : the API key that requests must have; None for none.
+    allowed : host names, or patterns of them, that ``Host`` headers may have beside ``localhost`` and addresses; None for all.
     """
     recipe = scheduler.engines[0].recipe
     metrics = Metrics(name, recipe.name)
@@ -104,9 +103,8 @@ def make_app(
 
 def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        # no such path, or another method than it takes
-        said = f"{request.method} {request.scope['path'][:200]}: {error.detail}."
-        error = Refused(error.status_code, said, headers=dict(error.headers or {}))
+        sentence = f"{request.method} {request.scope['path'][:200]}: {error.detail}."
+        error = Refused(error.status_code, sentence, headers=dict(error.headers or {}))
     assert isinstance(error, Refused)
     return JSONResponse(error.body(), error.status, error.headers)
 
@@ -114,12 +112,12 @@ def _refuse(request: Request, error: Exception) -> Response:
 def _check_model(asked: str, name: str) -> None:
     if asked != name:
         raise Refused(
-            404, f"There is no model {asked[:80]!r} here; this server has {name!r}.", "model_not_found", "model"
+            404, f"There is no model {asked[:80]!r} on this server; ask for {name!r}.", "model_not_found", "model"
         )
 
 
 class _AccessControl:
-    """Who is let in, and the count of answers by status."""
+    """Authentication, the check of ``Host`` headers, and the count of answers by status."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, key: str | None, allowed: Sequence[str] | None) -> None:
         self.app, self.metrics, self.key, self.allowed = app, metrics, key, allowed
@@ -142,7 +140,7 @@ class _AccessControl:
         if self.allowed is not None and not allowed_hosts.known(headers.get("host"), self.allowed):
             return Refused(
                 403,
-                "This server is not to be reached by this name; whoever started it can allow it with --allow-host NAME.",
+                "The Host header names a host that is not allowed; start the server with --allow-host NAME to allow it.",
             )
         given = headers.get("authorization", "").encode()
         if self.key is not None and path != "/health" and not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
@@ -151,7 +149,7 @@ class _AccessControl:
 
 
 class _Chat:
-    """Chat completions."""
+    """The route of chat completions."""
 
     def __init__(self, scheduler: Scheduler, name: str, metrics: Metrics) -> None:
         self.scheduler, self.name, self.metrics = scheduler, name, metrics
@@ -160,7 +158,7 @@ class _Chat:
         self._trimming: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop the thread that parses requests."""
         if self._trimming is not None:
             self._trimming.cancel()
         self.reader.shutdown(wait=False)
@@ -169,7 +167,7 @@ class _Chat:
         arrived = time.perf_counter()
         with ExitStack() as stack:
             try:
-                body = await _body(Request(scope, receive), lambda: stack.enter_context(self.scheduler.place()))
+                body = await _body(Request(scope, receive), lambda: stack.enter_context(self.scheduler.reserve()))
                 request = await asyncio.get_running_loop().run_in_executor(self.reader, self._read, body)
                 large = len(body) > _LARGE
                 del body
@@ -177,10 +175,14 @@ class _Chat:
                     stack.callback(self._tidy)
                 if isinstance(request, Refused):
                     raise request
-                with self.scheduler.answered(request) as job:
+                with self.scheduler.queued(request) as job:
                     leaving = asyncio.create_task(_until_left(receive, job))
                     try:
-                        await self._tell(job, _ResponseWriter(self.name, request.stream, request.usage, send), arrived)
+                        await self._respond(
+                            job,
+                            _ResponseWriter(self.name, request.stream, request.stream_options.include_usage, send),
+                            arrived,
+                        )
                     finally:
                         leaving.cancel()
             except (Stopped, ClientDisconnect):
@@ -188,10 +190,10 @@ class _Chat:
             except Refused:
                 raise
             except Exception as error:
-                raise _told(error) from error
+                raise _as_refusal(error) from error
 
     def _tidy(self) -> None:
-        """Give memory back, soon and for several requests at once."""
+        """Give freed memory back to the system soon, for several requests at once."""
         if self._trimming is None:
             self._trimming = asyncio.get_running_loop().call_later(_TRIM, self._trim)
 
@@ -200,61 +202,61 @@ class _Chat:
         self.reader.submit(_release)
 
     def _read(self, body: bytes) -> ChatRequest | Refused:
-        """The request, or why there is none; an error would keep the body alive by its traceback."""
+        """The checked request, or its refusal without a traceback, which would keep the body alive."""
         try:
             request = read(body)
             _check_model(request.model, self.name)
             self.scheduler.engines[0].check(request)
             return request
         except Exception as error:
-            refused = _told(error)
+            refused = _as_refusal(error)
             refused.__context__ = refused.__cause__ = None
             return refused.with_traceback(None)
 
-    async def _tell(self, job: Job, telling: _ResponseWriter, arrived: float) -> None:
+    async def _respond(self, job: Job, writer: _ResponseWriter, arrived: float) -> None:
         try:
-            await self._follow(job, telling, arrived)
+            await self._follow(job, writer, arrived)
         except Stopped:
-            if telling.begun or not self.scheduler.closed:
+            if writer.begun or not self.scheduler.closed:
                 raise
             raise self.scheduler.ending() from None
         except Exception as error:
-            if not telling.begun:
+            if not writer.begun:
                 raise
-            # the status was sent long ago
-            await telling.failed(_told(error))
+            # the status has been sent
+            await writer.failed(_as_refusal(error))
 
-    async def _follow(self, job: Job, telling: _ResponseWriter, arrived: float) -> None:
+    async def _follow(self, job: Job, writer: _ResponseWriter, arrived: float) -> None:
         first: float | None = None
         while True:
-            news = await job.news.get()
-            if isinstance(news, BaseException):
+            event = await job.events.get()
+            if isinstance(event, BaseException):
                 try:
-                    raise news
+                    raise event
                 finally:
                     # its traceback holds this frame
-                    del news
+                    del event
             if first is None:
                 first = time.perf_counter() - arrived
-            if isinstance(news, Answer):
-                self.metrics.answered(news, first)
-                return await (telling.end if telling.stream else telling.whole)(news, first)
-            if telling.stream:
-                await telling.piece(news)
+            if isinstance(event, Answer):
+                self.metrics.answered(event, first)
+                return await (writer.end if writer.stream else writer.whole)(event, first)
+            if writer.stream:
+                await writer.piece(event)
 
 
 async def _until_left(receive: Receive, job: Job) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    job.end()
+    job.cancel()
 
 
 async def _body(request: Request, take: Callable[[], Reservation]) -> bytes:
-    """The body of a request, which takes its place when it is here, or large."""
+    """The body of a request, for which ``take`` makes a reservation when it is complete or large."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        # other types could be sent by any page that somebody has open in a browser on this machine
+        # any page in a browser on this machine could send other types
         raise Refused(415, "Send the request as application/json.")
-    too_large = Refused(413, f"The request is too large; at most {BODY >> 20} MiB are taken.", "too_large")
+    too_large = Refused(413, f"The body of the request is too large; at most {BODY >> 20} MiB are taken.", "too_large")
     # h11 has seen that it is a number
     if int(request.headers.get("content-length", 0)) > BODY:
         raise too_large
@@ -276,27 +278,26 @@ async def _body(request: Request, take: Callable[[], Reservation]) -> bytes:
             return bytes(found)
     raise Refused(
         408,
-        f"The request was not sent within {SENDING:g} seconds, or at less than {SPEED >> 10} KiB a second.",
+        f"The request came too slowly; send it within {SENDING:g} seconds and at {SPEED >> 10} KiB a second or more.",
         headers={"x-should-retry": "false"},
     )
 
 
 def _release() -> None:
-    """Give freed memory back to the system, where the C library is glibc, which keeps blocks of several MiB for later."""
+    """Make glibc return freed memory to the system, of which it keeps blocks of several MiB."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _told(error: Exception) -> Refused:
-    found = refusal(error)
-    if found is None:
-        logger.exception("a request failed", exc_info=error)
-        found = Refused(500, f"The server failed ({type(error).__name__}); its log says where.", "internal_error")
-    return found
+def _as_refusal(error: Exception) -> Refused:
+    if (known := refusal(error)) is not None:
+        return known
+    logger.exception("a request failed", exc_info=error)
+    return Refused(500, f"The server failed ({type(error).__name__}); see its log.", "internal_error")
 
 
 class _ResponseWriter:
-    """One answer on its way, as OpenAI's clients read it: whole, or in chunks of an event stream."""
+    """Writes one answer in OpenAI's format, whole or as an event stream."""
 
     def __init__(self, name: str, stream: bool, usage: bool, send: Send) -> None:
         self.about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
@@ -313,7 +314,7 @@ class _ResponseWriter:
         text = json.dumps(body | {"usage": _usage(answer), "mmaccel": _figures(answer, first)})
         self.begun = True
         await self._start("application/json")
-        await self.send({"type": "http.response.body", "body": text.encode()})
+        await self._send(text)
 
     async def piece(self, text: str) -> None:
         if not self.begun:
@@ -328,21 +329,20 @@ class _ResponseWriter:
         await self._chunk({}, answer.finish, mmaccel=_figures(answer, first))
         if self.usage:
             await self._event({**self.about, "object": "chat.completion.chunk", "choices": [], "usage": _usage(answer)})
-        await self._last("data: [DONE]\n\n")
+        await self._send("data: [DONE]\n\n")
 
     async def failed(self, error: Refused) -> None:
-        await self._last(f"data: {json.dumps(error.body())}\n\n")
+        await self._send(f"data: {json.dumps(error.body())}\n\n")
 
     async def _chunk(self, delta: dict[str, Any], finish: str | None = None, **more: Any) -> None:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
         await self._event({**self.about, "object": "chat.completion.chunk", "choices": [choice], **more})
 
     async def _event(self, data: dict[str, Any]) -> None:
-        text = f"data: {json.dumps(data)}\n\n"
-        await self.send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await self._send(f"data: {json.dumps(data)}\n\n", more=True)
 
-    async def _last(self, text: str) -> None:
-        await self.send({"type": "http.response.body", "body": text.encode()})
+    async def _send(self, text: str, more: bool = False) -> None:
+        await self.send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
     async def _start(self, kind: str) -> None:
         headers = [(b"content-type", kind.encode()), (b"cache-control", b"no-cache")]
@@ -358,6 +358,6 @@ def _usage(answer: Answer) -> dict[str, int]:
 
 
 def _figures(answer: Answer, first: float) -> dict[str, Any]:
-    """What is beyond OpenAI's answers."""
+    """The field ``mmaccel`` of an answer."""
     names = ("recipe", "visual_tokens", "visual_tokens_kept", "kv_bytes", "kv_bytes_bare", "notes")
     return {name: answer.stats[name] for name in names} | {"time_to_first_token": first}

@@ -1,7 +1,7 @@
-"""The JSON of a request, read in bounded time and memory.
+"""JSON of a request, parsed in bounded time and memory.
 
-Parsing holds Python's global lock, so nothing large is parsed: long ``data:`` addresses are cut out first and put back where
-they were, and what is left must be small, in bytes and in values. Counting is done on bytes, in C.
+Parsing holds Python's global lock, so nothing large is parsed: long ``data:`` addresses are cut out first, and the rest must be
+small, in bytes and in values. Values are counted on bytes, in C.
 """
 
 from __future__ import annotations
@@ -14,25 +14,20 @@ from typing import Any
 from ...errors import no_json, short_int
 from .errors import Refused
 
-#: bytes of a body beside its long ``data:`` addresses, and objects, lists and items of lists in it
+#: bytes of a body without its long ``data:`` addresses, and objects, lists and items of lists in it
 TEXT, VALUES = 16 << 20, 200_000
-#: ``data:`` addresses of so many bytes are long, and at most so many are cut out
+#: bytes from which a ``data:`` address is long, and how many are cut out
 _LONG, _ADDRESSES = 4096, 64
 _START = b'"data:'
-#: in base 64 there are more characters between two that are written with a backslash
+#: base 64 has more characters between two escapes
 _LEAST = 16
-#: what JSON may write with a backslash in an address
+#: escapes of JSON in an address
 _ESCAPES = {b"\\/": b"/", b"\\n": b"\n", b"\\r": b"\r", b"\\t": b"\t"}
 
 
 def parse(body: bytes) -> tuple[Any, Mapping[str, str]]:
-    """The value of a body, in which strings that are long ``data:`` addresses are replaced by keys of the mapping.
-
-    Raises
-    ------
-    Refused
-        If it is no JSON, or larger than is read here.
-    """
+    """The value of a body, in which strings that are long ``data:`` addresses are replaced by keys of the mapping. Raises
+    Refused if it is no JSON, or larger than is read here."""
     rest, addresses = _cut(body)
     if len(rest) > TEXT:
         raise Refused(
@@ -49,7 +44,7 @@ def parse(body: bytes) -> tuple[Any, Mapping[str, str]]:
 
 
 def _cut(body: bytes) -> tuple[bytes, dict[str, str]]:
-    """The body with short names for its long ``data:`` addresses, and the addresses by these names."""
+    """The body with names in place of its long ``data:`` addresses, and the addresses by name."""
     nonce, view = secrets.token_hex(16), memoryview(body)
     pieces: list[Any] = []
     addresses: dict[str, str] = {}
@@ -60,7 +55,7 @@ def _cut(body: bytes) -> tuple[bytes, dict[str, str]]:
         if begin < 0 or end < 0:
             break
         at = end
-        # a quote with a backslash before it is in the middle of a text
+        # an escaped quote does not begin a string
         begins = end - begin > _LONG and body[begin - 1 : begin] != b"\\"
         address = _plain(body[begin + 1 : end]) if begins else None
         if address is not None:
@@ -72,7 +67,7 @@ def _cut(body: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 def _plain(text: bytes) -> str | None:
-    """The string of which ``text`` is the JSON; None if it has other characters than addresses have."""
+    """The string that a JSON ``text`` holds; None if it has characters that addresses do not have."""
     if b"\\" in text:
         if b"\\\\" in text or text.count(b"\\") > len(text) // _LEAST:
             return None
@@ -87,7 +82,7 @@ def _too_many(text: bytes) -> bool:
     """Whether a JSON text has more than ``VALUES`` objects, lists, items and members."""
     if sum(map(text.count, (b",", b"[", b"{"))) <= VALUES:
         return False
-    # many of them may stand in strings
+    # many of them may be inside strings
     text = text.replace(rb"\\", b"").replace(rb"\"", b"")
     if text.count(b'"') > 4 * VALUES:
         return True

@@ -1,4 +1,4 @@
-"""HTTP connections with limits: how many there are, how long a request may take to begin, and an answer to be taken."""
+"""HTTP connections with limits: their number, the seconds until a request begins, the seconds in which an answer is read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-#: connections at a time, where the process may have enough descriptors, and descriptors that are left for everything else
+#: connections at a time, and file descriptors that are left for everything else
 CONNECTIONS, SPARE = 512, 128
-#: connections that are accepted before others are served, each of which has a descriptor before it is counted
+#: connections that are accepted at once; each has a descriptor before it is counted
 BACKLOG = 16
-#: seconds from a connection, or from the answer before, to the end of the next headers
+#: seconds from a connection, or from the last answer, to the end of the next headers
 HEADERS = 10.0
-#: seconds in which a client must take something of its answer
+#: seconds in which a client must read a part of its answer
 TAKING = 30.0
-#: bytes that are read at once, and of a body in chunks, which may be of a byte each and are parsed one by one
+#: bytes that are read at once, and of a chunked body, whose chunks may be of a byte each and are parsed one by one
 _READ, _CHUNKED = 128 << 10, 8 << 10
 
 
@@ -34,7 +34,7 @@ def limit() -> int:
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """uvicorn's protocol with limits. Of too many connections the one is closed that has waited longest without a request."""
+    """uvicorn's protocol with limits. Of too many connections the one that is idle for longest is closed."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -42,16 +42,16 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._since = time.monotonic()
         self._late: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
-        #: whether all that still comes is thrown away
+        #: whether further bytes are ignored
         self._done = False
 
     @property
     def idle(self) -> bool:
-        """Whether no request is here whose headers are complete."""
+        """Whether there is no request with complete headers."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Make room for one more."""
+        """Close the oldest idle connection if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > limit():
             others = (one for one in self.connections if isinstance(one, Connection) and one.idle and one is not self)
@@ -61,61 +61,60 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timers."""
+        """Cancel the timers."""
         for timer in (self._late, self._stalled):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
+        """A buffer for the next bytes."""
         known = not self.idle and not any(name == b"transfer-encoding" for name, _ in self.headers)
         self._buffer = memoryview(bytearray(_READ if known else _CHUNKED))
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes came."""
+        """Pass on the bytes in the buffer."""
         assert self._buffer is not None
         data, self._buffer = bytes(self._buffer[:nbytes]), None
         self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request, unless its answer was sent before it was read."""
+        """Pass on bytes of a request, unless it was answered before it was read."""
         if not self._done:
             super().data_received(data)
             self._wait()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request. What is left of this one is read to its end, so that the client reads the answer."""
+        """Wait for the next request. The rest of this one is read and ignored, so that the client reads the answer."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
             self._done = True
-            # perhaps it has left
             with suppress(OSError):
                 self.transport.write_eof()
         self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, unless an answer has begun."""
+        """Refuse invalid HTTP, unless an answer has begun."""
         with suppress(h11.LocalProtocolError):
             super().send_400_response(msg)
         self.transport.close()
 
     def pause_writing(self) -> None:
-        """The client does not take what is sent."""
+        """The client does not read: start the timer."""
         super().pause_writing()
         self._stalled = self.loop.call_later(TAKING, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client takes it."""
+        """The client reads again: stop the timer."""
         super().resume_writing()
         if self._stalled is not None:
             self._stalled.cancel()
 
     def _wait(self) -> None:
-        """Begin to wait for the headers of a request, go on, or end."""
+        """Start the timer for the headers of a request, or stop it."""
         if not self.idle:
             if self._late is not None:
                 self._late.cancel()

@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens come: never half a character, no blanks around it, and no stop sequence."""
+"""Tokens to text while an answer is generated: no half characters, no stop sequence, no blanks around it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ _HALF = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """What may be shown of an answer. The pieces together are the text of all tokens, stripped, up to the first of ``stops``.
+    """Turns tokens into pieces of text, which together are the text of all tokens, stripped, up to the first of ``stops``.
 
-    Tokens are decoded together with those before, since some tokenizers write a token without its blank where a text begins.
+    Tokens are decoded together with those before, since some tokenizers drop the blank of a token at the beginning of a text.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
         self.ids: list[int] = []
         #: whether a stop sequence came
-        self.enough = False
+        self.stopped = False
         self._text = ""
         self._shown = 0
         #: tokens from ``_before`` to ``_read`` are in the text and are decoded again with those behind
         self._before = self._read = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """The next tokens; what may be shown now and could not be before."""
+        """Take the next tokens; returns the text that is certain now and was not before."""
         self.ids += ids
         text = self._decode(self._before, None)
         if text.endswith(_HALF):
@@ -35,14 +35,14 @@ class Detokenizer:
         return self._visible(self._held())
 
     def end(self) -> str:
-        """What is left when no token comes any more."""
+        """The rest of the text after the last token."""
         if self._read < len(self.ids):
             self._take(self._decode(self._before, None))
         return self._visible(0)
 
     @property
     def whole(self) -> str:
-        """The text so far, as it would be shown if nothing came any more."""
+        """The text so far, stripped."""
         return self._text.strip()
 
     def _take(self, text: str) -> None:
@@ -50,7 +50,7 @@ class Detokenizer:
         self._before, self._read = self._read, len(self.ids)
         found = [at for at in map(self._text.find, self._stops) if at >= 0]
         if found:
-            self.enough, self._text = True, self._text[: min(found)]
+            self.stopped, self._text = True, self._text[: min(found)]
 
     def _decode(self, begin: int, end: int | None) -> str:
         text: str = self._tokenizer.decode(self.ids[begin:end], skip_special_tokens=True)
@@ -58,7 +58,7 @@ class Detokenizer:
 
     def _held(self) -> int:
         """How many characters at the end may be the beginning of a stop sequence."""
-        if self.enough:
+        if self.stopped:
             return 0
         return max((n for stop in self._stops for n in range(1, len(stop)) if self._text.endswith(stop[:n])), default=0)
 

@@ -1,4 +1,4 @@
-"""The answer of one accelerated model to one request."""
+"""Generation of one answer by one accelerated model."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .sampling import sampler
 from .schema import ChatRequest
 from .sources import Sources
 
-#: characters that one token stands for at most, where a prompt is refused before it is tokenised
+#: characters a token at most: a longer text is refused before it is tokenised
 _TOKEN = 32
-#: seconds between two looks at whether a clip is still wanted
+#: seconds between two checks whether the client has left while a clip is decoded
 _LOOK = 0.1
 #: characters that are tokenised at once
 _PIECE = 16 << 10
@@ -38,12 +38,8 @@ _PIECE = 16 << 10
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one request.
-
-    seconds : that the model works for it.
-    frames : of a clip, evenly spaced.
-    longest : tokens of the answer.
-    """
+    """Limits of one request: ``seconds`` that the model works, evenly spaced ``frames`` of a clip, and ``longest``, the tokens
+    of the answer."""
 
     seconds: float = 300.0
     frames: int = 16
@@ -52,12 +48,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer.
-
-    prompt_tokens : those of the unreduced prompt.
-    rate : tokens a second behind the first; None of a short answer.
-    stats : of the call, see :class:`mmaccel.core.figures.CallStats`.
-    """
+    """A complete answer: ``prompt_tokens`` of the unreduced prompt, the ``rate`` in tokens a second after the first (None for a
+    short answer), and the ``stats`` of the call, see :class:`mmaccel.core.figures.CallStats`."""
 
     text: str
     finish: Literal["stop", "length"]
@@ -68,39 +60,34 @@ class Answer:
 
 
 class _TextStreamer(TokenTimer):
-    """A streamer that says what may be shown; ``look`` ends the run when it is to stop."""
+    """A streamer that sends pieces of text; ``check`` ends the run when it is to stop."""
 
-    def __init__(self, words: Detokenizer, look: Callable[[], None], say: Callable[[str], None]) -> None:
+    def __init__(self, text: Detokenizer, check: Callable[[], None], send: Callable[[str], None]) -> None:
         super().__init__()
-        self.words, self.look, self.say = words, look, say
+        self.text, self.check, self.send = text, check, send
 
     def put(self, value: Any) -> None:
         """The prompt, then a token at a time."""
         super().put(value)
-        self.look()
+        self.check()
         if len(self.times) > 1:
-            self.say(self.words.add(value.reshape(-1).tolist()))
+            self.send(self.text.add(value.reshape(-1).tolist()))
 
 
 class _StopSequences(StoppingCriteria):
     """Ends the answer at a stop sequence."""
 
-    def __init__(self, words: Detokenizer) -> None:
-        self.words = words
+    def __init__(self, text: Detokenizer) -> None:
+        self.text = text
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self.words.enough, dtype=torch.bool, device=input_ids.device)
+        return torch.full((len(input_ids),), self.text.stopped, dtype=torch.bool, device=input_ids.device)
 
 
 @contextmanager
 def _killing(stop: threading.Event) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """Kill the process that decodes when nobody wants its frames any more. What comes back is told of every such process.
-
-    Raises
-    ------
-    Stopped
-        Inside, when ``stop`` is set.
-    """
+    """Kill decoding processes when ``stop`` is set. The block passes every process that begins to the function that it gets,
+    which raises Stopped if ``stop`` is set already."""
     processes: list[subprocess.Popen[bytes]] = []
     done = threading.Event()
 
@@ -127,17 +114,8 @@ def _killing(stop: threading.Event) -> Iterator[Callable[[subprocess.Popen[bytes
 
 
 class Engine(ModelSlot):
-    """A model with a recipe, which stays on it.
-
-    Parameters
-    ----------
-    model, processor : bare, of a supported family.
-
-    Raises
-    ------
-    MmaccelError
-        If the model cannot honour the recipe.
-    """
+    """A bare ``model`` of a supported family with its ``processor``, on which a recipe stays. Raises MmaccelError if the model
+    cannot honour the recipe."""
 
     def __init__(self, model: Any, processor: Any, recipe: Recipe, sources: Sources, limits: Limits) -> None:
         super().__init__(model, processor, limits.seconds)
@@ -150,13 +128,8 @@ class Engine(ModelSlot):
         self._ends = set(ends) if isinstance(ends, (list, tuple)) else {ends}
 
     def budgeted(self, budget: bool | Mapping[str, Any] | None) -> tuple[Any, bool | Mapping[str, Any] | None]:
-        """The processor for a budget, and what ``generate`` is told of it.
-
-        Raises
-        ------
-        MmaccelError
-            If the recipe cannot have that budget.
-        """
+        """The processor for a budget, and ``mmaccel=`` of ``generate``. Raises MmaccelError if the recipe cannot have that
+        budget."""
         if budget is False:
             return self.processor, False
         if budget is None or budget is True:
@@ -169,72 +142,48 @@ class Engine(ModelSlot):
         return self._prepared, budget
 
     def check(self, request: ChatRequest) -> None:
-        """Refuse what can be refused before the model is free.
-
-        Raises
-        ------
-        MmaccelError
-            If the answer would be longer than is allowed here, or the budget is of no use.
-        """
+        """Check all that can be checked before the model is free. Raises MmaccelError if the answer may be too long, or the
+        recipe cannot have the budget."""
         if request.longest is not None and request.longest > self.limits.longest:
             raise MmaccelError(
                 f"An answer has at most {self.limits.longest} tokens on this server, not {request.longest}; ask for fewer."
             )
-        self.budgeted(request.budget)
+        self.budgeted(request.mmaccel)
 
-    def answer(self, request: ChatRequest, say: Callable[[str], None], stop: threading.Event) -> Answer:
-        """The answer; ``say`` gets it piece by piece, perhaps an empty one at the first token.
+    def answer(self, request: ChatRequest, send: Callable[[str], None], stop: threading.Event) -> Answer:
+        """The answer; ``send`` gets its text piece by piece, perhaps an empty one at the first token.
 
-        Raises
-        ------
-        Stopped
-            If ``stop`` is set before it is complete.
-        MmaccelError
-            If the request cannot be honoured.
+        Raises Stopped if ``stop`` is set before it is complete, MmaccelError if the request cannot be honoured.
         """
-        processor, budget = self.budgeted(request.budget)
+        processor, budget = self.budgeted(request.mmaccel)
         self._check_text(request, stop)
-        inputs = self._encoded(processor, self._chat(request, stop))
+        inputs = encode(processor, [self._chat(request, stop)]).to(self.model.device, self.model.dtype)
         prompt = inputs["input_ids"].shape[1]
         longest = self._longest(prompt, request)
-        words = Detokenizer(self.processor.tokenizer, request.stops)
-        with self.turn(stop) as look, torch.inference_mode():
-            look()
-            typing = _TextStreamer(words, look, say)
+        text = Detokenizer(self.processor.tokenizer, request.stop)
+        with self.turn(stop) as check, torch.inference_mode():
+            check()
+            streamer = _TextStreamer(text, check, send)
             self.model.generate(
                 **inputs,
                 mmaccel=budget,
                 max_new_tokens=longest,
                 do_sample=False,
                 num_beams=1,
-                streamer=typing,
+                streamer=streamer,
                 logits_processor=sampler(self.model.generation_config, request),
-                stopping_criteria=StoppingCriteriaList([_StopSequences(words)]),
+                stopping_criteria=StoppingCriteriaList([_StopSequences(text)]),
             )
             stats = self.model.mmaccel.stats().to_dict()
-        say(words.end())
-        ended = words.enough or words.ids[-1] in self._ends
-        return Answer(
-            words.whole,
-            "stop" if ended or len(words.ids) < longest else "length",
-            prompt,
-            len(words.ids),
-            typing.rate(),
-            stats,
-        )
+        send(text.end())
+        ended = text.stopped or text.ids[-1] in self._ends or len(text.ids) < longest
+        return Answer(text.whole, "stop" if ended else "length", prompt, len(text.ids), streamer.rate(), stats)
 
     def _check_text(self, request: ChatRequest, stop: threading.Event) -> None:
-        """Refuse a text that is longer than the model takes in the time that so many tokens take.
-
-        Raises
-        ------
-        MmaccelError
-            If it is.
-        Stopped
-            If nobody wants to know.
-        """
+        """Raise MmaccelError if the text has more tokens than the model takes, having tokenised no more than that; Stopped if
+        ``stop`` is set meanwhile."""
         places = self._places
-        texts = [part["text"] for message in request.messages for part in message["content"] if part["type"] == "text"]
+        texts = [part["text"] for message in request.chat for part in message["content"] if part["type"] == "text"]
         long = sum(map(len, texts))
         if places is None or long <= places:
             return
@@ -258,7 +207,7 @@ class Engine(ModelSlot):
         )
 
     def _chat(self, request: ChatRequest, stop: threading.Event) -> Chat:
-        """All that is shown, decoded in the time and memory that one clip may take."""
+        """The messages with all pictures and clips, decoded in the time and memory that one clip may take."""
         pictures: list[Any] = []
         clips: list[Clip] = []
         end, memory = time.monotonic() + untrusted.SECONDS, untrusted.MEMORY
@@ -294,12 +243,7 @@ class Engine(ModelSlot):
                     raise MmaccelError(
                         f"The {what} is broken and cannot be decoded ({type(error).__name__}); send another."
                     ) from error
-        return Chat(request.messages, tuple(pictures), tuple(clips))
-
-    def _encoded(self, processor: Any, chat: Chat) -> dict[str, Any]:
-        inputs = encode(processor, [chat]).to(self.model.device)
-        dtype = self.model.dtype
-        return {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+        return Chat(request.chat, tuple(pictures), tuple(clips))
 
     def _longest(self, prompt: int, request: ChatRequest) -> int:
         """Tokens that the answer may have; those that were asked for have their places."""

@@ -1,4 +1,4 @@
-"""How a request is refused: a status, and one sentence in OpenAI's format."""
+"""Error responses: a status, and one sentence in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,21 +9,13 @@ import torch
 from ...errors import MmaccelError
 from ..model_lock import TimeLimitExceeded
 
-#: characters of a sentence, and of the name of a field, that may hold what a client sent
+#: characters of a sentence and of the name of a field, both of which may quote what a client sent
 _SENTENCE, _NAME = 500, 200
 
 
 class Refused(Exception):
-    """A request that is not answered.
-
-    Parameters
-    ----------
-    status : of HTTP.
-    sentence : may quote what a client sent; it is cut, and what cannot be encoded is written with backslashes.
-    code : by which programs know the reason.
-    parameter : the field of the request that is wrong.
-    headers : beside the usual ones.
-    """
+    """A request that is refused with an HTTP ``status``, a ``code`` for programs, the ``parameter`` that is wrong,
+    and further ``headers``. A ``sentence`` that quotes what a client sent is cut; what cannot be encoded is escaped."""
 
     def __init__(
         self,
@@ -38,7 +30,7 @@ class Refused(Exception):
         self.parameter = None if parameter is None else _line(parameter, _NAME)
 
     def body(self) -> dict[str, Any]:
-        """What OpenAI's clients read."""
+        """The body of the response, as OpenAI's clients read it."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
@@ -50,7 +42,7 @@ def _line(text: str, most: int) -> str:
 
 
 def refusal(error: BaseException) -> Refused | None:
-    """An error that came while a request was answered as its refusal; None of a fault of ours."""
+    """The refusal for an error that ended a request; None for an unexpected error."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, TimeLimitExceeded):

@@ -1,8 +1,9 @@
-"""What Prometheus is told; seconds, bytes and tokens, as its conventions have them."""
+"""Metrics for Prometheus, in its base units."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
@@ -15,52 +16,36 @@ _BYTES = tuple(float(1 << shift) for shift in range(16, 36, 2))
 
 
 class Metrics:
-    """The figures of one server."""
+    """The metrics of one server."""
 
     def __init__(self, model: str, recipe: str) -> None:
-        self.registry = registry = CollectorRegistry()
-        Info("mmaccel", "What is served.", registry=registry).info(
-            {"version": __version__, "model": model, "recipe": recipe}
-        )
-        self.requests = Counter(
-            "mmaccel_requests", "Requests for an answer by HTTP status.", ["status"], registry=registry
-        )
-        self.disconnected = Counter(
-            "mmaccel_disconnected", "Requests whose client left before the end.", registry=registry
-        )
-        self.visual_tokens = Counter("mmaccel_visual_tokens", "Visual tokens of all prompts.", registry=registry)
-        self.visual_tokens_kept = Counter(
-            "mmaccel_visual_tokens_kept", "Those of them that reached the last layer.", registry=registry
-        )
-        self.prompt_tokens = Counter("mmaccel_prompt_tokens", "Tokens of all prompts, unreduced.", registry=registry)
-        self.generated_tokens = Counter("mmaccel_generated_tokens", "Tokens of all answers.", registry=registry)
-        self.kv_bytes = Histogram(
-            "mmaccel_kv_bytes", "Bytes of the KV cache at the end of an answer.", buckets=_BYTES, registry=registry
-        )
-        self.first_token = Histogram(
-            "mmaccel_time_to_first_token_seconds",
-            "From the arrival of a request, waiting and decoding of what it shows included.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.rate = Histogram(
-            "mmaccel_tokens_per_second",
-            "Behind the first token, of answers that are not too short.",
-            buckets=_RATES,
-            registry=registry,
-        )
-        self._waiting = Gauge(
-            "mmaccel_queue_length", "Requests that wait for a model, or are on their way.", registry=registry
-        )
-        self._running = Gauge("mmaccel_running", "Requests that are answered now.", registry=registry)
+        self.registry = CollectorRegistry()
+
+        def make(kind: Any, name: str, help_: str, *labels: str, **options: Any) -> Any:
+            return kind(f"mmaccel{name}", help_, labels, registry=self.registry, **options)
+
+        make(Info, "", "What is served.").info({"version": __version__, "model": model, "recipe": recipe})
+        self.requests = make(Counter, "_requests", "Requests for an answer by HTTP status.", "status")
+        self.disconnected = make(Counter, "_disconnected", "Requests whose client left before the end.")
+        self.visual_tokens = make(Counter, "_visual_tokens", "Visual tokens of all prompts.")
+        self.visual_tokens_kept = make(Counter, "_visual_tokens_kept", "Those of them that reached the last layer.")
+        self.prompt_tokens = make(Counter, "_prompt_tokens", "Tokens of all prompts, unreduced.")
+        self.generated_tokens = make(Counter, "_generated_tokens", "Tokens of all answers.")
+        self.kv_bytes = make(Histogram, "_kv_bytes", "Bytes of the KV cache at the end of an answer.", buckets=_BYTES)
+        first = "Seconds from the arrival of a request, waiting and decoding of media included."
+        self.first_token = make(Histogram, "_time_to_first_token_seconds", first, buckets=_SECONDS)
+        rate = "Tokens a second after the first one, of answers that are not too short."
+        self.rate = make(Histogram, "_tokens_per_second", rate, buckets=_RATES)
+        self._waiting = make(Gauge, "_queue_length", "Requests that wait for a model, or are being received.")
+        self._running = make(Gauge, "_running", "Requests that are answered now.")
 
     def watch(self, waiting: Callable[[], int], running: Callable[[], int]) -> None:
-        """Where the gauges look."""
+        """Set what the gauges read."""
         self._waiting.set_function(waiting)
         self._running.set_function(running)
 
     def answered(self, answer: Answer, first: float) -> None:
-        """Count a whole answer, whose first token came after ``first`` seconds."""
+        """Count a whole answer, with ``first`` seconds to the first token."""
         self.visual_tokens.inc(answer.stats["visual_tokens"])
         self.visual_tokens_kept.inc(answer.stats["visual_tokens_kept"])
         self.prompt_tokens.inc(answer.prompt_tokens)
@@ -71,5 +56,5 @@ class Metrics:
             self.rate.observe(answer.rate)
 
     def page(self) -> bytes:
-        """In Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

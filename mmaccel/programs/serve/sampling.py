@@ -1,4 +1,4 @@
-"""The next token as a request asks for it, by dice of its own: a seed gives the same answer whoever else is answered."""
+"""Sampling with a random generator for every request: a seed gives the same answer whatever else the server does."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from transformers import (
 
 from .schema import ChatRequest
 
-#: a lower temperature is greedy: the noise is far below the distances of logits, which overflow when they are divided by it
+#: a lower temperature is greedy: logits overflow when they are divided by it
 _COLDEST = 1e-5
 
 
 class GumbelNoise(LogitsProcessor):
     """Adds Gumbel noise to scores ``[B, V]``: the largest sum is a sample of their softmax, so that greedy decoding samples.
-    ``generate`` itself throws the dice of the whole process."""
+    ``generate`` itself uses the random generator of the whole process."""
 
     def __init__(self, seed: int | None) -> None:
         self.seed = seed
         self.generator: torch.Generator | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores with other noise every time."""
+        """The scores with new noise."""
         if self.generator is None:
             self.generator = torch.Generator(scores.device)
             self.generator.manual_seed(self.generator.seed() if self.seed is None else self.seed)
@@ -38,12 +38,8 @@ class GumbelNoise(LogitsProcessor):
 
 
 def sampler(config: Any, request: ChatRequest) -> LogitsProcessorList:
-    """What stands between the logits and the most likely token.
-
-    Parameters
-    ----------
-    config : the model's generation config, which says how it samples, or that it is greedy, where the request does not.
-    """
+    """Logits processors after which the largest logit is the next token; what the request leaves open is as in the model's
+    generation ``config``."""
     temperature, top_p, top_k = request.temperature, request.top_p, None
     if config.do_sample:
         temperature = (config.temperature or 1.0) if temperature is None else temperature

@@ -1,4 +1,4 @@
-"""Who is answered when: a model or several twins of it, each on a thread of its own, and those who wait for one."""
+"""Request scheduling: a queue in front of a model, or of several twins of it, each on a thread of its own."""
 
 from __future__ import annotations
 
@@ -15,65 +15,51 @@ from .engine import Answer, Engine
 from .errors import Refused, refusal
 from .schema import ChatRequest
 
-#: bytes of the bodies of all requests that are here
+#: bytes that the bodies of all accepted requests may have together
 HELD = 512 << 20
 
 
 class Job:
-    """One request while it waits and is answered; belongs to the event loop that made it.
-
-    news : pieces of the text, then the answer, or the error that ended it.
-    """
+    """A request from its arrival to its answer; belongs to the event loop that made it. ``events`` has pieces of the text, then
+    the answer, or the error that ended it."""
 
     def __init__(self, request: ChatRequest) -> None:
         self.request = request
         self.stop = threading.Event()
-        self.news: asyncio.Queue[str | Answer | BaseException] = asyncio.Queue()
+        self.events: asyncio.Queue[str | Answer | BaseException] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
-    def say(self, what: str | Answer | BaseException) -> None:
-        """From any thread."""
-        # the loop of a server that has ended takes no more
+    def send(self, event: str | Answer | BaseException) -> None:
+        """Add an event, from any thread."""
+        # the event loop may have ended
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.news.put_nowait, what)
+            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
-    def end(self) -> None:
-        """Nobody wants the answer any more."""
+    def cancel(self) -> None:
+        """Stop the work for a client that has left."""
         self.stop.set()
-        self.say(Stopped())
+        self.send(Stopped())
 
 
 class Reservation:
-    """Of one request among those that are answered or wait."""
+    """The share of one request in the limits of a server."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self.size = 0
 
     def hold(self, size: int) -> None:
-        """Note that the body of the request has ``size`` bytes so far.
-
-        Raises
-        ------
-        Refused
-            If all bodies together have more than is held here.
-        """
+        """Note that the body of the request has ``size`` bytes so far. Raises Refused if all bodies together have more than
+        is held here."""
         self._scheduler.held += size - self.size
         self.size = size
         if self._scheduler.held > HELD:
-            raise self._scheduler.full(
-                f"The requests that are here have {HELD >> 20} MiB, which is all that this server holds"
-            )
+            raise self._scheduler.full(f"The bodies of all requests may have {HELD >> 20} MiB together, and have more")
 
 
 class Scheduler:
-    """The models, and the queue in front of them, first come, first served.
-
-    Parameters
-    ----------
-    engines : twins, each of which answers one request at a time.
-    waiting : requests that may wait, those included whose large bodies are still being sent.
-    """
+    """A queue in front of ``engines``, each of which answers one request at a time; first come, first served. So many requests
+    may be ``waiting``, those included whose large bodies are still being received."""
 
     def __init__(self, engines: Sequence[Engine], waiting: int) -> None:
         self.engines, self.capacity = engines, len(engines) + waiting
@@ -90,39 +76,33 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that are here and not answered yet."""
-        # a engine may still be at work for a client that left
+        """Requests that wait for an engine."""
+        # an engine may still be at work for a client that left
         return max(0, self.present - self.running)
 
     @contextmanager
-    def place(self) -> Iterator[Reservation]:
-        """A place for one request.
-
-        Raises
-        ------
-        Refused
-            If all are taken, or the server is ending.
-        """
+    def reserve(self) -> Iterator[Reservation]:
+        """A place for one request. Raises Refused if the queue is full, or the server is shutting down."""
         if self.closed:
             raise self.ending()
         if self.present >= self.capacity:
-            raise self.full(f"{self.present} requests are being answered or wait, which is all that this server takes")
+            raise self.full(f"The queue is full with {self.present} requests")
         self.present += 1
-        place = Reservation(self)
+        reservation = Reservation(self)
         try:
-            yield place
+            yield reservation
         finally:
             self.present -= 1
-            self.held -= place.size
+            self.held -= reservation.size
 
     def full(self, reason: str) -> Refused:
-        """What is said to those for whom there is no room now."""
+        """The refusal of a request for which there is no room now."""
         seconds = str(max(1, math.ceil(self._mean * self.present / len(self.engines))))
         return Refused(429, f"{reason}; try again in {seconds} s.", "queue_full", headers={"retry-after": seconds})
 
     @contextmanager
-    def answered(self, request: ChatRequest) -> Iterator[Job]:
-        """A request in the queue. Behind the block nobody wants its answer any more."""
+    def queued(self, request: ChatRequest) -> Iterator[Job]:
+        """A request in the queue; leaving the block cancels it."""
         job = Job(request)
         self._jobs.add(job)
         with self._lock:
@@ -133,20 +113,19 @@ class Scheduler:
         finally:
             job.stop.set()
             with self._lock, suppress(ValueError):
-                # nothing is kept of those who left, however long the engines are taken
                 self._queue.remove(job)
             self._jobs.discard(job)
 
     @staticmethod
     def ending() -> Refused:
-        """What is said to those who come, or still wait, when the server ends."""
+        """The refusal of a request when the server shuts down."""
         return Refused(503, "The server is shutting down.", "shutting_down", headers={"retry-after": "10"})
 
     def close(self) -> None:
-        """End all that still runs, and wait for it."""
+        """Cancel all requests, and wait for the engines to stop."""
         self.closed = True
         for job in list(self._jobs):
-            job.end()
+            job.cancel()
         with self._lock:
             self._work.notify_all()
         for thread in self._threads:
@@ -172,11 +151,11 @@ class Scheduler:
     def _answer(self, engine: Engine, job: Job) -> None:
         begin = time.monotonic()
         try:
-            found = engine.answer(job.request, job.say, job.stop)
+            answer = engine.answer(job.request, job.send, job.stop)
             self._mean += (time.monotonic() - begin - self._mean) / 8
-            job.say(found)
+            job.send(answer)
         except Stopped:
-            job.say(Stopped())
+            job.send(Stopped())
         except BaseException as error:
-            # a traceback keeps what was sent alive, and is for faults of ours
-            job.say(refusal(error) or error)
+            # the traceback of an error keeps what was sent alive; only unexpected ones keep theirs
+            job.send(refusal(error) or error)

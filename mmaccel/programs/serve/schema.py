@@ -1,10 +1,10 @@
-"""One request, checked: what of OpenAI's chat completions is taken here, and ``mmaccel``, the budget of this request."""
+"""The schema of a request: fields of OpenAI's chat completions, and ``mmaccel``, the budget of the request."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -29,23 +29,12 @@ PICTURES, CLIPS = 32, 8
 MESSAGES, PARTS = 1024, 1024
 #: stop sequences, and characters of one
 STOPS, STOP = 4, 200
-#: fields of an object that are looked at
+#: fields of an object
 _FIELDS = 64
 #: fields that change no answer, whatever they hold
 _IGNORED = (
-    "metadata",
-    "moderation",
-    "parallel_tool_calls",
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "reasoning_effort",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-    "verbosity",
+    *("metadata", "moderation", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
 )
 #: fields that would change an answer, and the values with which they do not
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -66,8 +55,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Given(BaseModel):
-    """Fields without a meaning here are refused, and null is taken for not given."""
+class _Strict(BaseModel):
+    """Refuses unknown fields; null is the same as no field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[tuple[str, ...]] = ()
@@ -75,21 +64,21 @@ class _Given(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_use(cls, given: Any) -> Any:
-        """The fields that are left to be checked."""
+    def _fields(cls, given: Any) -> Any:
+        """The fields that are left to be validated."""
         if not isinstance(given, Mapping):
             raise PydanticCustomError("no_object", "must be an object")
         if len(given) > _FIELDS:
             raise PydanticCustomError(
-                "many_fields",
+                "sentence_part",
                 "has {count} fields, more than there are; leave out those that are not known",
                 {"count": len(given)},
             )
         for name, values in cls.neutral.items():
             if (value := given.get(name)) is not None and value not in values:
                 raise PydanticCustomError("not_neutral", "not supported", {"name": name, "value": value})
-        useless = {*cls.ignored, *cls.neutral}
-        return {k: v for k, v in given.items() if v is not None and k not in useless}
+        unused = {*cls.ignored, *cls.neutral}
+        return {k: v for k, v in given.items() if v is not None and k not in unused}
 
 
 def _restored(text: str, info: ValidationInfo) -> str:
@@ -99,98 +88,137 @@ def _restored(text: str, info: ValidationInfo) -> str:
 
 
 _String = Annotated[str, AfterValidator(_restored)]
-#: of prompt caches, which are others' business
+#: of prompt caches, which this server does not have
 _CACHES = ("cache_control", "prompt_cache_breakpoint", "uuid")
 
 
-class _Words(_Given):
+class _Text(_Strict):
     ignored = _CACHES
     type: Literal["text"]
     text: _String
 
 
-class _Address(_Given):
-    #: what the server sees by itself
+class _Address(_Strict):
+    #: the server reads these from the file
     ignored = ("format", "mime_type")
     url: _String
     #: of OpenAI's own models; the processor and the recipe decide here
     detail: Literal["auto", "low", "high", "original"] = "auto"
 
 
-def _address(given: Any) -> Any:
-    return {"url": given} if isinstance(given, str) else given
+_Url = Annotated[_Address, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)]
 
 
-class _Picture(_Given):
+class Picture(_Strict):
+    """A picture that a message shows, by its address."""
+
     ignored = _CACHES
+    kind: ClassVar[str] = "image"
     type: Literal["image_url"]
-    image_url: Annotated[_Address, BeforeValidator(_address)]
+    image_url: _Url
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self.image_url.url
 
 
-class _Clip(_Given):
+class Video(_Strict):
+    """A clip that a message shows, by its address."""
+
     ignored = _CACHES
+    kind: ClassVar[str] = "video"
     type: Literal["video_url"]
-    video_url: Annotated[_Address, BeforeValidator(_address)]
+    video_url: _Url
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self.video_url.url
+
+
+def _too_long(count: int, most: int, what: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        "sentence_part", "has {count} {what}; at most {most} are taken", {"count": count, "most": most, "what": what}
+    )
 
 
 def _at_most(most: int) -> BeforeValidator:
-    """Refuses a longer list before any of its items is looked at."""
+    """Refuses a longer list before its items are validated."""
 
     def check(given: Any) -> Any:
         if isinstance(given, list) and len(given) > most:
-            raise PydanticCustomError(
-                "too_long", "has {count} items; at most {most} are taken", {"count": len(given), "most": most}
-            )
+            raise _too_long(len(given), most, "items")
         return given
 
     return BeforeValidator(check)
 
 
 def _few_parts(messages: Any) -> Any:
-    """Before any part is looked at: of many errors one is told, and all are made."""
+    """Refuses too many parts before they are validated, since every invalid one makes an error."""
     given = messages if isinstance(messages, list) else []
     contents = [one.get("content") for one in given if isinstance(one, dict)]
     count = sum(len(content) for content in contents if isinstance(content, list))
     if count > PARTS:
-        raise PydanticCustomError(
-            "too_long", "has {count} parts; at most {most} are taken", {"count": count, "most": PARTS}
-        )
+        raise _too_long(count, PARTS, "parts")
     return messages
 
 
-def _parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-class _Message(_Given):
+class _Message(_Strict):
     ignored = (*_CACHES, "annotations", "provider_specific_fields")
     #: of answers, which clients send back as they came
     neutral = {"audio": (), "function_call": (), "refusal": ("",), "tool_calls": ([],)}
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        list[Annotated[_Words | _Picture | _Clip, Discriminator("type")]],
+        list[Annotated[_Text | Picture | Video, Discriminator("type")]],
         Field(min_length=1),
-        BeforeValidator(_parts),
+        BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given),
     ]
     name: str | None = None
 
 
-class _Streaming(_Given):
+def _answerable(messages: list[_Message]) -> list[_Message]:
+    if messages[-1].role == "assistant":
+        raise PydanticCustomError("sentence", "The last message is the assistant's; end with one of the user.")
+    for kind, most, what in ((Picture, PICTURES, "pictures"), (Video, CLIPS, "clips")):
+        count = sum(isinstance(part, kind) for message in messages for part in message.content)
+        if count > most:
+            raise PydanticCustomError(
+                "sentence",
+                "The request has {count} {what}; at most {most} are taken.",
+                {"count": count, "what": what, "most": most},
+            )
+    return messages
+
+
+class _Streaming(_Strict):
     ignored = ("include_obfuscation",)
     include_usage: bool = False
 
 
-def _several(stop: Any) -> Any:
-    return [stop] if isinstance(stop, str) else stop
+def _budget(given: Any) -> Any:
+    if isinstance(given, bool) or (isinstance(given, dict) and set(given) == {"retain"}):
+        return given
+    raise PydanticCustomError(
+        "sentence",
+        "mmaccel takes the budget of this request, such as {example}, or false for the bare model.",
+        {"example": '{"retain": 0.1}'},
+    )
 
 
-class Body(_Given):
-    """The fields of a request."""
+class ChatRequest(_Strict):
+    """A validated request. ``mmaccel`` is what ``generate(..., mmaccel=)`` takes."""
 
     ignored = _IGNORED
     neutral = _NEUTRAL
     model: str
-    messages: Annotated[list[_Message], Field(min_length=1), BeforeValidator(_few_parts), _at_most(MESSAGES)]
+    messages: Annotated[
+        list[_Message],
+        Field(min_length=1),
+        BeforeValidator(_few_parts),
+        _at_most(MESSAGES),
+        AfterValidator(_answerable),
+    ]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -199,118 +227,52 @@ class Body(_Given):
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=STOP)]],
         _at_most(STOPS),
-        BeforeValidator(_several),
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
     ] = []
     stream: bool = False
     stream_options: _Streaming = _Streaming()
-    mmaccel: Any = None
+    mmaccel: Annotated[Any, AfterValidator(_budget)] = None
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the answer at most; None leaves it to the server."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-@dataclass(frozen=True)
-class Medium:
-    """A picture (``image``) or clip (``video``) that a message shows, by its address."""
+    @cached_property
+    def media(self) -> tuple[Picture | Video, ...]:
+        """The pictures and clips of all messages, in their order."""
+        return tuple(part for message in self.messages for part in message.content if not isinstance(part, _Text))
 
-    kind: Literal["image", "video"]
-    url: str
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """A request.
-
-    messages, media : the chat as templates take it, and what its parts ``image`` and ``video`` stand for, in their order.
-    longest, temperature, top_p : None where the request leaves them to the model.
-    budget : for ``generate(..., mmaccel=)``.
-    usage : whether a stream ends with what was used.
-    """
-
-    model: str
-    messages: tuple[dict[str, Any], ...]
-    media: tuple[Medium, ...]
-    longest: int | None
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-    stops: tuple[str, ...]
-    stream: bool
-    usage: bool
-    budget: bool | Mapping[str, Any] | None
+    @cached_property
+    def chat(self) -> tuple[dict[str, Any], ...]:
+        """The messages as chat templates take them."""
+        return tuple(
+            {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": [
+                    {"type": "text", "text": part.text} if isinstance(part, _Text) else {"type": part.kind}
+                    for part in message.content
+                ],
+            }
+            for message in self.messages
+        )
 
 
 def read(text: bytes) -> ChatRequest:
-    """The request in the body of a call.
-
-    Raises
-    ------
-    Refused
-        If it is none, or asks for what is not to be had here.
-    """
+    """The request in the body of a call. Raises Refused if it is not valid, or asks for what this server does not have."""
     given, addresses = parse(text)
     try:
-        body = Body.model_validate(given, context=addresses)
+        return ChatRequest.model_validate(given, context=addresses)
     except ValidationError as error:
         raise _refused(error) from None
-    del given
-    media: list[Medium] = []
-    messages = tuple(
-        {
-            "role": "system" if message.role == "developer" else message.role,
-            "content": [_plain(part, media) for part in message.content],
-        }
-        for message in body.messages
-    )
-    if body.messages[-1].role == "assistant":
-        raise Refused(
-            400, "The last message is the assistant's; end with one of the user, which is answered.", None, "messages"
-        )
-    for count, most, what in (
-        (sum(one.kind == "image" for one in media), PICTURES, "pictures"),
-        (sum(one.kind == "video" for one in media), CLIPS, "clips"),
-    ):
-        if count > most:
-            raise Refused(400, f"The request has {count} {what}; at most {most} are taken.", None, "messages")
-    longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return ChatRequest(
-        body.model,
-        messages,
-        tuple(media),
-        longest,
-        body.temperature,
-        body.top_p,
-        body.seed,
-        tuple(body.stop),
-        body.stream,
-        body.stream_options.include_usage,
-        _budget(body.mmaccel),
-    )
-
-
-def _plain(part: _Words | _Picture | _Clip, media: list[Medium]) -> dict[str, Any]:
-    """A part as chat templates take it; what it shows goes to ``media``."""
-    if isinstance(part, _Words):
-        return {"type": "text", "text": part.text}
-    medium = Medium("image", part.image_url.url) if isinstance(part, _Picture) else Medium("video", part.video_url.url)
-    media.append(medium)
-    return {"type": medium.kind}
-
-
-def _budget(given: Any) -> bool | Mapping[str, Any] | None:
-    if given is None or isinstance(given, bool) or (isinstance(given, dict) and set(given) == {"retain"}):
-        return given
-    raise Refused(
-        400,
-        'mmaccel takes the budget of this request, such as {"retain": 0.1}, or false for the bare model.',
-        None,
-        "mmaccel",
-    )
 
 
 def _refused(error: ValidationError) -> Refused:
-    """Its first complaint, without what was sent."""
+    """The first error, without what was sent."""
     first = error.errors(include_url=False, include_input=False)[0]
     path, about, kind = list(first["loc"]), first.get("ctx", {}), first["type"]
     if path[2:3] == ["content"] and len(path) > 4:
-        # behind the number of a part pydantic names the kind of it
+        # pydantic names the kind of a part after its number
         del path[4]
     if kind == "not_neutral":
         path.append(about["name"])
@@ -322,8 +284,8 @@ def _refused(error: ValidationError) -> Refused:
         "union_tag_invalid": f"{where}.type must be 'text', 'image_url' or 'video_url', not {about.get('tag', '')[:80]!r}.",
         "no_object": f"{where} must be an object.",
         "not_neutral": _unsupported(where, about),
-        "too_long": f"{where} {first['msg']}.",
-        "many_fields": f"{where} {first['msg']}.",
+        "sentence_part": f"{where} {first['msg']}.",
+        "sentence": first["msg"],
     }.get(kind, f"{where}: {first['msg'][:1].lower()}{first['msg'][1:].rstrip('.')}.")
     return Refused(400, sentence, None, where)
 

@@ -1,4 +1,4 @@
-"""The process around the application: its address, its models, and how it ends."""
+"""The process around the application: its address, its models, and its end."""
 
 from __future__ import annotations
 
@@ -22,27 +22,22 @@ from .engine import Engine, Limits
 from .scheduler import Scheduler
 from .sources import Sources
 
-#: seconds in which answers may end when the server does
+#: seconds that answers may take when the server shuts down
 GRACE = 30
-#: connections that the system accepts for a server that is busy
+#: connections that the system accepts while the server is busy
 LISTEN = 128
 #: seconds between two lines of one logger and level
 _QUIET = 60.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, which does not listen yet.
-
-    Raises
-    ------
-    MmaccelError
-        If there is no such address, or the port is taken.
-    """
+    """A socket at an address, which does not listen yet. Raises MmaccelError if there is no such address, or the port is
+    taken."""
     found: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
-        # else the port of a server that has just ended is taken for a while
+        # the port of a server that has just ended is free at once
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except (OSError, UnicodeError) as error:
@@ -55,13 +50,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address_of(bound: socket.socket) -> str:
-    """Of a socket, as clients write it."""
+    """The URL of a socket."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def is_here(bound: socket.socket) -> bool:
-    """Whether only this machine reaches a socket."""
+    """Whether a socket can be reached from this machine only."""
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
@@ -75,19 +70,15 @@ def make_scheduler(
     sources: Sources | None = None,
     limits: Limits | None = None,
 ) -> Scheduler:
-    """A model with a recipe, and twins of it that share its weights, as a scheduler.
+    """A model with a recipe, and twins of it that share its weights, as a scheduler. Raises MmaccelError if the model
+    cannot honour the recipe.
 
     Parameters
     ----------
     several : requests that are answered at once.
     waiting : requests that may wait.
-
-    Raises
-    ------
-    MmaccelError
-        If the model cannot honour the recipe.
     """
-    # a model is copied while it is bare
+    # copied while the model is bare
     first = ModelSlot(model, processor, 0)
     pairs = [*(first.twin() for _ in range(several - 1)), (model, processor)]
     engines = [Engine(*pair, recipe, sources or Sources(), limits or Limits()) for pair in pairs]
@@ -98,12 +89,12 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for bound in sockets or ():
-            # asyncio accepts as many at a time as it has listened for, which is few
+            # asyncio has listened with a small backlog
             bound.listen(LISTEN)
 
 
 class _Quiet(logging.Filter):
-    """One line a minute of each logger, level and kind of error: what clients do wrong must not fill a disk."""
+    """One line a minute of each logger, level and kind of error: errors of clients must not fill a disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +142,7 @@ def make_server(scheduler: Scheduler, name: str, **options: Any) -> uvicorn.Serv
 
 def run(server: uvicorn.Server, bound: socket.socket) -> None:
     """Serve until interrupted or terminated."""
-    # else a request of many values makes the collector look at all of the model's objects, which nobody can use meanwhile
+    # a request with many values would make the garbage collector visit all objects of the model
     gc.freeze()
     try:
         with _quiet(), suppress(KeyboardInterrupt):

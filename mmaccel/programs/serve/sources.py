@@ -45,17 +45,12 @@ _PERCENT = {
 
 
 class Sources:
-    """What clients may name.
+    """What clients may name. Raises MmaccelError if a folder does not exist, or a host is none.
 
     Parameters
     ----------
     hosts : ``HOST``, for the usual ports, or ``HOST:PORT``.
     folders : below which files may lie, links followed.
-
-    Raises
-    ------
-    MmaccelError
-        If a folder does not exist, or a host is none.
     """
 
     def __init__(self, hosts: Sequence[str] = (), folders: Sequence[str | Path] = ()) -> None:
@@ -73,12 +68,8 @@ class Sources:
 
         The frames of a ``data:video/jpeg`` address are a folder.
 
-        Raises
-        ------
-        Stopped
-            If ``stop`` is set while it is loaded.
-        MmaccelError
-            If it may not be named, is not there, is larger than is taken, or takes too long.
+        Raises Stopped if ``stop`` is set while it is loaded. Raises MmaccelError if it may not be named, is not there, is
+        larger than is taken, or takes too long.
         """
         # with its colon
         scheme = url[: url.find(":") + 1].lower() if ":" in url[:8] else ""

@@ -73,6 +73,3 @@ def _rivals(search: Search, found: Candidate) -> Iterator[Candidate]:
         with suppress(MmaccelError):
             whole = sum((search.ask(recipe, rung) for rung in range(1, search.rungs)), seen)
             yield Candidate(recipe, whole, True)
-
-
-__all__ = ["at_cost", "best_of"]

@@ -45,6 +45,3 @@ def _at_least(kept: int, asked: int, share: float) -> float:
         return math.exp(ways + seen * math.log(share) + (asked - seen) * math.log1p(-share))
 
     return math.fsum(term(seen) for seen in range(kept, asked + 1))
-
-
-__all__ = ["SHOWN", "interval", "lower", "needed"]

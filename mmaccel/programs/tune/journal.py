@@ -26,15 +26,13 @@ class Journal:
     or written by another program is told from one that was cut short: of that the last line, which has no end, is dropped. The
     first object holds the settings of the search, each other one an operation of the study.
 
+    Raises MmaccelError if another run writes to the file, it cannot be written, it is no journal or a damaged one, or
+    settings differ.
+
     Parameters
     ----------
     path : of the file, which is made where it is missing.
     settings : everything that the search depends on, as plain data.
-
-    Raises
-    ------
-    MmaccelError
-        If another run writes to the file, it cannot be written, it is no journal or a damaged one, or settings differ.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -122,6 +120,3 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-__all__ = ["Journal"]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...accelerate.tuned import fingerprint
-from ...errors import MmaccelError
 from ...files import write_whole
 from ...recipe import Recipe
+from .. import plots
 from ..bench import provenance
 from ..resume import shown
 from .confidence import SHOWN, interval
@@ -163,13 +162,7 @@ def rows(tuned: Tuned) -> list[list[str]]:
 
 
 def write(tuned: Tuned, out: Path) -> None:
-    """The picture and the page beside the recipe's file.
-
-    Raises
-    ------
-    MmaccelError
-        If matplotlib is missing.
-    """
+    """The picture and the page beside the recipe's file. Raises MmaccelError if matplotlib is missing."""
     picture = draw(tuned)
     write_whole(out.with_suffix(".png"), picture)
     write_whole(out.with_suffix(".html"), page(tuned, picture, out.stem).encode())
@@ -177,14 +170,7 @@ def write(tuned: Tuned, out: Path) -> None:
 
 def draw(tuned: Tuned) -> bytes:
     """All recipes that were asked all questions, the front, the chosen one and what it does to the held-out ones: a PNG."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise MmaccelError("Drawing needs matplotlib; run: pip install 'mmaccel[tune]'.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.6, 4.4), layout="constrained")
+    figure, axes = plots.load_pyplot("tune").subplots(figsize=(7.6, 4.4), layout="constrained")
 
     def place(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
         return (
@@ -199,26 +185,13 @@ def draw(tuned: Tuned) -> bytes:
         kept, asked = sum(tuned.held_out.kept), len(tuned.held_out.kept)
         low, high = interval(kept, asked)
         middle = kept / asked
-        axes.errorbar(
-            [100 * tuned.held_out.share(tuned.goal)],
-            [100 * middle],
-            yerr=[[100 * (middle - low)], [100 * (high - middle)]],
-            fmt="s",
-            markersize=4,
-            capsize=4,
-            color="#D55E00",
-            label="chosen, held-out questions",
-        )
+        look = {"fmt": "s", "markersize": 4, "capsize": 4, "color": "#D55E00", "label": "chosen, held-out questions"}
+        spread = [[100 * (middle - low)], [100 * (high - middle)]]
+        axes.errorbar([100 * tuned.held_out.share(tuned.goal)], [100 * middle], yerr=spread, **look)
     axes.axhline(100 * tuned.keep, color="black", linewidth=1, linestyle=":", label="to be kept")
-    axes.set_xlabel(f"{tuned.goal}: {GOALS[tuned.goal]}, % of the bare model's")
-    axes.set_ylabel("answers kept, %")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    plots.open_axes(axes, xlabel=f"{tuned.goal}: {GOALS[tuned.goal]}, % of the bare model's", ylabel="answers kept, %")
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    made = io.BytesIO()
-    figure.savefig(made, dpi=160, format="png")
-    pyplot.close(figure)
-    return made.getvalue()
+    return plots.image_of(figure, dpi=160)
 
 
 _STYLE = (

@@ -79,13 +79,8 @@ class Tuned:
 def split(
     questions: Sequence[Question], keep: float, confidence: float | None
 ) -> tuple[list[list[Question]], list[Question]]:
-    """The questions of every rung of the search, and those held out; always the same ones.
-
-    Raises
-    ------
-    MmaccelError
-        If they are too few to show anything, or too few for the confidence.
-    """
+    """The questions of every rung of the search, and those held out; always the same ones. Raises MmaccelError if they are
+    too few to show anything, or too few for the confidence."""
     most = FEWEST
     if confidence is not None:
         # so many that the part that is held out can show it
@@ -332,6 +327,3 @@ def choose(
             break
         best = one, seen
     return best
-
-
-__all__ = ["Candidate", "Search", "Tuned", "choose", "front", "lost", "split"]

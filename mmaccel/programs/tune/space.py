@@ -121,17 +121,13 @@ class Space:
         offered: Mapping[str, Recipe],
         tell: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> Space:
-        """The parts that work on the questions of the first rung, each asked once at its smallest budget.
+        """The parts that work on the questions of the first rung, each asked once at its smallest budget. Raises
+        MmaccelError if none does.
 
         Parameters
         ----------
         offered : recipes by name.
         tell : called with what is being done, how much of it is done, and how much there is.
-
-        Raises
-        ------
-        MmaccelError
-            If none does.
         """
         useful: dict[str, Recipe] = {}
         left_out: dict[str, str] = {}
@@ -167,13 +163,7 @@ class Space:
         return [name for slot in self.parts.values() for name in slot]
 
     def suggest(self, trial: Trial) -> Recipe:
-        """The candidate that a trial stands for.
-
-        Raises
-        ------
-        MmaccelError
-            If its parts cannot be put together.
-        """
+        """The candidate that a trial stands for. Raises MmaccelError if its parts cannot be put together."""
         chosen: list[Recipe] = []
         # a stage inside the language model goes on from what was left before it: a recipe takes the larger budget of both
         left = 1.0
@@ -263,6 +253,3 @@ def _useless(judge: Judge, recipe: Recipe, goal: Goal) -> str:
     """Why a recipe is of no use on these questions; empty if it is."""
     share = judge.ask(recipe if recipe.primary is None else recipe.override(retain=LEAST), 0).share(goal)
     return f"saves nothing of {goal!r} on these samples" if share > SAVES else ""
-
-
-__all__ = ["LEAST", "Part", "Space", "rounded"]

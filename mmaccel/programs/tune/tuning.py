@@ -209,6 +209,3 @@ def _finish(search: Search, confidence: float | None, out: Path, left_out: int) 
     )
     report.write(tuned, out)
     return tuned
-
-
-__all__ = ["tune"]

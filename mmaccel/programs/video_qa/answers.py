@@ -28,16 +28,13 @@ class AnswerFile:
     name the second. What the answers depend on stands in a file beside it, ``NAME.run.json``; a run that differs is refused,
     and one of which something is not known (None). One process writes at a time.
 
+    Raises MmaccelError if the folder does not exist, the file holds something else or answers of a run with other
+    settings, or another run writes to it.
+
     Parameters
     ----------
     path : of the file; its folder must exist.
     settings : everything that answers depend on, as plain data.
-
-    Raises
-    ------
-    MmaccelError
-        If the folder does not exist, the file holds something else or answers of a run with other settings, or another run
-        writes to it.
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
@@ -124,10 +121,7 @@ class AnswerFile:
         -------
         The names of the questions whose answers were dropped.
 
-        Raises
-        ------
-        MmaccelError
-            If the file answers another question under the name of one, or cannot be written.
+        Raises MmaccelError if the file answers another question under the name of one, or cannot be written.
         """
         asked = [one for one in questions if not one.error]
         self.left(asked)
@@ -149,13 +143,8 @@ class AnswerFile:
         return name in self.done and self.done[name].get("content") != content
 
     def left(self, questions: Iterable[VideoQuestion]) -> list[VideoQuestion]:
-        """The questions that have no answer yet.
-
-        Raises
-        ------
-        MmaccelError
-            If the file answers another question under the name of one.
-        """
+        """The questions that have no answer yet. Raises MmaccelError if the file answers another question under the name of
+        one."""
         waiting = []
         for one in questions:
             record = self.done.get(one.name)
@@ -215,6 +204,3 @@ def _record(line: bytes) -> Record | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
-
-
-__all__ = ["AnswerFile"]

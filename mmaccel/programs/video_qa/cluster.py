@@ -140,13 +140,8 @@ class ClusterAnswerer:
             raise MmaccelError("A cluster needs Ray; run: pip install 'mmaccel[ray]'.")
 
     def run(self, questions: Iterable[VideoQuestion], done: Collection[str] = ()) -> Generator[Record, None, None]:
-        """The records of all questions that are not ``done``, as they are finished, each once.
-
-        Raises
-        ------
-        MmaccelError
-            If there is no such cluster, the model cannot be loaded or honour the recipe, or workers were lost again and again.
-        """
+        """The records of all questions that are not ``done``, as they are finished, each once. Raises MmaccelError if there
+        is no such cluster, the model cannot be loaded or honour the recipe, or workers were lost again and again."""
         questions, done = list(questions), set(done)
         with _connected(self.address, self._say):
             most, cpus, gpus = _places(self.settings.device)
@@ -322,6 +317,3 @@ def _fault(error: BaseException) -> str:
 def _first(error: BaseException) -> str:
     """The first line of what an error says."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-__all__ = ["ClusterAnswerer"]

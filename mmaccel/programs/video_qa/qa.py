@@ -144,13 +144,8 @@ class QASettings:
             yield window
 
     def identity(self) -> Record:
-        """What a run must have in common with another to be mixed with it; see :class:`.answers.AnswerFile`.
-
-        Raises
-        ------
-        MmaccelError
-            If the files of the model cannot be read.
-        """
+        """What a run must have in common with another to be mixed with it; see :class:`.answers.AnswerFile`. Raises
+        MmaccelError if the files of the model cannot be read."""
         # what a question with choices is asked, whatever they are
         asked = VideoQuestion("", question="...", choices=("...", "...")).words()
         return {
@@ -522,9 +517,7 @@ class VideoAnswerer:
     # --- the model --------------------------------------------------------------------------------------------
     def _encode(self, processor: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
         with self.figures.measure("processor"):
-            inputs = encode(processor, prompts).to(self.model.device)
-        dtype = self.model.dtype
-        return {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+            return dict(encode(processor, prompts).to(self.model.device, self.model.dtype))
 
     def _generate(self, chunk: Sequence[tuple[VideoQuestion, int]], clips: Sequence[_Shown]) -> list[str]:
         """Answers, each from a prefill of its own: a call of ``generate`` on the whole prompts."""
@@ -722,6 +715,3 @@ def answer_videos(
     )
     asked = as_questions(questions)
     return VideoAnswerer(settings, None if named else model, processor).run(asked)
-
-
-__all__ = ["Figures", "QASettings", "VideoAnswerer", "answer_videos", "needs_own_prefill"]

@@ -102,10 +102,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
     of 2 to 26 texts), ``answer`` and ``id`` are optional. Without an ``id`` a question is called after what it asks, wherever
     its line stands; if several ask the same, the second is ``...-2``.
 
-    Raises
-    ------
-    MmaccelError
-        If there is no such file, or no line of it is a question.
+    Raises MmaccelError if there is no such file, or no line of it is a question.
     """
     file = Path(path)
     try:
@@ -127,13 +124,8 @@ def read_questions(path: str | os.PathLike[str]) -> list[VideoQuestion]:
 
 
 def as_questions(given: str | os.PathLike[str] | Iterable[VideoQuestion | Mapping[str, Any]]) -> list[VideoQuestion]:
-    """Questions from a JSONL file, from questions, or from objects like its lines, whose paths are then as they stand.
-
-    Raises
-    ------
-    MmaccelError
-        If there is none, or the file cannot be read.
-    """
+    """Questions from a JSONL file, from questions, or from objects like its lines, whose paths are then as they stand. Raises
+    MmaccelError if there is none, or the file cannot be read."""
     if isinstance(given, (str, os.PathLike)):
         return read_questions(given)
     listed = [(one, str(number), f"question {number}") for number, one in enumerate(given, 1)]
@@ -242,6 +234,3 @@ def by_video(questions: Iterable[VideoQuestion]) -> list[list[VideoQuestion]]:
     for one in questions:
         groups.setdefault(("", one.path) if not one.error else (one.name, one.path), []).append(one)
     return list(groups.values())
-
-
-__all__ = ["VideoQuestion", "as_questions", "by_video", "read_questions"]
