@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parts import APART, in_part, part
 
 SHIPPED = Path(__file__).parent / "conformance" / "golden"
 
@@ -31,10 +30,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-#: what the default run leaves out, each with a run of its own
-APART = ("full", "kernel", "browser", "ray", "vllm")
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--golden", type=Path, default=SHIPPED, help="folder of golden vectors (default: the few shipped ones)"
@@ -42,19 +37,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", type=part, default=(1, 1), metavar="K/N", help="the Kth of N parts of the tests: 1/2, or 2/2"
     )
-
-
-def part(given: str) -> tuple[int, int]:
-    """``"K/N"``, K from 1 to N."""
-    k, _, n = given.partition("/")
-    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
-        raise argparse.ArgumentTypeError(f"a part must be K/N with K from 1 to N, such as 1/2, got {given!r}")
-    return int(k), int(n)
-
-
-def in_part(name: str, k: int, n: int) -> bool:
-    """Whether a test is in the Kth of N parts: it depends on its name alone, so every test is always in the same part."""
-    return zlib.crc32(name.encode()) % n == k - 1
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

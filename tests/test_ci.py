@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import APART, in_part
+from parts import APART, in_part
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {name: (ROOT / ".ci" / name).read_text("utf-8") for name in ("run", "nightly", "shared")}
@@ -34,7 +34,7 @@ def test_every_mark_has_a_run() -> None:
     marks = tuple(text.split(":")[0] for text in options["markers"])
     assert marks == APART
     assert f"-m 'not ({' or '.join(marks)})'" in options["addopts"] and "--strict-markers" in options["addopts"]
-    assert '"$python" -m pytest -q\n' in SCRIPTS["run"] and "-m pytest -q -m kernel --part 1/10\n" in SCRIPTS["run"]
+    assert '"$python" -m pytest -q\n' in SCRIPTS["run"] and "-m pytest -q -m kernel --part 1/10 " in SCRIPTS["run"]
     for mark in marks:
         (found,) = re.findall(rf"-m pytest -q -m {mark}(?: (.*))?\n", SCRIPTS["nightly"])
         # what this leaves out is what the job beside it does
