@@ -1,7 +1,7 @@
 """What does it cost to choose which tokens stay, beside the prefill it saves?
 
 Times every registered method at the sites ``projector`` and ``layers`` on random clips of 576, 2,880 and 16,384 visual tokens
-as a 7B language model would read them: ``look`` (for methods inside the language model) and ``reduce``, with what the vision
+as a 7B language model would read them: ``observe`` (for methods inside the language model) and ``reduce``, with what the vision
 tower shows given. Left out are methods for which a smaller model chooses; what that reads is what they cost. Of chunks that
 join it is one choice from all of them, and what is saved above the last join. Beside it stands
 the time that a prefill of the model would save at that retention: the operations saved, less those of a look ahead, over the
@@ -161,9 +161,9 @@ def figures(kind: type[TokenMethod], n: int, args: argparse.Namespace) -> dict[s
             prepared = method.prepare(entered, seen.text, ~seen.text) if isinstance(method, LayerMethod) else {}
             shown = dataclasses.replace(seen, prepared=prepared)
             if isinstance(method, ChunkMethod):
-                found = method.look(shown, torch.arange(n + TEXT, device=args.device)[None], first_layer - 1)
+                found = method.observe(shown, torch.arange(n + TEXT, device=args.device)[None], first_layer - 1)
             else:
-                found = method.look(shown)
+                found = method.observe(shown)
             tokens.signals.update({name: figure[:, :n] for name, figure in found.items()})  # type: ignore[attr-defined]
             if tokens.question is not None:
                 said = {name: figure[:, -tokens.question.shape[1] :] for name, figure in found.items()}

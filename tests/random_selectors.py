@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmaccel.families import family_of
-from mmaccel.method.selector import BESIDE, Belongs, Selector, Shape
+from mmaccel.method.selector import FOLDER, ModelFingerprint, Selector, Shape
 
 
 @functools.cache
@@ -35,15 +35,15 @@ def network(features: int, question: bool = True, seed: int = 0, residual: bool 
 
 @functools.cache
 def alone(features: int, question: bool = True) -> str:
-    """The folder of one that belongs to no model."""
+    """The folder of one that fingerprint to no model."""
     folder = _root() / f"alone-{features}-{question}"
-    network(features, question).save(folder, Belongs("synthetic", features, {"weight": [0.0] * 8}), {})
+    network(features, question).save(folder, ModelFingerprint("synthetic", features, {"weight": [0.0] * 8}), {})
     return str(folder)
 
 
 def beside(model: Any) -> Path:
     """The folder of a model in which nothing lies but a selector for it."""
     folder = Path(tempfile.mkdtemp(dir=_root()))
-    belongs = Belongs.to(family_of(model))
-    network(belongs.width).save(folder / BESIDE, belongs, {})
+    fingerprint = ModelFingerprint.of(family_of(model))
+    network(fingerprint.width).save(folder / FOLDER, fingerprint, {})
     return folder

@@ -183,10 +183,10 @@ def tokens_of(
         hidden = blank[:, None].view(len(valid), 1, -1, *[1] * (signal.dim() - 3))
         signals[tap.kind] = signal.masked_fill(hidden, torch.nan)
     if isinstance(method, (LayerMethod, PreviewMethod)):
-        names = method.look(attention_of(1, 9)).keys()
+        names = method.observe(attention_of(1, 9)).keys()
         signals |= {name: figures[..., i].masked_fill(~valid, torch.nan) for i, name in enumerate(names)}
     if isinstance(method, ChunkMethod):
-        names = method.look(attention_of(1, 9), torch.arange(9)[None], 0).keys()
+        names = method.observe(attention_of(1, 9), torch.arange(9)[None], 0).keys()
         signals |= {name: figures[..., i].masked_fill(~valid, torch.nan) for i, name in enumerate(names)}
     if isinstance(method, DraftMethod):
         signals["draft_match"] = figures[..., 0].masked_fill(~valid, torch.nan)

@@ -29,7 +29,7 @@ from mmaccel.integrations.vllm.plan import ServingPlan
 from mmaccel.integrations.vllm.settings import Settings
 from mmaccel.media.files import Clip, Prompt
 from mmaccel.method import TokenBatch
-from mmaccel.method.selector import BESIDE, CONFIG, WEIGHTS, Belongs, Selector, Shape, described
+from mmaccel.method.selector import CONFIG, FOLDER, WEIGHTS, ModelFingerprint, Selector, Shape, described
 from mmaccel.programs.distil import learner
 from mmaccel.programs.distil.examples import Example, Frozen, Target
 from mmaccel.programs.distil.learner import Choice, Tried
@@ -83,8 +83,8 @@ def test_the_training_reads_what_the_model_reads(family, video, tmp_path):
     model = frozen.model
     with torch.no_grad():
         torch.testing.assert_close(frozen.states(example, example.read), example.states, rtol=1e-4, atol=1e-4)
-        belongs, folder = Belongs.to(family_of(model)), str(tmp_path)
-        random_selectors.network(belongs.width, residual=True).save(folder, belongs, {})
+        fingerprint, folder = ModelFingerprint.of(family_of(model)), str(tmp_path)
+        random_selectors.network(fingerprint.width, residual=True).save(folder, fingerprint, {})
         choice = Choice.of(example, 0.3)
         scores, residual = choice.told(Selector.load(folder))
         read = example.narrowed(choice.by(scores), residual)
@@ -204,7 +204,9 @@ def test_a_selector_is_trained_and_used_and_goes_on_where_it_was(trained, monkey
     monkeypatch.setattr(learner.Learner, "_step", step)
     assert weights(train("broken").folder) == weights(whole.folder)
     assert train("broken").report["steps of earlier runs"] == 3
-    with pytest.raises(MmaccelError, match=r"state.pt' belongs to a run with different settings \(retain\); delete it"):
+    with pytest.raises(
+        MmaccelError, match=r"state.pt' fingerprint to a run with different settings \(retain\); delete it"
+    ):
         train("broken", retain=0.3)
     with pytest.raises(
         MmaccelError, match=r"settings.json' .* different settings \(longest answer\); delete the folder"
@@ -531,8 +533,8 @@ def test_what_is_refused_before_anything_runs(trained, tmp_path):
 
 # ------------------------------------------------------------------------------------------------------- the method
 def saved(model, folder: Path, question: bool = True) -> str:
-    belongs = Belongs.to(family_of(model))
-    random_selectors.network(belongs.width, question).save(folder, belongs, {})
+    fingerprint = ModelFingerprint.of(family_of(model))
+    random_selectors.network(fingerprint.width, question).save(folder, fingerprint, {})
     return str(folder)
 
 
@@ -585,15 +587,15 @@ def test_shipped_models_have_one(name):
             model(**inputs_of(model, processor, batch))
             kept.append(model.mmaccel.reduction.kept)
     assert torch.equal(kept[0].sum(1), kept[1].sum(1)) and not torch.equal(*kept)
-    small, large = (sum(x.numel() for x in part.parameters()) for part in (Selector.load(folder / BESIDE), model))
+    small, large = (sum(x.numel() for x in part.parameters()) for part in (Selector.load(folder / FOLDER), model))
     assert small < 0.01 * large
 
 
 @pytest.mark.parametrize("media", ["image", "video"])
 def test_one_that_learned_nothing_is_spacetime(tmp_path, media):
     model, kept = zoo.model("qwen2_5_vl"), []
-    belongs = Belongs.to(family_of(model))
-    Selector(Shape(belongs.width, width=16)).save(tmp_path, belongs, {})
+    fingerprint = ModelFingerprint.of(family_of(model))
+    Selector(Shape(fingerprint.width, width=16)).save(tmp_path, fingerprint, {})
     for chosen in (get_recipe(tmp_path, retain=0.3), get_recipe("spacetime", retain=0.3)):
         with accelerated(model, chosen, processor=prepare(zoo.processor("qwen2_5_vl"), chosen)):
             model(**zoo.inputs("qwen2_5_vl", media))
@@ -622,7 +624,7 @@ def test_a_selector_reads_the_question_or_not(tmp_path, question):
     assert not torch.equal(net(tokens, worth)[0], net(moved, worth)[0])
     assert not torch.equal(net(tokens, worth)[0], net(tokens, worth.flip(1))[0])
     assert net(replace(tokens, question=None, question_valid=None), worth)[0].isfinite().all()
-    net.save(tmp_path, Belongs("llava", 16, {"weight": [0.0] * 8}), {})
+    net.save(tmp_path, ModelFingerprint("llava", 16, {"weight": [0.0] * 8}), {})
     assert Learned(tmp_path).needs_question is question
 
 
@@ -642,15 +644,15 @@ def test_vllm_serves_one_that_does_not_read_the_question(tmp_path):
 @pytest.mark.usefixtures("no_gradients")
 def test_vllm_adds_to_what_stays_what_transformers_adds(tmp_path):
     model, processor, seen = zoo.model("llava"), zoo.processor("llava"), []
-    belongs = Belongs.to(family_of(model))
-    random_selectors.network(belongs.width, False, residual=True).save(tmp_path, belongs, {})
+    fingerprint = ModelFingerprint.of(family_of(model))
+    random_selectors.network(fingerprint.width, False, residual=True).save(tmp_path, fingerprint, {})
     given, chosen = zoo.inputs("llava", "image"), get_recipe(tmp_path, retain=0.3)
     first = family_of(model).text.layers[0]
     first.register_forward_pre_hook(lambda _, args, kwargs: seen.append((*args, *kwargs.values())[0]), with_kwargs=True)
     with accelerated(model, chosen, processor=processor):
         model(**given)
         kept, visual = model.mmaccel.reduction.kept[0], model.mmaccel.layout.visual[0]
-    rows = model.get_image_features(pixel_values=given["pixel_values"]).pooler_output[0].view(-1, belongs.width)
+    rows = model.get_image_features(pixel_values=given["pixel_values"]).pooler_output[0].view(-1, fingerprint.width)
     plan = ServingPlan(Settings(chosen), model.config, ARCHITECTURES["LlavaForConditionalGeneration"])
     (picture,) = plan.pictures("image", {"pixel_values": given["pixel_values"]}, len(rows))
     encoded = Encoded({"pixel_values": given["pixel_values"]}, len(rows), {})

@@ -569,13 +569,13 @@ def test_a_selector_that_was_trained_anew_is_run_again(folder, evaluated, tmp_pa
     import random_selectors
 
     from mmaccel.families import family_of
-    from mmaccel.method.selector import Belongs
+    from mmaccel.method.selector import ModelFingerprint
 
     family = family_of(zoo.model("llava"), zoo.processor("llava"))
 
     def train(seed):
         made = random_selectors.network(family.model.config.text_config.hidden_size, seed=seed)
-        made.save(tmp_path / "selector", Belongs.to(family), {})
+        made.save(tmp_path / "selector", ModelFingerprint.of(family), {})
 
     train(0)
     mine = mmaccel.Recipe("mine", (mmaccel.Stage("learned", 0.25, {"selector": str(tmp_path / "selector")}),))

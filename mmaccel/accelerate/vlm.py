@@ -291,7 +291,7 @@ class Accelerator(Handle):
         scope.begin_forward(ids, cache)
         scope.mask = kwargs.get("attention_mask")
         scope.input_ids, scope.clips = ids, kwargs.get("pixel_values_videos")
-        given = ((name, kwargs.get(name)) for name in self.family.beside)
+        given = ((name, kwargs.get(name)) for name in self.family.extra_inputs)
         scope.beside = {name: value for name, value in given if value is not None}
         if scope.plan.drafts and not scope.generating:
             scope.given = {**kwargs, "input_ids": ids}

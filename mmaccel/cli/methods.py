@@ -304,7 +304,7 @@ def _needs(cls: Any) -> list[str]:
     if issubclass(cls, EncoderMethod):
         needs.append("CLS attention" if cls.needs_cls else "tower keys")
     if issubclass(cls, LayerMethod):
-        needs.append("prompt attention" if cls.look is LayerMethod.look else "layer attention")
+        needs.append("prompt attention" if cls.observe is LayerMethod.observe else "layer attention")
     if issubclass(cls, ChunkMethod):
         needs.append("attention of chunks")
     if issubclass(cls, PreviewMethod):

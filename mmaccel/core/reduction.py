@@ -272,7 +272,7 @@ class Reduction:
             residual = Residual(rows[unit], onto, residual.values)
         return Reduction(lift(self.kept), lift(self.valid), links, residual)
 
-    def beside(self, others: Tensor) -> Reduction:
+    def keeping(self, others: Tensor) -> Reduction:
         """The same map with the slots ``others`` (bool, same shape) kept as they are."""
         return Reduction(self.kept | others, self.valid | others, self.links, self.residual)
 

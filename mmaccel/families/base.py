@@ -127,7 +127,7 @@ class Family(Towers):
     #: whether it is made for reading pages, every letter of which stands in few tokens
     reads_pages: ClassVar[bool] = False
     #: arguments of the inner model, beside those of the towers, without which the layout is not known
-    beside: ClassVar[tuple[str, ...]] = ()
+    extra_inputs: ClassVar[tuple[str, ...]] = ()
     #: whether masks are made in front of its text model, which is called with them
     masks_above: ClassVar[bool] = False
     #: the position of the first token
@@ -181,14 +181,17 @@ class Family(Towers):
         """Which of several RoPEs a layer of the language model is given; None where all share one."""
         return None
 
-    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any], seen: int) -> Tensor | None:
-        """Which tokens of a prompt attend to each other both ways: those of one number, ``[B, S]`` long on the CPU, -1 for
-        tokens that see only what is in front of them; None where all do. ``ids``, ``valid`` ``[B, S]`` on the CPU; ``beside``
-        are arguments of the call, and ``seen`` tokens are in the cache."""
+    def bidirectional_groups(
+        self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
+    ) -> Tensor | None:
+        """Groups of prompt tokens that attend to each other in both directions, ``[B, S]`` long on the CPU.
+
+        Tokens of one group have one number; -1 marks causal tokens. None if the whole prompt is causal. ``ids``, ``valid``
+        ``[B, S]`` are on the CPU, ``extra_inputs`` are arguments of the call, and ``seen`` tokens are in the cache."""
         return None
 
-    def looks_ahead(self, layer: int) -> bool:
-        """Whether tokens look ahead (see :meth:`together`) in a layer of the language model."""
+    def is_bidirectional(self, layer: int) -> bool:
+        """Whether a layer of the language model applies :meth:`bidirectional_groups`."""
         return True
 
     def heads_in(self, layer: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from .load import load_model
 from .registry import family_of
 
 #: where a draft lies beside the weights of a model
-BESIDE = "draft"
+FOLDER = "draft"
 
 
 def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
@@ -30,7 +30,7 @@ def load_draft(method: str, draft: str | Loaded, family: Family) -> Family:
         if model is family.model:
             raise UnsupportedError(f"The draft {draft!r} is the model that it would draft for; give a smaller one.")
     else:
-        draft = draft or _beside(method, family)
+        draft = draft or _draft_folder(method, family)
         # weights that wait elsewhere for their turn are on no device
         weight = next(x for x in family.text.parameters() if x.device.type != "meta")
         device, dtype = str(weight.device), str(weight.dtype).removeprefix("torch.")
@@ -61,8 +61,8 @@ def check_free(draft: Family) -> None:
         raise UnsupportedError("The draft is in training mode; call draft.eval() first.")
 
 
-def _beside(method: str, family: Family) -> str:
-    folder = Path(str(family.config._name_or_path)) / BESIDE
+def _draft_folder(method: str, family: Family) -> str:
+    folder = Path(str(family.config._name_or_path)) / FOLDER
     if not folder.is_dir():
         raise UnsupportedError(
             f"{method} needs a smaller model of the same family, and none lies beside this model's weights; name one, such as "
@@ -71,4 +71,4 @@ def _beside(method: str, family: Family) -> str:
     return str(folder)
 
 
-__all__ = ["BESIDE", "check_free", "load_draft"]
+__all__ = ["FOLDER", "check_free", "load_draft"]

@@ -22,7 +22,7 @@ class Gemma3(Family):
     model_types = ("gemma3",)
     place = 15
     facts = Facts(clips=False, cls=False, merging="blocks of pooling")
-    beside = ("token_type_ids",)
+    extra_inputs = ("token_type_ids",)
     masks_above = True
     undivided = BOTH_WAYS
     halves = False
@@ -56,9 +56,11 @@ class Gemma3(Family):
         """None of either kind."""
         return {"full_attention": None, "sliding_attention": None}
 
-    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any], seen: int) -> Tensor | None:
+    def bidirectional_groups(
+        self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
+    ) -> Tensor | None:
         """Runs of picture tokens, where the call says of what type tokens are, as in the bare model."""
-        if beside.get(self.beside[0]) is None:
+        if extra_inputs.get(self.extra_inputs[0]) is None:
             return None
         # on a second turn the argument may be that of other tokens than the new ones
         picture = self.visual(ids)
@@ -70,8 +72,9 @@ class Gemma3(Family):
 
 
 def within(name: str, runs: Tensor, window: int | None, what: str = "picture") -> None:
-    """Refuse tokens that see each other (``runs [B, S]``, see :meth:`~.base.Family.together`) further apart than a window,
-    where the masks of transformers show them what is beyond it."""
+    """Refuse a bidirectional group wider than the attention window; transformers' masks then ignore the window.
+
+    ``runs [B, S]`` as :meth:`~.base.Family.bidirectional_groups` returns it."""
     longest = int(functional.one_hot(runs + 1)[..., 1:].sum(1).amax()) if bool((runs >= 0).any()) else 0
     if window is not None and longest > window:
         raise UnsupportedError(

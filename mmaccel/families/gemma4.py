@@ -20,7 +20,7 @@ class Gemma4(Gemma3):
     model_types = ("gemma4",)
     facts = Facts("yes, any size", cls=False, merging="-")
     modalities = ("image", "video")
-    beside = ("mm_token_type_ids",)
+    extra_inputs = ("mm_token_type_ids",)
     over_windows = False
     closed = "pads pictures of several sizes to one"
     has_cls = False
@@ -55,14 +55,14 @@ class Gemma4(Gemma3):
             found.append(tiles)
         return found
 
-    def looks_ahead(self, layer: int) -> bool:
+    def is_bidirectional(self, layer: int) -> bool:
         """Those with windows do."""
         return self.rope_kind(layer) == "sliding_attention"
 
-    def together(self, ids: Tensor, valid: Tensor, beside: Any, seen: int) -> Tensor | None:
+    def bidirectional_groups(self, ids: Tensor, valid: Tensor, extra_inputs: Any, seen: int) -> Tensor | None:
         """Of models that were trained so."""
         both = self.text.config.use_bidirectional_attention == "vision"
-        return super().together(ids, valid, beside, seen) if both else None
+        return super().bidirectional_groups(ids, valid, extra_inputs, seen) if both else None
 
 
 class Gemma4Unified(Gemma4):
@@ -76,6 +76,6 @@ class Gemma4Unified(Gemma4):
     #: the processor has put the patches of a block together
     pooled = 1
 
-    def looks_ahead(self, layer: int) -> bool:
+    def is_bidirectional(self, layer: int) -> bool:
         """All do in transformers' forward, which ``generate`` calls too unless its cache is static."""
         return True

@@ -24,7 +24,7 @@ class Molmo2(Family):
     facts = Facts("yes, tiled", cls=False, merging="-")
     since = "5.23"
     modalities = ("image", "video")
-    beside = ("mm_token_type_ids",)
+    extra_inputs = ("mm_token_type_ids",)
     masks_above = True
     no_return = undivided = BOTH_WAYS
     has_cls = False
@@ -70,7 +70,9 @@ class Molmo2(Family):
         """None is to be made."""
         return passed_on()
 
-    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any], seen: int) -> Tensor | None:
+    def bidirectional_groups(
+        self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
+    ) -> Tensor | None:
         """All that belongs to pictures, where the call says what does, as in the bare model."""
-        kinds = beside.get("mm_token_type_ids")
+        kinds = extra_inputs.get("mm_token_type_ids")
         return None if kinds is None else torch.where((types_of_new(kinds, ids, seen) == 1) & valid, 0, -1)

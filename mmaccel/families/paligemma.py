@@ -22,7 +22,7 @@ class PaliGemma(Family):
     model_types = ("paligemma",)
     place = 15
     facts = Facts(clips=False, cls=False)
-    beside = ("token_type_ids",)
+    extra_inputs = ("token_type_ids",)
     masks_above = True
     no_return = undivided = BOTH_WAYS
     first_position = 1
@@ -46,9 +46,11 @@ class PaliGemma(Family):
         """None is to be made."""
         return passed_on()
 
-    def together(self, ids: Tensor, valid: Tensor, beside: Mapping[str, Any], seen: int) -> Tensor | None:
+    def bidirectional_groups(
+        self, ids: Tensor, valid: Tensor, extra_inputs: Mapping[str, Any], seen: int
+    ) -> Tensor | None:
         """The prompt, where the call says what belongs to it, as in the bare model."""
-        kinds = beside.get("token_type_ids")
+        kinds = extra_inputs.get("token_type_ids")
         if kinds is None:
             return None
         found = torch.where((types_of_new(kinds, ids, seen) == 0) & valid, 0, -1)

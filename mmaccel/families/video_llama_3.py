@@ -28,7 +28,7 @@ class VideoLlama3(PackedGrids):
     tower_names = {"image": "vision_model", "video": "vision_model"}
     stamped = True
     usual_std = (0.5, 0.5, 0.5)
-    beside: ClassVar[tuple[str, ...]] = ("video_compression_mask",)
+    extra_inputs: ClassVar[tuple[str, ...]] = ("video_compression_mask",)
 
     def tower_layers(self, tower: Any) -> list[nn.Module]:
         """As SigLIP names them."""

@@ -28,7 +28,7 @@ from ..transformers_api import (
 from .index import KeyIndex
 from .layer import bare_bytes as bare_token_bytes
 from .packed import QuantisedLayer
-from .pinned import Asks, Pinned, Reader
+from .pinned import Pinned, QuerySpec, Reader
 from .recurrent import RecurrentLayer, states_of
 from .shared import Shared
 
@@ -80,17 +80,17 @@ class CacheState:
     def pin(
         self,
         steps: int,
-        asks: Asks | None = None,
+        query_spec: QuerySpec | None = None,
         before: Pinned | None = None,
         readers: Mapping[int, Reader] | None = None,
     ) -> Pinned:
         """Let nothing move for ``steps`` tokens to come, until :meth:`unpin`; in the tensors of what it was pinned to
-        ``before``, where they serve. For ``asks`` and ``readers`` see :class:`.pinned.Pinned`."""
+        ``before``, where they serve. For ``query_spec`` and ``readers`` see :class:`.pinned.Pinned`."""
         self.unpin()
         if self.offset is None:
             raise RuntimeError("a cache that holds no reduced prompt cannot be pinned")
-        if before is None or self.shared.weights is not None or not before.again(self.offset, steps, asks):
-            before = Pinned(self.layers, self.offset, steps, asks, readers, self.shared.weights)
+        if before is None or self.shared.weights is not None or not before.again(self.offset, steps, query_spec):
+            before = Pinned(self.layers, self.offset, steps, query_spec, readers, self.shared.weights)
         self.shared.pinned = before
         return before
 

@@ -122,7 +122,7 @@ class ScheduleState:
 
 
 @dataclass(frozen=True)
-class Survivors:
+class KeptKeys:
     """The keys that are left of ``R`` rows, on their way into layers.
 
     flat : of all heads, one after the other. index : ``[R, 1 or Hkv, W]``, where they came from, and ``lengths [R, 1 or Hkv]``
@@ -142,7 +142,7 @@ class Survivors:
         kept: Tensor,
         received: Tensor | None = None,
         lengths: Tensor | None = None,
-    ) -> Survivors:
+    ) -> KeptKeys:
         """What is ``kept [R, Hkv or 1, K]`` bool of ``keys`` and ``values [R, Hkv, K, D]`` from ``index [R, 1 or Hkv, K]``.
         ``lengths [R, Hkv or 1]`` long on the CPU say how many that are, where it is known; else the host waits for it."""
         rows, heads = keys.shape[:2]
@@ -154,9 +154,9 @@ class Survivors:
             received = received.gather(2, order.expand(-1, heads, -1)).masked_fill(~there, 0.0)
         total = int(lengths.expand(-1, heads if shape[1] == 1 else shape[1]).sum())
         flat = compact(keys, values, kept.expand(-1, heads, -1), total=total)
-        return Survivors(flat, index.gather(2, order).masked_fill(~there, -1), lengths, received)
+        return KeptKeys(flat, index.gather(2, order).masked_fill(~there, -1), lengths, received)
 
-    def split(self, rows: int) -> Iterator[Survivors]:
+    def split(self, rows: int) -> Iterator[KeptKeys]:
         """So many rows at a time, and of them no more slots than they need; nothing is copied."""
         heads, begin = self.flat.lengths.shape[1], 0
         for row in range(0, len(self.index), rows):
@@ -165,7 +165,7 @@ class Survivors:
             end, width = begin + int(lengths.expand(-1, heads).sum()), int(lengths.max())
             flat = Compacted(self.flat.keys[begin:end], self.flat.values[begin:end], self.flat.lengths[mine])
             received = None if self.received is None else self.received[mine, :, :width]
-            yield Survivors(flat, self.index[mine, :, :width], lengths, received)
+            yield KeptKeys(flat, self.index[mine, :, :width], lengths, received)
             begin = end
 
 
@@ -302,9 +302,9 @@ class CompressedLayer(DynamicLayer):
         """
         keys, values = self.stored() if merged is None else merged
         received = self.schedule.figures(keys.shape[2])
-        self.take(Survivors.of(keys, values, self.index.by_head, kept, received, lengths))
+        self.take(KeptKeys.of(keys, values, self.index.by_head, kept, received, lengths))
 
-    def take(self, left: Survivors) -> None:
+    def take(self, left: KeptKeys) -> None:
         """Store what is left, and nothing else."""
         (rows, heads), width, lengths = left.flat.lengths.shape, left.index.shape[-1], left.lengths
         padded = bool((lengths < width).any())

@@ -87,7 +87,7 @@ class End:
         yield from (x for x in held if x is not None)
 
 
-class Asks(NamedTuple):
+class QuerySpec(NamedTuple):
     """What a policy asks of the tokens to come: the queries of so many ``heads``, and whether it is to observe all of them."""
 
     heads: int
@@ -166,8 +166,8 @@ class Pinned:
     """The layers of a cache, pinned for ``steps`` tokens to come.
 
     Where the next token is written and who sees it is known on the device; the host counts the tokens in ``added``.
-    ``asks``: where their queries are remembered, too. ``readers``: of the layers, by their numbers, of which a step reads some
-    keys only. ``weights``: what is added to the logits of keys, see :class:`.shared.Shared`.
+    ``query_spec``: where their queries are remembered, too. ``readers``: of the layers, by their numbers, of which a step
+    reads some keys only. ``weights``: what is added to the logits of keys, see :class:`.shared.Shared`.
 
     owners, offset : layers of the cache, and what it knows of positions; see :class:`.shared.Shared`.
     layers : the same as they are read. ends : where they end; layers that store equally many share one.
@@ -181,12 +181,12 @@ class Pinned:
         owners: Sequence[Layer],
         offset: Tensor,
         steps: int,
-        asks: Asks | None = None,
+        query_spec: QuerySpec | None = None,
         readers: Mapping[int, Reader] | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        self.owners, self.steps, self.added, self.asks = owners, steps, 0, asks
-        self.asked = [] if asks is None else [torch.zeros(1, dtype=torch.long, device=offset.device)]
+        self.owners, self.steps, self.added, self.query_spec = owners, steps, 0, query_spec
+        self.asked = [] if query_spec is None else [torch.zeros(1, dtype=torch.long, device=offset.device)]
         self.ends: list[End] = []
         self.layers: list[PinnedLayer] = []
         found: dict[Any, End] = {}
@@ -207,9 +207,9 @@ class Pinned:
             before = owner.keys.data_ptr()
             self.layers.append(_pinned(owner, width, found[name]))
             self.own = self.own and _whole(owner) and self.layers[-1].keys.data_ptr() != before
-        if asks is not None:
+        if query_spec is not None:
             self.layers = [
-                replace(layer, asked=_asked(layer.keys, asks.heads, steps, *self.asked)) for layer in self.layers
+                replace(layer, asked=_asked(layer.keys, query_spec.heads, steps, *self.asked)) for layer in self.layers
             ]
         for number, reader in (readers or {}).items():
             self.layers[number] = replace(self.layers[number], reader=reader)
@@ -243,14 +243,14 @@ class Pinned:
             owner.index.extend(places.expand(len(owner.index.index), -1), False, seen)
             length = owner.keys.shape[2] + self.added
             owner.keys, owner.values = (shown(x, -2, length) for x in (layer.keys, layer.values))
-            if layer.asked is not None and self.asks is not None and self.added:
+            if layer.asked is not None and self.query_spec is not None and self.added:
                 queries, at = layer.asked.queries[:, :, : self.added].clone(), places.to(torch.int32)
-                owner.asked(queries, at.expand(len(queries), -1), self.asks.observed)
+                owner.asked(queries, at.expand(len(queries), -1), self.query_spec.observed)
 
-    def again(self, offset: Tensor, steps: int, asks: Asks | None) -> bool:
+    def again(self, offset: Tensor, steps: int, query_spec: QuerySpec | None) -> bool:
         """Pin layers that were given back, and evicted from since, for ``steps`` tokens more, to the same tensors: what was
         captured goes on. False, and nothing is done, where they do not fit, or somebody may hold on to what is there."""
-        if not self.own or asks != self.asks or any(layer.reader is not None for layer in self.layers):
+        if not self.own or query_spec != self.query_spec or any(layer.reader is not None for layer in self.layers):
             return False
         ends: dict[Any, End] = {}
         for owner, layer in zip(self.owners, self.layers, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .index import KeyIndex, on_host
-from .layer import Survivors
+from .layer import KeptKeys
 from .packed import QuantisedLayer
 
 
@@ -163,7 +163,7 @@ class Together:
             self.layers[0].evict(kept, merged, lengths, known)
             return
         keys, values = self.stored if merged is None else merged
-        left = Survivors.of(keys, values, self.index, kept, self.received, lengths)
+        left = KeptKeys.of(keys, values, self.index, kept, self.received, lengths)
         for layer, mine in zip(self.layers, left.split(self.rows), strict=True):
             layer.take(mine)
 

@@ -67,7 +67,7 @@ class AimPageRank(LayerMethod):
         """The program rounds down."""
         return int(retain * size)
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``importance [B, K]``; 0 for padding."""
         batch, heads, rows, _ = attention.query.shape
         keys = attention.key.shape[2]

@@ -73,7 +73,7 @@ class DART(LayerMethod):
         pivots = self.image_pivots + self.text_pivots
         return min(size, self.image_pivots + pivots * int(retain * size / pivots))
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``key_norm [B, K]``: the norm of every key over all heads."""
         key = attention.key.float()
         if self.official:

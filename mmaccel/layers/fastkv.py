@@ -50,7 +50,7 @@ class FastKVTokens(LayerMethod):
                 f"fastkv-tokens needs window >= 1 and an odd kernel, not {self.window} and {self.kernel}."
             )
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``window_attention [B, K]``: sums over window and heads; the window's own keys count as zero."""
         rows = attention.query.shape[2]
         first = max(0, rows - self.window)

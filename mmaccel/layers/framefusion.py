@@ -103,7 +103,7 @@ class FrameFusion(LayerMethod):
         """The program's pruning rounds the number kept half to even."""
         return round(retain * size)
 
-    def rests(self, left: Tensor, count: Tensor) -> bool:
+    def is_done(self, left: Tensor, count: Tensor) -> bool:
         """Whether no picture needs another step."""
         return all(most == 0 and kept == there for most, kept, there in self.steps(left, count))
 

@@ -78,7 +78,7 @@ class HOMER(ChunkMethod):
                 "row for each of them, or one for all."
             )
 
-    def look(self, attention: LayerAttention, positions: Tensor, layer: int) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention, positions: Tensor, layer: int) -> dict[str, Tensor]:
         """``significance [R, q]``."""
         rows = attention.query.shape[2]
         found = attention.attention(rows - 1, rows)[..., -rows:].amax((1, 2))

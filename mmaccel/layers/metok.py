@@ -56,7 +56,7 @@ class METokPrune(LayerMethod):
         if not 0.0 <= self.others <= 1.0:
             raise MmaccelError(f"others={self.others} of {self.name} is no share between 0 and 1.")
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``text_mean [B, K]``: mean over heads and the text behind the pictures."""
         return {"text_mean": question_mean(attention)}
 

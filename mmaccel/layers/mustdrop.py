@@ -101,7 +101,7 @@ class MustDropFilter(LayerMethod):
                 f"mustdrop-filter asks the CLS token, which the vision tower of {family.name} lacks; give query='all'."
             )
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``text_sum`` and ``text_max [B, K]``: sum and maximum over text rows of the attention they pay, mean over heads."""
         text = attention.text
         total = torch.zeros(len(text), attention.key.shape[2], device=attention.query.device)

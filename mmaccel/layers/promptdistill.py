@@ -52,7 +52,7 @@ class PromptDistill(LayerMethod):
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise MmaccelError(f"promptdistill needs an odd kernel, not {self.kernel}.")
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``prompt_logits [B, K]``, mean over heads; ``-inf`` for keys that the last token may not attend to."""
         rows = attention.query.shape[2]
         logits = attention.logits(rows - 1, rows)[:, :, 0].mean(1)

@@ -44,7 +44,7 @@ class PruneVidSelect(LayerMethod):
 
     layer: float = 11
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``text_peak [B, K]``: the largest attention paid by text behind the pictures, over heads too."""
         return {"text_peak": question_peak(attention)}
 

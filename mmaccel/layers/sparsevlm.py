@@ -89,7 +89,7 @@ class SparseVLM(LayerMethod):
         # words that are all alike rate all
         return {"rater": (asked & ((shares > mean) | (shares.amax(1, keepdim=True) <= mean))).float()}
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``rater_attention [B, K]``, mean over the heads that rate and raters; if adaptive ``rater_rank``, the same for all
         keys."""
         # where nothing was prepared all text rates
@@ -107,7 +107,9 @@ class SparseVLM(LayerMethod):
             if self.adaptive:
                 mean = paid.mean(1)
                 maps.append(torch.nn.functional.pad(mean, (0, keys - mean.shape[2])))
-        figures = {"rater_attention": self.among(total, attention).mean(1) / rater.sum(1, keepdim=True).clamp(min=1)}
+        figures = {
+            "rater_attention": self.candidates(total, attention).mean(1) / rater.sum(1, keepdim=True).clamp(min=1)
+        }
         if self.adaptive:
             rank = (
                 torch.linalg.matrix_rank(torch.cat(maps, 1) * seen(attention)) if maps else total.new_ones(len(total))
@@ -115,7 +117,7 @@ class SparseVLM(LayerMethod):
             figures["rater_rank"] = rank.float()[:, None].expand(-1, keys)
         return figures
 
-    def among(self, total: Tensor, attention: LayerAttention) -> Tensor:
+    def candidates(self, total: Tensor, attention: LayerAttention) -> Tensor:
         """``total [B, H, K]`` of those heads that pay most of it to visual keys."""
         heads = total.shape[1]
         number = min(heads, self.heads) if isinstance(self.heads, int) else max(1, round(self.heads * heads))

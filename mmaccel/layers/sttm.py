@@ -68,7 +68,7 @@ class Sttm(LayerMethod):
                 f"sttm needs root of 0 or more and heads of 1 or more, not {self.root} and {self.heads}."
             )
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Nothing of attention."""
         return {}
 

@@ -46,7 +46,7 @@ class VASparse(LayerMethod):
         """The program rounds down, and drops at least one."""
         return min(int(retain * size), size - 1)
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``received_mean [B, K]``: the attention that every key receives, mean over heads and queries that are no padding."""
         sums = importance(
             attention.query, attention.key, scaling=attention.scaling, visible=attention.visible, join="mean"

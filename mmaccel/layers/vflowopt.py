@@ -46,7 +46,7 @@ class VFlowOptInner(LayerMethod):
         """The program rounds the number it drops half to even."""
         return size - round(size * (1 - retain))
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 

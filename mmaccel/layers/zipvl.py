@@ -60,7 +60,7 @@ class ZipVL(LayerMethod):
                 f"{self.name} needs probes of 1 or more and tau in (0, 1], not {self.probes} and {self.tau}."
             )
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``probe_attention`` and ``probe_mean [B, K]``: what the probes pay to each key, in sum and of those that see it."""
         asking = self.asked(attention)
         total = torch.zeros(len(asking.text), asking.key.shape[2], device=asking.key.device)

@@ -94,7 +94,7 @@ def pool_by(tokens: TokenBatch, part: Tensor, kept: Tensor, count: Tensor) -> Re
     )
     slots = torch.arange(valid.shape[1], device=valid.device).expand_as(mine)
     made = Pool().reduce(each, kept[unit, number]).relabel(slots, unit, valid.shape)
-    made = made.beside(stays)
+    made = made.keeping(stays)
     return Reduction(made.kept, valid, made.links)
 
 

@@ -76,7 +76,7 @@ class StreamDvc(ProjectorMethod):
             return at[found.slot], at[found.source], found.weight
 
         extra = spare(tokens.valid & ~tokens.celled, count.to(number.device) - tokens.celled.sum(1))
-        return by_clip(tokens, count, links).beside(extra)
+        return by_clip(tokens, count, links).keeping(extra)
 
     def clip(self, x: Tensor, frame: Tensor, count: int) -> Links:
         """The links of one clip ``x [n, D]`` whose tokens are of the frames ``frame [n]``, into ``count`` of them."""

@@ -27,9 +27,9 @@ class ChunkMethod(TokenMethod):
     drops the visual tokens that :meth:`reduce` leaves out, with their keys and values. When all have joined, the layers above
     read what is left as one prompt, and what follows goes on behind the positions of its last text.
 
-    ``tokens.signals`` has what :meth:`look` returned, of the tokens that a chunk has of each picture; the picture's budget is
-    ``n``. Of two chunks that join the right one keeps ``n / 2`` of it, rounded down, and the left one the rest, or more where
-    the other has fewer.
+    ``tokens.signals`` has what :meth:`observe` returned, of the tokens that a chunk has of each picture; the picture's budget
+    is ``n``. Of two chunks that join the right one keeps ``n / 2`` of it, rounded down, and the left one the rest, or more
+    where the other has fewer.
 
     A tree has as many chunks as ``n`` fits into what there is, rounded up to a power of two, or twice as many and again, until
     none has more than ``length`` tokens, and, for a prompt beyond the model's positions, none is longer than half of these; it
@@ -105,7 +105,7 @@ class ChunkMethod(TokenMethod):
         return [depth - each * left for left in range(levels, 0, -1)]
 
     @abstractmethod
-    def look(self, attention: LayerAttention, positions: Tensor, layer: int) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention, positions: Tensor, layer: int) -> dict[str, Tensor]:
         """Named figures per token of every chunk, ``[R, q]`` float32 each.
 
         Parameters

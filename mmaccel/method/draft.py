@@ -44,7 +44,7 @@ class Drafted:
 class DraftMethod(Drafted, ProjectorMethod):
     """A method that is shown the attention of a draft, which reads the prompt first and writes ``lookahead - 1`` tokens.
 
-    What :meth:`see` makes of every layer is joined over layers (:attr:`joined`), and what :meth:`settle` makes of all steps
+    What :meth:`see` makes of every layer is joined over layers (:attr:`joined`), and what :meth:`finalize` makes of all steps
     reaches :meth:`reduce` as ``tokens.signals["draft_match"]``. Keys of earlier turns take no part.
     """
 
@@ -74,8 +74,8 @@ class DraftMethod(Drafted, ProjectorMethod):
         """
 
     @abstractmethod
-    def settle(self, steps: Tensor, there: Tensor) -> Tensor:
-        """``[B, S]`` float32 of ``steps [B, lookahead, S]``; those are ``there [B, lookahead]`` bool that come before an end of
+    def finalize(self, steps: Tensor, valid: Tensor) -> Tensor:
+        """``[B, S]`` float32 of ``steps [B, lookahead, S]``; those are ``valid [B, lookahead]`` bool that come before an end of
         the draft's answer."""
 
 

@@ -123,7 +123,7 @@ class LayerMethod(TokenMethod):
     to the nearest layer at which tokens can be dropped, so that a recipe fits any model. A method's default layer is moved
     likewise; a number given in a recipe is taken as it is, or refused.
 
-    What :meth:`look` returns for the attention of layer ``layer - 1`` (with :attr:`looks_ahead` of ``layer`` itself) reaches
+    What :meth:`observe` returns for the attention of layer ``layer - 1`` (with :attr:`looks_ahead` of ``layer`` itself) reaches
     :meth:`reduce` as ``tokens.signals``, gathered at the tokens of each unit.
     """
 
@@ -131,7 +131,7 @@ class LayerMethod(TokenMethod):
     unit = "picture"
     #: the first layer at whose input it can work: 1, or 0 if it can do without the attention of a layer before
     lowest: ClassVar[int] = 1
-    #: whether :meth:`look` is shown the attention that layer ``layer`` is about to pay, not that of the layer before
+    #: whether :meth:`observe` is shown the attention that layer ``layer`` is about to pay, not that of the layer before
     looks_ahead: ClassVar[bool] = False
     layer: float
 
@@ -158,7 +158,7 @@ class LayerMethod(TokenMethod):
         """The layers at whose input it works; of a method that was fitted to a model."""
         return range(int(self.layer), int(self.layer) + 1)
 
-    def rests(self, left: Tensor, count: Tensor) -> bool:
+    def is_done(self, left: Tensor, count: Tensor) -> bool:
         """Whether it has nothing to do any more at the layers that follow: ``left [N, c]`` are the tokens of every unit before
         and behind each layer so far, ``count [N]`` its budget, both long on the CPU."""
         return False
@@ -200,11 +200,11 @@ class LayerMethod(TokenMethod):
 
     @classmethod
     def prepare(cls, hidden: Tensor, text: Tensor, visual: Tensor) -> dict[str, Tensor]:
-        """Named figures ``[B, q]`` of what enters the language model, ``hidden [B, q, D]``, which :meth:`look` is shown of the
-        tokens that are left; ``text``, ``visual [B, q]`` bool, the rest is padding. By default none."""
+        """Named figures ``[B, q]`` of the language model's input ``hidden [B, q, D]``; :meth:`observe` gets those of the tokens
+        that are left. ``text``, ``visual [B, q]`` bool; the rest is padding. By default none."""
         return {}
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Named statistics per key, ``[B, K]`` float32 each. By default ``prompt_attention``: the attention paid by the last
         prompt token, mean over heads."""
         last = attention.query.shape[2]

@@ -20,7 +20,7 @@ class PreviewMethod(ProjectorMethod):
     """A method that is shown the attention of layer ``layer`` of a pass through the layers below it, made for this alone.
 
     The whole prompt runs through layers 0 to ``layer - 1`` without a cache, and of layer ``layer`` queries and keys are made.
-    What :meth:`look` returns of them reaches :meth:`reduce` as ``tokens.signals``. Then everything starts anew with what is
+    What :meth:`observe` returns of them reaches :meth:`reduce` as ``tokens.signals``. Then everything starts anew with what is
     left. Keys of earlier turns take no part in the first pass.
 
     ``layer`` is counted from 0; a float is a share of the model's depth, rounded half up, and in a shallow model the last. In a
@@ -54,5 +54,5 @@ class PreviewMethod(ProjectorMethod):
         return True
 
     @abstractmethod
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """Named statistics per key, ``[B, K]`` float32 each."""

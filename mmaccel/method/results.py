@@ -58,9 +58,9 @@ def check_figures(
 
 
 def figures_of(method: LayerMethod | PreviewMethod, attention: LayerAttention) -> dict[str, Tensor]:
-    """What ``method.look`` makes of the attention of a layer, ``[B, K]`` each."""
+    """What ``method.observe`` makes of the attention of a layer, ``[B, K]`` each."""
     key = attention.key
-    return check_figures(method, "look()", method.look(attention), (key.shape[0], key.shape[2]), key)
+    return check_figures(method, "observe()", method.observe(attention), (key.shape[0], key.shape[2]), key)
 
 
 def check_numbers(method: Method, call: str, made: Tensor, where: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ class ReturningMethod(LayerMethod):
     """A method that chooses anew among all visual tokens whenever new tokens follow a prompt.
 
     What it drops of a prompt waits at its layer, as a hidden state. Of every forward that follows, :meth:`recall` is shown what
-    :meth:`look` made of the attention of the layer before, by its last token. Of tokens that it chooses, those that wait run
+    :meth:`observe` made of the attention of the layer before, by its last token. Of tokens that it chooses, those that wait run
     through the layers behind beside the new ones, at their own positions, and are stored there; stored ones that it does not
     choose are not read.
     """
@@ -37,7 +37,7 @@ class ReturningMethod(LayerMethod):
 
         Parameters
         ----------
-        figures : what :meth:`look` made of the attention, by place, ``[B, n]`` float32 each.
+        figures : what :meth:`observe` made of the attention, by place, ``[B, n]`` float32 each.
         among : ``[B, n]`` bool, the visual tokens that the layer before has seen.
         count : ``[B]`` long, how many of them are to be seen: as many as stayed of all pictures of the row.
         """

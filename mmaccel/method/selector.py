@@ -28,7 +28,7 @@ from .tokens import TokenBatch
 
 CONFIG, WEIGHTS = "selector.json", "selector.safetensors"
 #: where a model's folder has its own
-BESIDE = "selector"
+FOLDER = "selector"
 #: frequencies of the sines of a coordinate between 0 and 1
 _FREQUENCIES = 4
 #: the most that a shape may have: more than a selector for any language model needs, and built in a moment
@@ -148,12 +148,12 @@ class Selector(nn.Module):
         return nn.functional.pad(words, (0, 0, 1, 0)), nn.functional.pad(there, (1, 0), value=True)
 
     # --- files ------------------------------------------------------------------------------------------------
-    def save(self, folder: str | Path, belongs: Belongs, record: Mapping[str, Any]) -> None:
+    def save(self, folder: str | Path, fingerprint: ModelFingerprint, record: Mapping[str, Any]) -> None:
         """Write weights (float32) and configuration into ``folder``, which is made where it is missing.
 
         Parameters
         ----------
-        belongs : the model that it was trained for.
+        fingerprint : the model that it was trained for.
         record : how it was made and what was measured, for readers.
         """
         from safetensors.torch import save
@@ -162,7 +162,7 @@ class Selector(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: x.detach().float().cpu().contiguous() for name, x in self.state_dict().items()}
         write_whole(folder / WEIGHTS, save(weights))
-        config = {"shape": asdict(self.shape), "model": asdict(belongs), "record": dict(record)}
+        config = {"shape": asdict(self.shape), "model": asdict(fingerprint), "record": dict(record)}
         write_whole(folder / CONFIG, json.dumps(config, indent=1).encode() + b"\n")
 
     @staticmethod
@@ -189,7 +189,7 @@ def _loaded(path: Path, changed: Stamp, shape: Shape, device: torch.device) -> S
     return made.eval().requires_grad_(False)
 
 
-def described(folder: str | Path) -> tuple[Shape, Belongs]:
+def described(folder: str | Path) -> tuple[Shape, ModelFingerprint]:
     """Of a selector's folder: what it is made of, and which model it belongs to.
 
     Raises
@@ -202,7 +202,7 @@ def described(folder: str | Path) -> tuple[Shape, Belongs]:
 
 
 @functools.lru_cache(maxsize=16)
-def _described(path: Path, changed: Stamp) -> tuple[Shape, Belongs]:
+def _described(path: Path, changed: Stamp) -> tuple[Shape, ModelFingerprint]:
     shape, model = read_config(path, [field.name for field in fields(Shape)], _VALUES)
     try:
         made = Shape(**shape)
@@ -212,13 +212,13 @@ def _described(path: Path, changed: Stamp) -> tuple[Shape, Belongs]:
         raise refusal(
             path, f"it reads features of width {made.features} and belongs to a model of width {model['width']}"
         )
-    return made, Belongs(**model)
+    return made, ModelFingerprint(**model)
 
 
-def beside(family: ModelFacts) -> str:
+def selector_folder(family: ModelFacts) -> str:
     """The folder of the selector that lies beside a model's weights; empty if there is none."""
     name = getattr(getattr(getattr(family, "model", None), "config", None), "_name_or_path", "")
-    folder = Path(str(name)) / BESIDE
+    folder = Path(str(name)) / FOLDER
     return str(folder) if name and (folder / CONFIG).is_file() else ""
 
 
@@ -226,8 +226,8 @@ def beside(family: ModelFacts) -> str:
 
 
 @dataclass(frozen=True)
-class Belongs:
-    """The model that a selector was trained for.
+class ModelFingerprint:
+    """Fingerprint of the model that a selector was trained for.
 
     family : its name. width : of its language model.
     weights : the first values of some of its tensors; they tell it from others in whatever dtype it is loaded.
@@ -238,13 +238,13 @@ class Belongs:
     weights: Mapping[str, list[float]]
 
     @staticmethod
-    def to(family: ModelFacts) -> Belongs:
-        """To a model with weights."""
+    def of(family: ModelFacts) -> ModelFingerprint:
+        """Fingerprint of a model with weights."""
         known = _weights(family)
         names = sorted(known)
         step = max(1, len(names) // _TENSORS)
         taken = {name: _first(known[name]) for name in names[::step]}
-        return Belongs(family.name, _width(family), taken)
+        return ModelFingerprint(family.name, _width(family), taken)
 
     def check(self, family: ModelFacts, folder: str) -> None:
         """Raise :class:`UnsupportedError` for another model.
@@ -354,4 +354,4 @@ def _sines(cells: Tensor, grid: Tensor) -> Tensor:
     return found * (cells >= 0).all(-1, keepdim=True)
 
 
-__all__ = ["BESIDE", "CONFIG", "WEIGHTS", "Belongs", "Selector", "Shape", "beside", "described"]
+__all__ = ["FOLDER", "CONFIG", "WEIGHTS", "ModelFingerprint", "Selector", "Shape", "selector_folder", "described"]

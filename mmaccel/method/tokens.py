@@ -129,7 +129,7 @@ class TokenMethod(Method):
         later stage that :attr:`reads` them. By default none."""
         return {}
 
-    def told(self, tokens: TokenBatch) -> str:
+    def remark(self, tokens: TokenBatch) -> str:
         """What the notes of the statistics are to say of a call; mostly nothing."""
         return ""
 

@@ -30,6 +30,6 @@ class Balanced(ProjectorMethod):
         chosen: ProjectorMethod = get_method("spacetime")()  # type: ignore[assignment]
         return chosen.reduce(tokens, count)
 
-    def told(self, tokens: TokenBatch) -> str:
+    def remark(self, tokens: TokenBatch) -> str:
         """Which method chose, and why."""
         return f"{self.name}: spacetime, as it keeps most answers"

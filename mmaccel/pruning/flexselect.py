@@ -48,7 +48,7 @@ class FlexSelect(PreviewMethod):
         """The program rounds down."""
         return int(retain * size)
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``text_peak [B, K]``: the largest attention paid by text behind the pictures, over heads too."""
         return {"text_peak": question_peak(attention)}
 

@@ -52,7 +52,7 @@ class GemFilter(PreviewMethod):
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise MmaccelError(f"gemfilter needs an odd kernel, not {self.kernel}.")
 
-    def look(self, attention: LayerAttention) -> dict[str, Tensor]:
+    def observe(self, attention: LayerAttention) -> dict[str, Tensor]:
         """``prompt_match [B, K]``; ``-inf`` for padding."""
         rows = attention.query.shape[2]
         match = attention.logits(rows - 1, rows)[:, :, 0].mean(1)

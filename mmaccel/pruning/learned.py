@@ -13,7 +13,7 @@ from ..core.reduction import Reduction, Residual, top_mask
 from ..errors import UnsupportedError
 from ..method import ModelFacts, ProjectorMethod, TokenBatch
 from ..method.registry import get_method, register
-from ..method.selector import Selector, beside, described
+from ..method.selector import Selector, described, selector_folder
 
 #: of the picks of ``spacetime``, how many times as many as are to stay have a worth of their own
 _REACH = 3
@@ -67,7 +67,7 @@ class Learned(ProjectorMethod):
 
     def fit(self, family: ModelFacts) -> Learned:
         """With the selector beside the model's weights, where none is named."""
-        return self if self.selector else Learned(beside(family))
+        return self if self.selector else Learned(selector_folder(family))
 
     def check(self, family: ModelFacts) -> None:
         """A selector must be there, and be that of this model."""

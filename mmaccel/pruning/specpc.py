@@ -98,15 +98,15 @@ class SpecPC(DraftMethod):
             paid = paid * weight[-rows:, None]
         return paid.amax((1, 2)) if self.join == "max" else paid.sum((1, 2))
 
-    def settle(self, steps: Tensor, there: Tensor) -> Tensor:
+    def finalize(self, steps: Tensor, valid: Tensor) -> Tensor:
         """All steps joined, and pooled along the prompt."""
         left = (self.kernel - 1) // 2
-        score = pad(self.over(steps, there), (left, self.kernel - 1 - left))[:, None]
+        score = pad(self.over(steps, valid), (left, self.kernel - 1 - left))[:, None]
         return (max_pool1d if self.pool == "max" else avg_pool1d)(score, self.kernel, stride=1)[:, 0]
 
-    def over(self, steps: Tensor, there: Tensor) -> Tensor:
+    def over(self, steps: Tensor, valid: Tensor) -> Tensor:
         """``[B, lookahead, S] -> [B, S]``: of all steps."""
-        steps = steps * there.to(steps)[..., None]
+        steps = steps * valid.to(steps)[..., None]
         return steps.amax(1) if self.join == "max" else steps.sum(1)
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:

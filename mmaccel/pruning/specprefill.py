@@ -69,9 +69,9 @@ class SpecPrefill(DraftMethod):
             paid = avg_pool1d(paid, self.kernel, stride=1, padding=self.kernel // 2)
         return paid.amax(1)
 
-    def settle(self, steps: Tensor, there: Tensor) -> Tensor:
+    def finalize(self, steps: Tensor, valid: Tensor) -> Tensor:
         """The mean over steps."""
-        weight = there.to(steps)[..., None]
+        weight = valid.to(steps)[..., None]
         return (steps * weight).sum(1) / weight.sum(1)
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:

@@ -27,7 +27,7 @@ def specprefill(params: Params, arrays: Arrays) -> None:
         torch.stack([method.see(attention(layer[:, step : step + 1]), size) for layer in scores]).amax(0)
         for step in range(params["look_ahead"])
     ]
-    importance = method.settle(torch.stack(steps, 1), torch.ones(1, len(steps), dtype=torch.bool))[0]
+    importance = method.finalize(torch.stack(steps, 1), torch.ones(1, len(steps), dtype=torch.bool))[0]
     close(importance, arrays["importance"])
     count = method.official_count(params["percentage"], size)
     made = method.reduce(one_unit(importance[:, None], draft_match=importance), torch.tensor([count]))
@@ -52,7 +52,7 @@ def specpc(params: Params, arrays: Arrays) -> None:
     steps = torch.stack([join(torch.stack(step), 0) for step in layers], 1)
     there = torch.ones(1, lookahead, dtype=torch.bool)
     close(method.over(steps, there), arrays["aggregated"])
-    score = method.settle(steps, there)
+    score = method.finalize(steps, there)
     before = size - params["window_size"]
     most, everyone = params["max_capacity_prompt"], one_unit(score[0, :, None], draft_match=score[0])
     for count in range(most - params["window_size"], most + 1):

@@ -596,7 +596,7 @@ def fastkv(params: Params, arrays: Arrays) -> None:
     if params["tsp_layer"]:
         method = make("fastkv-tokens", window=window, kernel=params["kernel_size"])
         text = torch.ones(1, window, dtype=torch.bool)
-        score = method.look(LayerAttention(queries, keys, None, keys.shape[3] ** -0.5, text))["window_attention"]
+        score = method.observe(LayerAttention(queries, keys, None, keys.shape[3] ** -0.5, text))["window_attention"]
         # theirs counts the window, which always goes on
         older = score[:, : total - window]
         batch = one_unit(older[0, :, None], window_attention=older[0])

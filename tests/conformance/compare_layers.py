@@ -19,7 +19,7 @@ from mmaccel.method import KeyBatch, LayerAttention
 
 def aim_pagerank(params: Params, arrays: Arrays) -> None:
     method = make("aim-pagerank", tau=params["tau_imp"], iterations=params["iters"], teleport=params["d"])
-    importance = method.look(paid(arrays["logits"]))["importance"]
+    importance = method.observe(paid(arrays["logits"]))["importance"]
     close(importance, arrays["importance"])
 
     first, last, length = params["visual_start"], params["visual_end"], importance.shape[1]
@@ -58,7 +58,7 @@ def mustdrop_filter(params: Params, arrays: Arrays) -> None:
     text = torch.ones(1, attention.shape[2], dtype=torch.bool)
     text[:, first : first + size] = False
     # the logarithm of a softmax is a row of logits
-    seen = method.look(paid(attention.log().clamp(min=-1e9), text))
+    seen = method.observe(paid(attention.log().clamp(min=-1e9), text))
     span = {name: figures[0, first : first + size] for name, figures in seen.items()}
     batch = one_unit(torch.zeros(size, 1), **span)
     theirs = arrays["kept"]
@@ -75,7 +75,7 @@ def promptdistill(params: Params, arrays: Arrays) -> None:
     end, logits = params["prompt_end"], arrays["logits"]
     method = make("promptdistill", pooling=params["use_pooling"], kernel=params["kernel"])
     # our prompt ends where the vector's does; what is behind it always stays
-    seen = method.look(paid(logits[:, None, None, : end + 1]))["prompt_logits"][0]
+    seen = method.observe(paid(logits[:, None, None, : end + 1]))["prompt_logits"][0]
     batch = one_unit(seen[:end, None], prompt_logits=seen[:end])
     ours = kept_of(method.reduce(batch, torch.tensor([min(params["n_topk"], end)])))
     same_set(torch.cat([ours, torch.arange(end, logits.shape[1])]), arrays["kept_idx"])
@@ -153,7 +153,7 @@ def framefusion(params: Params, arrays: Arrays) -> None:
         cascade.step(scores)
         pruned = len(cascade.done) > len(step["sparsity_list"])
         assert cascade.done[: len(step["sparsity_list"])] == pytest.approx(step["sparsity_list"])
-        assert pruned == cascade.method.rests(*cascade.asked)
+        assert pruned == cascade.method.is_done(*cascade.asked)
         assert rows is not None or not pruned
         same_set(cascade.place, arrays[f"pos{number}"])
         close(cascade.hidden, arrays[f"out{number}"][0])
@@ -163,7 +163,7 @@ def framefusion_cascade(params: Params, arrays: Arrays) -> None:
     cascade, recorded = Cascade(params, arrays), arrays["sparsity_list"].tolist()
     for layer in range(params["calls"]):
         cascade.hidden = cascade.hidden + arrays["delta"][layer][cascade.place]
-        if cascade.method.rests(*cascade.asked):
+        if cascade.method.is_done(*cascade.asked):
             assert arrays["flags"][layer].all()
         else:
             needed = sparsity_needed(params["cost"], params["num_layers"], cascade.done)
@@ -171,7 +171,7 @@ def framefusion_cascade(params: Params, arrays: Arrays) -> None:
         cascade.step(arrays["attention"][layer][cascade.place])
         kept = arrays["kept"][layer]
         same_set(cascade.place, kept[kept >= 0])
-        assert cascade.method.rests(*cascade.asked) == arrays["flags"][layer].all()
+        assert cascade.method.is_done(*cascade.asked) == arrays["flags"][layer].all()
     assert cascade.done[: len(recorded)] == pytest.approx(recorded)
     close(cascade.hidden, arrays["out"][0])
 
@@ -181,7 +181,7 @@ def fastv(params: Params, arrays: Arrays) -> None:
     rows = arrays["attn_last_row"]
     # the logarithm of a softmax is a row of logits
     method, total = make("fastv"), rows.shape[-1]
-    image = method.look(paid(rows.log()[None, :, None]))["prompt_attention"][0, start : start + length]
+    image = method.observe(paid(rows.log()[None, :, None]))["prompt_attention"][0, start : start + length]
     # the program rounds half to even
     count = torch.tensor([round(length * (1 - params["r"]))])
     ours = kept_of(method.reduce(one_unit(image[:, None], prompt_attention=image), count))
@@ -198,7 +198,7 @@ def prunevid(params: Params, arrays: Arrays) -> None:
     # what text pays to text is somewhere
     rows[..., 0] = (1 - seen.sum(-1)).clamp(min=1e-9).log()
     method = make("prunevid-select")
-    peak = method.look(paid(rows))["text_peak"][0, first : first + size]
+    peak = method.observe(paid(rows))["text_peak"][0, first : first + size]
     start, spans = 0, []
     for length, static, dynamic in zip(
         params["window_sizes"], params["static_sizes"], params["dynamic_sizes"], strict=True
@@ -234,7 +234,7 @@ def sparsevlm(params: Params, arrays: Arrays) -> None:
     same_set(prepared["rater"][0].nonzero()[:, 0] - params["text_start"], arrays["raters"])
 
     attention = replace(paid(arrays["attn"].log(), ~visual), prepared=prepared)
-    score = method.look(attention)["rater_attention"][0, first : first + size]
+    score = method.observe(attention)["rater_attention"][0, first : first + size]
     close(score, arrays["score"][0])
     kept = arrays["mask"][0].nonzero()[:, 0]
     span = hidden[0, first : first + size]
@@ -262,7 +262,7 @@ def pyramiddrop(params: Params, arrays: Arrays) -> None:
         )
         text = torch.ones(x.shape[:2], dtype=torch.bool)
         method = make("pyramiddrop-step")
-        seen = method.look(LayerAttention(query, key, None, query.shape[-1] ** -0.5, text))["prompt_attention"][0]
+        seen = method.observe(LayerAttention(query, key, None, query.shape[-1] ** -0.5, text))["prompt_attention"][0]
         ratio, entered = params["ratios"][params["stage"] + 1], params["original_image_tokens"][row]
         count = method.official_count(ratio, entered)
         assert count == params["kept_image_tokens"][row]
@@ -278,7 +278,7 @@ def gemfilter(params: Params, arrays: Arrays) -> None:
     query, key = arrays["query"][None], arrays["keys"][None]
     method, size = make("gemfilter", kernel=params["pool_kernel"]), key.shape[2]
     text = torch.ones(1, 1, dtype=torch.bool)
-    match = method.look(LayerAttention(query, key, None, 1.0, text))["prompt_match"][0]
+    match = method.observe(LayerAttention(query, key, None, 1.0, text))["prompt_match"][0]
     batch = one_unit(match[:, None], prompt_match=match)
     same_set(kept_of(method.reduce(batch, torch.tensor([min(params["topk"], size)]))), arrays["idx_sorted"])
     # where all are asked for, their order tells
@@ -295,7 +295,7 @@ def flexselect(params: Params, arrays: Arrays) -> None:
     text = torch.ones(1, len(hidden), dtype=torch.bool)
     text[:, first : first + size] = False
     method = make("flexselect")
-    seen = method.look(LayerAttention(query, key, None, params["head_dim"] ** -0.5, text))["text_peak"]
+    seen = method.observe(LayerAttention(query, key, None, params["head_dim"] ** -0.5, text))["text_peak"]
     score = seen[0, first : first + size]
     close(score, arrays["score"])
     made = method.reduce(one_unit(score[:, None], text_peak=score), torch.tensor([params["tkn_number"]]))
@@ -333,7 +333,7 @@ def homer(params: Params, arrays: Arrays) -> None:
         middle = slice(before, before + length)
         # the logarithm of a softmax is a row of logits
         seen = paid(arrays[f"attn{side}"].log()[:, :, None].expand(-1, -1, mine, -1))
-        found = method.look(seen, arrays[f"pos{side}"], 0)["significance"][0, middle]
+        found = method.observe(seen, arrays[f"pos{side}"], 0)["significance"][0, middle]
         close(found, arrays[f"significance{side}"][0, middle])
         batch = one_unit(arrays[f"hidden{side}"][0, middle], significance=found)
         made = method.reduce(batch, torch.tensor([length - params["reduce"][number]]))

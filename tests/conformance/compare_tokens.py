@@ -73,7 +73,7 @@ def dart(params: Params, arrays: Arrays) -> None:
     method = make("dart", {"serve": serve}, **pivots)
     # only the keys are looked at
     attention = LayerAttention(keys, keys, None, 1.0, torch.ones(1, len(hidden), dtype=torch.bool))
-    norm = method.look(attention)["key_norm"]
+    norm = method.observe(attention)["key_norm"]
     tokens = replace(
         one_unit(hidden[first:last], key_norm=norm[0, first:last]),
         question=hidden[None, last:],
@@ -136,7 +136,7 @@ def visiontrim(params: Params, arrays: Arrays) -> None:
 def vasparse(params: Params, arrays: Arrays) -> None:
     first, size = params["v_token_start"], params["v_token_num"]
     method = make("vasparse")
-    seen = method.look(everyone(arrays["attn"]))["received_mean"][0, first : first + size]
+    seen = method.observe(everyone(arrays["attn"]))["received_mean"][0, first : first + size]
     close(seen, arrays["mean_attn"][0])
     count = method.official_count(params["sparse_ratio"], size)
     kept = method.reduce(one_unit(seen[:, None], received_mean=seen), budget(count)).kept[0]

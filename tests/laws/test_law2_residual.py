@@ -15,7 +15,7 @@ from laws.test_law2_proportional import logarithms
 from mmaccel import FastV, Learned, MmaccelError, accelerated, get_recipe
 from mmaccel.core.reduction import Reduction, Residual
 from mmaccel.families import family_of
-from mmaccel.method.selector import Belongs
+from mmaccel.method.selector import ModelFingerprint
 from mmaccel.runtime.prompt import tokens
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 def selector(model, folder):
     """One with residuals, as a recipe."""
-    belongs = Belongs.to(family_of(model))
-    random_selectors.network(belongs.width, residual=True).save(folder, belongs, {})
+    fingerprint = ModelFingerprint.of(family_of(model))
+    random_selectors.network(fingerprint.width, residual=True).save(folder, fingerprint, {})
     return Learned(folder)
 
 

@@ -89,12 +89,12 @@ def tokens_of(method: TokenMethod, width: int, copies: bool, seed: int = 0) -> T
         else:
             signals[kind] = figures[..., :layers].transpose(1, 2).masked_fill(blank[:, None], torch.nan)
     if isinstance(method, ChunkMethod):
-        names = method.look(attention_of(1, 9), torch.arange(9)[None], 0).keys()
+        names = method.observe(attention_of(1, 9), torch.arange(9)[None], 0).keys()
         signals |= {name: figures[..., i] for i, name in enumerate(names)}
     if isinstance(method, DraftMethod):
         signals["draft_match"] = figures[..., 0]
     if isinstance(method, LayerMethod | PreviewMethod):
-        names = method.look(attention_of(1, 9)).keys()
+        names = method.observe(attention_of(1, 9)).keys()
         signals |= {name: figures[..., i] for i, name in enumerate(names)}
         said = {name: figures[:, :3, i] for i, name in enumerate(names)}
     return TokenBatch(

@@ -22,20 +22,20 @@ def model(depth: int, deepstack: int = 0) -> Any:
 # ----------------------------------------------------------------------------------------------------------------- look
 def test_significance_is_the_largest_of_all_heads() -> None:
     attention = attention_of(2, 9)
-    found = HOMER().look(attention, torch.arange(9).expand(2, -1), 0)["significance"]
+    found = HOMER().observe(attention, torch.arange(9).expand(2, -1), 0)["significance"]
     torch.testing.assert_close(found, attention.attention(8, 9)[:, :, 0].amax(1))
 
 
 def test_keys_of_earlier_turns_are_attended_to_and_not_ranked() -> None:
     attention = attention_of(1, 9)
     seen = dataclasses.replace(attention, query=attention.query[:, :, -6:], text=attention.text[:, -6:])
-    found = HOMER().look(seen, torch.arange(6)[None], 0)["significance"]
+    found = HOMER().observe(seen, torch.arange(6)[None], 0)["significance"]
     torch.testing.assert_close(found, attention.attention(8, 9)[:, :, 0].amax(1)[:, -6:])
 
 
 def test_a_bias_goes_by_layer_and_distance() -> None:
     attention, positions = attention_of(1, 5), torch.tensor([[0, 1, 2, 3, 7]])
-    plain = HOMER().look(attention, positions, 1)["significance"]
+    plain = HOMER().observe(attention, positions, 1)["significance"]
     # at distances of 7, 6, 5, 4 and 0, of which the table knows six
     table = (0.5, 0.1, 0.2, 0.3, 0.4, 0.6)
     for bias, layer, off in (
@@ -43,7 +43,7 @@ def test_a_bias_goes_by_layer_and_distance() -> None:
         (((0.0,), table), 1, (0.6, 0.6, 0.6, 0.4, 0.5)),
         (((0.25,), table), 0, (0.25,) * 5),
     ):
-        found = HOMER(bias=bias).look(attention, positions, layer)["significance"]
+        found = HOMER(bias=bias).observe(attention, positions, layer)["significance"]
         torch.testing.assert_close(found, plain - torch.tensor([off]))
 
 

@@ -239,7 +239,7 @@ def test_framefusion_layer_after_layer(left: list[int], wanted: tuple[int, int])
     method = FrameFusion(layer=0, through=27)
     ((most, kept, there),) = method.steps(torch.tensor([left]), torch.tensor([30]))
     assert (most, kept, there) == (*wanted, left[-1])
-    assert method.rests(torch.tensor([left]), torch.tensor([30])) == (wanted == (0, left[-1]))
+    assert method.is_done(torch.tensor([left]), torch.tensor([30])) == (wanted == (0, left[-1]))
     # 558 of 28 * 21 = 588 are spent; 31 more would leave no token for each of the 17 layers behind: 30 of 18, 1.67 each
     late = torch.tensor([[100, 89, 80, 71, 63, 56, 50, 44, 39, 35, 31]])
     assert method.steps(late, torch.tensor([21])) == [(30, 1, 31)]
@@ -405,13 +405,13 @@ def full_map(layer: LayerAttention, tau: float = 1.0) -> Tensor:
 def test_streamed_figures_are_those_of_the_whole_map(block, lengths, old, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK", block)
     layer = layer_of(lengths, old)
-    sums = MustDropFilter().look(layer)
+    sums = MustDropFilter().observe(layer)
     paid = full_map(layer).mean(1).masked_fill(~layer.text[:, :, None], 0.0)
     torch.testing.assert_close(sums["text_sum"].double(), paid.sum(1), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(sums["text_max"].double(), paid.amax(1), rtol=1e-5, atol=1e-7)
 
     for iterations, teleport in ((1, 0.0), (5, 0.0), (4, 0.15)):
-        ours = AimPageRank(tau=0.3, iterations=iterations, teleport=teleport).look(layer)["importance"]
+        ours = AimPageRank(tau=0.3, iterations=iterations, teleport=teleport).observe(layer)["importance"]
         flow = full_map(layer, 0.3)
         rows = flow.sum(-1)[:, 0] > 0
         walk = torch.zeros_like(flow[:, :, 0])
@@ -426,7 +426,7 @@ def test_streamed_figures_are_those_of_the_whole_map(block, lengths, old, monkey
 def test_what_a_layer_shows_of_a_row_does_not_depend_on_the_batch(method: LayerMethod) -> None:
     lengths = [13, 7, 10]
     layer = layer_of(lengths)
-    together = method.look(layer)
+    together = method.observe(layer)
     for row, length in enumerate(lengths):
         alone = LayerAttention(
             layer.query[row : row + 1, :, -length:],
@@ -435,7 +435,7 @@ def test_what_a_layer_shows_of_a_row_does_not_depend_on_the_batch(method: LayerM
             layer.scaling,
             layer.text[row : row + 1, -length:],
         )
-        for name, figures in method.look(alone).items():
+        for name, figures in method.observe(alone).items():
             assert figures.dtype == torch.float32
             torch.testing.assert_close(together[name][row, -length:], figures[0])
 
@@ -454,10 +454,10 @@ def test_keys_are_converted_once_and_only_if_looked_at() -> None:
 
 def test_promptdistill_smooths_along_the_prompt() -> None:
     layer = layer_of([12])
-    raw = PromptDistill(pooling=False).look(layer)["prompt_logits"][0]
+    raw = PromptDistill(pooling=False).observe(layer)["prompt_logits"][0]
     keys = layer.key.repeat_interleave(2, 1)
     torch.testing.assert_close(raw, (layer.query[0, :, -1:] * keys[0]).sum(-1).mean(0) * layer.scaling)
-    smooth = PromptDistill(kernel=3).look(layer)["prompt_logits"][0]
+    smooth = PromptDistill(kernel=3).observe(layer)["prompt_logits"][0]
     bare = torch.cat([raw[:-1], torch.zeros(2)])
     for j in range(11):
         torch.testing.assert_close(smooth[j], bare[max(0, j - 1) : j + 2].sum() / 3)
@@ -467,9 +467,9 @@ def test_fastkv_hears_the_end_of_the_prompt() -> None:
     layer = layer_of([12])
     paid = layer.attention(9, 12)[0].sum((0, 1))
     paid[9:] = 0.0
-    raw = FastKVTokens(window=3, kernel=1).look(layer)["window_attention"][0]
+    raw = FastKVTokens(window=3, kernel=1).observe(layer)["window_attention"][0]
     torch.testing.assert_close(raw, paid)
-    smooth = FastKVTokens(window=3, kernel=3).look(layer)["window_attention"][0]
+    smooth = FastKVTokens(window=3, kernel=3).observe(layer)["window_attention"][0]
     for j in range(12):
         torch.testing.assert_close(smooth[j], paid[max(0, j - 1) : j + 2].sum() / 3)
 
@@ -743,7 +743,7 @@ def test_sparsevlm_counts_raters_heads_and_ranks() -> None:
     layer = replace(layer, prepared={"rater": rater.float()})
     paid = full_map(layer).float().nan_to_num(0.0)
     seen = ~layer.text
-    figures = SparseVLM(heads=2, adaptive=True).look(layer)
+    figures = SparseVLM(heads=2, adaptive=True).observe(layer)
     for row in range(2):
         mine = paid[row][:, rater[row]]
         heads = (mine * seen[row]).sum((1, 2)).topk(2).indices
@@ -808,7 +808,7 @@ def test_the_attention_that_a_layer_is_about_to_pay(family: str, kind: str, name
 
 def test_gemfilter_smooths_logits() -> None:
     layer = layer_of([9, 12])
-    match = GemFilter(kernel=3).look(layer)["prompt_match"]
+    match = GemFilter(kernel=3).observe(layer)["prompt_match"]
     for row, pad in ((0, 3), (1, 0)):
         keys = layer.key[row].repeat_interleave(2, 0)
         logits = (layer.query[row, :, -1:] @ keys.mT)[:, 0].mean(0) * layer.scaling
@@ -849,7 +849,7 @@ def test_a_first_pass_behind_another_stage_and_another_turn() -> None:
 @pytest.mark.parametrize("probes", [2, 3, 6, 20])
 def test_zipvl_probes_the_end_and_evenly_over_the_prompt(probes: int) -> None:
     layer, lengths = layer_of([9, 12]), [9, 12]
-    paid, figures = full_map(layer).float().nan_to_num(0.0), ZipVL(probes=probes).look(layer)
+    paid, figures = full_map(layer).float().nan_to_num(0.0), ZipVL(probes=probes).observe(layer)
     for row, length in enumerate(lengths):
         back = {*range(probes), *(probes + i * (length - probes) // probes for i in range(probes))}
         rows = [11 - i for i in sorted(back) if i < length]

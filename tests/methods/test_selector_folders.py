@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 
 from mmaccel import Learned, MmaccelError, Recipe, UnsupportedError, accelerate_vlm, accelerated, get_recipe
 from mmaccel.families import family_of
-from mmaccel.method.selector import CONFIG, WEIGHTS, Belongs, Selector, Shape, described
+from mmaccel.method.selector import CONFIG, WEIGHTS, ModelFingerprint, Selector, Shape, described
 
 Change = Callable[[Path], object]
 #: JSON values of every wrong kind; ... removes the field
@@ -34,8 +34,8 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def good(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
-    belongs = Belongs.to(family_of(model))
-    random_selectors.network(belongs.width, residual=True).save(folder, belongs, {"target": "answers"})
+    fingerprint = ModelFingerprint.of(family_of(model))
+    random_selectors.network(fingerprint.width, residual=True).save(folder, fingerprint, {"target": "answers"})
     return folder
 
 
@@ -49,9 +49,9 @@ def fields(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def of_config() -> Iterator[tuple[str, Change]]:
     """Every field of the configuration with every value."""
-    belongs = {"family": "llava", "width": 64, "weights": {"": [0.0]}}
+    fingerprint = {"family": "llava", "width": 64, "weights": {"": [0.0]}}
     shape = dict.fromkeys(("features", "width", "blocks", "heads", "question", "residual"))
-    paths = list(fields({"shape": shape, "model": belongs, "record": {}}))
+    paths = list(fields({"shape": shape, "model": fingerprint, "record": {}}))
     for path in paths:
         for value in VALUES:
 

@@ -90,9 +90,9 @@ def test_dart_counts_as_the_program() -> None:
 def test_dart_looks_at_keys_of_all_heads() -> None:
     key = torch.tensor([[[[1.0, -2.0], [3.0, 0.0]], [[0.5, 0.5], [-1.0, 1.0]]]])
     attention = LayerAttention(key, key, None, 1.0, torch.ones(1, 2, dtype=torch.bool))
-    assert DART().by("official").look(attention)["key_norm"].tolist() == [[4.0, 5.0]]
+    assert DART().by("official").observe(attention)["key_norm"].tolist() == [[4.0, 5.0]]
     expected = torch.tensor([[5**0.5 + 0.5**0.5, 3 + 2**0.5]])
-    torch.testing.assert_close(DART().look(attention)["key_norm"], expected)
+    torch.testing.assert_close(DART().observe(attention)["key_norm"], expected)
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
@@ -115,13 +115,13 @@ def test_dart_is_shown_the_prompt_behind_the_last_norm(family: str, monkeypatch)
     spot = text.layers[layer].register_forward_pre_hook(
         lambda module, args, kwargs: hidden.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
     )
-    look = DART.look
+    look = DART.observe
 
     def looked(self, attention):
         keys.append(attention.key)
         return look(self, attention)
 
-    monkeypatch.setattr(DART, "look", looked)
+    monkeypatch.setattr(DART, "observe", looked)
     with torch.no_grad():
         model(**given)
         spot.remove()
@@ -162,7 +162,7 @@ def test_vasparse_averages_over_all_queries_and_heads() -> None:
     attention = LayerAttention(query, key, seen, 0.5, torch.ones(2, 7, dtype=torch.bool))
     full = attention.attention(0, 7).nan_to_num(0.0)
     mean = full.mean(1).sum(1) / torch.tensor([[7], [5]])
-    torch.testing.assert_close(VASparse().look(attention)["received_mean"], mean)
+    torch.testing.assert_close(VASparse().observe(attention)["received_mean"], mean)
     assert VASparse().official_count(0.5, 7) == 3 and VASparse().official_count(1.0, 7) == 6
 
 

@@ -105,7 +105,7 @@ def test_on_top_of_flash_attention(family: str, method: str, kind: str, flash: l
     # the prompt; and, unless heads differ, decoding and the block of the second turn, aligned to the lower right
     # no flash attention looks ahead within a picture, which tokens of some families do in every layer
     known = family_of(tiny)
-    ahead = known.masks_above and all(map(known.looks_ahead, range(4)))
+    ahead = known.masks_above and all(map(known.is_bidirectional, range(4)))
     assert any(rows == columns for rows, columns, _ in flash) != ahead
     assert any(rows == 1 for rows, _, _ in flash) or method not in ("test-fixed", "fastv")
     assert any(1 < rows < columns for rows, columns, _ in flash) == (method in ("test-fixed", "fastv"))
@@ -201,5 +201,5 @@ def test_on_top_of_eager_attention(family: str, kind: str) -> None:
         assert last.shape[-2:] == (places, places) and two.hidden_states[0][-1].shape[1] == places
         assert torch.allclose(last.sum(-1)[:, :, -1], torch.ones(()), atol=1e-5)
         known = family_of(tiny)
-        assert kind != "image" or bool((last.triu(1) == 0).all()) != (known.masks_above and known.looks_ahead(3))
+        assert kind != "image" or bool((last.triu(1) == 0).all()) != (known.masks_above and known.is_bidirectional(3))
     assert other.config.text_config._attn_implementation == "eager"

@@ -14,7 +14,7 @@ from ...accelerate import is_accelerated
 from ...errors import MmaccelError, UnsupportedError
 from ...families import family_of
 from ...files import locked
-from ...method.selector import CONFIG, WEIGHTS, Belongs, Shape
+from ...method.selector import CONFIG, WEIGHTS, ModelFingerprint, Shape
 from ...pruning.learned import Learned
 from ...recipe import RecipeLike, get_recipe
 from ..bench import provenance
@@ -210,7 +210,7 @@ def _finish(
 ) -> Distilled:
     """Write the selector, and measure it on what was held out."""
     model, network, retain = learner.frozen.model, learner.network, learner.retain
-    belongs = Belongs.to(learner.frozen.family)
+    fingerprint = ModelFingerprint.of(learner.frozen.family)
     parameters = sum(x.numel() for x in network.parameters())
     share = parameters / sum(x.numel() for x in model.parameters())
     record = {
@@ -227,7 +227,7 @@ def _finish(
         "date": provenance.today(),
         "versions": provenance.versions(),
     }
-    network.save(out, belongs, record)
+    network.save(out, fingerprint, record)
     judge = Judge(
         model,
         learner.frozen.processor,
@@ -246,6 +246,6 @@ def _finish(
             tell("asking held-out questions", sum(map(len, found.values())), len(recipes) * len(budgets))
     told = {**record, "held out": report.figures(found), "log": learner.state.log, "settings": shown(settings)}
     made = Distilled(out, parameters, share, learner.signal, tuple(learner.state.log), found, told)
-    network.save(out, belongs, {**record, "held out": report.figures(found)})
+    network.save(out, fingerprint, {**record, "held out": report.figures(found)})
     report.write(made)
     return made

@@ -17,7 +17,7 @@ from ...kv.cache import CacheState
 from ...kv.choose import observed, per_head, rank
 from ...kv.index import to_device
 from ...kv.packed import QuantisedLayer
-from ...kv.pinned import Asks
+from ...kv.pinned import QuerySpec
 from ...kv.together import Asking, InStep, Together, batches, size
 from ...method import KeyBatch, LayerAttention, Policy
 from .rules import CacheStage
@@ -263,7 +263,7 @@ def room_of(policy: Policy, layer: QuantisedLayer) -> Tensor:
     return room if rows is None else room.masked_fill(rows[:, None], _UNBOUNDED)
 
 
-def coming_kept(policy: Policy, state: CacheState, asks: Asks | None) -> int:
+def coming_kept(policy: Policy, state: CacheState, query_spec: QuerySpec | None) -> int:
     """How many tokens may follow until one comes with which a schedule may evict, or observe what it asks."""
     found = []
     for layer in state.layers:
@@ -274,12 +274,12 @@ def coming_kept(policy: Policy, state: CacheState, asks: Asks | None) -> int:
         free = (room_of(policy, layer) - layer.head_lengths).amin(1).tolist()
         wait = [policy.every - (layer.seen - seen) - 1 for seen in schedule.evicted]
         found.append(min(max(later, more, 0) for later, more in zip(wait, free, strict=True)))
-        if asks is not None:
+        if query_spec is not None:
             found.append(LATEST - schedule.unseen - 1)
     return min(found)
 
 
-def asks_of(policy: Policy, heads: int) -> Asks | None:
+def query_spec_of(policy: Policy, heads: int) -> QuerySpec | None:
     """What a policy with a schedule asks of the tokens to come, of a model with so many query heads."""
     observed = policy.observes and policy.observes_steps
-    return Asks(heads, observed) if observed or policy.window else None
+    return QuerySpec(heads, observed) if observed or policy.window else None

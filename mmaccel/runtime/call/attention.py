@@ -232,7 +232,7 @@ def _text_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward = stages.forward
     family = forward.plan.family
-    ahead = family.looks_ahead(number)
+    ahead = family.is_bidirectional(number)
     # from here on as the cache counts
     number = family.stored_from(number)
     phase, index = forward.phase(number), forward.index(number)

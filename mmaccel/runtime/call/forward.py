@@ -155,8 +155,8 @@ class Chunked:
     def look(self, layer: int, attention: LayerAttention) -> None:
         """Show the method what a layer attends to."""
         method, query = self.stage.method, attention.query
-        seen = method.look(attention, self.positions, layer)
-        self.looked = check_figures(method, "look()", seen, (query.shape[0], query.shape[2]), query)
+        seen = method.observe(attention, self.positions, layer)
+        self.looked = check_figures(method, "observe()", seen, (query.shape[0], query.shape[2]), query)
 
 
 @dataclass(eq=False)
@@ -173,8 +173,8 @@ class Prompt(Forward):
         it and behind every layer, ``[N]`` long on the CPU.
     prepared : per class of method, figures by place of what entered the language model, ``[B, S]``.
     marks : by name what stages said of tokens, by place, ``[B, S]`` float32; NaN where they said nothing.
-    together : which tokens attend to each other both ways, ``[B, S]`` long on the CPU, see :meth:`Family.together
-        <mmaccel.families.base.Family.together>`; None where none looks ahead of itself.
+    together : which tokens attend to each other both ways, ``[B, S]`` long on the CPU, see :meth:`Family.bidirectional_groups
+        <mmaccel.families.base.Family.bidirectional_groups>`; None where none looks ahead of itself.
     chunked : its chunks, where the lower layers read it in several.
     turned : cosines and sines of the tokens that are left, by phase and kind of RoPE, where layers have several.
     looked : figures per key that the method at the next layer made of the attention before it, ``[B, q]``.

@@ -199,7 +199,7 @@ class TextHooks:
             ids,
             scope.encoded,
             Reduction.identity(layout.valid),
-            together=plan.family.together(ids, layout.valid, scope.beside, seen),
+            together=plan.family.bidirectional_groups(ids, layout.valid, scope.beside, seen),
         )
         returning.check_rows(prompt)
         embeds, planes = prefill.reduce(prompt, self.taps, kwargs, scope)

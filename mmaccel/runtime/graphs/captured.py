@@ -21,7 +21,7 @@ from ...kv.pinned import Pinned
 from ...method import ReadingPolicy, ReturningMethod
 from ...transformers_api import cache_in
 from ..cache.packing import coming_unpacked
-from ..cache.schedule import asks_of, coming_kept
+from ..cache.schedule import coming_kept, query_spec_of
 from ..cache.sparse_read import pinned_reads, unpinnable
 from ..call.call import Scope, current
 from ..call.plan import ModelPlan
@@ -119,10 +119,10 @@ def _pinned(plan: ModelPlan, scope: Scope[ModelPlan], state: CacheState) -> Pinn
     _let_go(scope, state)
     seen, policy = state.seen, None if plan.policy is None else plan.policy.method
     coming, unpacked = scope.coming(seen), coming_unpacked(plan.token_groups, state.shared, seen)
-    asks, kept = None, CHUNK
+    query_spec, kept = None, CHUNK
     if policy is not None and policy.scheduled:
-        asks = asks_of(policy, plan.family.text.config.num_attention_heads)
-        kept = coming_kept(policy, state, asks)
+        query_spec = query_spec_of(policy, plan.family.text.config.num_attention_heads)
+        kept = coming_kept(policy, state, query_spec)
     # with this token something may be packed or evicted, or it says whether text goes on behind a slow clip or its question
     if 0 in (unpacked, kept) or (state.ahead is not None and not scope.stats.decode_steps):
         return None
@@ -135,7 +135,7 @@ def _pinned(plan: ModelPlan, scope: Scope[ModelPlan], state: CacheState) -> Pinn
     coming = CHUNK if coming is None else max(1, coming)
     steps = min(CHUNK, coming, CHUNK if unpacked is None else unpacked, kept)
     idle, scope.idle = scope.idle, None
-    pinned = state.pin(steps, asks, idle, reads)
+    pinned = state.pin(steps, query_spec, idle, reads)
     if pinned is idle:
         return pinned
     if pinned.own and steps == kept:

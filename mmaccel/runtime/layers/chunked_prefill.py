@@ -258,7 +258,7 @@ def _reduce(prompt: Prompt, chunked: Chunked, into: Tensor, layer: int, hidden: 
         made = tokens.checked(method, method.reduce(batch, wanted), units.valid, count, hidden.shape[2])
     prompt.stats.stages[chunked.stage.number].tokens_kept += int(made.kept.sum() - made.valid.sum())
     made = made.relabel(units.places, units.row, shape)
-    prompt.total = total.then(made.beside(total.kept & ~made.valid))
+    prompt.total = total.then(made.keeping(total.kept & ~made.valid))
     prompt.history.append(StageResult(chunked.stage.number, layer, prompt.total, units, signals))
 
 

@@ -105,7 +105,7 @@ def read(scope: Scope[Any], method: DraftMethod, draft: Family, batch: int, leng
     goes_on = _goes_on(draft, written[:, : len(watched.steps) - 1])
     with without_autocast(goes_on.device):
         steps = torch.stack(watched.steps, 1)
-        seen = method.settle(steps, pad(goes_on, (1, 0), value=True))
+        seen = method.finalize(steps, pad(goes_on, (1, 0), value=True))
     check_tensor(method, "settle()", seen, "float", (len(steps), steps.shape[2]), steps)
     seen = torch.zeros_like(seen).scatter(1, order, seen)
     return seen.repeat_interleave(batch // len(seen), 0)

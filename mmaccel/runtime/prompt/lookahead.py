@@ -47,7 +47,7 @@ def _attention(
     text = real & ~prompt.layout.visual.gather(1, chosen.clamp(min=0))
     there, spoken = (x.bool() for x in sent(query.device, real, text))
     sees = None
-    together = prompt.together if scope.plan.family.looks_ahead(layer) else None
+    together = prompt.together if scope.plan.family.is_bidirectional(layer) else None
     if together is not None or not bool(real.all()):
         causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=query.device).tril()
         if together is not None:
@@ -115,7 +115,7 @@ def first_pass(
         index = KeyIndex(places, padded, prompt.length)
 
         def visible(number: int, window: int | None) -> Tensor | None:
-            return index.mask(places, window, prompt.together if family.looks_ahead(number) else None)
+            return index.mask(places, window, prompt.together if family.is_bidirectional(number) else None)
 
     attention = _attention(scope, prompt, int(method.layer), lambda: family.text(**given), chosen, visible)
     with without_autocast(device):

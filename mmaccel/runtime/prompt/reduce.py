@@ -67,7 +67,7 @@ def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any], scope: Scope[Mode
             if rest is not None:
                 merged, embeds = merged.then(rest), rest.substitute(embeds)
                 planes = [rest.substitute(plane) for plane in planes]
-            prompt.total = merged.beside(prompt.layout.valid & ~prompt.layout.visual)
+            prompt.total = merged.keeping(prompt.layout.valid & ~prompt.layout.visual)
             prompt.history.append(StageResult(plan.encoder.number, 0, prompt.total))
         for stage in plan.projector:
             if isinstance(stage.method, PreviewMethod):

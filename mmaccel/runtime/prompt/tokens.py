@@ -46,7 +46,7 @@ def reduce(
         made = checked(method, method.reduce(tokens, wanted), units.valid, count, tokens.features.shape[2])
     _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
     left.append(made.kept.sum(1))
-    made = made.relabel(units.places, units.row, total.kept.shape).beside(total.kept & ~prompt.layout.visual)
+    made = made.relabel(units.places, units.row, total.kept.shape).keeping(total.kept & ~prompt.layout.visual)
     if made.residual is not None:
         prompt.residuals.append(made.residual)
     prompt.total = total.then(made)
@@ -76,7 +76,7 @@ def prepare(prompt: Prompt, embeds: Tensor) -> None:
 def rests(prompt: Prompt, stage: PlannedStage[LayerMethod]) -> bool:
     """Whether a method inside the language model has done with a prompt."""
     known = prompt.passes.get(stage.number)
-    return known is not None and stage.method.rests(torch.stack(known[1], 1), known[0])
+    return known is not None and stage.method.is_done(torch.stack(known[1], 1), known[0])
 
 
 def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def _shown(
         until=_until(prompt, whole, units).to(device) if method.needs_spans else None,  # type: ignore[arg-type]
         signals={name: x.to(device) for name, x in signals.items()},
     )
-    if remark := method.told(tokens):
+    if remark := method.remark(tokens):
         prompt.stats.notes.append(remark)
     return tokens, wanted
 
