@@ -41,7 +41,7 @@ from mmaccel.method import (
 )
 from mmaccel.method.registry import methods
 from mmaccel.programs.bench import provenance
-from mmaccel.runtime.prompt.proportional import stands_for
+from mmaccel.runtime.prompt.proportional import represented_tokens
 
 #: the language model of Qwen2.5-VL-7B and LLaVA-OneVision-7B
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD = 28, 3584, 18944, 28, 4, 128
@@ -186,7 +186,7 @@ def weights(n: int, args: argparse.Namespace) -> dict[str, Any]:
     kept[:, torch.linspace(0, n - 1, count, device=args.device).long()] = True
 
     def work() -> int:
-        stands_for(tokens.features, tokens.valid, kept, count)
+        represented_tokens(tokens.features, tokens.valid, kept, count)
         return count
 
     row = timed(work, n, args) | {"method": "(weights of what is left)", "site": "projector", "from_layer": 0}

@@ -41,7 +41,7 @@ from mmaccel.programs.bench.paper_claims import CLAIMS, Claim, claims_table, mea
 from mmaccel.programs.bench.run import OUT_OF_MEMORY, PARTS, Bench, Case, Stamps, Variant
 from mmaccel.programs.bench.shapes import SHAPES, build, count_parameters, skeleton, thin
 from mmaccel.programs.bench.workloads import WORKLOADS, ModelSubject, ShapeSubject, Workload, workload
-from mmaccel.runtime.call.call import Scope, pop, push
+from mmaccel.runtime.call.call import Call, VisionState, pop, push
 
 CPU = torch.device("cpu")
 PUBLISHED = [name for name, shape in SHAPES.items() if shape.source]
@@ -388,14 +388,14 @@ def test_what_a_model_cannot_take_is_said_once():
 
 def test_selection_in_decode_steps_is_no_part_of_the_first_token():
     plan = SimpleNamespace(kernels="auto")
-    scope, stamps = Scope(plan, None, Stats("any")), Stamps()  # type: ignore[arg-type]
-    push(scope)
+    call, stamps = Call(plan, Stats("any"), VisionState(None)), Stamps()  # type: ignore[arg-type]
+    push(call)
     try:
         for spent in (0.0, 1.0, 5.0):
-            scope.stats.clock._seconds["selection"] = spent
+            call.stats.clock._seconds["selection"] = spent
             stamps.put(None)
     finally:
-        pop(scope)
+        pop(call)
     assert stamps.selection == 1.0 and len(stamps.at) == 3
 
 

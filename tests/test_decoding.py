@@ -62,7 +62,7 @@ def test_the_same_logits_without_padding(family, name, new, monkeypatch):
         masked.append(visible is not None)
         return attend(layer, query, visible, scaling, **options)
 
-    monkeypatch.setattr("mmaccel.runtime.call.attention.attend", watched)
+    monkeypatch.setattr("mmaccel.runtime.call.readers.attend", watched)
     monkeypatch.setattr(QuantisedLayer, "stored", lambda layer: padded.append(layer.number) or stored(layer))
     monkeypatch.setattr(decoding, "on_gpu", lambda x: True)
     layers = len(model.model.language_model.layers)

@@ -36,7 +36,7 @@ from mmaccel.programs.distil.learner import Choice, Tried
 from mmaccel.programs.distil.training import FEWEST, distil
 from mmaccel.programs.evaluate import Question, ask_folder, ask_samples, ask_suite, batches, inputs_of
 from mmaccel.recipe import Recipe
-from mmaccel.runtime.call.vision_output import Encoded
+from mmaccel.runtime.call.vision_output import VisionOutput
 from mmaccel.runtime.tower.taps import Taps
 from mmaccel.suite import Sample
 
@@ -655,7 +655,7 @@ def test_vllm_adds_to_what_stays_what_transformers_adds(tmp_path):
     rows = model.get_image_features(pixel_values=given["pixel_values"]).pooler_output[0].view(-1, fingerprint.width)
     plan = ServingPlan(Settings(chosen), model.config, ARCHITECTURES["LlavaForConditionalGeneration"])
     (picture,) = plan.pictures("image", {"pixel_values": given["pixel_values"]}, len(rows))
-    encoded = Encoded({"pixel_values": given["pixel_values"]}, len(rows), {})
+    encoded = VisionOutput({"pixel_values": given["pixel_values"]}, len(rows), {})
     count = plan.count("image", picture, None).total
     ((row, stays),) = plan.reduce("image", [picture], [rows], [count], None, encoded, Taps(plan.family, plan.wanted))
     assert torch.equal(stays, kept[visual]) and not torch.allclose(row, rows[stays])

@@ -273,6 +273,9 @@ def test_a_session_ends_with_the_positions_of_the_model(family: str, monkeypatch
         0 if one._state.ahead is None else one._state.ahead.max()
     )
     monkeypatch.setattr(config, "max_position_embeddings", left + 2)
+    # a factor of scaled RoPE counts, and the rotary embeddings have been made with it
+    rope = {name: value for name, value in (config.rope_parameters or {}).items() if name != "factor"}
+    monkeypatch.setattr(config, "rope_parameters", rope)
     with pytest.raises(
         MmaccelError, match=f"used {left} of the model's {left + 2} positions, .* begin another session"
     ):

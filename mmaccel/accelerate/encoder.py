@@ -14,10 +14,12 @@ from ..core.stats import Stats
 from ..errors import UnsupportedError
 from ..families.alone import encoder_of
 from ..recipe import Recipe, RecipeLike, get_recipe
-from ..runtime.call.call import Scope, current, pop, push
+from ..runtime.build import plan_encoder
+from ..runtime.call.call import Call, VisionState, current, pop, push
 from ..runtime.call.hooks import in_training
-from ..runtime.call.plan import EncoderPlan, Kernels, plan_encoder
-from ..runtime.call.vision_output import Encoded
+from ..runtime.call.plan import EncoderPlan, Kernels
+from ..runtime.call.vision_output import VisionOutput
+from ..runtime.tower.attention import VISION
 from ..runtime.tower.encoder_merging import EncoderMerging, merged_of
 from ..runtime.tower.merged import Merged
 from ..runtime.tower.taps import Taps
@@ -71,14 +73,14 @@ class EncoderAccelerator(Handle):
         stage, tower = self.plan.encoder, self.encoder.tower
         self.merging = EncoderMerging(self.plan, stage, self._hook, language=False)
         if self.encoder.attention_by_name:
-            self._plug(tower, "vision")
+            self._plug(tower, VISION)
         self._restore += self.encoder.attach(stage.method.needs_cls, self._running)
         self._hook(tower.register_forward_pre_hook(self._open, prepend=True))
         self._hook(tower.register_forward_hook(self._close, always_call=True))
 
     def _running(self) -> Merged | None:
-        scope = current(self.plan)
-        return merged_of(scope.encoding) if scope is not None else None
+        call = current(self.plan)
+        return merged_of(call.vision.running) if call is not None else None
 
     def _open(self, module: nn.Module, args: Any) -> None:
         self.check_attached()
@@ -86,18 +88,18 @@ class EncoderAccelerator(Handle):
             raise UnsupportedError(in_training(self._model))
         if (stale := current(self.plan)) is not None:
             pop(stale)  # of a call that was interrupted from the keyboard
-        scope = Scope(self.plan, self.taps, Stats(self.recipe.name), encoding=Encoded({}))
-        scope.timer = scope.stats.clock.start(next(module.parameters()).device), "encoder"
-        push(scope)
+        call = Call(self.plan, Stats(self.recipe.name), VisionState(self.taps, running=VisionOutput({})))
+        call.text.timer = call.stats.clock.start(next(module.parameters()).device), "encoder"
+        push(call)
 
     def _close(self, module: nn.Module, args: Any, output: Any) -> None:
-        scope = current(self.plan)
-        if scope is None or scope.timer is None or scope.encoding is None:
+        call = current(self.plan)
+        if call is None or call.text.timer is None or call.vision.running is None:
             return
-        pop(scope)
-        scope.stats.clock.stop(scope.timer[1], scope.timer[0])
-        if scope.stats.stages:
-            self._last, self._merged = scope.stats, merged_of(scope.encoding)
+        pop(call)
+        call.stats.clock.stop(call.text.timer[1], call.text.timer[0])
+        if call.stats.stages:
+            self._last, self._merged = call.stats, merged_of(call.vision.running)
 
 
 def accelerate_encoder(

@@ -6,13 +6,13 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
 from ..errors import MmaccelError, UnsupportedError
 from ..recipe import Recipe
-from ..runtime.call.attention import Plug
+from ..runtime.call.attention_patch import AttentionKind, AttentionPatch
 from ..runtime.call.plan import Plan
 
 logger = logging.getLogger("mmaccel")
@@ -34,7 +34,7 @@ class Handle:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._restore: list[Callable[[], None]] = []
-        self._plugs: list[Plug] = []
+        self._plugs: list[AttentionPatch] = []
 
     @property
     def recipe(self) -> Recipe:
@@ -115,8 +115,8 @@ class Handle:
 
         self._restore.append(undo)
 
-    def _plug(self, root: nn.Module, kind: Literal["text", "vision"]) -> None:
-        plug = Plug(root, kind)
+    def _plug(self, root: nn.Module, kind: AttentionKind) -> None:
+        plug = AttentionPatch(root, kind)
         self._plugs.append(plug)
         self._restore.append(plug.off)
 

@@ -21,12 +21,16 @@ from ..families import Family, family_of
 from ..families.base import Wrapper
 from ..kv.cache import pinned_of, state_of
 from ..recipe import Positions, Proportional, Recipe, RecipeLike, Variant, get_recipe
-from ..runtime.call.call import Scope, current, pop, push
-from ..runtime.call.forward import StageResult
+from ..runtime.build import make_runs, plan_for_call, plan_model
+from ..runtime.cache.eviction import hook_queries
+from ..runtime.call.attention import TEXT
+from ..runtime.call.call import Call, CallInputs, VisionState, current, pop, push
+from ..runtime.call.forward import PromptResult, StageResult
 from ..runtime.call.hooks import TextHooks, show_dropped
-from ..runtime.call.plan import Kernels, ModelPlan, plan_model, said
-from ..runtime.call.vision_output import Encoded
+from ..runtime.call.plan import Kernels, ModelPlan, first_set
+from ..runtime.call.vision_output import VisionOutput
 from ..runtime.graphs import captured
+from ..runtime.tower.attention import VISION
 from ..runtime.tower.encoder_merging import EncoderMerging, hook_features
 from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
@@ -62,7 +66,7 @@ class Accelerator(Handle):
         self.processor = processor
         self.plan = plan_model(recipe, family_of(model, processor), processor, kernels)
         self.plan.check_generation(model.generation_config)
-        self._last: Scope[ModelPlan] | None = None
+        self._last: Call[ModelPlan] | None = None
         self._install()
 
     # --- for the user -----------------------------------------------------------------------------------------
@@ -81,19 +85,23 @@ class Accelerator(Handle):
         return CallStats() if self._last is None else self._last.stats.as_dict()
 
     @property
+    def _result(self) -> PromptResult | None:
+        return None if self._last is None else self._last.result
+
+    @property
     def layout(self) -> Layout | None:
         """The layout of the last prompt that had pictures."""
-        return None if self._last is None else self._last.layout
+        return None if self._result is None else self._result.layout
 
     @property
     def reduction(self) -> Reduction | None:
-        """What became of the places of the last prompt that had pictures, ``[B, S]``, over all prefill stages."""
-        return None if self._last is None else self._last.reduction
+        """The tokens that are left of the last prompt that had pictures, ``[B, S]``, over all prefill stages."""
+        return None if self._result is None else self._result.reduction
 
     @property
     def history(self) -> list[StageResult]:
         """The same stage by stage, in the order in which they worked."""
-        return [] if self._last is None else list(self._last.history)
+        return [] if self._result is None else list(self._result.history)
 
     def remove(self) -> None:
         """Make the model exactly what it was: hooks, methods, attention implementation, this handle. Drafts and text towers
@@ -141,7 +149,8 @@ class Accelerator(Handle):
             self.pruning = PatchPruning(plan, self._hook)
         if plan.reuse is not None:
             self.reuse = FrameReuse(plan, self._wrap)
-        self.text = TextHooks(plan, self.taps, self.check_attached, self._hook)
+        self.text = TextHooks(plan, make_runs, self.check_attached, self._hook)
+        hook_queries(plan, self._hook)
         self._hook(inner.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
         for module in (model, inner):
             self._hook(module.register_forward_pre_hook(self._open, with_kwargs=True, prepend=True))
@@ -159,10 +168,10 @@ class Accelerator(Handle):
                 self._wrap(target, name, functools.partial(_in_call, wrapper, plan))
             for name in filter(functools.partial(hasattr, model), _CONTINUOUS):
                 self._wrap(model, name, _no_continuous_batching)
-            self._plug(family.text, "text")
+            self._plug(family.text, TEXT)
             if self.taps.need_attention or plan.encoder is not None or plan.patches is not None:
                 for tower in family.towers():
-                    self._plug(tower, "vision")
+                    self._plug(tower, VISION)
 
     def _wrap(self, target: Any, name: str, make: Callable[[Any], Any]) -> None:
         self._set(target, name, make(getattr(target, name)))
@@ -191,9 +200,9 @@ class Accelerator(Handle):
         return set_attn_implementation
 
     # --- while it runs ----------------------------------------------------------------------------------------
-    def _scope(self, asked: Any, cache: Any, opened_by: nn.Module | None = None) -> Scope[ModelPlan]:
-        """The scope of a call that is given ``mmaccel=asked``."""
-        plan = self.plan.for_call(asked)
+    def _call(self, asked: Any, cache: Any, opened_by: nn.Module | None = None) -> Call[ModelPlan]:
+        """The call of a call that is given ``mmaccel=asked``."""
+        plan = plan_for_call(self.plan, asked)
         state = state_of(cache)
         if asked is False and state is not None and state.seen:
             raise UnsupportedError(
@@ -201,7 +210,7 @@ class Accelerator(Handle):
                 "mmaccel=False, or begin with a new cache."
             )
         stats = Stats(plan.recipe.name, notes=list(plan.notes))
-        return Scope(plan, self.taps, stats, opened_by=opened_by, cache=cache)
+        return Call(plan, stats, VisionState(self.taps), CallInputs(opened_by), cache)
 
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -212,58 +221,64 @@ class Accelerator(Handle):
             config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
             configs = _Given(kwargs), config, self._model.generation_config
             self._drop_stale(None)
-            scope = self._scope(mmaccel, cache_in(kwargs))
-            scope.plan.check_generation(*configs)
-            scope.new_tokens = said("max_new_tokens", *configs)
-            scope.drafted = any(said(name, *configs) for name in ("prompt_lookup_num_tokens", "assistant_model"))
+            call = self._call(mmaccel, cache_in(kwargs))
+            call.plan.check_generation(*configs)
+            call.expected.new = first_set("max_new_tokens", *configs)
+            call.inputs.drafted = any(
+                first_set(name, *configs) for name in ("prompt_lookup_num_tokens", "assistant_model")
+            )
             given = {"input_ids": args[0] if args else kwargs.get("inputs"), **kwargs}
             if isinstance(ids := given["input_ids"], Tensor) and ids.dim() == 2:
-                scope.given_length = ids.shape[1]
-            if scope.plan.drafts:
+                call.inputs.given_length = ids.shape[1]
+            if call.plan.drafts:
                 # what generate makes of them may be encoded already
-                scope.given = given
-            push(scope)
+                call.inputs.given = given
+            push(call)
             try:
                 made = original(*args, **kwargs)
-                scope.trim()
+                call.trim()
                 return made
             finally:
-                pop(scope)
-                self._finish(scope)
+                pop(call)
+                self._finish(call)
 
         return generate
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A direct forward opens a scope of its own; inside ``generate`` there is one already."""
+        """A direct forward opens a call of its own; inside ``generate`` there is one already."""
         if pinned_of(kwargs) is not None:
             return None
         self._drop_stale(module)
         if current(self.plan) is not None and "mmaccel" not in kwargs:
             return None
         kwargs = dict(kwargs)
-        scope = self._scope(kwargs.pop("mmaccel", None), cache_in(kwargs), opened_by=module)
+        call = self._call(kwargs.pop("mmaccel", None), cache_in(kwargs), opened_by=module)
         labels = kwargs.get("labels")
-        if scope.plan.active and isinstance(labels, Tensor):
-            kwargs["labels"] = scope.labels = labels.clone()
-        push(scope)
+        if call.plan.active and isinstance(labels, Tensor):
+            kwargs["labels"] = call.inputs.labels = labels.clone()
+        push(call)
         return args, kwargs
 
     def _drop_stale(self, module: nn.Module | None) -> None:
-        """A forward that was interrupted from the keyboard runs no hook at its end and leaves its scope open; it is stale
+        """A forward that was interrupted from the keyboard runs no hook at its end and leaves its call open; it is stale
         when the same module, or ``generate`` (None), starts again."""
-        scope = current(self.plan)
-        if scope is not None and scope.opened_by is not None and (module is None or scope.opened_by is module):
-            pop(scope)
+        call = current(self.plan)
+        if (
+            call is not None
+            and call.inputs.opened_by is not None
+            and (module is None or call.inputs.opened_by is module)
+        ):
+            pop(call)
 
     def _close(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if pinned_of(kwargs) is not None:
             return None
-        scope = current(self.plan)
-        if scope is None or scope.opened_by is not module:
+        call = current(self.plan)
+        if call is None or call.inputs.opened_by is not module:
             return None
-        pop(scope)
-        dropped = scope.dropped
-        self._finish(scope)
+        pop(call)
+        dropped = call.text.dropped
+        self._finish(call)
         if dropped is None or output is None:
             return None
         # models without the argument pass over it
@@ -276,32 +291,32 @@ class Accelerator(Handle):
         output.logits = show_dropped(output.logits, dropped, kept)
         return output
 
-    def _finish(self, scope: Scope[ModelPlan]) -> None:
-        scope.finish(self.family.text.config)
-        self._last = scope
+    def _finish(self, call: Call[ModelPlan]) -> None:
+        call.finish(self.family.text.config)
+        self._last = call
 
     def _note_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if pinned_of(kwargs) is not None:
             return None
-        scope = current(self.plan)
-        if scope is None:
+        call = current(self.plan)
+        if call is None:
             return None
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = cache_in(kwargs)
-        scope.begin_forward(ids, cache)
-        scope.mask = kwargs.get("attention_mask")
-        scope.input_ids, scope.clips = ids, kwargs.get("pixel_values_videos")
+        call.begin_forward(ids, cache)
+        call.inputs.mask = kwargs.get("attention_mask")
+        call.inputs.input_ids, call.inputs.clips = ids, kwargs.get("pixel_values_videos")
         given = ((name, kwargs.get(name)) for name in self.family.extra_inputs)
-        scope.beside = {name: value for name, value in given if value is not None}
-        if scope.plan.drafts and not scope.generating:
-            scope.given = {**kwargs, "input_ids": ids}
-        scope.cache = cache if cache is not None else scope.cache
+        call.inputs.extra = {name: value for name, value in given if value is not None}
+        if call.plan.drafts and not call.generating:
+            call.inputs.given = {**kwargs, "input_ids": ids}
+        call.cache = cache if cache is not None else call.cache
         embeds = kwargs.get("inputs_embeds")
-        if ids is None and embeds is not None and scope.plan.active and (cache is None or cache.get_seq_length() == 0):
+        if ids is None and embeds is not None and call.plan.active and (cache is None or cache.get_seq_length() == 0):
             raise UnsupportedError(
                 "With inputs_embeds mmaccel cannot tell visual tokens from text; pass input_ids and pixel values instead."
             )
-        if self.family.masks_above and scope.plan.active and state_of(cache) is not None:
+        if self.family.masks_above and call.plan.active and state_of(cache) is not None:
             # masks that are made of lengths alone would be wrong behind a reduced prompt; attention makes its own
             return args, {**kwargs, "attention_mask": self.family.mask_argument(None)}
         return None
@@ -311,25 +326,25 @@ class Accelerator(Handle):
 
         @functools.wraps(original)
         def features(*args: Any, **kwargs: Any) -> Any:
-            scope = current(self.plan)
-            if scope is None or scope.encoding is not None:
+            call = current(self.plan)
+            if call is None or call.vision.running is not None:
                 return original(*args, **kwargs)
             device = next(self.family.inner.parameters()).device
-            if not scope.plan.stages:
+            if not call.plan.stages:
                 # no tap and no method looks at the tower
-                with scope.stats.clock.measure("encoder", device):
+                with call.stats.clock.measure("encoder", device):
                     return original(*args, **kwargs)
             given = dict(signature.bind(*args, **kwargs).arguments)
             # transformers 5.17 does not name all that it hands on
-            scope.encoding = encoded = Encoded(given | given.pop("kwargs", {}), modality=modality)
+            call.vision.running = encoded = VisionOutput(given | given.pop("kwargs", {}), modality=modality)
             try:
-                with scope.stats.clock.measure("encoder", device):
+                with call.stats.clock.measure("encoder", device):
                     output = original(*args, **kwargs)
             finally:
-                scope.encoding = None
+                call.vision.running = None
             encoded.tokens = sum(part.numel() // part.shape[-1] for part in self.family.features(output))
-            of_clips = scope.clips is not None and encoded.arguments.get("pixel_values") is scope.clips
-            scope.encoded["video" if of_clips else modality] = encoded
+            of_clips = call.inputs.clips is not None and encoded.arguments.get("pixel_values") is call.inputs.clips
+            call.vision.outputs["video" if of_clips else modality] = encoded
             return output
 
         return features
@@ -361,9 +376,9 @@ def _no_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_call(wrapper: Wrapper, plan: ModelPlan, original: Callable[..., Any]) -> Callable[..., Any]:
-    def call() -> Scope[ModelPlan] | None:
-        scope = current(plan)
-        return scope if scope is not None and scope.plan.active else None
+    def call() -> Call[ModelPlan] | None:
+        call = current(plan)
+        return call if call is not None and call.plan.active else None
 
     return wrapper(original, call)
 

@@ -273,6 +273,9 @@ class Policy(CacheOptions, Method):
         """Whether :meth:`recall` is to be called at every decode step."""
         return type(self).recall is not Policy.recall
 
+    #: whether every layer chooses what it reads by its own query, in place of :meth:`recall`
+    chooses_by_layer: ClassVar[bool] = False
+
     @property
     def steady(self) -> bool:
         """Whether every :meth:`recall` of an answer chooses equally many keys of a row, so that the host asks only once."""

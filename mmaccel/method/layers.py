@@ -148,12 +148,6 @@ class LayerMethod(TokenMethod):
         """Every token leaves for all heads at once."""
         return True
 
-    @property
-    def spreads(self) -> bool:
-        """Whether it works at several layers, and its budget is what these have on average; the content then decides how many
-        tokens are left in the end."""
-        return False
-
     def layers(self) -> range:
         """The layers at whose input it works; of a method that was fitted to a model."""
         return range(int(self.layer), int(self.layer) + 1)

@@ -105,6 +105,8 @@ class ReadingPolicy(Policy):
 
     layer: float = 0
 
+    chooses_by_layer = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.layer or (isinstance(self.layer, float) and self.layer > 1):

@@ -124,6 +124,12 @@ class TokenMethod(Method):
         known: dict[str, Foreseen] = {"exact": "budget", "at_most": "limit"}
         return known.get(self.budget, "nothing")
 
+    @property
+    def spreads(self) -> bool:
+        """Whether it works at several layers, and its budget is what these have on average; the content then decides how many
+        tokens are left in the end."""
+        return False
+
     def marks(self, tokens: TokenBatch) -> dict[str, Tensor]:
         """Named figures ``[N, n]`` of the tokens, float32, which :meth:`reduce` is shown among the signals, and so is every
         later stage that :attr:`reads` them. By default none."""

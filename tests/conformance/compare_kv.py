@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmaccel.kv.scoring.importance import by_group
 from mmaccel.method import LayerAttention, Policy
-from mmaccel.runtime.prompt.preview import Behind
+from mmaccel.runtime.prompt.preview import TextBehind
 
 
 # --- building inputs, comparing outputs -------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ def speckv(params: Params, arrays: Arrays) -> None:
     run = CacheRun(policy, capacity - written)
     stage = run.begin(prompt).prompt
     assert stage is not None
-    stage.behind = Behind(run.state.layers, int, torch.arange(prompt, size)[None])
+    stage.behind = TextBehind(run.state.layers, int, torch.arange(prompt, size)[None])
     stage.behind.found[0] = queries[:, :, window - written :], keys[:, :, behind], values[:, :, behind]
     asked = torch.nn.functional.pad(queries[:, :, : window - written], (0, 0, prompt - (window - written), 0))
     run.feed(keys[:, :, :prompt], values[:, :, :prompt], asked)

@@ -22,11 +22,12 @@ from mmaccel.core.reduction import Reduction
 from mmaccel.core.stats import Stats
 from mmaccel.kv.cache import CacheState
 from mmaccel.kv.incoming import Incoming, Phase
-from mmaccel.method import LayerAttention, Method, Policy, registry
+from mmaccel.method import DraftPolicy, LayerAttention, Method, Policy, registry
 from mmaccel.method.base import Variant
-from mmaccel.runtime.cache.eviction import Eviction
-from mmaccel.runtime.call.forward import Continuation, Forward, Prompt
+from mmaccel.runtime.cache.eviction import EvictKeys
+from mmaccel.runtime.call.forward import Continuation, Forward, Prompt, PromptResult
 from mmaccel.runtime.call.plan import PlannedStage
+from mmaccel.runtime.call.runs import LayerAttended, TextInputs
 
 Compare = Callable[[Mapping[str, Any], Mapping[str, Tensor]], None]
 
@@ -112,7 +113,7 @@ def as_queries(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
-class _Watched(Eviction):
+class _Watched(EvictKeys):
     """Notes what the product ranks."""
 
     def __init__(
@@ -124,8 +125,9 @@ class _Watched(Eviction):
         if self.prompt is not None:
             self.prompt._rank = self._noted(self.prompt._rank)  # type: ignore[method-assign]
 
-    def after_attention(self, number: int, *args: Any, **named: Any) -> None:
-        super().after_attention(number, *args, **named)
+    def after_attention(self, layer: LayerAttended) -> None:
+        super().after_attention(layer)
+        number = layer.number
         if self.prompt is not None and self.seen and number in self.prompt.waiting:
             # what the vector says of the attention of a layer that it does not hold
             waiting = self.prompt.waiting
@@ -140,7 +142,7 @@ class _Watched(Eviction):
 
 
 class CacheRun:
-    """The cache stage of a recipe on tensors: :class:`mmaccel.runtime.cache.eviction.Eviction` on the layers of a real cache.
+    """The cache stage of a recipe on tensors: :class:`mmaccel.runtime.cache.eviction.EvictKeys` on the layers of a real cache.
 
     Parameters
     ----------
@@ -175,7 +177,8 @@ class CacheRun:
             attention_in=lambda i: text.layers[i].self_attn,
             outgoing_in=lambda i: text.layers[i].self_attn.o_proj,
         )
-        self.plan: Any = SimpleNamespace(recipe=recipe, family=family)
+        drafts = self.stage if isinstance(policy, DraftPolicy) else None
+        self.plan: Any = SimpleNamespace(recipe=recipe, family=family, draft_policy=drafts, stages=())
         self.state = CacheState(layers)
         self.eviction: _Watched
 
@@ -188,11 +191,12 @@ class CacheRun:
         if prompt:
             layout = self._layout(size, rows)
             ids = torch.zeros(rows, size, dtype=torch.long)
-            self.forward: Forward = Prompt(*given, layout, ids, {}, Reduction.identity(layout.valid))
+            self.forward: Forward = Prompt(*given, PromptResult(layout, Reduction.identity(layout.valid)), ids)
         else:
             self.forward = Continuation(*given)
         self.state.offset = torch.zeros(rows, dtype=torch.long)
         self.eviction = _Watched(self.forward, self.stage, self.state, self.seen)
+        self.eviction.before_text(TextInputs({}))
         return self.eviction
 
     def _layout(self, size: int, rows: int) -> Layout:
@@ -216,9 +220,9 @@ class CacheRun:
         visible = index.mask(self.forward.phase(layer).places, None)
         shown = read if seen_as is None else seen_as
         scaling = 1.0 if seen_as is not None else keys.shape[3] ** -0.5
-        self.eviction.after_attention(layer, query, shown, visible, scaling)
+        self.eviction.after_attention(LayerAttended(layer, query, shown, values, visible, scaling, None))
         if layer == len(self.state.layers) - 1:
-            self.eviction.settle()
+            self.eviction.finish()
         return read
 
     def prompt(self, keys: Tensor, values: Tensor, query: Tensor | None = None) -> Tensor:

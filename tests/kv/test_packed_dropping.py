@@ -16,7 +16,7 @@ from mmaccel.kv.codecs.kivi import KIVI
 from mmaccel.kv.codecs.vidkv import VidKV
 from mmaccel.kv.packed import QuantisedLayer
 from mmaccel.kv.together import InStep, Together
-from mmaccel.runtime.cache.rules import CacheStage
+from mmaccel.runtime.cache.rules import CacheRules
 
 
 class Once:
@@ -190,7 +190,7 @@ def test_rows_may_have_no_page_at_all(codec: Codec) -> None:
 def evict(stage: Any, layer: Any, kept: torch.Tensor) -> None:
     """All but what is ``kept``, as a cache stage does it."""
     evicting = InStep()
-    evicting.begin(CacheStage.evicting(stage, Together([layer]), kept))
+    evicting.begin(CacheRules.evicting(stage, Together([layer]), kept))
     evicting.finish()
 
 

@@ -26,7 +26,7 @@ from mmaccel.kv.index import KeyIndex
 from mmaccel.kv.sparse import SparseMemory
 from mmaccel.method import KeyBatch, ReadingPolicy
 from mmaccel.method.registry import get_method
-from mmaccel.runtime.cache import eviction
+from mmaccel.runtime.cache import reading
 from mmaccel.runtime.cache import sparse_read as sparse
 from mmaccel.runtime.cache.sparse_read import prepare_reads, read_layer
 
@@ -51,7 +51,7 @@ def recipe_of(name: str, retain: float = 0.3, **options: Any) -> Recipe:
 def watched(monkeypatch: pytest.MonkeyPatch, places: int) -> Iterator[dict[int, Tensor]]:
     """Per layer the ``places`` that the last step read there, ``[B, 1 or Hkv, places]`` bool; none for layers that read all."""
     seen: dict[int, Tensor] = {}
-    choose = eviction.read_layer
+    choose = reading.read_layer
 
     def layered(policy: Any, layer: Any, *others: Any) -> Any:
         seen.pop(layer.number, None)
@@ -67,7 +67,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, places: int) -> Iterator[dict[int, 
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(eviction, "read_layer", layered)
+        patch.setattr(reading, "read_layer", layered)
         yield seen
 
 
@@ -291,7 +291,7 @@ def test_packed_keys_are_read_as_they_are_stored(name: str, monkeypatch: pytest.
     feed, forced = zoo.inputs("qwen2_5_vl", "uneven"), oracle.force("qwen2_5_vl", 2, 20)
     both = Recipe("both", (Stage(name, 0.3, small(name, alike=2.0)), codec))
     checked = 0
-    choose = eviction.read_layer
+    choose = reading.read_layer
 
     def layered(policy: Any, layer: Any, query: Tensor, keys: Tensor, scaling: float) -> Any:
         nonlocal checked
@@ -311,7 +311,7 @@ def test_packed_keys_are_read_as_they_are_stored(name: str, monkeypatch: pytest.
         checked += layer.packed
         return made
 
-    monkeypatch.setattr(eviction, "read_layer", layered)
+    monkeypatch.setattr(reading, "read_layer", layered)
     with accelerated(oracle.subject("qwen2_5_vl"), both) as model:
         out = model(**feed, use_cache=True)
         for token in forced.T:

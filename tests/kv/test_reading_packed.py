@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mmaccel import Recipe, Stage, accelerated
 from mmaccel.kv import decoding
-from mmaccel.runtime.cache import eviction
-from mmaccel.runtime.call import attention
+from mmaccel.runtime.cache import reading
+from mmaccel.runtime.call import readers
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -45,9 +45,9 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads = self.fewer = 0
         self.chosen: dict[int, Any] = {}
-        self.choose, self.attend = eviction.read_layer, attention.attend
-        monkeypatch.setattr(eviction, "read_layer", self.layered)
-        monkeypatch.setattr(attention, "attend", self.attended)
+        self.choose, self.attend = reading.read_layer, readers.attend
+        monkeypatch.setattr(reading, "read_layer", self.layered)
+        monkeypatch.setattr(readers, "attend", self.attended)
 
     def layered(self, policy: Any, layer: Any, *others: Any) -> Any:
         made = self.chosen[layer.number] = self.choose(policy, layer, *others)

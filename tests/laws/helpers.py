@@ -24,7 +24,7 @@ from mmaccel.families import families, family_of
 from mmaccel.families.grids import PackedGrids
 from mmaccel.families.mrope import ThreeAxes
 from mmaccel.method import KeyBatch, LayerMethod, Policy, ProjectorMethod, TokenBatch
-from mmaccel.runtime.call.plan import plan_model
+from mmaccel.runtime.build import plan_model
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ import zoo
 
 from mmaccel import Recipe, Stage, accelerated, get_method
 from mmaccel.method import LayerMethod, ProjectorMethod
-from mmaccel.runtime.prompt import tokens
+from mmaccel.runtime.prompt.tokens import TokenReducer
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -68,8 +68,8 @@ def test_layer_after_layer(family, kind, monkeypatch):
     # nothing else is like another at so low a bar
     what = oracle.recipe("framefusion-step", family, 0.5, layer=layer, through=1.0, similarity=0.2)
     forced = oracle.force(family, len(feed["input_ids"]))
-    reduce, made = tokens.reduce, []
-    monkeypatch.setattr(tokens, "reduce", lambda *given: made.append(reduce(*given)) or made[-1])
+    reduce, made = TokenReducer.reduce, []
+    monkeypatch.setattr(TokenReducer, "reduce", lambda *given: made.append(reduce(*given)) or made[-1])
     with accelerated(model, what, processor=zoo.processor(family)):
         prompt = model(**feed).logits
         made.clear()

@@ -19,7 +19,7 @@ from mmaccel import Recipe, Stage, accelerated, get_method, register
 from mmaccel.core.reduction import Reduction
 from mmaccel.families import family_of
 from mmaccel.method import EncoderMethod, LayerMethod, ProjectorMethod, Tap, TokenBatch
-from mmaccel.runtime.call.vision_output import Encoded
+from mmaccel.runtime.call.vision_output import VisionOutput
 from mmaccel.runtime.tower.merged import Merged
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -304,10 +304,10 @@ def looked(family, feed):
 TAPPED = ("llava", *PACKED, *oracle.ONE_CALL, "internvl", "smolvlm")
 
 
-def asked(feed) -> Encoded:
+def asked(feed) -> VisionOutput:
     """What the tower of pictures was given of their sizes."""
     names = "image_grid_thw", "image_merge_sizes", "image_sizes"
-    return Encoded({name: feed[name] for name in names if name in feed})
+    return VisionOutput({name: feed[name] for name in names if name in feed})
 
 
 @pytest.mark.parametrize("family", TAPPED)

@@ -13,7 +13,7 @@ from torch.nn.functional import cosine_similarity
 from mmaccel import MmaccelError, Recipe, Stage, UnsupportedError, accelerate_vlm, accelerated, get_method
 from mmaccel.core.reduction import Reduction
 from mmaccel.method import EncoderMethod, LayerMethod, ProjectorMethod, ReturningMethod
-from mmaccel.runtime.prompt.proportional import stands_for
+from mmaccel.runtime.prompt.proportional import represented_tokens
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -198,11 +198,11 @@ def test_what_a_token_stands_for_by_hand() -> None:
     x = torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9], [0.0, 2.0], [5.0, 5.0]]])
     kept = torch.tensor([[True, False, True, False, False, False]])
     valid = torch.tensor([[True, True, True, True, True, False]])
-    assert stands_for(x, valid, kept, 2).tolist() == [[2.0, 0.0, 3.0, 0.0, 0.0, 0.0]]
+    assert represented_tokens(x, valid, kept, 2).tolist() == [[2.0, 0.0, 3.0, 0.0, 0.0, 0.0]]
     # a copy of what is left joins the first of two that are the same
     x = torch.tensor([[[0.3, 0.7], [0.3, 0.7], [0.3, 0.7]]])
     everything = torch.ones(1, 3, dtype=torch.bool)
-    assert stands_for(x, everything, torch.tensor([[True, True, False]]), 2).tolist() == [[2.0, 1.0, 0.0]]
+    assert represented_tokens(x, everything, torch.tensor([[True, True, False]]), 2).tolist() == [[2.0, 1.0, 0.0]]
 
 
 def test_what_cannot_be_had() -> None:

@@ -17,6 +17,7 @@ from mmaccel.core.reduction import Reduction, Residual
 from mmaccel.families import family_of
 from mmaccel.method.selector import ModelFingerprint
 from mmaccel.runtime.prompt import tokens
+from mmaccel.runtime.prompt.tokens import TokenReducer
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -30,10 +31,10 @@ def selector(model, folder):
 
 def holds(family, feed, what, monkeypatch, weigh=lambda reduction, layout: None):
     """The law; ``weigh`` makes ``weights`` of the replay."""
-    model, reduce, made = oracle.subject(family), tokens.reduce, []
+    model, reduce, made = oracle.subject(family), TokenReducer.reduce, []
     forced = oracle.force(family, len(feed["input_ids"]))
     with monkeypatch.context() as patch:
-        patch.setattr(tokens, "reduce", lambda *given: made.append(reduce(*given)) or made[-1])
+        patch.setattr(TokenReducer, "reduce", lambda *given: made.append(reduce(*given)) or made[-1])
         got = oracle.record(family, feed, what, forced, model=model)
     at = made[-1].residual
     with accelerated(model, what, processor=zoo.processor(family)):

@@ -139,14 +139,15 @@ def test_a_failing_block_is_left_cleanly(family: str) -> None:
 
 def test_scopes_do_not_outlive_their_call() -> None:
     """Whatever ends a call, no scope stays open and no tensor of the call stays with the handle."""
-    from mmaccel.runtime.call.call import current
+    from mmaccel.runtime.call.call import CallInputs, current
 
     tiny = used("llava")
     with accelerated(tiny, EVERYTHING):
         generate(tiny, inputs("llava"))
         assert current() is None
         last = tiny.mmaccel._last
-        assert not last.encoded and last.cache is last.input_ids is last.labels is last.stages is None
+        assert not last.vision.outputs and not last.states and last.text.runs is last.cache is None
+        assert last.inputs == CallInputs()
         wrong = {**inputs("llava"), "pixel_values": torch.zeros(2, 3)}
         for call in (tiny.generate, tiny):
             with pytest.raises(ValueError, match="."):

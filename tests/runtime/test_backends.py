@@ -17,7 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmaccel import UnsupportedError, accelerate_vlm, accelerated
 from mmaccel.families import family_of
-from mmaccel.runtime.call.attention import register
+from mmaccel.runtime.call.attention import TEXT
+from mmaccel.runtime.call.attention_patch import register
+from mmaccel.runtime.tower.attention import VISION
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 def test_registered_names_do_not_say_flash() -> None:
     """Transformers takes a name with "flash" for flash attention; and a name without a mask function gets no mask."""
     for base in ("eager", "sdpa", "flash_attention_2", "flash_attention_3"):
-        for kind in ("text", "vision"):
+        for kind in (TEXT, VISION):
             name = register(base, kind)
             assert "flash" not in name
             assert name in ALL_ATTENTION_FUNCTIONS.valid_keys()

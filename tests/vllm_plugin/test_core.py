@@ -40,7 +40,7 @@ from mmaccel.integrations.vllm.settings import (
 from mmaccel.method import ProjectorMethod
 from mmaccel.method.registry import methods
 from mmaccel.recipe import get_recipe, recipes
-from mmaccel.runtime.call.vision_output import Encoded
+from mmaccel.runtime.call.vision_output import VisionOutput
 from mmaccel.runtime.tower.taps import Taps
 
 QWEN, LLAVA = (ARCHITECTURES[f"{name}ForConditionalGeneration"] for name in ("Qwen2_5_VL", "Llava"))
@@ -244,7 +244,7 @@ def test_what_stays_is_what_transformers_keeps(which, monkeypatch):
     pictures = ours.pictures("image", arguments, sum(map(len, rows)))
     kept = [ours.count("image", picture, None).total for picture in pictures]
     made = ours.reduce(
-        "image", pictures, rows, kept, None, Encoded(dict(arguments), 0, taps), Taps(ours.family, ours.wanted)
+        "image", pictures, rows, kept, None, VisionOutput(dict(arguments), 0, taps), Taps(ours.family, ours.wanted)
     )
     for segment, (row, stays) in zip(layout.segments, made, strict=True):
         assert torch.equal(stays, reduction.kept[segment.row, segment.places])
@@ -276,7 +276,7 @@ def test_all_tokens_of_a_request_that_wants_the_bare_model():
         (picture,) = ours.pictures("image", grid, 64)
         rows = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
         taps = Taps(ours.family, ours.wanted)
-        ((row, stays),) = ours.reduce("image", [picture], [rows], [64], False, Encoded(grid, 64), taps)
+        ((row, stays),) = ours.reduce("image", [picture], [rows], [64], False, VisionOutput(grid, 64), taps)
         assert ours.count("image", picture, False).total == 64 and bool(stays.all()) and torch.equal(row, rows)
 
 
@@ -319,7 +319,7 @@ def test_a_budget_that_is_left_over_is_filled_up():
     # the attention of one layer, which the tower delivers frame by frame
     taps = {("received_attention", ours.family.tap_layer(None)): [torch.rand(1, 256) for _ in range(4)]}
     ((row, stays),) = ours.reduce(
-        "video", [picture], [rows], [kept], None, Encoded(grid, 256, taps), Taps(ours.family, ours.wanted)
+        "video", [picture], [rows], [kept], None, VisionOutput(grid, 256, taps), Taps(ours.family, ours.wanted)
     )
     assert len(row) == int(stays.sum()) == kept == 77
 

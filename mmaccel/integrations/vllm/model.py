@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...core.layout import Modality, Picture
-from ...runtime.call.vision_output import Encoded
+from ...runtime.call.vision_output import VisionOutput
 from ...runtime.tower.taps import Taps
 from . import digits, runner, tower
 from .architectures import alone, joined
@@ -81,7 +81,7 @@ class ReducedModel:
         self.plan = plan
         self.one_call = int(vllm_config.scheduler_config.max_num_encoder_input_tokens)
         self.taps = Taps(plan.family, plan.wanted)
-        self.encoding: Encoded | None = None
+        self.encoding: VisionOutput | None = None
         if plan.wanted:
             tower.hook(self.taps, plan.architecture.tower_layers(self), lambda: self.encoding)  # type: ignore[arg-type]
 
@@ -110,7 +110,7 @@ class ReducedModel:
     def _embed(self, modality: Modality, items: list[Item]) -> list[Tensor]:
         """One call of the encoder, and what stays of it."""
         arguments = joined([item.arguments for item in items])
-        self.encoding = encoded = Encoded(arguments, sum(item.before for item in items))
+        self.encoding = encoded = VisionOutput(arguments, sum(item.before for item in items))
         try:
             rows = list(super().embed_multimodal(**arguments))  # type: ignore[misc]
         finally:
@@ -131,7 +131,7 @@ class ReducedModel:
         items: list[Item],
         pictures: list[Picture],
         rows: list[Tensor],
-        encoded: Encoded,
+        encoded: VisionOutput,
     ) -> None:
         """Put what stays of the items with one budget into ``rows``."""
         mine = [i for i, item in enumerate(items) if as_integers(item.budget) == asked]

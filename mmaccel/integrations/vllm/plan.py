@@ -23,10 +23,13 @@ from ...families import described
 from ...families.mrope import ThreeAxes
 from ...kv.incoming import Incoming
 from ...method import DraftMethod, PreviewMethod, ProjectorMethod, Tap
-from ...runtime.call.forward import Prompt
-from ...runtime.call.plan import ModelPlan, plan_model
-from ...runtime.call.vision_output import Encoded
-from ...runtime.prompt import tokens
+from ...runtime.build import plan_for_call, plan_model
+from ...runtime.call.call import VisionState
+from ...runtime.call.forward import Prompt, PromptResult
+from ...runtime.call.plan import ModelPlan
+from ...runtime.call.vision_output import VisionOutput
+from ...runtime.prompt.tokens import TokenReducer
+from ...runtime.prompt.tokens import budget as token_budget
 from ...runtime.tower.taps import Taps
 from .architectures import Architecture
 from .settings import Budget, Settings
@@ -120,15 +123,17 @@ class ServingPlan:
             If the recipe cannot have it.
         """
         if budget is None or budget is False:
-            return self.plan.for_call(budget)
-        return self.plan.for_call({"retain": budget})
+            return plan_for_call(self.plan, budget)
+        return plan_for_call(self.plan, {"retain": budget})
 
     def pictures(self, modality: Modality, arguments: Mapping[str, Any], before: int) -> list[Picture]:
         """Pictures or clips of a call of the encoder that makes ``before`` tokens."""
         found = self.architecture.pictures(self.family, modality, arguments)
         if found is not None:
             return found
-        return self.family.pictures(modality, Encoded(dict(arguments), before), torch.empty(0, 0, dtype=torch.long))
+        return self.family.pictures(
+            modality, VisionOutput(dict(arguments), before), torch.empty(0, 0, dtype=torch.long)
+        )
 
     def placeholder(self, modality: Modality) -> int:
         """The token that stands for a picture or clip in a prompt; families that show clips as pictures have one for both."""
@@ -153,7 +158,7 @@ class ServingPlan:
             # how a method before this one divided its budget changes the shares of units, but not their sum
             rest = [total] if len(whole.picture) == 1 else _shrunk(whole.valid.sum(1).tolist(), total)
             rest = each if stage.method.unit == "segment" and each else rest
-            count = tokens.budget(prompt, stage, whole, torch.tensor(rest))
+            count = token_budget(prompt, stage, whole, torch.tensor(rest))
             total = int(count.sum())
             known = stage.method.unit == "segment" or len(sizes) == 1
             each = count.tolist() if known else [] if total < sum(sizes) else sizes
@@ -162,7 +167,8 @@ class ServingPlan:
     def _tried(self, prompt: Prompt, sizes: list[int]) -> tuple[int, list[int]]:
         """Run the first methods of a plan on nothing: how many tokens stay follows from the grid."""
         nothing = torch.zeros(1, sum(sizes), 1)
-        made = tokens.reduce(prompt, prompt.plan.projector[0], Taps(self.family, ()), nothing, None)
+        reducer = TokenReducer(prompt, VisionState(Taps(self.family, ())))
+        made = reducer.reduce(prompt.plan.projector[0], nothing, None)
         each = [int(part.sum()) for part in made.kept[0].split(sizes)]
         return sum(each), each
 
@@ -173,7 +179,7 @@ class ServingPlan:
         rows: Sequence[Tensor],
         kept: Sequence[int],
         budget: Budget,
-        encoded: Encoded,
+        encoded: VisionOutput,
         taps: Taps,
     ) -> list[tuple[Tensor, Tensor]]:
         """What stays of pictures that have one budget, in one ragged batch.
@@ -190,13 +196,13 @@ class ServingPlan:
         Of each picture the rows that stay and ``[n]`` bool, which they are.
         """
         prompt = _prompt(self.of(budget), modality, pictures)
-        prompt.encoded = {modality: encoded}
+        reducer = TokenReducer(prompt, VisionState(taps, {modality: encoded}))
         hidden = pad_sequence(list(rows), batch_first=True)
         width = hidden.shape[-1] // (1 + self.family.deepstack)
         for stage in prompt.plan.projector:
-            made = tokens.reduce(prompt, stage, taps, hidden[..., :width], None)
+            made = reducer.reduce(stage, hidden[..., :width], None)
             hidden = made.substitute(hidden)
-        for residual in prompt.residuals:
+        for residual in reducer.residuals:
             # it is no part of what layers add
             hidden = torch.cat([residual.add(hidden[..., :width]), hidden[..., width:]], dim=-1)
         stays = _brought_to(prompt.total.kept, prompt.layout.valid, torch.tensor(list(kept)))
@@ -248,10 +254,8 @@ def _prompt(plan: ModelPlan, modality: Modality, pictures: Sequence[Picture]) ->
         state=None,
         incoming=Incoming(0, valid.shape[1], False),
         device=torch.device("cpu"),
-        layout=Layout(valid, segments),
+        result=PromptResult(Layout(valid, segments), Reduction.identity(valid)),
         ids=torch.zeros_like(valid, dtype=torch.long),
-        encoded={},
-        total=Reduction.identity(valid),
     )
 
 

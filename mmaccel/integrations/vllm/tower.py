@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...runtime.call.vision_output import Encoded
+from ...runtime.call.vision_output import VisionOutput
 from ...runtime.tower.taps import Taps
 
 
-def hook(taps: Taps, layers: list[nn.Module], current: Callable[[], Encoded | None]) -> None:
+def hook(taps: Taps, layers: list[nn.Module], current: Callable[[], VisionOutput | None]) -> None:
     """Let ``taps`` see what they ask for of ``layers``; ``current`` is the call of the encoder that is running."""
     for number, kinds in taps.layers.items():
         if kinds - {"features"}:
@@ -22,7 +22,7 @@ def hook(taps: Taps, layers: list[nn.Module], current: Callable[[], Encoded | No
             layers[number].register_forward_hook(_features(taps, number, current))
 
 
-def _attention(taps: Taps, current: Callable[[], Encoded | None]) -> Callable[..., None]:
+def _attention(taps: Taps, current: Callable[[], VisionOutput | None]) -> Callable[..., None]:
     def see(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         encoded = current()
         if encoded is None:
@@ -35,7 +35,7 @@ def _attention(taps: Taps, current: Callable[[], Encoded | None]) -> Callable[..
     return see
 
 
-def _features(taps: Taps, number: int, current: Callable[[], Encoded | None]) -> Callable[..., None]:
+def _features(taps: Taps, number: int, current: Callable[[], VisionOutput | None]) -> Callable[..., None]:
     def see(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if (encoded := current()) is not None:
             hidden: Tensor = output[0] if isinstance(output, tuple) else output

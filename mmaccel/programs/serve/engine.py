@@ -22,6 +22,7 @@ from ...media.files import Chat, Clip, encode
 from ...media.prepare import prepare
 from ...method import FramesMethod
 from ...recipe import Recipe
+from ...runtime.build import plan_for_call
 from ..model_lock import ModelSlot, Stopped, TokenTimer
 from .detokenizer import Detokenizer
 from .sampling import sampler
@@ -138,7 +139,7 @@ class Engine(ModelSlot):
         if primary is not None and isinstance(self.recipe.build()[primary][1], FramesMethod):
             # kept of the pixels, before the model sees any
             return prepare(self.processor, self.recipe.override(**budget)), None
-        self.model.mmaccel.plan.for_call(budget)
+        plan_for_call(self.model.mmaccel.plan, budget)
         return self._prepared, budget
 
     def check(self, request: ChatRequest) -> None:

@@ -13,7 +13,7 @@ from ...core.budget import kept_whole, resolve
 from ...core.layout import Layout
 from ...kv import budgets
 from ...kv.packed import QuantisedLayer
-from .rules import CacheStage
+from .rules import CacheRules
 from .token_origins import Tokens
 
 #: values of ``layer_budget`` with which budgets do not depend on the content
@@ -38,7 +38,7 @@ class Waiting:
     seen: Tensor | None
 
 
-def prompt_budget(stage: CacheStage, layout: Layout, notes: list[str]) -> list[int]:
+def prompt_budget(stage: CacheRules, layout: Layout, notes: list[str]) -> list[int]:
     """Keys that stay in each row in the mean over layers: the budgets of its pictures, resolved on their original counts,
     summed; of all keys of the prompt where text and pictures share one budget. ``notes`` get what is kept whole."""
     if stage.retain is None:
@@ -59,7 +59,7 @@ def prompt_budget(stage: CacheStage, layout: Layout, notes: list[str]) -> list[i
     return out
 
 
-def known(stage: CacheStage, layout: Layout, budget: list[int]) -> list[list[int]]:
+def known(stage: CacheRules, layout: Layout, budget: list[int]) -> list[list[int]]:
     """Per layer and row: how many of the competing keys stay, for the values of ``layer_budget`` in :data:`KNOWN`."""
     policy, layers = stage.policy, stage.depth
     how, beta = policy.choice("layer_budget")
@@ -82,7 +82,7 @@ def known(stage: CacheStage, layout: Layout, budget: list[int]) -> list[list[int
 
 
 def by_content(
-    stage: CacheStage, budget: list[int], waiting: list[Waiting], scores: list[Tensor], raw: list[Tensor]
+    stage: CacheRules, budget: list[int], waiting: list[Waiting], scores: list[Tensor], raw: list[Tensor]
 ) -> list[list[int]]:
     """Per layer and row: how many of the competing keys stay, for the other values of ``layer_budget``.
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...core.layout import Layout
+from ...core.stats import Stage as StageStats
 from ...kv.cache import CacheState
 from ...kv.codecs import Codec, Eligible, TokenGroup
 from ...kv.index import KeyIndex
@@ -27,10 +28,11 @@ from ...kv.scoring.importance import energy
 from ...kv.shared import Shared
 from ...method.results import check_tensor
 from ..call.forward import Forward, Prompt, chosen_of
-from .eviction import Eviction
+from ..call.runs import LayerAttended, Run, TextInputs
+from .eviction import CachePolicy
 
 
-class Packing:
+class PackKeys(Run):
     """The codecs of a recipe in one forward.
 
     salient : ``[B, S]`` bool on the CPU, the visual tokens of a prompt that a codec stores better than the others.
@@ -38,8 +40,8 @@ class Packing:
     waiting : layers that are packed when the forward is over.
     """
 
-    def __init__(self, forward: Forward, state: CacheState, eviction: Eviction | None) -> None:
-        self.forward, self.state, self.eviction = forward, state, eviction
+    def __init__(self, forward: Forward, state: CacheState, policy: CachePolicy | None) -> None:
+        self.forward, self.state, self.policy = forward, state, policy
         self.groups = forward.plan.token_groups
         self.now = forward.seen + forward.length
         #: the rows that had something to pack, while decoding
@@ -50,10 +52,15 @@ class Packing:
         self.waiting: list[QuantisedLayer] = []
         #: indices that packing replaced, so that layers go on sharing one
         self._made: dict[int, tuple[KeyIndex, KeyIndex]] = {}
+        #: layers that were packed, or wait for the end of the forward
+        self._done: set[int] = set()
         self._counted: dict[tuple[int, int], Tensor] = {}
 
-    def note_prompt(self, prompt: Prompt, embeds: Tensor) -> None:
-        """Note what codecs must know of a prompt, ``embeds [B, S, D]``."""
+    def before_text(self, text: TextInputs) -> None:
+        """Note what codecs must know of a prompt."""
+        prompt, embeds = self.forward, text.embeds
+        if not isinstance(prompt, Prompt):
+            return
         kept, visual = prompt.total.kept, prompt.layout.visual
         if any(group.of == "text" for group in self.groups):
             self.state.shared.note_visual(visual.to(embeds.device, non_blocking=True), prompt.seen)
@@ -63,12 +70,48 @@ class Packing:
                 found = group.source.salient(embeds, *of)
                 self.salient = check_tensor(group.source, "salient()", found, "bool", embeds.shape[:2], embeds).cpu()
 
-    def note_queries(self, number: int, query: Tensor, heads: int) -> None:
-        """Note what codecs must know of ``query [B, Hq, q, D]`` of layer ``number``, where anything may be packed."""
+    def after_attention(self, layer: LayerAttended) -> None:
+        """Pack the layers from which nothing is evicted any more."""
+        number, query = layer.number, layer.query
         if self.window and self.looks:
             places = self.forward.phase(number).places.to(query.device, non_blocking=True)
             there = places[:, -self.window :] >= 0
-            self.query_energy[number] = energy(query[:, :, -self.window :], there, heads)
+            self.query_energy[number] = energy(query[:, :, -self.window :], there, layer.key.shape[1])
+        self._pack_timed([number] if self.policy is None else self.policy.released(number), query.device)
+
+    def finish(self) -> None:
+        """Pack the layers that waited for the end of the forward, and add them to the statistics."""
+        device = self.forward.phase(0).places.device
+        self._pack_timed([number for number in range(len(self.state.layers)) if number not in self._done], device)
+        if self.waiting:
+            with self.forward.measured("packing", device):
+                self.finalize()
+        if isinstance(self.forward, Prompt):
+            for group in self.groups:
+                if group.of != "salient":
+                    self._record(group)
+
+    def _pack_timed(self, layers: list[int], device: torch.device) -> None:
+        if not layers:
+            return
+        with self.forward.measured("packing", device, layers):
+            for number in layers:
+                self.pack(number)
+        self._done.update(layers)
+
+    def _record(self, group: TokenGroup) -> None:
+        """Add a codec to the statistics; it drops nothing, so that all tokens it finds stay."""
+        stats, codec = self.forward.stats, group.codec
+        figures = stats.stages.setdefault(group.stage, StageStats("codec", codec.name, resolved=None))
+        if group.of != "text":
+            before = [s.tokens_kept for s in stats.stages.values() if s.site == "cache"]
+            figures.tokens_in = figures.tokens_kept = before[0] if before else stats.layer_tokens[-1]
+        own = {other.number for other in self.groups if other.stage == group.stage}
+        if not any(width for layer in self.state.layers for n, width in enumerate(layer.widths) if n in own):
+            what = f"{group.of} tokens" if group.of in ("text", "visual") else "tokens"
+            stats.notes.append(
+                f"{codec.name} has packed nothing: it packs {codec.page} {what} at a time, beyond the newest {codec.residual}."
+            )
 
     @cached_property
     def rows(self) -> list[bool]:
@@ -113,8 +156,8 @@ class Packing:
         else:
             self._pack(layer, counts)
 
-    def settle(self) -> None:
-        """The forward is over: pack the layers that waited for it."""
+    def finalize(self) -> None:
+        """Pack the layers that waited for the end of the forward."""
         waiting, self.waiting = self.waiting, []
         if not waiting:
             return
@@ -165,8 +208,8 @@ class Packing:
         forward = self.forward
         if not isinstance(forward, Prompt):
             return None
-        if self.eviction is not None:
-            return self.eviction.pictured.get(layer.number) if eligible.mask is forward.layout.visual else None
+        if self.policy is not None:
+            return self.policy.pictured.get(layer.number) if eligible.mask is forward.layout.visual else None
         if not eligible.others:
             # what has come with this prompt is in full precision
             return self._of_phase(layer.number, group, eligible.mask, True)

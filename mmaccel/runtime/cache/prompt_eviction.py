@@ -26,12 +26,12 @@ from ...kv.index import to_device
 from ...kv.packed import QuantisedLayer
 from ...kv.scoring.importance import behind_pictures, entropy, expected_queries, mean_rotation, share_seen
 from ...kv.together import Asking, InStep, Together, batches, size
-from ...method import DraftPolicy, KeyBatch, LayerAttention, Policy
+from ...method import KeyBatch, LayerAttention, Policy
 from ...recipe.recipe import text_policy
 from ..call.forward import Prompt, chosen_of
-from ..prompt.preview import Behind
+from ..prompt.preview import TextBehind
 from .layer_budgets import KNOWN, Waiting, by_content, known, prompt_budget
-from .rules import CacheStage
+from .rules import CacheRules
 from .schedule import Schedule
 from .sparse_read import note_prompt
 from .token_origins import Tokens, prompt_grid, question_span
@@ -67,16 +67,16 @@ class PromptEviction:
     done : layers that were evicted from since this was last emptied.
     """
 
-    def __init__(self, stage: CacheStage, state: CacheState, prompt: Prompt, schedule: Schedule) -> None:
+    def __init__(self, stage: CacheRules, state: CacheState, prompt: Prompt, schedule: Schedule) -> None:
         self.stage, self.policy, self.state = stage, stage.policy, state
         self.prompt, self.layout, self.schedule = prompt, prompt.layout, schedule
         #: rows that have no picture in this prompt, of which nothing is evicted here
         self.text_rows = prompt.text_rows
         self.split = self.policy.choice("layer_budget")[0]
         #: whether all layers wait for the end of the forward
-        self.late = self.policy.deferred or isinstance(self.policy, DraftPolicy) or self.split not in KNOWN
+        self.late = self.policy.deferred or prompt.plan.draft_policy is not None or self.split not in KNOWN
         #: the text that a draft has written, for policies that score by it
-        self.behind: Behind | None = None
+        self.behind: TextBehind | None = None
         self.figures: list[Tensor] = []
         self.pictured: dict[int, Tensor] = {}
         self.done: list[int] = []
@@ -133,14 +133,14 @@ class PromptEviction:
             seen=seen,
         )
 
-    def relieve(self) -> None:
+    def flush_if_full(self) -> None:
         """Evict from the layers that wait if they are as many as may."""
         sizes = [size(one.layer) for one in self.waiting.values()]
         # one more may be as large as the last one
         if not self.late and sum(sizes) + sizes[-1] > self.room:
             self._evict_timed(list(self.waiting))
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """The forward is over: evict from the layers that waited for it."""
         if self.waiting:
             self._evict_timed(None if self.late else list(self.waiting))
@@ -420,7 +420,7 @@ class PromptEviction:
         return cos.to(device), sin.to(device)
 
 
-def _followed(keys: KeyBatch, behind: Behind, together: Together) -> KeyBatch:
+def _followed(keys: KeyBatch, behind: TextBehind, together: Together) -> KeyBatch:
     """The keys of some layers with those of the text behind the prompt, and its queries behind the last ones of the prompt."""
     found = [behind.found[layer.number] for layer in together.layers]
     query, key, value = (joined(parts) for parts in zip(*found, strict=True))

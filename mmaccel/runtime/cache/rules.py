@@ -17,7 +17,7 @@ from ..call.plan import ModelPlan, PlannedStage
 
 
 @dataclass(frozen=True)
-class CacheStage:
+class CacheRules:
     """A policy with all that a recipe says about it.
 
     retain, text_retain : the budgets of visual keys (of all keys if the policy is ``joint``) and of text; None: no budget.
@@ -31,10 +31,10 @@ class CacheStage:
     depth: int
 
     @staticmethod
-    def of(plan: ModelPlan, stage: PlannedStage[Policy], depth: int) -> CacheStage:
+    def of(plan: ModelPlan, stage: PlannedStage[Policy], depth: int) -> CacheRules:
         """The cache stage of a plan, for a cache of ``depth`` layers."""
         recipe = plan.recipe
-        return CacheStage(stage.method, stage.retain, recipe.text_retain, plan.family, depth)
+        return CacheRules(stage.method, stage.retain, recipe.text_retain, plan.family, depth)
 
     def outgoing(self, number: int, values: Tensor) -> Tensor | None:
         """Norms of ``values [B, Hkv, K, D]`` of layer ``number`` of the cache behind its output projection, if the policy looks

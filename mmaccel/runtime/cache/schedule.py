@@ -20,7 +20,7 @@ from ...kv.packed import QuantisedLayer
 from ...kv.pinned import QuerySpec
 from ...kv.together import Asking, InStep, Together, batches, size
 from ...method import KeyBatch, LayerAttention, Policy
-from .rules import CacheStage
+from .rules import CacheRules
 from .token_origins import cells_at, question_span
 
 #: queries that are remembered at most before the policy observes them
@@ -34,7 +34,7 @@ _UNBOUNDED = 1 << 40
 class Schedule:
     """The options ``every``, ``cap`` and ``growth`` of a policy, see :class:`mmaccel.method.keys.CacheOptions`."""
 
-    def __init__(self, stage: CacheStage, state: CacheState) -> None:
+    def __init__(self, stage: CacheRules, state: CacheState) -> None:
         self.stage, self.policy, self.state, self.shared = stage, stage.policy, state, state.shared
 
     # --- layer by layer ---------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Schedule:
             for layer in self.state.layers:
                 layer.schedule.forget(first_time)
 
-    def settle(self, pictured: Tensor | None) -> None:
+    def finalize(self, pictured: Tensor | None) -> None:
         """A forward is over: evict from layers that hold more than they may, if it is time.
 
         pictured : ``[B]`` bool on the CPU, the rows that had a prompt with pictures; None where none had.

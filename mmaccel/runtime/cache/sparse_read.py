@@ -1,4 +1,4 @@
-"""Policies that drop nothing for good: at every decode step they choose which visual keys the upper layers read."""
+"""Sparse reads: what layers choose from, and what a decode step reads of it; the runs are in :mod:`.reading`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def note_prompt(shared: Shared, table: Tensor, count: Tensor, text_rows: Tensor 
 
 def first_layer(policy: Policy, depth: int) -> int:
     """The first layer that reads some keys only; at least 1 where the attention of the layer below chooses them."""
-    least = 0 if isinstance(policy, ReadingPolicy) else 1
+    least = int(policy.recalls and not policy.chooses_by_layer)
     return min(max(least, layer_at(getattr(policy, "layer", 1), depth)), depth)
 
 

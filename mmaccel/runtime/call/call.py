@@ -1,4 +1,4 @@
-"""The call scope: everything that belongs to one call of ``generate`` or one direct forward, and to nothing else.
+"""The state of one call of ``generate`` or one direct forward.
 
 It lives in a context variable, so two threads, or two models in one thread, never see each other's. What must outlive the
 call (original positions, logical lengths) moves to the KV cache.
@@ -9,97 +9,160 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 from mmaccel_kernels.launch import allowed
 from torch import Tensor, nn
 
-from ...core.layout import Layout, Modality
-from ...core.reduction import Reduction
+from ...core.layout import Modality
 from ...core.stats import Stats
 from ...families.base import Continued
 from ...kv.cache import bare_bytes, cache_bytes, state_of
 from ...kv.pinned import Pinned
-from ..graphs.replay import ReplayedStep
-from ..prompt.preview import Behind, Preview
-from ..tower.taps import Taps
-from .forward import StageResult
+from .forward import PromptResult
 from .plan import Plan
-from .runs import Stages
-from .vision_output import Encoded
+from .runs import Runs
+from .vision_output import TapReader, VisionOutput
 
 P = TypeVar("P", bound=Plan)
+S = TypeVar("S")
 
 
 @dataclass
-class Scope(Generic[P]):
-    """The state of one call of the model, or encoder, that ``plan`` was made for.
+class CallInputs:
+    """Arguments that the model was called with.
 
     opened_by : the module whose direct forward this is; None for a call of ``generate``.
-    encoded, encoding : the pictures and clips that were encoded in this call, and those that are being encoded.
-    given : the arguments of the call, where a draft is to read them.
+    given : all arguments, where a draft model reads them.
+    input_ids : ``[B, S]`` of the forward that is being run. given_length : tokens of the ids that ``generate`` was given.
     mask : the attention mask ``[B, S]`` that the inner model was called with.
-    beside : arguments of the model, beside those of the towers, that its family needs for the layout.
-    clips : the pixels of clips that the model was given, for families whose towers have one function for both.
-    stages : the work of the recipe in the forward of the language model that is being run, if mmaccel shapes it.
-    dropped : ``[B, S]`` bool, which rows of the logits stand for tokens that were dropped; set when the forward is over.
-    drafted : whether ``generate`` verifies candidates of an assistant or of a look-up.
-    new_tokens : how many ``generate`` makes at most, where it was told. until : the tokens that the cache has seen then.
-    step : what replays decode steps on the cache as it is pinned. idle : what the cache was pinned to until an ordinary step.
-    preview : what a look ahead is to see, while one is being taken.
-    layout, reduction, history : what became of the last prompt with pictures, in all and stage by stage.
-    forwards : how many forwards of the text model there were before. given_length : of the ids that ``generate`` was given.
-    figures : the statistics of this call while it reads its prompt again, as it does at every step without a cache; what that
+    extra : arguments of the model, beside those of the towers, that its family needs for the layout.
+    clips : the pixels of clips, for families whose towers have one function for pictures and clips.
+    labels : a copy of the caller's labels; those predicted from dropped tokens are set to -100.
+    drafted : whether ``generate`` verifies candidates of an assistant or of prompt lookup.
+    """
+
+    opened_by: nn.Module | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    input_ids: Tensor | None = None
+    given_length: int | None = None
+    mask: Tensor | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    clips: Tensor | None = None
+    labels: Tensor | None = None
+    drafted: bool = False
+
+
+@dataclass
+class VisionState:
+    """The vision towers in one call.
+
+    taps : reads what methods ask to see of the towers.
+    outputs : the pictures and clips that were encoded in this call. running : those that are being encoded.
+    """
+
+    taps: TapReader
+    outputs: dict[Modality, VisionOutput] = field(default_factory=dict)
+    running: VisionOutput | None = None
+
+
+@dataclass
+class TextState:
+    """The text model in one call.
+
+    runs : the stages of the recipe in the forward that is being run, if mmaccel shapes it.
+    forwards : how many forwards there were before.
+    timer : when the forward began, and the name under which its time is counted.
+    dropped : ``[B, S]`` bool, which rows of the logits belong to dropped tokens; set when the forward is over.
+    counted : the statistics of this call while it reads its prompt again, as it does at every step without a cache; what that
         counts is not the call's, whose prompt is counted once.
     """
 
-    plan: P
-    taps: Taps
-    stats: Stats
-    opened_by: nn.Module | None = None
-    cache: Any = None
-    encoded: dict[Modality, Encoded] = field(default_factory=dict)
-    encoding: Encoded | None = None
-    input_ids: Tensor | None = None
-    mask: Tensor | None = None
-    clips: Tensor | None = None
-    given: Mapping[str, Any] = field(default_factory=dict)
-    beside: Mapping[str, Any] = field(default_factory=dict)
-    labels: Tensor | None = None
-    dropped: Tensor | None = None
-    stages: Stages | None = None
-    timer: tuple[Any, str] | None = None
-    drafted: bool = False
-    new_tokens: int | None = None
-    until: int | None = None
-    step: ReplayedStep | None = None
-    idle: Pinned | None = None
-    preview: Preview | Behind | None = None
-    layout: Layout | None = None
-    reduction: Reduction | None = None
-    history: list[StageResult] = field(default_factory=list)
+    runs: Runs | None = None
     forwards: int = 0
-    given_length: int | None = None
-    figures: Stats | None = None
+    timer: tuple[Any, str] | None = None
+    dropped: Tensor | None = None
+    counted: Stats | None = None
+
+
+@dataclass
+class ExpectedTokens:
+    """How many tokens ``generate`` makes at most, None where it was not told; and the tokens that the cache has seen then."""
+
+    new: int | None = None
+    until: int | None = None
+
+    def after(self, seen: int) -> int | None:
+        """How many tokens may follow when the cache has ``seen`` those of this forward; None where that is not known."""
+        if self.new is None:
+            return None
+        if self.until is None:
+            # this is the first forward of the call; the last token that is made is not seen
+            self.until = seen + self.new - 1
+        return max(0, self.until - seen)
+
+
+class Observer(Protocol):
+    """Sees the attention of every layer in a pass that stores nothing."""
+
+    def attend(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Called with ``query [B, Hq, q, D]``, ``key`` and ``value [B, Hkv, q, D]`` of layer ``number``, behind RoPE; returns
+        the keys, the values and the mask ``[B, 1 or Hkv, q, K]`` bool to attend with, None for the model's own."""
+
+
+@dataclass
+class Call(Generic[P]):
+    """One call of the model, or encoder, that ``plan`` was made for.
+
+    observer : sees the attention of the pass that is being run, if it is a look ahead.
+    result : the last prompt with pictures, and the tokens that are left of it.
+    states : what mechanisms remember during the call, by class; see :meth:`state`.
+    """
+
+    plan: P
+    stats: Stats
+    vision: VisionState
+    inputs: CallInputs = field(default_factory=CallInputs)
+    cache: Any = None
+    text: TextState = field(default_factory=TextState)
+    expected: ExpectedTokens = field(default_factory=ExpectedTokens)
+    observer: Observer | None = None
+    result: PromptResult | None = None
+    states: dict[type, Any] = field(default_factory=dict)
+
+    def state(self, kind: type[S]) -> S:
+        """The state that a mechanism keeps in this call; made on first use."""
+        found: S = self.states.setdefault(kind, kind()) if kind not in self.states else self.states[kind]
+        return found
 
     def begin_forward(self, ids: Tensor | None, cache: Any) -> None:
-        """The model is given ``ids [B, q]``: is it the prompt of this call again?"""
-        if self.forwards and ids is not None and ids.shape[1] > 1 and (cache is None or not cache.get_seq_length()):
-            self.figures, self.stats = self.stats, Stats(self.stats.recipe, clock=self.stats.clock)
+        """Note that the model is given ``ids [B, q]``; a prompt that is read again is not counted again."""
+        if (
+            self.text.forwards
+            and ids is not None
+            and ids.shape[1] > 1
+            and (cache is None or not cache.get_seq_length())
+        ):
+            self.text.counted, self.stats = self.stats, Stats(self.stats.recipe, clock=self.stats.clock)
 
     def end_forward(self) -> None:
-        """A forward of the text model is over."""
-        self.forwards += 1
-        if self.figures is not None:
-            self.stats, self.figures = self.figures, None
+        """Note that a forward of the text model is over."""
+        self.text.forwards += 1
+        self._count_again()
+
+    def _count_again(self) -> None:
+        if self.text.counted is not None:
+            self.stats, self.text.counted = self.text.counted, None
 
     @property
     def generating(self) -> bool:
-        """Whether this is a call of ``generate`` (a direct forward opens its scope from a module's hook)."""
-        return self.opened_by is None
+        """Whether this is a call of ``generate`` (a direct forward opens its call from a module's hook)."""
+        return self.inputs.opened_by is None
 
     def continued(self, cache: Any = None) -> Continued | None:
-        """The kept cache that this call goes on with, or None; see :class:`mmaccel.families.base.Call`."""
+        """The kept cache that this call continues, or None; see :class:`mmaccel.families.base.Call`."""
         state = state_of(cache if cache is not None else self.cache)
         if state is None or state.seen == 0 or state.offset is None:
             return None
@@ -109,71 +172,58 @@ class Scope(Generic[P]):
 
     @property
     def pinned(self) -> Pinned | None:
-        """What the cache of this call is pinned to, while its steps are captured."""
+        """The pinned tensors of this call's cache, while its steps are captured."""
         state = state_of(self.cache)
         return None if state is None else state.shared.pinned
 
-    def coming(self, seen: int) -> int | None:
-        """How many tokens may still come when the cache has ``seen`` those of this forward; None where nobody said."""
-        if self.new_tokens is None:
-            return None
-        if self.until is None:
-            # this is the first forward of the call; the last token that is made is not seen
-            self.until = seen + self.new_tokens - 1
-        return max(0, self.until - seen)
-
     def trim(self) -> None:
-        """No more tokens come in this call: the cache gives back the room that was made for them."""
+        """Give back the room that the cache made for further tokens: none come in this call."""
         if (state := state_of(self.cache)) is not None:
             state.unpin()
             state.trim()
 
     def finish(self, config: Any) -> None:
-        """The call of a model whose text model has this ``config`` is over: what was needed only while it ran must not keep
-        tensors alive."""
+        """End the call of a model whose text model has this ``config``: free tensors that were needed only while it ran."""
         if (state := state_of(self.cache)) is not None:
             state.unpin()
-        if self.figures is not None:
-            self.stats, self.figures = self.figures, None
+        self._count_again()
         if self.cache is not None:
             self.stats.kv_bytes = cache_bytes(self.cache)
             self.stats.kv_bytes_bare = bare_bytes(self.cache, config)
-        self.encoded.clear()
-        self.cache = self.labels = self.stages = self.input_ids = self.mask = self.clips = self.encoding = (
-            self.dropped
-        ) = None
-        self.step = self.idle = None
-        self.given = self.beside = {}
+        self.vision.outputs.clear()
+        self.vision.running = self.cache = None
+        self.inputs, self.text = CallInputs(opened_by=self.inputs.opened_by), TextState()
+        self.states.clear()
 
 
-_scopes: ContextVar[tuple[Scope[Any], ...]] = ContextVar("mmaccel_scopes", default=())
+_calls: ContextVar[tuple[Call[Any], ...]] = ContextVar("mmaccel_calls", default=())
 
 
 @overload
-def current() -> Scope[Any] | None: ...
+def current() -> Call[Any] | None: ...
 @overload
-def current(plan: P) -> Scope[P] | None: ...
-def current(plan: Plan | None = None) -> Scope[Any] | None:
-    """The innermost open scope (of ``plan`` or a plan made of it for one call, if given), or None."""
-    for scope in reversed(_scopes.get()):
-        if plan is None or scope.plan is plan or scope.plan.origin is plan:
-            return scope
+def current(plan: P) -> Call[P] | None: ...
+def current(plan: Plan | None = None) -> Call[Any] | None:
+    """The innermost open call (of ``plan`` or a plan made from it for one call, if given), or None."""
+    for call in reversed(_calls.get()):
+        if plan is None or call.plan is plan or call.plan.origin is plan:
+            return call
     return None
 
 
-def push(scope: Scope[Any]) -> None:
-    """Make ``scope`` the innermost one."""
-    _hold((*_scopes.get(), scope))
+def push(call: Call[Any]) -> None:
+    """Make ``call`` the innermost one."""
+    _hold((*_calls.get(), call))
 
 
-def pop(scope: Scope[Any]) -> None:
-    """Close ``scope``, wherever it stands; a forward that it is in the middle of has been broken off."""
-    if scope.stages is not None and scope.stages.forward.state is not None:
-        scope.stages.forward.state.settle(whole=False)
-    _hold(tuple(s for s in _scopes.get() if s is not scope))
+def pop(call: Call[Any]) -> None:
+    """Close ``call``, wherever it stands; a forward that it is in the middle of has been broken off."""
+    if call.text.runs is not None:
+        call.text.runs.settle(whole=False)
+    _hold(tuple(one for one in _calls.get() if one is not call))
 
 
-def _hold(scopes: tuple[Scope[Any], ...]) -> None:
-    """These are open; whether kernels may run is for the innermost to say."""
-    _scopes.set(scopes)
-    allowed.set(not scopes or scopes[-1].plan.kernels == "auto")
+def _hold(calls: tuple[Call[Any], ...]) -> None:
+    """Keep these calls open; the innermost decides whether kernels may run."""
+    _calls.set(calls)
+    allowed.set(not calls or calls[-1].plan.kernels == "auto")

@@ -47,7 +47,7 @@ class Subsequence:
         return made
 
 
-class Shortened(ABC):
+class CompactTokens(ABC):
     """What became of the ``S0`` tokens of a run, CLS tokens included, counted in one flat sequence, tile after tile.
 
     owner : ``[S0]`` long, the remaining token that each original token is part of, or is predicted from.

@@ -11,19 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.chunks import Chunks
-from ...core.layout import Layout, Modality, Units
+from ...core.layout import Layout, Units
 from ...core.masks import true_last
-from ...core.reduction import Reduction, Residual
+from ...core.reduction import Reduction
 from ...core.stats import Stats
 from ...kv.cache import CacheState
 from ...kv.incoming import Incoming, Phase
 from ...kv.index import KeyIndex
-from ...kv.returning import Aside
-from ...method import ChunkMethod, LayerAttention
-from ...method.results import check_figures
-from .plan import ModelPlan, PlannedStage
-from .vision_output import Encoded
+from .plan import ModelPlan
 
 
 @dataclass(frozen=True)
@@ -54,13 +49,38 @@ class StageResult:
         return found
 
 
+@dataclass
+class PromptResult:
+    """A prompt with pictures, and the tokens that are left of it.
+
+    layout : where its pictures are. reduction : ``[B, S]`` on the CPU, over all stages that have worked.
+    history : the same stage by stage.
+    """
+
+    layout: Layout
+    reduction: Reduction
+    history: list[StageResult] = field(default_factory=list)
+
+
+@dataclass
+class LayerArguments:
+    """Arguments of the layers between two reductions, in place of the caller's.
+
+    replaced : by name. rotated : cosines and sines of the tokens that are left, by kind of RoPE, where layers have several.
+    """
+
+    replaced: dict[str, Any]
+    rotated: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Forward:
     """One forward of the text model.
 
     state : of the cache, if there is one.
-    incoming : what the cache is told of this forward; its layers are those of the cache.
+    incoming : the forward as the cache sees it; its layers are those of the cache.
     device : of the embeddings.
+    arguments : those of the layers, by phase (see :class:`~mmaccel.kv.incoming.Incoming`).
     """
 
     plan: ModelPlan
@@ -68,6 +88,7 @@ class Forward:
     state: CacheState | None
     incoming: Incoming
     device: torch.device
+    arguments: list[LayerArguments] = field(default_factory=list, kw_only=True)
 
     @property
     def seen(self) -> int:
@@ -84,6 +105,15 @@ class Forward:
         """``[B, q]`` bool, which of the tokens that are left are no padding; None where none is."""
         _, phase = self.incoming.phases[-1]
         return phase.places >= 0 if phase.padded else None
+
+    @property
+    def changes_arguments(self) -> bool:
+        """Whether layers are given other arguments than the caller's, even where no run changes their input."""
+        return False
+
+    def layer_arguments(self, number: int, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of layer ``number`` of the language model for the tokens that are left, of those that the caller gave."""
+        return {**given, **self.arguments[-1].replaced} if self.arguments else given
 
     def phase(self, layer: int) -> Phase:
         """The tokens that a layer of the cache sees."""
@@ -110,92 +140,64 @@ class Forward:
 
 @dataclass(eq=False)
 class Continuation(Forward):
-    """New tokens without pictures behind a prompt that was reduced; all of them stay.
-
-    returns : whether tokens of the prompt may come back.
-    figures, among : by place what a method made of the attention of the last layer that was looked at, ``[B, n]`` each, and
-        which of these places are visual tokens that it has seen, ``[B, n]`` bool.
-    back : the tokens that run beside the new ones. arguments : those of the layers while they do, which replace the caller's.
-    """
-
-    returns: bool = False
-    figures: dict[str, Tensor] = field(default_factory=dict)
-    among: Tensor | None = None
-    back: Aside | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Chunked:
-    """The chunks of a prompt, as far as they have joined.
-
-    stage : the method and its budget.
-    now : the chunks that there are.
-    joins : for every row of the prompt the layers at whose input its chunks join.
-    positions : ``[R, q]``, where their tokens stand, on the first axis where there are several.
-    count : ``[N]`` long on the CPU, how many tokens of every picture are to be left.
-    looked : figures of their tokens that the method made of the attention before the next join, ``[R, q]``.
-    """
-
-    stage: PlannedStage[ChunkMethod]
-    now: Chunks
-    joins: list[list[int]]
-    positions: Tensor
-    count: Tensor
-    looked: dict[str, Tensor] = field(default_factory=dict)
-
-    def joining(self, layer: int) -> Tensor:
-        """``[B]`` bool, the rows of the prompt whose chunks join at the input of a layer."""
-        return torch.tensor([layer in layers for layers in self.joins])
-
-    def due(self, layer: int) -> bool:
-        """Whether chunks of any row do."""
-        return any(layer in layers for layers in self.joins)
-
-    def look(self, layer: int, attention: LayerAttention) -> None:
-        """Show the method what a layer attends to."""
-        method, query = self.stage.method, attention.query
-        seen = method.observe(attention, self.positions, layer)
-        self.looked = check_figures(method, "observe()", seen, (query.shape[0], query.shape[2]), query)
+    """New tokens without pictures behind a prompt that was reduced; all of them stay."""
 
 
 @dataclass(eq=False)
 class Prompt(Forward):
-    """A prompt with pictures, and what is left of it so far.
+    """A prompt with pictures, and the tokens that are left of it so far.
 
-    layout, ids : where its pictures are, and its token ids ``[B, S]`` on the CPU.
-    encoded : the pictures and clips of this call.
-    total : ``[B, S]`` on the CPU, what is left, over all stages that have worked.
-    history : the same stage by stage.
-    residuals : what is added to the tokens that are left, behind all stages before the language model.
-    arguments : per phase, arguments of the layers that replace the caller's.
-    passes : of every stage inside the language model that has worked, its budget per unit and how many tokens these had before
-        it and behind every layer, ``[N]`` long on the CPU.
-    prepared : per class of method, figures by place of what entered the language model, ``[B, S]``.
-    marks : by name what stages said of tokens, by place, ``[B, S]`` float32; NaN where they said nothing.
-    together : which tokens attend to each other both ways, ``[B, S]`` long on the CPU, see :meth:`Family.bidirectional_groups
-        <mmaccel.families.base.Family.bidirectional_groups>`; None where none looks ahead of itself.
-    chunked : its chunks, where the lower layers read it in several.
-    turned : cosines and sines of the tokens that are left, by phase and kind of RoPE, where layers have several.
-    looked : figures per key that the method at the next layer made of the attention before it, ``[B, q]``.
+    result : where its pictures are, and what is left.
+    ids : its token ids ``[B, S]`` on the CPU.
+    bidirectional : which tokens attend to each other both ways, ``[B, S]`` long on the CPU, see
+        :meth:`~mmaccel.families.base.Family.bidirectional_groups`; None where none sees later tokens.
     first_time : ``[B]`` bool on the CPU, rows without a picture in the cache before this prompt.
     """
 
-    layout: Layout
+    result: PromptResult
     ids: Tensor
-    encoded: Mapping[Modality, Encoded]
-    total: Reduction
-    history: list[StageResult] = field(default_factory=list)
-    residuals: list[Residual] = field(default_factory=list)
-    arguments: list[dict[str, Any]] = field(default_factory=list)
-    passes: dict[int, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
-    prepared: dict[type, dict[str, Tensor]] = field(default_factory=dict)
-    marks: dict[str, Tensor] = field(default_factory=dict)
-    looked: dict[str, Tensor] = field(default_factory=dict)
-    together: Tensor | None = None
-    chunked: Chunked | None = None
-    turned: dict[tuple[int, str], tuple[Tensor, ...]] = field(default_factory=dict)
+    bidirectional: Tensor | None = None
     first_time: Tensor | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Where its pictures are."""
+        return self.result.layout
+
+    @property
+    def total(self) -> Reduction:
+        """``[B, S]`` on the CPU, the tokens that are left, over all stages that have worked."""
+        return self.result.reduction
+
+    @total.setter
+    def total(self, reduction: Reduction) -> None:
+        self.result.reduction = reduction
+
+    @property
+    def history(self) -> list[StageResult]:
+        """The tokens that are left, stage by stage."""
+        return self.result.history
+
+    @property
+    def changes_arguments(self) -> bool:
+        """True: layers are given the arguments of the tokens that are left."""
+        return True
+
+    def layer_arguments(self, number: int, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of layer ``number`` of the language model for the tokens that are left, of those that the caller gave."""
+        mine, kind = self.arguments[-1], self.plan.family.rope_kind(number)
+        made = {**given, **mine.replaced}
+        if kind is not None and len(self.arguments) > 1:
+            # layers of every kind of RoPE are given those of all tokens that entered the language model
+            if kind not in mine.rotated:
+                embeddings = given["position_embeddings"]
+                slots = self.slots(chosen_of(self.incoming.phases[0][1]))
+                (at,) = to_device_packed(embeddings[0].device, slots.gather(1, self.chosen.clamp(min=0)))
+                mine.rotated[kind] = tuple(rows_at(x.expand(len(at), -1, -1), at) for x in embeddings)
+            made["position_embeddings"] = mine.rotated[kind]
+        if number in self.plan.family.recurrent:
+            made["attention_mask"] = self.real
+        return made
 
     @cached_property
     def text_rows(self) -> Tensor | None:
@@ -230,11 +232,11 @@ class Prompt(Forward):
         padding) are left."""
         places = torch.where(chosen < 0, -1, chosen + self.seen).to(torch.int32)
         phase = Phase(places.to(device, non_blocking=True), padded, chosen)
-        if self.together is not None:
-            before = self.together.new_full((len(chosen), self.seen), -1)
-            phase.together = torch.cat([before, self.together], dim=1).to(device, non_blocking=True)
+        if self.bidirectional is not None:
+            before = self.bidirectional.new_full((len(chosen), self.seen), -1)
+            phase.together = torch.cat([before, self.bidirectional], dim=1).to(device, non_blocking=True)
         self.incoming.phases.append((self.plan.family.stored_from(first), phase))
-        self.arguments.append(arguments)
+        self.arguments.append(LayerArguments(arguments))
 
     def slots(self, chosen: Tensor) -> Tensor:
         """``[B, S]`` long: the slot of each place in ``chosen [B, q]``; meaningless for places that are gone."""
@@ -259,7 +261,7 @@ def chosen_of(phase: Phase) -> Tensor:
     return phase.chosen
 
 
-def sent(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+def to_device_packed(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Whole numbers and masks from the CPU on a device, all of them long: one copy, which the host does not wait for."""
     flat = torch.cat([x.flatten().long() for x in tensors]).to(device, non_blocking=True)
     parts = flat.split([x.numel() for x in tensors])

@@ -1,166 +1,200 @@
-"""What a recipe does in one forward of the text model behind the attention of every layer, and behind the last one."""
+"""The stages of a recipe in one forward of the text model: each runs itself by five optional moments.
+
+A *run* is the work of one mechanism in one forward. The hooks on the text model and the attention function call the moments of
+all runs in order and know no kind of method:
+
+    before_text        the text model is about to run: reduce its prompt, note what is needed of it
+    before_layer       a layer is about to run: drop or bring back tokens
+    keys_to_read       a layer is about to attend: choose the keys that it reads
+    after_attention    a layer has attended: observe, evict, pack
+    finish             the last layer has run
+
+A new kind of method is a new run in a file of its own, and one line in :mod:`mmaccel.runtime.build`.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from mmaccel_kernels.chosen import ChosenKeys
+from mmaccel_kernels.pages import Pages
 from torch import Tensor
 
 from ...core.precision import without_autocast
-from ...core.stats import Stage as StageStats
-from ...kv.cache import CacheState
-from ...kv.codecs import TokenGroup
-from ...method import LayerAttention, LayerMethod, Policy
-from ...method.results import figures_of
-from ..cache.eviction import Eviction
-from ..cache.packing import Packing
-from ..layers import reactivation as returning
-from ..prompt import tokens
-from .forward import Continuation, Forward, Prompt, chosen_of
-from .plan import PlannedStage, record
+from .forward import Forward
+
+R = TypeVar("R", bound="Run")
 
 
-class Stages:
-    """The stages of a recipe in one forward.
+@dataclass
+class TextInputs:
+    """What the text model is about to be given.
+
+    arguments : those of the call, which runs change. valid : ``[B, q]`` bool on the CPU, which new tokens are no padding; None
+        if all are tokens.
+    new_turn : whether this is the first forward of a call of ``generate``.
+    embeds, planes : of a prompt, the embeddings ``[B, S, D]`` and DeepStack features ``[B, S, D]`` of all places, reduced in
+        full length; empty before it is reduced.
+    """
+
+    arguments: dict[str, Any]
+    valid: Tensor | None = None
+    new_turn: bool = False
+    planes: list[Tensor] = field(default_factory=list)
+
+    @property
+    def embeds(self) -> Tensor:
+        """``[B, S, D]``, or what is left of it once the prompt was written."""
+        embeds: Tensor = self.arguments["inputs_embeds"]
+        return embeds
+
+    @embeds.setter
+    def embeds(self, embeds: Tensor) -> None:
+        self.arguments["inputs_embeds"] = embeds
+
+
+@dataclass
+class LayerAttended:
+    """The attention of one layer in one forward.
+
+    number : of the layer, as the cache counts. query : ``[B, Hq, q, D]``. key, value : ``[B, Hkv, K, D]``.
+    visible : ``[B, 1 or Hkv, q, K]`` bool; None where each query sees all keys up to its own.
+    window : how far back the layer's sliding window reaches, in places; None without one.
+    as_stored : whether the layer is read as it is stored, so that ``key`` has the new keys only.
+    plain : whether the output is that of plain sdpa attention over ``key`` and ``value``.
+    """
+
+    number: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    visible: Tensor | None
+    scaling: float
+    window: int | None
+    as_stored: bool = False
+    plain: bool = False
+
+
+@dataclass
+class KeysToRead:
+    """The keys that a layer reads in this forward.
+
+    chosen : those of every head. pages : the same as packed pages, where the layer is read as it is stored.
+    output : ``[B, q, Hq, D]``, the output of the attention, where the run had to compute it.
+    """
+
+    chosen: ChosenKeys | None = None
+    pages: Pages | None = None
+    output: Tensor | None = None
+
+
+class Run:
+    """The work of one mechanism in one forward of the text model; every moment is optional.
+
+    reads_keys : whether it looks at stored keys in this forward, so that layers are unpacked before they are read.
+    changes_cache : whether ``before_text`` may change the cache.
+    runs_model : whether ``before_text`` or ``finish`` runs a model, which keeps the caller's autocast.
+    """
+
+    reads_keys: bool = False
+    changes_cache: ClassVar[bool] = True
+    runs_model: ClassVar[bool] = False
+
+    def before_text(self, text: TextInputs) -> None:
+        """Called before the text model runs."""
+
+    def before_layer(self, number: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Called before layer ``number`` of the language model, with its input ``hidden [B, q, D]`` and the caller's
+        ``arguments`` (see :meth:`Forward.layer_arguments`); returns the input that the layer is given."""
+        return hidden
+
+    def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
+        """Called before a layer attends; returns the keys that it reads, None for everything."""
+        return None
+
+    def after_attention(self, layer: LayerAttended) -> None:
+        """Called when the attention of a layer has run."""
+
+    def finish(self) -> None:
+        """Called when the last layer has run."""
+
+
+class Runs:
+    """The runs of one forward, in their order.
 
     attended : layers whose attention has run through our function.
     """
 
-    def __init__(self, forward: Forward) -> None:
-        plan, state, policy = forward.plan, forward.state, forward.plan.policy
+    def __init__(self, forward: Forward, runs: Iterable[Run]) -> None:
         self.forward = forward
+        self._runs = list(runs)
         self.attended = 0
-        self.eviction: Eviction | None = None
-        if policy is not None and state is not None and (isinstance(forward, Prompt) or policy.method.decodes):
-            self.eviction = Eviction(forward, policy, state)
-        self.packing = Packing(forward, state, self.eviction) if plan.token_groups and state is not None else None
-        self._packed: set[int] = set()
-        returns = isinstance(forward, Continuation) and forward.returns
-        watched = returns or isinstance(forward, Prompt)
-        # nothing is to be done behind the attention of any layer, as in most decode steps
-        self._idle = not watched and self.eviction is None and self.packing is None
+        self._changed = False
+        # most decode steps have nothing to do in most moments
+        self._before_layer, self._readers, self._observers = (
+            [run for run in self._runs if getattr(type(run), moment) is not getattr(Run, moment)]
+            for moment in ("before_layer", "keys_to_read", "after_attention")
+        )
 
-    def after_attention(
-        self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float, window: int | None
-    ) -> None:
-        """Called by the attention function with ``query [B, Hq, q, D]`` and ``key [B, Hkv, K, D]`` of layer ``number`` of the
-        cache."""
+    @property
+    def read_keys(self) -> bool:
+        """Whether any run looks at stored keys in this forward."""
+        return any(run.reads_keys for run in self._runs)
+
+    @property
+    def between_layers(self) -> bool:
+        """Whether layers are given other inputs or arguments than the caller's."""
+        return bool(self._before_layer) or self.forward.changes_arguments
+
+    def of(self, kind: type[R]) -> R | None:
+        """The run of this class, or None."""
+        return next((run for run in self._runs if isinstance(run, kind)), None)
+
+    def before_text(self, text: TextInputs) -> None:
+        """Let all runs prepare the forward."""
+        for run in self._runs:
+            self._changed |= run.changes_cache
+            with self._precision(run):
+                run.before_text(text)
+
+    def before_layer(self, number: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """The input of layer ``number``."""
+        for run in self._before_layer:
+            hidden = run.before_layer(number, hidden, arguments)
+        return hidden
+
+    def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
+        """The keys that a layer reads; None for everything."""
+        found = None
+        for run in self._readers:
+            with without_autocast(layer.query.device):
+                found = found or run.keys_to_read(layer)
+        return found
+
+    def after_attention(self, layer: LayerAttended) -> None:
+        """Let all runs see the attention of a layer."""
         self.attended += 1
-        if self._idle:
-            return
-        with without_autocast(query.device):
-            self._after_attention(number, query, key, visible, scaling, window)
-
-    def _after_attention(
-        self, number: int, query: Tensor, key: Tensor, visible: Tensor | None, scaling: float, window: int | None
-    ) -> None:
-        forward, device = self.forward, query.device
-        returns, stage = isinstance(forward, Continuation) and forward.returns, None
-        if (returns or isinstance(forward, Prompt)) and forward.plan.stage_at_layer:
-            stage = forward.plan.stage_at_layer.get(forward.plan.family.attending[number] + 1)
-        if isinstance(forward, Continuation) and stage is not None:
-            returning.look(forward, stage.method, number, query, key, visible, scaling)
-        elif (
-            isinstance(forward, Prompt)
-            and stage is not None
-            and not stage.method.looks_ahead
-            and not tokens.rests(forward, stage)
-        ):
-            chosen = chosen_of(forward.phase(number))
-            text = (chosen >= 0) & ~forward.layout.visual.gather(1, chosen.clamp(min=0))
-            with forward.measured("selection", device):
-                prepared = {}
-                if known := forward.prepared.get(type(stage.method)):
-                    at = chosen.clamp(min=0).to(device, non_blocking=True)
-                    prepared = {name: figures.to(device).gather(1, at) for name, figures in known.items()}
-                there = text.to(device, non_blocking=True)
-                attention = LayerAttention(query, key, visible, scaling, there, text, prepared)
-                seen = figures_of(stage.method, attention)
-            forward.looked = {name: figures[:, -query.shape[2] :] for name, figures in seen.items()}
-        if isinstance(forward, Prompt) and forward.chunked is not None and forward.chunked.due(number + 1):
-            there = forward.phase(number).places >= 0
-            with forward.measured("selection", device):
-                forward.chunked.look(number, LayerAttention(query, key, visible, scaling, there))
-        if self.eviction is not None:
-            self.eviction.after_attention(number, query, key, visible, scaling, window)
-        if self.packing is not None:
-            self.packing.note_queries(number, query, key.shape[1])
-            self._pack([number] if self.eviction is None else self.eviction.done(number), device)
+        if self._observers:
+            with without_autocast(layer.query.device):
+                for run in self._observers:
+                    run.after_attention(layer)
 
     def finish(self) -> None:
-        """The last layer has run: what waited for it."""
-        with without_autocast(self.forward.device):
-            self._finish()
+        """Let all runs finish: the last layer has run."""
+        for run in self._runs:
+            with self._precision(run):
+                run.finish()
 
-    def _finish(self) -> None:
-        forward, eviction, packing = self.forward, self.eviction, self.packing
-        device = forward.phase(0).places.device
-        if eviction is not None:
-            eviction.settle()
-        if packing is not None:
-            self._pack([number for number in range(len(packing.state.layers)) if number not in self._packed], device)
-        if packing is not None and packing.waiting:
-            with forward.measured("packing", device):
-                packing.settle()
+    def _precision(self, run: Run) -> AbstractContextManager[None]:
+        return nullcontext() if run.runs_model else without_autocast(self.forward.device)
 
-    def _pack(self, layers: list[int], device: torch.device) -> None:
-        """Pack what is due of layers from which nothing is evicted any more."""
-        packing = self.packing
-        if packing is None or not layers:
-            return
-        with self.forward.measured("packing", device, layers):
-            for number in layers:
-                packing.pack(number)
-        self._packed.update(layers)
-
-    def record(self) -> None:
-        """Add to the statistics what became of the keys of a prompt, and what methods have spread over layers."""
-        forward = self.forward
-        for stage in {stage.number: stage for stage in forward.plan.stage_at_layer.values()}.values():
-            if stage.method.spreads:
-                _note_average(forward, stage)
-        if self.eviction is not None and self.eviction.figures:
-            _record_cache(forward, self.eviction.stage, self.eviction.figures)
-        if forward.state is not None:
-            for group in forward.plan.token_groups:
-                if group.of != "salient":
-                    _record_codec(forward, forward.state, group)
+    def settle(self, whole: bool) -> None:
+        """End the forward in the cache, as a ``whole`` or broken off."""
+        if self._changed and self.forward.state is not None:
+            self.forward.state.settle(whole)
 
 
-def _note_average(forward: Forward, stage: PlannedStage[LayerMethod]) -> None:
-    """Say what the layers at which a method works had on average."""
-    stats, at = forward.stats, stage.method.layers()
-    mean = sum(stats.layer_tokens[i] for i in at) / len(at)
-    stats.notes.append(
-        f"{stage.method.name} spreads its budget: layers {at[0]} to {at[-1]} have {mean:.4g} visual tokens on average, and the "
-        f"last {stats.layer_tokens[-1]}"
-    )
-
-
-def _record_cache(forward: Forward, stage: PlannedStage[Policy], layers: list[Tensor]) -> None:
-    """The mean over layers of keys that there were, were to stay, and stayed."""
-    policy, notes = stage.method, forward.stats.notes
-    there, resolved, kept = torch.stack(layers).double().mean(0).tolist()
-    record(forward.stats, stage, round(there), round(resolved), round(kept))
-    if policy.budget == "adaptive" and not policy.recalls:
-        notes.append(
-            f"{policy.name} lets the content decide: of {there:g} keys a layer {resolved:g} were asked for, and "
-            f"{kept:g} stay"
-        )
-    if kept == there and not policy.recalls and (policy.deferred or len(forward.plan.stages) > 1):
-        why = "; it drops keys of tokens that a later layer dropped" if policy.deferred else ""
-        notes.append(f"stage {stage.number} ({policy.name}) left all keys that reached it{why}")
-
-
-def _record_codec(forward: Forward, state: CacheState, group: TokenGroup) -> None:
-    """A codec drops nothing: what it finds is what stays."""
-    stats, codec = forward.stats, group.codec
-    figures = stats.stages.setdefault(group.stage, StageStats("codec", codec.name, resolved=None))
-    if group.of != "text":
-        before = [s.tokens_kept for s in stats.stages.values() if s.site == "cache"]
-        figures.tokens_in = figures.tokens_kept = before[0] if before else stats.layer_tokens[-1]
-    own = {other.number for other in forward.plan.token_groups if other.stage == group.stage}
-    if not any(width for layer in state.layers for n, width in enumerate(layer.widths) if n in own):
-        what = f"{group.of} tokens" if group.of in ("text", "visual") else "tokens"
-        stats.notes.append(
-            f"{codec.name} has packed nothing: it packs {codec.page} {what} at a time, beyond the newest {codec.residual}."
-        )
+__all__ = ["KeysToRead", "LayerAttended", "Run", "Runs", "TextInputs"]

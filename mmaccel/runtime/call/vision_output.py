@@ -1,32 +1,32 @@
-"""What is known of the pictures or clips that a call has encoded."""
+"""Pictures and clips that a call has encoded, and what was seen of their encoding."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...core.layout import Modality
+from ...core.layout import Modality, Units
 from ...families.tower import EncoderCall, Towers
-from ..tower.reused_frames import Frames
-from .compact_tokens import Shortened
+from ...method import Tap
+from .compact_tokens import CompactTokens
 
 
 @dataclass
-class Encoded(EncoderCall):
-    """One call of ``get_image_features`` or ``get_video_features``, and what was seen of it.
+class VisionOutput(EncoderCall):
+    """One call of ``get_image_features`` or ``get_video_features``.
 
     taps : per (kind, tower layer) what each attention call of that layer delivered, in order.
     modality : which of the two functions it was.
-    merged : what is left in the tower, if the recipe merges tokens there or leaves patches out.
+    merged : the tokens that are left in the tower, if the recipe merges tokens there or leaves patches out.
     whole : tokens of every frame, once a tower with a packed sequence was asked for them.
-    reused : which frames take parts of others, if the recipe reuses some.
     """
 
     taps: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
-    merged: Shortened | None = None
+    merged: CompactTokens | None = None
     modality: Modality = "image"
-    reused: Frames | None = None
     whole: list[int] | None = None
 
     def lengths(self, towers: Towers) -> list[int]:
@@ -35,3 +35,21 @@ class Encoded(EncoderCall):
             # sizes may lie on the device
             self.whole = [h * w for picture in towers.frames(self) or () for h, w in picture]
         return self.whole if self.merged is None or not self.merged.open else self.merged.lengths(self.whole)
+
+
+class TapReader(Protocol):
+    """Reads what methods ask to see of the vision towers, see :class:`mmaccel.runtime.tower.taps.Taps`."""
+
+    towers: Towers
+    #: kinds of taps by tower layer
+    layers: dict[int, set[str]]
+
+    def see(
+        self, output: VisionOutput, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
+        """Called by the attention of a tower with ``query`` and ``key [N, H, T, d]``; returns the mask to use."""
+
+    def signals(
+        self, wanted: Sequence[Tap], outputs: Mapping[Modality, VisionOutput], units: Units
+    ) -> dict[str, Tensor]:
+        """What one method asked for, per unit: ``[N, layers, n, ...]`` float32; NaN without a source."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,16 +19,28 @@ from torch import Tensor, nn
 from ...kv.cache import CacheState, state_of
 from ...kv.decoding import on_gpu
 from ...kv.pinned import Pinned
-from ...method import ReadingPolicy, ReturningMethod
 from ...transformers_api import cache_in
 from ..cache.packing import coming_unpacked
 from ..cache.schedule import coming_kept, query_spec_of
 from ..cache.sparse_read import pinned_reads, unpinnable
-from ..call.call import Scope, current
+from ..call.call import Call, current
 from ..call.plan import ModelPlan
 from . import replay
 
 Forward = Callable[..., Any]
+
+
+@dataclass
+class CapturedSteps:
+    """The captured steps of one call.
+
+    step : replays decode steps on the cache as it is pinned. idle : what the cache was pinned to until an ordinary step.
+    """
+
+    step: replay.ReplayedStep | None = None
+    idle: Pinned | None = None
+
+
 #: tokens that a cache is pinned for at once; more of them make fewer graphs, and attention reads them all
 CHUNK = 512
 _NOTHING = "the cache holds no prompt that was reduced"
@@ -38,16 +51,16 @@ def may_capture(plan: ModelPlan, original: Callable[..., bool]) -> Callable[...,
 
     @functools.wraps(original)
     def criteria(model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        scope, compiled = current(plan), generation_config.compile_config is not None
-        if scope is None or not scope.plan.active or not (compiled or replay.recordable(plan.family.model)):
+        call, compiled = current(plan), generation_config.compile_config is not None
+        if call is None or not call.plan.active or not (compiled or replay.recordable(plan.family.model)):
             return original(model_kwargs, generation_config)
-        if scope.drafted:
+        if call.inputs.drafted:
             # what is verified is cropped behind every step, and a captured one lets nothing move
             return False
-        scope.stats.uncaptured = _obstacle_in_call(plan, generation_config)
-        if not compiled and not scope.stats.uncaptured:
-            scope.stats.uncaptured = _obstacle_to_replay(plan, scope)
-        return not scope.stats.uncaptured
+        call.stats.uncaptured = _obstacle_in_call(plan, generation_config)
+        if not compiled and not call.stats.uncaptured:
+            call.stats.uncaptured = _obstacle_to_replay(plan, call)
+        return not call.stats.uncaptured
 
     return criteria
 
@@ -58,23 +71,24 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
 
     @functools.wraps(original)
     def get_compiled_call(compile_config: Any) -> Forward:
-        scope, model = current(plan), plan.family.model
-        if scope is not None and not scope.plan.active:
+        call, model = current(plan), plan.family.model
+        if call is not None and not call.plan.active:
             return original(compile_config)
         compiled = None if compile_config is None else original(compile_config)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            scope, ids, state = current(plan), kwargs.get("input_ids"), state_of(cache_in(kwargs))
-            if state is not None and scope is not None and not args and ids is not None and ids.shape[1] == 1:
-                known = "" if scope.step is None else scope.step.obstacle
-                scope.stats.uncaptured = _obstacle_in_cache(plan, state) or known
-                pinned = None if scope.stats.uncaptured else _pinned(plan, scope, state)
+            call, ids, state = current(plan), kwargs.get("input_ids"), state_of(cache_in(kwargs))
+            if state is not None and call is not None and not args and ids is not None and ids.shape[1] == 1:
+                steps = call.state(CapturedSteps)
+                known = "" if steps.step is None else steps.step.obstacle
+                call.stats.uncaptured = _obstacle_in_cache(plan, state) or known
+                pinned = None if call.stats.uncaptured else _pinned(plan, call, state)
                 if pinned is not None:
-                    return _step(model, compiled, scope, pinned, kwargs)
+                    return _step(model, compiled, call, pinned, kwargs)
             if state is not None:
-                _let_go(scope, state)
-            elif scope is not None:
-                scope.stats.uncaptured = _NOTHING
+                _let_go(call, state)
+            elif call is not None:
+                call.stats.uncaptured = _NOTHING
             return model(*args, **kwargs)
 
         return forward
@@ -83,22 +97,23 @@ def captured_forward(plan: ModelPlan, original: Callable[..., Forward]) -> Calla
 
 
 def _step(
-    model: nn.Module, compiled: Forward | None, scope: Scope[ModelPlan], pinned: Pinned, kwargs: dict[str, Any]
+    model: nn.Module, compiled: Forward | None, call: Call[ModelPlan], pinned: Pinned, kwargs: dict[str, Any]
 ) -> Any:
     """A captured step. Of what ``generate`` passes only the token differs from step to step."""
     ids = kwargs["input_ids"]
-    with scope.stats.clock.measure("decode", ids.device):
+    with call.stats.clock.measure("decode", ids.device):
         if compiled is not None:
-            scope.stats.captured_steps += 1
+            call.stats.captured_steps += 1
             output = compiled(**_constant(kwargs), input_ids=ids)
         else:
-            if scope.step is None or scope.step.pinned is not pinned:
+            steps = call.state(CapturedSteps)
+            if steps.step is None or steps.step.pinned is not pinned:
                 constant = _constant(kwargs)
-                scope.step = replay.ReplayedStep(pinned, ids, lambda token: model(**constant, input_ids=token))
-            scope.stats.captured_steps += scope.step.replays
-            output = scope.step(ids)
+                steps.step = replay.ReplayedStep(pinned, ids, lambda token: model(**constant, input_ids=token))
+            call.stats.captured_steps += steps.step.replays
+            output = steps.step(ids)
     pinned.counted()
-    scope.stats.decode_steps += 1
+    call.stats.decode_steps += 1
     return output
 
 
@@ -111,30 +126,31 @@ def _constant(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in kwargs.items() if not isinstance(x, Tensor)} | {"position_ids": positions}
 
 
-def _pinned(plan: ModelPlan, scope: Scope[ModelPlan], state: CacheState) -> Pinned | None:
+def _pinned(plan: ModelPlan, call: Call[ModelPlan], state: CacheState) -> Pinned | None:
     """The cache, pinned for what may still come in this call; None where an ordinary step is due. CUDA graphs may write to
     what stays where it is."""
     if (pinned := state.shared.pinned) is not None and not pinned.full:
         return pinned
-    _let_go(scope, state)
+    _let_go(call, state)
     seen, policy = state.seen, None if plan.policy is None else plan.policy.method
-    coming, unpacked = scope.coming(seen), coming_unpacked(plan.token_groups, state.shared, seen)
+    coming, unpacked = call.expected.after(seen), coming_unpacked(plan.token_groups, state.shared, seen)
     query_spec, kept = None, CHUNK
     if policy is not None and policy.scheduled:
         query_spec = query_spec_of(policy, plan.family.text.config.num_attention_heads)
         kept = coming_kept(policy, state, query_spec)
     # with this token something may be packed or evicted, or it says whether text goes on behind a slow clip or its question
-    if 0 in (unpacked, kept) or (state.ahead is not None and not scope.stats.decode_steps):
+    if 0 in (unpacked, kept) or (state.ahead is not None and not call.stats.decode_steps):
         return None
     reads = None
-    if isinstance(policy, ReadingPolicy):
+    if plan.reading is not None:
         # the first step makes what each of them carries to the next
-        reads = pinned_reads(policy, state.layers) if scope.stats.decode_steps else None
+        reads = pinned_reads(plan.reading.method, state.layers) if call.stats.decode_steps else None
         if reads is None:
             return None
     coming = CHUNK if coming is None else max(1, coming)
     steps = min(CHUNK, coming, CHUNK if unpacked is None else unpacked, kept)
-    idle, scope.idle = scope.idle, None
+    steps_held = call.state(CapturedSteps)
+    idle, steps_held.idle = steps_held.idle, None
     pinned = state.pin(steps, query_spec, idle, reads)
     if pinned is idle:
         return pinned
@@ -147,11 +163,11 @@ def _pinned(plan: ModelPlan, scope: Scope[ModelPlan], state: CacheState) -> Pinn
     return pinned
 
 
-def _let_go(scope: Scope[ModelPlan] | None, state: CacheState) -> None:
+def _let_go(call: Call[ModelPlan] | None, state: CacheState) -> None:
     """An ordinary step is due. Behind it the cache may be pinned where it was, since nobody else has seen what is there."""
     pinned = state.shared.pinned
-    if scope is not None and pinned is not None:
-        scope.idle = pinned
+    if call is not None and pinned is not None:
+        call.state(CapturedSteps).idle = pinned
     state.unpin()
 
 
@@ -161,9 +177,9 @@ def _known(hook: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] in ("mmaccel", "transformers")
 
 
-def _obstacle_to_replay(plan: ModelPlan, scope: Scope[ModelPlan]) -> str:
+def _obstacle_to_replay(plan: ModelPlan, call: Call[ModelPlan]) -> str:
     """Why steps of a call cannot be recorded and replayed; empty if they can."""
-    if scope.new_tokens is not None and scope.new_tokens < replay.LEAST:
+    if call.expected.new is not None and call.expected.new < replay.LEAST:
         return f"fewer than {replay.LEAST} tokens may come, and recording a step costs a few of them"
     for name, module in plan.family.model.named_modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -184,11 +200,12 @@ def _obstacle_in_call(plan: ModelPlan, config: Any) -> str:
         return f"the recurrent states of {family.name} are not pinned"
     if family.masks_above:
         return f"{family.name} makes masks in front of its text model"
-    reads = policy is not None and isinstance(policy.method, ReadingPolicy)
+    reads = plan.reading is not None
     if policy is not None and policy.method.decodes and not (policy.method.scheduled or reads):
         return f"{policy.method.name} looks at the cache at every step"
-    if back := [one.method.name for one in plan.stage_at_layer.values() if isinstance(one.method, ReturningMethod)]:
-        return f"with {back[0]} as many tokens run in a step as come back in it"
+    if plan.returning:
+        back = next(iter(plan.stage_at_layer.values())).method.name
+        return f"with {back} as many tokens run in a step as come back in it"
     if reads and config.compile_config is not None and on_gpu(next(family.text.parameters())):
         return "torch.compile cannot follow the kernels that choose keys; leave out compile_config"
     if policy is not None and policy.method.every == 1 and not policy.method.growth and not policy.method.cap:
@@ -213,5 +230,4 @@ def _obstacle_in_cache(plan: ModelPlan, state: CacheState) -> str:
         return "behind a prompt that ends in a picture every axis of positions goes on from its own end"
     if state.shared.weights is not None and plan.family.text.config._attn_implementation != "mmaccel_text_sdpa":
         return "tokens have weights, which captured steps have only with sdpa attention"
-    method = None if plan.policy is None else plan.policy.method
-    return unpinnable(method, state.layers) if isinstance(method, ReadingPolicy) else ""
+    return "" if plan.reading is None else unpinnable(plan.reading.method, state.layers)

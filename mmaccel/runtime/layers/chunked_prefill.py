@@ -1,5 +1,4 @@
-"""A prompt that lower layers read in chunks, which are rows of the batch and join between layers: what a
-:class:`mmaccel.method.ChunkMethod` is shown of it, and what becomes of it."""
+"""Chunked prefill: lower layers read a prompt in chunks, which are rows of the batch and join between layers."""
 
 from __future__ import annotations
 
@@ -10,11 +9,14 @@ import torch
 from torch import Tensor
 
 from ...core.chunks import Chunks, Join, Span
+from ...core.precision import without_autocast
 from ...kv import chunks as cached
 from ...kv.cache import CacheState
-from ...method import ChunkMethod, TokenBatch
-from ..call.forward import Chunked, Prompt, StageResult, sent
+from ...method import ChunkMethod, LayerAttention, TokenBatch
+from ...method.results import check_figures
+from ..call.forward import Prompt, StageResult, to_device_packed
 from ..call.plan import PlannedStage, record
+from ..call.runs import LayerAttended, Run, TextInputs
 from ..prompt import tokens
 
 
@@ -100,46 +102,6 @@ class _Row:
         return moved, behind, whole - longest
 
 
-def cut(prompt: Prompt, chosen: Tensor, planes: list[Tensor], kwargs: dict[str, Any]) -> Tensor:
-    """Cut what is left of a prompt into chunks, and put them into the arguments of the text model.
-
-    Parameters
-    ----------
-    chosen : ``[B, q]`` long on the CPU, the places of the tokens that the arguments hold; -1 for padding.
-    planes : DeepStack features ``[B, S, D]`` at all places.
-
-    Returns
-    -------
-    ``[R, q]`` long, the places of the tokens that the arguments hold now; those of ``chosen`` where nothing is cut.
-    """
-    stage, family = prompt.plan.chunks, prompt.plan.family
-    assert stage is not None
-    count, share = _budget(prompt, stage)
-    given, there = kwargs["position_ids"], chosen >= 0
-    # an axis before three is that of the text, which counts as time does
-    axes = given.cpu()[None] if given.dim() == 2 else given.cpu()[-3:]
-    limit = getattr(family.text.config, "max_position_embeddings", None)
-    rows = [_Row.of(prompt, b, chosen[b, real], axes[:, b, real]) for b, real in enumerate(there)]
-    spans = [
-        row.span(row.levels(stage.method, kept, family.depth, limit)) for row, kept in zip(rows, share, strict=True)
-    ]
-    if all(span.chunks == 1 for span in spans):
-        return chosen
-    now = Chunks.cut([places[real] for places, real in zip(chosen, there, strict=True)], spans)
-    joins = [stage.method.joins((span.chunks - 1).bit_length(), family.depth) for span in spans]
-    moved, behind, shorter = zip(*(row.settled(span) for row, span in zip(rows, spans, strict=True)), strict=True)
-    moves = torch.zeros_like(axes)
-    for b, real in enumerate(there):
-        moves[:, b, real] = moved[b]
-    _place(prompt, now, chosen, moves if given.dim() < 3 or len(given) == 3 else moves[[0, 0, 1, 2]], planes, kwargs)
-    if prompt.state is not None:
-        _follow(prompt.state, now, joins, moves.new_tensor(behind), moves.new_tensor(shorter))
-    where = kwargs["position_ids"] if given.dim() == 2 else kwargs["position_ids"][-3]
-    prompt.chunked = Chunked(stage, now, joins, where, count)
-    prompt.stats.notes += _told(stage.method, spans, joins, int((axes - moves).max()), limit)
-    return now.places
-
-
 def _budget(prompt: Prompt, stage: PlannedStage[ChunkMethod]) -> tuple[Tensor, list[int]]:
     """How many tokens of every picture are to be left, ``[N]`` long on the CPU, and of every row; begins the figures of the
     stage."""
@@ -150,14 +112,13 @@ def _budget(prompt: Prompt, stage: PlannedStage[ChunkMethod]) -> tuple[Tensor, l
     return count, [int(count[whole.row == row].sum()) for row in range(len(prompt.layout.valid))]
 
 
-def _place(
-    prompt: Prompt, now: Chunks, chosen: Tensor, moves: Tensor, planes: list[Tensor], kwargs: dict[str, Any]
-) -> None:
+def _place(prompt: Prompt, now: Chunks, chosen: Tensor, moves: Tensor, text: TextInputs) -> None:
     """Write chunks into the arguments of the text model, whose tokens come forward by ``moves [axes, B, q]``."""
+    kwargs, planes = text.arguments, text.planes
     embeds, given, places = kwargs["inputs_embeds"], kwargs["position_ids"], now.places.clamp(min=0)
     visual = prompt.layout.visual[now.row[:, None], places] & (now.places >= 0)
     at = prompt.slots(chosen)[now.row].gather(1, places)
-    row, at, places, seen, spots = sent(
+    row, at, places, seen, spots = to_device_packed(
         embeds.device, now.row[:, None], at, places, visual, visual.flatten().nonzero()[:, 0]
     )
     kwargs["inputs_embeds"] = embeds[row, at]
@@ -200,24 +161,127 @@ def _told(
     return notes
 
 
-# --- joining ----------------------------------------------------------------------------------------------------------
-def join(prompt: Prompt, layer: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Drop tokens of the chunks that join at the input of ``layer``, and join them: ``hidden [R, q, D] -> [r, w, D]``. The rows
-    of its other ``arguments`` and of the cache follow."""
-    chunked, state = prompt.chunked, prompt.state
-    assert chunked is not None
-    now = chunked.now
-    into = now.pairs(chunked.joining(layer))
-    _reduce(prompt, chunked, into, layer, hidden)
-    stays = prompt.total.kept[now.row[:, None], now.places.clamp(min=0)]
-    chunked.now, how = now.join(stays, into)
-    prompt.begin(layer, chunked.now.places, chunked.now.padded, hidden.device, **_arguments(how, arguments))
-    if state is not None:
-        cached.join(state, layer, how, prompt.incoming.phase(layer))
-    chunked.positions = how.to(chunked.positions.device).pick(chunked.positions)
-    counted = prompt.stats.layer_tokens
-    counted[layer:] = [int((prompt.total.kept & prompt.layout.visual).sum())] * (len(counted) - layer)
-    return how.to(hidden.device).apply(hidden)
+# --- running ----------------------------------------------------------------------------------------------------------
+class ChunkedPrefill(Run):
+    """The chunks of one prompt, as far as they have joined.
+
+    stage : the method and its budget.
+    """
+
+    def __init__(self, prompt: Prompt, stage: PlannedStage[ChunkMethod]) -> None:
+        self.prompt, self.stage = prompt, stage
+        #: the chunks that there are; None where the prompt is not cut
+        self._now: Chunks | None = None
+        #: for every row of the prompt the layers at whose input its chunks join
+        self._joins: list[list[int]] = []
+        #: ``[R, q]``, where their tokens stand, on the first axis where there are several
+        self._positions: Tensor = torch.empty(0)
+        #: ``[N]`` long on the CPU, how many tokens of every picture are to be left
+        self._count: Tensor = torch.empty(0)
+        #: figures of their tokens that the method made of the attention before the next join, ``[R, q]``
+        self._looked: dict[str, Tensor] = {}
+
+    def cut(self, chosen: Tensor, text: TextInputs) -> Tensor:
+        """Cut what is left of a prompt into chunks, and put them into the arguments of the text model.
+
+        Parameters
+        ----------
+        chosen : ``[B, q]`` long on the CPU, the places of the tokens that the arguments hold; -1 for padding.
+
+        Returns
+        -------
+        ``[R, q]`` long, the places of the tokens that the arguments hold now; those of ``chosen`` where nothing is cut.
+        """
+        prompt, method, family = self.prompt, self.stage.method, self.prompt.plan.family
+        self._count, share = _budget(prompt, self.stage)
+        given, there = text.arguments["position_ids"], chosen >= 0
+        # an axis before three is that of the text, which counts as time does
+        axes = given.cpu()[None] if given.dim() == 2 else given.cpu()[-3:]
+        limit = getattr(family.text.config, "max_position_embeddings", None)
+        rows = [_Row.of(prompt, b, chosen[b, real], axes[:, b, real]) for b, real in enumerate(there)]
+        spans = [row.span(row.levels(method, kept, family.depth, limit)) for row, kept in zip(rows, share, strict=True)]
+        if all(span.chunks == 1 for span in spans):
+            return chosen
+        now = Chunks.cut([places[real] for places, real in zip(chosen, there, strict=True)], spans)
+        joins = [method.joins((span.chunks - 1).bit_length(), family.depth) for span in spans]
+        moved, behind, shorter = zip(*(row.settled(span) for row, span in zip(rows, spans, strict=True)), strict=True)
+        moves = torch.zeros_like(axes)
+        for b, real in enumerate(there):
+            moves[:, b, real] = moved[b]
+        _place(prompt, now, chosen, moves if given.dim() < 3 or len(given) == 3 else moves[[0, 0, 1, 2]], text)
+        if prompt.state is not None:
+            _follow(prompt.state, now, joins, moves.new_tensor(behind), moves.new_tensor(shorter))
+        where = text.arguments["position_ids"]
+        self._now, self._joins, self._positions = now, joins, where if given.dim() == 2 else where[-3]
+        prompt.stats.notes += _told(method, spans, joins, int((axes - moves).max()), limit)
+        return now.places
+
+    def before_layer(self, number: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Join chunks that are due at the input of a layer: ``hidden [R, q, D] -> [r, w, D]``."""
+        if not self._due(number):
+            return hidden
+        with self.prompt.measured("selection", hidden.device), without_autocast(hidden.device):
+            return self._join(number, hidden, {**arguments, **self.prompt.arguments[-1].replaced})
+
+    def after_attention(self, layer: LayerAttended) -> None:
+        """Show the method what a layer attends to, where chunks join behind it."""
+        if not self._due(layer.number + 1):
+            return
+        there, method, query = self.prompt.phase(layer.number).places >= 0, self.stage.method, layer.query
+        with self.prompt.measured("selection", query.device):
+            attention = LayerAttention(query, layer.key, layer.visible, layer.scaling, there)
+            seen = method.observe(attention, self._positions, layer.number)
+            self._looked = check_figures(method, "observe()", seen, (query.shape[0], query.shape[2]), query)
+
+    def _due(self, layer: int) -> bool:
+        """Whether chunks of any row join at the input of a layer."""
+        return any(layer in layers for layers in self._joins)
+
+    def _join(self, layer: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Drop tokens of the chunks that join at the input of ``layer``, and join them. The rows of its other ``arguments`` and
+        of the cache follow."""
+        prompt, state, now = self.prompt, self.prompt.state, self._now
+        assert now is not None
+        into = now.pairs(torch.tensor([layer in layers for layers in self._joins]))
+        self._reduce(now, into, layer, hidden)
+        stays = prompt.total.kept[now.row[:, None], now.places.clamp(min=0)]
+        self._now, how = now.join(stays, into)
+        prompt.begin(layer, self._now.places, self._now.padded, hidden.device, **_arguments(how, arguments))
+        if state is not None:
+            cached.join(state, layer, how, prompt.incoming.phase(layer))
+        self._positions = how.to(self._positions.device).pick(self._positions)
+        counted = prompt.stats.layer_tokens
+        counted[layer:] = [int((prompt.total.kept & prompt.layout.visual).sum())] * (len(counted) - layer)
+        return how.to(hidden.device).apply(hidden)
+
+    def _reduce(self, now: Chunks, into: Tensor, layer: int, hidden: Tensor) -> None:
+        """Let the method drop tokens of the chunks that go ``into [R]`` others two by two."""
+        prompt, method = self.prompt, self.stage.method
+        total, shape = prompt.total, prompt.total.kept.shape
+        part, slot = now.tables(shape)
+        joins = into.bincount()[into] == 2
+        part = part.masked_fill(~total.kept | ~prompt.layout.visual | ~joins[part], -1)
+        if not bool((part >= 0).any()):
+            # text between pictures is all there is
+            return
+        units, picture, chunk = prompt.layout.units(method.unit).split(part)
+        there = units.valid.sum(1)
+        count = _shares(there, self._count[picture], picture, chunk, into)
+        at = slot[units.row[:, None], units.places.clamp(min=0)].masked_fill(~units.valid, 0)
+        found, rows, at, (wanted, entered) = tokens.gathered(units, hidden, chunk, at, count, there)
+        signals = {
+            name: x.to(hidden.device)[rows[:, None], at].masked_fill(~found["valid"], torch.nan)
+            for name, x in self._looked.items()
+        }
+        clips = (units.grid[:, 0] > 1).tolist()
+        batch = TokenBatch(**found, entered=entered, left=there[:, None], clips=clips, signals=signals)
+        # a choice has no gradient
+        with torch.no_grad():
+            made = tokens.checked(method, method.reduce(batch, wanted), units.valid, count, hidden.shape[2])
+        prompt.stats.stages[self.stage.number].tokens_kept += int(made.kept.sum() - made.valid.sum())
+        made = made.relabel(units.places, units.row, shape)
+        prompt.total = total.then(made.keeping(total.kept & ~made.valid))
+        prompt.history.append(StageResult(self.stage.number, layer, prompt.total, units, signals))
 
 
 def _arguments(how: Join, given: dict[str, Any]) -> dict[str, Any]:
@@ -231,35 +295,6 @@ def _arguments(how: Join, given: dict[str, Any]) -> dict[str, Any]:
         rows = positions.movedim((-2, -1), (0, 1))
         made["position_ids"] = how.to(positions.device).pick(rows).movedim((0, 1), (-2, -1))
     return made
-
-
-def _reduce(prompt: Prompt, chunked: Chunked, into: Tensor, layer: int, hidden: Tensor) -> None:
-    """Let the method drop tokens of the chunks that go ``into [R]`` others two by two."""
-    method, total, shape = chunked.stage.method, prompt.total, prompt.total.kept.shape
-    part, slot = chunked.now.tables(shape)
-    joins = into.bincount()[into] == 2
-    part = part.masked_fill(~total.kept | ~prompt.layout.visual | ~joins[part], -1)
-    if not bool((part >= 0).any()):
-        # text between pictures is all there is
-        return
-    units, picture, chunk = prompt.layout.units(method.unit).split(part)
-    there = units.valid.sum(1)
-    count = _shares(there, chunked.count[picture], picture, chunk, into)
-    at = slot[units.row[:, None], units.places.clamp(min=0)].masked_fill(~units.valid, 0)
-    found, rows, at, (wanted, entered) = tokens.gathered(units, hidden, chunk, at, count, there)
-    signals = {
-        name: x.to(hidden.device)[rows[:, None], at].masked_fill(~found["valid"], torch.nan)
-        for name, x in chunked.looked.items()
-    }
-    clips = (units.grid[:, 0] > 1).tolist()
-    batch = TokenBatch(**found, entered=entered, left=there[:, None], clips=clips, signals=signals)
-    # a choice has no gradient
-    with torch.no_grad():
-        made = tokens.checked(method, method.reduce(batch, wanted), units.valid, count, hidden.shape[2])
-    prompt.stats.stages[chunked.stage.number].tokens_kept += int(made.kept.sum() - made.valid.sum())
-    made = made.relabel(units.places, units.row, shape)
-    prompt.total = total.then(made.keeping(total.kept & ~made.valid))
-    prompt.history.append(StageResult(chunked.stage.number, layer, prompt.total, units, signals))
 
 
 def _shares(there: Tensor, budget: Tensor, picture: Tensor, chunk: Tensor, into: Tensor) -> Tensor:

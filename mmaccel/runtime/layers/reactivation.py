@@ -1,4 +1,4 @@
-"""Tokens that a prompt dropped between layers, and that come back in the forwards behind it: what waits, and who runs again."""
+"""Reactivation: tokens that a prompt dropped between layers wait with the cache, and may run again in later forwards."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.precision import without_autocast
 from ...core.reduction import Reduction
 from ...errors import UnsupportedError
 from ...kv.cache import CacheState
 from ...kv.index import KeyIndex
 from ...kv.returning import Aside, Returning
 from ...kv.sparse import SparseRead
-from ...method import LayerAttention, LayerMethod, ReturningMethod
+from ...method import LayerAttention, ReturningMethod
 from ...method.results import check_tensor, figures_of
-from ..call.forward import Continuation, Prompt, rows_at, sent
-from ..call.plan import ModelPlan
+from ..call.forward import Continuation, LayerArguments, Prompt, rows_at, to_device_packed
+from ..call.plan import ModelPlan, PlannedStage
+from ..call.runs import LayerAttended, Run
 
 
-def may(plan: ModelPlan, state: CacheState) -> bool:
+def may_return(plan: ModelPlan, state: CacheState) -> bool:
     """Whether tokens may come back in a forward behind a prompt: some wait at the layers of this plan, and at no others."""
     memory = state.shared.returning
-    if memory is None or not memory.dropped or set(memory.at) != set(plan.stage_at_layer):
-        return False
-    return any(isinstance(stage.method, ReturningMethod) for stage in plan.stage_at_layer.values())
+    waits = memory is not None and memory.dropped and set(memory.at) == set(plan.stage_at_layer)
+    return waits and bool(plan.returning)
 
 
 def check_rows(prompt: Prompt) -> None:
@@ -38,7 +39,7 @@ def check_rows(prompt: Prompt) -> None:
         If there is such a row.
     """
     rows, state = prompt.text_rows, prompt.state
-    if rows is None or state is None or not may(prompt.plan, state) or state.shared.returning is None:
+    if rows is None or state is None or not may_return(prompt.plan, state) or state.shared.returning is None:
         return
     memory = state.shared.returning
     dropped = torch.stack([waiting.stayed.sum(1) < memory.visual.sum(1) for waiting in memory.at.values()]).any(0)
@@ -52,35 +53,42 @@ def check_rows(prompt: Prompt) -> None:
 
 
 # --- a prompt -----------------------------------------------------------------------------------------------------------
-def set_aside(
-    prompt: Prompt, number: int, made: Reduction, hidden: Tensor, slots: Tensor, arguments: Mapping[str, Any]
-) -> None:
-    """Let what layer ``number`` of the language model drops of a prompt wait with its cache.
+class KeepDropped:
+    """Lets what a layer drops of a prompt wait with its cache."""
 
-    Parameters
-    ----------
-    made : ``[B, S]`` on the CPU, what reached the layer and what stays of it.
-    hidden : ``[B, q, D]``, the input of the layer, with place ``s`` at ``slots [B, S]`` (on the CPU).
-    arguments : those of the layer for the same tokens.
-    """
-    if prompt.state is None:
-        return
-    shared, visual = prompt.state.shared, prompt.layout.visual
-    places, _ = prompt.compacted(made.valid & ~made.kept)
-    there = places >= 0
-    at, where, stayed, among = sent(
-        hidden.device,
-        slots.gather(1, places.clamp(min=0)),
-        torch.where(there, places + prompt.seen, -1),
-        made.kept & visual,
-        made.valid & visual,
-    )
-    if shared.returning is None:
-        shared.returning = Returning(among[:, :0].bool())
-    if number == min(prompt.plan.stage_at_layer):
-        shared.returning.note(among.bool(), prompt.seen)
-    planes = {"hidden": rows_at(hidden, at), **_turned(arguments, at)}
-    shared.returning.add(number, Aside(where.int(), there.sum(1), planes), stayed.bool(), prompt.seen)
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+
+    def __call__(
+        self, number: int, made: Reduction, hidden: Tensor, slots: Tensor, arguments: Mapping[str, Any]
+    ) -> None:
+        """Keep what layer ``number`` of the language model drops.
+
+        Parameters
+        ----------
+        made : ``[B, S]`` on the CPU, what reached the layer and what stays of it.
+        hidden : ``[B, q, D]``, the input of the layer, with place ``s`` at ``slots [B, S]`` (on the CPU).
+        arguments : those of the layer for the same tokens.
+        """
+        prompt = self.prompt
+        if prompt.state is None:
+            return
+        shared, visual = prompt.state.shared, prompt.layout.visual
+        places, _ = prompt.compacted(made.valid & ~made.kept)
+        there = places >= 0
+        at, where, stayed, among = to_device_packed(
+            hidden.device,
+            slots.gather(1, places.clamp(min=0)),
+            torch.where(there, places + prompt.seen, -1),
+            made.kept & visual,
+            made.valid & visual,
+        )
+        if shared.returning is None:
+            shared.returning = Returning(among[:, :0].bool())
+        if number == min(prompt.plan.stage_at_layer):
+            shared.returning.note(among.bool(), prompt.seen)
+        planes = {"hidden": rows_at(hidden, at), **_turned(arguments, at)}
+        shared.returning.add(number, Aside(where.int(), there.sum(1), planes), stayed.bool(), prompt.seen)
 
 
 def _turned(arguments: Mapping[str, Any], at: Tensor) -> dict[str, Tensor]:
@@ -99,63 +107,88 @@ def _axes_last(positions: Tensor) -> Tensor:
 
 
 # --- what follows -------------------------------------------------------------------------------------------------------
-def look(
-    forward: Continuation,
-    method: LayerMethod,
-    number: int,
-    query: Tensor,
-    key: Tensor,
-    visible: Tensor | None,
-    scaling: float,
-) -> None:
-    """Note what ``method`` makes of the attention of layer ``number`` of the cache, ``query [B, Hq, q, D]`` and ``key [B, Hkv,
-    K, D]``."""
-    memory = _memory(forward)
-    places = forward.phase(number).places.to(query.device)
-    new = torch.arange(places.shape[1], device=places.device) >= places.shape[1] - forward.length
-    seen = figures_of(method, LayerAttention(query, key, visible, scaling, (places >= 0) & new))
-    at, n = _by_place(forward.index(number), memory, query.device)
-    figures = {name: _placed(x, at, n) for name, x in seen.items()}
-    forward.figures, forward.among = figures, _placed(at < n, at, n) & memory.visual.to(query.device)
+class Reactivation(Run):
+    """Tokens of the prompt that come back in one forward behind it.
 
+    stages : by layer of the language model, the method that drops and recalls tokens at its input.
+    """
 
-def come_back(
-    forward: Continuation, method: LayerMethod, number: int, hidden: Tensor, kwargs: Mapping[str, Any]
-) -> Tensor:
-    """The input of layer ``number`` of the language model: in front of the new tokens, the last of ``hidden [B, q, D]``, those
-    that come back. What the layers behind read and are told is noted; the host waits once for how many these are."""
-    memory, first, length = _memory(forward), forward.plan.family.stored_from(number), forward.length
-    new, waiting = hidden[:, -length:], memory.at[number]
-    aside, old = waiting.aside, waiting.aside.places.shape[1]
-    if forward.back is not None:
-        # what no longer is chosen waits from here on
-        ran = {**forward.back.planes, "hidden": hidden[:, :-length]}
-        aside = aside.joined(replace(forward.back, planes=ran))
-    chosen = _chosen(forward, method, waiting.stayed.sum(1), hidden.device)
-    wanted = chosen.gather(1, aside.places.long().clamp(min=0)) & (aside.places >= 0)
-    assert forward.state is not None
-    index = forward.state.layers[first].index
-    at, n = _by_place(index, memory, hidden.device)
-    unread = _placed(at < n, at, n) & memory.visual.to(hidden.device) & ~chosen
-    told = torch.stack([wanted.sum(1), unread.sum(1), wanted[:, :old].sum(1)]).cpu()
-    back, rest = aside.split(wanted, told[0])
-    memory.at[number] = replace(waiting, aside=rest)
-    forward.stats.tokens_returned += int(told[2].sum())
-    read = chosen | ~memory.visual.to(chosen.device)
-    forward.incoming.reads.append((first, SparseRead(read, index, told[1].tolist()) if told[1].any() else None))
-    return _run(forward, back, first, new, kwargs)
+    reads_keys = True
 
+    def __init__(self, forward: Continuation, stages: Mapping[int, PlannedStage[ReturningMethod]]) -> None:
+        assert forward.state is not None and forward.state.shared.returning is not None
+        self.forward, self.stages, self.state = forward, stages, forward.state
+        self.memory = forward.state.shared.returning
+        #: by place what a method made of the attention of the last layer that it looked at, ``[B, n]`` each
+        self._figures: dict[str, Tensor] = {}
+        #: which of these places are visual tokens that it has seen, ``[B, n]`` bool
+        self._candidates: Tensor | None = None
+        #: the tokens that run beside the new ones
+        self._back: Aside | None = None
 
-def _run(forward: Continuation, back: Aside, first: int, new: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-    """Let tokens run ``back`` through the layers from ``first`` (of the cache) on, beside the ``new [B, q, D]``."""
-    own = forward.incoming.phases[0][1]
-    if not back.places.shape[1]:
-        forward.incoming.phases.append((first, own))
-        forward.back, forward.arguments = None, {}
-        return new
-    forward.incoming.phases.append((first, own.behind(back.places, back.lengths)))
-    forward.back, forward.arguments = back, _arguments(back, kwargs)
-    return torch.cat([back.planes["hidden"], new], dim=1)
+    def before_layer(self, number: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Put tokens that come back in front of the new ones; see :meth:`_come_back`."""
+        if (stage := self.stages.get(number)) is None:
+            return hidden
+        with without_autocast(hidden.device):
+            return self._come_back(stage.method, number, hidden, arguments)
+
+    def after_attention(self, layer: LayerAttended) -> None:
+        """Note what the method at the next layer makes of the attention."""
+        family, query = self.forward.plan.family, layer.query
+        if (stage := self.stages.get(family.attending[layer.number] + 1)) is None:
+            return
+        places = self.forward.phase(layer.number).places.to(query.device)
+        new = torch.arange(places.shape[1], device=places.device) >= places.shape[1] - self.forward.length
+        attention = LayerAttention(query, layer.key, layer.visible, layer.scaling, (places >= 0) & new)
+        seen = figures_of(stage.method, attention)
+        at, n = _by_place(self.forward.index(layer.number), self.memory, query.device)
+        self._figures = {name: _placed(x, at, n) for name, x in seen.items()}
+        self._candidates = _placed(at < n, at, n) & self.memory.visual.to(query.device)
+
+    def _come_back(self, method: ReturningMethod, number: int, hidden: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """The input of layer ``number`` of the language model: in front of the new tokens, the last of ``hidden [B, q, D]``,
+        those that come back. What the layers behind read and are given is noted; the host waits once for how many these
+        are."""
+        forward, memory = self.forward, self.memory
+        first, length = forward.plan.family.stored_from(number), forward.length
+        new, waiting = hidden[:, -length:], memory.at[number]
+        aside, old = waiting.aside, waiting.aside.places.shape[1]
+        if self._back is not None:
+            # what no longer is chosen waits from here on
+            ran = {**self._back.planes, "hidden": hidden[:, :-length]}
+            aside = aside.joined(replace(self._back, planes=ran))
+        chosen = self._recalled(method, waiting.stayed.sum(1), hidden.device)
+        wanted = chosen.gather(1, aside.places.long().clamp(min=0)) & (aside.places >= 0)
+        index = self.state.layers[first].index
+        at, n = _by_place(index, memory, hidden.device)
+        unread = _placed(at < n, at, n) & memory.visual.to(hidden.device) & ~chosen
+        told = torch.stack([wanted.sum(1), unread.sum(1), wanted[:, :old].sum(1)]).cpu()
+        back, rest = aside.split(wanted, told[0])
+        memory.at[number] = replace(waiting, aside=rest)
+        forward.stats.tokens_returned += int(told[2].sum())
+        read = chosen | ~memory.visual.to(chosen.device)
+        forward.incoming.reads.append((first, SparseRead(read, index, told[1].tolist()) if told[1].any() else None))
+        return self._run(back, first, new, arguments)
+
+    def _run(self, back: Aside, first: int, new: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Let tokens run ``back`` through the layers from ``first`` (of the cache) on, beside the ``new [B, q, D]``."""
+        forward = self.forward
+        own = forward.incoming.phases[0][1]
+        if not back.places.shape[1]:
+            forward.incoming.phases.append((first, own))
+            self._back, forward.arguments = None, []
+            return new
+        forward.incoming.phases.append((first, own.behind(back.places, back.lengths)))
+        self._back, forward.arguments = back, [LayerArguments(_arguments(back, arguments))]
+        return torch.cat([back.planes["hidden"], new], dim=1)
+
+    def _recalled(self, method: ReturningMethod, count: Tensor, device: torch.device) -> Tensor:
+        """``[B, n]`` bool, the visual tokens that the layers behind see."""
+        assert self._candidates is not None
+        figures = {name: x.to(device) for name, x in self._figures.items()}
+        among = self._candidates.to(device)
+        return check_tensor(method, "recall()", method.recall(figures, among, count), "bool", among.shape, among)
 
 
 def _arguments(back: Aside, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,14 +211,6 @@ def _arguments(back: Aside, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _chosen(forward: Continuation, method: LayerMethod, count: Tensor, device: torch.device) -> Tensor:
-    """``[B, n]`` bool, the visual tokens that the layers behind see."""
-    assert isinstance(method, ReturningMethod) and forward.among is not None
-    figures = {name: x.to(device) for name, x in forward.figures.items()}
-    among = forward.among.to(device)
-    return check_tensor(method, "recall()", method.recall(figures, among, count), "bool", among.shape, among)
-
-
 def _by_place(index: KeyIndex, memory: Returning, device: torch.device) -> tuple[Tensor, int]:
     """``[B, K]`` long: where each slot of an index stands among the first ``n`` places, ``n`` for those that stand elsewhere.
     Heads that store keys of their own all have those that may come back."""
@@ -196,9 +221,3 @@ def _by_place(index: KeyIndex, memory: Returning, device: torch.device) -> tuple
 def _placed(x: Tensor, at: Tensor, n: int) -> Tensor:
     """``x [B, K]`` of slots by place, ``[B, n]``."""
     return x.new_zeros(len(x), n + 1).scatter(1, at, x)[:, :n]
-
-
-def _memory(forward: Continuation) -> Returning:
-    """What waits with the cache of a forward."""
-    assert forward.state is not None and forward.state.shared.returning is not None
-    return forward.state.shared.returning

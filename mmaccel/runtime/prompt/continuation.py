@@ -10,18 +10,26 @@ from torch import Tensor
 from ...kv.cache import CacheState
 from ...kv.incoming import Phase
 from ..call.forward import Continuation
+from ..call.runs import Run, TextInputs
 
 
-def write(
-    forward: Continuation, state: CacheState, valid: Tensor | None, kwargs: dict[str, Any], new_turn: bool = False
+class ContinueText(Run):
+    """Write the places and positions of the new tokens into the arguments of the text model."""
+
+    def __init__(self, forward: Continuation) -> None:
+        self.forward = forward
+
+    def before_text(self, text: TextInputs) -> None:
+        """All new tokens stay; the cache's offset moves where padding is among them."""
+        forward, state, arguments = self.forward, self.forward.state, text.arguments
+        assert state is not None
+        _place(forward, state, text.valid, arguments, text.new_turn)
+
+
+def _place(
+    forward: Continuation, state: CacheState, valid: Tensor | None, kwargs: dict[str, Any], new_turn: bool
 ) -> None:
-    """Put the places and positions of the new tokens into the arguments of the text model.
-
-    Parameters
-    ----------
-    valid : ``[B, q]`` bool on the CPU, which of them are no padding; None if all are tokens.
-    new_turn : whether they are the first that ``generate`` was called with.
-    """
+    """For ``valid`` and ``new_turn`` see :class:`~mmaccel.runtime.call.runs.TextInputs`."""
     batch, device, given = len(kwargs["inputs_embeds"]), forward.device, kwargs.get("position_ids")
     if state.offset is None:
         # adopted for a prompt that was refused, or reset

@@ -16,8 +16,9 @@ from ...families import Family
 from ...families.draft import check_free
 from ...method import Drafted, DraftMethod, LayerAttention
 from ...method.results import check_tensor
-from ..call.attention import Plug
-from ..call.call import Scope
+from ..call.attention import TEXT
+from ..call.attention_patch import AttentionPatch
+from ..call.call import Call
 
 #: tensors that a call may be given which are not those of the prompt
 _OWN = (
@@ -35,14 +36,10 @@ _one = threading.Lock()
 
 
 class Watched:
-    """What a method makes of the attention of every layer of a draft, step by step; stands where a
-    :class:`~mmaccel.runtime.prompt.preview.Preview` does.
+    """Observes the attention of every layer of a draft, step by step, with a method.
 
     valid : ``[B, S]`` bool, the prompt tokens that are no padding.
     """
-
-    #: a draft makes its own masks
-    visible = None
 
     def __init__(self, method: DraftMethod, valid: Tensor, first: int) -> None:
         self.method, self.valid, self.first = method, valid, first
@@ -55,8 +52,10 @@ class Watched:
         """A step begins."""
         self.steps.append(torch.zeros(self.valid.shape, device=self.valid.device))
 
-    def see(self, number: int, query: Tensor, key: Tensor, scaling: float | None) -> None:
-        """Called by the attention function of every layer."""
+    def attend(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> None:
+        """Called by the attention function of every layer; a draft makes its own masks."""
         if number < self.first:
             return
         prompt, behind = self.valid.shape[1], len(self.steps) - 1
@@ -71,8 +70,7 @@ class Watched:
             query = query.gather(2, rows[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
             causal = torch.arange(prompt, device=query.device) <= rows[..., None]
             visible = (causal & valid[:, None] & there[..., None])[:, None]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attention = LayerAttention(query, key, visible, scale, torch.zeros_like(valid))
+        attention = LayerAttention(query, key, visible, scaling, torch.zeros_like(valid))
         with without_autocast(query.device):
             seen = self.method.see(attention, prompt)
         seen = check_tensor(self.method, "see()", seen, "float", self.valid.shape, query).to(self.steps[-1].device)
@@ -80,7 +78,7 @@ class Watched:
         self.steps[-1] = join(self.steps[-1], seen)
 
 
-def read(scope: Scope[Any], method: DraftMethod, draft: Family, batch: int, length: int) -> Tensor:
+def read(call: Call[Any], method: DraftMethod, draft: Family, batch: int, length: int) -> Tensor:
     """``[B, S]`` float32: what the draft attends to in the last ``S = length`` tokens of the prompt that the call was given;
     ``B = batch`` may be a multiple of the prompts, of which each is then followed several times.
 
@@ -89,18 +87,18 @@ def read(scope: Scope[Any], method: DraftMethod, draft: Family, batch: int, leng
     UnsupportedError
         If the draft makes another number of tokens of the pictures, or is accelerated or trained by now.
     """
-    told, order = _shown(scope, draft, length)
+    told, order = _shown(call, draft, length)
     watched = Watched(method, told["attention_mask"].bool(), method.begin(draft.depth))
     with _one:
-        plug = Plug(draft.text, "text")
+        patch = AttentionPatch(draft.text, TEXT)
         hook = draft.model.register_forward_pre_hook(lambda *_: watched.begin())
-        scope.preview = watched  # type: ignore[assignment]
+        call.observer = watched
         try:
             written = _written(method, draft, told)
         finally:
-            scope.preview = None
+            call.observer = None
             hook.remove()
-            plug.off()
+            patch.off()
     # what was written before a step: the last token is seen by none
     goes_on = _goes_on(draft, written[:, : len(watched.steps) - 1])
     with without_autocast(goes_on.device):
@@ -112,23 +110,23 @@ def read(scope: Scope[Any], method: DraftMethod, draft: Family, batch: int, leng
 
 
 def write(
-    scope: Scope[Any], method: Drafted, draft: Family, batch: int, length: int, device: torch.device
+    call: Call[Any], method: Drafted, draft: Family, batch: int, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """What the draft writes behind the last ``length`` tokens of the prompt that the call was given, ``[B, n]`` long with ``n``
     at most the method's ``lookahead``, and which of it comes before the end of the answer, ``[B, n]`` bool; both on ``device``.
     For ``batch`` and what is raised see :func:`read`."""
-    told, _ = _shown(scope, draft, length)
+    told, _ = _shown(call, draft, length)
     with _one:
         written = _written(method, draft, told)
     there = _goes_on(draft, written)
     return tuple(x.to(device).repeat_interleave(batch // len(x), 0) for x in (written, there))  # type: ignore[return-value]
 
 
-def _shown(scope: Scope[Any], draft: Family, length: int) -> tuple[dict[str, Tensor], Tensor]:
+def _shown(call: Call[Any], draft: Family, length: int) -> tuple[dict[str, Tensor], Tensor]:
     """What the draft is shown of the call, on its device, padding in front; and the place that each of its tokens has among
     those of the call, ``[b, S]`` long."""
     check_free(draft)
-    given, device = scope.given, next(draft.inner.parameters()).device
+    given, device = call.inputs.given, next(draft.inner.parameters()).device
     ids, mask = given["input_ids"][:, -length:], given.get("attention_mask")
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, -length:].bool()
     told = {name: x for name, x in given.items() if isinstance(x, Tensor) and name not in _OWN}

@@ -17,48 +17,48 @@ from ...kv.index import KeyIndex
 from ...method import DraftPolicy, LayerAttention, PreviewMethod
 from ...method.results import figures_of
 from ...transformers_api import Cache, DynamicLayer, cache_argument
-from ..call.call import Scope
-from ..call.forward import Prompt, rows_at, sent
+from ..call.call import Call
+from ..call.forward import Prompt, rows_at, to_device_packed
 from ..call.plan import ModelPlan, PlannedStage
 from . import draft
-from .preview import Behind, Enough, Preview
+from .preview import LayerReached, Preview, TextBehind, Visible
 
 
 def _attention(
-    scope: Scope[ModelPlan],
+    call: Call[ModelPlan],
     prompt: Prompt,
     layer: int,
     run: Callable[[], Any],
     chosen: Tensor,
-    visible: Callable[[int, int | None], Tensor | None] | None = None,
+    visible: Visible | None = None,
 ) -> LayerAttention:
     """The attention of the ``layer`` that ``run`` comes to, over the places ``chosen [B, q]`` of a prompt (-1 padding), on the
     CPU. Keys of earlier turns take no part. For ``visible`` see :class:`.preview.Preview`."""
-    scope.preview = Preview(layer, visible)
+    call.observer = preview = Preview(layer, visible)
     try:
-        with suppress(Enough), torch.no_grad():
+        with suppress(LayerReached), torch.no_grad():
             run()
     finally:
-        found, scope.preview = scope.preview.found, None
-    if found is None:
+        call.observer = None
+    if preview.found is None:
         raise RuntimeError(f"layer {layer} was not reached")
-    query, key, scaling = found
+    query, key, scaling = preview.found
     real = chosen >= 0
     text = real & ~prompt.layout.visual.gather(1, chosen.clamp(min=0))
-    there, spoken = (x.bool() for x in sent(query.device, real, text))
+    there, spoken = (x.bool() for x in to_device_packed(query.device, real, text))
     sees = None
-    together = prompt.together if scope.plan.family.is_bidirectional(layer) else None
+    together = prompt.bidirectional if call.plan.family.is_bidirectional(layer) else None
     if together is not None or not bool(real.all()):
         causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=query.device).tril()
         if together is not None:
-            (numbers,) = sent(query.device, together.gather(1, chosen.clamp(min=0)))
+            (numbers,) = to_device_packed(query.device, together.gather(1, chosen.clamp(min=0)))
             causal = causal | ((numbers[:, None] == numbers[..., None]) & (numbers[..., None] >= 0))
         sees = (causal & there[:, None] & there[..., None])[:, None]
     return LayerAttention(query, key, sees, scaling, spoken)
 
 
 def own_attention(
-    scope: Scope[ModelPlan], prompt: Prompt, number: int, layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
+    call: Call[ModelPlan], prompt: Prompt, number: int, layer: nn.Module, hidden: Tensor, kwargs: dict[str, Any]
 ) -> LayerAttention:
     """The attention that a layer is about to pay, ``hidden [B, q, D]`` being its input."""
     # layers may be spread over devices, and what enters one is brought to it later
@@ -74,16 +74,16 @@ def own_attention(
         layer.self_attn(  # type: ignore[operator]
             **places,
             **shared,
-            hidden_states=scope.plan.family.norm_in(layer)(hidden.to(device)),
+            hidden_states=call.plan.family.norm_in(layer)(hidden.to(device)),
             position_embeddings=tuple(x.to(device) for x in kwargs["position_embeddings"]),
             attention_mask=None,
         )
 
-    return _attention(scope, prompt, number, run, prompt.chosen)
+    return _attention(call, prompt, number, run, prompt.chosen)
 
 
 def first_pass(
-    scope: Scope[ModelPlan],
+    call: Call[ModelPlan],
     prompt: Prompt,
     method: PreviewMethod,
     embeds: Tensor,
@@ -97,7 +97,7 @@ def first_pass(
     chosen, padded = prompt.compacted(prompt.total.kept)
     device, there = embeds.device, chosen >= 0
     visual = there & prompt.layout.visual.gather(1, chosen.clamp(min=0))
-    at, real, seen, slots = sent(device, chosen.clamp(min=0), there, visual, prompt.slots(chosen))
+    at, real, seen, slots = to_device_packed(device, chosen.clamp(min=0), there, visual, prompt.slots(chosen))
     rows = torch.arange(len(at), device=device)[:, None]
     given: dict[str, Any] = {
         "inputs_embeds": rows_at(embeds, at),
@@ -115,16 +115,16 @@ def first_pass(
         index = KeyIndex(places, padded, prompt.length)
 
         def visible(number: int, window: int | None) -> Tensor | None:
-            return index.mask(places, window, prompt.together if family.is_bidirectional(number) else None)
+            return index.mask(places, window, prompt.bidirectional if family.is_bidirectional(number) else None)
 
-    attention = _attention(scope, prompt, int(method.layer), lambda: family.text(**given), chosen, visible)
+    attention = _attention(call, prompt, int(method.layer), lambda: family.text(**given), chosen, visible)
     with without_autocast(device):
         looked = figures_of(method, attention)
     return {name: figures.to(device).gather(1, slots) for name, figures in looked.items()}
 
 
 class _Passing(DynamicLayer):
-    """Stands for a layer that has ``seen`` so many tokens, and stores no new ones."""
+    """Read-only stub of a layer: it has ``seen`` a number of tokens, and stores no new ones."""
 
     def __init__(self, seen: int) -> None:
         super().__init__()
@@ -144,17 +144,16 @@ class _Passing(DynamicLayer):
 
 
 def text_behind(
-    scope: Scope[ModelPlan], prompt: Prompt, stage: PlannedStage[DraftPolicy], positions: Tensor | None
-) -> Behind:
+    call: Call[ModelPlan], prompt: Prompt, stage: PlannedStage[DraftPolicy], positions: Tensor | None
+) -> TextBehind:
     """What the layers of the language model make of the text that the draft of ``stage`` writes behind a prompt, whose keys the
     cache holds; nothing of it is stored. ``positions`` are those that the text model was given."""
     state, family, device = prompt.state, prompt.plan.family, prompt.device
     assert state is not None and state.offset is not None
-    model, held, batch = prompt.plan.drafts[stage.number], scope.stages, len(prompt.layout.valid)
-    scope.stages = None
+    model, batch = prompt.plan.drafts[stage.number], len(prompt.layout.valid)
     undo = [layer.snapshot() for layer in state.recurrent]
     try:
-        written, there = draft.write(scope, stage.method, model, batch, prompt.length, device)
+        written, there = draft.write(call, stage.method, model, batch, prompt.length, device)
         end = prompt.seen + prompt.length
         at = torch.arange(end, end + written.shape[1], device=device).expand_as(written)
         # an answer goes on behind all frames
@@ -164,7 +163,7 @@ def text_behind(
             places = places.expand(len(positions), -1, -1)
         states = iter(state.recurrent)
         cache = Cache([next(states) if n in family.recurrent else _Passing(end) for n in range(family.depth)])
-        behind = scope.preview = Behind(state.layers, family.stored_from, at.masked_fill(~there, -1))
+        call.observer = behind = TextBehind(state.layers, family.stored_from, at.masked_fill(~there, -1))
         with torch.no_grad():
             family.text(
                 input_ids=written,
@@ -174,7 +173,7 @@ def text_behind(
                 **cache_argument(cache),
             )
     finally:
-        scope.preview, scope.stages = None, held
+        call.observer = None
         for restore in undo:
             restore()
     return behind

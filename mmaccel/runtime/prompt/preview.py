@@ -1,4 +1,4 @@
-"""What is to be seen of layers of the language model in a look ahead."""
+"""Observers of a pass that stores nothing: one layer of a look ahead, or a text behind the prompt."""
 
 from __future__ import annotations
 
@@ -9,42 +9,48 @@ from torch import Tensor
 
 from ...kv.packed import QuantisedLayer
 
+#: who sees what in a layer, ``[B, 1, q, q]`` bool, by its number and window; None for the model's own mask
+Visible = Callable[[int, int | None], Tensor | None]
 
-class Enough(Exception):
-    """What was to be seen was seen: the layers need not go on."""
+
+class LayerReached(Exception):
+    """The layer of a look ahead was reached: the layers behind it need not run."""
 
 
 class Preview:
-    """Notes queries ``[B, Hq, q, D]`` and keys ``[B, Hkv, q, D]`` of one layer, behind RoPE, and ends the pass there.
+    """Keeps queries ``[B, Hq, q, D]`` and keys ``[B, Hkv, q, D]`` of one layer, behind RoPE, and ends the pass there.
 
-    visible : who sees what in the layers before, ``[B, 1, q, q]`` bool by number of a layer and its window, where the text
-        model does not make its masks.
+    visible : who sees what in the layers before, where the text model does not make its masks.
     """
 
-    def __init__(self, layer: int, visible: Callable[[int, int | None], Tensor | None] | None = None) -> None:
+    def __init__(self, layer: int, visible: Visible | None = None) -> None:
         self.layer, self.visible = layer, visible
         self.found: tuple[Tensor, Tensor, float] | None = None
 
-    def see(self, number: int, query: Tensor, key: Tensor, scaling: float | None) -> None:
+    def attend(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Called by the attention function of every layer.
 
         Raises
         ------
-        Enough
+        LayerReached
             At the layer that was asked for.
         """
         if number == self.layer:
-            self.found = query, key, query.shape[-1] ** -0.5 if scaling is None else scaling
-            raise Enough
+            self.found = query, key, scaling
+            raise LayerReached
+        shown = None if self.visible is None else self.visible(number, window)
+        return None if shown is None else (key, value, shown)
 
 
-class Behind:
+class TextBehind:
     """A text behind a prompt, which attends to all that the layers of the cache store and to itself, and is not stored.
 
     Parameters
     ----------
     layers, stored_from : of the cache; and which of them belongs to a layer of the language model.
-    places : ``[B, n]`` long, the places of the text; -1 for what is no token.
+    places : ``[B, n]`` long, the places of the text; -1 for padding.
 
     found : by the number of the layer in the cache, queries ``[B, Hq, n, D]``, keys and values ``[B, Hkv, n, D]`` of the text,
         behind RoPE.
@@ -55,10 +61,10 @@ class Behind:
         self.found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def attend(
-        self, number: int, query: Tensor, key: Tensor, value: Tensor, window: int | None
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Called by the attention function of every layer: the keys and values ``[B, Hkv, K, D]`` that the text attends to, and
-        who sees what ``[B, 1 or Hkv, n, K]``; ``window`` counts places back."""
+        """The stored keys and values with those of the text ``[B, Hkv, K, D]``, and who sees what ``[B, 1 or Hkv, n, K]``;
+        ``window`` counts places back."""
         number = self.stored_from(number)
         self.found[number] = query, key, value
         layer, places = self.layers[number], self.places.to(query.device)
@@ -68,5 +74,5 @@ class Behind:
         visible = (came >= 0) & (came <= at)
         if window is not None:
             visible &= at - came < window
-        # what is no token sees anything, so that it is a number
+        # padding sees anything, so that its output is a number
         return torch.cat([held[0], key], 2), torch.cat([held[1], value], 2), visible | (at < 0)

@@ -8,31 +8,38 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from ...core.masks import leftmost
-from ..call.forward import Prompt, sent
+from ..call.forward import Prompt, to_device_packed
+from ..call.runs import Run, TextInputs
 from .tokens import by_place
 
 #: similarities that are in memory at once
 _BLOCK = 1 << 24
 
 
-def weigh(prompt: Prompt, embeds: Tensor, planes: list[Tensor]) -> None:
-    """Tell the cache what the tokens that are left of a prompt weigh, by what all of them were: ``embeds [B, S, D]``, and
-    DeepStack features like them.
+class WeighTokens(Run):
+    """Let the tokens that are left of a prompt weigh as many as they were.
 
     With ``n_j`` tokens that ``j`` stands for, itself among them, every layer adds ``log n_j`` to the logits of its key: were
     they all like ``j``, attention to it would be that to all of them.
     """
-    asked, state = prompt.plan.recipe.proportional, prompt.state
-    before = None if state is None else state.shared.weights
-    made = None if asked == "none" else _weights(prompt, embeds, planes, clips=asked == "all")
-    if made is None and before is None:
-        return
-    if made is None:
-        made = embeds.new_zeros(embeds.shape[:2])
-    earlier = made[:, :0] if before is None else before.to(made.device)
-    prompt.incoming.weights = torch.cat([pad(earlier, (0, prompt.seen - earlier.shape[1])), made], dim=1)
-    if state is not None:
-        state.shared.weights = prompt.incoming.weights
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+
+    def before_text(self, text: TextInputs) -> None:
+        """Tell the cache the weights of the tokens that are left."""
+        prompt, state, embeds = self.prompt, self.prompt.state, text.embeds
+        asked = prompt.plan.recipe.proportional
+        before = None if state is None else state.shared.weights
+        made = None if asked == "none" else _weights(prompt, embeds, text.planes, clips=asked == "all")
+        if made is None and before is None:
+            return
+        if made is None:
+            made = embeds.new_zeros(embeds.shape[:2])
+        earlier = made[:, :0] if before is None else before.to(made.device)
+        prompt.incoming.weights = torch.cat([pad(earlier, (0, prompt.seen - earlier.shape[1])), made], dim=1)
+        if state is not None:
+            state.shared.weights = prompt.incoming.weights
 
 
 def _weights(prompt: Prompt, embeds: Tensor, planes: list[Tensor], clips: bool) -> Tensor | None:
@@ -47,15 +54,15 @@ def _weights(prompt: Prompt, embeds: Tensor, planes: list[Tensor], clips: bool) 
         return None
     width = int(stays.sum(1).max())
     with prompt.measured("selection", embeds.device), torch.no_grad():
-        rows, places, valid, stays = sent(embeds.device, units.row, units.places.clamp(min=0), valid, stays)
+        rows, places, valid, stays = to_device_packed(embeds.device, units.row, units.places.clamp(min=0), valid, stays)
         features = prompt.plan.family.entering(embeds, planes)[rows[:, None], places]
-        sizes = stands_for(features, valid.bool(), stays.bool(), width)
+        sizes = represented_tokens(features, valid.bool(), stays.bool(), width)
         # what stands for nothing adds nothing
         placed = by_place({"weights": sizes.clamp(min=1).log()}, units, kept.shape)["weights"]
     return placed.nan_to_num(0.0).to(embeds.dtype)
 
 
-def stands_for(x: Tensor, valid: Tensor, kept: Tensor, width: int) -> Tensor:
+def represented_tokens(x: Tensor, valid: Tensor, kept: Tensor, width: int) -> Tensor:
     """How many tokens every one that is ``kept [N, n]`` stands for, ``[N, n]`` float32: itself, and those of the ``valid
     [N, n]`` that are not kept and more like it (cosine of ``x [N, n, D]``) than any other that is, the first on a tie.
 

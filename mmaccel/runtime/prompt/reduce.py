@@ -1,37 +1,33 @@
-"""What happens to a prompt with pictures on its way into the text model, in three steps.
+"""The prompt in front of the text model, in three steps.
 
 1. *Reduce*: the methods between the towers and the language model choose and merge visual tokens.
-2. *Positions*: the tokens that are left keep theirs, and decoding goes on behind the unreduced prompt.
+2. *Positions*: the tokens that are left keep theirs, and decoding continues behind the unreduced prompt.
 3. *DeepStack*: features that the first layers add go to the places of the tokens that are left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...method import DraftMethod, PreviewMethod
-from ..call.call import Scope
-from ..call.forward import Prompt, StageResult, rows_at, sent
+from ..call.call import Call
+from ..call.forward import Prompt, StageResult, rows_at, to_device_packed
 from ..call.plan import ModelPlan
-from ..layers import chunked_prefill as chunks
-from ..tower import patch_pruning as patches
-from ..tower import token_groups as encoder_groups
-from ..tower.taps import Taps
-from . import draft, tokens
-from .lookahead import first_pass
+from ..call.runs import Run, TextInputs
+from ..tower import patch_pruning, token_groups
+from .tokens import TokenReducer
 
-#: features ``[B, S, D]`` that layers of the language model add, laid out over the sequence
-Planes = list[Tensor]
+#: figures per token ``[B, S]`` that a method is shown beside the tokens, made before it works
+LookFirst = Callable[[Call[ModelPlan], Prompt, TextInputs], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Left:
-    """The tokens of a prompt that are left, on the device of the embeddings; left-padded to ``q``.
+class CompactedPrompt:
+    """The tokens that are left of a prompt, on the device of the embeddings; left-padded to ``q``.
 
     at : ``[B, q]`` long, their places in the prompt; 0 for padding.
     rank : ``[B, q]`` long, counted from 0; -1 for padding.
@@ -49,69 +45,105 @@ class Left:
     spots: Tensor
 
 
-def reduce(prompt: Prompt, taps: Taps, kwargs: dict[str, Any], scope: Scope[ModelPlan]) -> tuple[Tensor, Planes]:
-    """Run every stage before the language model: the embeddings ``[B, S, D]`` and DeepStack features in full length, kept slots
-    holding their merged values."""
-    embeds, plan = kwargs["inputs_embeds"], prompt.plan
-    deepstack = plan.family.deep_features(kwargs)
-    planes = _planes(*deepstack) if deepstack is not None else []
-    works = plan.patches is not None or plan.encoder is not None or plan.projector
-    with prompt.measured("selection", embeds.device) if works else nullcontext():
+class ReducePrompt(Run):
+    """The stages before the language model: choose and merge visual tokens.
+
+    look_first : by number of the stage, figures that its method is shown beside the tokens.
+    """
+
+    changes_cache = False
+    runs_model = True
+
+    def __init__(
+        self,
+        call: Call[ModelPlan],
+        prompt: Prompt,
+        reducer: TokenReducer,
+        look_first: Mapping[int, LookFirst],
+    ) -> None:
+        self.call, self.prompt, self.reducer, self.look_first = call, prompt, reducer, look_first
+
+    def before_text(self, text: TextInputs) -> None:
+        """Leave embeddings and DeepStack features in full length, reduced slots holding their merged values."""
+        prompt, plan = self.prompt, self.prompt.plan
+        deepstack = plan.family.deep_features(text.arguments)
+        text.planes = _planes(*deepstack) if deepstack is not None else []
+        works = plan.patches is not None or plan.encoder is not None or plan.projector
+        with prompt.measured("selection", text.embeds.device) if works else nullcontext():
+            self._take_from_towers(text)
+            for stage in plan.projector:
+                look = self.look_first.get(stage.number)
+                looked = None if look is None else look(self.call, prompt, text)
+                made = self.reducer.reduce(stage, plan.family.entering(text.embeds, text.planes), None, looked)
+                text.embeds = made.substitute(text.embeds)
+                text.planes = [made.substitute(plane) for plane in text.planes]
+        if prompt.state is not None:
+            prompt.first_time = prompt.state.shared.note_pictures(prompt.layout.visual, prompt.seen)
+
+    def _take_from_towers(self, text: TextInputs) -> None:
+        """Keep the tokens that methods inside the towers have left."""
+        prompt, plan, outputs = self.prompt, self.prompt.plan, self.call.vision.outputs
         if plan.patches is not None:
-            patches.leave_out(prompt, plan.patches)
-        found = encoder_groups.settle(plan, prompt.stats, prompt.layout, prompt.encoded, embeds)
-        if plan.encoder is not None and found is not None:
-            # the tokens hold their merged values already; DeepStack features were taken while groups were smaller
-            merged, rest = found
-            planes = [merged.substitute(plane) for plane in planes]
-            if rest is not None:
-                merged, embeds = merged.then(rest), rest.substitute(embeds)
-                planes = [rest.substitute(plane) for plane in planes]
-            prompt.total = merged.keeping(prompt.layout.valid & ~prompt.layout.visual)
-            prompt.history.append(StageResult(plan.encoder.number, 0, prompt.total))
-        for stage in plan.projector:
-            if isinstance(stage.method, PreviewMethod):
-                positions = _everywhere(prompt, kwargs.get("position_ids"), embeds.device)
-                prompt.looked = first_pass(scope, prompt, stage.method, embeds, planes, positions)
-            if isinstance(stage.method, DraftMethod):
-                seen = draft.read(scope, stage.method, plan.drafts[stage.number], len(embeds), prompt.length)
-                prompt.looked = {"draft_match": seen.to(embeds.device)}
-            made = tokens.reduce(prompt, stage, taps, plan.family.entering(embeds, planes), None)
-            embeds = made.substitute(embeds)
-            planes = [made.substitute(plane) for plane in planes]
-    return embeds, planes
+            patch_pruning.leave_out(prompt, plan.patches, outputs)
+        found = token_groups.settle(plan, prompt.stats, prompt.layout, outputs, text.embeds)
+        if plan.encoder is None or found is None:
+            return
+        # the tokens hold their merged values already; DeepStack features were taken while groups were smaller
+        merged, rest = found
+        text.planes = [merged.substitute(plane) for plane in text.planes]
+        if rest is not None:
+            merged, text.embeds = merged.then(rest), rest.substitute(text.embeds)
+            text.planes = [rest.substitute(plane) for plane in text.planes]
+        prompt.total = merged.keeping(prompt.layout.valid & ~prompt.layout.visual)
+        prompt.history.append(StageResult(plan.encoder.number, 0, prompt.total))
 
 
-def write(prompt: Prompt, embeds: Tensor, planes: Planes, kwargs: dict[str, Any]) -> None:
-    """Put what is left of the prompt into the arguments of the text model, residuals added: what tokens are compared by is what
-    they showed."""
-    while prompt.residuals:
-        # as large as what they are added to, and not needed while decoding
-        embeds = prompt.residuals.pop(0).add(embeds)
-    chosen, padded = prompt.compacted(prompt.total.kept)
-    left = _left(prompt, chosen, embeds.device)
-    # where every token stays the caller's embeddings need no copy
-    whole = chosen.shape[1] == prompt.length and not padded
-    kwargs["inputs_embeds"] = embeds if whole else rows_at(embeds, left.at)
-    kwargs["position_ids"] = _positions(prompt, left, kwargs.get("position_ids"), embeds.device)
-    if planes:
-        visual = left.visual.to(embeds.device, non_blocking=True)
-        features = [rows_at(plane, left.at).flatten(0, 1)[left.spots] for plane in planes]
-        kwargs |= prompt.plan.family.deep_arguments(visual, features)
-    prompt.stats.layer_tokens = [int(left.visual.sum())] * prompt.plan.family.depth
-    if prompt.plan.chunks is not None:
-        chosen = chunks.cut(prompt, chosen, planes, kwargs)
-        padded = bool((chosen < 0).any())
-    prompt.begin(0, chosen, padded, embeds.device)
+class WritePrompt(Run):
+    """Write the tokens that are left into the arguments of the text model, residuals added: tokens are compared by what they
+    showed.
+
+    cut : cuts them into chunks, where lower layers read a prompt in chunks.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        reducer: TokenReducer,
+        cut: Callable[[Tensor, TextInputs], Tensor] | None,
+    ) -> None:
+        self.prompt, self.reducer, self.cut = prompt, reducer, cut
+
+    def before_text(self, text: TextInputs) -> None:
+        """Gather what is left, compute positions, lay out DeepStack features."""
+        prompt, arguments, planes = self.prompt, text.arguments, text.planes
+        embeds, residuals = text.embeds, self.reducer.residuals
+        while residuals:
+            # as large as what they are added to, and not needed while decoding
+            embeds = residuals.pop(0).add(embeds)
+        chosen, padded = prompt.compacted(prompt.total.kept)
+        left = _left(prompt, chosen, embeds.device)
+        # where every token stays the caller's embeddings need no copy
+        whole = chosen.shape[1] == prompt.length and not padded
+        text.embeds = embeds if whole else rows_at(embeds, left.at)
+        arguments["position_ids"] = _positions(prompt, left, arguments.get("position_ids"), embeds.device)
+        if planes:
+            visual = left.visual.to(embeds.device, non_blocking=True)
+            features = [rows_at(plane, left.at).flatten(0, 1)[left.spots] for plane in planes]
+            arguments |= prompt.plan.family.deep_arguments(visual, features)
+        prompt.stats.layer_tokens = [int(left.visual.sum())] * prompt.plan.family.depth
+        if self.cut is not None:
+            chosen = self.cut(chosen, text)
+            padded = bool((chosen < 0).any())
+        prompt.begin(0, chosen, padded, embeds.device)
 
 
-def _left(prompt: Prompt, chosen: Tensor, device: torch.device) -> Left:
+def _left(prompt: Prompt, chosen: Tensor, device: torch.device) -> CompactedPrompt:
     """Of the places ``chosen [B, q]`` on the CPU, -1 for padding."""
     visual, real = prompt.layout.visual, prompt.layout.valid
     at = chosen.clamp(min=0)
     stays = visual.gather(1, at) & (chosen >= 0)
     last = (real * torch.arange(prompt.length)).argmax(1, keepdim=True)
-    at, rank, valid, last, spots = sent(
+    at, rank, valid, last, spots = to_device_packed(
         device,
         at,
         (chosen >= 0).cumsum(1) - 1,
@@ -119,10 +151,10 @@ def _left(prompt: Prompt, chosen: Tensor, device: torch.device) -> Left:
         last,
         stays.flatten().nonzero()[:, 0],
     )
-    return Left(at, rank, valid.bool(), last, stays, spots)
+    return CompactedPrompt(at, rank, valid.bool(), last, stays, spots)
 
 
-def _positions(prompt: Prompt, left: Left, given: Tensor | None, device: torch.device) -> Tensor:
+def _positions(prompt: Prompt, left: CompactedPrompt, given: Tensor | None, device: torch.device) -> Tensor:
     """Position ids of the tokens that are left, ``[B, q]`` or ``[axes, B, q]``; tells the cache where the next token stands.
 
     Let ``P[a, s]`` be the position of place ``s`` on axis ``a`` (time, height and width with M-RoPE, else one axis), ``s*`` the
@@ -163,13 +195,13 @@ def _positions(prompt: Prompt, left: Left, given: Tensor | None, device: torch.d
     return kept
 
 
-def _everywhere(prompt: Prompt, given: Tensor | None, device: torch.device) -> Tensor:
+def positions_everywhere(prompt: Prompt, given: Tensor | None, device: torch.device) -> Tensor:
     """Position ids of all places, ``[B, S]`` or ``[axes, B, S]``."""
     every, padded = prompt.compacted(prompt.layout.valid)
     return _given(prompt, _left(prompt, every, device), given, device)
 
 
-def _given(prompt: Prompt, left: Left, positions: Tensor | None, device: torch.device) -> Tensor:
+def _given(prompt: Prompt, left: CompactedPrompt, positions: Tensor | None, device: torch.device) -> Tensor:
     """The caller's position ids for the whole prompt, ``[1 or axes, B, S]`` or ``[B, S]``; where there are none, those that
     follow the cache."""
     batch, state = len(left.at), prompt.state
@@ -189,7 +221,7 @@ def _given(prompt: Prompt, left: Left, positions: Tensor | None, device: torch.d
     return positions
 
 
-def _planes(mask: Tensor, deepstack: list[Tensor]) -> Planes:
+def _planes(mask: Tensor, deepstack: list[Tensor]) -> list[Tensor]:
     """DeepStack features ``[visual tokens, D]`` laid out over the sequence, ``[B, S, D]``."""
     planes = []
     for features in deepstack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,71 +13,133 @@ from ...core.budget import counts, kept_whole
 from ...core.layout import Units
 from ...core.masks import question
 from ...core.precision import without_autocast
-from ...core.reduction import Reduction
+from ...core.reduction import Reduction, Residual
 from ...errors import MmaccelError
-from ...method import DraftMethod, LayerMethod, PreviewMethod, ProjectorMethod, TokenBatch, TokenMethod
+from ...method import LayerMethod, TokenBatch, TokenMethod
 from ...method.results import check_figures, check_reduction
-from ..call.forward import Prompt, StageResult, rows_at, sent
+from ..call.call import VisionState
+from ..call.forward import Prompt, StageResult, rows_at, to_device_packed
 from ..call.plan import PlannedStage, record
-from ..tower.taps import Taps
 
 
-def reduce(
-    prompt: Prompt, stage: PlannedStage[TokenMethod], taps: Taps, hidden: Tensor, slots: Tensor | None, layer: int = 0
-) -> Reduction:
-    """Run one method on what is left of a prompt, and note it; returns its reduction in place coordinates ``[B, S]``.
+class TokenReducer:
+    """Runs methods that reduce visual tokens on one prompt, before and inside the language model.
 
-    Parameters
-    ----------
-    hidden : ``[B, q, D]``.
-    slots : ``[B, S]`` long on the CPU, where each place stands in ``hidden``; None when ``hidden`` is not compacted yet.
-    layer : the layer of the language model whose input ``hidden`` is.
+    residuals : what is added to the tokens that are left, behind all stages before the language model.
     """
-    method, total = stage.method, prompt.total
-    whole = prompt.layout.units(method.unit)
-    units = whole.only(total.kept)
-    present = units.valid.sum(1)
-    count, left = prompt.passes.setdefault(stage.number, (budget(prompt, stage, whole, present), [present]))
-    tokens, wanted = _shown(prompt, stage, taps, hidden, slots, whole, units)
-    # a choice has no gradient; the values that are merged have theirs
-    with torch.no_grad(), without_autocast(hidden.device):
-        if marks := check_figures(method, "marks()", method.marks(tokens), tokens.valid.shape, tokens.valid):
-            tokens = replace(tokens, signals={**tokens.signals, **marks})
-            prompt.marks |= by_place(marks, units, prompt.total.kept.shape)
-        made = checked(method, method.reduce(tokens, wanted), units.valid, count, tokens.features.shape[2])
-    _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
-    left.append(made.kept.sum(1))
-    made = made.relabel(units.places, units.row, total.kept.shape).keeping(total.kept & ~prompt.layout.visual)
-    if made.residual is not None:
-        prompt.residuals.append(made.residual)
-    prompt.total = total.then(made)
-    # figures per token, not its keys and features: this outlives the call
-    figures = {
-        name: x if x.dim() == 2 else x.sum(1)
-        for name, x in tokens.signals.items()
-        if x.dim() == 2 or "attention" in name
-    }
-    prompt.history.append(StageResult(stage.number, layer, prompt.total, units, figures))
-    return made
 
+    def __init__(self, prompt: Prompt, vision: VisionState) -> None:
+        self.prompt, self.vision = prompt, vision
+        self.residuals: list[Residual] = []
+        #: by stage its budget per unit, and how many tokens these had before it and behind every layer, ``[N]`` long on the CPU
+        self._passes: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        #: by name what stages noted of tokens, by place, ``[B, S]`` float32; NaN where they noted nothing
+        self._marks: dict[str, Tensor] = {}
 
-def prepare(prompt: Prompt, embeds: Tensor) -> None:
-    """Let methods inside the language model look at what enters it, ``embeds [B, q, D]``."""
-    kinds = {type(stage.method) for stage in prompt.plan.stage_at_layer.values()}
-    for kind in (kind for kind in kinds if kind.prepare.__func__ is not LayerMethod.prepare.__func__):  # type: ignore[attr-defined]
-        with prompt.measured("selection", embeds.device), torch.no_grad():
-            chosen = prompt.chosen
-            visual = prompt.layout.visual.gather(1, chosen.clamp(min=0)) & (chosen >= 0)
-            seen, text, slots = sent(embeds.device, visual, (chosen >= 0) & ~visual, prompt.slots(chosen))
-            made = kind.prepare(embeds, text.bool(), seen.bool())
-            made = check_figures(kind, "prepare()", made, embeds.shape[:2], embeds)
-            prompt.prepared[kind] = {name: figures.gather(1, slots) for name, figures in made.items()}
+    def reduce(
+        self,
+        stage: PlannedStage[TokenMethod],
+        hidden: Tensor,
+        slots: Tensor | None,
+        looked: Mapping[str, Tensor] | None = None,
+        layer: int = 0,
+    ) -> Reduction:
+        """Run one method on the tokens that are left of the prompt, and note the result; returns its reduction in place
+        coordinates ``[B, S]``.
 
+        Parameters
+        ----------
+        hidden : ``[B, q, D]``.
+        slots : ``[B, S]`` long on the CPU, where each place stands in ``hidden``; None when ``hidden`` is not compacted yet.
+        looked : figures per token that the method made of an attention, ``[B, q]``.
+        layer : the layer of the language model whose input ``hidden`` is.
+        """
+        prompt, method, total = self.prompt, stage.method, self.prompt.total
+        whole = prompt.layout.units(method.unit)
+        units = whole.only(total.kept)
+        present = units.valid.sum(1)
+        count, left = self._passes.setdefault(stage.number, (budget(prompt, stage, whole, present), [present]))
+        tokens, wanted = self._batch(stage, hidden, slots, whole, units, looked or {})
+        # a choice has no gradient; the values that are merged have theirs
+        with torch.no_grad(), without_autocast(hidden.device):
+            if marks := check_figures(method, "marks()", method.marks(tokens), tokens.valid.shape, tokens.valid):
+                tokens = replace(tokens, signals={**tokens.signals, **marks})
+                self._marks |= by_place(marks, units, total.kept.shape)
+            made = checked(method, method.reduce(tokens, wanted), units.valid, count, tokens.features.shape[2])
+        _record(prompt, stage, int(present.sum()), int(count.sum()), made, again=len(left) > 1)
+        left.append(made.kept.sum(1))
+        made = made.relabel(units.places, units.row, total.kept.shape).keeping(total.kept & ~prompt.layout.visual)
+        if made.residual is not None:
+            self.residuals.append(made.residual)
+        prompt.total = total.then(made)
+        # figures per token, not its keys and features: this outlives the call
+        figures = {
+            name: x if x.dim() == 2 else x.sum(1)
+            for name, x in tokens.signals.items()
+            if x.dim() == 2 or "attention" in name
+        }
+        prompt.history.append(StageResult(stage.number, layer, prompt.total, units, figures))
+        return made
 
-def rests(prompt: Prompt, stage: PlannedStage[LayerMethod]) -> bool:
-    """Whether a method inside the language model has done with a prompt."""
-    known = prompt.passes.get(stage.number)
-    return known is not None and stage.method.is_done(torch.stack(known[1], 1), known[0])
+    def is_done(self, stage: PlannedStage[LayerMethod]) -> bool:
+        """Whether a method inside the language model drops no more of the prompt."""
+        known = self._passes.get(stage.number)
+        return known is not None and stage.method.is_done(torch.stack(known[1], 1), known[0])
+
+    def _batch(
+        self,
+        stage: PlannedStage[TokenMethod],
+        hidden: Tensor,
+        slots: Tensor | None,
+        whole: Units,
+        units: Units,
+        looked: Mapping[str, Tensor],
+    ) -> tuple[TokenBatch, Tensor]:
+        """The tokens of ``units``, which are left of ``whole``, as a method sees them, and its budget; on the device of
+        ``hidden``."""
+        prompt, method, (count, left) = self.prompt, stage.method, self._passes[stage.number]
+        device, places = hidden.device, units.places.clamp(min=0)
+        if method.last_norm:
+            hidden = _normed(prompt, hidden)
+        found, rows, at, (entered, wanted) = gathered(
+            units,
+            hidden,
+            units.row,
+            places if slots is None else slots[units.row[:, None], places],
+            prompt.entered(whole) if prompt.incoming.phases else units.valid.sum(1),
+            count,
+        )
+        valid: Tensor = found["valid"]
+        with without_autocast(device):
+            taps = self.vision.taps
+            signals = taps.signals(method.taps(), self.vision.outputs, units) if method.taps() else {}
+        for name, figures in looked.items():
+            signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
+        if known := [name for name in method.reads if name in self._marks]:
+            (placed,) = to_device_packed(device, places)
+            for name in known:
+                signals[name] = self._marks[name].to(device)[rows[:, None], placed].masked_fill(~valid, torch.nan)
+        words, there = None, None
+        of_words: dict[str, Tensor] = {}
+        if method.needs_question:
+            words, there, of_words = _question(prompt, method, hidden, slots, rows, looked)
+        if method.text_tower is not None:
+            tower = prompt.plan.text_towers[method.text_tower]
+            signals["patches"] = tower.project(signals["features"][:, 0].to(device))
+        tokens = TokenBatch(
+            **found,
+            question=words,
+            question_valid=there,
+            question_signals=of_words,
+            entered=entered,
+            left=torch.stack(left, 1),
+            clips=(units.grid[:, 0] > 1).tolist(),
+            until=_until(prompt, whole, units).to(device) if method.needs_spans else None,  # type: ignore[arg-type]
+            signals={name: x.to(device) for name, x in signals.items()},
+        )
+        if remark := method.remark(tokens):
+            prompt.stats.notes.append(remark)
+        return tokens, wanted
 
 
 def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, present: Tensor) -> Tensor:
@@ -93,64 +156,12 @@ def budget(prompt: Prompt, stage: PlannedStage[TokenMethod], whole: Units, prese
     return counts(stage.budget, sizes, present.tolist(), whole.picture, least, official, grids)
 
 
-def _shown(
-    prompt: Prompt,
-    stage: PlannedStage[TokenMethod],
-    taps: Taps,
-    hidden: Tensor,
-    slots: Tensor | None,
-    whole: Units,
-    units: Units,
-) -> tuple[TokenBatch, Tensor]:
-    """What a method sees of ``units``, which are left of ``whole``, and its budget, on the device of ``hidden``."""
-    method, (count, left) = stage.method, prompt.passes[stage.number]
-    device, places = hidden.device, units.places.clamp(min=0)
-    if method.last_norm:
-        hidden = _normed(prompt, hidden)
-    found, rows, at, (entered, wanted) = gathered(
-        units,
-        hidden,
-        units.row,
-        places if slots is None else slots[units.row[:, None], places],
-        prompt.entered(whole) if prompt.incoming.phases else units.valid.sum(1),
-        count,
-    )
-    valid: Tensor = found["valid"]
-    with without_autocast(device):
-        signals = taps.signals(method.taps(), prompt.encoded, units) if method.taps() else {}
-    if isinstance(method, (LayerMethod, PreviewMethod, DraftMethod)):
-        for name, figures in prompt.looked.items():
-            signals[name] = figures.to(device)[rows[:, None], at].masked_fill(~valid, torch.nan)
-    if known := [name for name in method.reads if name in prompt.marks]:
-        (placed,) = sent(device, places)
-        for name in known:
-            signals[name] = prompt.marks[name].to(device)[rows[:, None], placed].masked_fill(~valid, torch.nan)
-    words, there, said = _question(prompt, method, hidden, slots, rows) if method.needs_question else (None, None, {})
-    if method.text_tower is not None:
-        tower = prompt.plan.text_towers[method.text_tower]
-        signals["patches"] = tower.project(signals["features"][:, 0].to(device))
-    tokens = TokenBatch(
-        **found,
-        question=words,
-        question_valid=there,
-        question_signals=said,
-        entered=entered,
-        left=torch.stack(left, 1),
-        clips=(units.grid[:, 0] > 1).tolist(),
-        until=_until(prompt, whole, units).to(device) if method.needs_spans else None,  # type: ignore[arg-type]
-        signals={name: x.to(device) for name, x in signals.items()},
-    )
-    if remark := method.remark(tokens):
-        prompt.stats.notes.append(remark)
-    return tokens, wanted
-
-
 def gathered(
     units: Units, hidden: Tensor, rows: Tensor, at: Tensor, *others: Tensor
 ) -> tuple[dict[str, Any], Tensor, Tensor, list[Tensor]]:
     """What a :class:`~mmaccel.method.TokenBatch` has of ``units`` in rows ``rows [N]`` of ``hidden [B, q, D]`` at slots
     ``at [N, n]``, on the device of ``hidden``; and there also rows, slots and ``others``."""
-    rows, at, real, cells, grid, segment, tile, tiles, *others = sent(  # type: ignore[assignment]
+    rows, at, real, cells, grid, segment, tile, tiles, *others = to_device_packed(  # type: ignore[assignment]
         hidden.device,
         rows,
         at,
@@ -175,7 +186,7 @@ def by_place(marks: dict[str, Tensor], units: Units, shape: torch.Size) -> dict[
     found = {}
     for name, figures in marks.items():
         flat = torch.full((shape.numel() + 1,), torch.nan, device=figures.device)
-        (onto,) = sent(figures.device, at)
+        (onto,) = to_device_packed(figures.device, at)
         found[name] = flat.scatter_(0, onto, figures.flatten())[:-1].view(shape)
     return found
 
@@ -194,7 +205,12 @@ def _until(prompt: Prompt, whole: Units, units: Units) -> Tensor:
 
 
 def _question(
-    prompt: Prompt, method: TokenMethod, hidden: Tensor, slots: Tensor | None, rows: Tensor
+    prompt: Prompt,
+    method: TokenMethod,
+    hidden: Tensor,
+    slots: Tensor | None,
+    rows: Tensor,
+    looked: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The text behind the last picture of each unit's row, ``[N, q, D]`` and ``[N, q]`` bool, and what ``look`` said of it;
     where none is, all text."""
@@ -207,14 +223,15 @@ def _question(
         found, there = prompt.plan.text_towers[method.text_tower].embed(words, method.by_word)
         found, there = found.to(hidden.device), there.to(hidden.device)
         return found[rows], there[rows], {}
-    if not isinstance(method, LayerMethod):
+    if method.site != "layers":
         notes.append(f"{method.name}: the question as the language model itself embeds it")
     chosen, _ = prompt.compacted(asked)
     at = chosen.clamp(min=0)
-    at, real = sent(hidden.device, at if slots is None else slots.gather(1, at), chosen >= 0)
-    looked = prompt.looked if isinstance(method, LayerMethod) else {}
-    said = {name: figures.to(hidden.device).gather(1, at)[rows] for name, figures in looked.items()}
-    return rows_at(hidden, at)[rows], real.bool()[rows], said
+    at, real = to_device_packed(hidden.device, at if slots is None else slots.gather(1, at), chosen >= 0)
+    of_words = {}
+    if method.site == "layers":
+        of_words = {name: figures.to(hidden.device).gather(1, at)[rows] for name, figures in looked.items()}
+    return rows_at(hidden, at)[rows], real.bool()[rows], of_words
 
 
 def _normed(prompt: Prompt, hidden: Tensor) -> Tensor:
@@ -227,14 +244,14 @@ def _normed(prompt: Prompt, hidden: Tensor) -> Tensor:
 def checked(method: TokenMethod, made: Any, valid: Tensor, count: Tensor, width: int) -> Reduction:
     """What a method made of tokens of ``width`` channels, on the CPU, if it is a reduction of these that meets the budget."""
     made = check_reduction(method, made, valid, width)
-    if made.residual is not None and not isinstance(method, ProjectorMethod):
+    if made.residual is not None and method.site != "projector":
         raise MmaccelError(
             f"Method {method.name!r} has a residual, which is added before the language model; make it a ProjectorMethod."
         )
     kept = made.kept.sum(1)
     empty = (kept == 0) & (count > 0)
     over = kept != count if method.budget == "exact" else kept > count if method.budget == "at_most" else empty
-    if isinstance(method, LayerMethod) and method.spreads:
+    if method.spreads:
         over = empty
     if bool((over | empty).any()):
         i = int((over | empty).nonzero()[0])
@@ -253,7 +270,7 @@ def _record(
     if again:
         prompt.stats.stages[stage.number].tokens_kept += left - there
         return
-    if isinstance(method, LayerMethod) and method.spreads:
+    if method.spreads:
         record(prompt.stats, stage, there, None, left)
         return
     record(prompt.stats, stage, there, None if method.budget in ("adaptive", "none") else resolved, left)

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from ...core.budget import Retain, apportion, resolve
 from ...method import EncoderMethod
 from ...method.refused import described, refuse
-from ..call.call import Scope, current
+from ..call.call import Call, current
 from ..call.compact_tokens import Subsequence
 from ..call.plan import Plan, PlannedStage, record
-from ..call.vision_output import Encoded
+from ..call.vision_output import VisionOutput
 from .merged import Merged, Run
 from .taps import Taps
 
@@ -36,14 +36,14 @@ def hook_features(plan: Plan, taps: Taps, hook: Callable[..., None]) -> None:
     """Let taps see the hidden states, and what an MLP adds to them, that they ask for."""
 
     def see(number: int, module: nn.Module, args: Any, output: Any) -> None:
-        scope = current(plan)
-        if scope is not None and scope.encoding is not None:
-            taps.see_features(scope.encoding, number, output[0] if isinstance(output, tuple) else output)
+        call = current(plan)
+        if call is not None and call.vision.running is not None:
+            taps.see_features(call.vision.running, number, output[0] if isinstance(output, tuple) else output)
 
     def see_shift(number: int, module: nn.Module, args: Any, output: Any) -> None:
-        scope = current(plan)
-        if scope is not None and scope.encoding is not None:
-            taps.see_shift(scope.encoding, number, output)
+        call = current(plan)
+        if call is not None and call.vision.running is not None:
+            taps.see_shift(call.vision.running, number, output)
 
     for number, layer in taps.layers_of("features"):
         hook(layer.register_forward_hook(functools.partial(see, number)))
@@ -51,7 +51,7 @@ def hook_features(plan: Plan, taps: Taps, hook: Callable[..., None]) -> None:
         hook(plan.towers.second_half(layer)[1].register_forward_hook(functools.partial(see_shift, number)))
 
 
-def merged_of(encoded: Encoded | None) -> Merged | None:
+def merged_of(encoded: VisionOutput | None) -> Merged | None:
     """The merge in the run of a tower, if there is one."""
     found = None if encoded is None else encoded.merged
     return found if isinstance(found, Merged) else None
@@ -90,12 +90,12 @@ class EncoderMerging:
     # --- while the tower runs ---------------------------------------------------------------------------------
     def _enter(self, number: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            scope = current(self.plan)
-            if scope is None or scope.encoding is None:
+            call = current(self.plan)
+            if call is None or call.vision.running is None:
                 return None
             hidden = args[0] if args else kwargs["hidden_states"]
             if number == 0:
-                scope.encoding.merged = self._start(scope, scope.encoding, hidden)
+                call.vision.running.merged = self._start(call, call.vision.running, hidden)
             if (merged := self._merged()) is None:
                 return None
             merged.enter(self.layers.index(number) if number in self.layers else None)
@@ -106,9 +106,9 @@ class EncoderMerging:
 
         return hook
 
-    def _start(self, scope: Scope[Plan], encoded: Encoded, hidden: Tensor) -> Merged | None:
+    def _start(self, call: Call[Plan], encoded: VisionOutput, hidden: Tensor) -> Merged | None:
         """The state of a new run of the tower; None if everything stays."""
-        if (stage := scope.plan.encoder) is None:
+        if (stage := call.plan.encoder) is None:
             return None
         cls = int(self.towers.has_cls)
         packed = self.towers.frames(encoded)
@@ -126,7 +126,7 @@ class EncoderMerging:
                 starts.setdefault((frame, kept), []).append(start)
                 start += cls + frame[0]
             if not self.language:
-                record(scope.stats, stage, sum(sizes), sum(budget), sum(budget))
+                record(call.stats, stage, sum(sizes), sum(budget), sum(budget))
         merged = Merged(self.method, cls, tiles, start, hidden.device)
         for (frame, kept), at in starts.items():
             units = self.towers.units(encoded, *frame)
@@ -160,8 +160,8 @@ class EncoderMerging:
         return [max(kept, self.method.fewest(size, len(self.layers))) for kept, size in budget]
 
     def _merged(self) -> Merged | None:
-        scope = current(self.plan)
-        return None if scope is None else merged_of(scope.encoding)
+        call = current(self.plan)
+        return None if call is None else merged_of(call.vision.running)
 
     def _between(self, depth: float) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -54,13 +54,13 @@ class Remembered:
     def _answering(self, modality: Modality, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def features(*args: Any, **kwargs: Any) -> Any:
-            scope = current()
-            encoded = scope.encoding if scope is not None else None
-            if scope is not None and scope.plan.in_towers:
+            call = current()
+            encoded = call.vision.running if call is not None else None
+            if call is not None and call.plan.in_towers:
                 return original(*args, **kwargs)
             wanted = set()
-            if scope is not None and encoded is not None:
-                wanted = {(kind, layer) for layer, kinds in scope.taps.layers.items() for kind in kinds}
+            if call is not None and encoded is not None:
+                wanted = {(kind, layer) for layer, kinds in call.vision.taps.layers.items() for kind in kinds}
             if not _equal(self.given.get(modality), (args, kwargs)):
                 self.features.pop(modality, None)
                 self.taps[modality] = {}

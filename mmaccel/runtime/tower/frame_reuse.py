@@ -25,7 +25,7 @@ from ...method import ReuseMethod
 from ...method.results import check_slots, check_tensor
 from ..call.call import current
 from ..call.plan import ModelPlan, record
-from ..call.vision_output import Encoded
+from ..call.vision_output import VisionOutput
 from .reused_frames import Frames
 
 
@@ -113,6 +113,12 @@ class LayerParts:
         return projected
 
 
+class _Reused:
+    """Which frames take parts of others, in the run of a tower; None where all are computed whole."""
+
+    frames: Frames | None = None
+
+
 class FrameReuse:
     """Reuse in the towers of one model: the forward of every layer is wrapped.
 
@@ -130,25 +136,25 @@ class FrameReuse:
     def _forward(self, number: int, layer: LayerParts, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            scope = current(self.plan)
-            if scope is None or scope.encoding is None or (stage := scope.plan.reuse) is None:
+            call = current(self.plan)
+            if call is None or call.vision.running is None or (stage := call.plan.reuse) is None:
                 return original(*args, **kwargs)
-            encoded = scope.encoding
+            encoded, reuse = call.vision.running, call.state(_Reused)
             hidden, rest = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
             if number == 0:
-                encoded.reused = Frames.of(stage.method, self._clips(encoded, hidden), hidden.device)
-            if encoded.reused is None:
+                reuse.frames = Frames.of(stage.method, self._clips(encoded, hidden), hidden.device)
+            if reuse.frames is None:
                 fresh, output = hidden[..., 0].numel(), original(hidden, *rest, **kwargs)
             else:
                 whole = lambda first, **given: original(first, *rest, **given)  # noqa: E731
-                fresh, output = reuse_layer(stage.method, layer, whole, encoded.reused, hidden, kwargs)
+                fresh, output = reuse_layer(stage.method, layer, whole, reuse.frames, hidden, kwargs)
             if number == 0:
-                record(scope.stats, stage, hidden[..., 0].numel(), None, fresh)
+                record(call.stats, stage, hidden[..., 0].numel(), None, fresh)
             return output
 
         return forward
 
-    def _clips(self, encoded: Encoded, hidden: Tensor) -> list[list[int]]:
+    def _clips(self, encoded: VisionOutput, hidden: Tensor) -> list[list[int]]:
         """Tokens of every frame of every clip in what the first layer is given; none where pictures are encoded."""
         if encoded.modality != "video":
             return []

@@ -11,7 +11,7 @@ from ...core.reduction import Reduction, segment_sum
 from ...errors import MmaccelError, UnsupportedError
 from ...method import EncoderMethod, EncoderTokens
 from ...method.results import check_numbers, check_slots, check_tensor
-from ..call.compact_tokens import Shortened
+from ..call.compact_tokens import CompactTokens
 
 
 class Flow:
@@ -48,7 +48,7 @@ class Run:
         self.slots, self.plan = slots, plan
 
 
-class Merged(Shortened):
+class Merged(CompactTokens):
     """The merging state of one run of a tower.
 
     size : ``[S]`` float, patches (or blocks of patches) that each remaining token stands for.

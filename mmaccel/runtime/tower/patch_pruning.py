@@ -9,26 +9,27 @@ of them was encoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...core.layout import Modality
 from ...core.precision import without_autocast
 from ...core.reduction import Reduction
 from ...errors import MmaccelError, UnsupportedError
 from ...method import PatchMethod
 from ...method.results import check_tensor
-from ..call.call import Scope, current
-from ..call.compact_tokens import Shortened, Subsequence
+from ..call.call import Call, current
+from ..call.compact_tokens import CompactTokens, Subsequence
 from ..call.forward import Prompt, StageResult
 from ..call.plan import ModelPlan, PlannedStage, record
-from ..call.vision_output import Encoded
+from ..call.vision_output import VisionOutput
 from .token_groups import targets
 
 
-class Pruned(Shortened):
+class Pruned(CompactTokens):
     """The patches that are encoded. Tiles keep as many as they have, and are padded to the one that keeps most.
 
     target : ``[S0]`` long, the token that each is predicted from; its own place for those that are encoded.
@@ -56,7 +57,7 @@ class Pruned(Shortened):
 
     @property
     def real(self) -> Tensor | None:
-        """See :attr:`Shortened.real`."""
+        """See :attr:`CompactTokens.real`."""
         return None if self.packed or self.full or not self.open else self._real
 
     def take(self, hidden: Tensor) -> Tensor:
@@ -108,15 +109,15 @@ class PatchPruning:
             hook(*(reader.register_forward_pre_hook(self._full) for reader in self.family.readers(tower)))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        scope = current(self.plan)
-        if scope is None or scope.encoding is None or (stage := scope.plan.patches) is None:
+        call = current(self.plan)
+        if call is None or call.vision.running is None or (stage := call.plan.patches) is None:
             return
         names = ("pixel_values", "hidden_states")
         pixels = args[0] if args else next(kwargs[name] for name in names if name in kwargs)
-        with scope.stats.clock.measure("selection", pixels.device), torch.no_grad(), without_autocast(pixels.device):
-            scope.encoding.merged = self._chosen(stage.method, scope.encoding, pixels)
+        with call.stats.clock.measure("selection", pixels.device), torch.no_grad(), without_autocast(pixels.device):
+            call.vision.running.merged = self._chosen(stage.method, call.vision.running, pixels)
 
-    def _chosen(self, method: PatchMethod, encoded: Encoded, pixels: Tensor) -> Pruned | None:
+    def _chosen(self, method: PatchMethod, encoded: VisionOutput, pixels: Tensor) -> Pruned | None:
         """What is encoded of ``pixels``, as the tower is given them; None if everything is."""
         groups = self.family.unit_pixels(encoded, pixels)
         target = torch.arange(sum(places.numel() for _, places in groups), device=pixels.device)
@@ -150,10 +151,10 @@ class PatchPruning:
         return Pruned(torch.cat([own.expand(-1, cls), target], 1).flatten(), cls, len(pixels), packed)
 
     def _pruned(self) -> Pruned | None:
-        scope: Scope[ModelPlan] | None = current(self.plan)
-        if scope is None or scope.encoding is None or scope.plan.patches is None:
+        call: Call[ModelPlan] | None = current(self.plan)
+        if call is None or call.vision.running is None or call.plan.patches is None:
             return None
-        found = scope.encoding.merged
+        found = call.vision.running.merged
         return found if isinstance(found, Pruned) else None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,10 +181,10 @@ class PatchPruning:
         return None if pruned is None or not pruned.open else (pruned.give(args[0]), *args[1:])
 
 
-def leave_out(prompt: Prompt, stage: PlannedStage[PatchMethod]) -> None:
+def leave_out(prompt: Prompt, stage: PlannedStage[PatchMethod], outputs: Mapping[Modality, VisionOutput]) -> None:
     """Keep the tokens of encoded patches: where the one that predicts others was cropped, the first of these stands for it."""
     layout = prompt.layout
-    target = targets(prompt.plan.towers, layout, prompt.encoded)
+    target = targets(prompt.plan.towers, layout, outputs)
     stays = (target == torch.arange(target.shape[1])) & layout.visual
     record(prompt.stats, stage, int(layout.visual.sum()), None, int(stays.sum()))
     prompt.total = Reduction(stays | (layout.valid & ~layout.visual), layout.valid)

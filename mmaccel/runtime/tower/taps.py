@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...core.layout import Modality, Units
 from ...families.tower import Towers
 from ...method import Tap
-from ..call.vision_output import Encoded
+from ..call.vision_output import VisionOutput
 
 #: query rows of the attention map that are looked at together; the whole map never exists
 BLOCK = 512
@@ -41,12 +41,12 @@ class Taps:
         wanted = [number for number, kinds in self.layers.items() if kind in kinds]
         return [(n, self.towers.tower_layers(tower)[n]) for tower in self.towers.towers() for n in wanted]
 
-    def see_features(self, encoded: Encoded, number: int, hidden: Tensor, kind: str = "features") -> None:
+    def see_features(self, encoded: VisionOutput, number: int, hidden: Tensor, kind: str = "features") -> None:
         """Called behind tower layer ``number`` with ``hidden [N, T, C]`` or, of one tile, ``[T, C]``."""
         hidden = hidden if hidden.dim() == 3 else hidden[None]
         self._put(encoded, kind, number, hidden[:, int(self.towers.has_cls) :])
 
-    def see_shift(self, encoded: Encoded, number: int, added: Tensor) -> None:
+    def see_shift(self, encoded: VisionOutput, number: int, added: Tensor) -> None:
         """Called with what the MLP of tower layer ``number`` adds, ``added [N, T, C]`` or, of one tile, ``[T, C]``."""
         self.see_features(encoded, number, added.float().norm(dim=-1, keepdim=True), "shift")
 
@@ -56,7 +56,7 @@ class Taps:
         return any(kinds - {"features", "shift"} for kinds in self.layers.values())
 
     def see(
-        self, encoded: Encoded, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float
+        self, encoded: VisionOutput, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float
     ) -> Tensor | None:
         """Called by the tower's attention with ``query``/``key [N, H, T, d]``; returns the mask to use.
 
@@ -90,13 +90,15 @@ class Taps:
                 self._put(encoded, kind, number, key.mean(1)[:, cls:])
         return mask
 
-    def _put(self, encoded: Encoded, kind: str, number: int | None, values: Tensor) -> None:
+    def _put(self, encoded: VisionOutput, kind: str, number: int | None, values: Tensor) -> None:
         tap = kind, int(number or 0)
         full = values if encoded.merged is None else encoded.merged.restore(tap, values)
         if full is not None:
             encoded.taps.setdefault(tap, []).append(full)
 
-    def signals(self, wanted: Sequence[Tap], encoded: Mapping[Modality, Encoded], units: Units) -> dict[str, Tensor]:
+    def signals(
+        self, wanted: Sequence[Tap], encoded: Mapping[Modality, VisionOutput], units: Units
+    ) -> dict[str, Tensor]:
         """What one method asked for, per unit: ``[N, layers, n, ...]`` float32; NaN without a source."""
         out: dict[str, Tensor] = {}
         for tap in wanted:

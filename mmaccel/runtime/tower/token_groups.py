@@ -19,13 +19,13 @@ from ...core.stats import Stats
 from ...families.tower import Towers
 from ...merging.aim import AimMerge
 from ...method import TokenBatch
-from ..call.compact_tokens import Shortened
+from ..call.compact_tokens import CompactTokens
 from ..call.plan import Plan, record
-from ..call.vision_output import Encoded
+from ..call.vision_output import VisionOutput
 
 
 def settle(
-    plan: Plan, stats: Stats, layout: Layout, encoded: Mapping[Modality, Encoded], embeds: Tensor
+    plan: Plan, stats: Stats, layout: Layout, encoded: Mapping[Modality, VisionOutput], embeds: Tensor
 ) -> tuple[Reduction, Reduction | None] | None:
     """Meet the budget in tokens of the language model; None if every visual token of ``embeds [B, S, D]`` stays.
 
@@ -71,7 +71,7 @@ def settle(
     return merged, rest.relabel(left.places, left.row, target.shape)
 
 
-def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, Encoded]) -> Tensor:
+def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, VisionOutput]) -> Tensor:
     """What became of the places in the towers, ``[B, S]`` long on the CPU: where each token flows, -1 if dropped.
 
     A group stays at the place its merged token has in the tower, or at its first place if that one was cropped. Where a
@@ -95,7 +95,7 @@ def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, Encoded])
     return target
 
 
-def _held(towers: Towers, modality: Modality, encoded: Encoded, merged: Shortened) -> tuple[Tensor, Tensor]:
+def _held(towers: Towers, modality: Modality, encoded: VisionOutput, merged: CompactTokens) -> tuple[Tensor, Tensor]:
     """Of every token the tower delivers for, ``[tokens]`` on the CPU: the number of its group, and whether it stands for
     it. Blends have groups of their own, negative."""
     own = torch.arange(len(merged.owner), device=merged.owner.device)

@@ -1,0 +1,408 @@
+"""From a recipe to its plan on one model, and from the plan to the runs of one forward.
+
+This is the one place that asks which kind a method is: :func:`plan_model` sorts the stages of a recipe by their kinds, and
+:func:`make_runs` makes the run of every mechanism that a plan needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import MmaccelError, UnsupportedError
+from ..families import Family
+from ..families.draft import load_draft
+from ..families.text import TextTower
+from ..families.tower import Towers
+from ..kv.cache import CacheState
+from ..kv.codecs import Codec, token_groups
+from ..method import (
+    ChunkMethod,
+    DraftMethod,
+    DraftPolicy,
+    EncoderMethod,
+    FramesMethod,
+    LayerMethod,
+    Method,
+    PatchMethod,
+    Policy,
+    PreviewMethod,
+    ProjectorMethod,
+    ReadingPolicy,
+    ReturningMethod,
+    ReuseMethod,
+    TokenMethod,
+)
+from ..recipe import Recipe, Stage
+from ..recipe.recipe import renamed
+from .cache.eviction import CachePolicy, EvictByDraft, EvictKeys
+from .cache.packing import PackKeys
+from .cache.reading import ReadKeys, RecallKeys
+from .call.call import Call
+from .call.forward import Continuation, Forward, Prompt
+from .call.plan import EncoderPlan, Kernels, ModelPlan, PlannedStage, cautions, checked_kernels
+from .call.runs import Run, TextInputs
+from .layers import reactivation
+from .layers.chunked_prefill import ChunkedPrefill
+from .layers.reactivation import Reactivation
+from .layers.tokens import LayerTokens, PrepareLayers
+from .prompt import draft, lookahead
+from .prompt.continuation import ContinueText
+from .prompt.proportional import WeighTokens
+from .prompt.reduce import LookFirst, ReducePrompt, WritePrompt, positions_everywhere
+from .prompt.tokens import TokenReducer
+
+#: what one call may have otherwise: everything else decides which modules are hooked and what is asked of the tower
+PER_CALL = ("retain", "positions", "variant", "text_retain", "proportional")
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+def plan_encoder(recipe: Recipe, towers: Towers, kernels: Kernels) -> EncoderPlan:
+    """The plan of an image encoder that stands alone.
+
+    Raises
+    ------
+    MmaccelError
+        If the recipe is anything but one method inside the encoder.
+    UnsupportedError
+        If the tower lacks what the method needs.
+    """
+    built = recipe.build()
+    method = built[0][1] if len(built) == 1 else None
+    if not isinstance(method, EncoderMethod):
+        raise MmaccelError(
+            f"Recipe {recipe.name!r} is more than one method inside the encoder; use 'tome', 'pitome' or 'evit'."
+        )
+    method.suits(towers)
+    stage = PlannedStage(0, method, built[0][0].retain)
+    return EncoderPlan(recipe, towers, (stage,), stage, kernels=checked_kernels(kernels))
+
+
+def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels) -> ModelPlan:
+    """The plan of a model.
+
+    Raises
+    ------
+    UnsupportedError
+        If the family lacks what a method needs, layers are out of reach, or pixels are to be reduced that no prepared
+        ``processor`` reduces.
+    MmaccelError
+        If a value is of no use.
+    """
+    notes: list[str] = []
+    stages = tuple(
+        PlannedStage(number, _fit(stage, method, family, notes), stage.retain)
+        for number, (stage, method) in enumerate(recipe.build())
+    )
+    for stage in stages:
+        stage.method.suits(family)
+    if any(stage.method.site == "frames" for stage in stages) and getattr(processor, "mmaccel_recipe", None) is None:
+        raise UnsupportedError(
+            f"Recipe {recipe.name!r} works on pixels, which the model never sees; call "
+            f"processor = prepare(processor, {recipe.name!r}), use that processor, and give it as processor=."
+        )
+    _check_reuse(stages)
+    _check_chunks(recipe, stages)
+    at_work = [stage.method.name for stage in _of((Policy, Codec), stages)]
+    if family.recurrent and at_work:
+        notes.append(
+            f"{', '.join(at_work)}: at work in the {len(family.attending)} of {family.depth} layers that have attention; the "
+            "others keep no keys, and what was evicted stays in their states"
+        )
+    at_layer = _stage_at_layer(recipe, _of(LayerMethod, stages), family, notes)
+    notes += cautions(family, stages)
+    return ModelPlan(
+        recipe,
+        family,
+        stages,
+        notes=tuple(notes),
+        kernels=checked_kernels(kernels),
+        stage_at_layer=at_layer,
+        token_groups=token_groups({stage.number: stage.method for stage in _of(Codec, stages)}),
+        text_towers={
+            name: _text_tower(stage.method, name, family, processor)
+            for stage in _of(TokenMethod, stages)
+            if (name := stage.method.text_tower)
+        },
+        drafts={
+            stage.number: load_draft(stage.method.name, stage.method.draft, family)
+            for stage in _of((DraftMethod, DraftPolicy), stages)
+        },
+        returning=any(isinstance(stage.method, ReturningMethod) for stage in at_layer.values()),
+        choosers=tuple(stage.method.name for stage in _of(FramesMethod, stages) if stage.method.only_chooses),
+        **_stages_by_kind(stages),
+    )
+
+
+def _stages_by_kind(stages: tuple[PlannedStage[Any], ...]) -> dict[str, Any]:
+    """The fields of a plan that have one stage, or all, of a kind of method."""
+    only = {
+        "encoder": EncoderMethod,
+        "patches": PatchMethod,
+        "reuse": ReuseMethod,
+        "chunks": ChunkMethod,
+        "policy": Policy,
+        "reading": ReadingPolicy,
+        "draft_policy": DraftPolicy,
+    }
+    found: dict[str, Any] = {name: next(iter(_of(kind, stages)), None) for name, kind in only.items()}
+    return found | {"projector": _of(ProjectorMethod, stages)}
+
+
+# --- combinations -----------------------------------------------------------------------------------------------------
+def _check_reuse(stages: tuple[PlannedStage[Method], ...]) -> None:
+    """Refuse methods that look at what a tower does not compute of every frame."""
+    for reuse in _of(ReuseMethod, stages):
+        for method in (stage.method for stage in stages):
+            if any(tap.kind != "features" for tap in method.taps()):
+                raise UnsupportedError(
+                    f"{method.name} looks at the attention inside the vision tower, of which {reuse.method.name} computes a "
+                    "part only; use 'divprune' or another method that reads the visual tokens alone, or leave out one of them."
+                )
+
+
+def _check_chunks(recipe: Recipe, stages: tuple[PlannedStage[Method], ...]) -> None:
+    """Refuse beside chunks what works on a prompt in one piece, in the same layers."""
+    for chunks in _of(ChunkMethod, stages):
+        others = [
+            stage.method.name for stage in _of((LayerMethod, ChunkMethod, Policy, Codec), stages) if stage is not chunks
+        ]
+        if others:
+            raise UnsupportedError(
+                f"Recipe {recipe.name!r}: {chunks.method.name} joins what layers have stored of chunks, and {others[0]} needs "
+                "a prompt in one piece there; leave out one of them, or use a method before the language model."
+            )
+
+
+def _of(kind: type | tuple[type, ...], stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage[Any], ...]:
+    """The stages whose method is of a kind."""
+    return tuple(stage for stage in stages if isinstance(stage.method, kind))
+
+
+def _fit(stage: Stage, method: Method, family: Family, notes: list[str]) -> Method:
+    """The method with what depends on the model filled in; a default layer that is out of reach is moved."""
+    fitted = method.fit(family).by("official" if method.official else "exact")
+    if not isinstance(fitted, LayerMethod) or "layer" in stage.options:
+        return fitted
+    near = fitted.within(family).by("official" if method.official else "exact")
+    if near is not fitted:
+        notes.append(
+            f"{method.name} works at layer {near.layer}: layer {fitted.layer}, its default, is out of reach in this model"
+        )
+    return near
+
+
+def _stage_at_layer(
+    recipe: Recipe, stages: tuple[PlannedStage[LayerMethod], ...], family: Family, notes: list[str]
+) -> dict[int, PlannedStage[LayerMethod]]:
+    """Which stage works at which layer. Shares of the depth may fall together in a shallow model: of stages of one method the
+    last counts, which keeps least."""
+    found: dict[int, PlannedStage[LayerMethod]] = {}
+    for stage, layer in ((one, layer) for one in stages for layer in one.method.layers()):
+        if found and layer < max(found):
+            raise MmaccelError(
+                f"Recipe {recipe.name!r}: in this model of {family.depth} layers {stage.method.name!r} comes to work at layer "
+                f"{layer}, below the stage before it at layer {max(found)}; give rising layers."
+            )
+        if before := found.get(layer):
+            if before.method.name != stage.method.name:
+                raise MmaccelError(
+                    f"Recipe {recipe.name!r}: in this model of {family.depth} layers {before.method.name!r} and "
+                    f"{stage.method.name!r} both fall on layer {layer}; give them layers that differ."
+                )
+            notes.append(
+                f"stages {before.number} and {stage.number} ({stage.method.name}) both fall on layer {layer} of "
+                f"{family.depth}: only stage {stage.number} works"
+            )
+        found[layer] = stage
+    for layer, stage in found.items():
+        reach = stage.method.reach(family)
+        if layer not in reach:
+            if not reach:
+                raise UnsupportedError(
+                    f"{stage.method.name} looks at the attention of a layer, and no layer that it could look at in this "
+                    f"{family.name} model has one; use a recipe that works before the language model."
+                )
+            why = ", since its first layers add DeepStack features" if family.deepstack else ""
+            why = f", next to those with attention, which {stage.method.name} looks at" if family.stateful else why
+            where = ", ".join(map(str, reach)) if family.stateful else f"{reach[0]} to {reach[-1]}"
+            raise UnsupportedError(
+                f"layer={layer} is out of reach: in this {family.name} model tokens can be dropped before layers "
+                f"{where}{why}; give layer={min(reach, key=lambda one: abs(one - layer))}."
+            )
+    return found
+
+
+def _text_tower(method: TokenMethod, name: str, family: Family, processor: Any) -> TextTower:
+    """The text tower that a method names."""
+    if processor is None:
+        raise UnsupportedError(f"{method.name} with a text tower reads the question as text; give processor=.")
+    tower = TextTower.load(name, next(family.inner.parameters()).device)
+    if tower.width != (width := family.vision.hidden_size):
+        raise UnsupportedError(
+            f"{name!r} was trained with a vision tower of width {tower.width}, but that of this "
+            f"{family.name} model is {width} wide; name the CLIP model that it comes from."
+        )
+    return tower
+
+
+def plan_for_call(plan: ModelPlan, asked: bool | Mapping[str, Any] | None) -> ModelPlan:
+    """The plan of one call: ``plan`` (None, True), one in which nothing happens (False), or one with other values of
+    :data:`PER_CALL`.
+
+    Raises
+    ------
+    MmaccelError
+        If a value cannot change for one call, or is of no use.
+    """
+    if asked is None or asked is True:
+        return plan
+    if asked is False:
+        notes = ("mmaccel=False: the bare model ran",)
+        return ModelPlan(Recipe("none"), plan.towers, (), None, notes, plan.kernels, origin=plan)
+    if not isinstance(asked, Mapping):
+        raise MmaccelError(
+            f"mmaccel={asked!r} says nothing about a call; give {{'retain': 0.1}} or the like, or False for the bare model."
+        )
+    asked = renamed(asked)
+    for name in asked:
+        if name not in PER_CALL:
+            raise MmaccelError(
+                f"{name!r} cannot change for one call, which takes {', '.join(PER_CALL)}; call accelerate_vlm(model, ...) "
+                "again with what you want."
+            )
+    recipe = plan.recipe.override(**{name: value for name, value in asked.items() if value is not None})
+    stages = _in_variant(plan, recipe)
+    primary = None if recipe.primary is None else plan.stages[recipe.primary].method
+    if isinstance(primary, FramesMethod) and recipe.retain != plan.recipe.retain:
+        raise UnsupportedError(
+            f"retain of recipe {recipe.name!r} is what {primary.name} keeps of the pixels, which the processor has reduced "
+            f"before this call; prepare(processor, {recipe.name!r}, retain=...) makes one that keeps something else."
+        )
+    return replace(
+        plan,
+        recipe=recipe,
+        stages=stages,
+        notes=tuple(note for note in plan.notes if note != plan.caution) + cautions(plan.family, stages),
+        origin=plan,
+        stage_at_layer={at: stages[stage.number] for at, stage in plan.stage_at_layer.items()},
+        **_stages_by_kind(stages),
+    )
+
+
+def _in_variant(plan: ModelPlan, recipe: Recipe) -> tuple[PlannedStage[Any], ...]:
+    """The same stages with the budgets and in the variant of ``recipe``."""
+    stages = []
+    for stage, (asked, method) in zip(plan.stages, recipe.build(), strict=True):
+        if recipe.variant != plan.recipe.variant:
+            method = _fit(asked, method, plan.family, [])
+            method.suits(plan.family)
+            if method.taps() != stage.method.taps() or (isinstance(method, Codec) and method != stage.method):
+                raise UnsupportedError(
+                    f"variant={recipe.variant!r} cannot be had for one call: {method.name!r} then asks something else of "
+                    f"the model; call accelerate_vlm(model, ..., variant={recipe.variant!r})."
+                )
+        else:
+            method = stage.method
+        stages.append(PlannedStage(stage.number, method, asked.retain))
+    return tuple(stages)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+def make_runs(call: Call[ModelPlan], forward: Forward) -> Iterator[Run]:
+    """The work of a plan in one forward of the text model, in the order in which it is done.
+
+    Raises
+    ------
+    UnsupportedError
+        If a row of a prompt needs tokens of an earlier one back, which come back only behind a prompt.
+    """
+    if isinstance(forward, Prompt):
+        yield from _runs_of_prompt(call, forward)
+    elif isinstance(forward, Continuation):
+        yield from _runs_behind(forward)
+
+
+def _runs_of_prompt(call: Call[ModelPlan], prompt: Prompt) -> Iterator[Run]:
+    plan, state = prompt.plan, prompt.state
+    reactivation.check_rows(prompt)
+    reducer = TokenReducer(prompt, call.vision)
+    yield ReducePrompt(call, prompt, reducer, _looks_first(plan))
+    chunks = None if plan.chunks is None else ChunkedPrefill(prompt, plan.chunks)
+    prepared = PrepareLayers(prompt)
+    if plan.stage_at_layer:
+        keep = {
+            stage.number: reactivation.KeepDropped(prompt)
+            for stage in plan.stage_at_layer.values()
+            if isinstance(stage.method, ReturningMethod)
+        }
+        yield LayerTokens(call, prompt, reducer, prepared, keep)
+    if chunks is not None:
+        yield chunks
+    policy = None
+    if state is not None and plan.policy is not None:
+        policy = _policy(call, prompt, state)
+        yield policy
+    if state is not None and plan.token_groups:
+        yield PackKeys(prompt, state, policy)
+    yield WeighTokens(prompt)
+    yield WritePrompt(prompt, reducer, None if chunks is None else chunks.cut)
+    yield prepared
+
+
+def _runs_behind(forward: Continuation) -> Iterator[Run]:
+    plan, state = forward.plan, forward.state
+    assert state is not None
+    if plan.returning and reactivation.may_return(plan, state):
+        stages: Mapping[int, PlannedStage[Any]] = plan.stage_at_layer
+        yield Reactivation(forward, stages)
+    policy = None
+    if plan.policy is not None and plan.policy.method.decodes:
+        policy = _policy(None, forward, state)
+        yield policy
+    if plan.token_groups:
+        yield PackKeys(forward, state, policy)
+    yield ContinueText(forward)
+
+
+def _policy(call: Call[ModelPlan] | None, forward: Forward, state: CacheState) -> CachePolicy:
+    """The run of a plan's policy."""
+    plan = forward.plan
+    assert plan.policy is not None
+    if plan.reading is not None:
+        return ReadKeys(forward, plan.reading, state)
+    if plan.policy.method.recalls:
+        return RecallKeys(forward, plan.policy, state)
+    if plan.draft_policy is not None and call is not None and isinstance(forward, Prompt):
+        return EvictByDraft(call, forward, plan.draft_policy, state)
+    return EvictKeys(forward, plan.policy, state)
+
+
+def _looks_first(plan: ModelPlan) -> dict[int, LookFirst]:
+    """By number of a stage, what its method sees of a model that reads the prompt before it works."""
+    found: dict[int, LookFirst] = {}
+    for stage in plan.projector:
+        if isinstance(stage.method, PreviewMethod):
+            found[stage.number] = _first_pass(stage.method)
+        elif isinstance(stage.method, DraftMethod):
+            found[stage.number] = _draft_reads(stage.method, plan.drafts[stage.number])
+    return found
+
+
+def _first_pass(method: PreviewMethod) -> LookFirst:
+    def look(call: Call[ModelPlan], prompt: Prompt, text: TextInputs) -> Mapping[str, torch.Tensor]:
+        positions = positions_everywhere(prompt, text.arguments.get("position_ids"), text.embeds.device)
+        return lookahead.first_pass(call, prompt, method, text.embeds, text.planes, positions)
+
+    return look
+
+
+def _draft_reads(method: DraftMethod, model: Family) -> LookFirst:
+    def look(call: Call[ModelPlan], prompt: Prompt, text: TextInputs) -> Mapping[str, torch.Tensor]:
+        seen = draft.read(call, method, model, len(text.embeds), prompt.length)
+        return {"draft_match": seen.to(text.embeds.device)}
+
+    return look

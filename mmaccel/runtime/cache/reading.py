@@ -1,0 +1,76 @@
+"""Policies that store all keys, and choose at every decode step which visual keys the upper layers read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kv.cache import CacheState
+from ...method import LayerAttention, ReadingPolicy
+from ..call.forward import Forward
+from ..call.plan import PlannedStage
+from ..call.runs import KeysToRead, LayerAttended
+from .eviction import CachePolicy
+from .sparse_read import first_layer, packed_read, prepare_reads, read_layer, sparse_read
+
+
+class RecallKeys(CachePolicy):
+    """The attention of one layer chooses what all layers above it read in the same step."""
+
+    reads_keys = True
+
+    def after_attention(self, layer: LayerAttended) -> None:
+        """Note the keys of a prompt; at a decode step choose what the layers above read."""
+        if self.prompt is not None:
+            self.prompt.note(layer.number, layer.query.device)
+            return
+        first, query = first_layer(self.policy, self.depth), layer.query
+        if layer.number == first - 1 and query.shape[2] == 1:
+            text = torch.ones(len(query), 1, dtype=torch.bool, device=query.device)
+            attention = LayerAttention(query, layer.key, layer.visible, layer.scaling, text)
+            read = sparse_read(self.policy, self.state.shared, self.state.layers[layer.number], attention)
+            self.forward.incoming.reads.append((first, read))
+
+
+class ReadKeys(CachePolicy):
+    """Every layer chooses what it reads, by its own query, before it attends."""
+
+    def __init__(self, forward: Forward, stage: PlannedStage[ReadingPolicy], state: CacheState) -> None:
+        super().__init__(forward, stage, state)
+        self.reading = stage.method
+        self.reads_keys = not stage.method.summarises
+        self._scaling = 1.0
+        #: the last queries of each layer of a prompt ``[B, Hq, W, D]``, and which are tokens ``[B, W]`` bool
+        self._queries: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keys_to_read(self, layer: LayerAttended) -> KeysToRead | None:
+        """The keys that a layer reads in a decode step; packed ones are decoded only if they are needed."""
+        if self.prompt is not None or layer.query.shape[2] > 1:
+            return None
+        if layer.number < first_layer(self.reading, self.depth):
+            return None
+        held, key = self.state.layers[layer.number], None if layer.as_stored else layer.key
+        chosen = read_layer(self.reading, held, layer.query, key, layer.scaling)
+        if chosen is None:
+            return None
+        pages = packed_read(held, chosen) if layer.as_stored and layer.visible is None else None
+        return KeysToRead(chosen, pages)
+
+    def after_attention(self, layer: LayerAttended) -> None:
+        """Note the keys of a prompt, and its last queries."""
+        if self.prompt is None:
+            return
+        self.prompt.note(layer.number, layer.query.device)
+        self._scaling = layer.scaling
+        if window := self.policy.window:
+            places = self.prompt.tokens(layer.number, layer.query.device).places[:, -window:]
+            self._queries[layer.number] = layer.query[:, :, -window:].clone(), places >= 0
+
+    def finish(self) -> None:
+        """A prompt is over: prepare what its layers choose from in the steps that follow."""
+        if self.prompt is not None:
+            layers = self.state.layers[first_layer(self.reading, self.depth) :]
+            with self.forward.measured("selection", self.forward.phase(0).places.device):
+                prepare_reads(self.reading, layers, self._scaling, self._queries, self.prompt.text_rows)
+            self._queries = {}
+        super().finish()

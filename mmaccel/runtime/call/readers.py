@@ -1,0 +1,232 @@
+"""Readers: how the attention of a layer reads keys and values. A forward has one, see :func:`reader_of`.
+
+=================  =============================================================================================
+reader             the forward
+=================  =============================================================================================
+read_static        a captured step, whose cache is pinned
+read_observed      a look ahead, which stores nothing
+read_stored        one that mmaccel shapes: dense, ragged, packed or chosen keys, see :func:`read_stored`
+read_given         any other, such as a text-only call: what the model itself was given
+=================  =============================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mmaccel_kernels.chosen import ChosenKeys, chosen_attention
+from torch import Tensor, nn
+
+from ...core.precision import in_attention_dtype, without_autocast
+from ...kv.decoding import attend, reads_as_stored
+from ...kv.packed import QuantisedLayer
+from .attention_patch import BACKENDS, base_function
+from .call import Call
+from .forward import Forward
+from .runs import LayerAttended
+
+Output = tuple[Tensor, Tensor | None]
+
+
+@dataclass
+class Attention:
+    """The attention of one layer as transformers asks for it.
+
+    query : ``[B, Hq, q, D]``. key, value : ``[B, Hkv, K, D]``. mask : what ``base`` takes, None without one.
+    scaling : the factor of ``q . k``; None for ``D ** -0.5``. options : other arguments of attention functions.
+    """
+
+    base: str
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scaling: float | None
+    options: dict[str, Any]
+
+    @property
+    def scale(self) -> float:
+        """The factor of ``q . k``."""
+        return self.query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
+    @property
+    def window(self) -> int | None:
+        """How far back the layer's sliding window reaches; None without one."""
+        return self.options.get("sliding_window")
+
+    @property
+    def groups(self) -> int:
+        """Query heads of each KV head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def unpack(self, layer: QuantisedLayer) -> None:
+        """Take all that a layer stores as keys and values."""
+        self.query, self.key, self.value = in_attention_dtype(self.query, *layer.stored())
+
+    def run(self, base: str, mask: Tensor | None, scaling: float | None) -> Output:
+        """The output ``[B, q, Hq, D]`` of implementation ``base``, and its weights where it returns them."""
+        function = base_function(base, self.module)
+        return function(self.module, self.query, self.key, self.value, mask, scaling=scaling, **self.options)
+
+
+def reader_of(call: Call[Any]) -> Callable[[Call[Any], int, Attention], Output]:
+    """The reader of the forward that is being run."""
+    if call.pinned is not None:
+        return read_static
+    if call.observer is not None:
+        return read_observed
+    return read_given if call.text.runs is None else read_stored
+
+
+def read_given(call: Call[Any], number: int, given: Attention) -> Output:
+    """Keys and values as the model was given them."""
+    return given.run(given.base, given.mask, given.scaling)
+
+
+def read_static(call: Call[Any], number: int, given: Attention) -> Output:
+    """The pinned keys of a captured step."""
+    assert call.pinned is not None
+    pinned = call.pinned.layers[number]
+    pinned.ask(given.query)
+    if not pinned.masked:
+        with without_autocast(given.query.device):
+            return pinned.attend(given.query.to(pinned.keys.dtype), given.scale), None
+    given.mask = pinned.end.visible if pinned.end.added is None else pinned.end.added
+    given.mask = None if given.mask is None else _for_heads(given.mask, given.groups)
+    return read_given(call, number, given)
+
+
+def read_observed(call: Call[Any], number: int, given: Attention) -> Output:
+    """The keys that the observer of a look ahead gives, or the model's own."""
+    assert call.observer is not None
+    seen = call.observer.attend(number, given.query, given.key, given.value, given.scale, given.window)
+    if seen is None:
+        return read_given(call, number, given)
+    given.key, given.value, visible = seen
+    mask = _for_heads(visible, given.groups)
+    if given.base == "eager":
+        return given.run("eager", _added(mask, given.query.dtype), given.scaling)
+    return given.run("sdpa", mask, given.scaling)
+
+
+def read_stored(call: Call[Any], number: int, given: Attention) -> Output:
+    """The stored keys, or those of them that a run chooses; runs see the layer when it has attended.
+
+    =====================================  ====================================================================
+    keys                                   read by
+    =====================================  ====================================================================
+    the run needed the whole attention     the run itself, in the pass in which it observes
+    ragged or packed, few new tokens, GPU  :func:`mmaccel.kv.decoding.attend`, as they are stored
+    chosen                                 :func:`mmaccel_kernels.chosen.chosen_attention`
+    all others                             the model's own implementation, with a mask: :func:`_masked`
+    =====================================  ====================================================================
+    """
+    runs = call.text.runs
+    assert runs is not None
+    layer, seen = _layer_attended(runs.forward, number, given)
+    asked = runs.keys_to_read(seen)
+    chosen = None if asked is None else asked.chosen
+    if asked is not None and asked.output is not None:
+        output: Output = asked.output, None
+    elif layer is not None and seen.as_stored and (chosen is None or (asked is not None and asked.pages is not None)):
+        pages = None if asked is None else asked.pages
+        output = attend(layer, given.query.to(layer.keys.dtype), seen.visible, seen.scaling, pages=pages), None
+    else:
+        if layer is not None and seen.as_stored:
+            given.unpack(layer)
+            seen.query, seen.key, seen.value = given.query, given.key, given.value
+        output = _read_chosen(given, seen, chosen) or _masked(runs.forward, number, given, seen, chosen)
+    runs.after_attention(seen)
+    return output
+
+
+def _layer_attended(forward: Forward, number: int, given: Attention) -> tuple[QuantisedLayer | None, LayerAttended]:
+    """The layer of the cache that layer ``number`` of the language model reads, and its attention before any key is chosen."""
+    family = forward.plan.family
+    stored = family.stored_from(number)
+    phase, index = forward.phase(stored), forward.index(stored)
+    layer = forward.state.layers[stored] if forward.state is not None else None
+    as_stored = False
+    if layer is not None:
+        layer.window = given.window
+        as_stored = reads_as_stored(layer, forward.incoming, given.query)
+        if as_stored and given.base == "eager":
+            # eager attention returns its weights
+            given.unpack(layer)
+            as_stored = False
+    visible, query = None, given.query
+    # of what is read as it is stored the newest token sees everything, wherever heads end
+    if layer is None or not as_stored or query.shape[2] > 1 or index.windowed(given.window) or not layer.gapless:
+        visible = index.mask(phase.places, given.window, phase.together if family.is_bidirectional(number) else None)
+    if visible is not None:
+        # layers may be spread over devices
+        visible = visible.to(query.device, non_blocking=True)
+    causal = bool(getattr(given.module, "is_causal", True))
+    plain = forward.incoming.weights is None and causal and given.base == "sdpa"
+    seen = LayerAttended(stored, query, given.key, given.value, visible, given.scale, given.window, as_stored, plain)
+    return layer, seen
+
+
+def _read_chosen(given: Attention, seen: LayerAttended, chosen: ChosenKeys | None) -> Output | None:
+    """The output over the keys that a run has chosen; None where it chose none, or eager attention returns its weights."""
+    if chosen is None or given.base == "eager":
+        return None
+    read, _ = chosen_attention(given.query, given.key, given.value, chosen, scaling=seen.scaling, visible=seen.visible)
+    return read.transpose(1, 2), None
+
+
+def _masked(forward: Forward, number: int, given: Attention, seen: LayerAttended, chosen: ChosenKeys | None) -> Output:
+    """The output of the model's own implementation over all stored keys; eager attention reads ``chosen`` keys by a mask."""
+    visible, base = seen.visible, given.base
+    if chosen is not None:
+        mask = chosen.mask(given.key.shape[2])
+        visible = mask if visible is None else mask & visible
+    if forward.incoming.weights is not None:
+        # flash attention takes nothing that is added to its logits
+        base = "eager" if base == "eager" else "sdpa"
+        added = forward.index(seen.number).weighed(forward.incoming.weights, visible, given.query.shape[2])
+        return given.run(base, _for_heads(added, given.groups).to(given.query.dtype), seen.scaling)
+    if base not in BACKENDS:
+        base, padding = _for_flash(forward, number, given, seen)
+        return given.run(base, padding, seen.scaling)
+    if visible is None and base == "eager" and given.query.shape[2] > 1:
+        # eager attention is causal by its mask alone; without one all keys are those of the queries
+        shape = given.query.shape[2], given.key.shape[2]
+        visible = torch.ones(*shape, dtype=torch.bool, device=given.query.device).tril()[None, None]
+    if visible is None:
+        return given.run(base, None, seen.scaling)
+    mask = _for_heads(visible, given.groups)
+    return given.run(base, _added(mask, given.query.dtype) if base == "eager" else mask, seen.scaling)
+
+
+def _for_flash(forward: Forward, number: int, given: Attention, seen: LayerAttended) -> tuple[str, Tensor | None]:
+    """The implementation and its mask in place of flash attention, which aligns causal masks to the lower right and takes
+    padding as ``[B, K]``: enough unless heads store different keys, a window would count stored instead of original places,
+    or tokens look ahead or come back."""
+    given.options.pop("position_ids", None)
+    query, phase, index = given.query, forward.phase(seen.number), forward.index(seen.number)
+    if query.shape[2] < given.key.shape[2]:
+        # what follows a prompt is causal, though the prompt may not be and its modules say so
+        given.options["is_causal"] = True
+    if seen.visible is None:
+        return given.base, None
+    ahead = phase.together is not None and forward.plan.family.is_bidirectional(number)
+    # keys that are picked out are padded behind the last ones, which flash attention takes for those of the queries
+    picked = query.shape[2] > 1 and forward.incoming.sparse(seen.number) is not None
+    if index.of_heads or index.windowed(given.window) or ahead or phase.back is not None or picked:
+        return "sdpa", _for_heads(seen.visible, given.groups)
+    return given.base, (index.index >= 0).to(query.device, non_blocking=True) if index.padded else None
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What eager attention adds to its logits for a boolean ``mask``."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def _for_heads(mask: Tensor, groups: int) -> Tensor:
+    """``[B, 1 or Hkv, q, K]`` for query heads."""
+    return mask if mask.shape[1] == 1 else mask.repeat_interleave(groups, dim=1)

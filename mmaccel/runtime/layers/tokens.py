@@ -1,0 +1,152 @@
+"""Methods inside the language model: at the input of some layers a prompt loses or merges visual tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.precision import without_autocast
+from ...core.reduction import Reduction
+from ...method import LayerAttention, LayerMethod
+from ...method.results import check_figures, figures_of
+from ..call.call import Call
+from ..call.forward import Prompt, chosen_of, rows_at, to_device_packed
+from ..call.plan import ModelPlan, PlannedStage
+from ..call.runs import LayerAttended, Run, TextInputs
+from ..prompt import lookahead
+from ..prompt.tokens import TokenReducer
+
+#: takes what layer ``number`` drops: (number, reduction, hidden, slots, arguments)
+KeepDropped = Callable[[int, Reduction, Tensor, Tensor, Mapping[str, Any]], None]
+
+
+class PrepareLayers(Run):
+    """Let methods inside the language model look at the embeddings that enter it.
+
+    figures : per class of method, figures of every place of the prompt, ``[B, S]``.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.figures: dict[type, dict[str, Tensor]] = {}
+
+    def before_text(self, text: TextInputs) -> None:
+        """Called when the prompt was reduced and written."""
+        prompt, embeds = self.prompt, text.embeds
+        kinds = {type(stage.method) for stage in prompt.plan.stage_at_layer.values()}
+        for kind in (kind for kind in kinds if kind.prepare.__func__ is not LayerMethod.prepare.__func__):  # type: ignore[attr-defined]
+            with prompt.measured("selection", embeds.device), torch.no_grad():
+                chosen = prompt.chosen
+                visual = prompt.layout.visual.gather(1, chosen.clamp(min=0)) & (chosen >= 0)
+                seen, words, slots = to_device_packed(
+                    embeds.device, visual, (chosen >= 0) & ~visual, prompt.slots(chosen)
+                )
+                made = kind.prepare(embeds, words.bool(), seen.bool())
+                made = check_figures(kind, "prepare()", made, embeds.shape[:2], embeds)
+                self.figures[kind] = {name: figures.gather(1, slots) for name, figures in made.items()}
+
+
+class LayerTokens(Run):
+    """The methods inside the language model, on one prompt.
+
+    layers : those of the language model. prepared : figures of what entered it.
+    keep_dropped : by number of a stage, takes what its method drops, where that may come back.
+    """
+
+    def __init__(
+        self,
+        call: Call[ModelPlan],
+        prompt: Prompt,
+        reducer: TokenReducer,
+        prepared: PrepareLayers,
+        keep_dropped: Mapping[int, KeepDropped],
+    ) -> None:
+        self.call, self.prompt, self.reducer, self.prepared = call, prompt, reducer, prepared
+        self.keep_dropped = keep_dropped
+        #: figures per key that the method at the next layer made of the attention before it, ``[B, q]``
+        self._looked: dict[str, Tensor] = {}
+
+    def before_layer(self, number: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Drop or merge tokens at the input of a layer."""
+        prompt, stage = self.prompt, self.prompt.plan.stage_at_layer.get(number)
+        if stage is None or self.reducer.is_done(stage):
+            return hidden
+        with prompt.measured("selection", hidden.device):
+            if stage.method.looks_ahead:
+                layer: nn.Module = list(prompt.plan.family.text.layers)[number]
+                given = prompt.layer_arguments(number, arguments)
+                attention = lookahead.own_attention(self.call, prompt, number, layer, hidden, given)
+                with without_autocast(hidden.device):
+                    self._looked = figures_of(stage.method, attention)
+            return self._reduce(stage, number, hidden, arguments)
+
+    def after_attention(self, layer: LayerAttended) -> None:
+        """Show the attention of a layer to the method at the next one."""
+        prompt, plan = self.prompt, self.prompt.plan
+        stage = plan.stage_at_layer.get(plan.family.attending[layer.number] + 1)
+        if stage is None or stage.method.looks_ahead or self.reducer.is_done(stage):
+            return
+        device, chosen = layer.query.device, chosen_of(prompt.phase(layer.number))
+        text = (chosen >= 0) & ~prompt.layout.visual.gather(1, chosen.clamp(min=0))
+        with prompt.measured("selection", device):
+            prepared = {}
+            if known := self.prepared.figures.get(type(stage.method)):
+                at = chosen.clamp(min=0).to(device, non_blocking=True)
+                prepared = {name: figures.to(device).gather(1, at) for name, figures in known.items()}
+            there = text.to(device, non_blocking=True)
+            seen = figures_of(
+                stage.method,
+                LayerAttention(layer.query, layer.key, layer.visible, layer.scaling, there, text, prepared),
+            )
+        self._looked = {name: figures[:, -layer.query.shape[2] :] for name, figures in seen.items()}
+
+    def finish(self) -> None:
+        """Note the average of the layers at which a method works that spreads its budget."""
+        stats = self.prompt.stats
+        for stage in {stage.number: stage for stage in self.prompt.plan.stage_at_layer.values()}.values():
+            if stage.method.spreads:
+                at = stage.method.layers()
+                mean = sum(stats.layer_tokens[i] for i in at) / len(at)
+                stats.notes.append(
+                    f"{stage.method.name} spreads its budget: layers {at[0]} to {at[-1]} have {mean:.4g} visual tokens on "
+                    f"average, and the last {stats.layer_tokens[-1]}"
+                )
+
+    def _reduce(
+        self, stage: PlannedStage[LayerMethod], number: int, hidden: Tensor, arguments: dict[str, Any]
+    ) -> Tensor:
+        """Run the method at layer ``number``: the tokens it drops are gone from here on."""
+        prompt = self.prompt
+        slots = prompt.slots(prompt.chosen)
+        made = self.reducer.reduce(stage, hidden, slots, self._looked, number)
+        previous = {**arguments, **prompt.arguments[-1].replaced}
+        if keep := self.keep_dropped.get(stage.number):
+            keep(number, made, hidden, slots, previous)
+        if made.is_identity:
+            return hidden
+        chosen, padded = prompt.compacted(made.kept)
+        slots, places = to_device_packed(hidden.device, slots, chosen.clamp(min=0))
+        at = slots.gather(1, places)
+        replaced: dict[str, Any] = {}
+        several = prompt.plan.family.rope_kind(number) is not None
+        if previous.get("position_embeddings") is not None and not several:
+            replaced["position_embeddings"] = tuple(
+                rows_at(x.expand(len(hidden), -1, -1), at) for x in previous["position_embeddings"]
+            )
+        if isinstance(previous.get("position_ids"), Tensor):
+            positions = previous["position_ids"]
+            # GLM-4.5V shows its layers all three axes
+            axes = positions.shape[:-2]
+            there = at.to(positions.device).expand(*axes, -1, -1)
+            replaced["position_ids"] = positions.expand(*axes, len(hidden), -1).gather(-1, there)
+        prompt.begin(number, chosen, padded, hidden.device, **replaced)
+        counted = prompt.stats.layer_tokens
+        left = int((made.kept & prompt.layout.visual).sum())
+        counted[number:] = [left] * (len(counted) - number)
+        if made.links is None:
+            return rows_at(hidden, at)
+        # merged where the tokens stand in the prompt; what stands at places that are gone is not looked at
+        return rows_at(made.substitute(rows_at(hidden, slots)), places)
