@@ -49,11 +49,12 @@ import torch
 from mmaccel import accelerated, get_recipe, recipes
 from mmaccel.cli.shared.text import markdown, nbytes, put_between
 from mmaccel.errors import MmaccelError
+from mmaccel.families import family_of
 from mmaccel.programs.bench import provenance
-from mmaccel.programs.bench.arithmetic import DecodeStep
+from mmaccel.programs.bench.arithmetic import promised_decode, weight_bytes
 from mmaccel.programs.bench.figures import Spread
 from mmaccel.programs.bench.run import Bench, Case, Variant, why_not
-from mmaccel.programs.bench.shapes import SHAPES, build, free_memory, shape, skeleton, thin, thin_tower
+from mmaccel.programs.bench.shapes import SHAPES, build, change_config, free_memory, shape, skeleton, thin_tower
 from mmaccel.programs.bench.workloads import ShapeSubject, workload
 
 #: those of them that there are
@@ -77,6 +78,67 @@ def thousands(tokens: float) -> str:
     if tokens == math.inf:
         return "never"
     return f"{tokens / 1000:,.0f}k" if tokens >= 10_000 else f"{tokens / 1000:,.1f}k"
+
+
+#: the size of the heads of a thin language model
+_THIN_HEAD = 32
+
+
+def thin(config: Any, layers: int) -> Any:
+    """``config`` with hardly any width in the language model either, and with so many layers of it, changed in place: a step
+    costs what the host does, and next to nothing else."""
+    text = config.text_config
+    values: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "hidden_size": 4 * _THIN_HEAD,
+        "intermediate_size": 64,
+        "vocab_size": 2048,
+        "num_experts": 16,
+        "moe_intermediate_size": 32,
+    }
+    values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": _THIN_HEAD}
+    values |= {"layer_types": ["full_attention"] * layers}
+    if sections := text.rope_parameters.get("mrope_section"):
+        width = int(_THIN_HEAD * text.rope_parameters.get("partial_rotary_factor", 1)) // 2
+        parts = [part * width // sum(sections) for part in sections]
+        text.rope_parameters["mrope_section"] = [width - sum(parts[1:]), *parts[1:]]
+    if hasattr(config.vision_config, "out_hidden_size"):
+        config.vision_config.out_hidden_size = 4 * _THIN_HEAD
+    return thin_tower(change_config(config, text, values))
+
+
+def token_bytes(model: Any) -> int:
+    """Bytes of the keys and values of one token in all layers, in full precision."""
+    family = family_of(model)
+    return sum(2 * math.prod(family.heads_in(number)) for number in family.attending) * int(model.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """What a decode step reads: ``weights`` once, and ``token`` bytes of keys and values for every token of batch x context."""
+
+    weights: int
+    token: int
+
+    @classmethod
+    def of(cls, model: Any) -> DecodeStep:
+        """Of a model, which may be one without memory."""
+        return cls(weight_bytes(model), token_bytes(model))
+
+    def seconds(self, tokens: float, bandwidth: float) -> float:
+        """The least a step takes over a memory of so many bytes a second."""
+        return (self.weights + tokens * self.token) / bandwidth
+
+    def limit(self, tokens: float, share: float = 0.0) -> float:
+        """How many times faster a step gets if only a ``share`` of the bytes of the cache is read; of none, the most that any
+        compression can give."""
+        return promised_decode(self.weights, tokens * self.token, share * tokens * self.token)
+
+    def pays_from(self, gain: float, share: float = 0.0) -> float:
+        """Tokens of batch x context from which on reading a ``share`` of the cache makes a step ``gain`` times as fast; inf
+        where it never does."""
+        left = 1 - gain * share
+        return self.weights * (gain - 1) / (self.token * left) if left > 0 else float("inf")
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

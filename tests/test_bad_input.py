@@ -653,4 +653,4 @@ def test_files_and_options_that_are_no_json(
 def test_counts_without_end(count: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--recipe", "divprune", "--retain", count]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "is no budget; give a ratio such as 0.25" in said and len(said) < 200
+    assert said.count("\n") == 1 and "a budget must be a ratio such as 0.25" in said and len(said) < 200

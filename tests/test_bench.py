@@ -27,7 +27,6 @@ from mmaccel.errors import MmaccelError, UnsupportedError
 from mmaccel.kv.cache import cache_bytes
 from mmaccel.programs.bench import provenance, shapes
 from mmaccel.programs.bench.arithmetic import (
-    DecodeStep,
     Operations,
     count_operations,
     promised_decode,
@@ -39,7 +38,7 @@ from mmaccel.programs.bench.arithmetic import (
 from mmaccel.programs.bench.figures import Spread, changed, ratios, verdict
 from mmaccel.programs.bench.paper_claims import CLAIMS, Claim, claims_table, measured
 from mmaccel.programs.bench.run import OUT_OF_MEMORY, PARTS, Bench, Case, Stamps, Variant
-from mmaccel.programs.bench.shapes import SHAPES, build, count_parameters, skeleton, thin
+from mmaccel.programs.bench.shapes import SHAPES, build, count_parameters, skeleton
 from mmaccel.programs.bench.workloads import WORKLOADS, ModelSubject, ShapeSubject, Workload, workload
 from mmaccel.runtime.call.call import Call, VisionState, pop, push
 
@@ -142,7 +141,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
 def shrunk(name: str) -> ShapeSubject:
     """A shape with the same plan and pictures but hardly any layers and width."""
     shape = SHAPES[name]
-    return ShapeSubject(build(name, CPU, torch.float32, thin(shape.config(), 4)), shape)
+    return ShapeSubject(build(name, CPU, torch.float32, decode.thin(shape.config(), 4)), shape)
 
 
 FAMILIES = {
@@ -520,7 +519,7 @@ def test_bad_options(argv, said, capsys):
 
 # --- benchmarks/decode.py ---------------------------------------------------------------------------------------------
 def test_from_where_on_a_smaller_cache_pays():
-    step = DecodeStep.of(skeleton("qwen2.5-vl-7b", torch.bfloat16))
+    step = decode.DecodeStep.of(skeleton("qwen2.5-vl-7b", torch.bfloat16))
     # 28 layers of 4 heads of 128, keys and values in two bytes
     assert step.token == 28 * 4 * 128 * 2 * 2 and step.limit(8192) < 1.04
     equal = step.pays_from(2.0)

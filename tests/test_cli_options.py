@@ -104,7 +104,10 @@ def test_json_goes_to_standard_output_or_a_file(tmp_path: Path, capsys: pytest.C
         (["ask"], "mmaccel ask: The picture or video and the question are missing; write the question last"),
         (["eval", "--reciep", "x"], "mmaccel eval: .*--reciep.*--recipe"),
         (["eval", "--limit", "many"], "'--limit'.*integer"),
-        (["eval", "--retain", "much"], "'--retain': 'much' is no budget; give a ratio such as 0.25"),
+        (
+            ["eval", "--retain", "much"],
+            "'--retain': a budget must be a ratio such as 0.25 or a count such as 64, got 'much'",
+        ),
         (["eval", "--suite", "colour", "--data", "x"], "--suite or --data, not both"),
         (["video-qa", "q.jsonl"], "'--out'"),
         (["methods", "fastvv"], "did you mean 'fastv'"),

@@ -1,6 +1,6 @@
-"""Ask a model about pictures or a video, in full and accelerated, and print both side by side.
+"""Ask a model about pictures or a video, in full and accelerated, and print both answers side by side.
 
-PATH is one or more pictures, a video file, or a folder of frames (taken in the order of their names). Weights are read from
+PATH is one or more pictures, a video file, or a folder of frames in the order of their names. Weights are read from
 safetensors only, and code that comes with a model is not run unless --trust-remote-code is given. Both runs are greedy and
 are timed after a warm-up of a few tokens.
 """
@@ -35,8 +35,6 @@ examples:
 
 SHIPPED = Path(__file__).parent.parent / "models" / "mini-llava"
 SHIPPED_VIDEO = SHIPPED.with_name("mini-qwen-vl")
-
-
 #: what the small models were trained on, see training/
 KNOWN = (
     "The small models know coloured shapes with characters on them, in pictures and clips, and nothing of photographs."
@@ -58,11 +56,11 @@ def run(
     """Load, ask twice, print."""
     check_order(media or [], question)
     if not fps > 0:
-        raise MmaccelError(f"--fps {fps:g} is no rate; give frames a second above 0.")
+        raise MmaccelError(f"--fps must be greater than 0, got {fps:g}.")
     json_file(output)
     from ..media.files import Prompt, encode, load_media
 
-    with working("reading what is asked about") as bar:
+    with working("reading pictures or video") as bar:
         chosen = how.chosen()
         pictures, clip = load_media([Path(path) for path in media or []], frames, fps)
         prompt = [Prompt(question, tuple(pictures), clip)]
@@ -74,7 +72,7 @@ def run(
 
     prepared = prepare(processor, chosen)
     with accelerated(model, chosen, processor=prepared):
-        pass  # what the model cannot do is said before the long run, not after it
+        pass  # reports what the model does not support before the long run
     with working("answering in full and accelerated", 2) as bar:
         full = answer(model, processor, encode(processor, prompt), "none", max_new_tokens)
         bar.advance()
@@ -95,12 +93,12 @@ def run(
 
 
 def check_order(media: list[str], question: str) -> None:
-    """See that paths come first and a question last. Raises MmaccelError if one of them is missing."""
+    """Raise MmaccelError if paths or a question are missing; paths come first and the question last."""
     from ..media.files import is_media
 
     last = Path(question)
     try:
-        # a word that is no file may be a question, and one behind a path most likely is
+        # one word that is not a file may be a question, most likely after a path
         named = is_media(last) and (last.is_file() or (not media and " " not in question))
     except OSError:
         # longer than a path may be
@@ -120,8 +118,7 @@ def check_order(media: list[str], question: str) -> None:
 
 
 def shipped(video: bool = False) -> Path:
-    """The folder of the model that comes with mmaccel, one that takes videos too if asked. Raises MmaccelError if there is
-    none."""
+    """The folder of the model that comes with mmaccel, or of the one for videos. Raises MmaccelError if it is missing."""
     folder = SHIPPED_VIDEO if video else SHIPPED
     if not (folder / "config.json").is_file():
         what = "that takes videos " if video else ""
@@ -140,21 +137,16 @@ _WARM_UP = 4
 
 
 def load_model(which: Any, video: bool = False) -> tuple[Any, Any]:
-    """Model and processor, as :func:`mmaccel.families.load.load_model` gives them; ``which`` has what
-    :class:`~mmaccel.cli.shared.options.ModelOptions` has. Without a model there it is a small one, for videos if asked."""
+    """Model and processor for options as in :class:`~mmaccel.cli.shared.options.ModelOptions`, see
+    :func:`mmaccel.families.load.load_model`; by default a shipped model, for ``video`` if set."""
     name = which.model or str(shipped(video))
-    # of a model from the hub the bars of the download are shown, which do not mix with ours
+    # a download has progress bars of its own
     quiet = working(f"loading {name}") if Path(name).is_dir() else nullcontext()
     with quiet:
         from ..families.load import load_model
 
-        return load_model(
-            name,
-            device=which.device,
-            dtype=which.dtype,
-            attn=which.attn,
-            trust_remote_code=which.trust_remote_code,
-        )
+        options = ("device", "dtype", "attn", "trust_remote_code")
+        return load_model(name, **{option: getattr(which, option) for option in options})
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -195,8 +187,8 @@ def answer(
     watch: TokenTimer | None = None,
     after: Callable[[Any, Any], None] | None = None,
 ) -> Answer:
-    """Generate with a recipe and measure. ``watch`` is given the tokens as they come; ``after`` the model, while it still has
-    the recipe, and what ``generate`` returned."""
+    """Generate with a recipe and measure. ``watch`` is the streamer; ``after`` is called with the model, still accelerated, and
+    the output of ``generate``."""
     import torch
 
     from ..accelerate import accelerated
@@ -210,7 +202,7 @@ def answer(
     watch = watch or TokenTimer()
     with torch.no_grad(), accelerated(model, recipe, processor=processor):
         try:
-            # steps behind the prompt too: their kernels are compiled when they first run
+            # kernels of decode steps are compiled when they first run
             steps = min(longest, _WARM_UP)
             model.generate(**inputs, max_new_tokens=steps, min_new_tokens=steps, do_sample=False)
             if cuda:
@@ -255,7 +247,7 @@ def answer(
 
 
 def agreement(full: Answer, fast: Answer) -> dict[str, Any]:
-    """How near the accelerated answer is to the full one.
+    """How the accelerated answer compares with the full one.
 
     Returns
     -------

@@ -1,8 +1,8 @@
-"""What is installed, whether it fits together, and which model families are ready.
+"""Check this installation: versions, devices, kernels, and which model families are ready.
 
-Exit status 0: mmaccel can run here. 1: something stands in the way; each problem is listed with its remedy. A missing GPU or
-optional package is no problem, nor is a GPU for which no kernel can be built: it is listed which sites of a recipe then run
-their definition in plain torch, and what helps. Every GPU compiles a few kernels for that, the first time for some seconds.
+Exit status 0: mmaccel can run here. 1: there are problems; each is listed with its remedy. A missing GPU or optional package is
+no problem. For every GPU the command compiles a few kernels, the first time for some seconds, and lists which sites of a recipe
+run a kernel and which their definition in plain torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ examples:
   mmaccel doctor --json
 """
 
-#: distribution -> what it is for; the first ones are required
+#: required distributions, and optional ones with what they are for
 _REQUIRED = ("torch", "torchvision", "transformers", "numpy", "pillow", "typer", "rich")
 _OPTIONAL = {
     "triton": "GPU kernels",
@@ -42,7 +42,7 @@ _OPTIONAL = {
     "uvicorn": "the server",
     "matplotlib": "plots of benchmarks",
 }
-#: site of a recipe, and the steps behind it -> the operations there that have kernels
+#: operations that have kernels, by site of a recipe
 _SITES: dict[str, tuple[str, ...]] = {
     "frames": (),
     "encoder": ("best_match",),
@@ -64,12 +64,10 @@ def run(output: Json = None) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Everything ``doctor`` knows, as plain data."""
+    """The report as plain data."""
     problems: list[str] = []
     versions = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
-    for name in _REQUIRED:
-        if versions[name] is None:
-            problems.append(f"{name} is missing; run: pip install {name}")
+    problems += [f"{name} is missing; run: pip install {name}" for name in _REQUIRED if versions[name] is None]
     notes = _transformers(problems) if versions["transformers"] is not None else []
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
         problems.append(f"Python {platform.python_version()} is not supported; use 3.11 to 3.13.")
@@ -97,7 +95,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _transformers(problems: list[str]) -> list[str]:
-    """What to know about the installed transformers; what it lacks goes to the ``problems``."""
+    """Notes about the installed transformers; what it lacks is added to the ``problems``."""
     if (old := transformers_api.too_old()) is not None:
         problems.append(old)
         return []
@@ -105,34 +103,30 @@ def _transformers(problems: list[str]) -> list[str]:
         transformers_api.check()
     except UnsupportedError as error:
         problems.append(str(error))
-    except Exception:  # transformers itself does not import, which the families say
+    except Exception:  # transformers itself cannot be imported, which _families reports
         return []
     newer = transformers_api.untested()
     return [] if newer is None else [newer]
 
 
-def _imports(module: str) -> bool:
-    try:
-        import_module(module)
-    except Exception:  # a broken shared library raises all kinds
-        return False
-    return True
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _video() -> dict[str, bool]:
-    """The back ends of :func:`mmaccel.video.decode`, in the order in which it tries them."""
+    """Back ends of :func:`mmaccel.video.decode` in the order in which they are tried, and whether they are usable."""
     try:
         from ..video import READERS, usable
-    except ImportError:  # without torch nothing of ours imports
+    except ImportError:  # torch is missing
         return {}
     return {name: usable(reader) for name, reader in READERS.items()}
 
 
 def _vllm(problems: list[str]) -> dict[str, Any] | None:
-    """Whether recipes can be served by vLLM, and for which of its architectures; None where it is not installed."""
+    """The state of the plug-in for vLLM; None if vLLM is not installed."""
     try:
         from ..integrations.vllm import ARCHITECTURES, tested, version, versions
-    except ImportError:  # without torch nothing of ours imports
+    except ImportError:  # torch is missing
         return None
     if (found := version()) is None:
         return None
@@ -148,16 +142,15 @@ def _vllm(problems: list[str]) -> dict[str, Any] | None:
 
 
 def _torchvision(problems: list[str]) -> bool:
-    """The operator that is missing when the pair does not match."""
+    """Whether an operator works that is missing when the pair does not match."""
     try:
         import torch
         import torchvision
 
         torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
         problems.append(
-            f"torch and torchvision do not match ({first}); install both from one index: "
+            f"torch and torchvision do not match ({_first_line(error)}); install both from one index: "
             "pip install --force-reinstall torch torchvision"
         )
         return False
@@ -169,27 +162,25 @@ def _devices() -> list[dict[str, Any]]:
         import torch
     except Exception:
         return []
-    found = []
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        about = torch.cuda.get_device_properties(i)
-        found.append(
-            {
-                "device": f"cuda:{i}",
-                "name": about.name,
-                "memory": about.total_memory,
-                "capability": f"{about.major}.{about.minor}",
-                **_paths(torch.device("cuda", i)),
-            }
-        )
-    return found
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        {
+            "device": f"cuda:{i}",
+            "name": about.name,
+            "memory": about.total_memory,
+            "capability": f"{about.major}.{about.minor}",
+            **_paths(torch.device("cuda", i)),
+        }
+        for i, about in enumerate(map(torch.cuda.get_device_properties, range(count)))
+    ]
 
 
 def _paths(device: Any) -> dict[str, Any]:
-    """Whether kernels build on a device, and what every site runs there: ``kernel`` or ``definition``, and why."""
+    """Whether kernels can be built for a device, and whether every site runs a ``kernel`` or its ``definition``, and why."""
     try:
         from mmaccel_kernels.launch import obstacle
         from mmaccel_kernels.trial import trials
-    except ImportError:  # run from a checkout that is not installed
+    except ImportError:  # a checkout that is not installed
         return {"kernels": False, "why_not": "mmaccel is not installed", "sites": {}}
     keeps, tried = obstacle(device), trials(device)
     return {
@@ -200,7 +191,7 @@ def _paths(device: Any) -> dict[str, Any]:
 
 
 def _taken(operations: tuple[str, ...], tried: Mapping[str, object], builds: bool) -> dict[str, str]:
-    """What a site runs, and why; ``tried`` says what keeps the kernel of every operation, or None."""
+    """What a site runs, and why; ``tried`` has for every operation the obstacle to its kernel, or None."""
     if not operations or not builds:
         return {"path": "definition", "why": "no kernel builds" if operations else "this site has no kernels"}
     failed = {name: tried[name] for name in operations if tried[name] is not None}
@@ -211,21 +202,25 @@ def _taken(operations: tuple[str, ...], tried: Mapping[str, object], builds: boo
 
 def _triton() -> dict[str, bool]:
     try:
+        import_module("triton")
+        imports = True
+    except Exception:  # a broken shared library raises errors of any type
+        imports = False
+    try:
         from mmaccel_kernels import available
-    except ImportError:  # run from a checkout that is not installed
-        return {"imports": _imports("triton"), "usable": False}
-    return {"imports": _imports("triton"), "usable": available()}
+    except ImportError:  # a checkout that is not installed
+        return {"imports": imports, "usable": False}
+    return {"imports": imports, "usable": available()}
 
 
 def _families(problems: list[str]) -> dict[str, str]:
-    """Per family the model class of this transformers, or what went wrong when it was imported."""
+    """The model class of every family in this transformers, or why it cannot be imported."""
     try:
         from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
         from ..families import families
     except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        problems.append(f"transformers cannot be imported ({first}).")
+        problems.append(f"transformers cannot be imported ({_first_line(error)}).")
         return {}
     ready: dict[str, str] = {}
     for family in families().values():
@@ -237,9 +232,8 @@ def _families(problems: list[str]) -> dict[str, str]:
             try:
                 ready[kind] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[kind]].__name__
             except Exception as error:
-                first = (str(error).splitlines() or [type(error).__name__])[0]
-                ready[kind] = f"not ready: {first}"
-                problems.append(f"The model class of family {kind} cannot be imported ({first}).")
+                ready[kind] = f"not ready: {_first_line(error)}"
+                problems.append(f"The model class of family {kind} cannot be imported ({_first_line(error)}).")
     return ready
 
 
@@ -247,52 +241,37 @@ def _refused() -> dict[str, str]:
     """Model types that are refused, and why."""
     try:
         from ..families import REFUSED
-    except ImportError:  # without torch nothing of ours imports
+    except ImportError:  # torch is missing
         return {}
     return dict(REFUSED)
 
 
 def render(report: dict[str, Any]) -> str:
     """The report as text."""
-    lines = [f"python          {report['python']}  ({report['platform']})"]
+    rows = [("python", f"{report['python']}  ({report['platform']})")]
     for name, found in report["versions"].items():
-        about = f"  ({_OPTIONAL[name]})" if name in _OPTIONAL else ""
-        lines.append(f"{name:<15} {found or 'not installed'}{about}")
-    lines.append(
-        f"torchvision     {'matches torch' if report['torchvision_matches_torch'] else 'DOES NOT match torch'}"
-    )
+        rows.append((name, (found or "not installed") + (f"  ({_OPTIONAL[name]})" if name in _OPTIONAL else "")))
+    rows.append(("torchvision", f"{'matches' if report['torchvision_matches_torch'] else 'DOES NOT match'} torch"))
     if not report["devices"]:
-        lines.append(
-            "GPU             none; models run on the CPU, and every site of a recipe its definition in plain torch"
-        )
+        rows.append(("GPU", "none; models run on the CPU, and every site of a recipe its definition in plain torch"))
     for device in report["devices"]:
         about = f"{device['name']}, {nbytes(device['memory'])}, capability {device['capability']}"
-        lines.append(f"GPU             {device['device']}  {about}")
-        lines.append(
-            f"  kernels       {'build and run' if device['kernels'] else 'do not build: ' + device['why_not']}"
-        )
-        for site, taken in device["sites"].items():
-            lines.append(f"  {site:<13} {taken['path']} ({taken['why']})")
-    lines.append(
-        f"Triton          {'usable' if report['triton']['usable'] else 'not usable here; plain torch is used'}"
-    )
+        rows.append(("GPU", f"{device['device']}  {about}"))
+        rows.append(("  kernels", "build and run" if device["kernels"] else "do not build: " + device["why_not"]))
+        rows += [(f"  {site}", f"{taken['path']} ({taken['why']})") for site, taken in device["sites"].items()]
+    rows.append(("Triton", "usable" if report["triton"]["usable"] else "not usable here; plain torch is used"))
     readers = [name for name, usable in report["video"].items() if usable]
-    lines.append(f"video readers   {', '.join(readers) or 'none; pip install av (or decord) to read video files'}")
-    if (served := report["vllm"]) is not None:
-        state = "loads the plug-in mmaccel" if served["active"] else "DOES NOT load the plug-in mmaccel"
-        state += "" if served["tested"] else ", and IS NOT a tested version"
-        lines.append(f"vLLM            {served['version']} {state}")
-        lines += [f"  serves        {name}" for name in served["architectures"]]
-    for kind, found in report["families"].items():
-        lines.append(f"family          {kind:<17} {found}")
-    for kind, why in report["refused"].items():
-        lines.append(f"refused         {kind:<17} {why}")
-    lines += [f"note            {note}" for note in report["notes"]]
-    lines += [f"PROBLEM         {problem}" for problem in report["problems"]]
+    rows.append(("video readers", ", ".join(readers) or "none; pip install av (or decord) to read video files"))
+    if (vllm := report["vllm"]) is not None:
+        state = "loads the plug-in mmaccel" if vllm["active"] else "DOES NOT load the plug-in mmaccel"
+        state += "" if vllm["tested"] else ", and IS NOT a tested version"
+        rows += [("vLLM", f"{vllm['version']} {state}"), *(("  serves", name) for name in vllm["architectures"])]
+    rows += [("family", f"{kind:<17} {found}") for kind, found in report["families"].items()]
+    rows += [("refused", f"{kind:<17} {why}") for kind, why in report["refused"].items()]
+    rows += [("note", note) for note in report["notes"]]
+    rows += [("PROBLEM", problem) for problem in report["problems"]]
     ready = sum(not found.startswith("not ready") for found in report["families"].values())
     count = len(report["problems"])
-    lines.append(
-        f"{ready} of {len(report['families'])} families are ready; "
-        + ("all is well." if not count else f"{count} problem{'s' * (count > 1)} to solve.")
-    )
-    return "\n".join(lines)
+    state = f"{count} problem{'s' * (count > 1)} to solve." if count else "all is well."
+    summary = f"{ready} of {len(report['families'])} families are ready; {state}"
+    return "\n".join([*(f"{name:<15} {text}" for name, text in rows), summary])

@@ -1,12 +1,11 @@
-"""Every method and recipe: where it works, what it needs, what it keeps, and the paper it is from.
+"""List methods and recipes: site, requirements, default budget, paper.
 
 A method alone is also a recipe of that name. Sites: frames (pixels, before the processor; use mmaccel.prepare), encoder
 (between layers of the vision tower), projector (between tower and language model), layers (between layers of the language
 model), cache (keys and values, after prefill). Budget: exact (keeps what is asked), at_most (never more), adaptive (the
 content decides).
 
-With NAME that method or recipe alone: its options with their defaults and what they mean, its paper, what it needs, and the
-families it works on.
+NAME shows one method or recipe: its options with defaults and meaning, its paper, requirements, and supported families.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import typer
 
 from .shared.options import Json
-from .shared.text import markdown, put_between, table, tell
+from .shared.text import markdown, table, tell
 
 PLACE = 8
 HELP = "list methods and recipes"
@@ -52,19 +50,15 @@ def run(
         typer.Option(help="Only this site."),
     ] = None,
     in_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
-    page: Annotated[Path | None, typer.Option("--update", hidden=True)] = None,  # the tables of our documentation
     output: Json = None,
 ) -> int:
-    """Print what there is."""
+    """Print the tables, or one method or recipe."""
     if name is not None:
         one = describe(name)
         tell(one, output, lambda: render(one))
         return 0
     found = describe_methods(site)
     composed = [] if site else describe_recipes()
-    if page is not None:
-        update(page)
-        return 0
     form = markdown if in_markdown else table
     parts = [method_rows(found), *([recipe_rows(composed)] if composed else [])]
     tell({"methods": found, "recipes": composed}, output, lambda: "\n\n".join(map(form, parts)))
@@ -75,7 +69,7 @@ def run(
 
 
 def describe(name: str) -> dict[str, Any]:
-    """A method, or else a recipe, with all that can be said about it. Raises MmaccelError if there is none of that name; the
+    """A method, or else a recipe, as plain data. Raises MmaccelError if there is none of that name; the
     nearest ones are named."""
     from ..method.registry import methods
     from ..recipe import get_recipe
@@ -84,7 +78,7 @@ def describe(name: str) -> dict[str, Any]:
         return _describe(cls) | {
             "about": _about(cls),
             "official": official_doc(cls).replace("``", ""),
-            "option_docs": _plain(option_docs(cls)),
+            "option_docs": {name: meaning.replace("``", "") for name, meaning in option_docs(cls).items()},
             "families": _families(cls),
         }
     found = get_recipe(name)
@@ -107,7 +101,7 @@ def _about(cls: Any) -> str:
 
 
 def official_doc(cls: Any) -> str:
-    """What the authors' variant of a method changes, with its marks of code; empty if it has none."""
+    """What the authors' variant of a method changes, in Markdown; empty if it has none."""
     for one in cls.__mro__:
         for paragraph in inspect.cleandoc(vars(one).get("__doc__") or "").split("\n\n"):
             if paragraph.startswith('``variant="official"``: '):
@@ -116,11 +110,11 @@ def official_doc(cls: Any) -> str:
 
 
 def option_docs(cls: Any) -> dict[str, str]:
-    """What a method's docstring, or that of a class above it, says of every option, with its marks of code."""
+    """The meaning of every option in Markdown, from the docstring of a method or of a class above it."""
     found: dict[str, str] = {}
     for one in cls.__mro__:
         _, _, listed = inspect.cleandoc(vars(one).get("__doc__") or "").partition("\nParameters\n----------\n")
-        # an entry goes on in lines that are indented; the list ends at an empty line
+        # an entry continues in indented lines; the list ends at an empty line
         for entry in re.split(r"\n(?=\S)", listed.partition("\n\n")[0]):
             names, sign, meaning = entry.partition(" : ")
             for name in names.split(", ") if sign else ():
@@ -128,22 +122,16 @@ def option_docs(cls: Any) -> dict[str, str]:
     return found
 
 
-def _plain(docs: dict[str, str]) -> dict[str, str]:
-    return {name: meaning.replace("``", "") for name, meaning in docs.items()}
-
-
 def _families(cls: Any) -> list[str]:
-    """The families whose usual models a method works on: those that it does not refuse itself."""
+    """The families that a method does not refuse."""
     from ..errors import UnsupportedError
     from ..families import families
 
     found = []
     for name, family in families().items():
-        usual: Any = SimpleNamespace(name=name, has_cls=family.facts.cls, depth=0, deepstack=0)
-        usual.closed, usual.whole, usual.halves, usual.ranks = family.closed, family.whole, family.halves, family.ranks
-        usual.stateful, usual.attending, usual.modalities = family.stateful, (), family.modalities
-        usual.no_return = family.no_return
-        usual.undivided = family.undivided
+        names = ("closed", "whole", "halves", "ranks", "stateful", "modalities", "no_return", "undivided")
+        usual: Any = SimpleNamespace(**{key: getattr(family, key) for key in names})
+        vars(usual).update(name=name, has_cls=family.facts.cls, depth=0, deepstack=0, attending=())
         try:
             made = cls()
             made.fit(usual).suits(usual)
@@ -159,14 +147,9 @@ def render(one: dict[str, Any]) -> str:
     """A method or recipe as text."""
     if "stages" in one:
         stages = [["stage", "keeps", "options"]]
-        stages += [
-            [
-                stage["method"],
-                _share(stage["retain"]),
-                ", ".join(f"{k}={v!r}" for k, v in stage["options"].items()) or "-",
-            ]
-            for stage in one["stages"]
-        ]
+        for stage in one["stages"]:
+            options = ", ".join(f"{k}={v!r}" for k, v in stage["options"].items())
+            stages.append([stage["method"], _share(stage["retain"]), options or "-"])
         lines = [f"{one['name']}: {one['summary']}", "", f"paper    {one['paper'] or '-'}", "", table(stages)]
         return "\n".join([*lines, "", "The options of a stage: mmaccel methods STAGE"])
     facts = [
@@ -178,8 +161,8 @@ def render(one: dict[str, Any]) -> str:
         ("families", ", ".join(one["families"])),
         *([("official", f"(variant='official') {one['official']}")] if one["official"] else []),
     ]
-    options = [["option", "default", "meaning"]]
-    options += [[name, str(value), one["option_docs"].get(name, "-")] for name, value in one["options"].items()]
+    listed = [["option", "default", "meaning"]]
+    listed += [[name, str(value), one["option_docs"].get(name, "-")] for name, value in one["options"].items()]
     return "\n".join(
         [
             f"{one['name']}: {one['summary']}",
@@ -188,7 +171,7 @@ def render(one: dict[str, Any]) -> str:
             "",
             *(f"{title:<9}{told}" for title, told in facts),
             "",
-            table(options) if len(options) > 1 else "It has no options of its own.",
+            table(listed) if len(listed) > 1 else "It has no options of its own.",
             "",
             f"mmaccel ask --recipe {one['name']}"
             + (f" --set {next(iter(one['options']))}={next(iter(one['options'].values()))}" if one["options"] else "")
@@ -198,56 +181,6 @@ def render(one: dict[str, Any]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- all of them
-
-
-def update(page: Path) -> None:
-    """Write anew the tables of methods, of families and of what is refused that a Markdown file has markers for. Raises
-    MmaccelError if it has none."""
-    makers = {"methods": readme_tables, "families": family_table, "refused": refused_table}
-    text = page.read_text(encoding="utf-8")
-    for name in [name for name in makers if f"<!-- {name} -->" in text] or makers:
-        put_between(page, name, makers[name]())
-
-
-def family_table() -> str:
-    """The families that come with mmaccel, as they stand in the documentation."""
-    from ..families import families
-
-    head = ["family", "pictures", "clips", "CLS token (`vtc-cls`, `evit`)"]
-    head += ["patches that merge in the tower (`tome`)", "give a processor"]
-    rows = [
-        [
-            f"`{name}`",
-            family.facts.pictures,
-            _yes(family.facts.clips),
-            _yes(family.facts.cls),
-            family.facts.merging,
-            _yes(family.needs_processor),
-        ]
-        for name, family in families().items()
-        if family.__module__.startswith("mmaccel.")
-    ]
-    return markdown([head, *rows])
-
-
-def refused_table() -> str:
-    """The model types that are refused, those of one reason together."""
-    from ..families import REFUSED
-
-    kinds: dict[str, list[str]] = {}
-    for kind, why in REFUSED.items():
-        kinds.setdefault(why, []).append(f"`{kind}`")
-    return markdown([["model types", "why not"], *([", ".join(found), why] for why, found in kinds.items())])
-
-
-def _yes(true: bool) -> str:
-    return "yes" if true else "-"
-
-
-def readme_tables() -> str:
-    """The methods that come with mmaccel, and the recipes, as they stand in the documentation."""
-    own = [m for m in describe_methods() if m["module"].startswith("mmaccel.")]
-    return f"{markdown(method_rows(own))}\n\n{markdown(recipe_rows(describe_recipes()))}"
 
 
 def describe_methods(site: str | None = None) -> list[dict[str, Any]]:
@@ -261,7 +194,7 @@ def describe_methods(site: str | None = None) -> list[dict[str, Any]]:
 
 def _describe(cls: Any) -> dict[str, Any]:
     fields = list(dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else []
-    # its own before those of the classes above it
+    # its own options before inherited ones
     fields.sort(key=lambda field: field.name not in vars(cls).get("__annotations__", {}))
     return {
         "name": cls.name,
@@ -278,54 +211,33 @@ def _describe(cls: Any) -> dict[str, Any]:
 
 
 def _needs(cls: Any) -> list[str]:
-    from ..method import (
-        ChunkMethod,
-        Drafted,
-        EncoderMethod,
-        FramesMethod,
-        LayerMethod,
-        PatchMethod,
-        Policy,
-        PreviewMethod,
-        ReadingPolicy,
-        ReuseMethod,
-    )
+    from .. import method as bases
 
     try:
-        needs = [_TAPS[tap.kind] for tap in cls().taps()]
+        taps = [_TAPS[tap.kind] for tap in cls().taps()]
     except TypeError:  # an option without a default
-        needs = []
-    if issubclass(cls, FramesMethod):
-        needs.append("pixels (prepare)")
-    if issubclass(cls, PatchMethod):
-        needs.append("pixels")
-    if issubclass(cls, ReuseMethod):
-        needs.append("tower keys")
-    if issubclass(cls, EncoderMethod):
-        needs.append("CLS attention" if cls.needs_cls else "tower keys")
-    if issubclass(cls, LayerMethod):
-        needs.append("prompt attention" if cls.observe is LayerMethod.observe else "layer attention")
-    if issubclass(cls, ChunkMethod):
-        needs.append("attention of chunks")
-    if issubclass(cls, PreviewMethod):
-        needs.append("attention in a first pass")
-    if issubclass(cls, Drafted):
-        needs.append("a smaller model of the family")
-    if issubclass(cls, Policy) and cls.window:
-        needs.append("last query" if cls.window == 1 else f"last {cls.window} queries")
-    if issubclass(cls, Policy) and cls.future:
-        needs.append("queries before RoPE")
-    if issubclass(cls, Policy) and cls.needs_outgoing:
-        needs.append("output projection")
-    if issubclass(cls, Policy) and cls.observe is not Policy.observe:
-        needs.append("prompt attention")
-    if issubclass(cls, Policy) and cls.recall is not Policy.recall:
-        needs.append("attention of each step")
-    if issubclass(cls, ReadingPolicy):
-        needs.append("query of each step")
-    if getattr(cls, "needs_question", False):
-        needs.append("question")
-    return list(dict.fromkeys(needs))
+        taps = []
+    encoder, layers, policy = (issubclass(cls, one) for one in (bases.EncoderMethod, bases.LayerMethod, bases.Policy))
+    needs = {
+        "pixels (prepare)": issubclass(cls, bases.FramesMethod),
+        "pixels": issubclass(cls, bases.PatchMethod),
+        "tower keys": issubclass(cls, bases.ReuseMethod) or (encoder and not cls.needs_cls),
+        "CLS attention": encoder and cls.needs_cls,
+        "prompt attention": (layers and cls.observe is bases.LayerMethod.observe)
+        or (policy and cls.observe is not bases.Policy.observe),
+        "layer attention": layers and cls.observe is not bases.LayerMethod.observe,
+        "attention of chunks": issubclass(cls, bases.ChunkMethod),
+        "attention in a first pass": issubclass(cls, bases.PreviewMethod),
+        "a smaller model of the family": issubclass(cls, bases.Drafted),
+        "last query": policy and cls.window == 1,
+        f"last {getattr(cls, 'window', 0)} queries": policy and cls.window > 1,
+        "queries before RoPE": policy and cls.future,
+        "output projection": policy and cls.needs_outgoing,
+        "attention of each step": policy and cls.recall is not bases.Policy.recall,
+        "query of each step": issubclass(cls, bases.ReadingPolicy),
+        "question": getattr(cls, "needs_question", False),
+    }
+    return list(dict.fromkeys([*taps, *(name for name, needed in needs.items() if needed)]))
 
 
 def describe_recipes() -> list[dict[str, Any]]:

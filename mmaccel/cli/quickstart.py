@@ -1,9 +1,9 @@
-"""See it work, offline, in about a minute: how much faster, what it costs in answers, and what is looked at.
+"""Show speed, answers and kept tokens on this machine, offline, in about a minute.
 
-Speed is that of a model with random weights on pictures of about 2,000 visual tokens: the largest known one that fits on the
-GPU, or on a CPU a language model of 38 million weights. Answers are those of the small models that come with mmaccel, which
-know coloured shapes alone, to questions that they were not trained on; every answer that is lost is listed. A picture, a clip,
-and what was kept of them, are written to a temporary folder.
+Speed is measured on a model with random weights and about 2,000 visual tokens: the largest known one that fits on the GPU, or
+on a CPU a language model of 38 million weights. Answers are those of the small models that come with mmaccel, which know only
+coloured shapes; every answer that changes is listed. A picture, a clip, and what was kept of them, are written to a temporary
+folder.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ examples:
 """
 
 _PIXELS, _FRAMES, _LONGEST = 112, 16, 16
-#: pixels along a panel of the drawing
+#: pixels along a side of a panel of the drawing
 _SIDE = 336
-#: the share that is kept of about 2,000 visual tokens where speed is shown, if nobody says otherwise
+#: the share of about 2,000 visual tokens that is kept where speed is shown, unless --retain is given
 _LARGE = 0.1
 #: pairs of runs
 _PAIRS = 3
 #: questions of every task, to the model for pictures and to the one for clips
 _EACH, _EACH_CLIP = 4, 2
-#: what is asked about the picture that is drawn
+#: tasks with a question about the picture that is drawn
 _TASKS = ("colour", "shape", "count", "existence", "grounding")
 _NEXT = """\
 4. Next, with a model of your own, a folder or a hub id:
@@ -59,7 +59,7 @@ Say = Callable[..., None]
 
 
 def run(how: RecipeOptions, output: Json = None) -> int:
-    """Show one thing after the other."""
+    """Show speed, answers and drawings."""
     begin = time.perf_counter()
     json_file(output)
 
@@ -67,13 +67,13 @@ def run(how: RecipeOptions, output: Json = None) -> int:
         if output != STDOUT:
             print(*lines, sep="\n", flush=True)
 
-    say("mmaccel quickstart: speed, answers, what is kept, and where to go on; about a minute on two cores.")
+    say("mmaccel quickstart: speed, answers, what is kept, and next steps; about a minute on two cores.")
     with working("loading torch and transformers"):
         chosen = how.chosen()
         from ..programs import evaluate  # noqa: F401
     large = chosen if how.retain is not None or chosen.primary is None else chosen.override(retain=_LARGE)
     report: dict[str, Any] = {"recipe": chosen.name, "retain": chosen.retain, "speed": speed(large, say)}
-    say("", f"2. Answers: what {_titled(chosen)} costs the models that come along.", f"   {ask.KNOWN}")
+    say("", f"2. Answers: what {_titled(chosen)} changes in the models that come with mmaccel.", f"   {ask.KNOWN}")
     models = [(model, *ask.load_model(ModelOptions(model=str(model)))) for model in _models(say)]
     report["answers"] = [answers(*one, chosen, say) for one in models]
     folder = Path(tempfile.mkdtemp(prefix="mmaccel-"))
@@ -90,12 +90,12 @@ def _titled(chosen: Recipe) -> str:
 
 
 def _models(say: Say) -> list[Path]:
-    """The models that come along and can be shown here: the one for pictures, and the one for clips."""
+    """The shipped models that can be shown here: the one for pictures, and the one for clips."""
     found = [ask.shipped()]
     if not (ask.SHIPPED_VIDEO / "config.json").is_file():
         say("   (No model that takes videos comes with this mmaccel, so there is no clip.)")
     elif find_spec("av") is None:
-        say("   (No clip is shown, which needs PyAV: pip install 'mmaccel[video]'.)")
+        say("   (Clips need PyAV: pip install 'mmaccel[video]'.)")
     else:
         found.append(ask.shipped(video=True))
     return found
@@ -125,7 +125,7 @@ def speed(chosen: Recipe, say: Say) -> dict[str, Any]:
     bare, fast = Variant("bare"), Variant(_titled(chosen), chosen)
     with working("runs", 2 * _PAIRS) as bar:
         try:
-            # libraries and kernels are loaded by a run that does not count; on a CPU a small one does
+            # a first run loads libraries and kernels; on a CPU a small one is enough
             for variant in (fast, bare):
                 bench.once(case if model.device.type == "cuda" else Case("picture-336", 1, 1), variant)
             for _ in range(_PAIRS):
@@ -149,12 +149,12 @@ def speed(chosen: Recipe, say: Say) -> dict[str, Any]:
         "speedup": gain.as_dict(),
         "notes": stats["notes"],
     }
-    say("", *_indented(_speeds(report)), *(f"   note: {note}" for note in stats["notes"]))
+    say("", *(f"   {line}" for line in _speeds(report).splitlines()), *(f"   note: {note}" for note in stats["notes"]))
     return report
 
 
 def _workload(device: torch.device) -> tuple[Subject, Case, str]:
-    """A model with random weights on a device, about 2,000 visual tokens for it, and both in words."""
+    """A model with random weights on a device, about 2,000 visual tokens for it, and a description."""
     import torch
 
     from ..programs.bench.run import Case
@@ -165,7 +165,7 @@ def _workload(device: torch.device) -> tuple[Subject, Case, str]:
         model = build(name, device, torch.bfloat16)
         return ShapeSubject(model, shape(name)), Case("tiles-2880", 1, 1), f"{name} on a large picture"
     plan = shape("small")
-    # hardly any tower: what is shown is the work of the language model
+    # a thin tower: most of the work is the language model's
     model = build("small", device, torch.float32, thin_tower(plan.config()))
     return ShapeSubject(model, plan), Case("pictures-8", 1, 1), "a mid-size language model on 8 pictures"
 
@@ -185,33 +185,25 @@ def _speeds(report: dict[str, Any]) -> str:
     (bare, full), (name, fast) = ((n, Spread(tuple(s))) for n, s in report["first_token_seconds"].items())
     gain, kv = Spread.of(report["speedup"]), report["kv_bytes"]
     tokens, kept = report["visual_tokens"], report["visual_tokens_kept"]
+    first = [f"{seconds(one.median)} ±{one.notch / one.median:.0%}" for one in (full, fast)]
     rows = [
         ["", bare, name, ""],
         ["visual tokens", f"{tokens:,}", f"{kept:,}", f"{kept / tokens:.0%}"],
-        [
-            "first token",
-            f"{seconds(full.median)} ±{full.notch / full.median:.0%}",
-            f"{seconds(fast.median)} ±{fast.notch / fast.median:.0%}",
-            f"{gain.median:.1f} times as fast ±{gain.notch:.1f}",
-        ],
+        ["first token", *first, f"{gain.median:.1f} times as fast ±{gain.notch:.1f}"],
         ["KV cache", nbytes(kv[bare]), nbytes(kv[name]), f"{kv[bare] / kv[name]:.1f} times smaller"],
     ]
     return table(rows, numbers=(1, 2))
-
-
-def _indented(text: str) -> list[str]:
-    return [f"   {line}" for line in text.splitlines()]
 
 
 # ---------------------------------------------------------------------------------------------------------- 2. answers
 
 
 def answers(folder: Path, model: Any, processor: Any, chosen: Recipe, say: Say) -> dict[str, Any]:
-    """How many questions of the suite a model answers rightly in full and accelerated, and which are lost or won."""
+    """How many questions of the suite a model answers correctly in full and accelerated, and which answers change."""
     from ..programs.evaluate import Row, ask_suite, evaluate
     from ..suite import IMAGE_TASKS, VIDEO_TASKS
 
-    # a question of "turns" needs the ones before
+    # a question of "turns" depends on earlier ones
     tasks = VIDEO_TASKS if folder == ask.SHIPPED_VIDEO else tuple(task for task in IMAGE_TASKS if task != "turns")
     asked = ask_suite(tasks, _EACH_CLIP if tasks == VIDEO_TASKS else _EACH, frames=_FRAMES, pixels=_PIXELS)
     rows, said = [Row("none"), Row(chosen)], {}
@@ -229,7 +221,6 @@ def answers(folder: Path, model: Any, processor: Any, chosen: Recipe, say: Say) 
         "visual_tokens": figures["visual_tokens"],
         "visual_tokens_kept": figures["visual_tokens_kept"],
         "kv_share": figures["kv_share"],
-        # where accelerating made the difference
         "changed": [
             {"task": full.task, "question": question, "expected": full.expected, "full": full.answer}
             | {"accelerated": fast.answer, "lost": bool(full.right)}
@@ -258,7 +249,7 @@ def _answered(report: dict[str, Any]) -> list[str]:
 
 
 def drawing(folder: Path, model: Any, processor: Any, chosen: Recipe, target: Path, say: Say) -> dict[str, str]:
-    """A picture or a clip, a question about it, and what the recipe keeps of it, as files in the folder ``target``."""
+    """A picture or clip and what the recipe keeps of it, as files in the folder ``target``, and a question about it."""
     from ..media.files import Prompt, load_media
     from ..media.prepare import prepare
 
@@ -273,7 +264,7 @@ def drawing(folder: Path, model: Any, processor: Any, chosen: Recipe, target: Pa
 
 
 def picture(path: Path) -> tuple[Path, list[Turn]]:
-    """A picture, written to ``path``, and a question of every task about it."""
+    """A picture, written to ``path``, and one question of every task about it."""
     from PIL import Image
 
     from ..suite import Rng, item_seed, render, sample_scene
@@ -291,7 +282,7 @@ def picture(path: Path) -> tuple[Path, list[Turn]]:
 
 
 def clip(path: Path) -> tuple[Path, list[Turn]]:
-    """A clip, written to ``path``, and questions about the order of what appears in it."""
+    """A clip, written to ``path``, and questions about the order of events in it."""
     from ..suite import Rng, item_seed, render_clip, write_video
     from ..suite.clip import order
 

@@ -1,23 +1,23 @@
-"""Answer questions about videos in bulk, accelerated, and go on where a run was broken off.
+"""Answer questions about videos in bulk, accelerated, and resume interrupted runs.
 
-A line of QUESTIONS is a JSON object: "video" (a file, or a folder of pictures; from the folder of QUESTIONS or absolute) and
+A line of QUESTIONS is a JSON object: "video" (a file, or a folder of pictures; absolute or relative to QUESTIONS) and
 "question"; optional are "choices" (a list; the model answers with a letter), "answer" (the right one, to be scored) and "id".
 
-A line of the answers holds "id", "video", "question" and "answer"; with choices the letter of the "choice" that was taken;
-"right" where the right answer is known ("expected"), and "content", by which a question about another video of that name is
-told. It is on the disk before the next one is begun. Started again with the same options, the command goes on where it was
-killed; answers of another model (any byte of its files), recipe (its values, the code of its methods, files that they load),
-number of frames, kind of device, mmaccel, torch or transformers are never mixed with them, and questions whose videos changed
-are asked again. Questions without "id" are known by what they ask: lines may be added, moved or removed.
+A line of the answers holds "id", "video", "question" and "answer"; with choices the letter of the chosen one as "choice";
+"right" where the right answer is known ("expected"), and "content", a digest of question and video. Each line is on the disk
+before the next one begins. Started again with the same options, the command resumes. It refuses a file with answers of another
+model (any byte of its files), recipe (its values, the code of its methods, files that they load), number of frames, kind of
+device, mmaccel, torch or transformers, and asks again about videos that changed. Questions without "id" are identified by their
+content: lines may be added, moved or removed.
 
-A video or line that cannot be used gets a line with "error", one sentence, and the rest goes on; the exit status is then 3.
-Started again, such questions, and no others, are asked again.
+A video or line that cannot be used gets a line with "error", one sentence, and the exit status is then 3. The next run asks
+these questions again, and no others.
 
-Videos are decoded in processes of their own while the model works. Several questions of one video are answered from one
-prefill of it if the recipe does not look at the question.
+Videos are decoded in separate processes while the model works. Several questions of one video are answered from one prefill of
+it if the recipe does not look at the question.
 
-With --ray the questions are answered on a cluster, one model a GPU. Every machine of it must see the videos and the model
-under the same paths and have the same mmaccel; the answers and the file are those of a run without.
+With --ray the questions are answered on a cluster, one model a GPU. Every machine of it must see the videos and the model under
+the same paths and have the same mmaccel; the answers and the file are the same as without.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ..programs.video_qa.questions import VideoQuestion
 
 PLACE = 6
-HELP = "answers to a JSONL of questions about videos, in bulk"
+HELP = "answer a JSONL file of questions about videos, in bulk"
 EXAMPLES = """\
 examples:
   mmaccel video-qa questions.jsonl -o answers.jsonl --model ./my-qwen --recipe holitom --retain 0.15
@@ -65,20 +65,20 @@ _SHOWN = 5
 
 def _batch(text: str) -> int | str:
     if text != "auto" and not (text.isdecimal() and int(text)):
-        raise typer.BadParameter(f"{text!r} is no size; give a number of 1 or more, or auto")
+        raise typer.BadParameter(f"must be a number of 1 or more, or auto, got {text!r}")
     return text if text == "auto" else int(text)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bulk:
-    """How a file of questions is worked through."""
+    """Options of a run."""
 
     frames: Frames = 16
     frame_method: Annotated[
         str,
         typer.Option(
             metavar="METHOD",
-            help="uniform, keyframes, or a method that chooses out of four times as many, such as scene-frames.",
+            help="uniform, keyframes, or a method that chooses from four times as many, such as scene-frames.",
         ),
     ] = "uniform"
     max_new_tokens: Longest = 64
@@ -88,8 +88,8 @@ class Bulk:
             parser=_batch, metavar="N|auto", help="Questions at a time; auto halves it when memory does not suffice."
         ),
     ] = "auto"
-    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="To decode a video in.")] = 120.0
-    memory_limit: Annotated[float, typer.Option(metavar="GIB", help="That decoded videos may take together.")] = 4.0
+    time_limit: Annotated[float, typer.Option(metavar="SECONDS", help="Limit for decoding one video.")] = 120.0
+    memory_limit: Annotated[float, typer.Option(metavar="GIB", help="Limit for all decoded videos together.")] = 4.0
     ray: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +111,7 @@ def run(
     bulk: Bulk,
     output: Json = None,
 ) -> int:
-    """Answer what is left, write it, print the summary."""
+    """Answer the open questions, write the answers, print the summary."""
     from ..programs.identity import versions
     from ..programs.video_qa.answers import AnswerFile
     from ..programs.video_qa.questions import read_questions
@@ -126,7 +126,7 @@ def run(
             more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             told = f"{', '.join(changed[:_SHOWN])}{more}"
             print(
-                f"{len(changed)} answers in {out} are to videos that changed, and are asked again: {told}",
+                f"{len(changed)} answers in {out} are to videos that changed; these questions are asked again: {told}",
                 file=sys.stderr,
             )
         before = len(asked) - len(file.left(asked))
@@ -139,7 +139,7 @@ def run(
         except KeyboardInterrupt:
             there = len(asked) - len(file.left(asked))
             print(
-                f"Stopped; {there} of {len(asked)} answers are in {out}, and the same command goes on.",
+                f"Stopped; {there} of {len(asked)} answers are in {out}; the same command resumes.",
                 file=sys.stderr,
             )
             return 130
@@ -162,7 +162,7 @@ def run(
 
 
 def _check_summary(path: Path, *others: Path) -> None:
-    """It is written at the end of a long run."""
+    """Raise MmaccelError now if the summary cannot be written at the end of the run."""
     if path.resolve() in [other.resolve() for other in others]:
         raise MmaccelError(f"--json {str(path)!r} is the file of the questions or answers; give another file.")
     trial = path.with_name(f"{path.name}.trial")
@@ -177,7 +177,7 @@ def _write(path: Path, content: bytes, named: Path | None = None) -> None:
         write_whole(path, content)
     except OSError as error:
         raise MmaccelError(
-            f"Cannot write --json {str(named or path)!r} ({error.strerror}); give another file: the same command goes on."
+            f"Cannot write --json {str(named or path)!r} ({error.strerror}); give another file to resume."
         ) from error
 
 
@@ -188,9 +188,9 @@ def _settings(which: ModelOptions, how: RecipeOptions, bulk: Bulk) -> QASettings
     from ..video.decode_spec import GIB
 
     if not 0 < bulk.memory_limit < float("inf"):
-        raise MmaccelError(f"--memory-limit {bulk.memory_limit:g} leaves no room to decode; give GiB above 0.")
+        raise MmaccelError(f"--memory-limit must be greater than 0 GiB, got {bulk.memory_limit:g}.")
     if not 0 < bulk.time_limit < float("inf"):
-        raise MmaccelError(f"--time-limit {bulk.time_limit:g} is no time to decode in; give seconds above 0.")
+        raise MmaccelError(f"--time-limit must be greater than 0 seconds, got {bulk.time_limit:g}.")
     given = how.changes()
     method: Any = methods().get(bulk.frame_method)
     named = [] if method is None else [option.name for option in dataclasses.fields(method)]
@@ -210,7 +210,7 @@ def _settings(which: ModelOptions, how: RecipeOptions, bulk: Bulk) -> QASettings
 def _answer(
     bulk: Bulk, settings: QASettings, questions: list[VideoQuestion], file: AnswerFile
 ) -> tuple[Figures, float, int]:
-    """Fill the file; what was done, seconds of wall time, and by how many workers. A cluster's time holds that of its start."""
+    """Fill the file; returns what was done, seconds of wall time (of a cluster with its start), and the number of workers."""
     from ..programs.video_qa.cluster import ClusterAnswerer
     from ..programs.video_qa.qa import Figures, VideoAnswerer
 
@@ -227,7 +227,7 @@ def _answer(
         else:
             answerer = ClusterAnswerer(settings, bulk.ray, bar.say)
         with (
-            # stdout is the summary's; Ray would tell there of workers that were lost
+            # stdout is for the summary; Ray would print there
             open(os.devnull, "w") as nowhere,
             redirect_stdout(nowhere),
             closing(answerer.run(questions, file.done)) as records,
@@ -280,7 +280,7 @@ def _render(report: dict[str, Any], path: Path) -> str:
     if report["judged"]:
         rows.append(["accuracy", f"{percent(report['accuracy'])} of {report['judged']}"])
     if report["answered_now"]:
-        wall, workers = report["wall_seconds"], report["workers"]
+        wall, workers, spent = report["wall_seconds"], report["workers"], report["seconds"]
         on = f" on {workers} workers" if workers > 1 else ""
         rows += [
             ["videos decoded", f"{report['videos']} ({', '.join(report['decoders'])})"],
@@ -291,12 +291,9 @@ def _render(report: dict[str, Any], path: Path) -> str:
             ["model at work", percent(report["model_share"])],
             ["waiting for frames", percent(report["waiting_share"])],
             *(
-                [
-                    f"  {name}",
-                    f"{seconds(report['seconds'][name])}, {percent(report['seconds'][name] / wall / workers)}",
-                ]
+                [f"  {name}", f"{seconds(spent[name])}, {percent(spent[name] / wall / workers)}"]
                 for name in ("processor", "encoder", "selection", "prefill", "decode")
-                if name in report["seconds"]
+                if name in spent
             ),
         ]
     title = f"{report['settings']['model']}, {report['settings']['recipe']['name']}; answers in {path}"

@@ -81,7 +81,7 @@ def test_an_interrupt_says_where_things_stand(
         patch.setattr(VideoAnswerer, "run", broken)
         assert main(argv) == 130
     said = capsys.readouterr().err
-    assert "3 of 6" in said and "goes on" in said and len(lines(tmp_path / "a.jsonl")) == 3
+    assert "3 of 6" in said and "resumes" in said and len(lines(tmp_path / "a.jsonl")) == 3
     assert main(argv) == 3 and len(lines(tmp_path / "a.jsonl")) == 6
 
 
@@ -89,10 +89,10 @@ def test_an_interrupt_says_where_things_stand(
     ("more", "said"),
     [
         (["--frames", "0"], "'--frames'"),
-        (["--batch-size", "0"], "'--batch-size': '0' is no size"),
+        (["--batch-size", "0"], "'--batch-size': must be a number of 1 or more, or auto, got '0'"),
         (["--memory-limit", "0"], "--memory-limit"),
         (["--memory-limit", "nan"], "--memory-limit"),
-        (["--time-limit", "-1"], "--time-limit -1 is no time"),
+        (["--time-limit", "-1"], "--time-limit must be greater than 0 seconds, got -1"),
         (["--frame-method", "nope"], "no frame method 'nope'"),
         (["--recipe", "nope"], "no recipe 'nope'"),
         (["--set", "nothing=1"], "'nothing'"),

@@ -329,7 +329,7 @@ def test_questions_about_a_video_that_changed_are_asked_again(
     assert main(argv) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["answered_now"] == 2 and json.loads(out)["taken_over"] == 1
-    assert "2 answers in" in err and "videos that changed, and are asked again" in err
+    assert "2 answers in" in err and "videos that changed; these questions are asked again" in err
     after = {one["question"]: one for one in records(tmp_path / "a.jsonl")}
     assert {name for name in before if before[name]["content"] != after[name]["content"]} == {"one?", "two?"}
     assert main(argv) == 0
@@ -385,7 +385,7 @@ def test_a_disk_that_fills_up_before_the_summary_is_one_sentence(
     monkeypatch.setattr(files, "write_whole", full)
     assert main(argv) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "No space left on device" in err and "the same command goes on" in err
+    assert err.count("\n") == 1 and "No space left on device" in err and "give another file to resume" in err
     monkeypatch.undo()
     assert main(argv) == 0 and json.loads((tmp_path / "s.json").read_text())["taken_over"] == 1
 

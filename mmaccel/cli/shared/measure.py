@@ -1,4 +1,4 @@
-"""What ``eval`` and ``compare`` share: the questions, the run with its progress bar, and results that outlive a broken run."""
+"""What ``eval``, ``compare``, ``tune`` and ``distil`` share: questions, model, progress, and results that can be resumed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from ...programs.evaluate import Question, Row
 
 T = TypeVar("T")
-#: exit status when something could not be used and the rest was done
+#: exit status when some questions could not be used
 PARTIAL = 3
-#: complaints that are printed; all are in the report
+#: complaints that are printed at most; the report has all
 _SHOWN = 20
 _PER_TASK = 20
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked, and how."""
+    """Questions and how they are asked."""
 
     suite: Annotated[
         list[str] | None,
@@ -57,14 +57,13 @@ class Asked:
 
 
 def rows(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[Row]:
-    """Recipe ``none`` first, as the line to compare with, then every recipe at every budget, each once."""
+    """Recipe ``none`` first, as the baseline, then every recipe at every budget, each once."""
     from ...programs.evaluate import Row
 
     found = [Row("none")]
     for name, base in named(recipes):
-        # none has no budget, and stands beside others that have one
-        there_is_one = base.primary is not None or len(recipes) == 1
-        for budget in budgets if budgets and there_is_one else [None]:
+        # among others, a recipe without a budget gets none
+        for budget in budgets if budgets and (base.primary is not None or len(recipes) == 1) else [None]:
             row = Row(base, budget)
             row.name = name
             found.append(row)
@@ -72,7 +71,15 @@ def rows(recipes: Sequence[str], budgets: Sequence[float] | None) -> list[Row]:
 
 
 class Run:
-    """One run of ``eval`` or ``compare``: questions, model, settings, rows, complaints."""
+    """One run of a command: questions, model, settings, complaints.
+
+    Parameters
+    ----------
+    typed : the words of the command line.
+    path : the file of results, None for none.
+    split : of the generated suite.
+    about : the question about the pictures and videos of a folder, if ``--data`` may be a folder.
+    """
 
     def __init__(
         self,
@@ -83,14 +90,6 @@ class Run:
         split: str = "test",
         about: str | None = None,
     ) -> None:
-        """Read the questions and load the model.
-
-        Parameters
-        ----------
-        typed : the words of the command line.
-        path : the results' file, None for none.
-        split : of the generated suite. about : what is asked about the pictures and videos of a folder, if data may be one.
-        """
         if asked.suite and asked.data is not None:
             raise MmaccelError("Give --suite or --data, not both.")
         from ...programs.identity import versions
@@ -100,7 +99,7 @@ class Run:
         self.video = False
         with working("making or reading the questions"):
             self.questions, settings = self._questions()
-        # the model that comes along has no path of this machine in its name
+        # a report names no folder of this machine for a shipped model
         name = which.model or ask.shipped(self.video).name
         which = replace(which, model=which.model or str(ask.shipped(self.video)))
         self.model, self.processor = ask.load_model(which)
@@ -124,20 +123,17 @@ class Run:
         options = self.asked
         if options.data is None:
             groups = {"image": IMAGE_TASKS, "video": VIDEO_TASKS}
-            tasks = list(
-                dict.fromkeys(task for name in options.suite or ["image"] for task in groups.get(name, (name,)))
-            )
-            for task in tasks:
-                if task not in (*IMAGE_TASKS, *VIDEO_TASKS):
-                    raise MmaccelError(
-                        f"There is no task {task!r}; known are image ({', '.join(IMAGE_TASKS)}) and video "
-                        f"({', '.join(VIDEO_TASKS)})."
-                    )
+            named = [task for name in options.suite or ["image"] for task in groups.get(name, (name,))]
+            tasks = list(dict.fromkeys(named))
+            if unknown := [task for task in tasks if task not in (*IMAGE_TASKS, *VIDEO_TASKS)]:
+                raise MmaccelError(
+                    f"There is no task {unknown[0]!r}; known are image ({', '.join(IMAGE_TASKS)}) and video "
+                    f"({', '.join(VIDEO_TASKS)})."
+                )
             if any(task in VIDEO_TASKS for task in tasks):
                 if options.frames < 8 or options.frames % 2:
                     raise MmaccelError(
-                        f"Clips of the suite have an even number of at least 8 frames, not {options.frames}; "
-                        "give --frames 16."
+                        f"--frames must be an even number of at least 8 for clips of the suite, got {options.frames}."
                     )
                 self.video = True
             count = options.limit or _PER_TASK
@@ -159,7 +155,7 @@ class Run:
 
     @staticmethod
     def _identity(question: Question) -> str:
-        """What it is known by; one that cannot be read is named when it is asked."""
+        """The digest of a question; empty for one that cannot be read, which is reported when it is asked."""
         from ...programs.identity import question_identity
 
         try:
@@ -169,13 +165,13 @@ class Run:
 
     # --- running ----------------------------------------------------------------------------------------------
     def evaluate(self, rows: list[Row], keep_answers: bool = False) -> dict[str, Any]:
-        """Fill the rows, noting every batch on the disk, and return the report."""
+        """Fill the rows, saving every batch, and return the report."""
         from ...families import family_of
         from ...programs.evaluate import evaluate
         from ...programs.identity import class_identity, model_identity, recipe_parts
 
         if self.path is not None:
-            # what saved results are known by
+            # saved results depend on these too
             self.settings["model files"] = model_identity(self.folder)
             self.settings["family"] = class_identity(type(family_of(self.model, self.processor)))[:16]
         for row in rows:
@@ -248,7 +244,7 @@ class Run:
             raise
 
     def finish(self) -> int:
-        """Say what could not be used; the exit status."""
+        """Print what could not be used; returns the exit status."""
         self._tell(self.complaints)
         return PARTIAL if self.complaints else 0
 
@@ -273,25 +269,11 @@ def render(report: dict[str, Any], by_task: bool = True) -> str:
     head = ["recipe", "accuracy", "same answer", "KL", "visual tokens", "per layer", "KV cache", "of full"]
     rows = [head]
     for row in report["rows"]:
-        f = row["figures"]
-        rows.append(
-            [
-                row["title"],
-                percent(f["accuracy"]),
-                percent(f["loyalty"]),
-                *(
-                    [
-                        f"{f['kl']:.3f}",
-                        f"{f['visual_tokens_kept']:.0f}",
-                        percent(f["visual_share_per_layer"]),
-                        nbytes(f["kv_bytes"]),
-                        percent(f["kv_share"]),
-                    ]
-                    if f["questions"]
-                    else ["-"] * 5
-                ),
-            ]
-        )
+        f, costs = row["figures"], ["-"] * 5
+        if f["questions"]:
+            costs = [f"{f['kl']:.3f}", f"{f['visual_tokens_kept']:.0f}", percent(f["visual_share_per_layer"])]
+            costs += [nbytes(f["kv_bytes"]), percent(f["kv_share"])]
+        rows.append([row["title"], percent(f["accuracy"]), percent(f["loyalty"]), *costs])
     lines = [
         f"{settings['model']} on {settings['device']}, {settings['dtype']}; "
         f"{report['rows'][0]['figures']['questions']} questions",
@@ -302,22 +284,17 @@ def render(report: dict[str, Any], by_task: bool = True) -> str:
     if by_task and len(tasks) > 1:
         judged = report["rows"][0]["figures"]["accuracy"] is not None
         what = "accuracy" if judged else "loyalty"
-        body = [
-            [
-                task,
-                *(
-                    percent(row["tasks"][task]["figures"][what]) if task in row["tasks"] else "-"
-                    for row in report["rows"]
-                ),
-            ]
-            for task in tasks
-        ]
+
+        def share(row: dict[str, Any], task: str) -> str:
+            return percent(row["tasks"][task]["figures"][what]) if task in row["tasks"] else "-"
+
+        body = [[task, *(share(row, task) for row in report["rows"])] for task in tasks]
         titles = [row["title"] for row in report["rows"]]
         title = "accuracy" if judged else "same answer"
         lines += ["", table([[title, *titles], *body], numbers=range(1, len(titles) + 1))]
     notes = [f"note: {row['title']}: {note}" for row in report["rows"] for note in row["notes"]]
     notes += [
-        f"note: {row['title']}: {len(row['failed'])} questions could not be answered; no figure of it holds them"
+        f"note: {row['title']}: {len(row['failed'])} questions could not be answered and are in no figure"
         for row in report["rows"]
         if row["failed"]
     ]

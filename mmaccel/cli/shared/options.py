@@ -1,4 +1,4 @@
-"""Options that several commands have, under the same names and with the same meaning everywhere."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def budget(text: str) -> float:
-    """A budget from the command line: digits alone are a count, anything else a ratio."""
+    """A budget from the command line: an integer is a count, any other number a ratio."""
     try:
         return short_int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     except ValueError:
         raise typer.BadParameter(
-            f"{text[:40]!r} is no budget; give a ratio such as 0.25 or a count such as 64"
+            f"a budget must be a ratio such as 0.25 or a count such as 64, got {text[:40]!r}"
         ) from None
 
 
@@ -41,8 +41,8 @@ AllowHost = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="A name by which this machine may be asked for, such as that of a proxy; *.example.com and * are patterns. Can "
-        "be repeated.  [default: localhost, addresses, and --host]",
+        help="A host name that requests may use, such as that of a proxy; *.example.com and * are patterns. Can be repeated.  "
+        "[default: localhost, addresses, and --host]",
     ),
 ]
 Several = Annotated[
@@ -50,8 +50,8 @@ Several = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Questions that are answered at once, each by a twin of the model that shares its weights; they take each "
-        "other's time, so that times mean less.",
+        help="Questions that are answered at once, each by a copy of the model that shares its weights. They slow each other "
+        "down, which makes times less exact.",
     ),
 ]
 Recipes = Annotated[
@@ -71,16 +71,18 @@ Budgets = Annotated[
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, and how it is loaded."""
+    """The model and how it is loaded."""
 
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Folder or hub id of the model.  [default: a small one that comes along]"),
+        typer.Option(
+            metavar="MODEL", help="Folder or hub id of the model.  [default: a small one that comes with mmaccel]"
+        ),
     ] = None
     device: Device = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Of the weights; auto is as stored, on the CPU float32."),
+        typer.Option(help="Type of the weights; auto is as stored, on the CPU float32."),
     ] = "auto"
     attn: Annotated[
         Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4"] | None,
@@ -130,7 +132,7 @@ class RecipeOptions:
 def _setting(text: str) -> tuple[str, Any]:
     key, sign, told = text.partition("=")
     if not sign or not key:
-        raise MmaccelError(f"--set {text!r} is no option; write OPTION=VALUE, such as --set layer=3.")
+        raise MmaccelError(f"--set takes OPTION=VALUE, such as --set layer=3, got {text!r}.")
     try:
         value = json.loads(told, parse_int=short_int)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""What readers see: tables, bytes, seconds, reports as text or JSON, and how far a long run has come."""
+"""Output of commands: tables, bytes, seconds, reports as text or JSON, progress bars."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from .options import STDOUT
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: columns where nobody looks at a screen: more than any table has
+#: columns off a terminal: more than any table has
 _ENDLESS = 10_000
 
 
 def table(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Columns for standard output, the first row being the head; columns in ``numbers`` are set to the right.
-
-    On a terminal they fold so that they fit; elsewhere every row is one line of plain text.
-    """
+    """A table for standard output, whose first row is the head; columns in ``numbers`` are right-aligned. On a terminal its
+    columns fold so that they fit; elsewhere every row is one line."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -41,7 +39,7 @@ def table(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
 
 
 def console(error: bool = False) -> Console:
-    """The terminal behind standard output or standard error as it is now, or a page without end where there is none."""
+    """A console for standard output or standard error, as wide as the terminal or endless without one."""
     from rich.console import Console
 
     stream = sys.stderr if error else sys.stdout
@@ -50,7 +48,7 @@ def console(error: bool = False) -> Console:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The same as a Markdown table."""
+    """Rows as a Markdown table, the head first."""
     head, *body = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
@@ -71,7 +69,7 @@ def seconds(value: float) -> str:
 
 # --- reports ----------------------------------------------------------------------------------------------------------
 def json_file(wanted: str | None) -> Path | None:
-    """The file that ``--json`` names, if it does; asked before a long run. Raises MmaccelError if it cannot be one."""
+    """The file that ``--json`` names, if any, checked before a long run. Raises MmaccelError if it cannot be written."""
     if wanted is None or wanted == STDOUT:
         return None
     path = Path(wanted)
@@ -88,44 +86,38 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def tell(report: Mapping[str, Any], wanted: str | None, render: Callable[[], str]) -> None:
-    """Print a report as ``--json`` wants it: as text, as JSON, or as text, with the JSON in a file."""
+    """Print a report as text or, for ``--json`` alone, as JSON; write the file that ``--json`` names."""
     if (path := json_file(wanted)) is not None:
         write_json(path, report)
     show(report, wanted, render)
 
 
 def show(report: Mapping[str, Any], wanted: str | None, render: Callable[[], str]) -> None:
-    """The same, where the file is written already."""
+    """Print a report as text or, for ``--json`` alone, as JSON."""
     print(json.dumps(report, indent=2, default=str) if wanted == STDOUT else render(), flush=True)
 
 
 # --- long runs --------------------------------------------------------------------------------------------------------
 class Bar:
-    """How far a run has come: ``total`` may shrink while it runs."""
+    """A progress bar on a terminal; ``total`` may shrink while it runs."""
 
     def __init__(self, screen: Console, what: str, total: int | None, done: int) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            SpinnerColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress
 
         self.screen = screen
-        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
-        counted = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()] if total is not None else []
-        self.progress = Progress(*columns, *counted, console=screen, transient=True)
+        columns = [progress.SpinnerColumn(), progress.TextColumn("{task.description}", markup=False)]
+        if total is not None:
+            columns += [progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()]
+        self.progress = progress.Progress(*columns, console=screen, transient=True)
         self._task, self.total = self.progress.add_task(what, total=total, completed=done), total
         self._part = ""
 
     def advance(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Count further steps."""
         self.progress.update(self._task, advance=count, total=self.total)
 
     def part(self, what: str, done: int, of: int) -> None:
-        """Of work with unlike parts, how far this one has come; elsewhere than on a terminal a line when one begins."""
+        """Show the progress of one part of the work; off a terminal, print a line when a part begins."""
         if self.screen.is_terminal:
             self.progress.update(self._task, description=what, completed=done, total=of)
         elif what != self._part:
@@ -133,21 +125,21 @@ class Bar:
         self._part = what
 
     def say(self, sentence: str) -> None:
-        """A line on standard error, above the bar."""
+        """Print a line on standard error, above the bar."""
         self.screen.print(sentence, soft_wrap=True)
 
 
 @contextmanager
 def working(what: str, total: int | None = None, done: int = 0) -> Iterator[Bar]:
-    """Show on a terminal, on standard error, that something is being done, and how much of ``total`` is."""
+    """A progress bar on standard error while the block runs, if that is a terminal."""
     bar = Bar(console(error=True), what, total, done)
-    # elsewhere even a bar that is switched off may end its line
+    # off a terminal even a disabled bar may print a newline
     with bar.progress if bar.screen.is_terminal else nullcontext():
         yield bar
 
 
 def put_between(page: Path, name: str, text: str) -> None:
-    """Replace what stands between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a Markdown file. Raises
+    """Replace the text between the markers ``<!-- NAME -->`` and ``<!-- /NAME -->`` of a Markdown file. Raises
     MmaccelError if the file lacks them."""
     first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, start, rest = page.read_text(encoding="utf-8").partition(first)

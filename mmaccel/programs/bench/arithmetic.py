@@ -10,7 +10,6 @@ promise.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -113,12 +112,6 @@ def weight_bytes(model: Any) -> int:
     return held
 
 
-def token_bytes(model: Any) -> int:
-    """Bytes of the keys and values of one token in all layers, in full precision."""
-    family = family_of(model)
-    return sum(2 * math.prod(family.heads_in(number)) for number in family.attending) * int(model.dtype.itemsize)
-
-
 def stored_bytes(cache: Any) -> tuple[int, int]:
     """Bytes of what a cache has stored, spare room left out: of keys and values as they are stored, and of metadata, which says
     where they came from and what policies carry."""
@@ -158,34 +151,6 @@ def unread_bytes(model: Any, recipe: Recipe, stats: Mapping[str, Any], token: fl
             unread = stage["tokens_in"] - stage["resolved"]
             spared += unread * token * (depth - first_layer(method, depth)) / depth
     return round(spared)
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """What a decode step reads: ``weights`` once, and ``token`` bytes of keys and values for every token of batch x context."""
-
-    weights: int
-    token: int
-
-    @classmethod
-    def of(cls, model: Any) -> DecodeStep:
-        """Of a model, which may be one without memory."""
-        return cls(weight_bytes(model), token_bytes(model))
-
-    def seconds(self, tokens: float, bandwidth: float) -> float:
-        """The least a step takes over a memory of so many bytes a second."""
-        return (self.weights + tokens * self.token) / bandwidth
-
-    def limit(self, tokens: float, share: float = 0.0) -> float:
-        """How many times faster a step gets if only a ``share`` of the bytes of the cache is read; of none, the most that any
-        compression can give."""
-        return promised_decode(self.weights, tokens * self.token, share * tokens * self.token)
-
-    def pays_from(self, gain: float, share: float = 0.0) -> float:
-        """Tokens of batch x context from which on reading a ``share`` of the cache makes a step ``gain`` times as fast; inf
-        where it never does."""
-        left = 1 - gain * share
-        return self.weights * (gain - 1) / (self.token * left) if left > 0 else float("inf")
 
 
 def promised_ttft(parts: dict[str, float], bare: Operations, fast: Operations) -> float:

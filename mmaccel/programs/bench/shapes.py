@@ -61,10 +61,6 @@ def shape(name: str) -> Shape:
     return SHAPES[name]
 
 
-#: the size of the heads of a thin language model
-_THIN_HEAD = 32
-
-
 def thin_tower(config: Any) -> Any:
     """``config`` with a vision tower of a few layers and hardly any width, changed in place. Pictures make the tokens that they
     made; what the language model does, and what it costs, is as it was."""
@@ -80,33 +76,11 @@ def thin_tower(config: Any) -> Any:
         values = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1}
         # that of Pixtral is written into its configuration
         values |= {"head_dim": 32}
-    return _change(config, vision, values)
+    return change_config(config, vision, values)
 
 
-def thin(config: Any, layers: int) -> Any:
-    """``config`` with hardly any width in the language model either, and with so many layers of it, changed in place: a step
-    costs what the host does, and next to nothing else."""
-    text = config.text_config
-    values: dict[str, Any] = {
-        "num_hidden_layers": layers,
-        "hidden_size": 4 * _THIN_HEAD,
-        "intermediate_size": 64,
-        "vocab_size": 2048,
-        "num_experts": 16,
-        "moe_intermediate_size": 32,
-    }
-    values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": _THIN_HEAD}
-    values |= {"layer_types": ["full_attention"] * layers}
-    if sections := text.rope_parameters.get("mrope_section"):
-        width = int(_THIN_HEAD * text.rope_parameters.get("partial_rotary_factor", 1)) // 2
-        parts = [part * width // sum(sections) for part in sections]
-        text.rope_parameters["mrope_section"] = [width - sum(parts[1:]), *parts[1:]]
-    if hasattr(config.vision_config, "out_hidden_size"):
-        config.vision_config.out_hidden_size = 4 * _THIN_HEAD
-    return thin_tower(_change(config, text, values))
-
-
-def _change(config: Any, part: Any, values: dict[str, Any]) -> Any:
+def change_config(config: Any, part: Any, values: dict[str, Any]) -> Any:
+    """Set the values of a part of a configuration that it has; returns the configuration."""
     for name, value in values.items():
         if hasattr(part, name):
             setattr(part, name, value)
