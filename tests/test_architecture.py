@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "architecture"))
 
+import counts  # noqa: E402
 import draw  # noqa: E402
 import house  # noqa: E402
 
@@ -25,6 +26,22 @@ def code():
 def test_imports_point_down(code):
     found = house.problems(code, house.House.read())
     assert not found, "\n".join(found)
+
+
+#: counts that are not down to their limit yet
+OPEN = {
+    "entries of mmaccel/",
+    "fields of Shared",
+    "functions above a complexity of 15",
+    "lines of Python in mmaccel/",
+    "lines of a class",
+    "methods of a class",
+}
+
+
+def test_counts_stay_within_their_limits(code):
+    over = [str(count) for count in counts.counts(code) if count.found > count.most and count.what not in OPEN]
+    assert not over, "\n".join(over)
 
 
 def test_only_public_names_are_imported_by_programs_and_tests():

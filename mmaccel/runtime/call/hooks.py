@@ -259,7 +259,7 @@ class TextHooks:
         if isinstance(forward, Prompt):
             call.result = forward.result
             if not call.generating:
-                output.last_hidden_state = self._widen(call, forward, output.last_hidden_state)
+                output.last_hidden_state = _widen(call, forward, output.last_hidden_state)
             return output
         if output.last_hidden_state.shape[1] == forward.length:
             return None
@@ -267,28 +267,29 @@ class TextHooks:
         output.last_hidden_state = output.last_hidden_state[:, -forward.length :]
         return output
 
-    def _widen(self, call: Call[ModelPlan], prompt: Prompt, hidden: Tensor) -> Tensor:
-        """Back to the caller's length: zero where there was no token, NaN where one was dropped.
 
-        Where a head follows, its logits are given their NaN by :func:`show_dropped`: here it would reach the gradient of the
-        head's weights.
-        """
-        total = prompt.total
-        dropped = total.valid & ~total.kept
-        slots, kept, gone = to_device_packed(hidden.device, prompt.slots(prompt.chosen), total.kept, dropped)
-        wide = rows_at(hidden, slots).masked_fill(~kept.bool()[..., None], 0.0)
-        if call.inputs.opened_by is self.plan.family.model:
-            call.text.dropped = gone.bool()
-        else:
-            wide = wide.masked_fill(gone.bool()[..., None], torch.nan)
-        if (labels := call.inputs.labels) is not None:
-            # a row predicts the label behind it
-            lost = torch.zeros_like(labels, dtype=torch.bool)
-            lost[:, 1:] = dropped[:, :-1].to(labels.device)
-            lost &= labels != -100
-            call.stats.labels_ignored += int(lost.sum())
-            labels.masked_fill_(lost, -100)
-        return wide
+def _widen(call: Call[ModelPlan], prompt: Prompt, hidden: Tensor) -> Tensor:
+    """Back to the caller's length: zero where there was no token, NaN where one was dropped.
+
+    Where a head follows, its logits are given their NaN by :func:`show_dropped`: here it would reach the gradient of the
+    head's weights.
+    """
+    total = prompt.total
+    dropped = total.valid & ~total.kept
+    slots, kept, gone = to_device_packed(hidden.device, prompt.slots(prompt.chosen), total.kept, dropped)
+    wide = rows_at(hidden, slots).masked_fill(~kept.bool()[..., None], 0.0)
+    if call.inputs.opened_by is prompt.plan.family.model:
+        call.text.dropped = gone.bool()
+    else:
+        wide = wide.masked_fill(gone.bool()[..., None], torch.nan)
+    if (labels := call.inputs.labels) is not None:
+        # a row predicts the label behind it
+        lost = torch.zeros_like(labels, dtype=torch.bool)
+        lost[:, 1:] = dropped[:, :-1].to(labels.device)
+        lost &= labels != -100
+        call.stats.labels_ignored += int(lost.sum())
+        labels.masked_fill_(lost, -100)
+    return wide
 
 
 def _layout(call: Call[ModelPlan], ids: Tensor, valid: Tensor) -> Layout:
