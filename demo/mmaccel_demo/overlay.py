@@ -179,7 +179,7 @@ def _film(handle: Any, layout: Layout | None, prompt: Prompt, chosen: Recipe) ->
     slices = []
     for segment in [] if layout is None else layout.segments:
         slices += [(segment, t) for t in sorted(set(segment.tile.cells[:, 0].tolist()) - {-1})]
-    # some models join neighbouring frames into one slice: its first frame stands for it
+    # some models join neighbouring frames into one slice: its first frame represents it
     holds = {int(stay[k * len(stay) // len(slices)]): one for k, one in enumerate(slices)}
     panels = []
     for number, frame in enumerate(clip.frames):
@@ -360,7 +360,7 @@ class _Tokens:
         elif owner != place:
             kind, text = "merged", f"merged into token {self.rank.get(owner, '?')}"
         elif stands > 1:
-            kind, text = "group", f"kept, stands for {stands:.0f} tokens"
+            kind, text = "group", f"kept, represents {stands:.0f} tokens"
         else:
             kind, text = "kept", "kept"
         if self.step.heads is not None and kind in ("kept", "group") and self.step.of > 1:

@@ -338,7 +338,7 @@ def _turns(
     blank: tuple[Any, ...],
     picked: Any = None,
 ) -> None:
-    """What is asked is numbered, and the outputs are made ``blank``, at once; it is ``run`` when its turn has come. And the
+    """Requests are numbered, and the outputs are made ``blank``, at once; it is ``run`` when its turn has come. And the
     button that stops it. An example that is ``picked`` is asked too."""
     number = gr.Number(visible=False)
 

@@ -63,7 +63,7 @@ class Visitor:
     stop : ends the answer to that one.
     shown : end the answers to the examples that the visitor is shown unasked.
     waits : it waits in the queue.
-    starting : what stands for the stream that is about to start; another, or None, once the visitor wants that no more.
+    starting : a placeholder of the stream that is about to start; another, or None, once the visitor wants that no more.
     """
 
     asked: int = 0

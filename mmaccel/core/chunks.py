@@ -85,7 +85,7 @@ class Chunks:
         return new
 
     def join(self, stays: Tensor, into: Tensor) -> tuple[Chunks, Join]:
-        """What becomes of the chunks, with no other tokens than ``stays [R, q]`` bool, when they go ``into [R]`` (see
+        """The chunks after joining, with no other tokens than ``stays [R, q]`` bool, when they go ``into [R]`` (see
         :meth:`pairs`): the shared tokens once, then the left part of the middle, then the right one."""
         rows, (_, q), span = int(into[-1]) + 1, self.places.shape, int(self.places.max()) + 1
         chunk, slot = (stays & (self.places >= 0)).nonzero(as_tuple=True)

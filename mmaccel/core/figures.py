@@ -62,7 +62,7 @@ class CallStats(Figures):
     prompt_tokens: int
     """Tokens of the prompt, padding included, summed over rows."""
     visual_tokens: int
-    """Those of them that stand for pictures and clips."""
+    """Those of them that represent pictures and clips."""
     visual_tokens_kept: int
     """Visual tokens that reach the last layer of the language model."""
     visual_tokens_per_layer: float

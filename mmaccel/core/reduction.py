@@ -195,9 +195,9 @@ class Reduction:
         return owner
 
     def mass(self, size: Tensor | None = None) -> Tensor:
-        """``[N, n]`` float: how many input tokens each kept slot stands for, 0 for the rest.
+        """``[N, n]`` float: how many input tokens each kept slot represents, 0 for the rest.
 
-        ``size [N, n]`` is how many original tokens each input stands for (default 1). A token counts where it flows with
+        ``size [N, n]`` is how many original tokens each input represents (default 1). A token counts where it flows with
         most weight and a dropped token counts nowhere, so a merge that drops none sums to the number of inputs.
         """
         owner = self.owner()

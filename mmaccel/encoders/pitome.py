@@ -29,7 +29,7 @@ class PiToMe(EncoderMethod):
     Energy of a token: ``E_i = mean_j ELU(cos(k_i, k_j) - margin)`` over all ``j``, itself included: high where many are alike.
     To remove ``r`` tokens, the ``2 r`` of highest energy are candidates, the rest are protected. Candidates alternate by
     rank between A and B, and every token of A flows into the nearest of B. Merged tokens are means weighted by the
-    patches they stand for. CLS takes no part.
+    patches they represent. CLS takes no part.
 
     Parameters
     ----------

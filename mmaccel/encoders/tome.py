@@ -27,7 +27,7 @@ class ToMe(EncoderMethod):
 
     Tokens alternate between a set A (even places) and a set B (odd places). Every token of A is matched with the token of
     B whose key (mean over heads) is nearest by cosine; the ``r`` most similar pairs are merged, several of them possibly
-    into the same token of B. Merged tokens are means weighted by the patches they stand for, and the logarithm of that
+    into the same token of B. Merged tokens are means weighted by the patches they represent, and the logarithm of that
     number is added to attention logits (:attr:`EncoderMethod.proportional`). CLS is never merged.
 
     ``variant="official"``: the program's schedule, for the mean over layers that the budget asks for, rounded down; its numbers

@@ -66,7 +66,7 @@ def over_scenes(scenes: list[tuple[int, int]], count: int) -> np.ndarray:
     lengths = np.asarray([last - first + 1 for first, last in scenes])
     shares = np.ones(len(scenes), dtype=np.int64)
     for _ in range(count - len(scenes)):
-        # where a frame now stands for most others; the earlier scene on a tie
+        # where a frame now represents most others; the earlier scene on a tie
         shares[np.argmax(np.where(shares < lengths, lengths / shares, 0))] += 1
     parts = [
         first + middles(int(length), int(share))

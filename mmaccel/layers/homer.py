@@ -53,7 +53,7 @@ class HOMER(ChunkMethod):
     the context competes in a chunk; here visual tokens compete, each picture for its own budget, and text between them stays.
     A chunk keeps half of the length of one there, and half of what is to stay here, which by default is the same.
     With M-RoPE time begins anew in every chunk, rows and columns of a picture go on, and distances are those in time.
-    ``positions`` makes no difference.
+    ``positions`` changes nothing.
     """
 
     name = "homer"

@@ -27,7 +27,7 @@ class Sttm(LayerMethod):
     least ``spatial``, else it is split. Cells of neighbouring frames of which one contains the other are linked if their
     cosine is at least ``temporal``; linked cells become one, the mean of all of them, in the place of the first.
 
-    The thresholds decide, and ``retain`` is an upper limit: where more would stay, the ones that stand for fewest tokens (the
+    The thresholds decide, and ``retain`` is an upper limit: where more would stay, the ones that represent fewest tokens (the
     later on a tie) are dropped. The weights of a kept token sum to one. A unit with room for all tokens is merged too. Tokens
     without a cell, and those of a unit that an earlier stage has thinned, are not merged.
 

@@ -88,7 +88,7 @@ class ZipVL(LayerMethod):
             - 1
             - torch.cat([step.expand(len(real), -1), self.probes + step * (length - self.probes) // self.probes], 1)
         )
-        # a short prompt has fewer; what is asked twice counts once
+        # a short prompt has fewer; a key that is asked for twice counts once
         first = torch.cat([torch.ones_like(chosen[:, :1]).bool(), chosen[:, 1:] < chosen[:, :-1]], 1)
         first &= chosen >= rows - length
         chosen = chosen.clamp(min=0)

@@ -77,7 +77,7 @@ def halvings(size: int, keep: int) -> list[int]:
 
 def merge_in_rounds(x: Tensor, removals: list[int], heads: int = 1, by_size: bool = False) -> tuple[Tensor, Tensor]:
     """Merge tokens of ``x [F, m, D]``, at most half in a round; they are compared by the mean of ``heads`` slices of them, and
-    averaged ``by_size``, by how many tokens each stands for, or plainly.
+    averaged ``by_size``, by how many tokens each represents, or plainly.
 
     Returns the slot each token flows into, ``[F, m]`` long, and its weight there, ``[F, m]`` float32.
     """

@@ -27,7 +27,7 @@ class LongVlm(ProjectorMethod):
 
     A clip is cut into segments of ``frames`` frames. Rounds of bipartite soft matching merge the tokens of a segment: they are
     assigned alternately to A and B, every token of A is matched with the nearest of B by cosine, and the most similar are
-    averaged into B, weighted by how many tokens each stands for. A round halves the tokens as long as the budget allows,
+    averaged into B, weighted by how many tokens each represents. A round halves the tokens as long as the budget allows,
     which is apportioned to segments by size; the last one removes the rest. A merged token takes the slot of its B token.
     An image, or each tile of one, is a segment of its own. Tokens without a cell (newlines) are dropped first.
 

@@ -26,7 +26,7 @@ class MovieChat(ProjectorMethod):
 
     Similarity of neighbours: the mean over cells of ``cos(x_{t,p}, x_{t+1,p})``. The most similar pair (the earlier on a
     tie) is replaced by its plain average, repeatedly, until ``count // P`` frames of ``P`` tokens are left. Frames are not
-    weighted by how many they stand for, so frames merged early lose weight; weights still sum to one. A merged frame is in
+    weighted by how many they represent, so frames merged early lose weight; weights still sum to one. A merged frame is in
     the place of its first frame.
 
     The method merges over time only. What is left of the budget after whole frames is not used (``at_most``). A budget

@@ -1,4 +1,4 @@
-"""StreamVLN: the newest frames stay as they are, and a few pooled ones stand for the past."""
+"""StreamVLN: the newest frames stay as they are, and a few pooled ones represent the past."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StreamVln(ProjectorMethod):
     recent : frames of the present; 1, the current one, as in the program.
     history : frames of the memory; 8 as in the program.
 
-    Paper and program: the paper drops what depth and pose show to be the same place, of which the program makes no use. The
+    Paper and program: the paper drops what depth and pose show to be the same place, which the program does not use. The
     program pools frames of the memory 2x2; here the budget decides the windows. Its window of 32 steps with a cache is a
     matter of the dialogue around the model. The model was trained with it.
     """

@@ -33,7 +33,7 @@ class TempMe(ProjectorMethod):
     than all steps join has as many ends, to which the budget is apportioned by size.
 
     A step is bipartite soft matching: tokens are assigned alternately to A and B, every token of A is matched with the
-    nearest of B by cosine, and the most similar are averaged into B, weighted by how many tokens each stands for; at most
+    nearest of B by cosine, and the most similar are averaged into B, weighted by how many tokens each represents; at most
     half, and then again. A begins with the first token where the clip has an even number of frames, and with the second
     where it is odd. What is left of A comes first, in its order, then B. A merged token takes the slot of its B token.
 
@@ -77,7 +77,7 @@ class TempMe(ProjectorMethod):
         return Reduction.merge(target, tokens.valid, size)
 
     def sizes(self, tokens: TokenBatch) -> Tensor:
-        """``[N, n]`` float32: how many tokens each stands for, one."""
+        """``[N, n]`` float32: how many tokens each represents, one."""
         return torch.ones(tokens.valid.shape, device=tokens.valid.device)
 
     def keeps(self, lengths: list[int], left: float) -> list[int]:

@@ -35,7 +35,7 @@ class Learned(ProjectorMethod):
     so that what is dropped is not lost; nothing is added where every token stays. Selectors that were trained without residuals
     only choose.
 
-    The network was trained without labels, on what becomes of the frozen model's own answers, or to tell how much they hang on
+    The network was trained without labels, on how the frozen model's own answers change, or to tell how much they hang on
     each token, or what the attention of a layer pays it, which is *FlexSelect* (arXiv 2506.00993); see
     :func:`mmaccel.programs.distil.training.distil`. *VisionSelector* (arXiv 2510.16598), *CoViPAL* (arXiv 2508.17243) and
     *Dynamic-LLaVA* (arXiv 2412.00876) learn such scores through a relaxed choice.

@@ -55,7 +55,7 @@ from .prompt.proportional import WeighTokens
 from .prompt.reduce import LookFirst, ReducePrompt, WritePrompt, positions_everywhere
 from .prompt.tokens import TokenReducer
 
-#: what one call may have otherwise: everything else decides which modules are hooked and what is asked of the tower
+#: what one call may have otherwise: everything else decides which modules are hooked and what the tower is tapped for
 PER_CALL = ("retain", "positions", "variant", "text_retain", "proportional")
 
 
@@ -90,7 +90,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
         If the family lacks what a method needs, layers are out of reach, or pixels are to be reduced that no prepared
         ``processor`` reduces.
     MmaccelError
-        If a value is of no use.
+        If a value is invalid.
     """
     notes: list[str] = []
     stages = tuple(
@@ -256,7 +256,7 @@ def plan_for_call(plan: ModelPlan, asked: bool | Mapping[str, Any] | None) -> Mo
     Raises
     ------
     MmaccelError
-        If a value cannot change for one call, or is of no use.
+        If a value cannot change for one call, or is invalid.
     """
     if asked is None or asked is True:
         return plan

@@ -1,7 +1,7 @@
 """What the programs that share a cache have found of every head, put together in one launch.
 
 Keys in full precision, with pages that are read among them, are shared out by one rule; pages with a loop of their own
-(:mod:`.paged`) by another. Each rule says which programs have come by a head, so that no sum depends on the order of arrival.
+(:mod:`.paged`) by another. Each rule says which programs have finished a head, so that no sum depends on the order of arrival.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def share_of(units, programs, EACH: tl.constexpr, TILE: tl.constexpr, UNIT: tl.c
 # --- the launch -------------------------------------------------------------------------------------------------------
 @jit
 def _between(begin, end, share):
-    """The first and the last program with a share of units from ``begin`` to ``end``; none may have come by an empty head."""
+    """The first and the last program with a share of units from ``begin`` to ``end``; none may have visited an empty head."""
     first = begin // share
     return first, tl.where(end > begin, (end - 1) // share, first - 1)
 

@@ -13,7 +13,7 @@ channels or a multiple of it have scales of their own (``axis="token"``), the ch
 ``[8, groups, group / 8]``: an eighth of every group, then the next eighth.
 
 ========= ====== ====== ===================================== ================================
-code      levels digits digit i of byte w                     stands for
+code      levels digits digit i of byte w                     represents
 ========= ====== ====== ===================================== ================================
 sign      2      8      ``w >> i & 1``                        ``scale (c - 1/2)``
 ternary   3      5      ``(w 3^i mod 256) 3 >> 8``            ``scale (c - 1)``

@@ -67,7 +67,7 @@ class Format:
 
     @property
     def centre(self) -> float:
-        """The code that stands for nought, where there is no zero point."""
+        """The code of zero, where there is no zero point."""
         return _CODES[self.code][2]
 
     @property

@@ -107,7 +107,7 @@ def of_channels(scale, zero, at, group, PLANE: tl.constexpr, PAGE: tl.constexpr)
 def expanded(
     digit, scale, zero, at, group, token, stored, DTYPE: tl.constexpr, PLANE: tl.constexpr, PAGE: tl.constexpr
 ):
-    """``[TILE, BLOCK]``: what the codes of one tile stand for, where scales serve no more than it."""
+    """``[TILE, BLOCK]``: what the codes of one tile represent, where scales serve no more than it."""
     CODE: tl.constexpr = PLANE[0]
     WIDTH: tl.constexpr = PLANE[6]
     if PLANE[2]:

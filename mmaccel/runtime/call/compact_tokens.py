@@ -1,4 +1,4 @@
-"""The tokens that are left in one run of a vision tower, and the full grid that they stand for."""
+"""The tokens that are left in one run of a vision tower, and the full grid that they represent."""
 
 from __future__ import annotations
 

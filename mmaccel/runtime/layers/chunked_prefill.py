@@ -286,7 +286,7 @@ class ChunkedPrefill(Run):
 
 def _arguments(how: Join, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the layers above that have a row for every chunk: positions, and what RoPE turns by, of which one row
-    may stand for all."""
+    may serve all."""
     made: dict[str, Any] = {}
     if given.get("position_embeddings") is not None:
         made["position_embeddings"] = tuple(how.to(x.device).pick(x) for x in given["position_embeddings"])

@@ -1,4 +1,4 @@
-"""Proportional attention: what is left of a picture weighs as many tokens as it stands for."""
+"""Proportional attention: each token that is left weighs as much as all tokens that it represents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 1 << 24
 class WeighTokens(Run):
     """Let the tokens that are left of a prompt weigh as many as they were.
 
-    With ``n_j`` tokens that ``j`` stands for, itself among them, every layer adds ``log n_j`` to the logits of its key: were
+    With ``n_j`` tokens that ``j`` represents, itself among them, every layer adds ``log n_j`` to the logits of its key: were
     they all like ``j``, attention to it would be that to all of them.
     """
 
@@ -43,9 +43,9 @@ class WeighTokens(Run):
 
 
 def _weights(prompt: Prompt, embeds: Tensor, planes: list[Tensor], clips: bool) -> Tensor | None:
-    """``[B, S]``, the logarithm of how many tokens every place stands for; None where each stands for itself alone.
+    """``[B, S]``, the logarithm of how many tokens every place represents; None where each represents itself alone.
 
-    clips : whether those of clips count; else they stand for themselves.
+    clips : whether those of clips count; else they represent themselves.
     """
     units, kept = prompt.layout.units("picture"), prompt.total.kept
     valid = units.valid if clips else units.valid & (units.grid[:, :1] <= 1)
@@ -57,13 +57,13 @@ def _weights(prompt: Prompt, embeds: Tensor, planes: list[Tensor], clips: bool) 
         rows, places, valid, stays = to_device_packed(embeds.device, units.row, units.places.clamp(min=0), valid, stays)
         features = prompt.plan.family.entering(embeds, planes)[rows[:, None], places]
         sizes = represented_tokens(features, valid.bool(), stays.bool(), width)
-        # what stands for nothing adds nothing
+        # a token that represents none adds nothing
         placed = by_place({"weights": sizes.clamp(min=1).log()}, units, kept.shape)["weights"]
     return placed.nan_to_num(0.0).to(embeds.dtype)
 
 
 def represented_tokens(x: Tensor, valid: Tensor, kept: Tensor, width: int) -> Tensor:
-    """How many tokens every one that is ``kept [N, n]`` stands for, ``[N, n]`` float32: itself, and those of the ``valid
+    """How many tokens every one that is ``kept [N, n]`` represents, ``[N, n]`` float32: itself, and those of the ``valid
     [N, n]`` that are not kept and more like it (cosine of ``x [N, n, D]``) than any other that is, the first on a tie.
 
     width : the most that are kept of a row.

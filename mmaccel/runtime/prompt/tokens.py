@@ -1,4 +1,4 @@
-"""Stages that reduce visual tokens: what a method is shown of a prompt, and what becomes of its reduction."""
+"""Token reduction: shows a method the visual tokens of a prompt, and applies the reduction that it returns."""
 
 from __future__ import annotations
 

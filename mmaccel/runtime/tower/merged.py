@@ -32,7 +32,7 @@ class Flow:
         return segment_sum(parts, self.lengths).to(x.dtype)
 
     def spread(self, y: Tensor) -> Tensor:
-        """``[K, C] -> [S, C]``: what becomes ``y`` again by :meth:`apply`, the same for all tokens of a group."""
+        """``[K, C] -> [S, C]``: values that :meth:`apply` turns back into ``y``, the same for all tokens of a group."""
         # a token fused of what got no attention at all is nothing, not undefined
         return (y.float() / self.total.clamp(min=1e-6)).to(y.dtype)[self.group]
 
@@ -51,7 +51,7 @@ class Run:
 class Merged(CompactTokens):
     """The merging state of one run of a tower.
 
-    size : ``[S]`` float, patches (or blocks of patches) that each remaining token stands for.
+    size : ``[S]`` float, patches (or blocks of patches) that each remaining token represents.
     """
 
     def __init__(self, method: EncoderMethod, cls: int, tiles: int, tokens: int, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class Merged(CompactTokens):
         self._keys, self._attention = [], []
 
     def attention(self, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
-        """Note what decides the merge behind this attention; weigh merged tokens by the patches they stand for."""
+        """Note what decides the merge behind this attention; weigh merged tokens by the patches they represent."""
         if not self.open:
             return mask
         first, self.seen = self.seen, self.seen + key.shape[0] * key.shape[2]

@@ -182,7 +182,7 @@ class PatchPruning:
 
 
 def leave_out(prompt: Prompt, stage: PlannedStage[PatchMethod], outputs: Mapping[Modality, VisionOutput]) -> None:
-    """Keep the tokens of encoded patches: where the one that predicts others was cropped, the first of these stands for it."""
+    """Keep the tokens of encoded patches: where the one that predicts others was cropped, the first of these replaces it."""
     layout = prompt.layout
     target = targets(prompt.plan.towers, layout, outputs)
     stays = (target == torch.arange(target.shape[1])) & layout.visual

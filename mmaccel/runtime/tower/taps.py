@@ -60,7 +60,7 @@ class Taps:
     ) -> Tensor | None:
         """Called by the tower's attention with ``query``/``key [N, H, T, d]``; returns the mask to use.
 
-        Merged tokens weigh as many patches as they stand for (proportional attention).
+        Merged tokens weigh as many patches as they represent (proportional attention).
         """
         number = self.numbers.get(id(module))
         if encoded.merged is not None:

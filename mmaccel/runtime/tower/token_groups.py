@@ -75,7 +75,7 @@ def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, VisionOut
     """What became of the places in the towers, ``[B, S]`` long on the CPU: where each token flows, -1 if dropped.
 
     A group stays at the place its merged token has in the tower, or at its first place if that one was cropped. Where a
-    token is a blend of patches that do not merge as one (pooled clips), it stays if any of them stands for its group.
+    token is a blend of patches that do not merge as one (pooled clips), it stays if any of them represents its group.
     """
     held = {m: _held(towers, m, seen, seen.merged) for m, seen in encoded.items() if seen.merged}
     target = torch.arange(layout.valid.shape[1]).repeat(len(layout.valid), 1)
@@ -96,7 +96,7 @@ def targets(towers: Towers, layout: Layout, encoded: Mapping[Modality, VisionOut
 
 
 def _held(towers: Towers, modality: Modality, encoded: VisionOutput, merged: CompactTokens) -> tuple[Tensor, Tensor]:
-    """Of every token the tower delivers for, ``[tokens]`` on the CPU: the number of its group, and whether it stands for
+    """Of every token the tower delivers for, ``[tokens]`` on the CPU: the number of its group, and whether it represents
     it. Blends have groups of their own, negative."""
     own = torch.arange(len(merged.owner), device=merged.owner.device)
     # a block is known by its first patch
