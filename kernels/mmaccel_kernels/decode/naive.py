@@ -86,7 +86,7 @@ def _padded(keys: Tensor, values: Tensor, bounds: Tensor, heads: int, width: int
     width]`` bool."""
     at = bounds[:-1, None] + torch.arange(width, device=keys.device)
     there = at < bounds[1:, None]
-    # padding is written to one row more than there are
+    # an extra row of zeros serves as padding
     at = at.masked_fill(~there, len(keys)).view(-1, heads, width)
     keys, values = (torch.nn.functional.pad(x, (0, 0, 0, 1))[at] for x in (keys, values))
     return keys, values, there.view(-1, heads, 1, width)

@@ -81,7 +81,7 @@ def waves(x: Tensor) -> Tensor:
         return x.float()
     width = x.shape[-1]
     spectrum = torch.view_as_real(torch.fft.rfft(x.float(), norm="ortho"))
-    # a channel of two frequencies weighs twice as much
+    # a coefficient of two frequencies counts twice
     twice = 0.5**-0.5
     real = spectrum[..., 0] * torch.where(_paired(width, x.device), twice, 1.0)
     return torch.cat([real, spectrum[..., 1 : (width + 1) // 2, 1] * twice], dim=-1)
