@@ -598,8 +598,8 @@ DEEP, DIGITS = "[" * 100_000, "1" * 5000
         ('{"name": "x", "positions": []}', "positions="),
         ('{"name": "x", "text_retain": {}}', "text_retain="),
         ('{"name": "x", "stages": [{"method": "divprune", "retain": [1]}]}', "no budget"),
-        ('{"name": "x", "stages": [{"method": ["divprune"]}]}', "a method \\(a string\\)"),
-        ('{"name": "x", "stages": {}}', "stages must be a list"),
+        ('{"name": "x", "stages": [{"method": ["divprune"]}]}', "`method` of a stage must be a string"),
+        ('{"name": "x", "stages": {}}', "`stages` of a recipe must be a list"),
     ],
     ids=range(12),
 )

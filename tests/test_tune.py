@@ -799,7 +799,7 @@ def test_an_accelerated_model_is_refused():
 
 
 def test_what_was_measured_must_be_an_object():
-    with pytest.raises(MmaccelError, match="tuned must be an object"):
+    with pytest.raises(MmaccelError, match="`tuned` of a recipe must be an object"):
         Recipe.from_json('{"name": "a", "stages": [], "tuned": 3}')
     made = TunedRecipe.of(get_recipe("uniform"), "mine", {"model": "abc"})
     assert Recipe.from_json(made.to_json()) == made and made.override(retain=0.1).tuned == made.tuned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import threading
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 import mmaccel
 from mmaccel import (
+    FastV,
     Method,
     MmaccelError,
     Recipe,
@@ -30,6 +32,7 @@ from mmaccel import (
     get_recipe,
     is_accelerated,
     recipes,
+    register,
 )
 from mmaccel.core.reduction import Reduction
 from mmaccel.media.draw import overlay
@@ -417,6 +420,32 @@ def test_recipes_come_from_many_forms(tmp_path: Any) -> None:
         assert tiny.mmaccel.stats()["visual_tokens_kept"] == 9
 
 
+def test_a_method_declares_what_it_cannot_be_combined_with(fresh_registry: None) -> None:
+    """No list of a recipe names it."""
+
+    @register
+    @dataclass(frozen=True)
+    class Alone(FastV):
+        name = "alone"
+        excludes = {"projector": "it needs every visual token"}
+        weighable = False
+        first: bool = False
+
+        def conflict(self, other: Method) -> str | None:
+            return "both are first" if getattr(other, "first", False) and self.first else super().conflict(other)
+
+    with pytest.raises(
+        MmaccelError, match="cannot combine 'alone' with 'divprune': it needs every visual token; leave"
+    ):
+        Recipe("x", (Stage("divprune", 0.5), Stage("alone", 0.5)))
+    two = Recipe("x", (Stage("alone", 0.5, {"layer": 2}), Stage("alone", 0.25, {"layer": 3, "first": True})))
+    assert len(two.build()) == 2
+    with pytest.raises(MmaccelError, match="cannot combine 'alone' with 'alone': both are first"):
+        dataclasses.replace(two, stages=(Stage("alone", 0.5, {"layer": 2, "first": True}), two.stages[1])).build()
+    with pytest.raises(MmaccelError, match="proportional='all' is for tokens"):
+        two.override(proportional="all").build()
+
+
 def _json(**stage: Any) -> str:
     return json.dumps({"name": "x", "stages": [{"method": "random", "retain": 0.5, **stage}]})
 
@@ -426,16 +455,16 @@ def _json(**stage: Any) -> str:
     [
         ("{", "no valid JSON"),
         ("[]", "must be a JSON object with name, stages"),
-        ('{"stages": []}', "needs a name"),
+        ('{"stages": []}', "`name` of a recipe must be a string, got None"),
         ('{"name": "x", "stage": []}', "no field 'stage'; it has name, stages"),
         ('{"name": "x", "stages": {}}', "must be a list of objects"),
         ('{"name": "x", "stages": ["random"]}', "A stage must be a JSON object"),
-        ('{"name": "x", "summary": 3}', "summary must be a string"),
+        ('{"name": "x", "summary": 3}', "`summary` of a recipe must be a string, got 3"),
         ('{"name": "x", "positions": "new"}', "positions='new' is unknown; use 'keep' or 'paper'"),
         ('{"name": "x", "variant": 1}', "variant=1 is unknown"),
         ('{"name": "x", "text_retain": 0}', "text_retain=0 keeps no token"),
-        (_json(method=3), "needs a method"),
-        (_json(options=[]), "options are an object"),
+        (_json(method=3), "`method` of a stage must be a string, got 3"),
+        (_json(options=[]), "`options` of a stage must be an object"),
         (_json(budget=1), "no field 'budget'"),
         (_json(retain="0.5"), "retain='0.5' is no budget"),
         (_json(retain=None), "needs a budget; give retain=0.25"),

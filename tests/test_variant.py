@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import json
-import warnings
-from collections.abc import Callable
 
 import pytest
 import zoo
 
-import mmaccel
-from mmaccel import MmaccelError, UnsupportedError, accelerate_vlm, accelerated
+from mmaccel import UnsupportedError, accelerate_vlm, accelerated
 from mmaccel.cli import main
 from mmaccel.cli.methods import describe, official_doc
 from mmaccel.method import Method, Policy
 from mmaccel.method.registry import methods
-from mmaccel.recipe import Recipe, Stage, get_recipe
+from mmaccel.recipe import get_recipe
 
 OWN = {name: kind for name, kind in methods().items() if kind.__module__.startswith("mmaccel.")}
-GONE = [(name, option) for name, kind in OWN.items() for option in kind.gone]
 
 
 # --- methods ----------------------------------------------------------------------------------------------------------
@@ -52,18 +46,6 @@ def test_fitting_to_a_model_keeps_the_variant() -> None:
         assert [stage.method.official for stage in model.mmaccel.plan.stages] == [True] * 3
 
 
-@pytest.mark.parametrize(("name", "option"), GONE)
-def test_options_that_only_named_the_variant_say_what_to_do(name: str, option: str) -> None:
-    for refused in (
-        lambda: Stage(name, None, {option: True}).build(),
-        lambda: get_recipe(name, **({} if option == "variant" else {option: True})).override(**{option: True}),
-    ):
-        with pytest.raises(
-            MmaccelError, match="any more: .*(variant=|matching)" if option != "variant" else "variant|matching"
-        ):
-            refused()
-
-
 # --- calls ------------------------------------------------------------------------------------------------------------
 def test_one_call_in_another_variant() -> None:
     feed = zoo.inputs("llava")
@@ -73,9 +55,6 @@ def test_one_call_in_another_variant() -> None:
             model(**feed, mmaccel=asked)
             kept.append(model.mmaccel.stats().visual_tokens_kept)
         assert kept == [11, 10]
-        with pytest.warns(FutureWarning, match="variant="):
-            model(**feed, mmaccel={"rounding": "official"})
-        assert model.mmaccel.stats().visual_tokens_kept == 10
     for name in ("prumerge", "vidkv"):
         with accelerated(zoo.model("llava"), name) as model, pytest.raises(UnsupportedError, match="for one call"):
             model(**feed, mmaccel={"variant": "official"})
@@ -83,41 +62,7 @@ def test_one_call_in_another_variant() -> None:
         accelerate_vlm(zoo.model("llava"), "cdpruner", variant="official")
 
 
-# --- the old name -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: get_recipe("divprune", rounding="official"),
-        lambda: get_recipe(
-            {"name": "divprune", "stages": [{"method": "divprune", "retain": 0.25}], "rounding": "official"}
-        ),
-        lambda: Recipe.from_json(json.dumps({"name": "x", "rounding": "official"})),
-        lambda: Recipe("x", rounding="official"),  # type: ignore[call-arg]
-        lambda: get_recipe("divprune").override(rounding="official"),
-        lambda: accelerate_vlm(zoo.model("llava"), "divprune", rounding="official").mmaccel.recipe,
-    ],
-)
-def test_the_old_name_works_and_warns(make: Callable[[], Recipe]) -> None:
-    try:
-        with pytest.warns(FutureWarning, match="rounding= is called variant= now"):
-            made = make()
-        assert made.variant == "official" and "rounding" not in made.to_json()
-        with pytest.warns(FutureWarning, match="variant="):
-            assert made.rounding == "official"
-    finally:
-        if mmaccel.is_accelerated(zoo.model("llava")):
-            zoo.model("llava").mmaccel.remove()
-
-
-def test_the_old_name_beside_the_new_one_is_refused() -> None:
-    with pytest.warns(FutureWarning), pytest.raises(MmaccelError, match="give variant= alone"):
-        get_recipe("divprune").override(rounding="official", variant="official")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = dataclasses.replace(get_recipe("divprune", variant="official"), name="mine")
-    assert made.variant == "official"
-
-
+# --- elsewhere -------------------------------------------------------------------------------------------------------
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "hired"]) == 0
     assert "(variant='official') the i-th tile covers" in " ".join(capsys.readouterr().out.split())

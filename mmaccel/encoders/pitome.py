@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -52,8 +52,6 @@ class PiToMe(EncoderMethod):
 
     margin: float | None = None
     matching: Literal["energy", "bsm", "text"] = "energy"
-
-    gone: ClassVar[Mapping[str, str]] = {"variant": "it is called 'matching' now"}
 
     def __post_init__(self) -> None:
         if self.matching not in _MATCHING:

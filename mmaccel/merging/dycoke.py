@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,10 +46,6 @@ class DyCokeTTM(ProjectorMethod):
     paper = "arXiv 2411.15024"
     unit = "picture"
     default_retain: ClassVar[float | None] = 0.475
-
-    gone: ClassVar[Mapping[str, str]] = {
-        "official_tail": "variant='official' treats the end of a clip as its authors do"
-    }
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """All tokens of whole frames, and the same number, rounded down, of every frame that is compared."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,10 +66,6 @@ class HoliTomMerge(ProjectorMethod):
     neighbours: int = 7
     longest: int = 1024
     layers: tuple[int | None, ...] = (None,)
-
-    gone: ClassVar[Mapping[str, str]] = {
-        "strict": "variant='official' ranks equally dense tokens as its authors' program does"
-    }
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.contextual <= 1.0 or not (self.beta is None or 0.0 <= self.beta <= 1.0):

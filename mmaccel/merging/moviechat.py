@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -46,8 +45,6 @@ class MovieChat(ProjectorMethod):
     budget = "at_most"
     conserves_mass: ClassVar[bool] = True
     foreseen = "grid"
-
-    gone: ClassVar[Mapping[str, str]] = {"similarity": "variant='official' compares by dot products, as its authors do"}
 
     def reduce(self, tokens: TokenBatch, count: Tensor) -> Reduction:
         """``features [N, n, D]``, ``cells [N, n, 3]``, ``count [N]`` -> frames averaged, then cells where needed."""

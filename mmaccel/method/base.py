@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 from ..core.budget import resolve
-from ..errors import UnsupportedError
+from ..errors import MmaccelError, UnsupportedError
 
 #: (t, h, w)
 Grid = tuple[int, int, int]
@@ -127,8 +127,10 @@ class Method(ABC):
     renumbers_inside: ClassVar[bool] = False
     #: the default ``retain`` of the recipe that consists of this method alone
     default_retain: ClassVar[float | None] = 0.25
-    #: options of earlier versions, and what to do instead
-    gone: ClassVar[Mapping[str, str]] = {}
+    #: sites that no other method of a recipe may work at, and why
+    excludes: ClassVar[Mapping[str, str]] = {}
+    #: whether a recipe with this method may weigh tokens by what was merged into them (``proportional``)
+    weighable: ClassVar[bool] = True
     #: whether it does what the authors' program does where that differs from the paper; no option, see :meth:`by`
     official: bool = False
 
@@ -189,6 +191,27 @@ class Method(ABC):
                 "another method that reads the visual tokens alone."
             )
         self.check(family)
+
+    def conflict(self, other: Method) -> str | None:
+        """Why a recipe cannot combine this method with ``other``, as part of a sentence; None if it can.
+
+        Asked of every method about every other one, as the recipe has them and again as they are fitted to a model. By default
+        the reason in :attr:`excludes`.
+        """
+        return self.excludes.get(other.site)
+
+    def check_settings(self, positions: str, proportional: str) -> None:
+        """Raise :class:`MmaccelError` if the method cannot work with these settings of its recipe."""
+        if positions == "paper" and self.renumbers_inside:
+            raise MmaccelError(
+                f"positions='paper' cannot be used with {self.name!r}: its authors renumber between layers, so that a "
+                "token has other positions in every layer's cache; use 'keep'."
+            )
+        if proportional != "none" and not self.weighable:
+            raise MmaccelError(
+                f"proportional={proportional!r} is for tokens that are dropped or merged in the tower or behind it, in prompts "
+                f"of one piece, and {self.name!r} is not; leave one of them out."
+            )
 
     def official_count(self, retain: float, size: int, grid: Grid | None = None) -> int:
         """How many of the ``size`` tokens of a picture or clip the authors' program keeps at the ratio ``retain``.

@@ -42,6 +42,11 @@ class ChunkMethod(TokenMethod):
     """
 
     site = "layers"
+    excludes = dict.fromkeys(
+        ("layers", "cache", "codec"),
+        "one joins what layers have stored of chunks, and the other needs a prompt in one piece there",
+    )
+    weighable = False
     unit: ClassVar[Unit] = "picture"
     layer: float
     length: int

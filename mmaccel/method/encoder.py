@@ -42,6 +42,7 @@ class EncoderMethod(Method):
     """
 
     site = "encoder"
+    excludes = {"encoder": "a recipe has at most one method at site 'encoder'"}
     #: proportional attention: a merged token counts as the patches it stands for (log of their number is added to the logits)
     proportional: ClassVar[bool] = True
     #: whether :attr:`EncoderTokens.cls_attention` is to be filled

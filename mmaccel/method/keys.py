@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import MmaccelError
 from .base import Method, ModelFacts
 from .layers import LayerAttention, Layerwise
+from .registry import get_method
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,8 @@ class Policy(CacheOptions, Method):
     """A method at site ``cache``: it scores keys; the base distributes the budget, keeps the best and compacts the rest."""
 
     site = "cache"
+    excludes = {"cache": "a recipe has at most one method at site 'cache'"}
+    weighable = False
     #: how many of the last queries :attr:`KeyBatch.queries` holds
     window: int = 0
     #: whether scores are the same for all heads, so that every head of a layer stores the same keys
@@ -245,6 +248,29 @@ class Policy(CacheOptions, Method):
         """Raise :class:`MmaccelError` where options cannot be combined."""
         if self.shared and self.choice("head_budget")[0] != "uniform":
             raise MmaccelError(f"{self.name} keeps the same keys for all heads; leave out head_budget.")
+
+    def check_settings(self, positions: str, proportional: str) -> None:
+        """As for every method; and :attr:`text_policy` must be a policy that can rank text."""
+        super().check_settings(positions, proportional)
+        self.text_ranker()
+
+    def text_ranker(self) -> Policy | None:
+        """The policy that :attr:`text_policy` names, with its default options.
+
+        Raises
+        ------
+        MmaccelError
+            If it is unknown, no cache policy, or needs more than keys.
+        """
+        if not self.text_policy:
+            return None
+        ranker = get_method(self.text_policy)()
+        if not isinstance(ranker, Policy) or ranker.window or ranker.observes or ranker.deferred:
+            raise MmaccelError(
+                f"text_policy={self.text_policy!r} cannot rank text keys: it must be a cache policy that needs keys only, such "
+                "as 'streaming-llm'."
+            )
+        return ranker
 
     def recall(
         self, paid: Tensor, before: Tensor | None, visual: Tensor, count: Tensor, chosen: Tensor | None

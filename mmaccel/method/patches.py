@@ -31,6 +31,11 @@ class PatchMethod(Method):
     """
 
     site = "patches"
+    excludes = {
+        "patches": "a recipe has at most one method at site 'patches'",
+        "encoder": "either patches are left out of the tower or tokens are merged or reused in it, not both",
+    }
+    weighable = False
     budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "none"
     default_retain: ClassVar[float | None] = None
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .base import ModelFacts
+from .base import Method, ModelFacts
 from .layers import LayerMethod
 
 
@@ -20,6 +20,12 @@ class ReturningMethod(LayerMethod):
     through the layers behind beside the new ones, at their own positions, and are stored there; stored ones that it does not
     choose are not read.
     """
+
+    def conflict(self, other: Method) -> str | None:
+        """Refuse what drops or packs tokens for good while others come back."""
+        if other.site in ("layers", "cache", "codec") and not isinstance(other, ReturningMethod):
+            return f"{self.name} brings dropped tokens back, which {other.name} would drop or pack while they come"
+        return super().conflict(other)
 
     def check(self, family: ModelFacts) -> None:
         """Refuse models in whose layers a token cannot run later than it stands."""

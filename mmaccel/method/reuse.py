@@ -33,6 +33,7 @@ class ReuseMethod(Method):
     """
 
     site = "encoder"
+    excludes = {"encoder": "a recipe has at most one method at site 'encoder'"}
     budget: ClassVar[Literal["exact", "at_most", "adaptive", "none"]] = "none"
     default_retain: ClassVar[float | None] = None
 
@@ -45,6 +46,12 @@ class ReuseMethod(Method):
                 "'stc-pruner' or another method that reduces clips behind it."
             )
         self.check(family)
+
+    def conflict(self, other: Method) -> str | None:
+        """Refuse methods that need attention or keys of the whole tower, of which this one computes a part."""
+        if any(tap.kind != "features" for tap in other.taps()):
+            return f"{other.name} looks at the attention inside the vision tower, of which {self.name} computes a part only"
+        return super().conflict(other)
 
     @abstractmethod
     def references(self, frames: int) -> list[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,8 +50,6 @@ class HiRED(ProjectorMethod):
     unit = "picture"
     budget = "at_most"
     default_retain = 0.2
-
-    gone: ClassVar[Mapping[str, str]] = {"layout": "variant='official' takes the bands of its authors' program"}
 
     alpha: float = 0.5
     early: int | None = 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from mmaccel_kernels.copies import first_copies
@@ -59,10 +57,6 @@ class PruMerge(AttentionGuided):
     layer: int | None = -1
     adaptive: bool = True
     neighbours: int = 32
-
-    gone: ClassVar[Mapping[str, str]] = {
-        "heads": "variant='official' leaves heads unsplit, as its authors' program does"
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,12 +7,11 @@ import json
 import math
 import types
 import typing
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import permutations
+from typing import Any, Literal
 
 from ..core.budget import Retain, check_retain
 from ..errors import MmaccelError, no_json, short_int
@@ -20,15 +19,10 @@ from ..method.base import Method, Variant
 from ..method.model_options import Loaded
 from ..method.registry import get_method
 
-if TYPE_CHECKING:
-    from ..method.keys import Policy
-
 Positions = Literal["keep", "gap", "paper"]
 Proportional = Literal["none", "pictures", "all"]
 #: sites at which tokens are dropped
 _BEFORE_CACHE = ("patches", "encoder", "projector", "layers")
-#: sites of recipes whose tokens may have weights
-_WEIGHED = ("frames", "encoder", "projector", "layers")
 _SITES = ("frames", "patches", "encoder", "projector", "layers", "cache", "codec")
 
 
@@ -74,8 +68,6 @@ class Stage:
         cls = get_method(self.method)
         names = _options(cls)
         for option in self.options:
-            if option not in names and option in cls.gone:
-                raise MmaccelError(f"Method {self.method!r} has no option {option!r} any more: {cls.gone[option]}.")
             if option not in names:
                 raise MmaccelError(
                     f"Method {self.method!r} has no option {option!r}; it has {', '.join(sorted(names)) or 'none'}."
@@ -94,18 +86,6 @@ class Stage:
             ) from error
 
 
-def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with ``variant`` in place of ``rounding``, which it was called before; that warns, for this version."""
-    if "rounding" not in given:
-        return dict(given)
-    warnings.warn(
-        "rounding= is called variant= now; the old name goes with the next version.", FutureWarning, stacklevel=3
-    )
-    if "variant" in given:
-        raise MmaccelError("rounding= is what variant= was called before; give variant= alone.")
-    return {"variant" if name == "rounding" else name: value for name, value in given.items()}
-
-
 @dataclass(frozen=True, repr=False)
 class Recipe:
     """A frozen value: stages in the order of their sites, and what holds for all of them.
@@ -121,7 +101,7 @@ class Recipe:
         the language model 0, 1, 2, ...).
     variant : ``exact`` (what the papers say, and budgets that are met: a ratio is rounded half up per picture) or ``official``
         (every method does what its authors' program does, roundings and known quirks included; a method's page says what
-        changes). ``rounding`` is its name of earlier versions.
+        changes).
     text_retain : share of the text keys a ``cache`` stage keeps; None leaves text untouched.
     proportional : ``none``, ``pictures`` or ``all``: whether visual tokens that are left, of pictures or of clips too, weigh as
         many tokens as they stand for (proportional attention, as in ToMe, arXiv 2210.09461, and, in a language model, PACT,
@@ -162,20 +142,14 @@ class Recipe:
             raise MmaccelError(f"proportional={self.proportional!r} is unknown; use 'none', 'pictures' or 'all'.")
         if self.text_retain is not None:
             check_retain(self.text_retain, "text_retain")
-        order = [_SITES.index(get_method(stage.method).site) for stage in self.stages]
+        kinds = [get_method(stage.method) for stage in self.stages]
+        order = [_SITES.index(kind.site) for kind in kinds]
         if order != sorted(order):
             raise MmaccelError(
                 f"Recipe {self.name!r}: stages must follow the order of the sites, {' -> '.join(_SITES)}."
             )
-        if any(order.count(_SITES.index(site)) > 1 for site in ("patches", "encoder", "cache")):
-            raise MmaccelError(
-                f"Recipe {self.name!r}: one method each at sites 'patches', 'encoder' and 'cache' is the most."
-            )
-        if {_SITES.index("patches"), _SITES.index("encoder")} <= set(order):
-            raise MmaccelError(
-                f"Recipe {self.name!r}: patches are left out of the tower, or tokens are merged or reused in it, not both; "
-                "leave out the stage at site 'patches' or the one at site 'encoder'."
-            )
+        for one, other in permutations(kinds, 2):
+            _refuse_pair(self.name, one, other, one.excludes.get(other.site))
         for stage in self.stages:
             if stage.retain is not None:
                 check_retain(stage.retain)
@@ -203,12 +177,6 @@ class Recipe:
         words = ("name", "stages", *_WORDS)
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in words}
         return [f"{name}={value!r}" for name, value in values.items() if value != getattr(Recipe, name)]
-
-    @property
-    def rounding(self) -> Variant:
-        """``variant``, by its name of earlier versions."""
-        renamed({"rounding": self.variant})
-        return self.variant
 
     @property
     def _token_stages(self) -> list[int]:
@@ -245,7 +213,7 @@ class Recipe:
             If nothing in the recipe has that name, or two methods do.
         """
         recipe = self
-        for key, value in renamed(changes).items():
+        for key, value in changes.items():
             if key == "retain":
                 recipe = recipe._with_retain(check_retain(value))
             elif key in ("positions", "variant", "text_retain", "proportional"):
@@ -278,9 +246,6 @@ class Recipe:
     def _with_option(self, key: str, value: Any) -> Recipe:
         having = [i for i, s in enumerate(self.stages) if key in _options(get_method(s.method))]
         if len(having) != 1:
-            for cls in (get_method(stage.method) for stage in self.stages):
-                if key in cls.gone:
-                    raise MmaccelError(f"Method {cls.name!r} has no option {key!r} any more: {cls.gone[key]}.")
             options = sorted({name for s in self.stages for name in _options(get_method(s.method))})
             what = "is ambiguous" if having else "is no option"
             known = ", ".join(["retain", "positions", "variant", "text_retain", "proportional", *options])
@@ -295,10 +260,11 @@ class Recipe:
         Raises
         ------
         MmaccelError
-            If a stage needs a budget and has none, ``layers`` stages do not rise, or ``positions`` cannot be honoured.
+            If a stage needs a budget and has none, ``layers`` stages do not rise, two methods cannot be combined, or a method
+            cannot work with ``positions`` or ``proportional``.
         """
         # methods are loaded when they are built, and torch with them
-        from ..method import ChunkMethod, LayerMethod, Policy, ReturningMethod
+        from ..method import LayerMethod
 
         built = [(stage, stage.build().by(self.variant)) for stage in self.stages]
         at = [m.layer for _, m in built if isinstance(m, LayerMethod)]
@@ -309,36 +275,13 @@ class Recipe:
                 f"positions='gap' is about tokens that are dropped before or inside the language model, and recipe "
                 f"{self.name!r} drops none there; leave it out."
             )
-        if self.positions == "paper" and (late := [m.name for _, m in built if m.renumbers_inside]):
-            raise MmaccelError(
-                f"positions='paper' cannot be had with {late[0]!r}: its authors renumber between layers, so that a token has "
-                "other positions in every layer's cache; use 'keep'."
-            )
-        elsewhere = [m.name for _, m in built if m.site not in _WEIGHED or isinstance(m, ChunkMethod)]
-        if self.proportional != "none" and elsewhere:
-            raise MmaccelError(
-                f"proportional={self.proportional!r} is for tokens that are dropped or merged in the tower or behind it, in "
-                f"prompts of one piece, and {elsewhere[0]!r} is not; leave one of them out."
-            )
-        back = [m for _, m in built if isinstance(m, ReturningMethod)]
-        beside = [m for _, m in built if m.site in _SITES[4:] and not isinstance(m, ReturningMethod)]
-        if back and beside:
-            raise MmaccelError(
-                f"Recipe {self.name!r}: {back[0].name!r} brings dropped tokens back, which {beside[0].name!r} would drop or "
-                "pack while they come; leave out one of them."
-            )
-        codecs = [m for _, m in built if m.site == "codec"]
-        packs = sorted(what for m in codecs for what in ("text", "visual") if getattr(m, f"{what}_only"))
-        if len(codecs) > 1 and packs != ["text", "visual"] or len(codecs) > 2:
-            raise MmaccelError(
-                f"Recipe {self.name!r}: of two codecs one packs visual tokens and one text; set visual_only=True on one and "
-                "text_only=True on the other."
-            )
-        for stage, m in built:
-            if stage.retain is None and m.budget != "none":
-                raise MmaccelError(f"Method {m.name!r} needs a budget; give retain=0.25 or a count such as retain=64.")
-            if isinstance(m, Policy) and m.text_policy:
-                text_policy(m.text_policy)
+        check_together(self.name, [method for _, method in built])
+        for stage, method in built:
+            if stage.retain is None and method.budget != "none":
+                raise MmaccelError(
+                    f"Method {method.name!r} needs a budget; give retain=0.25 or a count such as retain=64."
+                )
+            method.check_settings(self.positions, self.proportional)
         return built
 
     # --- as data ----------------------------------------------------------------------------------------------
@@ -374,25 +317,10 @@ class Recipe:
             raise MmaccelError(f"The recipe is no text but a {type(text).__name__}; give JSON as a string.") from error
         except (ValueError, RecursionError) as error:
             raise MmaccelError(f"The recipe is no valid JSON: {no_json(error)}.") from error
-        data = renamed(data) if isinstance(data, dict) else data
         kind = TunedRecipe if isinstance(data, dict) and "tuned" in data else Recipe
         data = _fields(data, kind, "recipe")
-        if not isinstance(data.get("name"), str):
-            raise MmaccelError("The recipe needs a name, a string.")
-        if not isinstance(stages := data.get("stages", []), list):
-            raise MmaccelError('stages must be a list of objects such as {"method": "divprune", "retain": 0.25}.')
-        for key in ("summary", "paper"):
-            if not isinstance(data.get(key, ""), str):
-                raise MmaccelError(f"{key} must be a string.")
-        if not isinstance(data.get("tuned", {}), dict):
-            raise MmaccelError("tuned must be an object, as mmaccel tune writes it.")
-        built = []
-        for item in stages:
-            item = _fields(item, Stage, "stage")
-            if not isinstance(item.get("method"), str) or not isinstance(item.get("options", {}), dict):
-                raise MmaccelError("Every stage needs a method (a string); its options are an object.")
-            built.append(Stage(item["method"], item.get("retain"), dict(item.get("options", {}))))
-        recipe = kind(**{**data, "stages": tuple(built)})
+        stages = [Stage(**_fields(item, Stage, "stage")) for item in data.get("stages", [])]
+        recipe = kind(**{**data, "stages": tuple(stages)})
         recipe.build()
         return recipe
 
@@ -419,20 +347,6 @@ class Recipe:
         return "\n".join(lines)
 
 
-def _takes_rounding(cls: Any) -> None:
-    """``cls`` is still made with ``rounding=``, the name of ``variant`` in earlier versions."""
-    made = cls.__init__
-
-    @wraps(made)
-    def init(self: Any, *args: Any, **named: Any) -> None:
-        made(self, *args, **renamed(named))
-
-    cls.__init__ = init
-
-
-_takes_rounding(Recipe)
-
-
 @dataclass(frozen=True, repr=False)
 class TunedRecipe(Recipe):
     """A recipe that was found for one model, as ``mmaccel tune`` writes it.
@@ -453,23 +367,17 @@ class TunedRecipe(Recipe):
 _WORDS = ("summary", "paper", "tuned")
 
 
-def text_policy(name: str) -> Policy:
-    """The policy that ranks text keys, with its default options.
+def check_together(name: str, methods: Sequence[Method]) -> None:
+    """Raise :class:`MmaccelError` if two of the ``methods`` of recipe ``name`` cannot be combined; they know it themselves."""
+    for one, other in permutations(methods, 2):
+        _refuse_pair(name, one, other, one.conflict(other))
 
-    Raises
-    ------
-    MmaccelError
-        If it is unknown, no cache policy, or needs more than keys.
-    """
-    from ..method import Policy
 
-    made = get_method(name)()
-    if not isinstance(made, Policy) or made.window or made.observes or made.deferred:
+def _refuse_pair(name: str, one: Method | type[Method], other: Method | type[Method], why: str | None) -> None:
+    if why is not None:
         raise MmaccelError(
-            f"text_policy={name!r} cannot rank text keys: it must be a cache policy that needs keys only, such as "
-            "'streaming-llm'."
+            f"Recipe {name!r} cannot combine {one.name!r} with {other.name!r}: {why}; leave out one of them."
         )
-    return made
 
 
 def _options(cls: type[Method]) -> set[str]:
@@ -504,13 +412,32 @@ def _fits(value: Any, hint: Any) -> bool:
     return not isinstance(hint, type) or isinstance(value, hint)
 
 
+#: JSON types of the fields of recipes and stages that have no check of their own
+_JSON: Mapping[str, tuple[type, str]] = {
+    "name": (str, "a string"),
+    "method": (str, "a string"),
+    "summary": (str, "a string"),
+    "paper": (str, "a string"),
+    "stages": (list, 'a list of objects such as {"method": "divprune", "retain": 0.25}'),
+    "options": (dict, "an object"),
+    "tuned": (dict, "an object, as mmaccel tune writes it"),
+}
+
+
 def _fields(data: Any, cls: type, what: str) -> dict[str, Any]:
-    names = [f.name for f in dataclasses.fields(cls)]
+    """``data`` if it is a JSON object with the fields of ``cls``."""
+    fields = dataclasses.fields(cls)
+    names = [f.name for f in fields]
     if not isinstance(data, dict):
         raise MmaccelError(f"A {what} must be a JSON object with {', '.join(names)}.")
     for key in data:
         if key not in names:
             raise MmaccelError(f"A {what} has no field {key!r}; it has {', '.join(names)}.")
+    for name in names:
+        kind, wanted = _JSON.get(name, (object, ""))
+        # the first field of both is the one that must be given
+        if (name in data or name == names[0]) and not isinstance(data.get(name), kind):
+            raise MmaccelError(f"`{name}` of a {what} must be {wanted}, got {data.get(name)!r:.40}.")
     return data
 
 

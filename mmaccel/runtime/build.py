@@ -37,7 +37,7 @@ from ..method import (
     TokenMethod,
 )
 from ..recipe import Recipe, Stage
-from ..recipe.recipe import renamed
+from ..recipe.recipe import check_together
 from .cache.eviction import CachePolicy, EvictByDraft, EvictKeys
 from .cache.packing import PackKeys
 from .cache.reading import ReadKeys, RecallKeys
@@ -104,8 +104,7 @@ def plan_model(recipe: Recipe, family: Family, processor: Any, kernels: Kernels)
             f"Recipe {recipe.name!r} works on pixels, which the model never sees; call "
             f"processor = prepare(processor, {recipe.name!r}), use that processor, and give it as processor=."
         )
-    _check_reuse(stages)
-    _check_chunks(recipe, stages)
+    check_together(recipe.name, [stage.method for stage in stages])
     at_work = [stage.method.name for stage in _of((Policy, Codec), stages)]
     if family.recurrent and at_work:
         notes.append(
@@ -153,30 +152,6 @@ def _stages_by_kind(stages: tuple[PlannedStage[Any], ...]) -> dict[str, Any]:
 
 
 # --- combinations -----------------------------------------------------------------------------------------------------
-def _check_reuse(stages: tuple[PlannedStage[Method], ...]) -> None:
-    """Refuse methods that look at what a tower does not compute of every frame."""
-    for reuse in _of(ReuseMethod, stages):
-        for method in (stage.method for stage in stages):
-            if any(tap.kind != "features" for tap in method.taps()):
-                raise UnsupportedError(
-                    f"{method.name} looks at the attention inside the vision tower, of which {reuse.method.name} computes a "
-                    "part only; use 'divprune' or another method that reads the visual tokens alone, or leave out one of them."
-                )
-
-
-def _check_chunks(recipe: Recipe, stages: tuple[PlannedStage[Method], ...]) -> None:
-    """Refuse beside chunks what works on a prompt in one piece, in the same layers."""
-    for chunks in _of(ChunkMethod, stages):
-        others = [
-            stage.method.name for stage in _of((LayerMethod, ChunkMethod, Policy, Codec), stages) if stage is not chunks
-        ]
-        if others:
-            raise UnsupportedError(
-                f"Recipe {recipe.name!r}: {chunks.method.name} joins what layers have stored of chunks, and {others[0]} needs "
-                "a prompt in one piece there; leave out one of them, or use a method before the language model."
-            )
-
-
 def _of(kind: type | tuple[type, ...], stages: tuple[PlannedStage[Any], ...]) -> tuple[PlannedStage[Any], ...]:
     """The stages whose method is of a kind."""
     return tuple(stage for stage in stages if isinstance(stage.method, kind))
@@ -267,7 +242,6 @@ def plan_for_call(plan: ModelPlan, asked: bool | Mapping[str, Any] | None) -> Mo
         raise MmaccelError(
             f"mmaccel={asked!r} says nothing about a call; give {{'retain': 0.1}} or the like, or False for the bare model."
         )
-    asked = renamed(asked)
     for name in asked:
         if name not in PER_CALL:
             raise MmaccelError(

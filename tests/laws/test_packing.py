@@ -241,9 +241,12 @@ def test_think_looks_at_the_last_queries(policy: tuple[Stage, ...], monkeypatch:
 # --- as part of a recipe ----------------------------------------------------------------------------------------------
 def test_what_cannot_be_combined() -> None:
     bad = [
-        ((Stage("kivi"), Stage("fp8")), "of two codecs one packs visual tokens"),
-        ((Stage("kivi", None, {"visual_only": True}), Stage("calibquant")), "of two codecs one packs visual tokens"),
-        ((Stage("kivi", None, {"text_only": True}),) * 3, "of two codecs one packs visual tokens"),
+        ((Stage("kivi"), Stage("fp8")), "of two codecs one must pack visual tokens"),
+        (
+            (Stage("kivi", None, {"visual_only": True}), Stage("calibquant")),
+            "of two codecs one must pack visual tokens",
+        ),
+        ((Stage("kivi", None, {"text_only": True}),) * 3, "of two codecs one must pack visual tokens"),
         ((Stage("kivi", None, {"text_only": True, "visual_only": True}),), "packs nothing if it is"),
         ((Stage("calibquant", None, {"text_only": True}),), "leave out visual_only and text_only"),
         ((Stage("kivi"), Stage("snapkv", 0.5)), "must follow the order of the sites"),

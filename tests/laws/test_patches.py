@@ -387,7 +387,7 @@ def test_closed_towers_are_refused_in_one_sentence(family: str, name: str) -> No
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("inside", oracle.named(EncoderMethod))
 def test_not_together_with_merging_in_the_tower(name: str, inside: str) -> None:
-    with pytest.raises(MmaccelError, match="not both; leave out"):
+    with pytest.raises(MmaccelError, match="not both; leave out one of them"):
         get_recipe([name, inside])
 
 

@@ -56,6 +56,7 @@ class Codec(Method):
     site = "codec"
     budget = "none"
     default_retain = None
+    weighable = False
     #: how many of the last queries the codec looks at
     window: ClassVar[int] = 0
 
@@ -77,6 +78,14 @@ class Codec(Method):
                     f"{self.name}: groups of {format.group} tokens do not fit pages of {self.page}; a group must be a "
                     "multiple of 16 tokens and a page a whole number of groups."
                 )
+
+    def conflict(self, other: Method) -> str | None:
+        """Refuse a second codec, unless one packs visual tokens and the other text."""
+        if isinstance(other, Codec) and not (
+            (self.visual_only and other.text_only) or (self.text_only and other.visual_only)
+        ):
+            return "of two codecs one must pack visual tokens (visual_only=True) and the other text (text_only=True)"
+        return super().conflict(other)
 
     @abstractmethod
     def formats(self, channels: int) -> tuple[Format, ...]:

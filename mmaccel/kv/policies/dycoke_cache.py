@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,8 +42,6 @@ class DyCokeCache(Policy):
 
     layer: float = 3 / 28
     alike: float = 0.9
-
-    gone: ClassVar[Mapping[str, str]] = {"as_shipped": "variant='official' reads all keys where attention is alike"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,8 +48,6 @@ class ElasticCache(Policy):
 
     compact: str = "nearest"
     distance: int = -25
-
-    gone: ClassVar[Mapping[str, str]] = {"faithful": "variant='official' chooses anchors as its authors' program does"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,7 +27,6 @@ from ...kv.packed import QuantisedLayer
 from ...kv.scoring.importance import behind_pictures, entropy, expected_queries, mean_rotation, share_seen
 from ...kv.together import Asking, InStep, Together, batches, size
 from ...method import KeyBatch, LayerAttention, Policy
-from ...recipe.recipe import text_policy
 from ..call.forward import Prompt, chosen_of
 from ..prompt.preview import TextBehind
 from .layer_budgets import KNOWN, Waiting, by_content, known, prompt_budget
@@ -352,8 +351,8 @@ class PromptEviction:
 
     def _text(self, together: Together, keys: KeyBatch, tokens: Tokens, scores: Tensor, wanted: Tensor) -> Tensor:
         """``[R, Hkv, K]`` bool: the text that stays, ``wanted [R]`` long of every row."""
-        if self.policy.text_policy:
-            scores = self._ranked(together, keys, tokens, text_policy(self.policy.text_policy))
+        if ranker := self.policy.text_ranker():
+            scores = self._ranked(together, keys, tokens, ranker)
         return per_head(scores, tokens.text, to_device(wanted, scores.device))
 
     # --- what is where ----------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def read(call: Call[Any], method: DraftMethod, draft: Family, batch: int, length
     with without_autocast(goes_on.device):
         steps = torch.stack(watched.steps, 1)
         seen = method.finalize(steps, pad(goes_on, (1, 0), value=True))
-    check_tensor(method, "settle()", seen, "float", (len(steps), steps.shape[2]), steps)
+    check_tensor(method, "finalize()", seen, "float", (len(steps), steps.shape[2]), steps)
     seen = torch.zeros_like(seen).scatter(1, order, seen)
     return seen.repeat_interleave(batch // len(seen), 0)
 
