@@ -78,8 +78,10 @@ class Metadata(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         """Fill in both fields."""
         repository = self.config.get("repository", "")
-        version = re.search(r'__version__ = "(.+)"', (Path(self.root) / "mmaccel" / "version.py").read_text("utf-8"))
-        assert version, "mmaccel/version.py has no __version__"
+        version = re.search(
+            r'__version__ = "(.+)"', (Path(self.root) / "mmaccel" / "core" / "version.py").read_text("utf-8")
+        )
+        assert version, "mmaccel/core/version.py has no __version__"
         text = led((Path(self.root) / "README.md").read_text("utf-8"), repository, f"v{version[1]}")
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
         metadata["urls"] = urls(repository)

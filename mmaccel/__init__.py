@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from .lazy import in_stub
+from .core.lazy import in_stub
 
 # torch and transformers are slow to import, and what only lists names can do without: the rest comes when it is asked for
 _LAZY, __all__ = in_stub(__file__)

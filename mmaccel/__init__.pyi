@@ -13,6 +13,7 @@ from .accelerate import (
     is_accelerated,
 )
 from .core.reduction import Reduction
+from .core.version import __version__
 from .errors import MmaccelError, UnsupportedError
 from .media.prepare import prepare
 from .method.base import Method
@@ -22,11 +23,11 @@ from .programs.tune.tuning import tune
 from .programs.video_qa.qa import answer_videos
 from .recipe.lookup import get_recipe, recipes
 from .recipe.recipe import Recipe, Stage
-from .version import __version__
 
 # isort: split
 from .encoders.evit import EViT as EViT
 from .encoders.pitome import PiToMe as PiToMe
+from .encoders.pixelprune import PixelPrune as PixelPrune
 from .encoders.stc_cacher import StcCacher as StcCacher
 from .encoders.tome import ToMe as ToMe
 from .frames.clip_crop import ClipCrop as ClipCrop
@@ -109,7 +110,6 @@ from .merging.tempme import TempMe as TempMe
 from .merging.vflowopt import VFlowOptMerge as VFlowOptMerge
 from .merging.vidcom2 import VidCom2 as VidCom2
 from .merging.vtm import Vtm as Vtm
-from .patches.pixelprune import PixelPrune as PixelPrune
 from .pruning.attention_received import AttentionReceived as AttentionReceived
 from .pruning.balanced import Balanced as Balanced
 from .pruning.cdpruner import CDPruner as CDPruner

@@ -628,7 +628,7 @@ def test_a_run_that_was_killed_goes_on_at_its_batch(folder, tmp_path, monkeypatc
 
 
 def test_two_runs_on_one_file_are_refused(folder, tmp_path, capsys):
-    from mmaccel.files import locked
+    from mmaccel.core.files import locked
 
     argv = ["eval", "--model", folder / "llava", "--data", folder / "good.jsonl", "--json", tmp_path / "out.json"]
     with locked(tmp_path / "out.json.journal", "x", "y"):

@@ -28,9 +28,9 @@ def metadata(place: Path, repository: str) -> Message:
     place.mkdir()
     for name in ("README.md", "LICENSE", "hatch_build.py"):
         shutil.copy(ROOT / name, place)
-    for name in ("mmaccel", "out"):
-        (place / name).mkdir()
-    shutil.copy(ROOT / "mmaccel" / "version.py", place / "mmaccel")
+    for name in ("mmaccel/core", "out"):
+        (place / name).mkdir(parents=True)
+    shutil.copy(ROOT / "mmaccel" / "core" / "version.py", place / "mmaccel" / "core")
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     assert project.count('\nrepository = ""\n') == 1
     (place / "pyproject.toml").write_text(project.replace('\nrepository = ""\n', f'\nrepository = "{repository}"\n'))

@@ -16,7 +16,7 @@ import pytest
 import zoo
 
 import mmaccel
-from mmaccel.lazy import in_stub
+from mmaccel.core.lazy import in_stub
 from mmaccel.method import registry
 
 ROOT = Path(__file__).parent.parent

@@ -18,10 +18,10 @@ from laws.helpers import FAMILIES, THREE_AXES, generate, inputs, model, text_mod
 from torch import Tensor
 from transformers import GenerationMixin, cache_utils, masking_utils, modeling_utils
 
+from mmaccel.core.transformers_api import cache_in, cache_names, cache_of, too_old, untested
 from mmaccel.families import families as families_of_mmaccel
 from mmaccel.families import family_of
 from mmaccel.kv.recurrent import states_of
-from mmaccel.transformers_api import cache_in, cache_names, cache_of, too_old, untested
 
 families = pytest.mark.parametrize("family", FAMILIES)
 #: the name by which models take their cache

@@ -17,8 +17,9 @@ from laws.helpers import generate, inputs
 from transformers import DynamicCache, cache_utils, masking_utils
 
 import mmaccel
-from mmaccel import UnsupportedError, accelerate_vlm, accelerated, transformers_api
+from mmaccel import UnsupportedError, accelerate_vlm, accelerated
 from mmaccel.cli import main
+from mmaccel.core import transformers_api
 from mmaccel.families import family_of
 
 SOURCES = [

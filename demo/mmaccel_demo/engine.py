@@ -20,9 +20,9 @@ from transformers.utils import logging
 from mmaccel import MmaccelError, Recipe, UnsupportedError, accelerated, prepare, recipes
 from mmaccel import get_recipe as recipe_of
 from mmaccel.cli import ask
+from mmaccel.core.transformers_api import cache_of
 from mmaccel.media.files import Prompt, encode
 from mmaccel.programs.model_lock import ModelSlot, Stopped, TimeLimitExceeded, TokenTimer
-from mmaccel.transformers_api import cache_of
 
 from . import limits
 from .overlay import View, view_of

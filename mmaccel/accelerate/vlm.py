@@ -16,6 +16,8 @@ from ..core.figures import CallStats
 from ..core.layout import Layout
 from ..core.reduction import Reduction
 from ..core.stats import Stats
+from ..core.transformers_api import cache_in
+from ..core.transformers_api import check as check_transformers
 from ..errors import UnsupportedError
 from ..families import Family, family_of
 from ..families.base import Wrapper
@@ -35,8 +37,6 @@ from ..runtime.tower.encoder_merging import EncoderMerging, hook_features
 from ..runtime.tower.frame_reuse import FrameReuse
 from ..runtime.tower.patch_pruning import PatchPruning
 from ..runtime.tower.taps import Taps
-from ..transformers_api import cache_in
-from ..transformers_api import check as check_transformers
 from .handle import Handle, check_model, exchange
 from .tuned import warn_of_another
 

@@ -27,8 +27,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..core.version import __version__
 from ..errors import MmaccelError
-from ..version import __version__
 from .shared.options import STDOUT
 
 #: exit status of an error that the user can correct

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib import import_module, metadata
 from typing import Any
 
-from .. import transformers_api
+from ..core import transformers_api
 from ..errors import UnsupportedError
 from .shared.needs import missing
 from .shared.options import Json

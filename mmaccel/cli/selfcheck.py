@@ -110,8 +110,8 @@ def check(name: str, chosen: Recipe, device: str, dtype: torch.dtype) -> dict[st
     import torch
 
     from ..accelerate import accelerate_vlm
+    from ..core.transformers_api import cache_of
     from ..kv.cache import cache_bytes
-    from ..transformers_api import cache_of
 
     begin = time.perf_counter()
     torch.manual_seed(0)

@@ -171,7 +171,7 @@ def _check_summary(path: Path, *others: Path) -> None:
 
 
 def _write(path: Path, content: bytes, named: Path | None = None) -> None:
-    from ..files import write_whole
+    from ..core.files import write_whole
 
     try:
         write_whole(path, content)

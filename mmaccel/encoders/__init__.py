@@ -1,1 +1,1 @@
-"""Methods inside a vision tower, one a file."""
+"""Methods in front of a vision tower or inside it, one a file."""

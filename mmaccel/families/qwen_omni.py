@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.transformers_api import cache_in
 from ..errors import UnsupportedError
-from ..transformers_api import cache_in
 from .base import Call, Facts, Wrapper
 from .mrope import next_positions
 from .qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL
@@ -82,7 +82,7 @@ def _continue_generate(
     family: Qwen2VL, original: Callable[..., Any], current: Callable[[], Call | None]
 ) -> Callable[..., Any]:
     # importing it takes seconds
-    from ..transformers_api import GenerationMixin
+    from ..core.transformers_api import GenerationMixin
 
     @functools.wraps(original)
     def positions(inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..transformers_api import cache_in
+from ..core.transformers_api import cache_in
 from .base import Call, Family, Wrapper
 
 

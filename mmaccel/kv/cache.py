@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.precision import in_attention_dtype
-from ..errors import UnsupportedError
-from ..transformers_api import (
+from ..core.transformers_api import (
     Cache,
     DynamicCache,
     DynamicLayer,
@@ -25,6 +24,7 @@ from ..transformers_api import (
     LinearAttentionLayer,
     cache_in,
 )
+from ..errors import UnsupportedError
 from .index import KeyIndex
 from .layer import bare_bytes as bare_token_bytes
 from .packed import QuantisedLayer

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.precision import in_attention_dtype
+from ..core.transformers_api import DynamicLayer
 from ..errors import MmaccelError
-from ..transformers_api import DynamicLayer
 from .decoding import reads_as_stored
 from .incoming import Incoming
 from .index import KeyIndex, leftmost, to_device

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.transformers_api import LinearAttentionLayer
 from ..errors import UnsupportedError
-from ..transformers_api import LinearAttentionLayer
 
 _STATES = ("conv_states", "recurrent_states")
 

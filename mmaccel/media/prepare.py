@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from PIL.Image import Image as PILImage
 
+from ..core.transformers_api import remedy
 from ..errors import MmaccelError, UnsupportedError
 from ..method import FramesMethod
 from ..method.frames import check_frames
 from ..method.refused import described, refuse
 from ..recipe import Recipe, RecipeLike, get_recipe
-from ..transformers_api import remedy
 from ..video.decode import decode_sampled
 from .picture import first_line, load_picture, on_white, to_bytes
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from ..lazy import in_stub
+from ..core.lazy import in_stub
 
 # most of the files import torch, which the registry and the base of all can do without
 _LAZY, __all__ = in_stub(__file__)

@@ -19,7 +19,7 @@ T = TypeVar("T", bound=type[Method])
 ENTRY_POINTS = "mmaccel.methods"
 
 #: where a method is a file
-_ROOMS = ("frames", "patches", "encoders", "pruning", "merging", "layers", "kv.policies", "kv.codecs")
+_ROOMS = ("frames", "encoders", "pruning", "merging", "layers", "kv.policies", "kv.codecs")
 _methods: dict[str, type[Method]] = {}
 _loaded = False
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
+from ..core.files import write_whole
 from ..errors import MmaccelError, UnsupportedError
-from ..files import write_whole
 from .base import ModelFacts
 from .selector_schema import Stamp, read_config, read_weights, refusal, stamp
 from .tokens import TokenBatch

@@ -6,8 +6,8 @@ import io
 from pathlib import Path
 from typing import Any
 
+from ..core.files import write_whole
 from ..errors import MmaccelError
-from ..files import write_whole
 
 #: colours (Okabe and Ito's, dark ones first), markers and dashes of curves, which also differ in grey
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

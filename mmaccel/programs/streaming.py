@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ..accelerate import Accelerator, accelerated
+from ..core.transformers_api import DynamicCache, cache_argument
 from ..errors import MmaccelError, UnsupportedError
 from ..families import family_of
 from ..kv.cache import CacheState, adopt
 from ..media.files import Clip, Prompt, encode
 from ..method import Policy
 from ..recipe import Recipe, get_recipe
-from ..transformers_api import DynamicCache, cache_argument
 from ..video.clip import as_frames, as_rate
 from .model_lock import model_lock
 from .positions import position_limit

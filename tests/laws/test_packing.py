@@ -16,9 +16,9 @@ from torch.nn.functional import kl_div
 from transformers import DynamicCache
 
 from mmaccel import MmaccelError, Recipe, Stage, accelerated, get_recipe
+from mmaccel.core.transformers_api import cache_in
 from mmaccel.kv.codecs import Codec
 from mmaccel.kv.codecs.think import ThinK
-from mmaccel.transformers_api import cache_in
 
 #: so small that tiny prompts fill pages
 FINE: dict[str, Any] = {"bits": 8, "page": 16, "group": 16, "residual": 0}

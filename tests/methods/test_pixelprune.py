@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmaccel import MmaccelError
-from mmaccel.patches.pixelprune import PixelPrune
+from mmaccel.encoders.pixelprune import PixelPrune
 
 
 def picture(seed: int, h: int, w: int) -> Tensor:

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ...core.files import locked
 from ...errors import MmaccelError, no_json
-from ...files import locked
 from .text import write_json
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...core.files import write_whole
 from ...errors import MmaccelError
-from ...files import write_whole
 from .options import STDOUT
 
 if TYPE_CHECKING:

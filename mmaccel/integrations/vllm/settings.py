@@ -10,9 +10,9 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from ...core.budget import Retain, check_retain
+from ...core.version import __version__
 from ...errors import MmaccelError, UnsupportedError
 from ...recipe import Recipe, get_recipe
-from ...version import __version__
 
 #: whose position text has behind a clip whose time goes further than its height and width: vLLM goes on behind the last frame,
 #: transformers 5 behind the larger side of the grid

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from ...version import __version__
+from ...core.version import __version__
 
 
 def command(*program: str, arguments: Sequence[str] | None = None) -> str:

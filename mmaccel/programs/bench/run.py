@@ -19,13 +19,13 @@ import torch
 
 from ...accelerate import accelerated
 from ...core.stats import Clock
+from ...core.transformers_api import cache_of
 from ...errors import MmaccelError, UnsupportedError
 from ...families import family_of
 from ...kv.cache import cache_bytes
 from ...media.prepare import prepare
 from ...recipe import Recipe
 from ...runtime.call.call import current
-from ...transformers_api import cache_of
 from .arithmetic import (
     Operations,
     count_operations,

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...accelerate import accelerated
+from ...core.files import write_whole
 from ...core.layout import Layout
 from ...core.masks import leftmost, question
 from ...errors import MmaccelError, UnsupportedError
 from ...families import Family, family_of
-from ...files import write_whole
 from ...method import TokenBatch
 from ...recipe import Recipe, Stage
 from ...runtime.tower.feature_cache import Remembered

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from ...core.files import write_whole
 from ...errors import MmaccelError
-from ...files import write_whole
 from ...method import TokenBatch
 from ...method.selector import Selector, Shape
 from ...pruning.learned import dropped, picked, worths

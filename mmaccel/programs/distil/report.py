@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...files import write_whole
+from ...core.files import write_whole
 from .. import plots
 from ..tune.confidence import SHOWN, interval
 from ..tune.evaluate import Measured

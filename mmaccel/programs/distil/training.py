@@ -11,9 +11,9 @@ from typing import Any, get_args
 import torch
 
 from ...accelerate import is_accelerated
+from ...core.files import locked
 from ...errors import MmaccelError, UnsupportedError
 from ...families import family_of
-from ...files import locked
 from ...method.selector import CONFIG, WEIGHTS, ModelFingerprint, Shape
 from ...pruning.learned import Learned
 from ...recipe import RecipeLike, get_recipe

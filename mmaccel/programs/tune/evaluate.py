@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...accelerate import accelerated
+from ...core.transformers_api import DynamicCache, cache_argument
 from ...errors import MmaccelError
 from ...families import family_of
 from ...media.prepare import prepare
@@ -29,7 +30,6 @@ from ...method import Policy, ReturningMethod
 from ...method.model_options import KeepLoaded
 from ...recipe import Recipe, get_recipe
 from ...runtime.tower.feature_cache import Remembered
-from ...transformers_api import DynamicCache, cache_argument
 from ..bench.arithmetic import count_operations
 from ..evaluate import Batch, Question, answer_lengths, batches, divergence, inputs_of
 from ..positions import check_positions

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ...core.files import take_lock
 from ...errors import MmaccelError
-from ...files import take_lock
 from ..resume import check_settings
 
 _REMEDY = "give another file with --out (out=), or delete it"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...accelerate.tuned import fingerprint
-from ...files import write_whole
+from ...core.files import write_whole
 from ...recipe import Recipe
 from .. import plots
 from ..bench import provenance

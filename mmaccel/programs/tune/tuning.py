@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...accelerate import is_accelerated
+from ...core.files import write_whole
 from ...errors import MmaccelError
-from ...files import write_whole
 from ...recipe import Recipe, RecipeLike, TunedRecipe, get_recipe
 from ...recipe import recipes as all_recipes
 from ...suite import read_samples

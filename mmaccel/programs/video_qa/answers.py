@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ...core.files import take_lock, write_whole
 from ...errors import MmaccelError
-from ...files import take_lock, write_whole
 from ..identity import question_identity
 from .questions import VideoQuestion
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...accelerate import Accelerator, accelerated
+from ...core.transformers_api import DynamicCache, cache_argument
 from ...errors import MmaccelError
 from ...families import family_of
 from ...families.load import load_model
@@ -35,7 +36,6 @@ from ...method import EncoderMethod, FrameChoice, FramesMethod, PatchMethod, Pro
 from ...method.model_options import KeepLoaded
 from ...method.registry import methods
 from ...recipe import Recipe, RecipeLike, Stage, get_recipe
-from ...transformers_api import DynamicCache, cache_argument
 from ...video.clip import Clip
 from ...video.decode_spec import GIB, DecodeSpec, Select, check_timeout
 from ...video.prefetch import Ahead, begin

@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...errors import UnsupportedError
-from ...transformers_api import (
+from ...core.transformers_api import (
     ALL_ATTENTION_FUNCTIONS,
     ALL_MASK_ATTENTION_FUNCTIONS,
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedConfig,
 )
+from ...errors import UnsupportedError
 from .call import current
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ...core.layout import Layout
 from ...core.reduction import Reduction
+from ...core.transformers_api import DynamicCache, cache_argument, cache_in, cache_names, cache_of
 from ...errors import UnsupportedError
 from ...kv.cache import CacheState, adopt, check_plain, pinned_of, state_of
 from ...kv.incoming import Incoming
-from ...transformers_api import DynamicCache, cache_argument, cache_in, cache_names, cache_of
 from .call import Call, current
 from .forward import Continuation, Forward, Prompt, PromptResult, rows_at, to_device_packed
 from .plan import ModelPlan

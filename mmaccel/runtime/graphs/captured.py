@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.transformers_api import cache_in
 from ...kv.cache import CacheState, state_of
 from ...kv.decoding import on_gpu
 from ...kv.pinned import Pinned
-from ...transformers_api import cache_in
 from ..cache.packing import coming_unpacked
 from ..cache.schedule import coming_kept, query_spec_of
 from ..cache.sparse_read import pinned_reads, unpinnable

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ...core.masks import true_last
 from ...core.precision import without_autocast
+from ...core.transformers_api import Cache, DynamicLayer, cache_argument
 from ...kv.index import KeyIndex
 from ...method import DraftPolicy, LayerAttention, PreviewMethod
 from ...method.results import figures_of
-from ...transformers_api import Cache, DynamicLayer, cache_argument
 from ..call.call import Call
 from ..call.forward import Prompt, rows_at, to_device_packed
 from ..call.plan import ModelPlan, PlannedStage

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import MmaccelError
+from ..errors import MmaccelError
 
 try:
     import fcntl

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from .errors import UnsupportedError
+from ..errors import UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import GenerationMixin as GenerationMixin

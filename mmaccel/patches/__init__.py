@@ -1,1 +1,0 @@
-"""Methods that leave patches out of a vision tower, one a file."""
